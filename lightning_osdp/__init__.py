@@ -1,0 +1,1 @@
+"""Optimal sharded data parallelism for PyTorch Lightning."""

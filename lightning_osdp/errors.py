@@ -1,0 +1,60 @@
+"""Every error that lightning_osdp raises on purpose.
+
+OSDPError
+├── ConfigurationError (ValueError)   an argument that can't be used: an unreadable limit, SWA, a precision
+│   └── PlanMismatchError             a plan for another model, another number of ranks, or another version
+├── InfeasibleError (ValueError)      nothing fits under the memory limit
+├── TraceError (RuntimeError)         the module's training_step can't be read on fake tensors
+└── ShardingError (RuntimeError)      a plan can't be applied to this module
+
+Warnings: OSDPWarning (UserWarning).
+"""
+
+from __future__ import annotations
+
+
+class OSDPError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigurationError(OSDPError, ValueError):
+    """An argument or a combination of settings that can't be used."""
+
+
+class PlanMismatchError(ConfigurationError):
+    """A plan that was made for another model, number of ranks, or version of the plan format."""
+
+
+class InfeasibleError(OSDPError, ValueError):
+    """No choice of modes fits under the memory budget.
+
+    Attributes:
+        needed_bytes: the smallest peak that any choice reaches.
+        budget_bytes: what there was.
+        largest: index of the operator that needs the most (its smallest option), -1 if there is none.
+    """
+
+    def __init__(self, message: str, *, needed_bytes: int, budget_bytes: int, largest: int = -1) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.budget_bytes = budget_bytes
+        self.largest = largest
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_infeasible, (str(self), self.needed_bytes, self.budget_bytes, self.largest))
+
+
+class TraceError(OSDPError, RuntimeError):
+    """The training step can't be traced on fake tensors."""
+
+
+class ShardingError(OSDPError, RuntimeError):
+    """A plan can't be applied to this module."""
+
+
+class OSDPWarning(UserWarning):
+    """Something works, but not as well as it could."""
+
+
+def _rebuild_infeasible(message: str, needed_bytes: int, budget_bytes: int, largest: int) -> InfeasibleError:
+    return InfeasibleError(message, needed_bytes=needed_bytes, budget_bytes=budget_bytes, largest=largest)

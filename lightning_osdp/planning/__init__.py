@@ -1,0 +1,1 @@
+"""Deciding: pure functions and frozen values. No torch, no process group, no clock, no printing."""

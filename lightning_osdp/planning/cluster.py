@@ -1,0 +1,72 @@
+"""The hardware as numbers: how many ranks, how much memory, and how long each collective takes."""
+
+from __future__ import annotations
+
+from lightning_osdp.planning.operators import Frozen, Line
+
+
+class CollectiveFit(Frozen):
+    """Latency and inverse bandwidth of one collective, fitted to measurements.
+
+    ``time_s = (N - 1) (latency_s + s_per_byte * P / N)`` for a tensor of P bytes when whole, on N ranks: the paper's
+    equation 2 for one ring pass, with constants of its own for each collective.
+    """
+
+    latency_s: float
+    s_per_byte: float
+    residual: float = 0.0
+    """Root mean square of (predicted - measured) / measured over the measured sizes."""
+
+    def time_s(self, whole_bytes: float, ranks: int) -> float:
+        """Seconds for a tensor of ``whole_bytes`` on ``ranks`` ranks; 0 on a single rank."""
+        return (ranks - 1) * (self.latency_s + self.s_per_byte * whole_bytes / ranks)
+
+
+class Link(Frozen):
+    """What the ranks are joined by, one fit for each collective that the engine uses."""
+
+    all_reduce: CollectiveFit
+    all_gather: CollectiveFit
+    reduce_scatter: CollectiveFit
+
+
+class Cluster(Frozen):
+    """Nodes, devices and links."""
+
+    nodes: int = 1
+    devices_per_node: int
+    device: str
+    """Type and name of one device: ``cpu``, ``cuda: NVIDIA H200``."""
+    backend: str
+    """Of the process group that was measured: ``gloo``, ``nccl``."""
+    link: Link
+    overlap: float = 0.0
+    """Share of an operator's compute time that can hide its communication; 0 on CPU, where FairScale overlaps nothing."""
+    reduce_copy: float = 1.0
+    """Extra bytes that a reduce-scatter takes, as a share of the whole tensor's."""
+
+    @property
+    def ranks(self) -> int:
+        """Devices in all."""
+        return self.nodes * self.devices_per_node
+
+
+class OperatorTime(Frozen):
+    """Compute time of one operator in one micro-batch, in seconds by batch size."""
+
+    forward: Line = Line()
+    backward: Line = Line()
+
+    def at(self, batch_size: int) -> float:
+        """Forward and backward together, in seconds."""
+        return self.forward.at(batch_size) + self.backward.at(batch_size)
+
+
+class ComputeTimes(Frozen):
+    """Measured compute (the paper's gamma): per operator, and everything that belongs to none."""
+
+    operators: tuple[OperatorTime, ...]
+    """Aligned with ``ModelDescription.operators``."""
+    outside: OperatorTime
+    optimizer_s_per_byte: float
+    """Seconds of the optimizer's step per byte of parameter that a rank updates."""

@@ -1,0 +1,129 @@
+"""ExecutionPlan: the only hand-over between deciding and doing. JSON in and out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from lightning_osdp.errors import ConfigurationError, PlanMismatchError
+from lightning_osdp.planning.choices import Mode
+from lightning_osdp.planning.cluster import Cluster
+from lightning_osdp.planning.operators import Frozen, ModelDescription
+
+FORMAT = "lightning_osdp.plan"
+VERSION = 1
+
+
+class ModelIdentity(Frozen):
+    """Which model a plan is for."""
+
+    fingerprint: str
+    num_parameters: int = Field(ge=0)
+
+
+class OperatorPlan(Frozen):
+    """What was decided for one operator."""
+
+    name: str
+    slices: tuple[Mode, ...] = Field(min_length=1)
+    checkpoint: bool = False
+    num_parameters: int = Field(ge=0)
+
+
+class Prediction(Frozen):
+    """What the plan is expected to cost, per optimizer step (accumulation included) and per rank."""
+
+    step_time_s: float
+    compute_time_s: float
+    communication_time_s: float
+    samples_per_s: float
+    """Over all ranks."""
+    peak_memory_bytes: int
+    """What the device's own counter will show for a rank while it trains."""
+    overhead_bytes: int
+    """The part of the peak that was there before the model."""
+
+
+class FrontierPoint(Frozen):
+    """The best plan at one batch size."""
+
+    batch_size: int
+    samples_per_s: float
+    peak_memory_bytes: int
+
+
+class ExecutionPlan(Frozen):
+    """The chosen batch size and the choice for each operator, with what they are predicted to cost."""
+
+    format: Literal["lightning_osdp.plan"] = "lightning_osdp.plan"
+    version: Literal[1] = 1
+    model: ModelIdentity
+    cluster: Cluster
+    memory_limit_bytes: int = Field(gt=0)
+    batch_size: int = Field(gt=0)
+    accumulate_grad_batches: int = Field(gt=0, default=1)
+    global_batch_size: int = Field(gt=0)
+    operators: tuple[OperatorPlan, ...]
+    predicted: Prediction
+    frontier: tuple[FrontierPoint, ...] = ()
+
+    def to_json(self) -> str:
+        """The plan as indented JSON text."""
+        return self.model_dump_json(indent=2)
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "the plan") -> ExecutionPlan:
+        """Reads what ``to_json`` wrote.
+
+        Args:
+            text: JSON text.
+            source: where it came from, for the error.
+
+        Raises:
+            ConfigurationError: ``text`` is not JSON, or a field is missing or wrong.
+            PlanMismatchError: it is a plan of another version.
+        """
+        try:
+            data: Any = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigurationError(f"{source} is not JSON: {error}") from error
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ConfigurationError(f'{source} is not an execution plan: it has no "format": "{FORMAT}"')
+        if data.get("version") != VERSION:
+            raise PlanMismatchError(
+                f"{source} has version {data.get('version')}, this release reads version {VERSION}: make a new plan"
+            )
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise ConfigurationError(f"{source} is damaged: field {where}: {first['msg']}") from error
+
+    def check(self, model: ModelDescription, ranks: int) -> None:
+        """Refuses a plan that was made for something else.
+
+        Raises:
+            PlanMismatchError: says what differs: the model, its operators, or the number of ranks.
+        """
+        if self.cluster.ranks != ranks:
+            raise PlanMismatchError(
+                f"the plan is for {self.cluster.ranks} ranks, this run has {ranks}: make a new plan"
+            )
+        if self.model.num_parameters != model.num_parameters:
+            raise PlanMismatchError(
+                f"the plan is for a model of {self.model.num_parameters:,} parameters, "
+                f"this one has {model.num_parameters:,}: make a new plan"
+            )
+        planned, present = [op.name for op in self.operators], [op.name for op in model.operators]
+        if planned != present:
+            missing = sorted(set(planned) ^ set(present))
+            what = f"operators that only one of them has: {', '.join(missing[:5])}" if missing else "order of operators"
+            raise PlanMismatchError(f"the plan is for another model ({what}): make a new plan")
+        if self.model.fingerprint != model.fingerprint:
+            raise PlanMismatchError(
+                "the plan is for another model: names and counts agree, but shapes, dtypes or trainability differ "
+                f"(fingerprint {self.model.fingerprint[:12]}, here {model.fingerprint[:12]}): make a new plan"
+            )

@@ -1,0 +1,1 @@
+"""Measuring: reads the module and the hardware, returns values of ``lightning_osdp.planning``."""

@@ -1,0 +1,1 @@
+"""Doing: applies an ExecutionPlan to a module."""
