@@ -41,7 +41,7 @@ class Cluster(Frozen):
     """Of the process group that was measured: ``gloo``, ``nccl``."""
     link: Link
     overlap: float = 0.0
-    """Share of an operator's compute time that can hide its communication; 0 on CPU, where FairScale overlaps nothing."""
+    """Share of an operator's compute time that can hide its communication; 0 on CPU: nothing overlaps there."""
     reduce_copy: float = 1.0
     """Extra bytes that a reduce-scatter takes, as a share of the whole tensor's."""
 

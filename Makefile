@@ -1,0 +1,50 @@
+# Everything runs from a fresh clone with Python 3.11 or later and make; the first call installs into .venv.
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# python3.11 where there is one that runs, else python3 if it is new enough.
+PYTHON ?= $(shell \
+	for python in python3.11 python3; do \
+		if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$python; break; fi; \
+	done)
+
+.PHONY: help train test lint format clean
+
+help:
+	@echo "make train   train a small GPT on two CPU processes under a memory limit (examples/train_gpt.py)"
+	@echo "make test    everything that must hold: lint, types, import rules, tests"
+	@echo "make lint    the first three of them"
+	@echo "make format  let ruff rewrite what it can"
+	@echo "make clean   remove the environment, caches and runs"
+
+train: $(INSTALLED)
+	$(BIN)/python examples/train_gpt.py
+
+test: lint
+	$(BIN)/pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) runs lightning_logs build dist *.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Installs again only when what is to be installed has changed.
+$(INSTALLED): $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	touch $@

@@ -1,0 +1,261 @@
+"""Plan to tables, for people: what was decided, what it is predicted to cost, and what was measured. Decides nothing.
+
+Milliseconds and GiB exist only here (and where people write them, ``planning.units``). Tables read the same without
+colours and in 100 columns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lightning_osdp.planning.choices import Mode
+from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
+
+RUNNERS_UP = 3
+"""How many of the other batch sizes are shown."""
+
+_BAR_WIDTH = 24
+
+
+@dataclass(frozen=True)
+class Run:
+    """Operators whose names differ only in one integer component, counting up by one, with the same choice."""
+
+    pattern: str
+    """Their common name, with a range for the integer: ``blocks.0-7.attn.qkv``."""
+    operators: tuple[OperatorPlan, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Of all of them together."""
+        return sum(op.num_parameters for op in self.operators)
+
+
+def plan_table(plan: ExecutionPlan, profiling_s: float | None = None, collectives: int | None = None) -> Group:
+    """The whole plan: what was chosen, per run of operators and per mode, and the best batch sizes that were not.
+
+    Args:
+        plan: what to show.
+        profiling_s: seconds that measuring took; None if nothing was measured.
+        collectives: how many collectives one optimizer step makes on each rank; None where it is not known.
+    """
+    parts: list[RenderableType] = [_heading(plan), _summary(plan, profiling_s, collectives), ""]
+    parts += [_run_table(group_runs(plan.operators)), "", _mode_table(plan.operators)]
+    others = [point for point in plan.frontier if point.batch_size != plan.batch_size]
+    if others:
+        parts += ["", _frontier_table(plan)]
+    return Group(*parts)
+
+
+def measured_table(plan: ExecutionPlan, step_time_s: float, peak_memory_bytes: int) -> Table:
+    """Predicted against measured: step time, throughput and peak memory.
+
+    The error is (predicted - measured) / measured, so it is positive where the prediction was too high.
+
+    Args:
+        plan: holds the prediction.
+        step_time_s: seconds of one optimizer step, accumulation included.
+        peak_memory_bytes: what the device's own counter showed, on the rank that used most.
+    """
+    predicted, samples_per_s = plan.predicted, plan.global_batch_size / step_time_s
+    rows = [
+        ("step time", predicted.step_time_s, step_time_s, format_seconds),
+        ("throughput", predicted.samples_per_s, samples_per_s, _format_throughput),
+        ("peak memory", predicted.peak_memory_bytes, peak_memory_bytes, format_bytes),
+    ]
+    table = _table("", ">predicted", ">measured", ">error")
+    for name, expected, measured, write in rows:
+        table.add_row(name, write(expected), write(measured), _format_difference(expected, measured))
+    return table
+
+
+def group_runs(operators: Iterable[OperatorPlan]) -> list[Run]:
+    """Operators joined into runs, in the order of each run's first operator.
+
+    Repeated blocks interleave their operators (``0.qkv, 0.mlp, 1.qkv, ...``), so a run stays open while others grow.
+    A run counts along the integer in which its second operator differs from its first.
+    """
+    runs: list[list[OperatorPlan]] = []
+    awaited: dict[tuple[object, ...], int] = {}
+    for operator in operators:
+        keys = _keys(operator)
+        found = next(((key, awaited[key]) for key in keys if key in awaited), None)
+        if found is None:
+            runs.append([operator])
+            awaited.update((_following(key), len(runs) - 1) for key in keys)
+            continue
+        key, index = found
+        runs[index].append(operator)
+        awaited = {other: run for other, run in awaited.items() if run != index} | {_following(key): index}
+    return [Run(_pattern([op.name for op in run]), tuple(run)) for run in runs]
+
+
+def to_text(renderable: RenderableType, width: int = 100) -> str:
+    """What ``renderable`` looks like as plain text of at most ``width`` columns: for logs and files."""
+    console = Console(width=width, color_system=None, force_terminal=False, force_jupyter=False)
+    with console.capture() as capture:
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def format_bytes(amount: float) -> str:
+    """Bytes as people read them: ``512 B``, ``1.5 KiB``, ``900.0 MiB``, ``8.00 GiB``."""
+    for unit, size, digits in (("B", 1, 0), ("KiB", 1 << 10, 1), ("MiB", 1 << 20, 1)):
+        if round(amount / size, digits) < 1024:
+            return f"{amount / size:.{digits}f} {unit}"
+    return f"{amount / (1 << 30):.2f} GiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds as people read them: ``0.045 ms``, ``12.3 ms``, ``1.25 s``, ``2 min 05 s``."""
+    if round(seconds * 1e3, 3) < 1:
+        return f"{seconds * 1e3:.3f} ms"
+    if round(seconds * 1e3, 1) < 1000:
+        return f"{seconds * 1e3:.1f} ms"
+    if round(seconds, 2) < 60:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s"
+
+
+def format_count(count: int) -> str:
+    """A number of parameters as people read it: ``768``, ``98.3 K``, ``10.9 M``, ``1.50 B``."""
+    for unit, size, digits in (("", 1, 0), (" K", 10**3, 1), (" M", 10**6, 1)):
+        if round(count / size, digits) < 1000:
+            return f"{count / size:.{digits}f}{unit}"
+    return f"{count / 10**9:.2f} B"
+
+
+def _heading(plan: ExecutionPlan) -> Text:
+    cluster = plan.cluster
+    nodes = f"{cluster.nodes} nodes of {cluster.devices_per_node}" if cluster.nodes > 1 else "one node"
+    return Text(
+        f"Execution plan for {format_count(plan.model.num_parameters)} parameters on {cluster.ranks} ranks "
+        f"({nodes}, {cluster.device}, {cluster.backend})\n"
+    )
+
+
+def _summary(plan: ExecutionPlan, profiling_s: float | None, collectives: int | None) -> Table:
+    predicted, limit = plan.predicted, plan.memory_limit_bytes
+    rows = {
+        "batch size": f"{plan.batch_size} x {plan.accumulate_grad_batches} accumulated x {plan.cluster.ranks} ranks "
+        f"= {plan.global_batch_size} in all",
+        "step time": f"{format_seconds(predicted.step_time_s)} = {format_seconds(predicted.compute_time_s)} compute "
+        f"+ {format_seconds(predicted.communication_time_s)} communication",
+        "throughput": _format_throughput(predicted.samples_per_s),
+        "peak memory": f"{format_bytes(predicted.peak_memory_bytes)} of {format_bytes(limit)}  "
+        f"{_bar(predicted.peak_memory_bytes / limit)}",
+        "": f"{format_bytes(predicted.overhead_bytes)} of it before the model",
+    }
+    if collectives is not None:
+        rows["collectives"] = f"{collectives} per step"
+    if profiling_s is not None:
+        rows["profiling"] = f"took {format_seconds(profiling_s)}"
+    table = Table.grid(padding=(0, 3, 0, 0))
+    for name, value in rows.items():
+        table.add_row(Text(name, style="bold"), Text(value))
+    return table
+
+
+def _run_table(runs: Sequence[Run]) -> Table:
+    table = _table("operators", "mode", ">count", ">parameters")
+    for run in runs:
+        choice = run.operators[0]
+        table.add_row(
+            run.pattern or "(the module itself)",
+            _format_choice(choice),
+            str(len(run.operators)),
+            format_count(run.num_parameters),
+        )
+    return table
+
+
+def _mode_table(operators: Iterable[OperatorPlan]) -> Table:
+    """Parameters by the mode of the slice that they are in; slices of one operator are equal parts."""
+    by_mode: Counter[Mode] = Counter()
+    for operator in operators:
+        for index, mode in enumerate(operator.slices):
+            whole, k = operator.num_parameters, len(operator.slices)
+            by_mode[mode] += whole * (index + 1) // k - whole * index // k
+    total = by_mode.total()
+    table = _table("mode", ">parameters", ">share")
+    for mode in Mode:
+        if mode in by_mode:
+            share = by_mode[mode] / total if total else 0.0
+            table.add_row(mode.value, format_count(by_mode[mode]), f"{share:.1%}")
+    return table
+
+
+def _frontier_table(plan: ExecutionPlan) -> Table:
+    others = sorted(
+        (point for point in plan.frontier if point.batch_size != plan.batch_size),
+        key=lambda point: point.samples_per_s,
+        reverse=True,
+    )
+    table = _table("runner-up", ">throughput", ">against the plan", ">peak memory")
+    for point in others[:RUNNERS_UP]:
+        table.add_row(
+            f"batch size {point.batch_size}",
+            _format_throughput(point.samples_per_s),
+            _format_difference(point.samples_per_s, plan.predicted.samples_per_s),
+            format_bytes(point.peak_memory_bytes),
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    """An empty table; a column whose title starts with ``>`` holds numbers and is aligned to the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold underline")
+    for title in columns:
+        table.add_column(title.removeprefix(">"), justify="right" if title.startswith(">") else "left", no_wrap=True)
+    table.columns[0].no_wrap = False
+    table.columns[0].overflow = "fold"
+    return table
+
+
+def _bar(share: float) -> str:
+    filled = min(_BAR_WIDTH, round(share * _BAR_WIDTH))
+    return f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {share:.1%}"
+
+
+def _format_throughput(samples_per_s: float) -> str:
+    return f"{samples_per_s:,.1f} samples/s" if samples_per_s >= 10 else f"{samples_per_s:.3f} samples/s"
+
+
+def _format_difference(value: float, reference: float) -> str:
+    return f"{(value - reference) / reference:+.1%}"
+
+
+def _format_choice(operator: OperatorPlan) -> str:
+    """``zdp``, ``zdp x 4`` in four slices, ``dp x 1 + zdp x 3``; and whether its activations are recomputed."""
+    counts = Counter(operator.slices)
+    words = [f"{mode.value} x {count}" if len(operator.slices) > 1 else mode.value for mode, count in counts.items()]
+    return " + ".join(words) + (", recomputed" if operator.checkpoint else "")
+
+
+def _keys(operator: OperatorPlan) -> list[tuple[object, ...]]:
+    """One key for each integer in the name: (what is before it, what is after it, the choice, the integer)."""
+    parts = operator.name.split(".")
+    return [
+        (tuple(parts[:position]), tuple(parts[position + 1 :]), operator.slices, operator.checkpoint, int(part))
+        for position, part in enumerate(parts)
+        if part.isdecimal()
+    ]
+
+
+def _following(key: tuple[object, ...]) -> tuple[object, ...]:
+    *rest, integer = key
+    assert isinstance(integer, int)
+    return (*rest, integer + 1)
+
+
+def _pattern(names: Sequence[str]) -> str:
+    """The names of a run as one: ``a.0.b, a.1.b, a.2.b`` is ``a.0-2.b``."""
+    first, last = names[0].split("."), names[-1].split(".")
+    return ".".join(a if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))

@@ -1,0 +1,82 @@
+"""The seam between a plan and whatever carries it out. One engine today: FairScale's units (``fairscale.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_osdp.planning.plan import ExecutionPlan
+
+
+class Engine(Protocol):
+    """Applies a plan to a module, in place: the module keeps its class, its tree and its parameters' names.
+
+    After ``apply``, each sharded parameter object holds its rank's part, flat and padded to equal length, whenever
+    the operator is not running; ``Parameter`` objects keep their identity, so optimizers made before stay valid.
+    """
+
+    @property
+    def collectives_per_step(self) -> int:
+        """How many collectives one optimizer step makes on each rank, without accumulation."""
+        ...
+
+    def check(self, module: nn.Module, plan: ExecutionPlan) -> None:
+        """Refuses a plan that can't be applied to ``module``, before any parameter has moved.
+
+        Raises:
+            ShardingError: names the operator or the parameter and what is wrong with it.
+        """
+        ...
+
+    def apply(self, module: nn.Module, plan: ExecutionPlan, optimizers: Iterable[Optimizer]) -> None:
+        """Copies rank 0's parameters and buffers to all ranks, shards the operators and installs the reductions."""
+        ...
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, replicated gradients pile up locally; sharded ones are still reduced, since keeping them whole
+        would cost the memory that sharding saves."""
+        ...
+
+    def finish_backward(self) -> None:
+        """Completes the reductions of the backward pass that just ended. Idempotent."""
+        ...
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Makes sure that gradients are complete and that the optimizer holds no parameter unknown to the engine.
+
+        Raises:
+            ShardingError: a parameter is in no unit and in no bucket, so it would be trained apart on each rank.
+        """
+        ...
+
+    def after_optimizer_step(self) -> None:
+        """Marks gathered copies as stale."""
+        ...
+
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clips by the norm over all shards and replicas, each element counted once. Returns that norm."""
+        ...
+
+    def model_state(self) -> dict[str, Any]:
+        """State dict of the plain module, whole tensors on the CPU; empty on ranks other than 0. Collective."""
+        ...
+
+    def load_model_state(self, state: dict[str, Any], strict: bool = True) -> None:
+        """Loads a plain module's state dict, given whole on every rank.
+
+        Raises:
+            ShardingError: a tensor has another shape than the parameter of that name; nothing has changed then.
+        """
+        ...
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """``optimizer.state_dict()`` with whole tensors on the CPU; empty on ranks other than 0. Collective."""
+        ...
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Loads what ``optimizer_state`` returned, under this or any other plan, given whole on every rank."""
+        ...

@@ -1,0 +1,96 @@
+"""Training through the engine equals training one process on the same global batches."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_osdp.sharding.fairscale import FairScaleEngine
+from tests.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups
+from tests.ranks import run_ranks
+
+STEPS, BATCH = 20, 8
+
+
+def reference() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and final weights of plain PyTorch in one process."""
+    torch.manual_seed(1)
+    model = TinyGPT()
+    optimizer = two_groups(model)
+    losses = []
+    for batch in gpt_batches(STEPS, BATCH):
+        optimizer.zero_grad()
+        loss = gpt_loss(model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, model.state_dict()
+
+
+def train(rank: int, ranks: int, policy: str, accumulation: int) -> Any:
+    """The same training on one of several ranks; each takes its part of every global batch."""
+    torch.manual_seed(1 + rank)  # the engine must start all ranks from rank 0's weights
+    model = TinyGPT()
+    names = [name for name, _ in model.named_parameters()]
+    optimizer = two_groups(model)
+    engine = FairScaleEngine(torch.device("cpu"))
+    engine.apply(model, hand_made_plan(modes_for(model, policy), ranks), [optimizer])
+    assert [name for name, _ in model.named_parameters()] == names
+    losses = []
+    for batch in gpt_batches(STEPS, BATCH):
+        optimizer.zero_grad()
+        total = 0.0
+        for i, part in enumerate(batch[rank::ranks].chunk(accumulation)):
+            last = i == accumulation - 1
+            engine.before_forward()
+            with nullcontext() if last else engine.no_sync():
+                loss = gpt_loss(model, part) / accumulation
+                loss.backward()
+                engine.finish_backward()
+            total += float(loss.detach())
+        engine.clip_grad_norm(model.parameters(), 0.5)
+        engine.before_optimizer_step(optimizer)
+        optimizer.step()
+        engine.after_optimizer_step()
+        losses.append(total)
+    return losses, engine.model_state(), engine.optimizer_state(optimizer), engine.collectives_per_step
+
+
+CASES = [(policy, accumulation) for policy in ("dp", "zdp2", "zdp", "mixed") for accumulation in (1, 2)]
+
+
+def train_all(rank: int, ranks: int) -> Any:
+    """Every case in the same processes, since starting them takes longer than training."""
+    return [train(rank, ranks, *case) for case in CASES]
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def runs(request: pytest.FixtureRequest) -> dict[tuple[str, int], list[Any]]:
+    """What each rank returned, by case."""
+    by_rank = run_ranks(train_all, request.param)
+    return {case: [results[i] for results in by_rank] for i, case in enumerate(CASES)}
+
+
+@pytest.mark.parametrize(("policy", "accumulation"), CASES)
+def test_losses_and_weights_equal_plain_training(
+    runs: dict[tuple[str, int], list[Any]], policy: str, accumulation: int
+) -> None:
+    results = runs[policy, accumulation]
+    expected_losses, expected = reference()
+    losses = torch.tensor([result[0] for result in results]).mean(0)
+    torch.testing.assert_close(losses, torch.tensor(expected_losses), rtol=1e-5, atol=0)
+    state = results[0][1]
+    assert list(state) == list(expected)
+    for name, weight in expected.items():
+        torch.testing.assert_close(state[name], weight, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    assert all(result[1] == {} and result[2] == {} for result in results[1:])
+
+
+def test_collectives_are_counted(runs: dict[tuple[str, int], list[Any]]) -> None:
+    sharded = len(modes_for(TinyGPT(), "zdp"))
+    counted = {policy: runs[policy, 1][0][3] for policy in ("dp", "zdp2", "zdp")}
+    assert counted == {"dp": 1, "zdp2": 2 * sharded + 1, "zdp": 3 * sharded + 1}
