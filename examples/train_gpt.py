@@ -61,7 +61,7 @@ class GPT(L.LightningModule):
         for name, parameter in self.named_parameters():
             if name.endswith(("project.weight", "contract.weight")):  # these add up along the residual stream
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5)
-            elif parameter.dim() >= 2:
+            elif parameter.dim() >= 2 and name != "tokens.weight":  # which stays N(0, 1): a short run learns sooner so
                 nn.init.normal_(parameter, std=0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)

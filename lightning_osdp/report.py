@@ -168,7 +168,7 @@ def _run_table(runs: Sequence[Run]) -> Table:
     for run in runs:
         choice = run.operators[0]
         table.add_row(
-            run.pattern or "(the module itself)",
+            Text(run.pattern or "(the module itself)"),  # a str would be read as markup
             _format_choice(choice),
             str(len(run.operators)),
             format_count(run.num_parameters),

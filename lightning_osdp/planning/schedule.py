@@ -251,15 +251,17 @@ def _infeasible(problem: Problem, smallest: Candidate) -> InfeasibleError:
     operators = problem.model.operators
     largest = max(range(len(operators)), key=lambda i: sum(p.state_bytes for p in operators[i].parameters))
     operator, peak = operators[largest], smallest.peak
-    mib = 1 << 20
+
+    def mib(amount: float) -> str:
+        return f"{amount / (1 << 20):,.0f} MiB"
+
     return InfeasibleError(
-        f"nothing fits: batch size {smallest.batch_size} needs at least {peak.total_bytes / mib:,.0f} MiB per device, "
-        f"the limit is {problem.memory_limit_bytes / mib:,.0f} MiB. Of the peak (in the {peak.where}), the process takes "
-        f"{peak.overhead / mib:,.0f} MiB, states and gradients {(peak.states + peak.gradients) / mib:,.0f}, gathered "
-        f"parameters and transients {(peak.gathered + peak.transient) / mib:,.0f}, activations "
-        f"{peak.activations / mib:,.0f}. The largest operator is {operator.name or 'the whole model'} "
-        f"({operator.kind}, {operator.num_parameters:,} parameters). Raise memory_limit, use more ranks, or make the "
-        "samples smaller",
+        f"nothing fits: batch size {smallest.batch_size} needs at least {mib(peak.total_bytes)} per device, the limit "
+        f"is {mib(problem.memory_limit_bytes)}. Of that peak (in the {peak.where}), the process takes "
+        f"{mib(peak.overhead)}, states and gradients {mib(peak.states + peak.gradients)}, gathered parameters and "
+        f"transients {mib(peak.gathered + peak.transient)}, activations {mib(peak.activations)}. The largest operator "
+        f"is {operator.name or 'the whole model'} ({operator.kind}, {operator.num_parameters:,} parameters). Raise "
+        "memory_limit, use more ranks, or make the samples smaller",
         needed_bytes=peak.total_bytes,
         budget_bytes=problem.memory_limit_bytes,
         largest=largest,
@@ -309,9 +311,7 @@ def _to_plan(problem: Problem, chosen: Candidate, candidates: Sequence[Candidate
             overhead_bytes=problem.overhead_bytes,
         ),
         frontier=tuple(
-            FrontierPoint(
-                batch_size=c.batch_size, samples_per_s=c.samples_per_s, peak_memory_bytes=c.peak.total_bytes
-            )
+            FrontierPoint(batch_size=c.batch_size, samples_per_s=c.samples_per_s, peak_memory_bytes=c.peak.total_bytes)
             for c in candidates
         ),
     )

@@ -18,7 +18,7 @@ Transients occur at one moment each: the peak is a maximum over moments, not the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -48,7 +48,8 @@ class Peak:
     @property
     def total_bytes(self) -> int:
         """Sum of all categories."""
-        return round(sum(getattr(self, field.name) for field in fields(self) if field.name != "where"))
+        parts = (self.states, self.gradients, self.gathered, self.transient, self.activations, self.overhead)
+        return round(sum(parts))
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,5 @@ def _spans(model: ModelDescription) -> list[_Span]:
     for operator in range(len(model.operators)):
         forward = where.get((operator, "forward"), [0, last])
         backward = where.get((operator, "backward"))
-        spans.append(
-            _Span((forward[0], forward[-1]), (backward[0], backward[-1]) if backward is not None else None)
-        )
+        spans.append(_Span((forward[0], forward[-1]), (backward[0], backward[-1]) if backward is not None else None))
     return spans

@@ -36,6 +36,18 @@ class Engine(Protocol):
         """Copies rank 0's parameters and buffers to all ranks, shards the operators and installs the reductions."""
         ...
 
+    def take_in(self, optimizers: Iterable[Optimizer]) -> None:
+        """Cuts state that optimizers made for whole parameters down to this rank's part."""
+        ...
+
+    def whole_shapes(self) -> AbstractContextManager[None]:
+        """Within it, parameters show their whole shape (not their values), as ``configure_optimizers`` expects."""
+        ...
+
+    def before_forward(self) -> None:
+        """To be called before each micro-batch: takes in parameters that were unfrozen."""
+        ...
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, replicated gradients pile up locally; sharded ones are still reduced, since keeping them whole
         would cost the memory that sharding saves."""

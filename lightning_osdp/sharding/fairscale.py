@@ -70,6 +70,11 @@ class FairScaleEngine:
         assert self._replicas is not None
         return sum(unit.num_collectives for unit in self._units) + self._replicas.num_collectives
 
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that a plan was applied to."""
+        return self._module
+
     def check(self, module: nn.Module, plan: ExecutionPlan) -> None:
         """See ``Engine.check``."""
         modules = dict(module.named_modules())
@@ -81,7 +86,9 @@ class FairScaleEngine:
                 raise ShardingError(f"{operator.name}: split and recomputed operators are not supported yet")
             for parameter in _large_parameters(modules[operator.name]):
                 if parameter in owner:
-                    raise ShardingError(f"{operator.name} and {owner[parameter]} share a parameter: both can't shard it")
+                    raise ShardingError(
+                        f"{operator.name} and {owner[parameter]} share a parameter: both can't shard it"
+                    )
                 owner[parameter] = operator.name
         for name, parameter in module.named_parameters(remove_duplicate=False):
             home = owner.get(parameter)
@@ -107,12 +114,20 @@ class FairScaleEngine:
         for tensor in [p for p in names if p not in whole_shapes] + list(module.buffers()):
             self._place(tensor)
         self._shards = Shards(whole_shapes, self._group)
-        for optimizer in optimizers:
-            self._shards.shard_existing_state(optimizer)
+        self.take_in(optimizers)
         replicated = [p for p in module.parameters() if p not in whole_shapes]
         self._replicas = Replicas(replicated, self._shared.replica_group)
         # Its inference path reads the weights of submodules without calling them, so it would see shards.
         torch.backends.mha.set_fastpath_enabled(False)
+
+    def take_in(self, optimizers: Iterable[Optimizer]) -> None:
+        """See ``Engine.take_in``."""
+        for optimizer in optimizers:
+            self._shards.shard_existing_state(optimizer)
+
+    def whole_shapes(self) -> AbstractContextManager[None]:
+        """See ``Engine.whole_shapes``."""
+        return self._shards.whole_shapes_shown()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """See ``Engine.no_sync``."""

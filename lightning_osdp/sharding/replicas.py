@@ -22,13 +22,7 @@ from torch import Tensor, nn
 
 from lightning_osdp.collectives import all_reduce_async
 from lightning_osdp.errors import ShardingError
-
-BUCKET_BYTES = 25 << 20
-"""Gradients are copied into buckets of up to this size (PyTorch DDP's default)."""
-
-ALONE_BYTES = {"cpu": 1 << 20, "cuda": BUCKET_BYTES}
-"""A gradient of at least this size is reduced where it is. On a CPU a copy costs more than a collective's latency
-from about 1 MiB on; on CUDA copies are nearly free and large messages are faster."""
+from lightning_osdp.planning.cost import ALONE_BYTES, BUCKET_BYTES
 
 
 @dataclass(eq=False)
@@ -77,7 +71,7 @@ class Replicas:
     def refresh(self) -> None:
         """Takes in parameters that were frozen and no longer are. Cheap: to be called before every forward."""
         for parameter in [p for p in self._unhooked if p.requires_grad]:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
             self._unhooked.discard(parameter)
 
     @contextmanager
@@ -140,7 +134,7 @@ class Replicas:
             buffer = self._pack(bucket)
         if buffer.layout != torch.strided:
             raise ShardingError("sparse gradients are not supported: build the embedding with sparse=False")
-        bucket.buffer = buffer.detach().div_(self._ranks)
+        bucket.buffer = buffer.detach()
         bucket.work = all_reduce_async(bucket.buffer, self._group)
 
     def _pack(self, bucket: _Bucket) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,6 +61,18 @@ class Shards:
         size = -(-flat.numel() // self._ranks)
         piece = flat[self._rank * size : (self._rank + 1) * size]
         return nn.functional.pad(piece, (0, size - piece.numel())) if piece.numel() < size else piece.clone()
+
+    @contextmanager
+    def whole_shapes_shown(self) -> Iterator[None]:
+        """Within it, sharded parameters have their whole shape but no values, for code that sorts them by shape."""
+        parts = {parameter: parameter.data for parameter in self._whole_shapes}
+        try:
+            for parameter, shape in self._whole_shapes.items():
+                parameter.data = parameter.data.new_zeros(()).expand(shape)
+            yield
+        finally:
+            for parameter, part in parts.items():
+                parameter.data = part
 
     def shard_existing_state(self, optimizer: Optimizer) -> None:
         """Cuts optimizer state that was made before sharding (Adagrad makes its own at once) down to this rank's."""
@@ -121,7 +134,9 @@ def load_model_state(module: nn.Module, shards: Shards, state: Mapping[str, Any]
     expected = list(module.state_dict())
     missing, unexpected = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
     if strict and (missing or unexpected):
-        raise ShardingError(f"the state dict does not fit: missing keys {missing[:5]}, unexpected keys {unexpected[:5]}")
+        raise ShardingError(
+            f"the state dict does not fit: missing keys {missing[:5]}, unexpected keys {unexpected[:5]}"
+        )
     for key, parameter in by_name.items():
         if key in state and tuple(state[key].shape) != tuple(shards.whole_shape(parameter)):
             raise ShardingError(

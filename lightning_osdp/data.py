@@ -1,0 +1,137 @@
+"""The train dataloader of a Trainer: one batch from it, its batch size, and how to change that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from lightning_osdp.errors import ConfigurationError
+
+
+class TrainData:
+    """Reads the train dataloader that a Trainer was given, before its loops have asked for it.
+
+    Args:
+        trainer: in ``fit``, after the setup hooks.
+        module: the LightningModule, whose ``batch_size`` may be the one that its loader uses.
+    """
+
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._source = trainer.fit_loop._data_source
+        if not self._source.is_defined():
+            raise ConfigurationError("there is no train dataloader: pass one to fit() or define train_dataloader()")
+        self._loader = self._source.dataloader()
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples in the train dataset over all ranks; None if it has no length."""
+        if isinstance(self._loader, DataLoader) and not isinstance(self._loader.dataset, IterableDataset):
+            return sized_len(self._loader.dataset)
+        return None
+
+    def first_batch(self) -> tuple[Any, int]:
+        """A batch as the loader gives it, and how many samples it has.
+
+        A map-style dataset is read directly: no worker is started.
+
+        Raises:
+            ConfigurationError: the loader is empty, or the number of samples can't be told.
+        """
+        loader = self._loader
+        if _is_plain(loader) and sized_len(loader.dataset):
+            size = min(loader.batch_size, len(loader.dataset))
+            return loader.collate_fn([loader.dataset[i] for i in range(size)]), size
+        try:
+            batch = next(iter(loader)) if isinstance(loader, DataLoader) else next(iter(_combined(loader)))[0]
+        except StopIteration:
+            raise ConfigurationError("the train dataloader is empty") from None
+        try:
+            return batch, extract_batch_size(batch)
+        except RuntimeError as error:
+            raise ConfigurationError(f"the number of samples in a batch can't be told: {error}") from error
+
+    def why_fixed(self) -> str:
+        """Why the batch size can't be changed, in words for the user; empty if it can."""
+        loader = self._loader
+        if not isinstance(loader, DataLoader):
+            return f"the train dataloader is a {type(loader).__name__}, not a single DataLoader"
+        if loader.batch_size is None:
+            return "the train dataloader batches by itself (batch_size=None)"
+        if not self._source.is_module():
+            return "" if _is_plain(loader) else "the train dataloader has a sampler of batches or a class of its own"
+        if not lightning_hasattr(self._module, "batch_size"):
+            return "neither the module, its hparams nor the datamodule has a batch_size that its loader could follow"
+        value = lightning_getattr(self._module, "batch_size")
+        if value != loader.batch_size:
+            return f"batch_size is {value}, but the train dataloader uses {loader.batch_size}"
+        return ""
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Makes the Trainer's loops get batches of ``batch_size`` per device.
+
+        Sets the ``batch_size`` of module, hparams or datamodule (Lightning's convention), or rebuilds a DataLoader
+        that was passed to ``fit`` with its dataset, sampler, workers and collate function kept.
+        """
+        if self._source.is_module():
+            lightning_setattr(self._module, "batch_size", batch_size)
+        else:
+            self._source.instance = _rebuilt(self._loader, batch_size)
+        self.forget_loader()
+
+    def forget_loader(self) -> None:
+        """Lets the loops ask for the loader anew: tracing ``configure_optimizers`` may have made them build one."""
+        loop = self._trainer.fit_loop
+        if loop._combined_loader is not None:
+            if loop._data_fetcher is not None:
+                loop._data_fetcher.teardown()
+                loop._data_fetcher = None
+            loop._combined_loader = None
+
+
+def _combined(loader: Any) -> CombinedLoader:
+    return loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle")
+
+
+def _is_plain(loader: Any) -> bool:
+    """A DataLoader over a map-style dataset whose batches are cut by batch_size alone."""
+    return (
+        type(loader) is DataLoader
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader.batch_sampler) is BatchSampler
+    )
+
+
+def _rebuilt(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
+    """The same loader with another batch size."""
+    own_sampler = type(loader.sampler) not in (RandomSampler, SequentialSampler)
+    order: dict[str, Any] = (
+        {"sampler": loader.sampler} if own_sampler else {"shuffle": isinstance(loader.sampler, RandomSampler)}
+    )
+    workers: dict[str, Any] = {}
+    if loader.num_workers:
+        workers = {
+            "prefetch_factor": loader.prefetch_factor,
+            "persistent_workers": loader.persistent_workers,
+            "multiprocessing_context": loader.multiprocessing_context,
+        }
+    return DataLoader(
+        loader.dataset,
+        batch_size=batch_size,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        drop_last=loader.drop_last,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        generator=loader.generator,
+        **order,
+        **workers,
+    )

@@ -1,0 +1,296 @@
+"""Module + batch + hardware -> plan: joins profiling and planning, and keeps the cache of measurements."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lightning_osdp import collectives
+from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, TraceError
+from lightning_osdp.planning.cluster import Cluster, ComputeTimes, Link
+from lightning_osdp.planning.operators import Frozen
+from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
+from lightning_osdp.profiling import compute, network
+from lightning_osdp.profiling.memory import overhead
+from lightning_osdp.profiling.trace import Trace, trace, trace_real
+
+Result = TypeVar("Result")
+
+PROBE_TOLERANCE = 2.0
+"""Cached measurements of the network are used only if one fresh all-gather agrees with them within this factor: the
+same host may reach its peers over another link today."""
+
+
+class Measurements(Frozen):
+    """What is kept on disk between runs."""
+
+    link: Link
+    compute: ComputeTimes
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that train together.
+
+    Attributes:
+        group: their process group.
+        nodes: machines.
+        device: this rank's device.
+    """
+
+    group: Any
+    nodes: int
+    device: torch.device
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return int(self.group.size())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank plans and prints."""
+        return int(self.group.rank()) == 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A plan and how it came about."""
+
+    plan: ExecutionPlan
+    profiling_s: float
+    from_cache: bool
+
+
+def on_all_ranks(ranks: Ranks, work: Callable[[], Result]) -> Result:
+    """Runs ``work`` on every rank; if it fails on any, every rank raises, so that none is left waiting.
+
+    A rank raises its own error if it has one, else an ``OSDPError`` that names the rank that failed and its error
+    (the same error if it is one of this package's).
+    """
+    error: Exception | None = None
+    result: Result | None = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    known = error if error is None or isinstance(error, OSDPError) else OSDPError(f"{type(error).__name__}: {error}")
+    everyone: list[OSDPError | None] = [None] * ranks.count
+    dist.all_gather_object(everyone, known, group=ranks.group)
+    if error is not None:
+        raise error
+    for rank, theirs in enumerate(everyone):
+        if theirs is not None:
+            raise theirs if type(theirs) is not OSDPError else OSDPError(f"rank {rank} failed: {theirs}")
+    return result  # type: ignore[return-value]
+
+
+def describe(
+    module: pl.LightningModule,
+    batch: Any,
+    batch_size: int,
+    device: torch.device,
+    step_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Trace:
+    """Reads the module's training step on fake tensors, or by one real step on a small batch where it can't be."""
+    try:
+        return trace(module, batch, batch_size, device=device, step_context=step_context)
+    except TraceError as error:
+        warnings.warn(
+            f"training_step can't be traced on fake tensors ({error}); one real step on a small batch is run instead",
+            OSDPWarning,
+            stacklevel=2,
+        )
+    return trace_real(module, batch, batch_size, device=device, step_context=step_context)
+
+
+def measure_and_plan(
+    traced: Trace,
+    ranks: Ranks,
+    rule: BatchRule,
+    memory_limit_bytes: int,
+    model_bytes: int,
+    *,
+    cluster: Cluster | None = None,
+    cache: Path | None = None,
+) -> Outcome:
+    """Measures what is not known yet and plans on the first rank; the same plan comes back on every rank.
+
+    Args:
+        traced: the model, the same on every rank.
+        ranks: who trains together.
+        rule: which batch sizes to try.
+        memory_limit_bytes: per device; the smallest over the ranks counts.
+        model_bytes: of parameters and buffers on the device now.
+        cluster: hardware that is known already; its links are not measured.
+        cache: folder of measurements; None to keep none.
+
+    Raises:
+        InfeasibleError: nothing fits.
+        ConfigurationError: ``cluster`` has another number of ranks, or the batch sizes contradict each other.
+    """
+    if cluster is not None and cluster.ranks != ranks.count:
+        raise ConfigurationError(f"cluster describes {cluster.ranks} ranks, this run has {ranks.count}")
+    start = time.monotonic()
+    measured, from_cache = _measurements(traced, ranks, cluster, cache)
+    profiling_s = time.monotonic() - start
+    numbers = torch.tensor([-memory_limit_bytes, overhead(ranks.device, model_bytes)], dtype=torch.int64)
+    numbers = numbers.to(ranks.device)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=ranks.group)
+    limit, used = -int(numbers[0]), int(numbers[1])
+
+    def decide() -> str:
+        if not ranks.is_first:
+            return ""
+        hardware = cluster or this_cluster(ranks, measured.link)
+        problem = Problem(traced.description, hardware, measured.compute, limit, used)
+        return make_plan(problem, rule).to_json()
+
+    text = [on_all_ranks(ranks, decide)]
+    dist.broadcast_object_list(text, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
+    return Outcome(ExecutionPlan.from_json(text[0]), profiling_s, from_cache)
+
+
+def this_cluster(ranks: Ranks, link: Link) -> Cluster:
+    """The hardware that this run is on, with its links as measured."""
+    backend = dist.get_backend(ranks.group)
+    name = "cpu" if ranks.device.type == "cpu" else f"cuda: {torch.cuda.get_device_name(ranks.device)}"
+    return Cluster(
+        nodes=ranks.nodes,
+        devices_per_node=ranks.count // ranks.nodes,
+        device=name,
+        backend=backend,
+        link=link,
+        reduce_copy=collectives.reduce_copy(backend, ranks.count),
+    )
+
+
+def default_cache() -> Path:
+    """Where measurements are kept: ``$LIGHTNING_OSDP_CACHE``, else the user's cache folder."""
+    own = os.environ.get("LIGHTNING_OSDP_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(own) if own else Path(base) / "lightning_osdp"
+
+
+def _measurements(
+    traced: Trace, ranks: Ranks, cluster: Cluster | None, cache: Path | None
+) -> tuple[Measurements, bool]:
+    file = cache / f"{_key(traced, ranks)}.json" if cache is not None else None
+    known = [_read(file) if ranks.is_first and file is not None else None]
+    dist.broadcast_object_list(known, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
+    if known[0] is not None and (cluster is not None or _still_true(known[0].link, ranks)):
+        return known[0], True
+    with _progress(ranks) as advance:
+        link = (
+            cluster.link
+            if cluster is not None
+            else network.measure(
+                ranks.group, ranks.device, progress=lambda done, total: advance("network", done, total)
+            )
+        )
+        times = compute.measure(traced, ranks.device, progress=lambda done, total: advance("compute", done, total))
+    measured = Measurements(link=link, compute=_slowest(times, ranks))
+    if ranks.is_first and file is not None:
+        _write(file, measured.model_dump_json())
+    return measured, False
+
+
+def _slowest(times: ComputeTimes, ranks: Ranks) -> ComputeTimes:
+    """Of all ranks' measurements, those of the one that takes longest: the others wait for it."""
+    everyone: list[Any] = [None] * ranks.count
+    dist.all_gather_object(everyone, times, group=ranks.group)
+
+    def total(one: ComputeTimes) -> float:
+        return sum(line.at(8) for line in [*one.operators, one.outside])
+
+    return max(everyone, key=total)  # type: ignore[no-any-return]
+
+
+def _still_true(link: Link, ranks: Ranks) -> bool:
+    """Whether one all-gather takes about as long as the cached fit says."""
+    if ranks.count == 1:
+        return True
+    part = torch.zeros((4 << 20) // 4 // ranks.count, device=ranks.device)
+    whole = torch.empty(part.numel() * ranks.count, device=ranks.device)
+    seconds = []
+    for _ in range(4):
+        dist.barrier(group=ranks.group)
+        start = time.perf_counter()
+        collectives.all_gather(whole, part, ranks.group)
+        if ranks.device.type == "cuda":
+            torch.cuda.synchronize(ranks.device)
+        seconds.append(time.perf_counter() - start)
+    taken = torch.tensor(min(seconds[1:]), device=ranks.device)
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=ranks.group)
+    expected = link.all_gather.time_s(4 << 20, ranks.count)
+    return expected / PROBE_TOLERANCE <= float(taken) <= expected * PROBE_TOLERANCE
+
+
+def _key(traced: Trace, ranks: Ranks) -> str:
+    """Fingerprint of hardware, versions and model: measurements are valid for exactly this."""
+    device = platform.processor() or platform.machine()
+    if ranks.device.type == "cuda":
+        device = torch.cuda.get_device_name(ranks.device)
+    facts = {
+        "host": platform.node(),
+        "device": device,
+        "ranks": [ranks.count, ranks.nodes],
+        "threads": torch.get_num_threads(),
+        "backend": dist.get_backend(ranks.group),
+        "torch": torch.__version__,
+        "model": traced.description.fingerprint,
+        "step": traced.description.model_dump_json(),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _read(file: Path) -> Measurements | None:
+    if not file.exists():
+        return None
+    try:
+        return Measurements.model_validate_json(file.read_text())
+    except ValidationError:
+        warnings.warn(f"{file} is damaged and will be measured anew", OSDPWarning, stacklevel=2)
+        return None
+
+
+def _write(file: Path, text: str) -> None:
+    """Written whole or not at all."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
+            temporary.write(text)
+        Path(temporary.name).replace(file)
+    except OSError as error:
+        warnings.warn(f"measurements can't be kept in {file.parent}: {error}", OSDPWarning, stacklevel=2)
+
+
+@contextmanager
+def _progress(ranks: Ranks) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for each kind of measurement, on the first rank only."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not ranks.is_first) as progress:
+        tasks = {name: progress.add_task(f"measuring the {name}", total=None) for name in ("network", "compute")}
+
+        def advance(name: str, done: int, total: int) -> None:
+            progress.update(tasks[name], completed=done, total=total)
+
+        yield advance

@@ -1,0 +1,87 @@
+"""Kernels: aten calls as values, so that equal ones are found, counted and timed once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from lightning_osdp.planning.operators import OUTSIDE
+
+KernelPhase = Literal["forward", "backward", "optimizer"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor without its data and its device."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the kernel reads or writes: those of the elements, repeated ones (stride 0) once."""
+        count = self.dtype.itemsize
+        for size, stride in zip(self.shape, self.stride, strict=True):
+            count *= size if stride != 0 or size == 0 else 1
+        return count
+
+
+Spec = object
+"""TensorSpec, a scalar, a dtype, a device..., None, or a tuple of these: always hashable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One aten call of a training step, and how often it occurs there."""
+
+    func: torch._ops.OpOverload
+    args: tuple[Spec, ...]
+    kwargs: tuple[tuple[str, Spec], ...] = ()
+    operator: int = OUTSIDE
+    """Index into ``ModelDescription.operators``, or ``OUTSIDE``."""
+    phase: KernelPhase = "forward"
+    count: int = 1
+    num_nodes: int = 0
+    """How many autograd nodes these calls belong to, ``count`` at most: each costs the framework some time."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for calls that take equally long."""
+        return (self.func, self.args, self.kwargs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensor arguments."""
+        return sum(spec.num_bytes for spec in tensor_specs((self.args, self.kwargs)))
+
+
+def spec_of(value: object) -> Spec:
+    """Describes one argument of an aten call; a tensor without strides (sparse) counts as contiguous."""
+    if isinstance(value, torch.Tensor):
+        stride = tuple(value.stride()) if value.layout == torch.strided else _contiguous(value.shape)
+        return TensorSpec(tuple(value.shape), stride, value.dtype)
+    if isinstance(value, list | tuple):
+        return tuple(spec_of(item) for item in value)
+    if isinstance(value, torch.Generator):
+        return None
+    return value
+
+
+def tensor_specs(spec: Spec) -> list[TensorSpec]:
+    """All tensors in a spec, in order."""
+    if isinstance(spec, TensorSpec):
+        return [spec]
+    if isinstance(spec, tuple):
+        return [found for item in spec for found in tensor_specs(item)]
+    return []
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    stride, strides = 1, []
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(1, size)
+    return tuple(reversed(strides))

@@ -1,0 +1,118 @@
+"""What the device's own memory counters say: the limit, what is in use, the peak, and the process's fixed overhead."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+import warnings
+from pathlib import Path
+
+import torch
+
+from lightning_osdp.errors import OSDPWarning
+
+CUDA_USABLE = 0.92
+"""Share of a CUDA device's memory that "auto" plans with: the rest is for the context, NCCL's buffers (both outside of
+the caching allocator) and fragmentation. [empirical, as torchtitan and vLLM keep 8 to 10 % back]"""
+
+_M_MMAP_THRESHOLD = -3
+_MMAP_THRESHOLD_BYTES = 65536
+
+
+def fix_cpu_allocator() -> None:
+    """Makes glibc hand freed tensors back to the system, so that a rank's memory is what its live tensors take.
+
+    glibc raises its mmap threshold as large blocks are freed, and freed tensors then stay in the heap. Measured on a
+    GPT of 78 M parameters: peaks fell from 1317-1412 MiB to 870 at no cost in time. Where there is no glibc (macOS,
+    musl), nothing is done and predictions of peak memory are too low there: a warning says so.
+    """
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        fixed = bool(libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES))
+    except (OSError, AttributeError):
+        fixed = False
+    if not fixed:
+        warnings.warn(
+            "glibc's allocator can't be set here: freed tensors may stay in the heap, and a rank on the CPU may take "
+            "more memory than predicted",
+            OSDPWarning,
+            stacklevel=2,
+        )
+
+
+def memory_limit(device: torch.device, local_ranks: int) -> int:
+    """Bytes that one rank may use on ``device``.
+
+    CUDA: ``CUDA_USABLE`` of the device. CPU: an equal share of the machine's free memory, or the control group's
+    limit if that is less.
+
+    Args:
+        device: the rank's device.
+        local_ranks: ranks on this machine.
+    """
+    if device.type == "cuda":
+        return int(CUDA_USABLE * torch.cuda.get_device_properties(device).total_memory)
+    limits = [_meminfo("MemAvailable") // local_ranks + memory_in_use(device)]
+    limits += [limit // local_ranks for limit in _cgroup_limits()]
+    return min(limits)
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes now: of the caching allocator on CUDA, resident in the process (VmRSS) on the CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _status("VmRSS")
+
+
+def reset_peak(device: torch.device) -> None:
+    """Starts the peak counter anew. Where the kernel can't reset VmHWM, the peak since the process's start remains."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    clear_refs = Path("/proc/self/clear_refs")
+    if clear_refs.exists():
+        clear_refs.write_text("5")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Largest number of bytes since ``reset_peak``: the allocator's peak on CUDA, VmHWM on the CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status("VmHWM")
+
+
+def overhead(device: torch.device, model_bytes: int) -> int:
+    """Bytes in use that do not belong to the model: libraries, interpreter, buffers of the process group.
+
+    Args:
+        device: the rank's device.
+        model_bytes: of parameters and buffers that are on the device now.
+    """
+    gc.collect()
+    return max(0, memory_in_use(device) - model_bytes)
+
+
+def _status(field: str) -> int:
+    match = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert match is not None, f"/proc/self/status has no {field}"
+    return int(match[1]) << 10
+
+
+def _meminfo(field: str) -> int:
+    match = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    assert match is not None, f"/proc/meminfo has no {field}"
+    return int(match[1]) << 10
+
+
+def _cgroup_limits() -> list[int]:
+    """Limits of the control groups (v1 and v2) that this process is in; none where there are none."""
+    limits = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            files = [Path(f"/sys/fs/cgroup{path}/memory.max"), Path("/sys/fs/cgroup/memory.max")]
+        elif "memory" in controllers.split(","):
+            name = "memory.limit_in_bytes"
+            files = [Path(f"/sys/fs/cgroup/memory{path}/{name}"), Path(f"/sys/fs/cgroup/memory/{name}")]
+        else:
+            continue
+        texts = [file.read_text().strip() for file in files if file.exists()]
+        limits += [int(text) for text in texts if text != "max"]
+    return limits

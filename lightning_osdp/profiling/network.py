@@ -1,0 +1,132 @@
+"""Measures each collective on the real process group and fits the planner's constants to it (the paper's alpha, beta).
+
+Only blocking communication is measured: what a collective takes when nothing else runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_osdp import collectives
+from lightning_osdp.planning.cluster import CollectiveFit, Link
+from lightning_osdp.planning.fitting import fit
+
+DEFAULT_SIZES_BYTES = (16 << 10, 128 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+"""Of the whole tensor: from a small layer's weights to a large embedding's."""
+
+WARM_UP = 2
+REPEATS_BY_BUDGET_S = 0.5
+"""Seconds to spend on one collective at one size, as far as the bounds below allow."""
+
+FEWEST_REPEATS = 5
+MOST_REPEATS = 30
+
+Collective = Callable[[], None]
+Progress = Callable[[int, int], None]
+
+
+def measure(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES,
+    max_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> Link:
+    """Times every collective of ``lightning_osdp.collectives`` on ``group``. Collective: all ranks call it alike.
+
+    Per size and collective: a barrier before each repeat, the median on each rank, and of those the slowest rank's.
+
+    Args:
+        group: the ranks that will share states.
+        device: where the tensors live.
+        sizes_bytes: of the whole tensor, float32, each rounded up to the same number of elements on every rank.
+        max_bytes: leaves out larger sizes, but never the two smallest: a fit needs two. The largest size s takes
+            up to 2 s of memory on each rank. The smallest value of any rank counts.
+        progress: called as ``progress(done, total)`` after each measurement.
+
+    Returns:
+        A fit for each collective, the same on every rank; all zeros on a single rank.
+
+    Raises:
+        ValueError: ``sizes_bytes`` holds fewer than two different sizes.
+    """
+    ranks = group.size()
+    if ranks == 1:
+        return _link({name: CollectiveFit(latency_s=0.0, s_per_byte=0.0) for name in Link.model_fields})
+    sizes = _affordable(sizes_bytes, max_bytes, group, device)
+    times_s: dict[str, list[float]] = {name: [] for name in Link.model_fields}
+    done, total = 0, len(sizes) * len(times_s)
+    for numel in sizes:
+        for name, collective in _collectives(numel, group, device).items():
+            times_s[name].append(_time_s(collective, group, device))
+            done += 1
+            if progress is not None:
+                progress(done, total)
+    whole_bytes = [numel * 4 for numel in sizes]
+    return _link({name: fit(whole_bytes, times, ranks) for name, times in times_s.items()})
+
+
+def _link(fits: dict[str, CollectiveFit]) -> Link:
+    return Link(all_reduce=fits["all_reduce"], all_gather=fits["all_gather"], reduce_scatter=fits["reduce_scatter"])
+
+
+def _affordable(
+    sizes_bytes: Sequence[int], max_bytes: int | None, group: dist.ProcessGroup, device: torch.device
+) -> list[int]:
+    """Numbers of float32 elements to measure at, ascending, the same on all ranks."""
+    ranks = group.size()
+    numels = sorted({-(-size // (4 * ranks)) * ranks for size in sizes_bytes})
+    if len(numels) < 2:
+        raise ValueError(f"need two different sizes at least to fit latency and bandwidth, got {list(sizes_bytes)}")
+    limit = torch.tensor(float("inf") if max_bytes is None else max_bytes, dtype=torch.float64, device=device)
+    dist.all_reduce(limit, dist.ReduceOp.MIN, group=group)
+    return numels[:2] + [numel for numel in numels[2:] if numel * 4 <= limit.item()]
+
+
+def _collectives(numel: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, Collective]:
+    """Each collective on tensors of its own size, by the name of its field in ``Link``."""
+    whole = torch.zeros(numel, device=device)  # zeros stay zeros: sums of other values would grow without end
+    part = torch.zeros(numel // group.size(), device=device)
+    return {
+        "all_reduce": lambda: collectives.all_reduce_mean(whole, group),
+        "all_gather": lambda: collectives.all_gather(whole, part, group),
+        "reduce_scatter": lambda: collectives.reduce_scatter(part, whole, group),
+    }
+
+
+def _time_s(collective: Collective, group: dist.ProcessGroup, device: torch.device) -> float:
+    """The slowest rank's median over several repeats; every rank gets the same number."""
+    for _ in range(WARM_UP):
+        last_s = _once_s(collective, group, device)
+    wanted = int(REPEATS_BY_BUDGET_S / max(_slowest(last_s, group, device), 1e-6))
+    repeats = min(MOST_REPEATS, max(FEWEST_REPEATS, wanted))
+    samples_s = [_once_s(collective, group, device) for _ in range(repeats)]
+    return _slowest(float(np.median(samples_s)), group, device)
+
+
+def _once_s(collective: Collective, group: dist.ProcessGroup, device: torch.device) -> float:
+    _synchronize(device)
+    dist.barrier(group)
+    _synchronize(device)
+    start = time.perf_counter()
+    collective()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _slowest(value_s: float, group: dist.ProcessGroup, device: torch.device) -> float:
+    tensor: Tensor = torch.tensor(value_s, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    return float(tensor.item())
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,253 @@
+"""Records one training step below autograd: every aten call, which modules ran it, and what it allocates and frees.
+
+It works alike on fake and on real tensors, and never keeps a tensor alive: storages are followed by weak references.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from lightning_osdp.planning.operators import Phase
+from lightning_osdp.profiling.kernels import Spec, spec_of
+
+aten = torch.ops.aten
+
+SILENT_NAMESPACES = ("prim", "profiler")
+"""Questions about a tensor and profiler marks, not work."""
+
+
+@dataclass(slots=True)
+class Op:
+    """One aten call."""
+
+    func: torch._ops.OpOverload
+    args: tuple[Spec, ...]
+    kwargs: tuple[tuple[str, Spec], ...]
+    phase: Phase
+    site: tuple[str, ...]
+    """Modules that were running, outermost first, the root left out; in backward: when the node was made."""
+    node: int
+    """Sequence number of the autograd node that it belongs to."""
+    uses: tuple[int, ...]
+    """Parameters whose storage is among its arguments."""
+    flops: float
+    view: bool
+    """Whether it makes no new storage and changes nothing: it costs no time."""
+
+
+@dataclass(slots=True)
+class Recording:
+    """What one run left behind."""
+
+    ops: list[Op] = field(default_factory=list)
+    events: list[tuple[int, int, int]] = field(default_factory=list)
+    """In the order of time: (index of the op under way, storage, +1 allocated or -1 freed)."""
+    storage_bytes: list[int] = field(default_factory=list)
+    excluded: set[int] = field(default_factory=set)
+    """Storages that turned out to be gradients of parameters."""
+    calls: Counter[str] = field(default_factory=Counter)
+    """How often each module ran in forward, recomputation left out."""
+
+    def live_bytes(self) -> list[int]:
+        """Largest sum of live bytes during each op, over storages that are not excluded."""
+        peaks = [0] * len(self.ops)
+        live, position = 0, -1
+        for op, storage, sign in [*self.events, (len(self.ops) - 1, -1, 0)]:
+            while position < op:
+                position += 1
+                peaks[position] = live
+            if storage >= 0 and storage not in self.excluded:
+                live += sign * self.storage_bytes[storage]
+            if position >= 0:
+                peaks[position] = max(peaks[position], live)
+        return peaks
+
+
+class Recorder(TorchDispatchMode):
+    """Dispatch mode that fills a ``Recording``; enter it after (inside of) a FakeTensorMode."""
+
+    def __init__(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
+        """
+        Args:
+            module: whose submodules are told apart by name.
+            parameters: what ``Op.uses`` are indices into.
+        """
+        super().__init__()
+        self.recording = Recording()
+        self._names = _visible_names(module)
+        self._stack: list[str] = []
+        self._timeline: list[tuple[int, tuple[str, ...]]] = []
+        self._in_backward = False
+        self._last_site: tuple[str, ...] = ()
+        self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        self._parameters = parameters
+        self._parameter_of: dict[int, tuple[int, ...]] = {}
+        self._ignored = {_key(buffer) for buffer in module.buffers() if buffer.layout == torch.strided}
+        for index, parameter in enumerate(parameters):
+            key = _key(parameter)
+            self._parameter_of[key] = (*self._parameter_of.get(key, ()), index)
+
+    # -- what is under way -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Records aten calls, module calls and gradients until the end of the block."""
+        handles = [
+            torch_module.register_module_forward_pre_hook(self._push),
+            torch_module.register_module_forward_hook(self._pop, always_call=True),
+        ]
+        for parameter in self._parameters:
+            if parameter.requires_grad and parameter.is_leaf:
+                handles.append(parameter.register_post_accumulate_grad_hook(self._exclude_gradient))
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Marks what runs in the block as backward; ``running`` a node of autograd's engine is taken so anyway."""
+        before, self._in_backward = self._in_backward, True
+        try:
+            yield
+        finally:
+            self._in_backward = before
+
+    def _push(self, module: nn.Module, _args: object) -> None:
+        name = self._names.get(id(module))
+        if name is None:
+            return
+        self._stack.append(name)
+        self._note_site()
+        if self._phase() == "forward":
+            self.recording.calls[name] += 1
+
+    def _pop(self, module: nn.Module, _args: object, _output: object) -> None:
+        name = self._names.get(id(module))
+        if name is not None and self._stack and self._stack[-1] == name:
+            self._stack.pop()
+            self._note_site()
+
+    def _note_site(self) -> None:
+        self._timeline.append((_next_node(), tuple(self._stack)))
+
+    def _phase(self) -> Phase:
+        return "backward" if self._in_backward or torch._C._current_autograd_node() is not None else "forward"
+
+    def _site_of_node(self, node: int) -> tuple[str, ...]:
+        """Modules that were running when autograd made ``node``: the last change of the stack not after it."""
+        low, high = 0, len(self._timeline)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if self._timeline[middle][0] <= node else (low, middle)
+        return self._timeline[low - 1][1] if low else ()
+
+    def _locate(self, phase: Phase) -> tuple[tuple[str, ...], int]:
+        """(site, node) of the op under way."""
+        if phase == "forward" or self._stack:  # a stack in backward: a module is being recomputed
+            return tuple(self._stack), _next_node() - 1
+        current = torch._C._current_autograd_node()
+        node = current._sequence_nr() if current is not None else -1
+        if 0 <= node < _next_node():  # gradient accumulation has no number: it belongs to the node before
+            return self._site_of_node(node), node
+        return self._last_site, -1
+
+    # -- aten calls ---------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in SILENT_NAMESPACES:
+            return func(*args, **kwargs)
+        op = self._describe(func, args, kwargs)
+        self.recording.ops.append(op)
+        out = func(*args, **kwargs)
+        fresh = [self.track(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        op.view = not any(fresh) and not func._schema.is_mutable
+        op.flops = _flops(func, args, kwargs, out)
+        return out
+
+    def _describe(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Op:
+        phase = self._phase()
+        site, node = self._locate(phase)
+        self._last_site = site
+        uses: set[int] = set()
+        for leaf in tree_leaves((args, dict(kwargs))):
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+                uses.update(self._parameter_of.get(_key(leaf), ()))
+        specs = tuple(spec_of(arg) for arg in args)
+        keywords = tuple((name, spec_of(value)) for name, value in sorted(kwargs.items()))
+        return Op(func, specs, keywords, phase, site, node, tuple(sorted(uses)), 0.0, False)
+
+    # -- storages -----------------------------------------------------------------------------------------------------
+
+    def track(self, tensor: Tensor) -> bool:
+        """Follows the tensor's storage from now on; True if it was not known before."""
+        if tensor.layout != torch.strided:
+            return False
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live or key in self._parameter_of or key in self._ignored:
+            return False
+        serial = len(self.recording.storage_bytes)
+        self.recording.storage_bytes.append(storage.nbytes())
+        self._live[key] = (serial, weakref.ref(storage, partial(self._freed, key)))
+        self.recording.events.append((len(self.recording.ops) - 1, serial, 1))
+        return True
+
+    def _freed(self, key: int, _reference: object) -> None:
+        serial, _ = self._live.pop(key)
+        self.recording.events.append((len(self.recording.ops) - 1, serial, -1))
+
+    def _exclude_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.layout == torch.strided:
+            known = self._live.get(_key(parameter.grad))
+            if known is not None:
+                self.recording.excluded.add(known[0])
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _next_node() -> int:
+    """Sequence number that autograd gives to the next node it makes on this thread."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def _visible_names(module: nn.Module) -> dict[int, str]:
+    """Names of submodules by id, without the root and without parametrizations: those run as part of their owner."""
+    hidden = {
+        id(inner)
+        for owner in module.modules()
+        if parametrize.is_parametrized(owner)
+        for inner in owner.parametrizations.modules()  # type: ignore[union-attr, operator]
+    }
+    return {id(m): name for name, m in module.named_modules() if name and id(m) not in hidden}
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> float:
+    packet = func.overloadpacket
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        return float(sdpa_flop_count(*(t.shape for t in args[:3])))
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return float(sdpa_backward_flop_count(*(t.shape for t in args[:4])))
+    formula: Callable[..., int] | None = flop_registry.get(packet)
+    return float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0

@@ -1,0 +1,66 @@
+"""A clock for real training steps: how long each optimizer step takes and how much memory it needs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from typing import Any
+
+import torch
+
+from lightning_osdp.profiling.memory import peak_memory, reset_peak
+
+SKIPPED_STEPS = 3
+"""First steps that are not counted in the time: optimizer states are made, caches and allocators fill up."""
+
+KEPT_STEPS = 500
+"""How many of the last steps the median is taken over."""
+
+
+class StepClock:
+    """Measures from the first micro-batch of an optimizer step to the end of its update.
+
+    Args:
+        device: on CUDA, events are recorded and read at the end, so that no step waits for the clock.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start: Any = None
+        self._spans: deque[tuple[Any, Any]] = deque(maxlen=KEPT_STEPS)
+        self._steps = 0
+        self.peak_memory_bytes = 0
+        """Largest peak of any step so far, by the device's own counter; evaluation and saving are left out."""
+
+    def begin(self) -> None:
+        """A micro-batch starts. Only the first one after an optimizer step counts."""
+        if self._start is None:
+            reset_peak(self._device)
+            self._start = self._now()
+
+    def end(self) -> None:
+        """The optimizer's update is done."""
+        if self._start is None:
+            return
+        self._steps += 1
+        if self._steps > SKIPPED_STEPS:
+            self._spans.append((self._start, self._now()))
+        self._start = None
+        self.peak_memory_bytes = max(self.peak_memory_bytes, peak_memory(self._device))
+
+    def median_s(self) -> float | None:
+        """Median seconds per optimizer step; None if too few steps were made."""
+        if not self._spans:
+            return None
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            return float(statistics.median(start.elapsed_time(end) / 1e3 for start, end in self._spans))
+        return float(statistics.median(end - start for start, end in self._spans))
+
+    def _now(self) -> Any:
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            return event
+        return time.perf_counter()

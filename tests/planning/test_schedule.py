@@ -1,0 +1,189 @@
+"""Plans for hand-made numbers, where the best one can be worked out on paper."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_osdp.errors import ConfigurationError, InfeasibleError
+from lightning_osdp.planning.choices import Mode
+from lightning_osdp.planning.cluster import Cluster, CollectiveFit, ComputeTimes, Link, OperatorTime
+from lightning_osdp.planning.operators import OUTSIDE, Line, ModelDescription, Moment, Operator, ParameterInfo
+from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.planning.schedule import BatchRule, Problem, choose, make_plan
+
+MIB = 1 << 20
+RANKS = 4
+
+
+def operator(index: int, mebibytes: int = 4) -> Operator:
+    """A matrix of ``mebibytes`` with Adam: states of 4 times that (parameter, gradient, two moments)."""
+    parameter = ParameterInfo(
+        name=f"op{index}.weight", shape=(mebibytes, MIB // 4), optimizer_bytes=2 * mebibytes * MIB
+    )
+    return Operator(name=f"op{index}", kind="Linear", parameters=(parameter,))
+
+
+def model(count: int = 4, activations_per_sample: int = 0) -> ModelDescription:
+    """``count`` equal operators in a row; all activations are alive where forward turns into backward."""
+    kept = Line(per_sample=activations_per_sample)
+    forward = [Moment(phase="forward", operator=i, live=Line()) for i in range(count)]
+    turn = [Moment(phase="forward", operator=OUTSIDE, live=kept)]
+    backward = [Moment(phase="backward", operator=i, live=Line()) for i in reversed(range(count))]
+    operators = tuple(operator(i) for i in range(count))
+    return ModelDescription(
+        fingerprint="hand-made", operators=operators, moments=(*forward, *turn, *backward), batch_size=1
+    )
+
+
+def cluster(all_reduce: float = 1.0, all_gather: float = 1.0, reduce_scatter: float = 1.0) -> Cluster:
+    """Collectives of a 4 MiB tensor take as many milliseconds on 4 ranks as given here; no latency."""
+
+    def fit(milliseconds: float) -> CollectiveFit:
+        return CollectiveFit(latency_s=0.0, s_per_byte=milliseconds * 1e-3 / (3 * MIB))
+
+    link = Link(all_reduce=fit(all_reduce), all_gather=fit(all_gather), reduce_scatter=fit(reduce_scatter))
+    return Cluster(devices_per_node=RANKS, device="cpu", backend="gloo", link=link)
+
+
+def compute(count: int = 4, per_sample_s: float = 0.0, outside: Line | None = None) -> ComputeTimes:
+    """Every operator takes ``per_sample_s`` a sample; the optimizer is free."""
+    one = OperatorTime(forward=Line(per_sample=per_sample_s))
+    rest = OperatorTime(forward=outside or Line(fixed=1e-3))
+    return ComputeTimes(operators=(one,) * count, outside=rest, optimizer_s_per_byte=0.0)
+
+
+def plan_for(limit_mib: float, rule: BatchRule | None = None, **changes: object) -> ExecutionPlan:
+    values = {"model": model(), "cluster": cluster(), "compute": compute(), "overhead_bytes": 0} | changes
+    problem = Problem(memory_limit_bytes=int(limit_mib * MIB), **values)  # type: ignore[arg-type]
+    return make_plan(problem, rule or BatchRule(batch_size=1))
+
+
+def modes(plan: ExecutionPlan) -> list[Mode]:
+    return [op.slices[0] for op in plan.operators]
+
+
+def test_plenty_of_memory_replicates_everything() -> None:
+    # Whole states of 4 operators: 4 x 16 MiB. dp: 1 ms each; zdp2: 2 ms; zdp: 3 ms.
+    plan = plan_for(64)
+    assert modes(plan) == [Mode.DP] * 4
+    assert plan.predicted.communication_time_s == pytest.approx(4e-3)
+    assert plan.predicted.step_time_s == pytest.approx(5e-3)
+    assert plan.predicted.peak_memory_bytes == 64 * MIB
+
+
+def test_scarce_memory_shards_everything() -> None:
+    # Everything zdp, in the last backward: states 4 x 3 MiB, gradients 3 x 1 + 1, gathered 4, its gradient 4.
+    plan = plan_for(24)
+    assert modes(plan) == [Mode.ZDP] * 4
+    assert plan.predicted.peak_memory_bytes == 24 * MIB
+    assert plan.predicted.communication_time_s == pytest.approx(12e-3)
+
+
+def test_in_between_memory_is_spent_where_it_saves_most() -> None:
+    # zdp -> dp saves 2 ms for 12 MiB more of states; from 24 MiB, 40 admits one of them and 1 zdp2 (1 ms for 4 MiB).
+    plan = plan_for(40)
+    counts = {mode: modes(plan).count(mode) for mode in Mode}
+    assert counts[Mode.DP] == 1
+    assert counts[Mode.ZDP2] >= 1
+    assert plan.predicted.peak_memory_bytes <= 40 * MIB
+    best = plan.predicted.communication_time_s
+    assert best < plan_for(30).predicted.communication_time_s
+
+
+def test_zdp2_is_best_where_an_all_reduce_costs_more_than_its_halves() -> None:
+    plan = plan_for(64, cluster=cluster(all_reduce=3.0, all_gather=1.0, reduce_scatter=1.0))
+    assert modes(plan) == [Mode.ZDP2] * 4
+
+
+def test_a_smaller_batch_with_better_throughput_wins() -> None:
+    # 2 MiB of activations a sample. At batch size 1 all is replicated in 64 MiB; larger batches must shard, and
+    # communication is so slow that what they save in fixed time is lost many times over.
+    slow = cluster(all_reduce=1.0, all_gather=500.0, reduce_scatter=500.0)
+    plan = plan_for(
+        64,
+        BatchRule(max_batch_size=32),
+        model=model(activations_per_sample=2 * MIB),
+        cluster=slow,
+        compute=compute(outside=Line(fixed=1e-3, per_sample=50e-3)),
+    )
+    sizes = [point.batch_size for point in plan.frontier]
+    best = max(plan.frontier, key=lambda point: point.samples_per_s)
+    assert max(sizes) > plan.batch_size
+    assert plan.frontier[-1].samples_per_s < best.samples_per_s
+    assert plan.batch_size <= best.batch_size
+    assert set(modes(plan)) == {Mode.DP}
+
+
+def test_a_larger_batch_wins_where_it_amortises_communication() -> None:
+    plan = plan_for(
+        64, BatchRule(max_batch_size=8), model=model(activations_per_sample=1), compute=compute(per_sample_s=1e-4)
+    )
+    assert plan.batch_size == 8
+
+
+def test_of_equally_good_batch_sizes_the_smallest_is_taken() -> None:
+    free = cluster(0.0, 0.0, 0.0)
+    plan = plan_for(64, BatchRule(max_batch_size=64), cluster=free, compute=compute(outside=Line(per_sample=1e-3)))
+    assert plan.batch_size == 1
+    assert [point.batch_size for point in plan.frontier][-1] == 60
+
+
+def test_the_walk_ends_where_the_smallest_plan_does_not_fit() -> None:
+    plan = plan_for(30, BatchRule(), model=model(activations_per_sample=8 * MIB))
+    assert [point.batch_size for point in plan.frontier] == [1, 2]
+    assert all(point.peak_memory_bytes <= 30 * MIB for point in plan.frontier)
+
+
+def test_global_batch_size_is_made_exactly() -> None:
+    rule = BatchRule(global_batch_size=48)
+    plan = plan_for(64, rule)
+    assert plan.batch_size * plan.accumulate_grad_batches * RANKS == 48
+    assert plan.global_batch_size == 48
+    assert [point.batch_size for point in plan.frontier] == [1, 2, 3, 4, 6, 12]
+
+
+def test_global_batch_size_that_ranks_cannot_make_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="nearest are 48 and 52"):
+        plan_for(64, BatchRule(global_batch_size=50))
+    with pytest.raises(ConfigurationError, match="not a multiple of batch_size=5"):
+        plan_for(64, BatchRule(global_batch_size=48, batch_size=5))
+
+
+def test_accumulation_communicates_shards_each_time_and_replicas_once() -> None:
+    rule = BatchRule(batch_size=1, accumulation=3)
+    assert plan_for(200, rule).predicted.communication_time_s == pytest.approx(4e-3)
+    assert plan_for(25, rule).predicted.communication_time_s == pytest.approx(3 * 12e-3)
+
+
+def test_infeasible_says_what_is_needed_and_which_operator_is_largest() -> None:
+    big = model().model_copy(update={"operators": (operator(0), operator(1, 8), operator(2), operator(3))})
+    with pytest.raises(InfeasibleError, match=r"at least 37 MiB per device, the limit is 20 MiB.*op1") as caught:
+        plan_for(20, model=big)
+    assert caught.value.needed_bytes == 37 * MIB
+    assert caught.value.budget_bytes == 20 * MIB
+    assert caught.value.largest == 1
+
+
+def test_overhead_counts_against_the_limit() -> None:
+    assert modes(plan_for(74, overhead_bytes=10 * MIB)) == [Mode.DP] * 4
+    assert modes(plan_for(73, overhead_bytes=10 * MIB)) != [Mode.DP] * 4
+
+
+def test_pinned_operators_stay_replicated() -> None:
+    pinned = tuple(
+        op.model_copy(update={"pinned": "used by the whole model"}) if i == 2 else op
+        for i, op in enumerate(model().operators)
+    )
+    plan = plan_for(36, model=model().model_copy(update={"operators": pinned}))
+    assert modes(plan)[2] == Mode.DP
+    assert set(modes(plan)) - {Mode.DP}
+
+
+def test_choose_needs_no_more_than_it_is_given() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        choose([])
+
+
+def test_plan_survives_json() -> None:
+    plan = plan_for(40)
+    assert ExecutionPlan.from_json(plan.to_json()) == plan

@@ -1,0 +1,80 @@
+"""Measuring the collectives of a real process group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_osdp.planning.cluster import CollectiveFit, Link
+from lightning_osdp.profiling import network
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+SIZES = (4 << 10, 64 << 10, 1 << 20, 2 << 20)
+
+
+def measured(rank: int, world_size: int) -> tuple[str, list[tuple[int, int]]]:
+    calls: list[tuple[int, int]] = []
+    link = network.measure(
+        dist.group.WORLD, CPU, sizes_bytes=SIZES, progress=lambda done, total: calls.append((done, total))
+    )
+    return link.model_dump_json(), calls
+
+
+def sizes_under(rank: int, world_size: int, limits: list[int | None]) -> int:
+    """How many measurements were made."""
+    totals: list[int] = []
+    network.measure(
+        dist.group.WORLD,
+        CPU,
+        sizes_bytes=SIZES,
+        max_bytes=limits[rank],
+        progress=lambda done, total: totals.append(total),
+    )
+    assert totals == [len(totals)] * len(totals)
+    return len(totals)
+
+
+def delayed(rank: int, world_size: int) -> float:
+    """Rank 1 alone reports a slow time: all must hear of it."""
+    return network._slowest(1.0 + rank, dist.group.WORLD, CPU)
+
+
+def too_few(rank: int, world_size: int) -> None:
+    network.measure(dist.group.WORLD, CPU, sizes_bytes=(4096, 4095))
+
+
+def test_all_ranks_get_the_same_positive_link_and_hear_of_the_progress():
+    (first, calls), (second, other_calls) = run_ranks(measured, 2)
+    assert first == second
+    link = Link.model_validate_json(first)
+    for fitted in (link.all_reduce, link.all_gather, link.reduce_scatter):
+        assert fitted.latency_s + fitted.s_per_byte > 0
+        assert fitted.time_s(16 << 20, 2) > 0
+    assert calls == other_calls
+    assert calls == [(done, 12) for done in range(1, 13)]
+
+
+def test_the_smallest_memory_bound_of_any_rank_counts():
+    assert run_ranks(sizes_under, 2, [None, 1 << 20]) == [9, 9]
+
+
+def test_two_sizes_are_left_under_any_bound():
+    assert run_ranks(sizes_under, 2, [1, 1]) == [6, 6]
+
+
+def test_the_slowest_rank_counts():
+    assert run_ranks(delayed, 2) == [2.0, 2.0]
+
+
+def test_a_single_rank_has_no_costs():
+    ((text, calls),) = run_ranks(measured, 1)
+    nothing = CollectiveFit(latency_s=0.0, s_per_byte=0.0)
+    assert Link.model_validate_json(text) == Link(all_reduce=nothing, all_gather=nothing, reduce_scatter=nothing)
+    assert calls == []
+
+
+def test_two_different_sizes_are_needed():
+    with pytest.raises(AssertionError, match="ValueError: need two different sizes"):
+        run_ranks(too_few, 2)

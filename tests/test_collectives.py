@@ -1,0 +1,123 @@
+"""Collectives against plain sums and concatenations, on real process groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_osdp import collectives
+from tests.ranks import run_ranks
+
+PART_SIZES = (1, 1000, 70_001, 1_600_000)
+"""Elements of one part: one message, several pieces, and several rounds of pieces; in rounds of 2 x 2 MiB."""
+
+
+def inputs(world_size: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What each rank holds: values of very different size, so that the order of a sum shows in its last bits."""
+    generator = torch.Generator().manual_seed(numel)
+    return [(torch.randn(numel, generator=generator) * 10.0 ** (rank - 1)).to(dtype) for rank in range(world_size)]
+
+
+def ring_sum(wholes: list[torch.Tensor], part: int) -> torch.Tensor:
+    """The sum of everybody's part number ``part`` in the documented order: part + 1, part + 2, ..., part."""
+    ranks = len(wholes)
+    addends = [wholes[(part + 1 + step) % ranks].chunk(ranks)[part] for step in range(ranks)]
+    total = addends[0].clone()
+    for addend in addends[1:]:
+        total += addend
+    return total
+
+
+def exercise(rank: int, world_size: int) -> list[str]:
+    """Names of the checks that failed on this rank."""
+    group, failed = dist.group.WORLD, []
+
+    def check(name: str, succeeded: bool) -> None:
+        if not succeeded:
+            failed.append(f"{name} on rank {rank}")
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for size in PART_SIZES:
+            case = f"{size} {dtype}"
+            wholes = inputs(world_size, size * world_size, dtype)
+            mine = wholes[rank].clone()
+            part = torch.full((size,), torch.nan, dtype=dtype)
+            collectives.reduce_scatter(part, mine, group)
+            check(f"reduce_scatter {case}", torch.equal(part, ring_sum(wholes, rank)))
+            check(f"reduce_scatter leaves its input {case}", torch.equal(mine, wholes[rank]))
+
+            gathered = torch.full((size * world_size,), torch.nan, dtype=dtype)
+            collectives.all_gather(gathered, part, group)
+            expected = torch.cat([ring_sum(wholes, p) for p in range(world_size)])
+            check(f"all_gather {case}", torch.equal(gathered, expected))
+
+            in_place = torch.full((size * world_size,), torch.nan, dtype=dtype)
+            own = in_place.chunk(world_size)[rank]
+            own.copy_(part)
+            collectives.all_gather(in_place, own, group)
+            check(f"all_gather in place {case}", torch.equal(in_place, expected))
+
+            mean = wholes[rank].clone()
+            collectives.all_reduce_mean(mean, group)
+            exact = torch.stack([w.double() for w in wholes]).sum(0) / world_size
+            tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype] * exact.abs().max().item()
+            check(f"all_reduce_mean {case}", torch.allclose(mean.double(), exact, rtol=0, atol=tolerance))
+    return failed
+
+
+def several_at_once(rank: int, world_size: int) -> tuple[float, float, float]:
+    """Two all-reduces under way while a ring runs on another group, waited for in reverse."""
+    group, other = dist.group.WORLD, dist.new_group(list(range(world_size)))
+    first, second = torch.full((1000, 3), float(rank)), torch.full((7,), 2.0 * rank)
+    works = [collectives.all_reduce_async(first, other), collectives.all_reduce_async(second, other)]
+    part = torch.empty(2_000_000)
+    collectives.reduce_scatter(part, torch.full((2_000_000 * world_size,), float(rank)), group)
+    for work in reversed(works):
+        work.wait()
+    return first.mean().item(), second.mean().item(), part.mean().item()
+
+
+def subgroup(rank: int, world_size: int) -> list[float]:
+    """Ranks within a group are not those of the world: groups {0, 2} and {1, 3}, the latter listed backwards."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = groups[rank % 2]
+    part = torch.empty(1)
+    collectives.reduce_scatter(part, torch.tensor([1.0, 10.0]) * (rank + 1), group)
+    whole = torch.empty(2)
+    collectives.all_gather(whole, part, group)
+    return whole.tolist()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_results_equal_plain_sums_and_concatenations_to_the_bit(world_size):
+    assert run_ranks(exercise, world_size) == [[]] * world_size
+
+
+def test_a_single_rank_gets_its_own_back():
+    assert run_ranks(exercise, 1) == [[]]
+
+
+def test_all_reduces_go_on_while_another_group_works():
+    assert run_ranks(several_at_once, 2) == [(0.5, 1.0, 1.0)] * 2
+
+
+def test_subgroups_use_their_own_numbering():
+    assert run_ranks(subgroup, 4) == [[4.0, 40.0], [6.0, 60.0], [4.0, 40.0], [6.0, 60.0]]
+
+
+def differing_sizes(rank: int, world_size: int) -> None:
+    collectives.all_gather(torch.empty(5), torch.empty(2), dist.group.WORLD)
+
+
+def test_sizes_that_do_not_divide_are_refused():
+    with pytest.raises(AssertionError, match="AssertionError: "):
+        run_ranks(differing_sizes, 2)
+
+
+def test_memory_of_a_reduce_scatter():
+    assert collectives.reduce_copy("gloo", 4) == 0.0
+    assert collectives.reduce_copy("ucc", 1) == 0.0
+    assert collectives.reduce_copy("ucc", 4) == 1.0
+    assert collectives.reduce_buffer_bytes("gloo", 2) == 0
+    assert collectives.reduce_buffer_bytes("gloo", 4) == 8 << 20
