@@ -4,12 +4,13 @@ An ordinary Lightning script: what makes it an OSDP one are the ``import lightni
 Trainer. Afterwards the checkpoint is loaded into the plain model, without Trainer or process group, and writes a few
 lines of Python.
 
-    python examples/train_gpt.py --memory-limit 700MiB
+    python examples/train_gpt.py --memory-limit 660MiB
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sysconfig
 from pathlib import Path
 
@@ -87,9 +88,8 @@ class GPT(L.LightningModule):
         self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True)
 
     def on_validation_end(self) -> None:
-        self.print(
-            f"step {self.global_step:>4}  val loss {self.trainer.callback_metrics['val_loss']:.3f} nats per byte"
-        )
+        loss = self.trainer.callback_metrics["val_loss"]
+        self.print(f"step {self.global_step:>4}: validation loss {loss:.3f} nats per byte")
 
     def configure_optimizers(self) -> dict[str, object]:
         decayed, plain = [], []
@@ -98,13 +98,15 @@ class GPT(L.LightningModule):
             (decayed if is_matrix else plain).append(parameter)
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=self.hparams.learning_rate, betas=(0.9, 0.95))
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer,
-            max_lr=self.hparams.learning_rate,
-            total_steps=self.trainer.estimated_stepping_batches,
-            pct_start=0.1,  # warm-up, then a cosine down
-            cycle_momentum=False,
-        )
+        steps = self.trainer.estimated_stepping_batches
+        warm_up = max(1, steps // 10)
+
+        def share(step: int) -> float:  # of the learning rate: up in a line, then down along a cosine
+            if step < warm_up:
+                return (step + 1) / warm_up
+            return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (steps - warm_up + 1)))
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     @torch.no_grad()
@@ -162,7 +164,7 @@ def arguments() -> argparse.Namespace:
     """What the command line asks for."""
     parser = argparse.ArgumentParser(description="Train a small GPT under a memory limit.")
     parser.add_argument("--strategy", choices=["osdp", "ddp"], default="osdp")
-    parser.add_argument("--memory-limit", default="700MiB", help="per process, like 700MiB; auto: all there is")
+    parser.add_argument("--memory-limit", default="660MiB", help="per process, like 660MiB; auto: all there is")
     parser.add_argument("--batch-size", default="auto", help="per process; auto: what trains fastest within the limit")
     parser.add_argument("--devices", type=int, default=2, help="number of processes")
     parser.add_argument("--layers", type=int, default=6)
@@ -177,7 +179,7 @@ def strategy(args: argparse.Namespace) -> Strategy:
     if args.strategy == "ddp":
         return DDPStrategy()
     batch_size = args.batch_size if args.batch_size == "auto" else int(args.batch_size)
-    return lightning_osdp.OSDPStrategy(memory_limit=args.memory_limit, batch_size=batch_size, max_batch_size=16)
+    return lightning_osdp.OSDPStrategy(memory_limit=args.memory_limit, batch_size=batch_size, max_batch_size=8)
 
 
 def main() -> None:
@@ -194,11 +196,12 @@ def main() -> None:
         devices=args.devices,
         strategy=strategy(args),
         max_steps=args.max_steps,
-        val_check_interval=20,
+        val_check_interval=min(20, args.max_steps),
         num_sanity_val_steps=0,
         gradient_clip_val=1.0,
         callbacks=[checkpoint],
         logger=False,
+        enable_model_summary=False,  # the plan's table says more
     )
     trainer.fit(model, data)
     if not trainer.is_global_zero:
@@ -207,7 +210,7 @@ def main() -> None:
     with torch.no_grad():
         loss = plain.loss(torch.stack(list(data.validation)))
     print(
-        f"val loss while training {checkpoint.best_model_score:.4f}, of the plain model from its checkpoint {loss:.4f}"
+        f"\nvalidation loss {checkpoint.best_model_score:.4f} in training, {loss:.4f} of the plain model afterwards\n"
     )
     print(plain.generate(b"def ", num_bytes=300).decode(errors="replace"))
 

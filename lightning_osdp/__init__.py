@@ -1,1 +1,36 @@
-"""Optimal sharded data parallelism for PyTorch Lightning."""
+"""Optimal sharded data parallelism for PyTorch Lightning: ``import lightning_osdp``, ``Trainer(strategy="osdp")``."""
+
+from __future__ import annotations
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_osdp.errors import (
+    ConfigurationError,
+    InfeasibleError,
+    OSDPError,
+    OSDPWarning,
+    PlanMismatchError,
+    ShardingError,
+    TraceError,
+)
+from lightning_osdp.planning.cluster import Cluster
+from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.strategy import OSDPStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Cluster",
+    "ConfigurationError",
+    "ExecutionPlan",
+    "InfeasibleError",
+    "OSDPError",
+    "OSDPStrategy",
+    "OSDPWarning",
+    "PlanMismatchError",
+    "ShardingError",
+    "TraceError",
+]
+
+if "osdp" not in StrategyRegistry:
+    OSDPStrategy.register_strategies(StrategyRegistry)

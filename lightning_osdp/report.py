@@ -225,7 +225,7 @@ def _bar(share: float) -> str:
 
 
 def _format_throughput(samples_per_s: float) -> str:
-    return f"{samples_per_s:,.1f} samples/s" if samples_per_s >= 10 else f"{samples_per_s:.3f} samples/s"
+    return f"{samples_per_s:,.1f} samples/s" if samples_per_s >= 1 else f"{samples_per_s:.3f} samples/s"
 
 
 def _format_difference(value: float, reference: float) -> str:

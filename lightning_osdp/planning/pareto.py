@@ -204,7 +204,7 @@ def copies(one: Front, group: int, count: int, limits: Limits) -> list[Front]:
     deviating = np.flatnonzero(one.origin.options != REFERENCE)
     first = min(deviating.tolist(), key=lambda at: (excess[at], -abs(int(one.weight[at]))))
     others = deviating[deviating != first]
-    free = min([count, *(_at_most(float(excess[others].min()), count, limits) for _ in others[:1])]) if len(others) else 0
+    free = _at_most(float(excess[others].min()), count, limits) if len(others) else 0
     pair = _only(one, first)
     general: Front | None = None
     used = 0

@@ -17,7 +17,7 @@ from lightning_osdp import collectives
 from lightning_osdp.planning.cluster import CollectiveFit, Link
 from lightning_osdp.planning.fitting import fit
 
-DEFAULT_SIZES_BYTES = (16 << 10, 128 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+DEFAULT_SIZES_BYTES = (16 << 10, 128 << 10, 1 << 20, 4 << 20, 16 << 20, 32 << 20)
 """Of the whole tensor: from a small layer's weights to a large embedding's."""
 
 WARM_UP = 2
@@ -62,13 +62,11 @@ def measure(
         return _link({name: CollectiveFit(latency_s=0.0, s_per_byte=0.0) for name in Link.model_fields})
     sizes = _affordable(sizes_bytes, max_bytes, group, device)
     times_s: dict[str, list[float]] = {name: [] for name in Link.model_fields}
-    done, total = 0, len(sizes) * len(times_s)
     for numel in sizes:
-        for name, collective in _collectives(numel, group, device).items():
-            times_s[name].append(_time_s(collective, group, device))
-            done += 1
+        for name in times_s:
+            times_s[name].append(_time_s(_collective(name, numel, group, device), group, device))
             if progress is not None:
-                progress(done, total)
+                progress(sum(map(len, times_s.values())), len(sizes) * len(times_s))
     whole_bytes = [numel * 4 for numel in sizes]
     return _link({name: fit(whole_bytes, times, ranks) for name, times in times_s.items()})
 
@@ -90,15 +88,16 @@ def _affordable(
     return numels[:2] + [numel for numel in numels[2:] if numel * 4 <= limit.item()]
 
 
-def _collectives(numel: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, Collective]:
-    """Each collective on tensors of its own size, by the name of its field in ``Link``."""
+def _collective(name: str, numel: int, group: dist.ProcessGroup, device: torch.device) -> Collective:
+    """The collective with this name in ``Link``, on tensors that live as long as it does."""
     whole = torch.zeros(numel, device=device)  # zeros stay zeros: sums of other values would grow without end
     part = torch.zeros(numel // group.size(), device=device)
-    return {
+    ready: dict[str, Collective] = {
         "all_reduce": lambda: collectives.all_reduce_mean(whole, group),
         "all_gather": lambda: collectives.all_gather(whole, part, group),
         "reduce_scatter": lambda: collectives.reduce_scatter(part, whole, group),
     }
+    return ready[name]
 
 
 def _time_s(collective: Collective, group: dist.ProcessGroup, device: torch.device) -> float:

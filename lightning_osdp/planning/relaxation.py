@@ -1,0 +1,292 @@
+"""The menus as arrays, and the two bounds that the search lives on: the linear relaxation and Lagrange's.
+
+Arrays of shape (groups, options) have one row for each group of operators with the same menu, its options sorted by
+their transient. Times and bytes are relative to the least of the row, which makes the numbers smaller and the sums
+more exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_osdp.planning.pareto import Floats, Ints
+
+NONE_BYTES = 1 << 61
+"""Bytes of places in a row that hold no option: more than any sum of real ones."""
+
+NONE_COST = 1e300
+"""Cost of options that are out, in sums of floats."""
+
+
+class Option(NamedTuple):
+    """One row of an operator's menu: what it costs to keep the operator in one way."""
+
+    time_s: float
+    resident_bytes: int
+    """Held all the time: these add up."""
+    transient_bytes: int
+    """Held only while the operator itself is at work: of these the largest counts."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """All menus.
+
+    Attributes:
+        members: the operators of each group.
+        count: how many these are, (groups,).
+        time_s: relative to the row's least; infinite where there is no option.
+        weight: resident bytes relative to the row's least; NONE_BYTES where there is no option.
+        transient: bytes, ascending along the row.
+        option: index into the menu.
+        least_s: sum over all operators of their row's least time.
+        least_bytes: the same of the resident bytes.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    count: Ints
+    time_s: Floats
+    weight: Ints
+    transient: Ints
+    option: Ints
+    least_s: float
+    least_bytes: int
+
+    @cached_property
+    def valid(self) -> NDArray[np.bool_]:
+        """Where there is an option."""
+        return self.weight < NONE_BYTES
+
+    @cached_property
+    def caps(self) -> Ints:
+        """The distinct transients, ascending."""
+        return np.unique(self.transient[self.valid])
+
+    @cached_property
+    def least_cap(self) -> int:
+        """The least cap that leaves each operator an option."""
+        return int(self.transient[:, 0].max())
+
+    @cached_property
+    def _later_options(self) -> tuple[Ints, Ints]:
+        """The transients of all but the rows' first options, ascending, and the order that sorts them."""
+        transient = self.transient[:, 1:].ravel()
+        order = np.argsort(transient, kind="stable")
+        return transient[order], order
+
+    def least_sums(self, values: NDArray[Any], caps: Ints) -> NDArray[Any]:
+        """For each cap, the sum over all operators of the least of ``values`` among the options it admits.
+
+        One pass for all caps: from the highest cap down, each option that drops out raises the sum by what the best
+        of its row is then worse. Integers wrap around where caps admit no option in some row.
+        """
+        least = np.minimum.accumulate(values, axis=1)
+        transients, order = self._later_options
+        rises = ((least[:, :-1] - least[:, 1:]) * self.count[:, None]).ravel()[order]
+        raised = np.append(np.cumsum(rises[::-1])[::-1], rises.dtype.type(0))
+        sums: NDArray[Any] = (least[:, -1] * self.count).sum() + raised[np.searchsorted(transients, caps, side="right")]
+        return sums
+
+    def needs(self, caps: Ints) -> Ints:
+        """The least peak at each cap, if the cap is used: bytes."""
+        return self.least_sums(self.weight, caps) + self.least_bytes + caps
+
+    def lagrangian(self, cost: Floats, price: float, caps: Ints, room: Ints) -> Floats:
+        """A lower bound of the cost at each cap: bytes are paid for at ``price``, those that the budget has are free.
+
+        Args:
+            cost: (groups, options), NONE_COST where an option is out.
+            price: cost per byte.
+            caps: bytes.
+            room: what the budget leaves at each cap above ``least_bytes``.
+        """
+        paid = np.where(self.valid, cost + price * self.weight, NONE_COST)
+        sums = self.least_sums(paid, caps)
+        allowance = price * room
+        rounding = np.finfo(np.float64).eps * (self.time_s.size + 8)
+        return np.asarray(sums * (1 - rounding) - allowance * (1 + rounding), dtype=np.float64)
+
+    def breakpoints(self, cap: int) -> Ints:
+        """Peaks at which the linear relaxation changes the operator it spends on, if ``cap`` is used; ascending."""
+        walk = _hulls(self.time_s, self.weight, self.valid & (self.transient <= cap))
+        spent = np.cumsum(walk.weight[walk.order] * self.count[walk.row[walk.order]])
+        start = int(np.sum(self.weight[np.arange(len(self.count)), walk.start] * self.count))
+        return np.asarray(spent + (start + self.least_bytes + cap), dtype=np.int64)
+
+
+def table_of(menus: Sequence[Sequence[Option]]) -> Table:
+    """The menus as arrays.
+
+    Raises:
+        ValueError: a menu is empty, or a time or a number of bytes is negative, not finite or too large.
+    """
+    groups: dict[tuple[Option, ...], list[int]] = {}
+    for index, menu in enumerate(menus):
+        groups.setdefault(tuple(menu), []).append(index)
+    for menu, members in groups.items():
+        if not menu:
+            raise ValueError(f"the menu of operator {members[0]} is empty")
+    count = np.array([len(members) for members in groups.values()], dtype=np.int64)
+    sizes = np.array([len(menu) for menu in groups])
+    valid = np.arange(sizes.max()) < sizes[:, None]
+    time_s, resident, transient = (_column(groups, field) for field in range(3))
+    _check_bytes(resident, transient, np.repeat(count, sizes))
+    rows: dict[str, NDArray[Any]] = {}
+    order = np.argsort(_spread_out(transient, valid, NONE_BYTES), axis=1, kind="stable")
+    for name, values, fill in (("time_s", time_s, math.inf), ("weight", resident, NONE_BYTES)):
+        rows[name] = np.take_along_axis(_spread_out(values, valid, fill), order, axis=1)
+    least_time, least_weight = rows["time_s"].min(axis=1), rows["weight"].min(axis=1)
+    present = np.take_along_axis(valid, order, axis=1)
+    return Table(
+        members=tuple(map(tuple, groups.values())),
+        count=count,
+        time_s=rows["time_s"] - least_time[:, None],
+        weight=np.where(present, rows["weight"] - least_weight[:, None], NONE_BYTES),
+        transient=np.take_along_axis(_spread_out(transient, valid, NONE_BYTES), order, axis=1),
+        option=order,
+        least_s=math.fsum(np.repeat(least_time, count).tolist()),
+        least_bytes=int(least_weight @ count),
+    )
+
+
+def _column(groups: dict[tuple[Option, ...], list[int]], field: int) -> NDArray[Any]:
+    """One field of all options of all groups, checked."""
+    values = np.array([option[field] for menu in groups for option in menu])
+    name = Option._fields[field]
+    if values.dtype.kind not in ("iuf" if name == "time_s" else "iu"):
+        raise ValueError(f"{name} has to be a number{'' if name == 'time_s' else ' of bytes below 2**61, whole'}")
+    if not np.all(np.isfinite(values)) or np.any(values < 0):
+        bad = int(np.flatnonzero(~(np.isfinite(values) & (values >= 0)))[0])
+        ends = np.cumsum([len(menu) for menu in groups])
+        operator = list(groups.values())[int(np.searchsorted(ends, bad, side="right"))][0]
+        raise ValueError(f"{name} of operator {operator} is {values[bad]}: it has to be finite and not negative")
+    return values.astype(np.float64 if name == "time_s" else np.int64)
+
+
+def _check_bytes(resident: Ints, transient: Ints, count: Ints) -> None:
+    if float(resident.astype(np.float64) @ count) + float(transient.max()) >= NONE_BYTES / 2:
+        raise ValueError("the menus hold more bytes in all than the search can add up (2**60)")
+
+
+def _spread_out(values: NDArray[Any], valid: NDArray[np.bool_], fill: float) -> NDArray[Any]:
+    """Values of all options one after the other, as rows."""
+    rows = np.full(valid.shape, fill, dtype=values.dtype)
+    rows[valid] = values
+    return rows
+
+
+class _Hulls(NamedTuple):
+    """The lower convex hulls of all rows: where each starts, and its edges.
+
+    Attributes:
+        start: option of least weight, of equals the cheapest, (rows,).
+        row, origin, target, weight, saved, slope: of each edge: its row, the options at its ends, what it adds in
+            weight and saves in cost, and their quotient.
+        order: edges by falling slope, those of one row in their order.
+    """
+
+    start: Ints
+    row: Ints
+    origin: Ints
+    target: Ints
+    weight: Ints
+    saved: NDArray[Any]
+    slope: Floats
+    order: Ints
+
+
+def _hulls(cost: NDArray[Any], weight: Ints, valid: NDArray[np.bool_]) -> _Hulls:
+    """Walks all rows at once, one edge of each at a time: the next is the steepest, of equals the longest."""
+    worst = np.inf if cost.dtype.kind == "f" else np.iinfo(np.int64).max
+    lightest = valid & (weight == np.where(valid, weight, NONE_BYTES).min(axis=1, keepdims=True))
+    start = np.where(lightest, cost, worst).argmin(axis=1)
+    rows, at = np.arange(len(start)), start
+    edges: list[tuple[NDArray[Any], ...]] = []
+    last = np.full(len(start), np.inf)
+    while len(rows):
+        more = weight[rows] - weight[rows, at][:, None]
+        saved = cost[rows, at][:, None] - np.where(valid[rows], cost[rows], cost[rows, at][:, None])
+        ahead = valid[rows] & (more > 0) & (saved > 0)
+        slope = np.where(ahead, saved / np.where(ahead, more, 1), 0.0)
+        steepest = slope.max(axis=1)
+        going = steepest > 0
+        target = np.where(slope == steepest[:, None], more, -1).argmax(axis=1)
+        here = np.arange(len(rows))
+        # A hull's slopes fall; rounding must not let a later edge overtake an earlier one.
+        last = np.minimum(last, steepest)
+        edges.append(tuple(v[going] for v in (rows, at, target, more[here, target], saved[here, target], last)))
+        rows, at, last = rows[going], target[going], last[going]
+    row, origin, target, heavier, saved, slope = (np.concatenate(column) for column in zip(*edges, strict=True))
+    return _Hulls(start, row, origin, target, heavier, saved, slope, np.argsort(-slope, kind="stable"))
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """The linear relaxation at one cap.
+
+    Attributes:
+        reference: the option that each group takes, all its operators alike, (groups,).
+        weight: of the reference.
+        price: what the next byte saves.
+        bound: the relaxation's cost: no solution is cheaper.
+        cost: of the rounded solution: the reference, but ``swaps`` of it.
+        swaps: (group, option, operators) that leave the reference in the rounded solution; None if none do.
+    """
+
+    reference: Ints
+    weight: int
+    price: float
+    bound: float
+    cost: float
+    swaps: tuple[int, int, int] | None
+
+
+def relax(table: Table, cost: NDArray[Any], admitted: NDArray[np.bool_], room: int) -> Relaxation | None:
+    """Spends ``room`` bytes on the steepest edges of the hulls, as far as they go.
+
+    Args:
+        table: the menus.
+        cost: (groups, options): seconds, or the search's integer units (sums are exact then).
+        admitted: the options that may be taken.
+        room: bytes above ``table.least_bytes``.
+
+    Returns:
+        None if the lightest options do not fit, or some group has none.
+    """
+    if not admitted.any(axis=1).all():
+        return None
+    walk = _hulls(cost, table.weight, admitted)
+    groups = np.arange(len(table.count))
+    left = room - int(table.weight[groups, walk.start] @ table.count)
+    if left < 0:
+        return None
+    order = walk.order
+    spent = np.cumsum(walk.weight[order] * table.count[walk.row[order]])
+    whole = int(np.searchsorted(spent, left, side="right"))
+    reference = walk.start.copy()
+    # Where an index comes up repeatedly, the last assignment holds: the edge furthest along the row.
+    reference[walk.row[order[:whole]]] = walk.target[order[:whole]]
+    weight = int(table.weight[groups, reference] @ table.count)
+    value = _dot(table.count, cost[groups, reference])
+    if whole == len(order):
+        return Relaxation(reference, weight, 0.0, value, value, None)
+    edge = order[whole]
+    row, price = int(walk.row[edge]), float(walk.slope[edge])
+    operators, remainder = divmod(room - weight, int(walk.weight[edge]))
+    rounded = value - operators * walk.saved[edge].item()
+    swaps = (row, int(walk.target[edge]), operators) if operators else None
+    return Relaxation(reference, weight, price, rounded - price * remainder, rounded, swaps)
+
+
+def _dot(count: Ints, cost: NDArray[Any]) -> float | int:
+    """Sum of the products; exact for integers, which may add up to more than 64 bits."""
+    if cost.dtype.kind == "f":
+        return math.fsum((count * cost).tolist())
+    return (int(count @ (cost >> 30)) << 30) + int(count @ (cost & ((1 << 30) - 1)))

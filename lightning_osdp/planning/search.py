@@ -1,0 +1,365 @@
+"""The search: one option for each operator, the least time that fits into the memory. Exact, with a proof.
+
+    minimise    sum_i time_s(i, x_i)
+    subject to  sum_i resident_bytes(i, x_i) + max_i transient_bytes(i, x_i) <= budget_bytes
+
+The paper (arXiv 2209.13258, section 3.2, algorithm 1) walks this depth first. Here it is solved as what it is, a
+multiple-choice knapsack problem with one maximum in its constraint:
+
+1. Operators with the same menu form a group: what counts is how many of them take each option (``relaxation.py``).
+2. The maximum is enumerated: with the *cap* T, options of a larger transient are out and ``budget - T`` is left. Some
+   caps are solved, most are fathomed by their Lagrangian bound, which one pass yields for all caps at once.
+3. At one cap the linear relaxation is a greedy walk along the lower convex hulls of the menus (Sinha and Zoltners
+   1979). It yields a lower bound, a price of memory, and a solution that is optimal but for a part of one operator.
+4. Solutions better than the best known lose little against the relaxation at that price (their *excess*). So only
+   options of small excess are combined, in Pareto lists (``pareto.py``), the last two of which are searched without
+   being multiplied out (Horowitz and Sahni 1974). The excess allowed starts small and grows: a round that finds a
+   solution within it has found the optimum of its cap, one that finds none has raised the cap's lower bound.
+
+The cap of the least lower bound is always taken next, until no bound is below the best solution.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.planning.pareto import Deviations, Floats, Front, Ints, Limits, best_pair, copies, leaf, total
+from lightning_osdp.planning.relaxation import NONE_BYTES, NONE_COST, Option, Relaxation, Table, relax, table_of
+
+TOLERANCE = 5e-13
+"""Relative: solutions that are better by less than this are not looked for."""
+
+UNITS_LOG2 = 58
+"""Times become integers, 2**58 of them for the most that any option may add to its operator's fastest. Sums are exact
+then, and do not depend on their order; rounding n operators moves a sum by at most n * 2**-59 of that."""
+
+FIRST_DEVIATIONS, FIRST_CAPACITY = 32, 1 << 15
+"""Deviations of least excess, and entries per front, that the first round of a cap looks at."""
+
+SMALLEST_LIMIT_LOG2 = 40
+"""The smallest excess that a round allows is the gap over 2**40."""
+
+LAST_CAPACITY = 1 << 22
+"""Entries per front at which the search gives up proving (about half a GiB)."""
+
+__all__ = ["FrontierPoint", "Option", "Solution", "frontier", "solve"]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The best options found.
+
+    Attributes:
+        choices: index into each operator's menu.
+        time_s: sum of their times.
+        peak_bytes: sum of their resident bytes plus the largest of their transients.
+        bound_s: no solution takes less (to a relative 1e-12). Equals ``time_s`` if ``optimal``.
+        optimal: whether the search finished: there is no better solution (to a relative 1e-12).
+        price_s_per_byte: seconds that one more byte of budget would save, by the linear relaxation; 0 where every
+            operator has its fastest option.
+    """
+
+    choices: tuple[int, ...]
+    time_s: float
+    peak_bytes: int
+    bound_s: float
+    optimal: bool
+    price_s_per_byte: float = 0.0
+
+
+class FrontierPoint(NamedTuple):
+    """The least time that fits into a budget, and the peak it takes."""
+
+    budget_bytes: int
+    time_s: float
+    peak_bytes: int
+
+
+def solve(
+    menus: Sequence[Sequence[Option]], budget_bytes: int, *, time_limit_s: float | None = None
+) -> Solution:
+    """The options of least total time whose peak is within the budget.
+
+    The same arguments give the same choices (with a time limit: if it is not reached). Of solutions that take the
+    same time, one of the smaller peak is preferred where both come up; among identical operators the lower options
+    go to the earlier ones.
+
+    Args:
+        menus: the options of each operator.
+        budget_bytes: for resident and transient bytes together.
+        time_limit_s: seconds after which the best solution so far is returned, with its bound; None for no limit.
+
+    Raises:
+        InfeasibleError: no choice fits.
+        ValueError: a menu is empty, or a time or a number of bytes is negative, not finite or too large.
+    """
+    deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
+    if not menus:
+        if budget_bytes < 0:
+            raise InfeasibleError("the budget is negative", needed_bytes=0, budget_bytes=budget_bytes)
+        return Solution((), 0.0, 0, 0.0, True)
+    return _solve(table_of(menus), menus, budget_bytes, deadline)
+
+
+def frontier(menus: Sequence[Sequence[Option]], *, points: int = 32) -> tuple[FrontierPoint, ...]:
+    """The least time at a row of budgets, from the smallest that is feasible to the first at which all is fastest.
+
+    The budgets are those at which the linear relaxation changes the operator it spends on (the breakpoints of its
+    convex, piecewise linear time), thinned evenly to ``points``; each is solved exactly. Points that take no less
+    time than one of a smaller budget are left out, so time falls strictly. Between two points the true frontier is a
+    staircase that this does not draw.
+
+    Raises:
+        ValueError: as ``solve``, or ``points`` is less than 2.
+    """
+    if points < 2:
+        raise ValueError(f"a frontier has at least 2 points, not {points}")
+    if not menus:
+        return (FrontierPoint(0, 0.0, 0),)
+    table = table_of(menus)
+    caps = table.caps[table.caps >= table.least_cap]
+    least = int(table.needs(caps).min())
+    most = _finish(table, menus, _fastest(table, None)).peak_bytes
+    inner = table.breakpoints(int(table.caps[-1]))
+    inner = inner[(inner > least) & (inner < most)]
+    thinned = inner[np.unique(np.linspace(0, len(inner) - 1, points - 2).astype(int))] if len(inner) else inner
+    found: list[FrontierPoint] = []
+    for budget in sorted({least, *thinned.tolist(), most}):
+        solution = _solve(table, menus, budget, math.inf)
+        if not found or solution.time_s < found[-1].time_s:
+            found.append(FrontierPoint(budget, solution.time_s, solution.peak_bytes))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A solution, by groups: all operators take the reference's option but for the deviations."""
+
+    cost: float
+    reference: Ints
+    deviations: Deviations
+    price_s_per_byte: float
+
+
+class _OutOfTimeError(Exception):
+    """The time limit has passed."""
+
+
+def _solve(table: Table, menus: Sequence[Sequence[Option]], budget_bytes: int, deadline: float) -> Solution:
+    caps = table.caps[table.caps >= table.least_cap]
+    needs = table.needs(caps)
+    if int(needs.min()) > budget_bytes:
+        raise _infeasible(table, menus, int(needs.min()), budget_bytes)
+    fastest = _fastest(table, budget_bytes)
+    if fastest is not None:
+        return _finish(table, menus, fastest)
+    caps = caps[needs <= budget_bytes]
+    first = _first(table, caps, budget_bytes)
+    if first.cost <= TOLERANCE * table.least_s:
+        return _finish(table, menus, first, bound_s=table.least_s)
+    search = _Search(table, caps, budget_bytes, first, deadline)
+    finished = search.run()
+    return _finish(table, menus, search.best, bound_s=None if finished else search.bound_s)
+
+
+def _infeasible(table: Table, menus: Sequence[Sequence[Option]], needed: int, budget: int) -> InfeasibleError:
+    smallest = [min(option.resident_bytes + option.transient_bytes for option in menus[m[0]]) for m in table.members]
+    largest = table.members[int(np.argmax(smallest))][0]
+    return InfeasibleError(
+        f"nothing fits into {budget:,} bytes: at least {needed:,} are needed. The operator that needs the most is "
+        f"number {largest}, at least {max(smallest):,} bytes",
+        needed_bytes=needed,
+        budget_bytes=budget,
+        largest=largest,
+    )
+
+
+def _fastest(table: Table, budget_bytes: int | None) -> _Found | None:
+    """Every operator at its fastest, with the least peak that this can have; None if that is above the budget."""
+    fast = table.time_s == 0
+    weight = np.where(fast, table.weight, NONE_BYTES)
+    least_cap = int(np.where(fast, table.transient, NONE_BYTES).min(axis=1).max())
+    caps = table.caps[table.caps >= least_cap]
+    peaks = table.least_sums(weight, caps) + table.least_bytes + caps
+    at = int(peaks.argmin())
+    if budget_bytes is not None and int(peaks[at]) > budget_bytes:
+        return None
+    admitted = np.where(table.transient <= caps[at], weight, NONE_BYTES)
+    return _Found(0.0, admitted.argmin(axis=1), {}, 0.0)
+
+
+def _first(table: Table, caps: Ints, budget_bytes: int) -> _Found:
+    """A good solution to start from: the best of the rounded relaxations at a few caps. Its cost is in seconds."""
+    found: list[_Found] = []
+    for cap in np.unique(caps[np.linspace(0, len(caps) - 1, 5).astype(int)]).tolist():
+        room = budget_bytes - cap - table.least_bytes
+        relaxed = relax(table, table.time_s, table.transient <= cap, room)
+        assert relaxed is not None, "the caps are those that something fits under"
+        found.append(_rounded(relaxed, 1.0))
+    return min(found, key=lambda solution: solution.cost)
+
+
+def _rounded(relaxed: Relaxation, unit_s: float) -> _Found:
+    deviations = {} if relaxed.swaps is None else {relaxed.swaps[:2]: relaxed.swaps[2]}
+    return _Found(relaxed.cost, relaxed.reference, deviations, relaxed.price * unit_s)
+
+
+class _Cap:
+    """How far one cap has been searched."""
+
+    def __init__(self, cap: int, room: int, relaxed: Relaxation) -> None:
+        self.cap = cap
+        self.room = room
+        self.relaxed = relaxed
+        self.deviations = FIRST_DEVIATIONS
+        self.capacity = FIRST_CAPACITY
+
+
+class _Search:
+    """Best first over the caps; costs are in integer units, above the sum of the operators' fastest."""
+
+    def __init__(self, table: Table, caps: Ints, budget_bytes: int, first: _Found, deadline: float) -> None:
+        self.table = table
+        self.caps = caps
+        self.room = budget_bytes - table.least_bytes - caps
+        self.deadline = deadline
+        self.unit_s = math.ldexp(first.cost, -UNITS_LOG2)
+        # An option that alone adds more than the first solution does in all is in no better one.
+        self.useful = table.time_s <= first.cost
+        scaled = np.ldexp(np.where(self.useful, table.time_s, 0.0) / first.cost, UNITS_LOG2)
+        self.cost: Ints = np.rint(scaled).astype(np.int64)
+        self.float_cost: Floats = np.where(self.useful, self.cost.astype(np.float64), NONE_COST)
+        self.best = _Found(float(1 << UNITS_LOG2), first.reference, first.deviations, first.price_s_per_byte)
+        self.tolerance = TOLERANCE * (first.cost + table.least_s) / self.unit_s
+        self.bounds: Floats = np.zeros(len(caps))
+        self.opened: dict[int, _Cap] = {}
+
+    @property
+    def bound_s(self) -> float:
+        """No solution takes less."""
+        return self.table.least_s + min(float(self.bounds.min()), self.best.cost) * self.unit_s
+
+    @property
+    def target(self) -> float:
+        """What a solution has to be below to be better than the best."""
+        return self.best.cost - self.tolerance
+
+    def run(self) -> bool:
+        """Whether the search came to its end."""
+        try:
+            while self.bounds[at := int(self.bounds.argmin())] < self.target:
+                self.tick()
+                cap = self.opened.get(at)
+                if cap is None:
+                    self._open(at)
+                elif cap.capacity > LAST_CAPACITY:
+                    return False
+                else:
+                    self._round(at, cap)
+        except _OutOfTimeError:
+            return False
+        return True
+
+    def tick(self) -> None:
+        """Raises _OutOfTimeError after the deadline."""
+        if time.monotonic() > self.deadline:
+            raise _OutOfTimeError
+
+    def _offer(self, found: _Found) -> None:
+        if found.cost < self.best.cost:
+            self.best = found
+
+    def _open(self, at: int) -> None:
+        """Relaxes one cap, and bounds all others at its price."""
+        cap, room = int(self.caps[at]), int(self.room[at])
+        admitted = self.useful & (self.table.transient <= cap)
+        relaxed = relax(self.table, self.cost, admitted, room)
+        if relaxed is None:
+            self.bounds[at] = math.inf
+            return
+        self._offer(_rounded(relaxed, self.unit_s))
+        others = self.table.lagrangian(self.float_cost, relaxed.price, self.caps, self.room)
+        self.bounds = np.maximum(self.bounds, others)
+        self.bounds[at] = max(float(self.bounds[at]), relaxed.bound)
+        self.opened[at] = _Cap(cap, room, relaxed)
+
+    def _round(self, at: int, cap: _Cap) -> None:
+        """Combines the options of small excess at one cap; raises its bound, or allows more in the next round."""
+        table, relaxed = self.table, cap.relaxed
+        groups = np.arange(len(table.count))
+        weight = table.weight - table.weight[groups, relaxed.reference][:, None]
+        cost = self.cost - self.cost[groups, relaxed.reference][:, None]
+        excess = cost + relaxed.price * weight
+        candidates = self.useful & (table.transient <= cap.cap)
+        candidates[groups, relaxed.reference] = False
+        gap = self.target - relaxed.bound
+        count = np.broadcast_to(table.count[:, None], excess.shape)[candidates]
+        allowed = _allowed(excess[candidates], count, cap.deviations, gap)
+        limits = Limits(relaxed.price, allowed, cap.capacity, self.tick)
+        fronts: list[Front] = []
+        for row in np.flatnonzero((candidates & (excess <= allowed)).any(axis=1)).tolist():
+            within = np.flatnonzero(candidates[row] & (excess[row] <= allowed))
+            one = leaf(row, within, weight[row, within], cost[row, within])
+            fronts += copies(one, row, int(table.count[row]), limits)
+        left, right = total(fronts, limits)
+        pair = best_pair(left, right, cap.room - relaxed.weight)
+        assert pair is not None, "the reference itself fits"
+        reference_cost = sum(int(c) * int(n) for c, n in zip(self.cost[groups, relaxed.reference], table.count, strict=True))
+        value = reference_cost + pair[0]
+        self._offer(_Found(value, relaxed.reference, pair[1], relaxed.price * self.unit_s))
+        if not (left.complete and right.complete):
+            cap.capacity *= 4
+        elif allowed >= gap or value <= relaxed.bound + allowed:
+            self.bounds[at] = math.inf
+        else:
+            self.bounds[at] = max(float(self.bounds[at]), relaxed.bound + allowed)
+            cap.deviations *= 4
+
+
+def _allowed(excess: Floats, count: Ints, deviations: int, gap: float) -> float:
+    """The excess, at most the gap, that admits about so many deviations of a single option.
+
+    An option of excess e that ``count`` operators have is taken by up to ``limit / e`` of them, each number being one
+    deviation; options that lose next to nothing are not counted, since every limit admits them.
+    """
+    least = gap * 2.0**-SMALLEST_LIMIT_LOG2
+    counted = (excess > least) & (excess <= gap)
+    excess, count = excess[counted], count[counted]
+    limit = gap
+    while limit > least and np.minimum(count, limit // excess).sum() > deviations:
+        limit /= math.sqrt(2)
+    return limit
+
+
+def _finish(
+    table: Table, menus: Sequence[Sequence[Option]], found: _Found, *, bound_s: float | None = None
+) -> Solution:
+    """The choices of each operator; without a bound the solution is optimal."""
+    choices = [0] * len(menus)
+    for row, members in enumerate(table.members):
+        taken = {int(found.reference[row]): len(members)}
+        for (group, option), count in found.deviations.items():
+            if group == row:
+                taken[option] = taken.get(option, 0) + count
+                taken[int(found.reference[row])] -= count
+        order = sorted((int(table.option[row, at]), count) for at, count in taken.items())
+        options = [option for option, count in order for _ in range(count)]
+        for member, option in zip(members, options, strict=True):
+            choices[member] = option
+    chosen = [menu[choice] for menu, choice in zip(menus, choices, strict=True)]
+    time_s = math.fsum(option.time_s for option in chosen)
+    return Solution(
+        choices=tuple(choices),
+        time_s=time_s,
+        peak_bytes=sum(int(o.resident_bytes) for o in chosen) + max(int(o.transient_bytes) for o in chosen),
+        bound_s=time_s if bound_s is None else min(bound_s, time_s),
+        optimal=bound_s is None,
+        price_s_per_byte=found.price_s_per_byte,
+    )

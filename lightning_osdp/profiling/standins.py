@@ -1,0 +1,250 @@
+"""Stand-ins for a traced step: a fake copy of the module, batches of other sizes, and a trainer that is left alone."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from lightning_osdp.profiling.recorder import Recorder
+
+TRAINER_DEFAULTS: dict[str, Any] = {
+    "current_epoch": 0,
+    "global_step": 0,
+    "global_rank": 0,
+    "local_rank": 0,
+    "world_size": 1,
+    "is_global_zero": True,
+    "training": True,
+    "validating": False,
+    "sanity_checking": False,
+    "datamodule": None,
+    "accumulate_grad_batches": 1,
+    "max_epochs": 1,
+    "max_steps": 1,
+    "num_training_batches": 1,
+}
+"""What a module sees of a trainer when it has none."""
+
+ESTIMATED_STEPS = 1000
+"""``trainer.estimated_stepping_batches`` in a trace: the true number would build the data loaders, and only the
+learning rate depends on it, which changes neither bytes nor time."""
+
+
+class FakeCopy(TorchFunctionMode):
+    """Inside it, ``copy.deepcopy`` makes fake tensors: shapes, strides and dtypes without data.
+
+    Tensors in ``moved`` (by id) come out on ``device``, all others on their own.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode, moved: set[int], device: torch.device) -> None:
+        super().__init__()
+        self._fake_mode = fake_mode
+        self._moved = moved
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (Tensor.__deepcopy__, torch.nn.Parameter.__deepcopy__):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = self._fake(tensor)
+        return memo[id(tensor)]
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._moved or tensor.device == self._device or tensor.layout != torch.strided:
+            return self._fake_mode.from_tensor(tensor, static_shapes=True)
+        with self._fake_mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+        if isinstance(tensor, torch.nn.Parameter):
+            return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake
+
+
+def fake_copy(module: LightningModule, fake_mode: FakeTensorMode, device: torch.device) -> LightningModule:
+    """A copy of ``module`` with fake parameters and buffers on ``device``; ties and structure are kept."""
+    moved = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    gradients = {parameter: parameter.grad for parameter in module.parameters() if parameter.grad is not None}
+    for parameter in gradients:
+        parameter.grad = None
+    try:
+        with FakeCopy(fake_mode, moved, device):
+            twin = copy.deepcopy(module)
+    finally:
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+    for inner in twin.modules():
+        if isinstance(inner.__dict__.get("_device"), torch.device):
+            inner.__dict__["_device"] = device
+    return twin
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+def scales(batch: Any, batch_size: int) -> bool:
+    """Whether any tensor of ``batch`` has ``batch_size`` rows."""
+    found: list[bool] = []
+    apply_to_collection(batch, Tensor, lambda tensor: found.append(_has_rows(tensor, batch_size)))
+    return any(found)
+
+
+def fake_batch(batch: Any, batch_size: int, size: int, fake_mode: FakeTensorMode) -> Any:
+    """``batch`` as fake tensors of ``size`` rows where it had ``batch_size`` rows; call it outside of the mode."""
+
+    def resize(tensor: Tensor) -> Tensor:
+        if not _has_rows(tensor, batch_size):
+            return fake_mode.from_tensor(tensor, static_shapes=True)
+        with fake_mode:
+            return torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+
+    return apply_to_collection(batch, Tensor, resize)
+
+
+def real_batch(batch: Any, batch_size: int, size: int) -> Any:
+    """``batch`` with ``size`` rows where it had ``batch_size``: its first rows, repeated where there are too few."""
+
+    def resize(tensor: Tensor) -> Tensor:
+        if not _has_rows(tensor, batch_size):
+            return tensor
+        return tensor[torch.arange(size, device=tensor.device) % batch_size]
+
+    return apply_to_collection(batch, Tensor, resize)
+
+
+def transferred(module: LightningModule, batch: Any, device: torch.device) -> Any:
+    """``batch`` after the hooks that bring it to ``device``: the data module's where it has them, else the module's."""
+    trainer = module._trainer
+    datamodule = trainer.datamodule if trainer is not None else None  # type: ignore[attr-defined]
+
+    def hook(name: str) -> Callable[..., Any]:
+        own = isinstance(datamodule, LightningDataModule) and is_overridden(name, datamodule)
+        chosen: Callable[..., Any] = getattr(datamodule if own else module, name)
+        return chosen
+
+    batch = hook("on_before_batch_transfer")(batch, 0)
+    batch = hook("transfer_batch_to_device")(batch, device, 0)
+    return hook("on_after_batch_transfer")(batch, 0)
+
+
+def _has_rows(tensor: Tensor, batch_size: int) -> bool:
+    return tensor.dim() > 0 and tensor.shape[0] == batch_size
+
+
+# -- the trainer -----------------------------------------------------------------------------------------------------
+
+
+class TrainerView:
+    """What a traced module sees as its trainer: the real one for reading, without logging and without loaders."""
+
+    def __init__(self, trainer: Any, optimizers: list[Any]) -> None:
+        self._real = trainer
+        self.optimizers = optimizers
+        self.logger = DummyLogger()
+        self.loggers = [self.logger]
+        self.estimated_stepping_batches = ESTIMATED_STEPS
+
+    def __getattr__(self, name: str) -> Any:
+        if self.__dict__.get("_real") is not None:
+            return getattr(self._real, name)
+        if name in TRAINER_DEFAULTS:
+            return TRAINER_DEFAULTS[name]
+        raise AttributeError(f"the module reads trainer.{name}, but it has no trainer yet")
+
+
+class OptimizerView:
+    """What LightningOptimizer takes for a strategy: a step runs the closure and updates nothing."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self.lightning_module = module
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], **_: Any) -> Any:
+        """Runs ``closure`` alone."""
+        return closure()
+
+
+@contextmanager
+def silenced(module: LightningModule, optimizers: list[Any], schedulers: list[Any]) -> Iterator[TrainerView]:
+    """Detaches ``module`` and its inner LightningModules from their trainer until the end of the block.
+
+    Logging, printing and stepping do nothing; ``optimizers`` and ``schedulers`` (lists that may be filled later) are
+    what ``self.optimizers()`` and ``self.lr_schedulers()`` give.
+    """
+    view = TrainerView(module._trainer, optimizers)
+    strategy = OptimizerView(module)
+    overrides = _overrides(view, strategy, schedulers)
+    saved = []
+    for inner in module.modules():
+        if isinstance(inner, LightningModule):
+            hidden = {name: inner.__dict__[name] for name in overrides if name in inner.__dict__}
+            saved.append((inner, hidden, inner._trainer))
+            inner.__dict__.update(overrides)
+            inner.__dict__["_trainer"] = view
+    try:
+        yield view
+    finally:
+        for inner, hidden, trainer in saved:
+            for name in overrides:
+                inner.__dict__.pop(name, None)
+            inner.__dict__.update(hidden)
+            inner.__dict__["_trainer"] = trainer
+
+
+def _overrides(view: TrainerView, strategy: OptimizerView, schedulers: list[Any]) -> dict[str, Callable[..., Any]]:
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    def optimizers(use_pl_optimizer: bool = True) -> Any:
+        every = view.optimizers
+        if use_pl_optimizer:
+            every = [LightningOptimizer._to_lightning_optimizer(each, strategy) for each in every]  # type: ignore[arg-type]
+        return every[0] if len(every) == 1 else every
+
+    def lr_schedulers() -> Any:
+        return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
+
+    def all_gather(data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        ranks = int(view.world_size)
+        return apply_to_collection(data, Tensor, lambda t: t.expand(ranks, *t.shape)) if ranks > 1 else data
+
+    silent = ("log", "log_dict", "print", "clip_gradients", "lr_scheduler_step")
+    given = {"optimizers": optimizers, "lr_schedulers": lr_schedulers, "all_gather": all_gather}
+    return {**dict.fromkeys(silent, nothing), **given}
+
+
+def backward_hook(module: LightningModule, recorder: Recorder) -> Callable[..., None]:
+    """``manual_backward`` for a traced module: its own ``backward``, marked as such in the recording."""
+
+    def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with recorder.backward():
+            module.backward(loss, *args, **kwargs)
+
+    return manual_backward
+
+
+@contextmanager
+def kept_randomness(device: torch.device) -> Iterator[None]:
+    """Restores Python's, NumPy's and torch's random states at the end of the block."""
+    python, numpy_state = random.getstate(), np.random.get_state()
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_state)

@@ -1,0 +1,318 @@
+"""LightningModule and batch -> ModelDescription: one training step at two batch sizes, on fake tensors.
+
+Nothing real is allocated and nothing of the module, its trainer or the random states changes. Where a step can't run
+on fake tensors, ``trace_real`` runs one small real step under the same recorder.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, TraceError
+from lightning_osdp.planning.operators import ModelDescription, Operator, ParameterInfo
+from lightning_osdp.profiling.kernels import Kernel
+from lightning_osdp.profiling.moments import kernels_of, moments_of, operators_of
+from lightning_osdp.profiling.optimizers import OptimizerTrace, configured, fake_optimizers, trace_optimizers
+from lightning_osdp.profiling.recorder import Recorder, Recording
+from lightning_osdp.profiling.scopes import NamedParameter, Scope, find_scopes, named_parameters
+from lightning_osdp.profiling.standins import (
+    backward_hook,
+    fake_batch,
+    fake_copy,
+    kept_randomness,
+    real_batch,
+    scales,
+    silenced,
+    transferred,
+)
+
+StepContext = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One training step, read without running it for real."""
+
+    description: ModelDescription
+    kernels: Mapping[int, tuple[Kernel, ...]]
+    """What forward and backward run, by traced batch size."""
+    optimizer_kernels: tuple[Kernel, ...]
+    """What one step of all optimizers runs."""
+
+
+def trace(
+    module: LightningModule,
+    batch: Any,
+    batch_size: int,
+    *,
+    device: torch.device,
+    sizes: tuple[int, int] = (2, 8),
+    step_context: StepContext = nullcontext,
+) -> Trace:
+    """Reads ``module`` on fake tensors.
+
+    Args:
+        module: left as it is; its trainer, if it has one, is only read.
+        batch: as the data loader gives it; tensors with ``batch_size`` rows are taken to grow with the batch size.
+        batch_size: samples in ``batch``.
+        device: that the module is to train on.
+        sizes: the two batch sizes to trace at.
+        step_context: makes what ``training_step`` runs in (autocast).
+
+    Raises:
+        ConfigurationError: nothing in the module is trainable.
+        TraceError: its step does not run on fake tensors; the cause is chained.
+    """
+    _check_trainable(module)
+    rows = _sizes(batch, batch_size, sizes)
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with kept_randomness(device), _as_trace_error(module), torch.compiler.set_stance("force_eager"):
+        twin = fake_copy(module, fake_mode, device)
+        optimizers: list[Any] = []
+        schedulers: list[Any] = []
+        twin.__dict__["_trainer"] = module._trainer
+        with silenced(twin, optimizers, schedulers):
+            with fake_mode:
+                found = configured(twin)
+            optimizers += found[0]
+            schedulers += [_still(scheduler) for scheduler in found[1]]
+            recordings = {}
+            for size in rows:
+                resized = fake_batch(batch, batch_size, size, fake_mode)
+                with fake_mode:
+                    recordings[size] = _record(twin, resized, device, step_context)
+            twins = [parameter.tensor for parameter in named_parameters(twin)]
+            stepped = trace_optimizers(optimizers, twins, fake_mode)
+    return _assemble(module, batch_size, recordings, stepped)
+
+
+def trace_real(
+    module: LightningModule,
+    batch: Any,
+    batch_size: int,
+    *,
+    device: torch.device,
+    sizes: tuple[int, int] = (2, 8),
+    step_context: StepContext = nullcontext,
+) -> Trace:
+    """Reads ``module`` by real small steps in place, for modules that ``trace`` refuses.
+
+    The module must lie on ``device``. Gradients are freed as they come, so it takes the parameters and the activations
+    of ``max(sizes)`` samples, which are rows of ``batch``. Afterwards buffers, training modes and random states are
+    as before and gradients are None; parameters are not touched, nor is the trainer. Arguments as in ``trace``.
+
+    Raises:
+        ConfigurationError: nothing in the module is trainable.
+        TraceError: the step fails for real, too; the cause is chained.
+    """
+    _check_trainable(module)
+    rows = _sizes(batch, batch_size, sizes)
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    optimizers: list[Any] = []
+    schedulers: list[Any] = []
+    with kept_randomness(device), _as_trace_error(module), torch.compiler.set_stance("force_eager"):
+        with silenced(module, optimizers, schedulers), _kept_buffers_and_modes(module):
+            found = configured(module)
+            optimizers += found[0]
+            schedulers += [_still(scheduler) for scheduler in found[1]]
+            recordings = {}
+            for size in rows:
+                resized = real_batch(batch, batch_size, size)
+                with _gradients_freed(module):
+                    recordings[size] = _record(module, resized, device, step_context)
+        copies, fakes = fake_optimizers(optimizers, fake_mode, device)
+        stand_ins = [fakes.get(id(parameter.tensor)) for parameter in named_parameters(module)]
+        stepped = trace_optimizers(copies, stand_ins, fake_mode)
+    return _assemble(module, batch_size, recordings, stepped)
+
+
+# -- one step ----------------------------------------------------------------------------------------------------------
+
+
+def _record(module: LightningModule, batch: Any, device: torch.device, step_context: StepContext) -> Recording:
+    """Forward and backward of one batch."""
+    batch = transferred(module, batch, device)
+    recorder = Recorder(module, [parameter.tensor for parameter in named_parameters(module)])
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            recorder.track(leaf)
+    module.__dict__["manual_backward"] = backward_hook(module, recorder)
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()  # garbage cycles would be freed at moments that depend on what else the process does
+    try:
+        with torch.enable_grad(), recorder.running():
+            with step_context():
+                output = module.training_step(*_step_arguments(module, batch))
+            if module.automatic_optimization:
+                loss = _loss(output)
+                with recorder.backward():
+                    module.backward(loss)
+    finally:
+        if enabled:
+            gc.enable()
+        module.__dict__.pop("manual_backward", None)
+        for parameter in module.parameters():
+            parameter.grad = None
+    return recorder.recording
+
+
+def _step_arguments(module: LightningModule, batch: Any) -> list[Any]:
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise TraceError("training_step takes a dataloader_iter: its batches can't be resized")
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    return [batch, 0] if takes_index else [batch]
+
+
+def _loss(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise TraceError("training_step gave no loss for the traced batch")
+    return loss
+
+
+@contextmanager
+def _as_trace_error(module: LightningModule) -> Iterator[None]:
+    try:
+        yield
+    except OSDPError:
+        raise
+    except Exception as error:  # whatever the user's code or a fake kernel raises
+        what = str(error).strip().split("\n")[0]
+        raise TraceError(
+            f"the training step of {type(module).__name__} can't be traced: {type(error).__name__}: {what}"
+        ) from error
+
+
+def _sizes(batch: Any, batch_size: int, sizes: tuple[int, int]) -> tuple[int, ...]:
+    if sizes[0] == sizes[1] or min(sizes) < 1:
+        raise ConfigurationError(f"two different positive batch sizes are needed to trace at, not {sizes}")
+    if scales(batch, batch_size):
+        return tuple(sorted(sizes))
+    warnings.warn(
+        f"no tensor of the batch has {batch_size} rows: its cost is taken as the same at every batch size",
+        OSDPWarning,
+        stacklevel=3,
+    )
+    return (batch_size,)
+
+
+def _check_trainable(module: LightningModule) -> None:
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ConfigurationError(f"{type(module).__name__} has no trainable parameter")
+
+
+def _still(scheduler: Any) -> Any:
+    """The scheduler with a step that does nothing: a traced manual optimization may call it."""
+    scheduler.step = lambda *_, **__: None
+    return scheduler
+
+
+@contextmanager
+def _gradients_freed(module: LightningModule) -> Iterator[None]:
+    """Frees every gradient as soon as it is whole; the recorder's own hook, registered later, sees it before."""
+
+    def free(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    handles: list[Any] = []
+    original = Recorder._exclude_gradient
+
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        del original, free
+
+
+@contextmanager
+def _kept_buffers_and_modes(module: LightningModule) -> Iterator[None]:
+    modes = [(inner, inner.training) for inner in module.modules()]
+    buffers = [
+        (inner, name, buffer, buffer.clone())
+        for inner in module.modules()
+        for name, buffer in inner._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for inner, training in modes:
+            inner.training = training
+        with torch.no_grad():
+            for inner, name, buffer, value in buffers:
+                inner._buffers[name] = buffer.copy_(value)
+
+
+# -- what was found ----------------------------------------------------------------------------------------------------
+
+
+def _assemble(
+    module: LightningModule, batch_size: int, recordings: Mapping[int, Recording], stepped: OptimizerTrace
+) -> Trace:
+    parameters = named_parameters(module)
+    largest = max(recordings)
+    scopes = find_scopes(module, parameters, recordings[largest])
+    owners = {size: operators_of(recording, scopes) for size, recording in recordings.items()}
+    flops = [0.0] * (len(scopes) + 1)
+    for op, owner in zip(recordings[largest].ops, owners[largest], strict=True):
+        flops[owner] += op.flops
+    infos = [_info(each, stepped.state_bytes[index]) for index, each in enumerate(parameters)]
+    kinds = {name: type(inner).__name__ for name, inner in module.named_modules(remove_duplicate=False)}
+    operators = tuple(
+        Operator(
+            name=scope.name,
+            kind=kinds[scope.name],
+            parameters=tuple(infos[p] for p in scope.parameters),
+            calls=max(1, recordings[largest].calls[scope.name]) if scope.name else 1,
+            pinned=scope.pinned,
+            flops_per_sample=flops[index] / largest,
+        )
+        for index, scope in enumerate(scopes)
+    )
+    description = ModelDescription(
+        fingerprint=_fingerprint(operators, parameters),
+        operators=operators,
+        moments=moments_of(recordings, owners),
+        buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
+        optimizer_step=stepped.step,
+        batch_size=batch_size,
+    )
+    kernels = {size: kernels_of(recording, owners[size]) for size, recording in recordings.items()}
+    return Trace(description, kernels, stepped.kernels)
+
+
+def _info(parameter: NamedParameter, optimizer_bytes: int) -> ParameterInfo:
+    return ParameterInfo(
+        name=parameter.names[0],
+        aliases=parameter.names[1:],
+        shape=tuple(parameter.tensor.shape),
+        element_bytes=parameter.tensor.element_size(),
+        trainable=parameter.tensor.requires_grad,
+        optimizer_bytes=optimizer_bytes,
+    )
+
+
+def _fingerprint(operators: Sequence[Operator], parameters: Sequence[NamedParameter]) -> str:
+    """SHA-256 of the parameters' names, shapes, dtypes and trainability, and of the operators' names."""
+    tensors = [
+        [list(each.names), list(each.tensor.shape), str(each.tensor.dtype), each.tensor.requires_grad]
+        for each in parameters
+    ]
+    text = json.dumps([tensors, [operator.name for operator in operators]], separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,242 @@
+"""Whole runs through the Trainer on two gloo ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_osdp import OSDPStrategy
+from lightning_osdp.errors import OSDPWarning
+from lightning_osdp.planning.choices import Mode
+from lightning_osdp.planning.plan import ExecutionPlan
+from tests.integration.modules import DataDependent, FixedLoader, GPTModule, dataset, loader, trainer
+from tests.models import gpt_loss, two_groups
+from tests.ranks import run_ranks
+
+RANKS = 2
+
+
+def seeded(cls: type[GPTModule] = GPTModule, **options: Any) -> GPTModule:
+    torch.manual_seed(1)
+    return cls(**options)
+
+
+def fit(folder: str, module: GPTModule, data: Any = None, *, options: dict[str, Any] | None = None, **osdp: Any) -> Any:
+    """Fits and returns the trainer with the strategy's settings in ``osdp``."""
+    strategy = OSDPStrategy(cache=f"{folder}/cache", **osdp)
+    made = trainer(folder, strategy, **(options or {}))
+    made.fit(module, data)
+    return made
+
+
+def automatic(folder: str) -> dict[str, Any]:
+    """``Trainer(strategy="osdp")``, twice: the second run finds its measurements."""
+    module = seeded()
+    first = trainer(folder, "osdp")
+    first.fit(module)
+    plan = first.strategy.execution_plan
+    files = {file: file.stat().st_mtime_ns for file in Path(folder, "cache").iterdir()}
+    again = seeded()
+    trainer(folder, "osdp").fit(again)
+    return {
+        "plan": plan.to_json(),
+        "written": Path(folder, "osdp_plan.json").read_text(),
+        "batch_sizes": module.batch_sizes,
+        "cache_unchanged": len(files) == 1
+        and {f: f.stat().st_mtime_ns for f in Path(folder, "cache").iterdir()} == files,
+    }
+
+
+def mixed_plan(folder: str) -> ExecutionPlan:
+    """The automatic plan with its modes dealt out in turn."""
+    plan = ExecutionPlan.from_json(Path(folder, "osdp_plan.json").read_text())
+    shardable = [op.name for op in plan.operators if op.num_parameters > 1000]
+    modes = {name: list(Mode)[i % 3] for i, name in enumerate(shardable)}
+    operators = tuple(op.model_copy(update={"slices": (modes.get(op.name, Mode.DP),)}) for op in plan.operators)
+    update = {"operators": operators, "batch_size": 4, "accumulate_grad_batches": 2, "global_batch_size": 16}
+    return plan.model_copy(update=update)
+
+
+def with_plan(folder: str) -> dict[str, Any]:
+    """Trains with a mixed plan from a file, clipping, a schedule, validation and a checkpoint; then resumes."""
+    file = Path(folder, f"mixed-{torch.distributed.get_rank()}.json")
+    file.write_text(mixed_plan(folder).to_json())
+    module = seeded(rows=96, schedule=True)
+    checkpoint = pl.callbacks.ModelCheckpoint(f"{folder}/ckpt", "at-{step}", save_top_k=-1, every_n_train_steps=3)
+    options = {
+        "max_steps": 6,
+        "gradient_clip_val": 0.5,
+        "callbacks": [checkpoint],
+        "enable_checkpointing": True,
+        "limit_val_batches": 2,
+        "val_check_interval": 4,
+    }
+    made = fit(folder, module, options=options, plan=str(file))
+    resumed = seeded(rows=96, schedule=True)
+    strategy = OSDPStrategy(plan=mixed_plan(folder))
+    other = trainer(folder, strategy, **(options | {"callbacks": [], "enable_checkpointing": False}))
+    other.fit(resumed, ckpt_path=f"{folder}/ckpt/at-step=3.ckpt")
+    tested = other.validate(resumed, verbose=False)[0]["val_loss"]
+    return {
+        "losses": module.losses,
+        "batch_sizes": module.batch_sizes,
+        "state": made.strategy.lightning_module_state_dict(),
+        "resumed_state": other.strategy.lightning_module_state_dict(),
+        "resumed_losses": resumed.losses,
+        "steps": other.global_step,
+        "learning_rate": other.optimizers[0].param_groups[0]["lr"],
+        "expected_learning_rate": made.optimizers[0].param_groups[0]["lr"],
+        "val_loss": tested,
+    }
+
+
+def batch_sizes(folder: str) -> dict[str, Any]:
+    """Ways in which the batch size reaches the data, or does not."""
+    found: dict[str, Any] = {}
+    osdp = {"batch_size": 3}
+    module = seeded()
+    made = fit(folder, module, loader(24, 4), **osdp)
+    found["loader"] = (module.batch_sizes, made.train_dataloader.batch_size)
+
+    class Data(pl.LightningDataModule):
+        batch_size = 5
+
+        def train_dataloader(self) -> Any:
+            return loader(24, self.batch_size)
+
+    module = seeded()
+    del module.batch_size
+    fit(folder, module, Data(), **osdp)
+    found["datamodule"] = module.batch_sizes
+    module = seeded(FixedLoader)
+    with pytest.warns(OSDPWarning, match="the batch size stays 2: batch_size is 4") if _first() else _nothing():
+        fit(folder, module)
+    found["fixed"] = module.batch_sizes
+    module = seeded()
+    made = fit(folder, module, global_batch_size=16, options={"max_steps": 2})
+    found["global"] = [made.accumulate_grad_batches * size * RANKS for size in module.batch_sizes]
+    workers = torch.utils.data.DataLoader(dataset(24), batch_size=4, shuffle=True, num_workers=1, drop_last=True)
+    module = seeded()
+    made = fit(folder, module, workers, options={"max_steps": 1}, **osdp)
+    kept = made.train_dataloader
+    found["kept"] = (kept.num_workers, kept.drop_last, kept.batch_size, kept.sampler.shuffle)
+    return found
+
+
+def untraceable(folder: str) -> list[int]:
+    """A step that can't be traced is run for real once, with a warning, and then trains as usual."""
+    module = seeded(DataDependent)
+    with pytest.warns(OSDPWarning, match="can't be traced on fake tensors"):
+        fit(folder, module, batch_size=4)
+    return module.batch_sizes
+
+
+def several(folder: str) -> dict[str, Any]:
+    """Evaluation before training, two fits on one trainer, manual access to state in between."""
+    module = seeded()
+    made = trainer(folder, OSDPStrategy(cache=f"{folder}/cache", batch_size=4), limit_val_batches=1)
+    before = made.validate(module, verbose=False)[0]["val_loss"]
+    made.fit(module)
+    made.fit_loop.epoch_loop.max_steps = 8
+    made.fit(module)
+    return {"before": before, "steps": made.global_step, "after": made.validate(module, verbose=False)[0]["val_loss"]}
+
+
+def _first() -> bool:
+    return torch.distributed.get_rank() == 0
+
+
+def _nothing() -> Any:
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+def everything(rank: int, ranks: int, folder: str) -> dict[str, Any]:
+    """All runs in the same processes, since starting them takes longest."""
+    import os
+
+    os.environ["LIGHTNING_OSDP_CACHE"] = f"{folder}/cache"
+    runs = (automatic, with_plan, batch_sizes, untraceable, several)
+    return {run.__name__: run(folder) for run in runs}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank returned."""
+    return run_ranks(everything, RANKS, str(tmp_path_factory.mktemp("runs")), timeout_s=280)
+
+
+def test_plan_is_the_same_everywhere_and_written(results: list[dict[str, Any]]) -> None:
+    plans = [result["automatic"]["plan"] for result in results]
+    assert plans[0] == plans[1] == results[0]["automatic"]["written"]
+    plan = json.loads(plans[0])
+    assert plan["predicted"]["step_time_s"] > 0
+    assert plan["predicted"]["peak_memory_bytes"] <= plan["memory_limit_bytes"]
+    assert set(results[0]["automatic"]["batch_sizes"]) == {plan["batch_size"]}
+
+
+def test_measurements_are_kept(results: list[dict[str, Any]]) -> None:
+    assert results[0]["automatic"]["cache_unchanged"]
+
+
+def test_training_with_a_mixed_plan_equals_plain_training(results: list[dict[str, Any]]) -> None:
+    module = seeded()
+    optimizer = two_groups(module)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [1e-3, 2e-3], total_steps=6)
+    rows = dataset(96).tensors[0]
+    losses = []
+    for batch in rows.split(16):
+        optimizer.zero_grad()
+        loss = gpt_loss(module.model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        losses.append(float(loss.detach()))
+    micro = torch.tensor([result["with_plan"]["losses"] for result in results])  # (ranks, steps x 2)
+    torch.testing.assert_close(micro.mean(0).view(6, 2).mean(1), torch.tensor(losses), rtol=1e-5, atol=0)
+    state = results[0]["with_plan"]["state"]
+    assert list(state) == list(module.state_dict())
+    for name, weight in module.state_dict().items():
+        torch.testing.assert_close(state[name], weight, rtol=1e-5, atol=1e-6)
+    assert results[1]["with_plan"]["state"] == {}
+
+
+def test_resuming_goes_on_as_if_nothing_had_happened(results: list[dict[str, Any]]) -> None:
+    run = results[0]["with_plan"]
+    assert run["resumed_losses"] == pytest.approx(run["losses"][6:], rel=1e-6)
+    assert run["steps"] == 6
+    assert run["learning_rate"] == pytest.approx(run["expected_learning_rate"])
+    for name, weight in run["state"].items():
+        torch.testing.assert_close(run["resumed_state"][name], weight, rtol=1e-6, atol=1e-7)
+    plain = seeded()
+    plain.load_state_dict(run["state"])
+    with torch.no_grad():
+        losses = [gpt_loss(plain.model, dataset(8, 9).tensors[0][i:8:2][:2]) for i in range(2)]
+        losses += [gpt_loss(plain.model, dataset(8, 9).tensors[0][i:8:2][2:]) for i in range(2)]
+    assert run["val_loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
+
+
+def test_batch_size_reaches_the_data(results: list[dict[str, Any]]) -> None:
+    found = results[0]["batch_sizes"]
+    assert found["loader"] == ([3, 3, 3, 3], 3)
+    assert set(found["datamodule"]) == {3}
+    assert set(found["fixed"]) == {2}
+    assert set(found["global"]) == {16}
+    assert found["kept"] == (1, True, 3, True)
+
+
+def test_a_step_that_cannot_be_traced_still_trains(results: list[dict[str, Any]]) -> None:
+    assert results[0]["untraceable"] == [4, 4, 4, 4]
+
+
+def test_evaluation_and_several_fits(results: list[dict[str, Any]]) -> None:
+    run = results[0]["several"]
+    assert run["steps"] == 8
+    assert run["after"] != run["before"]
