@@ -209,9 +209,7 @@ def main() -> None:
     plain = GPT.load_from_checkpoint(checkpoint.best_model_path, map_location="cpu").eval()
     with torch.no_grad():
         loss = plain.loss(torch.stack(list(data.validation)))
-    print(
-        f"\nvalidation loss {checkpoint.best_model_score:.4f} in training, {loss:.4f} of the plain model afterwards\n"
-    )
+    print(f"\nvalidation loss in training {checkpoint.best_model_score:.4f}, of the plain model {loss:.4f}\n")
     print(plain.generate(b"def ", num_bytes=300).decode(errors="replace"))
 
 

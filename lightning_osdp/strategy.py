@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelSummary, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -226,6 +226,7 @@ class OSDPStrategy(ParallelStrategy):
         self.setup_optimizers(trainer)
         engine.apply(module, plan, self.optimizers)
         self._engine = engine
+        _summarise_whole(trainer, engine)
         self._tell(trainer, report.plan_table(plan, profiling_s, engine.collectives_per_step))
 
     def _find_plan(
@@ -449,6 +450,26 @@ def _refuse(trainer: pl.Trainer, precision: Precision) -> None:
     known = type(precision) is Precision or (isinstance(precision, MixedPrecision) and precision.scaler is None)
     if not known:
         raise ConfigurationError(f"precision={precision.precision!r} is not supported: use '32-true' or 'bf16-mixed'")
+
+
+def _summarise_whole(trainer: pl.Trainer, engine: FairScaleEngine) -> None:
+    """Lets Lightning's ModelSummary count whole parameters instead of this rank's parts.
+
+    Not where the summary runs the model on an example input: that needs the values.
+    """
+    if trainer.lightning_module.example_input_array is not None:
+        return
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelSummary):
+            callback.on_fit_start = _within(engine.whole_shapes, callback.on_fit_start)  # type: ignore[method-assign]
+
+
+def _within(context: Callable[[], AbstractContextManager[None]], function: Callable[..., None]) -> Callable[..., None]:
+    def run(*args: Any, **kwargs: Any) -> None:
+        with context():
+            function(*args, **kwargs)
+
+    return run
 
 
 def _read_data(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[TrainData, Any, int]:

@@ -33,9 +33,9 @@ PAIRS_PER_ENTRY = 16
 
 @dataclass(frozen=True)
 class Leaf:
-    """Entries are options of one operator of a group."""
+    """Each entry is one operator of a group that takes an option, or none that deviates."""
 
-    group: int
+    groups: Ints
     options: Ints
 
 
@@ -91,8 +91,8 @@ class Front:
                     stack += [(left, int(left_entries[at])), (right, int(right_entries[at]))]
                 case Copies(group, option) if at:
                     found[group, option] = found.get((group, option), 0) + at
-                case Leaf(group, options) if options[at] != REFERENCE:
-                    key = (group, int(options[at]))
+                case Leaf(groups, options) if options[at] != REFERENCE:
+                    key = (int(groups[at]), int(options[at]))
                     found[key] = found.get(key, 0) + 1
         return found
 
@@ -116,18 +116,31 @@ class Limits:
 
 def undominated(weight: Ints, cost: Ints) -> Ints:
     """Indices of the entries that no other matches or betters in both, by ascending weight; of equals the first."""
-    order = np.lexsort((cost, weight))
+    # A stable sort is fast on what comes here: a few ascending runs.
+    order = np.argsort(weight, kind="stable")
     ordered = cost[order]
     keep = np.ones(len(order), dtype=bool)
     keep[1:] = ordered[1:] < np.minimum.accumulate(ordered)[:-1]
+    order = order[keep]
+    # Of equal weights the cheapest came last.
+    heavier = weight[order]
+    keep = np.ones(len(order), dtype=bool)
+    keep[:-1] = heavier[:-1] < heavier[1:]
     return np.asarray(order[keep], dtype=np.int64)
 
 
-def leaf(group: int, options: Ints, weight: Ints, cost: Ints) -> Front:
-    """One operator of a group: the reference, or one of ``options``."""
+def leaf(groups: Ints, options: Ints, weight: Ints, cost: Ints) -> Front:
+    """The reference, or one operator of ``groups[i]`` that takes ``options[i]``."""
     weight, cost = np.append(0, weight), np.append(0, cost)
     keep = undominated(weight, cost)
-    return Front(weight[keep], cost[keep], Leaf(group, np.append(REFERENCE, options)[keep]))
+    origin = Leaf(np.append(REFERENCE, groups)[keep], np.append(REFERENCE, options)[keep])
+    return Front(weight[keep], cost[keep], origin)
+
+
+def nothing() -> Front:
+    """The reference alone."""
+    none = np.zeros(0, dtype=np.int64)
+    return leaf(none, none, none, none)
 
 
 def add(left: Front, right: Front, limits: Limits) -> Front:
@@ -230,7 +243,7 @@ def _only(one: Front, entry: int) -> Front:
     """The reference and one other entry."""
     assert isinstance(one.origin, Leaf)
     keep = np.flatnonzero((one.origin.options == REFERENCE) | (np.arange(len(one)) == entry))
-    return Front(one.weight[keep], one.cost[keep], Leaf(one.origin.group, one.origin.options[keep]))
+    return Front(one.weight[keep], one.cost[keep], Leaf(one.origin.groups[keep], one.origin.options[keep]))
 
 
 def _covers(front: Front, other: Front) -> bool:
@@ -246,9 +259,8 @@ def _progression(group: int, option: int, weight: np.int64, cost: np.int64, coun
         return Front(steps * weight, steps * cost, Copies(group, option))
     # Fewer bytes for more time: the entries run backwards, so a sum of one front keeps the meaning of "i operators".
     forwards = Front(steps * weight, steps * cost, Copies(group, option))
-    nothing = Front(np.zeros(1, np.int64), np.zeros(1, np.int64), Leaf(group, np.array([REFERENCE])))
     reverse = steps[::-1]
-    entries = Sum(forwards, nothing, reverse, np.zeros(count + 1, np.int64))
+    entries = Sum(forwards, nothing(), reverse, np.zeros(count + 1, np.int64))
     return Front(forwards.weight[reverse], forwards.cost[reverse], entries)
 
 
@@ -258,13 +270,12 @@ def total(fronts: list[Front], limits: Limits) -> tuple[Front, Front]:
     The last sum is left to ``best_pair``, which finds its best entry without making the others.
     """
     remaining = sorted(fronts, key=len)
-    nothing = Front(np.zeros(1, np.int64), np.zeros(1, np.int64), Leaf(0, np.array([REFERENCE])))
     while len(remaining) > 2:
         first, second, *remaining = remaining
         merged = add(first, second, limits)
         at = next((at for at, front in enumerate(remaining) if len(front) >= len(merged)), len(remaining))
         remaining.insert(at, merged)
-    left, right = (*remaining, nothing, nothing)[:2]
+    left, right = (*remaining, nothing(), nothing())[:2]
     return left, right
 
 

@@ -274,7 +274,7 @@ def relax(table: Table, cost: NDArray[Any], admitted: NDArray[np.bool_], room: i
     # Where an index comes up repeatedly, the last assignment holds: the edge furthest along the row.
     reference[walk.row[order[:whole]]] = walk.target[order[:whole]]
     weight = int(table.weight[groups, reference] @ table.count)
-    value = _dot(table.count, cost[groups, reference])
+    value = exact_dot(table.count, cost[groups, reference])
     if whole == len(order):
         return Relaxation(reference, weight, 0.0, value, value, None)
     edge = order[whole]
@@ -285,7 +285,7 @@ def relax(table: Table, cost: NDArray[Any], admitted: NDArray[np.bool_], room: i
     return Relaxation(reference, weight, price, rounded - price * remainder, rounded, swaps)
 
 
-def _dot(count: Ints, cost: NDArray[Any]) -> float | int:
+def exact_dot(count: Ints, cost: NDArray[Any]) -> float:
     """Sum of the products; exact for integers, which may add up to more than 64 bits."""
     if cost.dtype.kind == "f":
         return math.fsum((count * cost).tolist())

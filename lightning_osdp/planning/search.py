@@ -28,10 +28,20 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.pareto import Deviations, Floats, Front, Ints, Limits, best_pair, copies, leaf, total
-from lightning_osdp.planning.relaxation import NONE_BYTES, NONE_COST, Option, Relaxation, Table, relax, table_of
+from lightning_osdp.planning.relaxation import (
+    NONE_BYTES,
+    NONE_COST,
+    Option,
+    Relaxation,
+    Table,
+    exact_dot,
+    relax,
+    table_of,
+)
 
 TOLERANCE = 5e-13
 """Relative: solutions that are better by less than this are not looked for."""
@@ -82,9 +92,7 @@ class FrontierPoint(NamedTuple):
     peak_bytes: int
 
 
-def solve(
-    menus: Sequence[Sequence[Option]], budget_bytes: int, *, time_limit_s: float | None = None
-) -> Solution:
+def solve(menus: Sequence[Sequence[Option]], budget_bytes: int, *, time_limit_s: float | None = None) -> Solution:
     """The options of least total time whose peak is within the budget.
 
     The same arguments give the same choices (with a time limit: if it is not reached). Of solutions that take the
@@ -126,7 +134,7 @@ def frontier(menus: Sequence[Sequence[Option]], *, points: int = 32) -> tuple[Fr
     table = table_of(menus)
     caps = table.caps[table.caps >= table.least_cap]
     least = int(table.needs(caps).min())
-    most = _finish(table, menus, _fastest(table, None)).peak_bytes
+    most = _least_fast_peak(table)[0]
     inner = table.breakpoints(int(table.caps[-1]))
     inner = inner[(inner > least) & (inner < most)]
     thinned = inner[np.unique(np.linspace(0, len(inner) - 1, points - 2).astype(int))] if len(inner) else inner
@@ -163,7 +171,7 @@ def _solve(table: Table, menus: Sequence[Sequence[Option]], budget_bytes: int, d
     caps = caps[needs <= budget_bytes]
     first = _first(table, caps, budget_bytes)
     if first.cost <= TOLERANCE * table.least_s:
-        return _finish(table, menus, first, bound_s=table.least_s)
+        return _finish(table, menus, first)
     search = _Search(table, caps, budget_bytes, first, deadline)
     finished = search.run()
     return _finish(table, menus, search.best, bound_s=None if finished else search.bound_s)
@@ -181,18 +189,23 @@ def _infeasible(table: Table, menus: Sequence[Sequence[Option]], needed: int, bu
     )
 
 
-def _fastest(table: Table, budget_bytes: int | None) -> _Found | None:
-    """Every operator at its fastest, with the least peak that this can have; None if that is above the budget."""
+def _least_fast_peak(table: Table) -> tuple[int, int]:
+    """The least peak with every operator at its fastest, and the cap that it takes."""
     fast = table.time_s == 0
-    weight = np.where(fast, table.weight, NONE_BYTES)
     least_cap = int(np.where(fast, table.transient, NONE_BYTES).min(axis=1).max())
     caps = table.caps[table.caps >= least_cap]
-    peaks = table.least_sums(weight, caps) + table.least_bytes + caps
+    peaks = table.least_sums(np.where(fast, table.weight, NONE_BYTES), caps) + table.least_bytes + caps
     at = int(peaks.argmin())
-    if budget_bytes is not None and int(peaks[at]) > budget_bytes:
+    return int(peaks[at]), int(caps[at])
+
+
+def _fastest(table: Table, budget_bytes: int) -> _Found | None:
+    """Every operator at its fastest, with the least peak that this can have; None if that is above the budget."""
+    peak, cap = _least_fast_peak(table)
+    if peak > budget_bytes:
         return None
-    admitted = np.where(table.transient <= caps[at], weight, NONE_BYTES)
-    return _Found(0.0, admitted.argmin(axis=1), {}, 0.0)
+    fast = (table.time_s == 0) & (table.transient <= cap)
+    return _Found(0.0, np.where(fast, table.weight, NONE_BYTES).argmin(axis=1), {}, 0.0)
 
 
 def _first(table: Table, caps: Ints, budget_bytes: int) -> _Found:
@@ -212,14 +225,84 @@ def _rounded(relaxed: Relaxation, unit_s: float) -> _Found:
 
 
 class _Cap:
-    """How far one cap has been searched."""
+    """How far one cap has been searched.
 
-    def __init__(self, cap: int, room: int, relaxed: Relaxation) -> None:
-        self.cap = cap
-        self.room = room
+    Attributes:
+        relaxed: its linear relaxation; the reference of what follows.
+        cost: of the reference, in units.
+        left: bytes that the reference leaves.
+        weight, excess: of each option against its group's reference, (groups, options).
+        useful: options that may improve on the best solution, (groups, options); the reference is not among them.
+        bound: the least cost at this cap.
+        deviations, capacity: what the next round looks at.
+    """
+
+    def __init__(self, table: Table, cost: Ints, admitted: NDArray[np.bool_], room: int, relaxed: Relaxation) -> None:
+        groups = np.arange(len(table.count))
         self.relaxed = relaxed
+        self.left = room - relaxed.weight
+        self.weight = table.weight - table.weight[groups, relaxed.reference][:, None]
+        self.added = cost - cost[groups, relaxed.reference][:, None]
+        self.cost = exact_dot(table.count, cost[groups, relaxed.reference])
+        self.excess = self.added + relaxed.price * self.weight
+        self.useful = admitted.copy()
+        self.useful[groups, relaxed.reference] = False
+        self.bound = relaxed.bound
         self.deviations = FIRST_DEVIATIONS
         self.capacity = FIRST_CAPACITY
+
+    def narrow(self, target: float) -> None:
+        """Drops the options that no solution below ``target`` takes, and with them memory that nothing can use.
+
+        All sums of the others are multiples of their greatest common divisor away from the reference; what is left
+        beyond a multiple stays unused, and is worth its price.
+        """
+        self.useful &= self.excess <= target - self.bound
+        step = int(np.gcd.reduce(self.weight[self.useful], initial=0))
+        unusable = self.left % step if step else self.left
+        self.bound += self.relaxed.price * unusable
+        self.left -= unusable
+
+    def allowed(self, count: Ints, gap: float) -> float:
+        """The excess, at most the gap, that admits about as many deviations as the round is to look at.
+
+        An option of excess e that n operators have is taken by up to ``limit / e`` of them, each number being one
+        deviation; options that lose next to nothing are not counted, since every limit admits them.
+        """
+        least = gap * 2.0**-SMALLEST_LIMIT_LOG2
+        counted = self.useful & (self.excess > least)
+        operators, excess = np.broadcast_to(count[:, None], counted.shape)[counted], self.excess[counted]
+        limit = gap
+        while limit > least and np.minimum(operators, limit // excess).sum() > self.deviations:
+            limit /= math.sqrt(2)
+        return limit
+
+    def best_two(self) -> tuple[int, Deviations]:
+        """The best plan in which at most two operators deviate from the reference: a first guess.
+
+        The operators are parted into two halves, one deviation from each, by every digit of the group's index in
+        turn: two groups differ in some digit.
+        """
+        rows, options = np.nonzero(self.useful)
+        weight, added = self.weight[rows, options], self.added[rows, options]
+        best: tuple[int, Deviations] = (0, {})
+        for digit in range(max(1, len(self.useful).bit_length())):
+            half = (rows >> digit) & 1 == 1
+            left, right = (leaf(rows[part], options[part], weight[part], added[part]) for part in (half, ~half))
+            pair = best_pair(left, right, self.left)
+            if pair is not None and pair[0] < best[0]:
+                best = pair
+        return best
+
+    def fronts(self, count: Ints, limits: Limits) -> list[Front]:
+        """What each group may deviate to within the limits."""
+        within = self.useful & (self.excess <= limits.excess)
+        fronts: list[Front] = []
+        for row in np.flatnonzero(within.any(axis=1)).tolist():
+            options = np.flatnonzero(within[row])
+            one = leaf(np.full(len(options), row), options, self.weight[row, options], self.added[row, options])
+            fronts += copies(one, row, int(count[row]), limits)
+        return fronts
 
 
 class _Search:
@@ -287,55 +370,32 @@ class _Search:
         self._offer(_rounded(relaxed, self.unit_s))
         others = self.table.lagrangian(self.float_cost, relaxed.price, self.caps, self.room)
         self.bounds = np.maximum(self.bounds, others)
-        self.bounds[at] = max(float(self.bounds[at]), relaxed.bound)
-        self.opened[at] = _Cap(cap, room, relaxed)
+        opened = self.opened[at] = _Cap(self.table, self.cost, admitted, room, relaxed)
+        added, deviations = opened.best_two()
+        self._offer(_Found(opened.cost + added, relaxed.reference, deviations, relaxed.price * self.unit_s))
+        opened.narrow(self.target)
+        self.bounds[at] = max(float(self.bounds[at]), opened.bound)
 
     def _round(self, at: int, cap: _Cap) -> None:
         """Combines the options of small excess at one cap; raises its bound, or allows more in the next round."""
-        table, relaxed = self.table, cap.relaxed
-        groups = np.arange(len(table.count))
-        weight = table.weight - table.weight[groups, relaxed.reference][:, None]
-        cost = self.cost - self.cost[groups, relaxed.reference][:, None]
-        excess = cost + relaxed.price * weight
-        candidates = self.useful & (table.transient <= cap.cap)
-        candidates[groups, relaxed.reference] = False
-        gap = self.target - relaxed.bound
-        count = np.broadcast_to(table.count[:, None], excess.shape)[candidates]
-        allowed = _allowed(excess[candidates], count, cap.deviations, gap)
-        limits = Limits(relaxed.price, allowed, cap.capacity, self.tick)
-        fronts: list[Front] = []
-        for row in np.flatnonzero((candidates & (excess <= allowed)).any(axis=1)).tolist():
-            within = np.flatnonzero(candidates[row] & (excess[row] <= allowed))
-            one = leaf(row, within, weight[row, within], cost[row, within])
-            fronts += copies(one, row, int(table.count[row]), limits)
-        left, right = total(fronts, limits)
-        pair = best_pair(left, right, cap.room - relaxed.weight)
+        cap.narrow(self.target)
+        gap = self.target - cap.bound
+        if gap <= 0:
+            self.bounds[at] = math.inf
+            return
+        limits = Limits(cap.relaxed.price, cap.allowed(self.table.count, gap), cap.capacity, self.tick)
+        left, right = total(cap.fronts(self.table.count, limits), limits)
+        pair = best_pair(left, right, cap.left)
         assert pair is not None, "the reference itself fits"
-        reference_cost = sum(int(c) * int(n) for c, n in zip(self.cost[groups, relaxed.reference], table.count, strict=True))
-        value = reference_cost + pair[0]
-        self._offer(_Found(value, relaxed.reference, pair[1], relaxed.price * self.unit_s))
+        value = cap.cost + pair[0]
+        self._offer(_Found(value, cap.relaxed.reference, pair[1], cap.relaxed.price * self.unit_s))
         if not (left.complete and right.complete):
-            cap.capacity *= 4
-        elif allowed >= gap or value <= relaxed.bound + allowed:
+            cap.capacity *= 8
+        elif limits.excess >= gap or value <= cap.bound + limits.excess:
             self.bounds[at] = math.inf
         else:
-            self.bounds[at] = max(float(self.bounds[at]), relaxed.bound + allowed)
-            cap.deviations *= 4
-
-
-def _allowed(excess: Floats, count: Ints, deviations: int, gap: float) -> float:
-    """The excess, at most the gap, that admits about so many deviations of a single option.
-
-    An option of excess e that ``count`` operators have is taken by up to ``limit / e`` of them, each number being one
-    deviation; options that lose next to nothing are not counted, since every limit admits them.
-    """
-    least = gap * 2.0**-SMALLEST_LIMIT_LOG2
-    counted = (excess > least) & (excess <= gap)
-    excess, count = excess[counted], count[counted]
-    limit = gap
-    while limit > least and np.minimum(count, limit // excess).sum() > deviations:
-        limit /= math.sqrt(2)
-    return limit
+            self.bounds[at] = max(float(self.bounds[at]), cap.bound + limits.excess)
+            cap.deviations += cap.deviations // 2
 
 
 def _finish(

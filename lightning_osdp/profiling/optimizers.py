@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,9 +69,7 @@ def fake_optimizers(
 ) -> tuple[list[Optimizer], dict[int, Tensor]]:
     """Copies of real ``optimizers`` over fake parameters; also those parameters, by the id of the real one."""
     real = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    memo: dict[int, Any] = {}
-    with FakeCopy(fake_mode, {id(p) for p in real}, device):
-        copies = [copy.deepcopy(optimizer, memo) for optimizer in optimizers]
+    copies, memo = FakeCopy(fake_mode).copy(list(optimizers), real, device)
     return copies, {id(p): memo[id(p)] for p in real}
 
 

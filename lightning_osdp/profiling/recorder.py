@@ -80,13 +80,15 @@ class Recording:
 class Recorder(TorchDispatchMode):
     """Dispatch mode that fills a ``Recording``; enter it after (inside of) a FakeTensorMode."""
 
-    def __init__(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, module: nn.Module, parameters: Sequence[Tensor], *, free_gradients: bool = False) -> None:
         """
         Args:
             module: whose submodules are told apart by name.
             parameters: what ``Op.uses`` are indices into.
+            free_gradients: whether to drop each gradient of a parameter as soon as it is whole.
         """
         super().__init__()
+        self._free_gradients = free_gradients
         self.recording = Recording()
         self._names = _visible_names(module)
         self._stack: list[str] = []
@@ -221,6 +223,8 @@ class Recorder(TorchDispatchMode):
             known = self._live.get(_key(parameter.grad))
             if known is not None:
                 self.recording.excluded.add(known[0])
+        if self._free_gradients:
+            parameter.grad = None
 
 
 def _key(tensor: Tensor) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -44,54 +44,55 @@ ESTIMATED_STEPS = 1000
 """``trainer.estimated_stepping_batches`` in a trace: the true number would build the data loaders, and only the
 learning rate depends on it, which changes neither bytes nor time."""
 
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+"""Types that shape, stride and dtype describe in full."""
+
 
 class FakeCopy(TorchFunctionMode):
-    """Inside it, ``copy.deepcopy`` makes fake tensors: shapes, strides and dtypes without data.
+    """Inside it, copies of tensors are fake: shapes, strides and dtypes without data."""
 
-    Tensors in ``moved`` (by id) come out on ``device``, all others on their own.
-    """
-
-    def __init__(self, fake_mode: FakeTensorMode, moved: set[int], device: torch.device) -> None:
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
         super().__init__()
         self._fake_mode = fake_mode
-        self._moved = moved
-        self._device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (Tensor.__deepcopy__, torch.nn.Parameter.__deepcopy__):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        tensor, memo = args
-        if id(tensor) not in memo:
-            memo[id(tensor)] = self._fake(tensor)
-        return memo[id(tensor)]
+        if func is Tensor.__deepcopy__:
+            tensor, memo = args
+            return memo.setdefault(id(tensor), as_fake(tensor, self._fake_mode, tensor.device))
+        if func is Tensor.clone:  # how a Parameter copies itself
+            return as_fake(args[0], self._fake_mode, args[0].device)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
-    def _fake(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._moved or tensor.device == self._device or tensor.layout != torch.strided:
-            return self._fake_mode.from_tensor(tensor, static_shapes=True)
-        with self._fake_mode:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
-        if isinstance(tensor, torch.nn.Parameter):
-            return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        return fake
+    def copy(self, value: Any, moved: Iterable[Tensor], device: torch.device) -> tuple[Any, dict[int, Any]]:
+        """A deep copy of ``value`` in which the tensors ``moved`` come out on ``device``, all others on their own.
+
+        Also gives the copies by the id of their originals.
+        """
+        memo: dict[int, Any] = {id(tensor): as_fake(tensor, self._fake_mode, device) for tensor in moved}
+        with self:
+            return copy.deepcopy(value, memo), memo
+
+
+def as_fake(tensor: Tensor, fake_mode: FakeTensorMode, device: torch.device) -> Tensor:
+    """A fake tensor or parameter like ``tensor``, on ``device``."""
+    if tensor.layout != torch.strided or type(tensor) not in PLAIN_TENSORS:
+        return fake_mode.from_tensor(tensor, static_shapes=True)
+    with fake_mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 def fake_copy(module: LightningModule, fake_mode: FakeTensorMode, device: torch.device) -> LightningModule:
     """A copy of ``module`` with fake parameters and buffers on ``device``; ties and structure are kept."""
-    moved = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    gradients = {parameter: parameter.grad for parameter in module.parameters() if parameter.grad is not None}
-    for parameter in gradients:
-        parameter.grad = None
-    try:
-        with FakeCopy(fake_mode, moved, device):
-            twin = copy.deepcopy(module)
-    finally:
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
+    twin, _ = FakeCopy(fake_mode).copy(module, (*module.parameters(), *module.buffers()), device)
     for inner in twin.modules():
         if isinstance(inner.__dict__.get("_device"), torch.device):
             inner.__dict__["_device"] = device
-    return twin
+    found: LightningModule = twin
+    return found
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------

@@ -132,8 +132,7 @@ def trace_real(
             recordings = {}
             for size in rows:
                 resized = real_batch(batch, batch_size, size)
-                with _gradients_freed(module):
-                    recordings[size] = _record(module, resized, device, step_context)
+                recordings[size] = _record(module, resized, device, step_context, free_gradients=True)
         copies, fakes = fake_optimizers(optimizers, fake_mode, device)
         stand_ins = [fakes.get(id(parameter.tensor)) for parameter in named_parameters(module)]
         stepped = trace_optimizers(copies, stand_ins, fake_mode)
@@ -143,10 +142,18 @@ def trace_real(
 # -- one step ----------------------------------------------------------------------------------------------------------
 
 
-def _record(module: LightningModule, batch: Any, device: torch.device, step_context: StepContext) -> Recording:
+def _record(
+    module: LightningModule,
+    batch: Any,
+    device: torch.device,
+    step_context: StepContext,
+    *,
+    free_gradients: bool = False,
+) -> Recording:
     """Forward and backward of one batch."""
     batch = transferred(module, batch, device)
-    recorder = Recorder(module, [parameter.tensor for parameter in named_parameters(module)])
+    parameters = [parameter.tensor for parameter in named_parameters(module)]
+    recorder = Recorder(module, parameters, free_gradients=free_gradients)
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
             recorder.track(leaf)
@@ -220,24 +227,6 @@ def _still(scheduler: Any) -> Any:
     """The scheduler with a step that does nothing: a traced manual optimization may call it."""
     scheduler.step = lambda *_, **__: None
     return scheduler
-
-
-@contextmanager
-def _gradients_freed(module: LightningModule) -> Iterator[None]:
-    """Frees every gradient as soon as it is whole; the recorder's own hook, registered later, sees it before."""
-
-    def free(parameter: Tensor) -> None:
-        parameter.grad = None
-
-    handles: list[Any] = []
-    original = Recorder._exclude_gradient
-
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        del original, free
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from tests.models import TinyGPT, gpt_batches, gpt_loss, two_groups
 
@@ -15,12 +15,13 @@ from tests.models import TinyGPT, gpt_batches, gpt_loss, two_groups
 class GPTModule(pl.LightningModule):
     """TinyGPT with two parameter groups told apart by name and shape, and a schedule that asks the Trainer."""
 
-    def __init__(self, batch_size: int = 4, rows: int = 32, schedule: bool = False) -> None:
+    def __init__(self, batch_size: int = 4, rows: int = 32, schedule: bool = False, own_rows: bool = False) -> None:
         super().__init__()
         self.save_hyperparameters("schedule")
         self.batch_size = batch_size
         self.rows = rows
         self.schedule = schedule
+        self.own_rows = own_rows
         self.model = TinyGPT()
         self.losses: list[float] = []
         self.batch_sizes: list[int] = []
@@ -46,7 +47,9 @@ class GPTModule(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return loader(self.rows, self.batch_size)
+        rows = dataset(self.rows)
+        mine = range(self.global_rank, self.rows, self.trainer.world_size) if self.own_rows else range(self.rows)
+        return DataLoader(Subset(rows, mine), batch_size=self.batch_size)
 
     def val_dataloader(self) -> DataLoader[Any]:
         return loader(8, 2, seed=9)

@@ -58,7 +58,7 @@ def attempt(
     try:
         strategy = OSDPStrategy(cache=f"{folder}/cache", **osdp)
         trainer(folder, strategy, **(options or {})).fit(module, data)
-    except OSDPError as error:
+    except (OSDPError, OSError) as error:
         same = all(torch.equal(p, before[n]) for n, p in module.named_parameters())
         return type(error).__name__, str(error), same
     return "no error", "", True

@@ -1,0 +1,183 @@
+"""How fast the search is, against a MILP solver and a textbook dynamic programme, on the same instances.
+
+    python benchmarks/search.py [--quick]
+
+Menus of 12 options follow the paper's equation 2: modes dp, zdp2 and zdp, each operator cut into 1, 2, 4 or 8 slices
+that take one mode. "Identical" is a GPT: four operators, repeated in each layer. "Distinct" draws the parameters of
+each operator log-uniformly from 0.3 to 30 million. Budgets lie at 20, 50 and 80 % of the way from the least that fits
+to what the fastest plan takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+
+from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.planning.search import Option, Solution, solve
+
+Menus = list[list[Option]]
+MEGABYTE = 10**6
+RANKS, LATENCY_S, S_PER_BYTE = 8, 2e-5, 1e-10
+EVERYTHING = 1 << 60
+T = TypeVar("T")
+
+
+def menu(parameters: int) -> list[Option]:
+    """12 options of an operator, by the paper's equation 2 (fp32, Adam: 16 bytes of state per parameter)."""
+    whole = 4 * parameters
+    rows = []
+    for passes, resident in ((2.0, 4 * whole), (2.1, 4 * whole // RANKS + whole), (3.0, 4 * whole // RANKS)):
+        for slices in (1, 2, 4, 8):
+            time_s = passes * (RANKS - 1) * (slices * LATENCY_S + S_PER_BYTE * whole / RANKS)
+            rows.append(Option(time_s, resident, 2 * whole // slices))
+    return rows
+
+
+def menus(operators: int, identical: bool, seed: int) -> Menus:
+    random_ = random.Random(seed)
+    if not identical:
+        return [menu(int(10 ** random_.uniform(5.5, 7.5))) for _ in range(operators)]
+    hidden = random_.choice([768, 1024, 1280, 1600, 2048])
+    weights = [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)]
+    layer = [menu(rows * columns + rows) for rows, columns in weights]
+    return [layer[index % 4] for index in range(operators)]
+
+
+def budget_bytes(instance: Menus, share: float) -> int:
+    most = solve(instance, EVERYTHING).peak_bytes
+    try:
+        solve(instance, 0)
+    except InfeasibleError as error:
+        return int(error.needed_bytes + share * (most - error.needed_bytes))
+    return 0
+
+
+def highs(instance: Menus, budget: int, limit_s: float) -> tuple[float, bool]:
+    """Time of HiGHS's plan in seconds and whether it proved it. Scaled, since its gap and feasibility are absolute."""
+    options = [option for rows in instance for option in rows]
+    owner = np.array([index for index, rows in enumerate(instance) for _ in rows])
+    count, largest = len(instance), len(options)
+    columns = np.arange(largest)
+    unit = budget / 1e4
+    entries = [
+        (np.ones(largest), owner, columns),
+        (np.array([o.resident_bytes for o in options]) / unit, np.full(largest, count), columns),
+        (np.array([o.transient_bytes for o in options]) / unit, count + 1 + owner, columns),
+        (np.ones(1), np.array([count]), np.array([largest])),
+        (-np.ones(count), count + 1 + np.arange(count), np.full(count, largest)),
+    ]
+    values, rows, cols = (np.concatenate(column) for column in zip(*entries, strict=True))
+    matrix = coo_array((values, (rows, cols)), shape=(2 * count + 1, largest + 1)).tocsr()
+    cost = np.array([o.time_s for o in options] + [0.0])
+    result = milp(
+        cost * (1e4 / cost.max()),
+        integrality=np.append(np.ones(largest), 0),
+        bounds=Bounds(0, np.append(np.ones(largest), np.inf)),
+        constraints=LinearConstraint(
+            matrix,
+            np.concatenate([np.ones(count), np.full(count + 1, -np.inf)]),
+            np.concatenate([np.ones(count), [1e4], np.zeros(count)]),
+        ),
+        options={"mip_rel_gap": 0.0, "time_limit": limit_s},
+    )
+    if result.x is None:
+        return float("inf"), False
+    return float(cost @ np.append(np.round(result.x[:-1]), 0.0)), result.status == 0
+
+
+def table_programme(instance: Menus, budget: int, cap: int) -> float:
+    """The textbook's table: least time for each whole megabyte, bytes rounded up so that the plan fits.
+
+    It knows no maximum, so it is given the right cap, which in earnest it would have to try out.
+    """
+    room = (budget - cap) // MEGABYTE
+    best = np.zeros(room + 1)
+    for rows in instance:
+        following = np.full(room + 1, np.inf)
+        for option in rows:
+            taken = -(-option.resident_bytes // MEGABYTE)
+            if option.transient_bytes <= cap and taken <= room:
+                np.minimum(following[taken:], best[: room + 1 - taken] + option.time_s, out=following[taken:])
+        best = following
+    return float(best[-1])
+
+
+def timed(action: Callable[[], T]) -> tuple[T, float]:
+    start = time.perf_counter()
+    result = action()
+    return result, time.perf_counter() - start
+
+
+def chosen_cap(instance: Menus, solution: Solution) -> int:
+    return max(rows[choice].transient_bytes for rows, choice in zip(instance, solution.choices, strict=True))
+
+
+def compare(operators: int, identical: bool, seeds: Sequence[int], limit_s: float) -> None:
+    """One line: medians over the seeds and three budgets."""
+    ours, theirs, table, proven, worse, coarse = [], [], [], 0, 0.0, 0.0
+    for seed in seeds:
+        instance = menus(operators, identical, seed)
+        for share in (0.2, 0.5, 0.8):
+            budget = budget_bytes(instance, share)
+            solution, seconds = timed(lambda i=instance, b=budget: solve(i, b))
+            assert solution.optimal
+            ours.append(seconds)
+            (best_s, done), seconds = timed(lambda i=instance, b=budget: highs(i, b, limit_s))
+            theirs.append(seconds)
+            proven += done
+            worse = max(worse, best_s / solution.time_s - 1)
+            cap = chosen_cap(instance, solution)
+            coarse_s, seconds = timed(lambda i=instance, b=budget, c=cap: table_programme(i, b, c))
+            table.append(seconds)
+            coarse = max(coarse, coarse_s / solution.time_s - 1)
+    ratios = sorted(h / o for h, o in zip(theirs, ours, strict=True))
+    print(
+        f"{operators:6d} {'identical' if identical else 'distinct':9s}  ours {statistics.median(ours) * 1e3:8.1f} ms "
+        f"(worst {max(ours) * 1e3:8.1f})   HiGHS {statistics.median(theirs) * 1e3:9.1f} ms, proven {proven}/{len(ours)}, "
+        f"{statistics.median(ratios):7.0f}x (least {ratios[0]:.0f}x), its plan up to {worse:.1e} slower   "
+        f"MB table {statistics.median(table) * 1e3:8.1f} ms, {statistics.median(table) / statistics.median(ours):6.0f}x, "
+        f"its plan up to {coarse:.1e} slower",
+        flush=True,
+    )
+
+
+def growth(seeds: Sequence[int]) -> None:
+    """Median milliseconds from 10 to 10,000 operators."""
+    print("\noperators   distinct (ms)   identical (ms)")
+    for operators in (10, 30, 100, 300, 1000, 3000, 10_000):
+        cells = []
+        for identical in (False, True):
+            runs = []
+            for seed in seeds:
+                instance = menus(operators, identical, seed)
+                budget = budget_bytes(instance, 0.5)
+                runs.append(timed(lambda i=instance, b=budget: solve(i, b))[1])
+            cells.append(statistics.median(runs) * 1e3)
+        print(f"{operators:9d}   {cells[0]:13.1f}   {cells[1]:14.1f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one seed, and HiGHS stops after 5 s")
+    quick = parser.parse_args().quick
+    seeds, limit_s = (range(1), 5.0) if quick else (range(3), 60.0)
+    print(
+        f"12 options, {len(seeds)} seed(s) x 3 budgets, medians; HiGHS stops after {limit_s:.0f} s (then ratios are lower bounds)"
+    )
+    for operators in (24, 96, 1000):
+        for identical in (False, True):
+            compare(operators, identical, seeds, limit_s)
+    growth(seeds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Measures compute (the paper's gamma): every kernel of a traced step once, by itself, with made-up arguments.
+
+A step's time is the sum of its kernels' times. Only one kernel's arguments are in memory at a time, so a model that
+does not fit can be measured, and equal kernels of equal operators are measured once.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_osdp.errors import OSDPWarning
+from lightning_osdp.planning.cluster import ComputeTimes, OperatorTime
+from lightning_osdp.planning.operators import OUTSIDE, Line, Phase
+from lightning_osdp.profiling.kernels import Kernel, Spec, TensorSpec, tensor_specs
+from lightning_osdp.profiling.moments import line
+from lightning_osdp.profiling.standins import kept_randomness
+from lightning_osdp.profiling.trace import Trace
+
+aten = torch.ops.aten
+
+WARMUPS = 2
+"""Runs before the first timed one: the allocator and the libraries' plans settle."""
+
+MAX_REPEATS = 15
+"""Timed runs of one kernel; their median counts."""
+
+COPY_BYTES = 1 << 26
+"""Size of the copy that gives the memory bandwidth: beyond any cache. [64 MiB]"""
+
+OVERHEAD_OPS = 200
+"""Length of the chain of tiny ops that gives autograd's own time per node."""
+
+Progress = Callable[[int, int], None]
+
+
+def measure(
+    trace: Trace, device: torch.device, *, progress: Progress | None = None, time_budget_s: float = 20.0
+) -> ComputeTimes:
+    """Times every different kernel of ``trace`` on ``device``.
+
+    Args:
+        trace: of one training step, at one or two batch sizes.
+        device: the device to measure; its random state is left as it was.
+        progress: called with (kernels done, kernels in all).
+        time_budget_s: about how long to take; kernels are repeated less often to keep to it, but all run once.
+
+    Returns:
+        Forward and backward seconds of each operator, and of what belongs to none, as lines over the batch size, and
+        the optimizer's seconds per byte of trainable parameter.
+    """
+    kernels = [*(kernel for size in trace.kernels.values() for kernel in size), *trace.optimizer_kernels]
+    with kept_randomness(device), torch.no_grad():
+        seconds = _time_all(kernels, _Clock(device), progress, time_budget_s)
+    with kept_randomness(device):
+        overhead = _node_overhead_s(_Clock(device))
+    operators = [
+        _operator_time(trace.kernels, index, seconds, overhead) for index in range(len(trace.description.operators))
+    ]
+    trainable = sum(p.gradient_bytes for operator in trace.description.operators for p in operator.parameters)
+    update = sum(seconds[kernel.key] * kernel.count for kernel in trace.optimizer_kernels)
+    return ComputeTimes(
+        operators=tuple(operators),
+        outside=_operator_time(trace.kernels, OUTSIDE, seconds, overhead),
+        optimizer_s_per_byte=update / trainable if trainable else 0.0,
+    )
+
+
+@dataclass(frozen=True)
+class _Overhead:
+    """Seconds that autograd takes for each node of the graph, on top of the kernels."""
+
+    forward_s: float
+    backward_s: float
+
+
+def _operator_time(
+    kernels: Mapping[int, tuple[Kernel, ...]], operator: int, seconds: Mapping[object, float], overhead: _Overhead
+) -> OperatorTime:
+    def along(phase: Phase) -> Line:
+        per_node = overhead.forward_s if phase == "forward" else overhead.backward_s
+        points = [
+            (
+                size,
+                sum(
+                    seconds[kernel.key] * kernel.count + per_node * kernel.num_nodes
+                    for kernel in found
+                    if kernel.operator == operator and kernel.phase == phase
+                ),
+            )
+            for size, found in sorted(kernels.items())
+        ]
+        return _rising(points)
+
+    return OperatorTime(forward=along("forward"), backward=along("backward"))
+
+
+def _rising(points: list[tuple[int, float]]) -> Line:
+    """The line through one or two points with neither slope nor intercept below zero, least squares of the rest."""
+    if len(points) == 1:
+        return Line(fixed=points[0][1])
+    through = line(points[0], points[1])
+    if through.per_sample < 0:
+        return Line(fixed=(points[0][1] + points[1][1]) / 2)
+    if through.fixed < 0:
+        return Line(per_sample=sum(b * t for b, t in points) / sum(b * b for b, _ in points))
+    return through
+
+
+# -- timing ------------------------------------------------------------------------------------------------------------
+
+
+class _Clock:
+    """Seconds of a call, waiting for the device where it works behind the host's back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def time_s(self, call: Callable[[], object]) -> float:
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            out = call()
+            stop = time.perf_counter()
+            del out
+            return stop - start
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(self.device)
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize(self.device)
+        return begin.elapsed_time(end) / 1e3
+
+
+def _time_all(
+    kernels: Iterable[Kernel], clock: _Clock, progress: Progress | None, budget_s: float
+) -> dict[object, float]:
+    """Seconds of one call of each different kernel, by its key."""
+    unique = {kernel.key: kernel for kernel in kernels}
+    seconds: dict[object, float] = {}
+    failed: list[Kernel] = []
+    deadline = time.perf_counter() + budget_s
+    # cheap ones first: what they leave of their share is for the large ones
+    for done, kernel in enumerate(sorted(unique.values(), key=lambda each: each.num_bytes)):
+        share = max(0.0, deadline - time.perf_counter()) / (len(unique) - done)
+        try:
+            seconds[kernel.key] = _time(kernel, clock, share)
+        except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+            failed.append(kernel)
+        if progress is not None:
+            progress(done + 1, len(unique))
+    if failed:
+        names = sorted({str(kernel.func) for kernel in failed})
+        warnings.warn(
+            f"{len(failed)} of {len(unique)} kernels can't be timed by themselves and are estimated from their bytes: "
+            f"{', '.join(names[:5])}",
+            OSDPWarning,
+            stacklevel=3,
+        )
+        bandwidth = _copy_bytes_per_s(clock)
+        seconds.update({kernel.key: kernel.num_bytes / bandwidth for kernel in failed})
+    return seconds
+
+
+def _time(kernel: Kernel, clock: _Clock, share_s: float) -> float:
+    """Median seconds of one call, in about ``share_s`` in all."""
+    args, kwargs = _arguments(kernel, clock.device)
+    func = kernel.func
+
+    def call() -> object:
+        return func(*args, **kwargs)
+
+    start = time.perf_counter()
+    first = clock.time_s(call)
+    spent = time.perf_counter() - start
+    if spent > share_s:
+        return clock.time_s(call) if spent < 2 * share_s else first
+    for _ in range(WARMUPS - 1):
+        clock.time_s(call)
+    repeats = max(1, min(MAX_REPEATS, int(share_s / max(first, 1e-6)) - WARMUPS))
+    return statistics.median(clock.time_s(call) for _ in range(repeats))
+
+
+def _copy_bytes_per_s(clock: _Clock) -> float:
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=clock.device)
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / min(clock.time_s(lambda: target.copy_(source)) for _ in range(5))
+
+
+def _node_overhead_s(clock: _Clock) -> _Overhead:
+    """Autograd's own time per node, from a chain of products of two tiny tensors against the same products alone."""
+    one = torch.ones(1, device=clock.device)
+    leaf = torch.ones(1, device=clock.device, requires_grad=True)
+
+    def chain(value: Tensor) -> Tensor:
+        for _ in range(OVERHEAD_OPS):
+            value = aten.neg.default(value)
+        return value
+
+    forwards, backwards, alone = [], [], []
+    for _ in range(WARMUPS + MAX_REPEATS):
+        alone.append(clock.time_s(lambda: chain(one)))
+        ends: list[Tensor] = []
+        forwards.append(clock.time_s(lambda: ends.append(chain(leaf))))  # noqa: B023
+        backwards.append(clock.time_s(lambda: torch.autograd.grad(ends[0], leaf)))  # noqa: B023
+    plain = statistics.median(alone)
+    return _Overhead(
+        forward_s=max(0.0, statistics.median(forwards) - plain) / OVERHEAD_OPS,
+        backward_s=max(0.0, statistics.median(backwards) - plain) / OVERHEAD_OPS,
+    )
+
+
+# -- made-up arguments ----------------------------------------------------------------------------------------------------
+
+
+def _arguments(kernel: Kernel, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments that ``kernel`` accepts: normal floats, integers that are in range as indices of any of its tensors."""
+    bound = _index_bound(kernel)
+
+    def build(spec: Spec) -> Any:
+        if isinstance(spec, TensorSpec):
+            return _tensor(spec, bound, device)
+        if isinstance(spec, tuple):
+            return [build(item) for item in spec]
+        return device if isinstance(spec, torch.device) and spec.type != "cpu" else spec
+
+    return tuple(build(spec) for spec in kernel.args), {name: build(spec) for name, spec in kernel.kwargs}
+
+
+def _index_bound(kernel: Kernel) -> int:
+    """Integers below it are safe indices: a table's rows where the op is known, else the smallest size of any tensor."""
+    packet = kernel.func.overloadpacket
+    if packet is aten.embedding:
+        (table,) = tensor_specs(kernel.args[0])
+        return table.shape[0]
+    if packet is aten.embedding_dense_backward and isinstance(kernel.args[2], int):
+        return kernel.args[2]
+    floats = [spec for spec in tensor_specs((kernel.args, kernel.kwargs)) if spec.dtype.is_floating_point]
+    return min((size for spec in floats for size in spec.shape if size > 0), default=2)
+
+
+def _tensor(spec: TensorSpec, bound: int, device: torch.device) -> Tensor:
+    """A tensor of that shape, dtype and stride whose elements are drawn at random."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
+    extent = 0 if math.prod(spec.shape) == 0 else extent
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        wide = torch.float32 if spec.dtype.itemsize < 4 else spec.dtype
+        flat = torch.randn(extent, dtype=wide, device=device).to(spec.dtype)
+    elif spec.dtype == torch.bool:
+        flat = torch.ones(extent, dtype=torch.bool, device=device)
+    else:
+        flat = torch.randint(0, max(1, min(bound, torch.iinfo(spec.dtype).max)), (extent,), device=device).to(spec.dtype)
+    return flat.as_strided(spec.shape, spec.stride)
