@@ -225,6 +225,7 @@ class OSDPStrategy(ParallelStrategy):
         trainer.accumulate_grad_batches = plan.accumulate_grad_batches
         self.setup_optimizers(trainer)
         engine.apply(module, plan, self.optimizers)
+        memory.release_unused(self.root_device)
         self._engine = engine
         _summarise_whole(trainer, engine)
         self._tell(trainer, report.plan_table(plan, profiling_s, engine.collectives_per_step))

@@ -38,7 +38,7 @@ class OptimizerTrace:
     """Of one step of all optimizers."""
 
 
-class StepRecorder(Recorder):
+class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
     """Recorder of an optimizer's step: a number that the host reads from a fake tensor is made up."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -29,6 +29,12 @@ aten = torch.ops.aten
 SILENT_NAMESPACES = ("prim", "profiler")
 """Questions about a tensor and profiler marks, not work."""
 
+CPU_ATTENTION_FLOPS: dict[Any, tuple[Callable[..., int], int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4),
+}
+"""What torch's registry lacks: formula, and how many of the leading arguments' shapes it takes."""
+
 
 @dataclass(slots=True)
 class Op:
@@ -47,6 +53,9 @@ class Op:
     flops: float
     view: bool
     """Whether it makes no new storage and changes nothing: it costs no time."""
+    accumulation: bool
+    """Whether it adds up two gradients of an activation. Autograd does that in place, but not while a dispatch mode
+    looks on: its result takes the place of its first argument."""
 
 
 @dataclass(slots=True)
@@ -72,12 +81,12 @@ class Recording:
                 peaks[position] = live
             if storage >= 0 and storage not in self.excluded:
                 live += sign * self.storage_bytes[storage]
-            if position >= 0:
+            if position >= 0 and not self.ops[position].accumulation:
                 peaks[position] = max(peaks[position], live)
         return peaks
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that fills a ``Recording``; enter it after (inside of) a FakeTensorMode."""
 
     def __init__(self, module: nn.Module, parameters: Sequence[Tensor], *, free_gradients: bool = False) -> None:
@@ -87,7 +96,7 @@ class Recorder(TorchDispatchMode):
             parameters: what ``Op.uses`` are indices into.
             free_gradients: whether to drop each gradient of a parameter as soon as it is whole.
         """
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._free_gradients = free_gradients
         self.recording = Recording()
         self._names = _visible_names(module)
@@ -114,7 +123,8 @@ class Recorder(TorchDispatchMode):
         ]
         for parameter in self._parameters:
             if parameter.requires_grad and parameter.is_leaf:
-                handles.append(parameter.register_post_accumulate_grad_hook(self._exclude_gradient))
+                handle = parameter.register_post_accumulate_grad_hook(self._exclude_gradient)  # type: ignore[no-untyped-call]
+                handles.append(handle)
         try:
             with self:
                 yield
@@ -196,7 +206,10 @@ class Recorder(TorchDispatchMode):
                 uses.update(self._parameter_of.get(_key(leaf), ()))
         specs = tuple(spec_of(arg) for arg in args)
         keywords = tuple((name, spec_of(value)) for name, value in sorted(kwargs.items()))
-        return Op(func, specs, keywords, phase, site, node, tuple(sorted(uses)), 0.0, False)
+        accumulation = func is aten.add.Tensor and not keywords and _in_engine() and _alike(args)
+        if accumulation:
+            func = aten.add_.Tensor
+        return Op(func, specs, keywords, phase, site, node, tuple(sorted(uses)), 0.0, False, accumulation)
 
     # -- storages -----------------------------------------------------------------------------------------------------
 
@@ -236,22 +249,34 @@ def _next_node() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
+def _in_engine() -> bool:
+    """Whether autograd's own code is running: a node that is not a Python function."""
+    node = torch._C._current_autograd_node()
+    return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def _alike(args: tuple[Any, ...]) -> bool:
+    """Whether the arguments are two tensors of one shape and dtype."""
+    if len(args) != 2 or not all(isinstance(arg, Tensor) for arg in args):
+        return False
+    return bool(args[0].shape == args[1].shape and args[0].dtype == args[1].dtype)
+
+
 def _visible_names(module: nn.Module) -> dict[int, str]:
     """Names of submodules by id, without the root and without parametrizations: those run as part of their owner."""
     hidden = {
         id(inner)
         for owner in module.modules()
         if parametrize.is_parametrized(owner)
-        for inner in owner.parametrizations.modules()  # type: ignore[union-attr, operator]
+        for inner in owner.parametrizations.modules()  # type: ignore[union-attr]
     }
     return {id(m): name for name, m in module.named_modules() if name and id(m) not in hidden}
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> float:
     packet = func.overloadpacket
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
-        return float(sdpa_flop_count(*(t.shape for t in args[:3])))
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return float(sdpa_backward_flop_count(*(t.shape for t in args[:4])))
+    if packet in CPU_ATTENTION_FLOPS:
+        count, num_shapes = CPU_ATTENTION_FLOPS[packet]
+        return float(count(*(tensor.shape for tensor in args[:num_shapes])))
     formula: Callable[..., int] | None = flop_registry.get(packet)
     return float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0

@@ -224,7 +224,11 @@ def _overrides(view: TrainerView, strategy: OptimizerView, schedulers: list[Any]
         return apply_to_collection(data, Tensor, lambda t: t.expand(ranks, *t.shape)) if ranks > 1 else data
 
     silent = ("log", "log_dict", "print", "clip_gradients", "lr_scheduler_step")
-    given = {"optimizers": optimizers, "lr_schedulers": lr_schedulers, "all_gather": all_gather}
+    given: dict[str, Callable[..., Any]] = {
+        "optimizers": optimizers,
+        "lr_schedulers": lr_schedulers,
+        "all_gather": all_gather,
+    }
     return {**dict.fromkeys(silent, nothing), **given}
 
 

@@ -28,7 +28,7 @@ from lightning_osdp.profiling.kernels import Kernel
 from lightning_osdp.profiling.moments import kernels_of, moments_of, operators_of
 from lightning_osdp.profiling.optimizers import OptimizerTrace, configured, fake_optimizers, trace_optimizers
 from lightning_osdp.profiling.recorder import Recorder, Recording
-from lightning_osdp.profiling.scopes import NamedParameter, Scope, find_scopes, named_parameters
+from lightning_osdp.profiling.scopes import NamedParameter, find_scopes, named_parameters
 from lightning_osdp.profiling.standins import (
     backward_hook,
     fake_batch,

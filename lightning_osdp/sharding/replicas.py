@@ -96,7 +96,7 @@ class Replicas:
         if absent:
             self._restore_none(absent)
         for bucket in self._buckets:
-            bucket.buffer = None
+            bucket.buffer = bucket.work = None  # the gradients alone hold on to it now
 
     def _trainable(self) -> list[nn.Parameter]:
         return [p for p in self._parameters if p.requires_grad]
