@@ -22,9 +22,9 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.callbacks import ModelSummary, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.overrides.distributed import _sync_module_states
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp import planner, report
+from lightning_osdp import planner, report, settings
 from lightning_osdp.data import TrainData
 from lightning_osdp.errors import ConfigurationError, OSDPWarning
 from lightning_osdp.planning.cluster import Cluster
@@ -103,9 +103,9 @@ class OSDPStrategy(ParallelStrategy):
             precision_plugin=precision_plugin,
         )
         self._memory_limit = None if memory_limit == "auto" else parse_bytes(memory_limit)
-        self._batch_size = _positive("batch_size", None if batch_size == "auto" else batch_size)
-        self._max_batch_size = _positive("max_batch_size", max_batch_size)
-        self._global_batch_size = _positive("global_batch_size", global_batch_size)
+        self._batch_size = settings.positive("batch_size", None if batch_size == "auto" else batch_size)
+        self._max_batch_size = settings.positive("max_batch_size", max_batch_size)
+        self._global_batch_size = settings.positive("global_batch_size", global_batch_size)
         self._given_plan, self._given_cluster = plan, cluster
         if engine != "fairscale":
             raise ConfigurationError(f"engine={engine!r} is not known: the only one is 'fairscale'")
@@ -248,7 +248,7 @@ class OSDPStrategy(ParallelStrategy):
             planner.on_all_ranks(ranks, lambda: given.check(traced.description, ranks.count))
             return given, None
         rule = planner.on_all_ranks(ranks, lambda: self._batch_rule(trainer, data, batch_size))
-        cluster = planner.on_all_ranks(ranks, lambda: _read_cluster(self._given_cluster))
+        cluster = planner.on_all_ranks(ranks, lambda: settings.read_cluster(self._given_cluster))
         model_bytes = traced.description.parameter_bytes + traced.description.buffer_bytes
         limit = self._memory_limit or memory.memory_limit(device, self.num_processes)
         made = planner.measure_and_plan(
@@ -264,13 +264,11 @@ class OSDPStrategy(ParallelStrategy):
 
     def _given(self, trainer: pl.Trainer) -> ExecutionPlan | None:
         """Refuses what can't work and reads the plan that was given, before anything else is done."""
-        _refuse(trainer, self.precision_plugin)
+        settings.refuse(trainer, self.precision_plugin)
         assert self.lightning_module is not None
         if not any(p.requires_grad for p in self.lightning_module.parameters()):
             raise ConfigurationError("the module has no trainable parameters: there is nothing to plan or train")
-        if isinstance(self._given_plan, ExecutionPlan) or self._given_plan is None:
-            return self._given_plan
-        return ExecutionPlan.from_json(_read_text(Path(self._given_plan), "plan"), source=str(self._given_plan))
+        return settings.read_plan(self._given_plan)
 
     def _batch_rule(self, trainer: pl.Trainer, data: TrainData, batch_size: int) -> BatchRule:
         fixed, most = self._batch_size, self._max_batch_size
@@ -434,23 +432,16 @@ class OSDPStrategy(ParallelStrategy):
         self.checkpoint_io.teardown()
 
 
-def _positive(name: str, value: int | str | None) -> int | None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ConfigurationError(f"{name}={value!r} is not a positive whole number")
-    return value
+def _read_data(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[TrainData, Any, int]:
+    data = TrainData(trainer, module)
+    return data, *data.first_batch()
 
 
-def _refuse(trainer: pl.Trainer, precision: Precision) -> None:
-    """Combinations that would train wrongly."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
-            raise ConfigurationError(
-                f"{type(callback).__name__} averages a copy of the whole module, which no rank holds under OSDP: "
-                "remove the callback"
-            )
-    known = type(precision) is Precision or (isinstance(precision, MixedPrecision) and precision.scaler is None)
-    if not known:
-        raise ConfigurationError(f"precision={precision.precision!r} is not supported: use '32-true' or 'bf16-mixed'")
+def _resize(data: TrainData, batch_size: int) -> None:
+    why = data.why_fixed()
+    if why:
+        raise ConfigurationError(f"the plan's batch size is {batch_size}, but it can't be set: {why}")
+    data.set_batch_size(batch_size)
 
 
 def _summarise_whole(trainer: pl.Trainer, engine: FairScaleEngine) -> None:
@@ -471,31 +462,3 @@ def _within(context: Callable[[], AbstractContextManager[None]], function: Calla
             function(*args, **kwargs)
 
     return run
-
-
-def _read_data(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[TrainData, Any, int]:
-    data = TrainData(trainer, module)
-    return data, *data.first_batch()
-
-
-def _resize(data: TrainData, batch_size: int) -> None:
-    why = data.why_fixed()
-    if why:
-        raise ConfigurationError(f"the plan's batch size is {batch_size}, but it can't be set: {why}")
-    data.set_batch_size(batch_size)
-
-
-def _read_cluster(cluster: str | Path | Cluster | None) -> Cluster | None:
-    if cluster is None or isinstance(cluster, Cluster):
-        return cluster
-    try:
-        return Cluster.model_validate_json(_read_text(Path(cluster), "cluster"))
-    except ValueError as error:
-        raise ConfigurationError(f"{cluster} is not a cluster file: {error}") from error
-
-
-def _read_text(path: Path, what: str) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"the {what} file {path} can't be read: {error}") from error

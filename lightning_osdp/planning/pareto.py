@@ -8,6 +8,11 @@ At a given price of memory the reference is the cheapest solution, so each entry
 weight >= 0``: what it loses against the linear relaxation. Excesses add up, and a solution whose excess is above the
 gap between the relaxation and the best known solution is of no use. That is the one bound that keeps the lists short
 (the fathoming of Horowitz and Sahni's lists by reduced costs, as in Pisinger's core algorithms for the problem).
+
+In a branch of the search that also limits a sum of steps, the excess holds the price of the steps too. Entries are
+still dropped by weight and cost alone, although the better one may have the larger excess: follow a solution of least
+cost and, among these, of least weight, and no part of it can be replaced. Only of entries equal in both does the
+excess have to decide.
 """
 
 from __future__ import annotations
@@ -64,21 +69,19 @@ class Front:
     Attributes:
         weight: bytes relative to the reference, strictly ascending.
         cost: time relative to the reference, in the search's integer unit, strictly descending.
+        excess: what each entry loses against the relaxation, in the same unit.
         origin: what each entry consists of.
         complete: whether nothing within the limit was left out for want of capacity.
     """
 
     weight: Ints
     cost: Ints
+    excess: Floats
     origin: Leaf | Copies | Sum
     complete: bool = True
 
     def __len__(self) -> int:
         return len(self.weight)
-
-    def excess(self, price: float) -> Floats:
-        """What each entry loses at ``price`` (time units per byte)."""
-        return self.cost + price * self.weight
 
     def deviations(self, entry: int) -> Deviations:
         """The options behind one entry."""
@@ -102,22 +105,25 @@ class Limits:
     """What a round of the search looks at.
 
     Attributes:
-        price: time units per byte.
         excess: entries above it are left out.
+        branched: whether excesses hold more than cost and weight.
         capacity: entries that a front may keep; above it the best by excess stay and the front is not complete.
         tick: called before each sum; raises to stop the search.
     """
 
-    price: float
     excess: float
+    branched: bool
     capacity: int
     tick: Callable[[], None]
 
 
-def undominated(weight: Ints, cost: Ints) -> Ints:
-    """Indices of the entries that no other matches or betters in both, by ascending weight; of equals the first."""
+def undominated(weight: Ints, cost: Ints, excess: Floats | None = None) -> Ints:
+    """Indices of the entries that no other matches or betters in both, by ascending weight.
+
+    Of equals the one of least excess, or the first where no excess is given.
+    """
     # A stable sort is fast on what comes here: a few ascending runs.
-    order = np.argsort(weight, kind="stable")
+    order = np.argsort(weight, kind="stable") if excess is None else np.lexsort((excess, cost, weight))
     ordered = cost[order]
     keep = np.ones(len(order), dtype=bool)
     keep[1:] = ordered[1:] < np.minimum.accumulate(ordered)[:-1]
@@ -129,18 +135,18 @@ def undominated(weight: Ints, cost: Ints) -> Ints:
     return np.asarray(order[keep], dtype=np.int64)
 
 
-def leaf(groups: Ints, options: Ints, weight: Ints, cost: Ints) -> Front:
+def leaf(groups: Ints, options: Ints, weight: Ints, cost: Ints, excess: Floats) -> Front:
     """The reference, or one operator of ``groups[i]`` that takes ``options[i]``."""
-    weight, cost = np.append(0, weight), np.append(0, cost)
-    keep = undominated(weight, cost)
+    weight, cost, excess = np.append(0, weight), np.append(0, cost), np.append(0.0, excess)
+    keep = undominated(weight, cost, excess)
     origin = Leaf(np.append(REFERENCE, groups)[keep], np.append(REFERENCE, options)[keep])
-    return Front(weight[keep], cost[keep], origin)
+    return Front(weight[keep], cost[keep], excess[keep], origin)
 
 
 def nothing() -> Front:
     """The reference alone."""
     none = np.zeros(0, dtype=np.int64)
-    return leaf(none, none, none, none)
+    return leaf(none, none, none, none, none.astype(np.float64))
 
 
 def add(left: Front, right: Front, limits: Limits) -> Front:
@@ -148,23 +154,22 @@ def add(left: Front, right: Front, limits: Limits) -> Front:
     limits.tick()
     i, j, complete = _pairs(left, right, limits)
     weight, cost = left.weight[i] + right.weight[j], left.cost[i] + right.cost[j]
-    keep = undominated(weight, cost)
+    excess = left.excess[i] + right.excess[j]
+    keep = undominated(weight, cost, excess if limits.branched else None)
     if len(keep) > limits.capacity:
-        excess = cost[keep] + limits.price * weight[keep]
-        keep, complete = keep[_best(excess, limits.capacity)], False
+        keep, complete = keep[_best(excess[keep], limits.capacity)], False
     complete = complete and left.complete and right.complete
-    return Front(weight[keep], cost[keep], Sum(left, right, i[keep], j[keep]), complete)
+    return Front(weight[keep], cost[keep], excess[keep], Sum(left, right, i[keep], j[keep]), complete)
 
 
 def _pairs(left: Front, right: Front, limits: Limits) -> tuple[Ints, Ints, bool]:
     """Pairs of entries within the excess limit, and whether these are all."""
     most = limits.capacity * PAIRS_PER_ENTRY
-    left_excess, right_excess = left.excess(limits.price), right.excess(limits.price)
-    order = np.argsort(right_excess, kind="stable")
-    ordered = right_excess[order]
+    order = np.argsort(right.excess, kind="stable")
+    ordered = right.excess[order]
 
     def partners(limit: float) -> Ints:
-        return np.searchsorted(ordered, limit - left_excess, side="right")
+        return np.searchsorted(ordered, limit - left.excess, side="right")
 
     limit, complete = limits.excess, True
     count = partners(limit)
@@ -210,11 +215,11 @@ def copies(one: Front, group: int, count: int, limits: Limits) -> list[Front]:
     is enough when the limit admits no more deviations, or when one more free operator adds nothing to the sums
     (then, by induction, no number of them does).
     """
-    if count == 1 or len(one) == 1:
-        return [one]
     assert isinstance(one.origin, Leaf)
-    excess = one.excess(limits.price)
+    excess = one.excess
     deviating = np.flatnonzero(one.origin.options != REFERENCE)
+    if count == 1 or not len(deviating):
+        return [one]
     first = min(deviating.tolist(), key=lambda at: (excess[at], -abs(int(one.weight[at]))))
     others = deviating[deviating != first]
     free = _at_most(float(excess[others].min()), count, limits) if len(others) else 0
@@ -224,13 +229,13 @@ def copies(one: Front, group: int, count: int, limits: Limits) -> list[Front]:
     while used < free:
         wider = one if general is None else add(general, one, limits)
         narrower = pair if general is None else add(general, pair, limits)
-        if _covers(narrower, wider):
+        if _covers(narrower, wider, limits.branched):
             break
         general, used = wider, used + 1
     fronts = [] if general is None else [general]
     rest = min(count - used, _at_most(float(excess[first]), count, limits))
     if rest:
-        fronts.append(_progression(group, int(one.origin.options[first]), one.weight[first], one.cost[first], rest))
+        fronts.append(_progression(group, one, first, rest))
     return fronts
 
 
@@ -243,25 +248,32 @@ def _only(one: Front, entry: int) -> Front:
     """The reference and one other entry."""
     assert isinstance(one.origin, Leaf)
     keep = np.flatnonzero((one.origin.options == REFERENCE) | (np.arange(len(one)) == entry))
-    return Front(one.weight[keep], one.cost[keep], Leaf(one.origin.groups[keep], one.origin.options[keep]))
+    return Front(
+        one.weight[keep], one.cost[keep], one.excess[keep], Leaf(one.origin.groups[keep], one.origin.options[keep])
+    )
 
 
-def _covers(front: Front, other: Front) -> bool:
+def _covers(front: Front, other: Front, branched: bool) -> bool:
     """Whether each entry of ``other`` is matched or bettered by one of ``front``."""
     at = np.searchsorted(front.weight, other.weight, side="right") - 1
-    return bool(np.all((at >= 0) & (front.cost[at] <= other.cost)))
+    matched = (at >= 0) & (front.cost[at] <= other.cost)
+    if branched:
+        bettered = (front.weight[at] < other.weight) | (front.cost[at] < other.cost)
+        matched &= bettered | (front.excess[at] <= other.excess)
+    return bool(np.all(matched))
 
 
-def _progression(group: int, option: int, weight: np.int64, cost: np.int64, count: int) -> Front:
+def _progression(group: int, one: Front, entry: int, count: int) -> Front:
     """0 to ``count`` operators that take one option; kept by ascending weight."""
+    assert isinstance(one.origin, Leaf)
     steps = np.arange(count + 1)
-    if weight > 0:
-        return Front(steps * weight, steps * cost, Copies(group, option))
-    # Fewer bytes for more time: the entries run backwards, so a sum of one front keeps the meaning of "i operators".
-    forwards = Front(steps * weight, steps * cost, Copies(group, option))
-    reverse = steps[::-1]
-    entries = Sum(forwards, nothing(), reverse, np.zeros(count + 1, np.int64))
-    return Front(forwards.weight[reverse], forwards.cost[reverse], entries)
+    weight, cost, excess = steps * one.weight[entry], steps * one.cost[entry], steps * one.excess[entry]
+    forwards = Front(weight, cost, excess, Copies(group, int(one.origin.options[entry])))
+    if one.weight[entry] > 0:
+        return forwards
+    # Fewer bytes for more time: the entries run backwards, by way of a sum, so that entry i stays "i operators".
+    entries = Sum(forwards, nothing(), steps[::-1], np.zeros(count + 1, np.int64))
+    return Front(weight[::-1], cost[::-1], excess[::-1], entries)
 
 
 def total(fronts: list[Front], limits: Limits) -> tuple[Front, Front]:

@@ -235,17 +235,34 @@ class Relaxation:
         reference: the option that each group takes, all its operators alike, (groups,).
         weight: of the reference.
         price: what the next byte saves.
-        bound: the relaxation's cost: no solution is cheaper.
-        cost: of the rounded solution: the reference, but ``swaps`` of it.
-        swaps: (group, option, operators) that leave the reference in the rounded solution; None if none do.
+        cost: of the rounded solution: the reference, but ``operators`` of one group take another option.
+        saving: what a fraction of one more operator saves in the relaxation.
+        edge: (group, option) that the next bytes would be spent on; None if nothing is left to gain.
+        operators: how many of that group take that option in the rounded solution.
+        fraction: how much of one more does in the relaxation.
     """
 
     reference: Ints
     weight: int
     price: float
-    bound: float
     cost: float
-    swaps: tuple[int, int, int] | None
+    saving: float
+    edge: tuple[int, int] | None
+    operators: int
+    fraction: float
+
+    @property
+    def bound(self) -> float:
+        """The relaxation's cost: no solution is cheaper."""
+        return self.cost - self.saving
+
+    def total(self, steps: Ints, count: Ints) -> float:
+        """Sum of ``steps``, (groups, options), over the relaxation's fractional choices."""
+        taken = float(steps[np.arange(len(count)), self.reference] @ count)
+        if self.edge is None:
+            return taken
+        row, target = self.edge
+        return taken + (self.operators + self.fraction) * float(steps[row, target] - steps[row, self.reference[row]])
 
 
 def relax(table: Table, cost: NDArray[Any], admitted: NDArray[np.bool_], room: int) -> Relaxation | None:
@@ -276,13 +293,29 @@ def relax(table: Table, cost: NDArray[Any], admitted: NDArray[np.bool_], room: i
     weight = int(table.weight[groups, reference] @ table.count)
     value = exact_dot(table.count, cost[groups, reference])
     if whole == len(order):
-        return Relaxation(reference, weight, 0.0, value, value, None)
+        return Relaxation(reference, weight, 0.0, value, 0.0, None, 0, 0.0)
     edge = order[whole]
     row, price = int(walk.row[edge]), float(walk.slope[edge])
     operators, remainder = divmod(room - weight, int(walk.weight[edge]))
     rounded = value - operators * walk.saved[edge].item()
-    swaps = (row, int(walk.target[edge]), operators) if operators else None
-    return Relaxation(reference, weight, price, rounded - price * remainder, rounded, swaps)
+    return Relaxation(
+        reference=reference,
+        weight=weight,
+        price=price,
+        cost=rounded,
+        saving=price * remainder,
+        edge=(row, int(walk.target[edge])),
+        operators=operators,
+        fraction=remainder / int(walk.weight[edge]),
+    )
+
+
+def hull_steps(table: Table, cost: NDArray[Any], admitted: NDArray[np.bool_]) -> Ints:
+    """How many edges of its row's hull lead to an option or to less weight, (groups, options)."""
+    walk = _hulls(cost, table.weight, admitted)
+    steps = np.zeros(cost.shape, dtype=np.int64)
+    np.add.at(steps, walk.row, table.weight[walk.row] >= table.weight[walk.row, walk.target][:, None])
+    return np.where(table.valid, steps, 0)
 
 
 def exact_dot(count: Ints, cost: NDArray[Any]) -> float:

@@ -15,6 +15,7 @@ multiple-choice knapsack problem with one maximum in its constraint:
    options of small excess are combined, in Pareto lists (``pareto.py``), the last two of which are searched without
    being multiplied out (Horowitz and Sahni 1974). The excess allowed starts small and grows: a round that finds a
    solution within it has found the optimum of its cap, one that finds none has raised the cap's lower bound.
+5. Where that takes too long lists, the relaxation is made stronger by branching (``branching.py``).
 
 The cap of the least lower bound is always taken next, until no bound is below the best solution.
 """
@@ -31,30 +32,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.pareto import Deviations, Floats, Front, Ints, Limits, best_pair, copies, leaf, total
-from lightning_osdp.planning.relaxation import (
-    NONE_BYTES,
-    NONE_COST,
-    Option,
-    Relaxation,
-    Table,
-    exact_dot,
-    relax,
-    table_of,
-)
+from lightning_osdp.planning.branching import Side, branch
+from lightning_osdp.planning.nodes import FIRST_CAPACITY, Found, Node, polish, rounded
+from lightning_osdp.planning.pareto import Floats, Ints, Limits, best_pair, total
+from lightning_osdp.planning.relaxation import NONE_BYTES, NONE_COST, Option, Table, relax, table_of
 
 TOLERANCE = 5e-13
 """Relative: solutions that are better by less than this are not looked for."""
+
+PROVEN = 1e-9
+"""Relative: once lists have to be cut, a solution this close to the bound counts as optimal."""
 
 UNITS_LOG2 = 58
 """Times become integers, 2**58 of them for the most that any option may add to its operator's fastest. Sums are exact
 then, and do not depend on their order; rounding n operators moves a sum by at most n * 2**-59 of that."""
 
-FIRST_DEVIATIONS, FIRST_CAPACITY = 32, 1 << 15
-"""Deviations of least excess, and entries per front, that the first round of a cap looks at."""
-
-SMALLEST_LIMIT_LOG2 = 40
-"""The smallest excess that a round allows is the gap over 2**40."""
+WORTH_BRANCHING = 0.05
+"""The part of the gap that a branch has to close."""
 
 LAST_CAPACITY = 1 << 22
 """Entries per front at which the search gives up proving (about half a GiB)."""
@@ -70,8 +64,9 @@ class Solution:
         choices: index into each operator's menu.
         time_s: sum of their times.
         peak_bytes: sum of their resident bytes plus the largest of their transients.
-        bound_s: no solution takes less (to a relative 1e-12). Equals ``time_s`` if ``optimal``.
-        optimal: whether the search finished: there is no better solution (to a relative 1e-12).
+        bound_s: no solution takes less (to a relative 1e-12); at most ``time_s``.
+        optimal: whether the search finished. Then ``bound_s`` equals ``time_s``; only where lists of millions would
+            have been needed to prove that may it be lower, by a relative 1e-9 at most.
         price_s_per_byte: seconds that one more byte of budget would save, by the linear relaxation; 0 where every
             operator has its fastest option.
     """
@@ -146,16 +141,6 @@ def frontier(menus: Sequence[Sequence[Option]], *, points: int = 32) -> tuple[Fr
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A solution, by groups: all operators take the reference's option but for the deviations."""
-
-    cost: float
-    reference: Ints
-    deviations: Deviations
-    price_s_per_byte: float
-
-
 class _OutOfTimeError(Exception):
     """The time limit has passed."""
 
@@ -174,7 +159,7 @@ def _solve(table: Table, menus: Sequence[Sequence[Option]], budget_bytes: int, d
         return _finish(table, menus, first)
     search = _Search(table, caps, budget_bytes, first, deadline)
     finished = search.run()
-    return _finish(table, menus, search.best, bound_s=None if finished else search.bound_s)
+    return _finish(table, menus, search.best, search.bound_s, optimal=finished)
 
 
 def _infeasible(table: Table, menus: Sequence[Sequence[Option]], needed: int, budget: int) -> InfeasibleError:
@@ -199,116 +184,30 @@ def _least_fast_peak(table: Table) -> tuple[int, int]:
     return int(peaks[at]), int(caps[at])
 
 
-def _fastest(table: Table, budget_bytes: int) -> _Found | None:
+def _fastest(table: Table, budget_bytes: int) -> Found | None:
     """Every operator at its fastest, with the least peak that this can have; None if that is above the budget."""
     peak, cap = _least_fast_peak(table)
     if peak > budget_bytes:
         return None
     fast = (table.time_s == 0) & (table.transient <= cap)
-    return _Found(0.0, np.where(fast, table.weight, NONE_BYTES).argmin(axis=1), {}, 0.0)
+    return Found(0.0, np.where(fast, table.weight, NONE_BYTES).argmin(axis=1), {}, 0.0)
 
 
-def _first(table: Table, caps: Ints, budget_bytes: int) -> _Found:
+def _first(table: Table, caps: Ints, budget_bytes: int) -> Found:
     """A good solution to start from: the best of the rounded relaxations at a few caps. Its cost is in seconds."""
-    found: list[_Found] = []
+    found: list[Found] = []
     for cap in np.unique(caps[np.linspace(0, len(caps) - 1, 5).astype(int)]).tolist():
         room = budget_bytes - cap - table.least_bytes
         relaxed = relax(table, table.time_s, table.transient <= cap, room)
         assert relaxed is not None, "the caps are those that something fits under"
-        found.append(_rounded(relaxed, 1.0))
+        found.append(rounded(relaxed, 1.0))
     return min(found, key=lambda solution: solution.cost)
-
-
-def _rounded(relaxed: Relaxation, unit_s: float) -> _Found:
-    deviations = {} if relaxed.swaps is None else {relaxed.swaps[:2]: relaxed.swaps[2]}
-    return _Found(relaxed.cost, relaxed.reference, deviations, relaxed.price * unit_s)
-
-
-class _Cap:
-    """How far one cap has been searched.
-
-    Attributes:
-        relaxed: its linear relaxation; the reference of what follows.
-        cost: of the reference, in units.
-        left: bytes that the reference leaves.
-        weight, excess: of each option against its group's reference, (groups, options).
-        useful: options that may improve on the best solution, (groups, options); the reference is not among them.
-        bound: the least cost at this cap.
-        deviations, capacity: what the next round looks at.
-    """
-
-    def __init__(self, table: Table, cost: Ints, admitted: NDArray[np.bool_], room: int, relaxed: Relaxation) -> None:
-        groups = np.arange(len(table.count))
-        self.relaxed = relaxed
-        self.left = room - relaxed.weight
-        self.weight = table.weight - table.weight[groups, relaxed.reference][:, None]
-        self.added = cost - cost[groups, relaxed.reference][:, None]
-        self.cost = exact_dot(table.count, cost[groups, relaxed.reference])
-        self.excess = self.added + relaxed.price * self.weight
-        self.useful = admitted.copy()
-        self.useful[groups, relaxed.reference] = False
-        self.bound = relaxed.bound
-        self.deviations = FIRST_DEVIATIONS
-        self.capacity = FIRST_CAPACITY
-
-    def narrow(self, target: float) -> None:
-        """Drops the options that no solution below ``target`` takes, and with them memory that nothing can use.
-
-        All sums of the others are multiples of their greatest common divisor away from the reference; what is left
-        beyond a multiple stays unused, and is worth its price.
-        """
-        self.useful &= self.excess <= target - self.bound
-        step = int(np.gcd.reduce(self.weight[self.useful], initial=0))
-        unusable = self.left % step if step else self.left
-        self.bound += self.relaxed.price * unusable
-        self.left -= unusable
-
-    def allowed(self, count: Ints, gap: float) -> float:
-        """The excess, at most the gap, that admits about as many deviations as the round is to look at.
-
-        An option of excess e that n operators have is taken by up to ``limit / e`` of them, each number being one
-        deviation; options that lose next to nothing are not counted, since every limit admits them.
-        """
-        least = gap * 2.0**-SMALLEST_LIMIT_LOG2
-        counted = self.useful & (self.excess > least)
-        operators, excess = np.broadcast_to(count[:, None], counted.shape)[counted], self.excess[counted]
-        limit = gap
-        while limit > least and np.minimum(operators, limit // excess).sum() > self.deviations:
-            limit /= math.sqrt(2)
-        return limit
-
-    def best_two(self) -> tuple[int, Deviations]:
-        """The best plan in which at most two operators deviate from the reference: a first guess.
-
-        The operators are parted into two halves, one deviation from each, by every digit of the group's index in
-        turn: two groups differ in some digit.
-        """
-        rows, options = np.nonzero(self.useful)
-        weight, added = self.weight[rows, options], self.added[rows, options]
-        best: tuple[int, Deviations] = (0, {})
-        for digit in range(max(1, len(self.useful).bit_length())):
-            half = (rows >> digit) & 1 == 1
-            left, right = (leaf(rows[part], options[part], weight[part], added[part]) for part in (half, ~half))
-            pair = best_pair(left, right, self.left)
-            if pair is not None and pair[0] < best[0]:
-                best = pair
-        return best
-
-    def fronts(self, count: Ints, limits: Limits) -> list[Front]:
-        """What each group may deviate to within the limits."""
-        within = self.useful & (self.excess <= limits.excess)
-        fronts: list[Front] = []
-        for row in np.flatnonzero(within.any(axis=1)).tolist():
-            options = np.flatnonzero(within[row])
-            one = leaf(np.full(len(options), row), options, self.weight[row, options], self.added[row, options])
-            fronts += copies(one, row, int(count[row]), limits)
-        return fronts
 
 
 class _Search:
     """Best first over the caps; costs are in integer units, above the sum of the operators' fastest."""
 
-    def __init__(self, table: Table, caps: Ints, budget_bytes: int, first: _Found, deadline: float) -> None:
+    def __init__(self, table: Table, caps: Ints, budget_bytes: int, first: Found, deadline: float) -> None:
         self.table = table
         self.caps = caps
         self.room = budget_bytes - table.least_bytes - caps
@@ -319,15 +218,21 @@ class _Search:
         scaled = np.ldexp(np.where(self.useful, table.time_s, 0.0) / first.cost, UNITS_LOG2)
         self.cost: Ints = np.rint(scaled).astype(np.int64)
         self.float_cost: Floats = np.where(self.useful, self.cost.astype(np.float64), NONE_COST)
-        self.best = _Found(float(1 << UNITS_LOG2), first.reference, first.deviations, first.price_s_per_byte)
+        self.best = Found(float(1 << UNITS_LOG2), first.reference, first.deviations, first.price_s_per_byte)
         self.tolerance = TOLERANCE * (first.cost + table.least_s) / self.unit_s
         self.bounds: Floats = np.zeros(len(caps))
-        self.opened: dict[int, _Cap] = {}
+        self.nodes: dict[int, Node] = {}
 
     @property
     def bound_s(self) -> float:
-        """No solution takes less."""
-        return self.table.least_s + min(float(self.bounds.min()), self.best.cost) * self.unit_s
+        """No solution takes less; infinite if none takes less than the best."""
+        bound = float(self.bounds.min())
+        return self.table.least_s + bound * self.unit_s if bound < self.target else math.inf
+
+    @property
+    def gap(self) -> float:
+        """Relative to what the best solution takes in all."""
+        return (self.best.cost - float(self.bounds.min())) * TOLERANCE / self.tolerance
 
     @property
     def target(self) -> float:
@@ -339,13 +244,15 @@ class _Search:
         try:
             while self.bounds[at := int(self.bounds.argmin())] < self.target:
                 self.tick()
-                cap = self.opened.get(at)
-                if cap is None:
+                node = self.nodes.get(at)
+                if node is None:
                     self._open(at)
-                elif cap.capacity > LAST_CAPACITY:
+                elif node.capacity > FIRST_CAPACITY and self.gap <= PROVEN:
+                    return True
+                elif node.capacity > LAST_CAPACITY:
                     return False
                 else:
-                    self._round(at, cap)
+                    self._round(at, node)
         except _OutOfTimeError:
             return False
         return True
@@ -355,7 +262,7 @@ class _Search:
         if time.monotonic() > self.deadline:
             raise _OutOfTimeError
 
-    def _offer(self, found: _Found) -> None:
+    def _offer(self, found: Found) -> None:
         if found.cost < self.best.cost:
             self.best = found
 
@@ -367,50 +274,74 @@ class _Search:
         if relaxed is None:
             self.bounds[at] = math.inf
             return
-        self._offer(_rounded(relaxed, self.unit_s))
+        self._offer(rounded(relaxed, self.unit_s))
         others = self.table.lagrangian(self.float_cost, relaxed.price, self.caps, self.room)
-        self.bounds = np.maximum(self.bounds, others)
-        opened = self.opened[at] = _Cap(self.table, self.cost, admitted, room, relaxed)
-        added, deviations = opened.best_two()
-        self._offer(_Found(opened.cost + added, relaxed.reference, deviations, relaxed.price * self.unit_s))
-        opened.narrow(self.target)
-        self.bounds[at] = max(float(self.bounds[at]), opened.bound)
+        self.bounds[: len(self.caps)] = np.maximum(self.bounds[: len(self.caps)], others)
+        self._enter(at, self._node(admitted, room, Side(relaxed, None, 0, relaxed.bound), relaxed.price * self.unit_s))
 
-    def _round(self, at: int, cap: _Cap) -> None:
+    def _node(self, admitted: NDArray[np.bool_], room: int, side: Side, price_s_per_byte: float) -> Node:
+        return Node(self.table, self.cost, admitted, room, side, price_s_per_byte)
+
+    def _enter(self, at: int, node: Node) -> None:
+        """Makes a first guess at a node and bounds it."""
+        added, deviations = node.best_two()
+        self._offer(node.found(added, deviations))
+        node.narrow(self.target)
+        self.nodes[at] = node
+        self.bounds[at] = max(float(self.bounds[at]), node.bound)
+        if node.branched and node.bound < self.target:
+            polished = polish(self.table, self.cost, node, self.best, self.unit_s, self.tick)
+            if polished is not None:
+                self._offer(polished)
+
+    def _branch(self, at: int, node: Node) -> bool:
+        """Parts a node in two, if that raises its bound."""
+        sides = branch(self.table, self.cost, node.admitted, node.room, node.relaxed)
+        if not sides or min(side.bound for side in sides) < node.bound + (self.target - node.bound) * WORTH_BRANCHING:
+            node.whole = True
+            return False
+        self.bounds[at] = math.inf
+        for side in sides:
+            self.bounds = np.append(self.bounds, side.bound)
+            self._enter(len(self.bounds) - 1, self._node(node.admitted, node.room, side, node.price_s_per_byte))
+        return True
+
+    def _round(self, at: int, node: Node) -> None:
         """Combines the options of small excess at one cap; raises its bound, or allows more in the next round."""
-        cap.narrow(self.target)
-        gap = self.target - cap.bound
+        node.narrow(self.target)
+        gap = self.target - node.bound
         if gap <= 0:
             self.bounds[at] = math.inf
             return
-        limits = Limits(cap.relaxed.price, cap.allowed(self.table.count, gap), cap.capacity, self.tick)
-        left, right = total(cap.fronts(self.table.count, limits), limits)
-        pair = best_pair(left, right, cap.left)
-        assert pair is not None, "the reference itself fits"
-        value = cap.cost + pair[0]
-        self._offer(_Found(value, cap.relaxed.reference, pair[1], cap.relaxed.price * self.unit_s))
+        limits = Limits(node.allowed(self.table.count, gap), node.branched, node.capacity, self.tick)
+        left, right = total(node.fronts(self.table.count, limits), limits)
+        pair = best_pair(left, right, node.left)
+        value = math.inf
+        if pair is not None:
+            value = node.cost + pair[0]
+            self._offer(node.found(*pair))
         if not (left.complete and right.complete):
-            cap.capacity *= 8
-        elif limits.excess >= gap or value <= cap.bound + limits.excess:
+            if node.whole or not self._branch(at, node):
+                node.capacity *= 8
+        elif limits.excess >= gap or value <= node.bound + limits.excess:
             self.bounds[at] = math.inf
         else:
-            self.bounds[at] = max(float(self.bounds[at]), cap.bound + limits.excess)
-            cap.deviations += cap.deviations // 2
+            self.bounds[at] = max(float(self.bounds[at]), node.bound + limits.excess)
+            node.deviations += node.deviations // 2
 
 
 def _finish(
-    table: Table, menus: Sequence[Sequence[Option]], found: _Found, *, bound_s: float | None = None
+    table: Table, menus: Sequence[Sequence[Option]], found: Found, bound_s: float = math.inf, *, optimal: bool = True
 ) -> Solution:
-    """The choices of each operator; without a bound the solution is optimal."""
+    """The choices of each operator."""
+    taken = [{option: len(members)} for option, members in zip(found.reference.tolist(), table.members, strict=True)]
+    for (row, option), count in found.deviations.items():
+        taken[row][option] = taken[row].get(option, 0) + count
+        taken[row][int(found.reference[row])] -= count
     choices = [0] * len(menus)
     for row, members in enumerate(table.members):
-        taken = {int(found.reference[row]): len(members)}
-        for (group, option), count in found.deviations.items():
-            if group == row:
-                taken[option] = taken.get(option, 0) + count
-                taken[int(found.reference[row])] -= count
-        order = sorted((int(table.option[row, at]), count) for at, count in taken.items())
-        options = [option for option, count in order for _ in range(count)]
+        counts = sorted((int(table.option[row, at]), count) for at, count in taken[row].items())
+        options = [option for option, count in counts for _ in range(count)]
         for member, option in zip(members, options, strict=True):
             choices[member] = option
     chosen = [menu[choice] for menu, choice in zip(menus, choices, strict=True)]
@@ -419,7 +350,7 @@ def _finish(
         choices=tuple(choices),
         time_s=time_s,
         peak_bytes=sum(int(o.resident_bytes) for o in chosen) + max(int(o.transient_bytes) for o in chosen),
-        bound_s=time_s if bound_s is None else min(bound_s, time_s),
-        optimal=bound_s is None,
+        bound_s=min(bound_s, time_s),
+        optimal=optimal,
         price_s_per_byte=found.price_s_per_byte,
     )

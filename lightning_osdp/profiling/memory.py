@@ -46,7 +46,7 @@ def fix_cpu_allocator() -> None:
 
 
 def release_unused(device: torch.device) -> None:
-    """Hands memory that nothing uses back: what was allocated before ``fix_cpu_allocator`` may lie freed in the heap."""
+    """Hands unused memory back: what was allocated before ``fix_cpu_allocator`` may lie freed in the heap."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -15,11 +15,9 @@ Small parameters stay outside, so an operator usually has a single sharded weigh
 
 from __future__ import annotations
 
-import types
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,6 +40,10 @@ from lightning_osdp.sharding.state import (
     load_model_state,
     load_optimizer_state,
 )
+from lightning_osdp.sharding.without_cuda import NO_STREAM, View, run_without_cuda
+
+# FairScale calls a private, deprecated name; this is the same collective, and the one that is measured.
+fairscale_module.dist = View(dist, _all_gather_base=collectives.all_gather)
 
 GATHERS_IN_FLIGHT = 2
 """How many gathers may run ahead of compute on CUDA: the one in use and the next. FairScale sets no bound."""
@@ -302,8 +304,8 @@ class _Shared:
             self.gathers: _GatherBound | _NoBound = _GatherBound(GATHERS_IN_FLIGHT)
         else:
             self.reduce_group = group
-            _run_without_cuda()
-            self.streams = dict.fromkeys(("fp32_to_fp16", "all_gather", "post_backward"), _NO_STREAM)
+            run_without_cuda(fairscale_module)
+            self.streams = dict.fromkeys(("fp32_to_fp16", "all_gather", "post_backward"), NO_STREAM)
             self.gathers = _NoBound()
 
 
@@ -366,77 +368,3 @@ class _NoBound:
 
     def after_free(self) -> None:
         """Nothing to mark."""
-
-
-class _NoStream:
-    """A CUDA stream where there is none: work is done when the call returns."""
-
-    def wait_stream(self, stream: object) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-
-_NO_STREAM = _NoStream()
-
-
-class _NoCuda(types.ModuleType):
-    """What FairScale sees as ``torch.cuda`` in a process that computes on the CPU."""
-
-    Stream = _NoStream
-
-    @staticmethod
-    def is_available() -> bool:
-        """Always false."""
-        return False
-
-    @staticmethod
-    def current_stream() -> _NoStream:
-        """The one and only."""
-        return _NO_STREAM
-
-    @staticmethod
-    @contextmanager
-    def stream(_: object) -> Iterator[None]:
-        """Runs the body as it is."""
-        yield
-
-    @staticmethod
-    def synchronize() -> None:
-        """Nothing to wait for."""
-
-
-class _View(types.ModuleType):
-    """A module as it is, but for some names."""
-
-    def __init__(self, module: types.ModuleType, **changes: Any) -> None:
-        super().__init__(module.__name__)
-        self._module = module
-        self.__dict__.update(changes)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-# FairScale calls a private, deprecated name; this is the same collective, and the one that is measured.
-fairscale_module.dist = _View(dist, _all_gather_base=collectives.all_gather)
-
-
-def _run_without_cuda() -> None:
-    """Lets FairScale run in a process that computes on the CPU. Idempotent.
-
-    It takes CUDA streams for granted: on a CPU build ``torch.cuda.current_stream`` raises, and so does
-    ``Tensor.record_stream`` for a CPU tensor.
-    """
-    if isinstance(fairscale_module.torch, _View):
-        return
-    fairscale_module.torch = _View(torch, cuda=_NoCuda("torch.cuda"))
-    original = torch.Tensor.record_stream
-
-    def record_stream(self: Tensor, stream: Any) -> None:
-        if self.device.type != "cpu":
-            original(self, stream)
-
-    torch.Tensor.record_stream = record_stream  # type: ignore[method-assign, assignment]
-    warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)

@@ -1,0 +1,74 @@
+"""What a user may ask for: arguments read and checked, combinations that can't work refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planning.cluster import Cluster
+from lightning_osdp.planning.plan import ExecutionPlan
+
+
+def positive(name: str, value: int | str | None) -> int | None:
+    """``value`` if it is a positive whole number or None.
+
+    Raises:
+        ConfigurationError: it is anything else; ``name`` says which argument.
+    """
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ConfigurationError(f"{name}={value!r} is not a positive whole number")
+    return value
+
+
+def refuse(trainer: pl.Trainer, precision: Precision) -> None:
+    """Refuses combinations that would train wrongly.
+
+    Raises:
+        ConfigurationError: a callback averages weights, or the precision is not supported.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ConfigurationError(
+                f"{type(callback).__name__} averages a copy of the whole module, which no rank holds under OSDP: "
+                "remove the callback"
+            )
+    known = type(precision) is Precision or (isinstance(precision, MixedPrecision) and precision.scaler is None)
+    if not known:
+        raise ConfigurationError(f"precision={precision.precision!r} is not supported: use '32-true' or 'bf16-mixed'")
+
+
+def read_plan(plan: str | Path | ExecutionPlan | None) -> ExecutionPlan | None:
+    """The plan that was given, from its file if it is a path.
+
+    Raises:
+        ConfigurationError: the file can't be read or is not a plan.
+        PlanMismatchError: it is a plan of another version.
+    """
+    if plan is None or isinstance(plan, ExecutionPlan):
+        return plan
+    return ExecutionPlan.from_json(_read_text(Path(plan), "plan"), source=str(plan))
+
+
+def read_cluster(cluster: str | Path | Cluster | None) -> Cluster | None:
+    """The hardware that was given, from its file if it is a path.
+
+    Raises:
+        ConfigurationError: the file can't be read or does not describe a cluster.
+    """
+    if cluster is None or isinstance(cluster, Cluster):
+        return cluster
+    try:
+        return Cluster.model_validate_json(_read_text(Path(cluster), "cluster"))
+    except ValueError as error:
+        raise ConfigurationError(f"{cluster} is not a cluster file: {error}") from error
+
+
+def _read_text(path: Path, what: str) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"the {what} file {path} can't be read: {error}") from error

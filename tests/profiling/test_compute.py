@@ -1,0 +1,124 @@
+"""Which kernels are timed, how often, and how their times add up. Nothing here depends on how fast the machine is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_osdp.errors import OSDPWarning
+from lightning_osdp.planning.operators import OUTSIDE
+from lightning_osdp.profiling import compute
+from lightning_osdp.profiling.compute import measure
+from lightning_osdp.profiling.kernels import Kernel, TensorSpec, spec_of
+from lightning_osdp.profiling.trace import Trace, trace
+from tests.profiling.models import Regression, TinyGPT, tokens
+
+CPU = torch.device("cpu")
+aten = torch.ops.aten
+
+
+def traced(layers: int = 1) -> Trace:
+    return trace(TinyGPT(layers), tokens(), 4, device=CPU)
+
+
+def test_views_are_no_kernels_and_products_are() -> None:
+    found = trace(Regression(nn.Linear(8, 8)), torch.ones(4, 8), 4, device=CPU).kernels[2]
+    funcs = {kernel.func for kernel in found}
+    assert aten.addmm.default in funcs
+    assert not funcs & {aten.t.default, aten.view.default, aten.detach.default, aten.expand.default}
+    (product,) = [kernel for kernel in found if kernel.func is aten.addmm.default]
+    assert (product.operator, product.phase, product.count) == (0, "forward", 1)
+    assert product.args[1] == TensorSpec((2, 8), (8, 1), torch.float32)
+
+
+def test_identical_operators_share_their_kernels() -> None:
+    """A deeper model of the same blocks has more kernels to count and not one more to time."""
+    shallow, deep = traced(1), traced(3)
+    assert {k.key for k in deep.kernels[2]} == {k.key for k in shallow.kernels[2]}
+    assert len(deep.kernels[2]) > len(shallow.kernels[2])
+
+
+def test_every_different_kernel_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = traced()
+    times: list[Kernel] = []
+
+    def count(kernel: Kernel, clock: object, share_s: float) -> float:
+        times.append(kernel)
+        return 1.0
+
+    monkeypatch.setattr(compute, "_time", count)
+    monkeypatch.setattr(compute, "_node_overhead_s", lambda clock: compute._Overhead(0.0, 0.0))
+    steps: list[tuple[int, int]] = []
+    result = measure(found, CPU, progress=lambda done, total: steps.append((done, total)))
+    everything = [*found.kernels[2], *found.kernels[8], *found.optimizer_kernels]
+    assert len(times) == len({kernel.key for kernel in everything}) == steps[-1][0] == steps[-1][1]
+    calls = sum(kernel.count for kernel in found.kernels[8])
+    predicted = sum(operator.at(8) for operator in result.operators) + result.outside.at(8)
+    assert predicted == pytest.approx(calls)
+    trainable = sum(p.gradient_bytes for operator in found.description.operators for p in operator.parameters)
+    assert result.optimizer_s_per_byte * trainable == pytest.approx(sum(k.count for k in found.optimizer_kernels))
+
+
+def test_measured_times_are_aligned_and_never_negative() -> None:
+    found = traced()
+    before = torch.get_rng_state()
+    result = measure(found, CPU, time_budget_s=1.0)
+    assert torch.equal(before, torch.get_rng_state())
+    assert len(result.operators) == len(found.description.operators)
+    for each in (*result.operators, result.outside):
+        for part in (each.forward, each.backward):
+            assert part.fixed >= 0
+            assert part.per_sample >= 0
+            assert part.at(4) > 0
+    assert result.optimizer_s_per_byte > 0
+
+
+def test_all_kernels_of_common_layers_run_by_themselves(recwarn: pytest.WarningsRecorder) -> None:
+    nets = [
+        (nn.LSTM(8, 6, batch_first=True), (4, 5, 8)),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()), (4, 3, 8, 8)),
+        (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (4, 5, 8)),
+    ]
+    for net, shape in nets:
+        measure(trace(Regression(net), torch.ones(shape), 4, device=CPU), CPU, time_budget_s=0.1)
+    assert [str(warning.message) for warning in recwarn if issubclass(warning.category, OSDPWarning)] == []
+
+
+def test_kernel_that_cannot_run_alone_is_estimated_with_one_warning() -> None:
+    broken = Kernel(aten.mm.default, (spec_of(torch.ones(2, 3)), spec_of(torch.ones(2, 3))), (), OUTSIDE, "forward")
+    good = traced()
+    found = Trace(good.description, {2: (broken,)}, ())
+    with pytest.warns(OSDPWarning, match="1 of 1 kernels") as caught:
+        result = measure(found, CPU)
+    assert len(caught) == 1
+    assert 0 < result.outside.forward.at(2) < 1
+
+
+@pytest.mark.parametrize(
+    ("points", "fixed", "per_sample"),
+    [
+        ([(2, 3.0), (8, 9.0)], 1.0, 1.0),
+        ([(2, 4.0), (8, 2.0)], 3.0, 0.0),
+        ([(1, 0.0), (3, 10.0)], 0.0, 3.0),
+        ([(4, 5.0)], 5.0, 0.0),
+    ],
+    ids=["rising", "falling", "negative intercept", "one size"],
+)
+def test_lines_have_neither_slope_nor_intercept_below_zero(
+    points: list[tuple[int, float]], fixed: float, per_sample: float
+) -> None:
+    line = compute._rising(points)
+    assert (line.fixed, line.per_sample) == (pytest.approx(fixed), pytest.approx(per_sample))
+
+
+def test_made_up_arguments_have_the_strides_and_the_range_that_the_kernel_needs() -> None:
+    table, index = torch.ones(50, 4), torch.zeros(3, 2, dtype=torch.long)
+    kernel = Kernel(aten.embedding.default, (spec_of(table), spec_of(index.t())))
+    args, _ = compute._arguments(kernel, CPU)
+    assert args[1].stride() == index.t().stride()
+    assert 0 <= int(args[1].min()) <= int(args[1].max()) < 50
+    expanded = compute._tensor(TensorSpec((5, 4), (0, 1), torch.float32), 1, CPU)
+    assert expanded.untyped_storage().nbytes() == 16
+    assert torch.equal(compute._copy(expanded), expanded)
+    assert compute._copy(expanded).data_ptr() != expanded.data_ptr()
