@@ -197,6 +197,7 @@ def _measurements(
     known = [_read(file) if ranks.is_first and file is not None else None]
     dist.broadcast_object_list(known, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
     if known[0] is not None and (cluster is not None or _still_true(known[0].link, ranks)):
+        compute.warm_up(traced, ranks.device)
         return known[0], True
     with _progress(ranks) as advance:
         link = (

@@ -1,6 +1,6 @@
 """Plan to tables, for people: what was decided, what it is predicted to cost, and what was measured. Decides nothing.
 
-Milliseconds and GiB exist only here (and where people write them, ``planning.units``). Tables read the same without
+Seconds and bytes become ms and GiB in ``planning.units``. Tables read the same without
 colours and in 100 columns.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -16,25 +15,13 @@ from rich.text import Text
 
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
+from lightning_osdp.planning.runs import Run, group_runs
+from lightning_osdp.planning.units import format_bytes, format_count, format_seconds
 
 RUNNERS_UP = 3
 """How many of the other batch sizes are shown."""
 
 _BAR_WIDTH = 24
-
-
-@dataclass(frozen=True)
-class Run:
-    """Operators whose names differ only in one integer component, counting up by one, with the same choice."""
-
-    pattern: str
-    """Their common name, with a range for the integer: ``blocks.0-7.attn.qkv``."""
-    operators: tuple[OperatorPlan, ...]
-
-    @property
-    def num_parameters(self) -> int:
-        """Of all of them together."""
-        return sum(op.num_parameters for op in self.operators)
 
 
 def plan_table(plan: ExecutionPlan, profiling_s: float | None = None, collectives: int | None = None) -> Group:
@@ -75,61 +62,12 @@ def measured_table(plan: ExecutionPlan, step_time_s: float, peak_memory_bytes: i
     return table
 
 
-def group_runs(operators: Iterable[OperatorPlan]) -> list[Run]:
-    """Operators joined into runs, in the order of each run's first operator.
-
-    Repeated blocks interleave their operators (``0.qkv, 0.mlp, 1.qkv, ...``), so a run stays open while others grow.
-    A run counts along the integer in which its second operator differs from its first.
-    """
-    runs: list[list[OperatorPlan]] = []
-    awaited: dict[tuple[object, ...], int] = {}
-    for operator in operators:
-        keys = _keys(operator)
-        found = next(((key, awaited[key]) for key in keys if key in awaited), None)
-        if found is None:
-            runs.append([operator])
-            awaited.update((_following(key), len(runs) - 1) for key in keys)
-            continue
-        key, index = found
-        runs[index].append(operator)
-        awaited = {other: run for other, run in awaited.items() if run != index} | {_following(key): index}
-    return [Run(_pattern([op.name for op in run]), tuple(run)) for run in runs]
-
-
 def to_text(renderable: RenderableType, width: int = 100) -> str:
     """What ``renderable`` looks like as plain text of at most ``width`` columns: for logs and files."""
     console = Console(width=width, color_system=None, force_terminal=False, force_jupyter=False)
     with console.capture() as capture:
         console.print(renderable)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
-
-
-def format_bytes(amount: float) -> str:
-    """Bytes as people read them: ``512 B``, ``1.5 KiB``, ``900.0 MiB``, ``8.00 GiB``."""
-    for unit, size, digits in (("B", 1, 0), ("KiB", 1 << 10, 1), ("MiB", 1 << 20, 1)):
-        if round(amount / size, digits) < 1024:
-            return f"{amount / size:.{digits}f} {unit}"
-    return f"{amount / (1 << 30):.2f} GiB"
-
-
-def format_seconds(seconds: float) -> str:
-    """Seconds as people read them: ``0.045 ms``, ``12.3 ms``, ``1.25 s``, ``2 min 05 s``."""
-    if round(seconds * 1e3, 3) < 1:
-        return f"{seconds * 1e3:.3f} ms"
-    if round(seconds * 1e3, 1) < 1000:
-        return f"{seconds * 1e3:.1f} ms"
-    if round(seconds, 2) < 60:
-        return f"{seconds:.2f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s"
-
-
-def format_count(count: int) -> str:
-    """A number of parameters as people read it: ``768``, ``98.3 K``, ``10.9 M``, ``1.50 B``."""
-    for unit, size, digits in (("", 1, 0), (" K", 10**3, 1), (" M", 10**6, 1)):
-        if round(count / size, digits) < 1000:
-            return f"{count / size:.{digits}f}{unit}"
-    return f"{count / 10**9:.2f} B"
 
 
 def _heading(plan: ExecutionPlan) -> Text:
@@ -237,25 +175,3 @@ def _format_choice(operator: OperatorPlan) -> str:
     counts = Counter(operator.slices)
     words = [f"{mode.value} x {count}" if len(operator.slices) > 1 else mode.value for mode, count in counts.items()]
     return " + ".join(words) + (", recomputed" if operator.checkpoint else "")
-
-
-def _keys(operator: OperatorPlan) -> list[tuple[object, ...]]:
-    """One key for each integer in the name: (what is before it, what is after it, the choice, the integer)."""
-    parts = operator.name.split(".")
-    return [
-        (tuple(parts[:position]), tuple(parts[position + 1 :]), operator.slices, operator.checkpoint, int(part))
-        for position, part in enumerate(parts)
-        if part.isdecimal()
-    ]
-
-
-def _following(key: tuple[object, ...]) -> tuple[object, ...]:
-    *rest, integer = key
-    assert isinstance(integer, int)
-    return (*rest, integer + 1)
-
-
-def _pattern(names: Sequence[str]) -> str:
-    """The names of a run as one: ``a.0.b, a.1.b, a.2.b`` is ``a.0-2.b``."""
-    first, last = names[0].split("."), names[-1].split(".")
-    return ".".join(a if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))

@@ -23,6 +23,17 @@ class ModelIdentity(Frozen):
     num_parameters: int = Field(ge=0)
 
 
+class ModeCost(Frozen):
+    """What an operator costs in one mode, as the search saw it: per rank and optimizer step."""
+
+    mode: Mode
+    time_s: float
+    resident_bytes: int
+    """Held all the time."""
+    transient_bytes: int
+    """Held while the operator runs; of all operators only the largest counts."""
+
+
 class OperatorPlan(Frozen):
     """What was decided for one operator."""
 
@@ -30,6 +41,10 @@ class OperatorPlan(Frozen):
     slices: tuple[Mode, ...] = Field(min_length=1)
     checkpoint: bool = False
     num_parameters: int = Field(ge=0)
+    pinned: str = ""
+    """Why it must stay replicated; empty if it need not, or if the plan does not say."""
+    alternatives: tuple[ModeCost, ...] = ()
+    """What each mode that it may take costs, the chosen one among them; empty if the plan does not say."""
 
 
 class Prediction(Frozen):
@@ -54,6 +69,30 @@ class FrontierPoint(Frozen):
     peak_memory_bytes: int
 
 
+class PeakMoment(Frozen):
+    """The moment of a step at which most is held, and what makes it up, in bytes."""
+
+    where: str
+    """``forward of NAME``, ``backward of NAME``, ``optimizer step``."""
+    states: int
+    gradients: int
+    gathered: int
+    transient: int
+    activations: int
+    overhead: int
+
+
+class SearchEnd(Frozen):
+    """Why no larger batch size was tried."""
+
+    reason: Literal["memory", "maximum", "fixed", "global_batch_size"]
+    """Out of memory, at the largest one asked for, told what to use, or told what all ranks together make."""
+    batch_size: int | None = None
+    """``memory``: the first that does not fit; ``maximum``: the largest allowed."""
+    needed_bytes: int | None = None
+    """``memory``: the peak of the smallest plan at that batch size."""
+
+
 class ExecutionPlan(Frozen):
     """The chosen batch size and the choice for each operator, with what they are predicted to cost."""
 
@@ -68,6 +107,10 @@ class ExecutionPlan(Frozen):
     operators: tuple[OperatorPlan, ...]
     predicted: Prediction
     frontier: tuple[FrontierPoint, ...] = ()
+    price_s_per_byte: float | None = None
+    """Seconds a step that one more byte of memory would save at this batch size, by the search's linear relaxation."""
+    peak: PeakMoment | None = None
+    search_end: SearchEnd | None = None
 
     def to_json(self) -> str:
         """The plan as indented JSON text."""

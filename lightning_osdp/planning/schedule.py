@@ -8,7 +8,7 @@ search, and what it exceeds is taken away, until nothing more can be gained.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.planning.choices import Mode, legal_modes
@@ -18,9 +18,12 @@ from lightning_osdp.planning.operators import ModelDescription
 from lightning_osdp.planning.plan import (
     ExecutionPlan,
     FrontierPoint,
+    ModeCost,
     ModelIdentity,
     OperatorPlan,
+    PeakMoment,
     Prediction,
+    SearchEnd,
 )
 from lightning_osdp.planning.search import Option, solve
 from lightning_osdp.planning.timeline import Peak, Timeline
@@ -31,6 +34,9 @@ amortised ever further by larger batches, but the last percent is not worth fewe
 
 MAX_BATCH_SIZE = 4096
 """Where the walk ends if memory never does."""
+
+RANK_FACTORS = (2, 4, 8)
+"""How many times the ranks are tried where nothing fits, to say how many would be enough."""
 
 REFINEMENTS = 12
 """Solutions per batch size at most, while budget and true peak are brought together."""
@@ -113,6 +119,14 @@ class BatchRule:
                 yield size, self.accumulation
                 size += max(1, size // 8)
 
+    def end(self) -> SearchEnd:
+        """Why no larger batch size is tried than the last of ``pairs``."""
+        if self.batch_size is not None:
+            return SearchEnd(reason="fixed")
+        if self.global_batch_size is not None and self.max_batch_size is None:
+            return SearchEnd(reason="global_batch_size")
+        return SearchEnd(reason="maximum", batch_size=self.max_batch_size or MAX_BATCH_SIZE)
+
     def _pairs_of_global(self, ranks: int, most: int) -> Iterator[tuple[int, int]]:
         total = self.global_batch_size
         assert total is not None
@@ -138,19 +152,22 @@ def make_plan(problem: Problem, rule: BatchRule) -> ExecutionPlan:
     """Algorithm 1 over the batch sizes of ``rule``.
 
     Raises:
-        InfeasibleError: not even the smallest batch fits; says what is needed, what there is, the largest operator.
+        InfeasibleError: not even the smallest batch fits; says what is needed, what there is, the largest operator,
+            and what would fit.
         ConfigurationError: the batch sizes of ``rule`` contradict each other.
     """
     timeline = Timeline(problem.model, problem.cluster, problem.overhead_bytes)
     candidates: list[Candidate] = []
+    end: SearchEnd | None = None
     for batch_size, accumulation in rule.pairs(problem.cluster.ranks):
         try:
             candidates.append(best_candidate(problem, timeline, batch_size, accumulation))
-        except InfeasibleError:
+        except InfeasibleError as error:
             if not candidates:
-                raise
+                raise _with_remedies(error, problem, batch_size, accumulation) from None
+            end = SearchEnd(reason="memory", batch_size=batch_size, needed_bytes=error.needed_bytes)
             break
-    return _to_plan(problem, choose(candidates), candidates)
+    return _to_plan(problem, choose(candidates), candidates, end or rule.end())
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:
@@ -207,6 +224,12 @@ class _Menu:
             for mode, cost in zip(self.modes, self.costs, strict=True)
         ]
 
+    def alternatives(self) -> tuple[ModeCost, ...]:
+        """The options as the plan keeps them."""
+        return tuple(
+            ModeCost(mode=mode, **option._asdict()) for mode, option in zip(self.modes, self.options, strict=True)
+        )
+
 
 def solve_menus(menus: Sequence[_Menu], budget_bytes: int) -> tuple[Mode, ...]:
     """The fastest modes within a budget for states and transients."""
@@ -230,6 +253,20 @@ def _largest_budget(menus: Sequence[_Menu]) -> int:
 def _smallest(
     problem: Problem, timeline: Timeline, menus: Sequence[_Menu], batch_size: int, accumulation: int
 ) -> Candidate:
+    """The plan of least true peak, if that is within the limit.
+
+    Raises:
+        InfeasibleError: it is not.
+    """
+    smallest = _least(problem, timeline, menus, batch_size, accumulation)
+    if smallest.peak.total_bytes > problem.memory_limit_bytes:
+        raise _infeasible(problem, smallest)
+    return smallest
+
+
+def _least(
+    problem: Problem, timeline: Timeline, menus: Sequence[_Menu], batch_size: int, accumulation: int
+) -> Candidate:
     """The plan of least true peak: of everything sharded, and what the search needs at least.
 
     The two differ where one operator dominates: gathering it costs more than sharding its states saves.
@@ -241,31 +278,79 @@ def _smallest(
         needed = error.needed_bytes
     plans = {tuple(menu.modes[-1] for menu in menus), solve_menus(menus, needed)}
     found = [_candidate(problem, timeline, menus, modes, batch_size, accumulation) for modes in sorted(plans)]
-    smallest = min(found, key=lambda candidate: candidate.peak.total_bytes)
-    if smallest.peak.total_bytes > problem.memory_limit_bytes:
-        raise _infeasible(problem, smallest)
-    return smallest
+    return min(found, key=lambda candidate: candidate.peak.total_bytes)
+
+
+def least_bytes(problem: Problem, batch_size: int, accumulation: int = 1) -> int:
+    """Peak of the plan that takes least memory at one batch size, whatever the limit."""
+    menus = [_Menu(problem, index, batch_size, accumulation) for index in range(len(problem.model.operators))]
+    timeline = Timeline(problem.model, problem.cluster, problem.overhead_bytes)
+    return _least(problem, timeline, menus, batch_size, accumulation).peak.total_bytes
+
+
+def _mib(amount: float) -> str:
+    return f"{amount / (1 << 20):,.0f} MiB"
 
 
 def _infeasible(problem: Problem, smallest: Candidate) -> InfeasibleError:
     operators = problem.model.operators
     largest = max(range(len(operators)), key=lambda i: sum(p.state_bytes for p in operators[i].parameters))
     operator, peak = operators[largest], smallest.peak
-
-    def mib(amount: float) -> str:
-        return f"{amount / (1 << 20):,.0f} MiB"
-
     return InfeasibleError(
-        f"nothing fits: batch size {smallest.batch_size} needs at least {mib(peak.total_bytes)} per device, the limit "
-        f"is {mib(problem.memory_limit_bytes)}. Of that peak (in the {peak.where}), the process takes "
-        f"{mib(peak.overhead)}, states and gradients {mib(peak.states + peak.gradients)}, gathered parameters and "
-        f"transients {mib(peak.gathered + peak.transient)}, activations {mib(peak.activations)}. The largest operator "
-        f"is {operator.name or 'the whole model'} ({operator.kind}, {operator.num_parameters:,} parameters). Raise "
-        "memory_limit, use more ranks, or make the samples smaller",
+        f"nothing fits: batch size {smallest.batch_size} needs at least {_mib(peak.total_bytes)} per device, the limit "
+        f"is {_mib(problem.memory_limit_bytes)}. Of that peak (in the {peak.where}), the process takes "
+        f"{_mib(peak.overhead)}, states and gradients {_mib(peak.states + peak.gradients)}, gathered parameters and "
+        f"transients {_mib(peak.gathered + peak.transient)}, activations {_mib(peak.activations)}. The largest operator "
+        f"is {operator.name or 'the whole model'} ({operator.kind}, {operator.num_parameters:,} parameters)",
         needed_bytes=peak.total_bytes,
         budget_bytes=problem.memory_limit_bytes,
         largest=largest,
     )
+
+
+def _with_remedies(error: InfeasibleError, problem: Problem, batch_size: int, accumulation: int) -> InfeasibleError:
+    """The same error with what would make it fit, each worked out as a plan of least memory."""
+    remedies = [f"a memory_limit of {-(-error.needed_bytes >> 20):,} MiB"]
+    failures: list[str] = []
+    limit = problem.memory_limit_bytes
+    if batch_size > 1:
+        fits = _largest_batch_size(problem, batch_size - 1, accumulation)
+        if fits:
+            remedies.append(f"a batch size of {fits} or less")
+        else:
+            failures.append(f"batch size 1 (needs {_mib(least_bytes(problem, 1, accumulation))})")
+    needed = 0
+    for factor in RANK_FACTORS:
+        larger = replace(problem, cluster=_with_more_ranks(problem.cluster, factor))
+        needed = least_bytes(larger, batch_size, accumulation)
+        if needed <= limit:
+            remedies.append(f"{larger.cluster.ranks} ranks (needs {_mib(needed)} per device)")
+            break
+    else:
+        failures.append(f"{problem.cluster.ranks * RANK_FACTORS[-1]} ranks (needs {_mib(needed)} per device)")
+    text = f"{error}. What would fit: {', or '.join(remedies)}"
+    text += f". What would not: {'; '.join(failures)}" if failures else ""
+    return InfeasibleError(
+        text, needed_bytes=error.needed_bytes, budget_bytes=error.budget_bytes, largest=error.largest
+    )
+
+
+def _largest_batch_size(problem: Problem, most: int, accumulation: int) -> int:
+    """Largest batch size up to ``most`` at which something fits, by bisection; 0 if none."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if least_bytes(problem, middle, accumulation) <= problem.memory_limit_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _with_more_ranks(cluster: Cluster, factor: int) -> Cluster:
+    """More nodes where there are several, else more devices in the one."""
+    field = "nodes" if cluster.nodes > 1 else "devices_per_node"
+    return cluster.model_copy(update={field: getattr(cluster, field) * factor})
 
 
 def _candidate(
@@ -289,8 +374,9 @@ def _candidate(
     )
 
 
-def _to_plan(problem: Problem, chosen: Candidate, candidates: Sequence[Candidate]) -> ExecutionPlan:
-    model = problem.model
+def _to_plan(problem: Problem, chosen: Candidate, candidates: Sequence[Candidate], end: SearchEnd) -> ExecutionPlan:
+    model, peak = problem.model, chosen.peak
+    menus = [_Menu(problem, index, chosen.batch_size, chosen.accumulation) for index in range(len(model.operators))]
     return ExecutionPlan(
         model=ModelIdentity(fingerprint=model.fingerprint, num_parameters=model.num_parameters),
         cluster=problem.cluster,
@@ -299,8 +385,14 @@ def _to_plan(problem: Problem, chosen: Candidate, candidates: Sequence[Candidate
         accumulate_grad_batches=chosen.accumulation,
         global_batch_size=chosen.global_batch_size,
         operators=tuple(
-            OperatorPlan(name=op.name, slices=(mode,), num_parameters=op.num_parameters)
-            for op, mode in zip(model.operators, chosen.modes, strict=True)
+            OperatorPlan(
+                name=op.name,
+                slices=(mode,),
+                num_parameters=op.num_parameters,
+                pinned=op.pinned,
+                alternatives=menu.alternatives(),
+            )
+            for op, mode, menu in zip(model.operators, chosen.modes, menus, strict=True)
         ),
         predicted=Prediction(
             step_time_s=chosen.step_time_s,
@@ -314,4 +406,16 @@ def _to_plan(problem: Problem, chosen: Candidate, candidates: Sequence[Candidate
             FrontierPoint(batch_size=c.batch_size, samples_per_s=c.samples_per_s, peak_memory_bytes=c.peak.total_bytes)
             for c in candidates
         ),
+        # Of the memory that the chosen modes take: what is left of the limit is less than any of them could use.
+        price_s_per_byte=solve([menu.options for menu in menus], _budget_of(menus, chosen.modes)).price_s_per_byte,
+        peak=PeakMoment(
+            where=peak.where,
+            states=round(peak.states),
+            gradients=round(peak.gradients),
+            gathered=round(peak.gathered),
+            transient=round(peak.transient),
+            activations=round(peak.activations),
+            overhead=round(peak.overhead),
+        ),
+        search_end=end,
     )

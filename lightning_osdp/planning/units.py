@@ -1,4 +1,4 @@
-"""Reads amounts of memory as people write them. Inside the package everything is bytes."""
+"""Amounts as people write and read them: ``8GiB``, ``12.3 ms``. Inside the package everything is bytes and seconds."""
 
 from __future__ import annotations
 
@@ -38,6 +38,34 @@ def parse_bytes(value: int | str) -> int:
     if amount <= 0:
         raise ConfigurationError(f"an amount of memory must be at least one byte, not {value!r}: give {_ACCEPTED}")
     return amount
+
+
+def format_bytes(amount: float) -> str:
+    """Bytes as people read them: ``512 B``, ``1.5 KiB``, ``900.0 MiB``, ``8.00 GiB``."""
+    for unit, size, digits in (("B", 1, 0), ("KiB", 1 << 10, 1), ("MiB", 1 << 20, 1)):
+        if round(amount / size, digits) < 1024:
+            return f"{amount / size:.{digits}f} {unit}"
+    return f"{amount / (1 << 30):.2f} GiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds as people read them: ``0.045 ms``, ``12.3 ms``, ``1.25 s``, ``2 min 05 s``."""
+    if round(seconds * 1e3, 3) < 1:
+        return f"{seconds * 1e3:.3f} ms"
+    if round(seconds * 1e3, 1) < 1000:
+        return f"{seconds * 1e3:.1f} ms"
+    if round(seconds, 2) < 60:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s"
+
+
+def format_count(count: int) -> str:
+    """A number of parameters as people read it: ``768``, ``98.3 K``, ``10.9 M``, ``1.50 B``."""
+    for unit, size, digits in (("", 1, 0), (" K", 10**3, 1), (" M", 10**6, 1)):
+        if round(count / size, digits) < 1000:
+            return f"{count / size:.{digits}f}{unit}"
+    return f"{count / 10**9:.2f} B"
 
 
 def _parse_text(text: str) -> int:

@@ -91,6 +91,16 @@ def measure(
     )
 
 
+def warm_up(trace: Trace, device: torch.device) -> None:
+    """Runs every different kernel of the smaller batch size once or twice and forgets the times.
+
+    Libraries load their code and take their scratch memory at the first call. Where measurements come from a cache,
+    this has not happened yet, and the process's overhead would be read too low.
+    """
+    with kept_randomness(device), torch.no_grad():
+        _time_all(trace.kernels[min(trace.kernels)], _Clock(device), None, 0.0)
+
+
 @dataclass(frozen=True)
 class _Overhead:
     """Seconds that autograd takes for each node of the graph, on top of the kernels."""
@@ -311,7 +321,9 @@ def _tensor(spec: TensorSpec, bound: int, device: torch.device) -> Tensor:
     """A tensor of that shape, dtype and stride whose elements are drawn at random."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
     extent = 0 if math.prod(spec.shape) == 0 else extent
-    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+    if spec.dtype.is_complex:
+        flat = torch.randn(extent, dtype=spec.dtype, device=device)
+    elif spec.dtype.is_floating_point:
         wide = torch.float32 if spec.dtype.itemsize < 4 else spec.dtype
         flat = torch.randn(extent, dtype=wide, device=device).abs_().to(spec.dtype)
     elif spec.dtype == torch.bool:

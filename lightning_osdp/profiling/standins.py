@@ -64,12 +64,15 @@ class FakeCopy(TorchFunctionMode):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    def copy(self, value: Any, moved: Iterable[Tensor], device: torch.device) -> tuple[Any, dict[int, Any]]:
+    def copy(
+        self, value: Any, moved: Iterable[Tensor], device: torch.device, kept: Iterable[Any] = ()
+    ) -> tuple[Any, dict[int, Any]]:
         """A deep copy of ``value`` in which the tensors ``moved`` come out on ``device``, all others on their own.
 
-        Also gives the copies by the id of their originals.
+        Objects in ``kept`` are not copied. Also gives the copies by the id of their originals.
         """
         memo: dict[int, Any] = {id(tensor): as_fake(tensor, self._fake_mode, device) for tensor in moved}
+        memo.update({id(each): each for each in kept})
         with self:
             return copy.deepcopy(value, memo), memo
 
@@ -87,7 +90,9 @@ def as_fake(tensor: Tensor, fake_mode: FakeTensorMode, device: torch.device) -> 
 
 def fake_copy(module: LightningModule, fake_mode: FakeTensorMode, device: torch.device) -> LightningModule:
     """A copy of ``module`` with fake parameters and buffers on ``device``; ties and structure are kept."""
-    twin, _ = FakeCopy(fake_mode).copy(module, (*module.parameters(), *module.buffers()), device)
+    trainer: Any = module._trainer
+    kept = [] if trainer is None else [trainer, getattr(trainer, "datamodule", None)]
+    twin, _ = FakeCopy(fake_mode).copy(module, (*module.parameters(), *module.buffers()), device, kept)
     for inner in twin.modules():
         if isinstance(inner.__dict__.get("_device"), torch.device):
             inner.__dict__["_device"] = device

@@ -242,7 +242,8 @@ def test_live_bytes_of_a_two_layer_network_are_those_worked_out_on_paper() -> No
         ("forward", OUTSIDE, 0, 12 + 20 + 20),
         ("forward", 1, 0, 12 + 20 + 8),  # Sequential has let go of what went into the ReLU
         ("forward", OUTSIDE, 4, 12 + 20 + 8 + 8),
-        # 8 fixed: the loss and its gradient, which backward() holds to its end; of the squares their gradient, x ** 1, twice that, and the product: 8 each
+        # 8 fixed: the loss and its gradient, which backward() holds to its end. The squares take 8 four times: their
+        # gradient, x ** 1, twice that, and the product
         ("backward", OUTSIDE, 8, 12 + 20 + 8 + 4 * 8),
         ("backward", 1, 8, 12 + 20 + 8 + 20),  # the output's gradient and the hidden layer's
         ("backward", OUTSIDE, 8, 12 + 20 + 20 + 20),
