@@ -10,12 +10,14 @@ PYTHON ?= $(shell \
 		if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$python; break; fi; \
 	done)
 
-.PHONY: help train test lint format clean
+.PHONY: help train test lint format clean test-limit bench-engine bench-collectives bench-search
 
 help:
 	@echo "make train   train a small GPT on two CPU processes under a memory limit (examples/train_gpt.py)"
 	@echo "make test    everything that must hold: lint, types, import rules, tests"
 	@echo "make lint    the first three of them"
+	@echo "make test-limit   a plan survives under a hard memory limit that kills all-replicated (root, cgroup v1)"
+	@echo "make bench-engine, bench-collectives, bench-search   figures, each against what it is compared with"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make clean   remove the environment, caches and runs"
 
@@ -30,6 +32,18 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+test-limit: $(INSTALLED)
+	$(BIN)/python benchmarks/hard_limit.py
+
+bench-engine: $(INSTALLED)
+	$(BIN)/python benchmarks/fairscale_baseline.py
+
+bench-collectives: $(INSTALLED)
+	$(BIN)/python benchmarks/collectives.py
+
+bench-search: $(INSTALLED)
+	$(BIN)/python benchmarks/search.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix

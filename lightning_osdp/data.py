@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +13,8 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.errors import ConfigurationError, OSDPWarning
+from lightning_osdp.planning.schedule import BatchRule
 
 
 class TrainData:
@@ -73,6 +76,29 @@ class TrainData:
         if value != loader.batch_size:
             return f"batch_size is {value}, but the train dataloader uses {loader.batch_size}"
         return ""
+
+    def batch_rule(self, loader_batch_size: int, wished: BatchRule, ranks: int, quiet: bool = False) -> BatchRule:
+        """``wished``, with what the data allow: no more than there is, and no change where none is possible.
+
+        Args:
+            loader_batch_size: what the loader gives now.
+            wished: what the user asked for.
+            ranks: that share the dataset.
+            quiet: whether to keep back the warning that the batch size can't be searched.
+
+        Raises:
+            ConfigurationError: a batch size was asked for that can't be set.
+        """
+        fixed, most, why = wished.batch_size, wished.max_batch_size, self.why_fixed()
+        if why and fixed not in (None, loader_batch_size):
+            raise ConfigurationError(f"batch_size={fixed} can't be set: {why}")
+        if why and fixed is None:
+            if not quiet:
+                warnings.warn(f"the batch size stays {loader_batch_size}: {why}", OSDPWarning, stacklevel=2)
+            fixed = loader_batch_size
+        if most is None and self.num_samples is not None:
+            most = max(1, self.num_samples // ranks)
+        return replace(wished, batch_size=fixed, max_batch_size=most)
 
     def set_batch_size(self, batch_size: int) -> None:
         """Makes the Trainer's loops get batches of ``batch_size`` per device.

@@ -9,7 +9,7 @@ import platform
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_osdp import collectives
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, TraceError
-from lightning_osdp.planning.cluster import Cluster, ComputeTimes, Link
+from lightning_osdp.planning.cluster import Cluster, CollectiveFit, ComputeTimes, Link
 from lightning_osdp.planning.operators import Frozen
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
@@ -37,6 +37,10 @@ Result = TypeVar("Result")
 PROBE_TOLERANCE = 3.0
 """Cached measurements of the network are used only if a fresh all-gather agrees with them within this factor: the same
 host may reach its peers over another link today. Busy machines are off by a factor of 2 at times."""
+
+
+NO_LINK = Link(**{name: CollectiveFit(latency_s=0.0, s_per_byte=0.0) for name in Link.model_fields})
+"""Of a single rank, or of ranks that are not measured yet."""
 
 
 class Measurements(Frozen):
@@ -119,7 +123,8 @@ def describe(
             OSDPWarning,
             stacklevel=2,
         )
-    return trace_real(module, batch, batch_size, device=device, step_context=step_context)
+    where = next(module.parameters()).device  # on CUDA the module is still on the host, where the step runs as well
+    return trace_real(module, batch, batch_size, device=where, step_context=step_context)
 
 
 def measure_and_plan(
@@ -169,6 +174,51 @@ def measure_and_plan(
     return Outcome(ExecutionPlan.from_json(text[0]), profiling_s, from_cache)
 
 
+def plan_alone(
+    traced: Trace,
+    cluster: Cluster,
+    device: torch.device,
+    rule: BatchRule,
+    memory_limit_bytes: int,
+    model_bytes: int,
+    *,
+    cache: Path | None = None,
+) -> Outcome:
+    """Plans for a known cluster in this one process, without a process group.
+
+    Compute is measured here, on a device that the other ranks don't use meanwhile; measurements that such ranks made
+    together on this machine are preferred where the cache has them.
+
+    Args:
+        traced: the model.
+        cluster: the hardware to plan for.
+        device: a device of that hardware.
+        rule: which batch sizes to try.
+        memory_limit_bytes: per device.
+        model_bytes: of parameters and buffers on the device now.
+        cache: folder of measurements; None to keep none.
+
+    Raises:
+        InfeasibleError: nothing fits.
+        ConfigurationError: the batch sizes contradict each other.
+    """
+    start = time.monotonic()
+    files = [cache / f"{_key(traced, device, cluster, alone)}.json" for alone in (False, True)] if cache else []
+    known = next((found for found in map(_read, files) if found is not None), None)
+    if known is None:
+        with progress(True, ("compute",)) as advance:
+            times = compute.measure(traced, device, progress=lambda done, total: advance("compute", done, total))
+        known, from_cache = Measurements(link=cluster.link, compute=times), False
+        if files:
+            _write(files[-1], known.model_dump_json())
+    else:
+        compute.warm_up(traced, device)
+        from_cache = True
+    profiling_s = time.monotonic() - start
+    problem = Problem(traced.description, cluster, known.compute, memory_limit_bytes, overhead(device, model_bytes))
+    return Outcome(make_plan(problem, rule), profiling_s, from_cache)
+
+
 def this_cluster(ranks: Ranks, link: Link) -> Cluster:
     """The hardware that this run is on, with its links as measured."""
     backend = dist.get_backend(ranks.group)
@@ -193,13 +243,14 @@ def default_cache() -> Path:
 def _measurements(
     traced: Trace, ranks: Ranks, cluster: Cluster | None, cache: Path | None
 ) -> tuple[Measurements, bool]:
-    file = cache / f"{_key(traced, ranks)}.json" if cache is not None else None
+    here = this_cluster(ranks, cluster.link if cluster is not None else NO_LINK)
+    file = cache / f"{_key(traced, ranks.device, here)}.json" if cache is not None else None
     known = [_read(file) if ranks.is_first and file is not None else None]
     dist.broadcast_object_list(known, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
     if known[0] is not None and (cluster is not None or _still_true(known[0].link, ranks)):
         compute.warm_up(traced, ranks.device)
         return known[0], True
-    with _progress(ranks) as advance:
+    with progress(ranks.is_first, ("network", "compute")) as advance:
         link = (
             cluster.link
             if cluster is not None
@@ -245,21 +296,30 @@ def _still_true(link: Link, ranks: Ranks) -> bool:
     return expected / PROBE_TOLERANCE <= float(taken) <= expected * PROBE_TOLERANCE
 
 
-def _key(traced: Trace, ranks: Ranks) -> str:
-    """Fingerprint of hardware, versions and model: measurements are valid for exactly this."""
-    device = platform.processor() or platform.machine()
-    if ranks.device.type == "cuda":
-        device = torch.cuda.get_device_name(ranks.device)
+def _key(traced: Trace, device: torch.device, cluster: Cluster, alone: bool = False) -> str:
+    """Fingerprint of hardware, versions and model: measurements are valid for exactly this.
+
+    Args:
+        traced: the model.
+        device: that is measured.
+        cluster: number of ranks and backend count, not its links.
+        alone: whether one process measures, while no other rank uses the same machine.
+    """
+    name = platform.processor() or platform.machine()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
     facts = {
         "host": platform.node(),
-        "device": device,
-        "ranks": [ranks.count, ranks.nodes],
+        "device": name,
+        "ranks": [cluster.ranks, cluster.nodes],
         "threads": torch.get_num_threads(),
-        "backend": dist.get_backend(ranks.group),
+        "backend": cluster.backend,
         "torch": torch.__version__,
         "model": traced.description.fingerprint,
         "step": traced.description.model_dump_json(),
     }
+    if alone:
+        facts["alone"] = True
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -285,13 +345,13 @@ def _write(file: Path, text: str) -> None:
 
 
 @contextmanager
-def _progress(ranks: Ranks) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for each kind of measurement, on the first rank only."""
+def progress(shown: bool, names: Sequence[str]) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for each kind of measurement, on the standard error stream, if ``shown``."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not ranks.is_first) as progress:
-        tasks = {name: progress.add_task(f"measuring the {name}", total=None) for name in ("network", "compute")}
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bars:
+        tasks = {name: bars.add_task(f"measuring the {name}", total=None) for name in names}
 
         def advance(name: str, done: int, total: int) -> None:
-            progress.update(tasks[name], completed=done, total=total)
+            bars.update(tasks[name], completed=done, total=total)
 
         yield advance

@@ -16,6 +16,7 @@ from rich.text import Text
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.planning.runs import Run, group_runs
+from lightning_osdp.planning.simulate import SimulatedPoint
 from lightning_osdp.planning.units import format_bytes, format_count, format_seconds
 
 RUNNERS_UP = 3
@@ -59,6 +60,28 @@ def measured_table(plan: ExecutionPlan, step_time_s: float, peak_memory_bytes: i
     table = _table("", ">predicted", ">measured", ">error")
     for name, expected, measured, write in rows:
         table.add_row(name, write(expected), write(measured), _format_difference(expected, measured))
+    return table
+
+
+def simulation_table(points: Sequence[SimulatedPoint]) -> Table:
+    """By number of devices: the plan (osdp) beside every operator replicated (dp) and every operator sharded (zdp)."""
+    table = _table("devices", "sharding", ">batch size", ">throughput", ">peak memory", ">parameters sharded")
+    for point in points:
+        nodes = f" ({point.nodes} nodes)" if point.nodes > 1 else ""
+        for name, one in (("osdp", point.osdp), ("dp", point.dp), ("zdp", point.zdp)):
+            devices = f"{point.devices}{nodes}" if name == "osdp" else ""
+            if one is None:
+                needed = f"needs {format_bytes(point.needed_bytes)}" if name == "osdp" else ""
+                table.add_row(devices, name, "", "does not fit", needed, "")
+                continue
+            table.add_row(
+                devices,
+                name,
+                str(one.batch_size),
+                _format_throughput(one.samples_per_s),
+                format_bytes(one.peak_memory_bytes),
+                f"{one.sharded_share:.0%}",
+            )
     return table
 
 

@@ -61,8 +61,9 @@ def read_cluster(cluster: str | Path | Cluster | None) -> Cluster | None:
     """
     if cluster is None or isinstance(cluster, Cluster):
         return cluster
+    text = _read_text(Path(cluster), "cluster")
     try:
-        return Cluster.model_validate_json(_read_text(Path(cluster), "cluster"))
+        return Cluster.model_validate_json(text)
     except ValueError as error:
         raise ConfigurationError(f"{cluster} is not a cluster file: {error}") from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -37,7 +36,7 @@ from typing_extensions import override
 
 from lightning_osdp import planner, report, settings
 from lightning_osdp.data import TrainData
-from lightning_osdp.errors import ConfigurationError, OSDPWarning
+from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule
@@ -271,17 +270,9 @@ class OSDPStrategy(ParallelStrategy):
         return settings.read_plan(self._given_plan)
 
     def _batch_rule(self, trainer: pl.Trainer, data: TrainData, batch_size: int) -> BatchRule:
-        fixed, most = self._batch_size, self._max_batch_size
-        why = data.why_fixed()
-        if why and fixed not in (None, batch_size):
-            raise ConfigurationError(f"batch_size={fixed} can't be set: {why}")
-        if why and fixed is None:
-            if self.is_global_zero:
-                warnings.warn(f"the batch size stays {batch_size}: {why}", OSDPWarning, stacklevel=2)
-            fixed = batch_size
-        if most is None and data.num_samples is not None:
-            most = max(1, data.num_samples // self.world_size)
-        return BatchRule(fixed, most, self._global_batch_size, trainer.accumulate_grad_batches)
+        accumulation = trainer.accumulate_grad_batches
+        wished = BatchRule(self._batch_size, self._max_batch_size, self._global_batch_size, accumulation)
+        return data.batch_rule(batch_size, wished, self.world_size, quiet=not self.is_global_zero)
 
     def _tell(self, trainer: pl.Trainer, table: Any) -> None:
         folder = trainer.log_dir  # a broadcast: on every rank

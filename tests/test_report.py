@@ -224,3 +224,28 @@ def test_format_seconds(seconds: float, text: str) -> None:
 )
 def test_format_count(count: int, text: str) -> None:
     assert format_count(count) == text
+
+
+def test_simulation_table_shows_what_fits_and_what_the_rest_needs() -> None:
+    fits = Simulated(
+        batch_size=3,
+        global_batch_size=24,
+        samples_per_s=12.34,
+        step_time_s=2.0,
+        peak_memory_bytes=3 << 30,
+        sharded_share=0.755,
+    )
+    common = {"memory_limit_bytes": 4 << 30, "plan": None, "dp": None}
+    points = [
+        SimulatedPoint(devices=1, nodes=1, osdp=None, zdp=None, needed_bytes=5 << 30, **common),
+        SimulatedPoint(devices=16, nodes=2, osdp=fits, zdp=fits, **common),
+    ]
+    lines = to_text(simulation_table(points)).splitlines()
+    assert [line.split() for line in lines[1:]] == [
+        ["1", "osdp", "does", "not", "fit", "needs", "5.00", "GiB"],
+        ["dp", "does", "not", "fit"],
+        ["zdp", "does", "not", "fit"],
+        ["16", "(2", "nodes)", "osdp", "3", "12.3", "samples/s", "3.00", "GiB", "76%"],
+        ["dp", "does", "not", "fit"],
+        ["zdp", "3", "12.3", "samples/s", "3.00", "GiB", "76%"],
+    ]

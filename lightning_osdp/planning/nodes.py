@@ -59,6 +59,7 @@ class Node:
         weight, added, excess: bytes, cost and loss of each option against its group's reference, (groups, options).
         useful: options that may improve on the best solution, (groups, options); the reference is not among them.
         bound: the least cost at this node.
+        best: the best solution found here.
         branched: whether it is a side of a branch.
         whole: whether there is nothing more to branch on.
         deviations, capacity: what the next round looks at.
@@ -81,9 +82,10 @@ class Node:
         if side.steps is not None:
             paid = paid + side.price * (side.steps - side.steps[groups, relaxed.reference][:, None])
         self.excess = paid + relaxed.price * self.weight
-        self.useful = admitted.copy()
-        self.useful[groups, relaxed.reference] = False
+        # Neither the reference itself nor what equals it (but for its transient) is a deviation.
+        self.useful = admitted & ((self.weight != 0) | (self.added < 0))
         self.bound = side.bound
+        self.best: Found | None = None
         self.branched = side.steps is not None
         self.whole = self.branched
         self.deviations = FIRST_DEVIATIONS
@@ -91,7 +93,10 @@ class Node:
 
     def found(self, added: int, deviations: Deviations) -> Found:
         """A solution that deviates from the reference."""
-        return Found(self.cost + added, self.relaxed.reference, deviations, self.price_s_per_byte)
+        found = Found(self.cost + added, self.relaxed.reference, deviations, self.price_s_per_byte)
+        if self.best is None or found.cost < self.best.cost:
+            self.best = found
+        return found
 
     def narrow(self, target: float) -> None:
         """Drops the options that no solution below ``target`` takes, and with them memory that nothing can use.

@@ -146,6 +146,8 @@ class ModelDescription(Frozen):
     optimizer_step: OptimizerStep = OptimizerStep()
     batch_size: int
     """Samples in the batch that was traced: what the user's own loader gives."""
+    outside_flops_per_sample: float = 0.0
+    """Of forward and backward together, for work that belongs to no operator: attention's products above all."""
 
     @property
     def num_parameters(self) -> int:

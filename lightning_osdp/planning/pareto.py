@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,9 @@ Deviations = dict[tuple[int, int], int]
 
 REFERENCE = -1
 """Option of a leaf's entry that does not deviate."""
+
+SHORTEST = 1 << 10
+"""Entries that a front may always keep."""
 
 PAIRS_PER_ENTRY = 16
 """Pairs that one sum looks at, per entry that it may keep: bounds its memory."""
@@ -285,6 +288,9 @@ def total(fronts: list[Front], limits: Limits) -> tuple[Front, Front]:
     while len(remaining) > 2:
         first, second, *remaining = remaining
         merged = add(first, second, limits)
+        if not merged.complete:
+            # Nothing can be proven now. Shorter lists find nearly as good solutions, in bounded time.
+            limits = replace(limits, capacity=max(SHORTEST, limits.capacity // 2))
         at = next((at for at, front in enumerate(remaining) if len(front) >= len(merged)), len(remaining))
         remaining.insert(at, merged)
     left, right = (*remaining, nothing(), nothing())[:2]

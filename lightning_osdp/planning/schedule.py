@@ -164,7 +164,7 @@ def make_plan(problem: Problem, rule: BatchRule) -> ExecutionPlan:
             candidates.append(best_candidate(problem, timeline, batch_size, accumulation))
         except InfeasibleError as error:
             if not candidates:
-                raise _with_remedies(error, problem, batch_size, accumulation) from None
+                raise _with_remedies(error, problem, rule) from None
             end = SearchEnd(reason="memory", batch_size=batch_size, needed_bytes=error.needed_bytes)
             break
     return _to_plan(problem, choose(candidates), candidates, end or rule.end())
@@ -300,36 +300,38 @@ def _infeasible(problem: Problem, smallest: Candidate) -> InfeasibleError:
         f"nothing fits: batch size {smallest.batch_size} needs at least {_mib(peak.total_bytes)} per device, the limit "
         f"is {_mib(problem.memory_limit_bytes)}. Of that peak (in the {peak.where}), the process takes "
         f"{_mib(peak.overhead)}, states and gradients {_mib(peak.states + peak.gradients)}, gathered parameters and "
-        f"transients {_mib(peak.gathered + peak.transient)}, activations {_mib(peak.activations)}. The largest operator "
-        f"is {operator.name or 'the whole model'} ({operator.kind}, {operator.num_parameters:,} parameters)",
+        f"transients {_mib(peak.gathered + peak.transient)}, activations {_mib(peak.activations)}. The largest "
+        f"operator is {operator.name or 'the whole model'} ({operator.kind}, {operator.num_parameters:,} parameters)",
         needed_bytes=peak.total_bytes,
         budget_bytes=problem.memory_limit_bytes,
         largest=largest,
     )
 
 
-def _with_remedies(error: InfeasibleError, problem: Problem, batch_size: int, accumulation: int) -> InfeasibleError:
+def _with_remedies(error: InfeasibleError, problem: Problem, rule: BatchRule) -> InfeasibleError:
     """The same error with what would make it fit, each worked out as a plan of least memory."""
-    remedies = [f"a memory_limit of {-(-error.needed_bytes >> 20):,} MiB"]
-    failures: list[str] = []
-    limit = problem.memory_limit_bytes
+    would = [f"a memory_limit of {-(-error.needed_bytes >> 20):,} MiB"]
+    would_not: list[str] = []
+    batch_size, accumulation = next(rule.pairs(problem.cluster.ranks))
     if batch_size > 1:
         fits = _largest_batch_size(problem, batch_size - 1, accumulation)
-        if fits:
-            remedies.append(f"a batch size of {fits} or less")
-        else:
-            failures.append(f"batch size 1 (needs {_mib(least_bytes(problem, 1, accumulation))})")
-    needed = 0
+        least = _mib(least_bytes(problem, max(1, fits), accumulation))
+        (would if fits else would_not).append(f"batch size {max(1, fits)} (needs {least})")
+    tried: list[str] = []
     for factor in RANK_FACTORS:
-        larger = replace(problem, cluster=_with_more_ranks(problem.cluster, factor))
-        needed = least_bytes(larger, batch_size, accumulation)
-        if needed <= limit:
-            remedies.append(f"{larger.cluster.ranks} ranks (needs {_mib(needed)} per device)")
+        more = replace(problem, cluster=_with_more_ranks(problem.cluster, factor))
+        try:
+            pair = next(rule.pairs(more.cluster.ranks))
+        except ConfigurationError:  # so many ranks can't make the global batch size
+            continue
+        needed = least_bytes(more, *pair)
+        tried = [f"{more.cluster.ranks} ranks (needs {_mib(needed)} on each)"]
+        if needed <= problem.memory_limit_bytes:
+            would, tried = would + tried, []
             break
-    else:
-        failures.append(f"{problem.cluster.ranks * RANK_FACTORS[-1]} ranks (needs {_mib(needed)} per device)")
-    text = f"{error}. What would fit: {', or '.join(remedies)}"
-    text += f". What would not: {'; '.join(failures)}" if failures else ""
+    would_not += tried
+    text = f"{error}. What would fit: {', or '.join(would)}"
+    text += f". Not enough: {', nor '.join(would_not)}" if would_not else ""
     return InfeasibleError(
         text, needed_bytes=error.needed_bytes, budget_bytes=error.budget_bytes, largest=error.largest
     )
@@ -406,7 +408,7 @@ def _to_plan(problem: Problem, chosen: Candidate, candidates: Sequence[Candidate
             FrontierPoint(batch_size=c.batch_size, samples_per_s=c.samples_per_s, peak_memory_bytes=c.peak.total_bytes)
             for c in candidates
         ),
-        # Of the memory that the chosen modes take: what is left of the limit is less than any of them could use.
+        # At the budget that just admits the chosen modes.
         price_s_per_byte=solve([menu.options for menu in menus], _budget_of(menus, chosen.modes)).price_s_per_byte,
         peak=PeakMoment(
             where=peak.where,

@@ -47,11 +47,17 @@ UNITS_LOG2 = 58
 """Times become integers, 2**58 of them for the most that any option may add to its operator's fastest. Sums are exact
 then, and do not depend on their order; rounding n operators moves a sum by at most n * 2**-59 of that."""
 
+POLISHES = 4
+"""How often a solution is polished, if it gains each time."""
+
 WORTH_BRANCHING = 0.05
 """The part of the gap that a branch has to close."""
 
-LAST_CAPACITY = 1 << 22
-"""Entries per front at which the search gives up proving (about half a GiB)."""
+LAST_CAPACITY = 1 << 21
+"""Entries per front at which the search gives up proving (a quarter of a GiB)."""
+
+CLOSE = 1e-7
+"""Relative: a gap below which it gives up at an eighth of that."""
 
 __all__ = ["FrontierPoint", "Option", "Solution", "frontier", "solve"]
 
@@ -65,8 +71,9 @@ class Solution:
         time_s: sum of their times.
         peak_bytes: sum of their resident bytes plus the largest of their transients.
         bound_s: no solution takes less (to a relative 1e-12); at most ``time_s``.
-        optimal: whether the search finished. Then ``bound_s`` equals ``time_s``; only where lists of millions would
-            have been needed to prove that may it be lower, by a relative 1e-9 at most.
+        optimal: whether the search finished, rather than stop at the time limit or at lists too long to hold. Then
+            ``bound_s`` equals ``time_s``; only where lists of millions would have been needed to prove that may it be
+            lower, by a relative 1e-9 at most.
         price_s_per_byte: seconds that one more byte of budget would save, by the linear relaxation; 0 where every
             operator has its fastest option.
     """
@@ -249,7 +256,7 @@ class _Search:
                     self._open(at)
                 elif node.capacity > FIRST_CAPACITY and self.gap <= PROVEN:
                     return True
-                elif node.capacity > LAST_CAPACITY:
+                elif node.capacity > LAST_CAPACITY or (node.capacity == LAST_CAPACITY and self.gap <= CLOSE):
                     return False
                 else:
                     self._round(at, node)
@@ -284,18 +291,18 @@ class _Search:
 
     def _enter(self, at: int, node: Node) -> None:
         """Makes a first guess at a node and bounds it."""
-        added, deviations = node.best_two()
-        self._offer(node.found(added, deviations))
+        self._offer(node.found(*node.best_two()))
         node.narrow(self.target)
         self.nodes[at] = node
         self.bounds[at] = max(float(self.bounds[at]), node.bound)
-        if node.branched and node.bound < self.target:
-            polished = polish(self.table, self.cost, node, self.best, self.unit_s, self.tick)
-            if polished is not None:
-                self._offer(polished)
 
     def _branch(self, at: int, node: Node) -> bool:
-        """Parts a node in two, if that raises its bound."""
+        """Polishes the best solution of a node, and parts the node in two, if that raises its bound."""
+        found = node.best
+        for _ in range(POLISHES):
+            found = polish(self.table, self.cost, node, found, self.unit_s, self.tick) if found is not None else None
+            if found is not None:
+                self._offer(found)
         sides = branch(self.table, self.cost, node.admitted, node.room, node.relaxed)
         if not sides or min(side.bound for side in sides) < node.bound + (self.target - node.bound) * WORTH_BRANCHING:
             node.whole = True

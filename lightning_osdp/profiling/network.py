@@ -89,13 +89,17 @@ def _affordable(
 
 
 def _collective(name: str, numel: int, group: dist.ProcessGroup, device: torch.device) -> Collective:
-    """The collective with this name in ``Link``, on tensors that live as long as it does."""
+    """The collective with this name in ``Link``, on tensors that live as long as it does.
+
+    Results are allocated anew each time, as the engine does: on a CPU, first touching memory takes as long as a fast
+    link's transfer.
+    """
     whole = torch.zeros(numel, device=device)  # zeros stay zeros: sums of other values would grow without end
     part = torch.zeros(numel // group.size(), device=device)
     ready: dict[str, Collective] = {
         "all_reduce": lambda: collectives.all_reduce_mean(whole, group),
-        "all_gather": lambda: collectives.all_gather(whole, part, group),
-        "reduce_scatter": lambda: collectives.reduce_scatter(part, whole, group),
+        "all_gather": lambda: collectives.all_gather(torch.empty_like(whole), part, group),
+        "reduce_scatter": lambda: collectives.reduce_scatter(torch.empty_like(part), whole, group),
     }
     return ready[name]
 

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, TraceError
-from lightning_osdp.planning.operators import ModelDescription, Operator, ParameterInfo
+from lightning_osdp.planning.operators import OUTSIDE, ModelDescription, Operator, ParameterInfo
 from lightning_osdp.profiling.kernels import Kernel
 from lightning_osdp.profiling.moments import kernels_of, moments_of, operators_of
 from lightning_osdp.profiling.optimizers import OptimizerTrace, configured, fake_optimizers, trace_optimizers
@@ -281,6 +281,7 @@ def _assemble(
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
         optimizer_step=stepped.step,
         batch_size=batch_size,
+        outside_flops_per_sample=flops[OUTSIDE] / largest,
     )
     kernels = {size: kernels_of(recording, owners[size]) for size, recording in recordings.items()}
     return Trace(description, kernels, stepped.kernels)

@@ -140,6 +140,14 @@ def untraceable(folder: str) -> list[int]:
     return module.batch_sizes
 
 
+def half_precision(folder: str) -> tuple[list[float], list[float], str]:
+    """Losses with and without autocast, and the dtype of the weights."""
+    exact, half = seeded(), seeded()
+    fit(folder, exact, plan=mixed_plan(folder), options={"max_steps": 3})
+    fit(folder, half, plan=mixed_plan(folder), options={"max_steps": 3, "precision": "bf16-mixed"})
+    return exact.losses, half.losses, str(half.model.head.weight.dtype)
+
+
 def several(folder: str) -> dict[str, Any]:
     """Evaluation before training, two fits on one trainer, manual access to state in between."""
     module = seeded()
@@ -166,7 +174,7 @@ def everything(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     import os
 
     os.environ["LIGHTNING_OSDP_CACHE"] = f"{folder}/cache"
-    runs = (automatic, with_plan, batch_sizes, untraceable, several)
+    runs = (automatic, with_plan, half_precision, batch_sizes, untraceable, several)
     return {run.__name__: run(folder) for run in runs}
 
 
@@ -241,6 +249,13 @@ def test_batch_size_reaches_the_data(results: list[dict[str, Any]]) -> None:
 
 def test_a_step_that_cannot_be_traced_still_trains(results: list[dict[str, Any]]) -> None:
     assert results[0]["untraceable"] == [2, 8, 4, 4, 4, 4]  # the real steps at two sizes, then training
+
+
+def test_bf16_mixed_keeps_weights_in_float32(results: list[dict[str, Any]]) -> None:
+    exact, half, dtype = results[0]["half_precision"]
+    assert half != exact
+    assert half == pytest.approx(exact, rel=2e-2)
+    assert dtype == "torch.float32"
 
 
 def test_evaluation_and_several_fits(results: list[dict[str, Any]]) -> None:

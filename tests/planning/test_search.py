@@ -243,7 +243,7 @@ def test_same_optimum_as_highs_where_all_gain_alike(seed: int) -> None:
     assert ours.time_s <= time_s(menus, choices) * (1 + 1e-9) or peak_bytes(menus, choices) > budget
 
 
-@pytest.mark.parametrize(("seed", "operators"), [(0, 96), (1, 96), (2, 400), (3, 1000)])
+@pytest.mark.parametrize(("seed", "operators"), [(0, 96), (1, 96), (2, 200), (2, 400)])
 def test_a_proof_where_all_gain_alike(seed: int, operators: int) -> None:
     """The relaxation spends on fractions of operators here; only by branching does its bound come close."""
     menus = affine_menus(seed, operators)

@@ -1,0 +1,308 @@
+"""Plans what a LightningCLI configuration would train, in one process and without training it.
+
+Lightning itself reads the file and takes the module and its data through their hooks, up to the point where a strategy
+would set up training: there the plan is made and the run ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from jsonargparse import get_loader
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+from typing_extensions import override
+
+from lightning_osdp import planner, settings
+from lightning_osdp.data import TrainData
+from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning
+from lightning_osdp.planning.cluster import Cluster
+from lightning_osdp.planning.schedule import BatchRule
+from lightning_osdp.planning.units import parse_bytes
+from lightning_osdp.profiling import memory
+
+SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
+"""What counts of the file; ``ckpt_path`` and the like say how to run, not what."""
+
+NOT_HERE: dict[str, Any] = {
+    "num_nodes": 1,
+    "devices": 1,
+    "logger": False,
+    "callbacks": None,
+    "profiler": None,
+    "fast_dev_run": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Settings of the Trainer that would leave traces, or that speak of processes that are not there."""
+
+WISHES = ("memory_limit", "batch_size", "max_batch_size", "global_batch_size", "cluster", "cache")
+"""Arguments of ``OSDPStrategy`` that say what to plan."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A configuration file, read but not built.
+
+    Attributes:
+        path: of the file, for errors.
+        sections: those of ``SECTIONS`` that it has.
+    """
+
+    path: Path
+    sections: Mapping[str, Any]
+
+    @property
+    def trainer(self) -> Mapping[str, Any]:
+        """The Trainer's arguments."""
+        return self.sections.get("trainer") or {}
+
+    @property
+    def wishes(self) -> dict[str, Any]:
+        """What it asks of OSDPStrategy, where that is its strategy."""
+        strategy = self.trainer.get("strategy")
+        if not isinstance(strategy, Mapping) or not str(strategy.get("class_path")).endswith("OSDPStrategy"):
+            return {}
+        given = strategy.get("init_args") or {}
+        return {name: given[name] for name in WISHES if given.get(name) is not None}
+
+    @property
+    def ranks(self) -> int | None:
+        """Processes that it would train with; None where only the machine says so."""
+        devices = self.trainer.get("devices")
+        if isinstance(devices, list):
+            devices = len(devices)
+        if isinstance(devices, bool) or not str(devices).isdecimal() or int(str(devices)) < 1:
+            return None
+        return int(str(devices)) * int(self.trainer.get("num_nodes") or 1)
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Reads a LightningCLI YAML (or JSON) file; one with a section ``fit`` is taken to mean that.
+
+    Raises:
+        ConfigurationError: it can't be read, or says nothing of a model.
+    """
+    try:
+        data = get_loader("yaml")(path.read_text())
+    except Exception as error:  # the loader's errors are those of whatever library parses YAML
+        raise ConfigurationError(f"the config file {path} can't be read: {_one_line(error)}") from error
+    if isinstance(data, dict) and isinstance(data.get("fit"), dict):
+        data = data["fit"]
+    if not isinstance(data, dict) or not data.get("model"):
+        raise ConfigurationError(f"{path} has no section 'model': it is not a configuration of LightningCLI")
+    return Recipe(path, {name: data[name] for name in SECTIONS if name in data})
+
+
+def plan_recipe(recipe: Recipe, devices: int | None = None, **wishes: Any) -> planner.Outcome:
+    """Makes the plan that training by ``recipe`` would make, but for links that are measured elsewhere.
+
+    Args:
+        recipe: what to train.
+        devices: per node, instead of the cluster's; without a cluster 1 is all that can be planned.
+        **wishes: arguments of ``OSDPStrategy`` (``WISHES``), instead of the recipe's; None: the recipe's.
+
+    Raises:
+        ConfigurationError: something can't be used, or can't be built.
+        InfeasibleError: nothing fits.
+        TraceError: the training step can't be read.
+    """
+    wanted = recipe.wishes | {name: value for name, value in wishes.items() if value is not None}
+    cluster = _cluster(recipe, settings.read_cluster(wanted.get("cluster")), devices)
+    device = _device(recipe, cluster)
+    if device.type == "cpu":
+        memory.fix_cpu_allocator()
+        _set_num_threads_if_needed(cluster.devices_per_node)
+    limit = wanted.get("memory_limit", "auto")
+    limit_bytes = memory.memory_limit(device, cluster.devices_per_node) if limit == "auto" else parse_bytes(limit)
+    batch_size = wanted.get("batch_size", "auto")
+    rule = BatchRule(
+        settings.positive("batch_size", None if batch_size == "auto" else batch_size),
+        settings.positive("max_batch_size", wanted.get("max_batch_size")),
+        settings.positive("global_batch_size", wanted.get("global_batch_size")),
+    )
+    cache = wanted.get("cache")
+    folder = planner.default_cache() if cache is None else (Path(cache) if str(cache) else None)
+
+    def work(trainer: pl.Trainer) -> planner.Outcome:
+        return _plan(trainer, cluster, device, rule, limit_bytes, folder)
+
+    strategy = _Planning(device, work)
+    with _one_line_errors(recipe), _quiet():
+        parts = _Parts(recipe, strategy)
+        parts.trainer.fit(parts.model, datamodule=parts.datamodule)
+    assert strategy.outcome is not None
+    return strategy.outcome
+
+
+def _plan(
+    trainer: pl.Trainer, cluster: Cluster, device: torch.device, rule: BatchRule, limit_bytes: int, cache: Path | None
+) -> planner.Outcome:
+    """What ``OSDPStrategy`` does before training, with a cluster that is known."""
+    module, precision = trainer.lightning_module, trainer.precision_plugin
+    settings.refuse(trainer, precision)
+    data = TrainData(trainer, module)
+    batch, batch_size = data.first_batch()
+    traced = planner.describe(module, batch, batch_size, device, precision.train_step_context)
+    wished = BatchRule(
+        rule.batch_size, rule.max_batch_size, rule.global_batch_size, int(trainer.accumulate_grad_batches)
+    )
+    allowed = data.batch_rule(batch_size, wished, cluster.ranks)
+    model_bytes = traced.description.parameter_bytes + traced.description.buffer_bytes
+    on_device = model_bytes if device.type == "cpu" else 0
+    return planner.plan_alone(traced, cluster, device, allowed, limit_bytes, on_device, cache=cache)
+
+
+class _Planning(SingleDeviceStrategy):
+    """Plans where a strategy would set up training, and ends the run there."""
+
+    def __init__(self, device: torch.device, work: Callable[[pl.Trainer], planner.Outcome]) -> None:
+        super().__init__(device=device)
+        self._work = work
+        self.outcome: planner.Outcome | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self.outcome = self._work(trainer)
+        raise _TunerExitException  # Lightning's own way to end a run early: it tears down and returns
+
+
+class _Parts(LightningCLI):
+    """Module, data and a Trainer for one process, as LightningCLI builds them from the recipe."""
+
+    def __init__(self, recipe: Recipe, strategy: SingleDeviceStrategy) -> None:
+        self._strategy = strategy
+        with warnings.catch_warnings():
+            # Our own command line is not LightningCLI's.
+            warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+            super().__init__(
+                run=False,
+                args=dict(recipe.sections),
+                save_config_callback=None,
+                seed_everything_default=False,
+                parser_kwargs={"exit_on_error": False},
+            )
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        for name in ("strategy", "callbacks", "logger", "profiler"):
+            self.config.trainer[name] = None
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        accelerator = "cuda" if self._strategy.root_device.type == "cuda" else "cpu"
+        return super().instantiate_trainer(accelerator=accelerator, strategy=self._strategy, **NOT_HERE)
+
+
+def _cluster(recipe: Recipe, cluster: Cluster | None, devices: int | None) -> Cluster:
+    """The hardware to plan for.
+
+    Raises:
+        ConfigurationError: it is not known.
+    """
+    if cluster is None:
+        ranks = devices or recipe.ranks
+        if ranks == 1:
+            here = _here(recipe)
+            backend = "gloo" if here.type == "cpu" else "nccl"
+            return Cluster(devices_per_node=1, device=_name(here), backend=backend, link=planner.NO_LINK)
+        number = str(ranks) if ranks else "N"
+        raise ConfigurationError(
+            "the links between ranks are not known, and one process can't measure them: run `osdp profile --devices "
+            f"{number} --out cluster.json` and pass --cluster cluster.json"
+        )
+    if devices is not None:
+        return cluster.model_copy(update={"devices_per_node": devices})
+    if recipe.ranks not in (None, cluster.ranks):
+        warnings.warn(
+            f"{recipe.path} trains on {recipe.ranks} ranks, the cluster has {cluster.ranks}: the plan is for the "
+            "cluster's (--devices N plans for N per node)",
+            OSDPWarning,
+            stacklevel=3,
+        )
+    return cluster
+
+
+def _here(recipe: Recipe) -> torch.device:
+    """The device of this machine that the recipe would use."""
+    wanted = recipe.trainer.get("accelerator") or "auto"
+    cuda = default_device_type() == "cuda" and wanted in ("auto", "gpu", "cuda")
+    return torch.device("cuda", 0) if cuda else torch.device("cpu")
+
+
+def default_device_type() -> str:
+    """``cuda`` where there is a device, else ``cpu``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _name(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else f"cuda: {torch.cuda.get_device_name(device)}"
+
+
+def _device(recipe: Recipe, cluster: Cluster) -> torch.device:
+    """Where compute is measured: on this machine, which has to be like the cluster's.
+
+    Raises:
+        ConfigurationError: the cluster's devices are of another type.
+    """
+    wanted = cluster.device.split(":")[0]
+    if wanted == "cpu":
+        return torch.device("cpu")
+    here = _here(recipe)
+    if here.type != wanted:
+        raise ConfigurationError(
+            f"the cluster's devices are {cluster.device}, here is only {_name(here)}: compute has to be measured on a "
+            "device like the cluster's"
+        )
+    return here
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Lightning's words on devices and tips; its warnings stay."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.WARNING)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def _one_line_errors(recipe: Recipe) -> Iterator[None]:
+    """Errors of the user's own code and of the file as one of ours, with the place where they arose.
+
+    Raises:
+        ConfigurationError: instead of any error but ours.
+    """
+    try:
+        yield
+    except OSDPError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(sys.exc_info()[2])[-1]
+        raise ConfigurationError(
+            f"{recipe.path}: {type(error).__name__}: {_one_line(error)} ({Path(frame.filename).name}:{frame.lineno})"
+        ) from error
+
+
+def _one_line(error: Exception) -> str:
+    """Its text without line breaks, and without end: parsers quote whole files."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 400 else f"{text[:400]}..."

@@ -1,0 +1,240 @@
+"""What planning would give on hardware that is not at hand, for several numbers of devices, beside the baselines.
+
+The baselines keep every operator alike, each at its own best batch size: ``dp`` is plain data parallelism (DDP),
+``zdp`` is what FSDP does with one unit for each operator. The paper compares with the same two (section 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.planning.choices import Mode, legal_modes
+from lightning_osdp.planning.cost import split_states, time_cost
+from lightning_osdp.planning.hardware import USABLE_MEMORY, Hardware, cluster_of
+from lightning_osdp.planning.operators import Frozen, ModelDescription
+from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.planning.roofline import compute_times
+from lightning_osdp.planning.schedule import (
+    BatchRule,
+    Candidate,
+    Problem,
+    best_candidate,
+    choose,
+    least_bytes,
+    make_plan,
+)
+from lightning_osdp.planning.timeline import Timeline
+
+
+class Simulated(Frozen):
+    """What one way of sharding is predicted to reach."""
+
+    batch_size: int
+    """Per device and micro-batch."""
+    global_batch_size: int
+    samples_per_s: float
+    """Over all devices."""
+    step_time_s: float
+    peak_memory_bytes: int
+    """Of one device."""
+    sharded_share: float
+    """Of all parameters, those whose states are sharded."""
+
+
+class SimulatedPoint(Frozen):
+    """One number of devices; None stands for what does not fit even at the smallest batch size."""
+
+    devices: int
+    nodes: int
+    memory_limit_bytes: int
+    plan: ExecutionPlan | None
+    osdp: Simulated | None
+    """The plan's numbers."""
+    dp: Simulated | None
+    zdp: Simulated | None
+    needed_bytes: int = 0
+    """The smallest peak that any plan reaches, where ``plan`` is None."""
+
+
+def simulate(
+    model: ModelDescription,
+    hardware: Hardware,
+    devices: Sequence[int],
+    memory_limit_bytes: int | None = None,
+    rule: BatchRule | None = None,
+    dtype: str = "fp32",
+) -> tuple[SimulatedPoint, ...]:
+    """The plan and the baselines for each number of devices, in the order given.
+
+    Args:
+        model: as traced.
+        hardware: the nodes and the network between them.
+        devices: numbers of devices that train together.
+        memory_limit_bytes: per device; None for ``USABLE_MEMORY`` of what the device has.
+        rule: which batch sizes to try; None for all.
+        dtype: of the matrix products (``Hardware.peak_flops``).
+
+    Raises:
+        ConfigurationError: the hardware has no such number of devices, no peak FLOP/s for ``dtype``, or the batch
+            sizes of ``rule`` can't be made from a number of devices.
+    """
+    return tuple(
+        simulate_one(problem_on(model, hardware, count, memory_limit_bytes, dtype), rule or BatchRule())
+        for count in devices
+    )
+
+
+def problem_on(
+    model: ModelDescription,
+    hardware: Hardware,
+    devices: int | None = None,
+    memory_limit_bytes: int | None = None,
+    dtype: str = "fp32",
+) -> Problem:
+    """What ``schedule.make_plan`` needs, with nothing measured.
+
+    Raises:
+        ConfigurationError: as ``simulate``.
+    """
+    return Problem(
+        model=model,
+        cluster=cluster_of(hardware, devices),
+        compute=compute_times(model, hardware, dtype),
+        memory_limit_bytes=memory_limit_bytes or int(hardware.memory_bytes * USABLE_MEMORY),
+    )
+
+
+def simulate_one(problem: Problem, rule: BatchRule) -> SimulatedPoint:
+    """The plan and the baselines for one cluster.
+
+    Raises:
+        ConfigurationError: the batch sizes of ``rule`` contradict each other or the number of devices.
+    """
+    plan, needed_bytes = None, 0
+    try:
+        plan = make_plan(problem, rule)
+    except InfeasibleError as error:
+        needed_bytes = error.needed_bytes
+    return SimulatedPoint(
+        devices=problem.cluster.ranks,
+        nodes=problem.cluster.nodes,
+        memory_limit_bytes=problem.memory_limit_bytes,
+        plan=plan,
+        osdp=_of_plan(problem.model, plan) if plan is not None else None,
+        dp=_baseline(problem, rule, Mode.DP),
+        zdp=_baseline(problem, rule, Mode.ZDP),
+        needed_bytes=needed_bytes,
+    )
+
+
+def best_uniform(problem: Problem, rule: BatchRule, mode: Mode) -> Candidate:
+    """Every operator in ``mode``, at the batch size that ``schedule.choose`` would take.
+
+    An operator that may not take ``mode`` takes the nearest that it may: one that runs more than once in a step is
+    ``zdp2`` for ``zdp``, one that is pinned stays ``dp``.
+
+    Raises:
+        InfeasibleError: not even the smallest batch fits.
+        ConfigurationError: the batch sizes of ``rule`` contradict each other.
+    """
+    modes = tuple(_nearest(legal_modes(operator), mode) for operator in problem.model.operators)
+    timeline = Timeline(problem.model, problem.cluster, problem.overhead_bytes)
+    found: list[Candidate] = []
+    for batch_size, accumulation in rule.pairs(problem.cluster.ranks):
+        candidate = candidate_of(problem, timeline, modes, batch_size, accumulation)
+        if candidate.peak.total_bytes > problem.memory_limit_bytes:
+            if not found:
+                raise _does_not_fit(problem, candidate, mode)
+            break
+        found.append(candidate)
+    return choose(found)
+
+
+def candidate_of(
+    problem: Problem, timeline: Timeline, modes: tuple[Mode, ...], batch_size: int, accumulation: int = 1
+) -> Candidate:
+    """What given modes cost, whether they fit or not."""
+    costs = [
+        time_cost(operator, mode, problem.cluster, problem.compute, times, batch_size, accumulation)
+        for operator, mode, times in zip(problem.model.operators, modes, problem.compute.operators, strict=True)
+    ]
+    return Candidate(
+        batch_size=batch_size,
+        accumulation=accumulation,
+        modes=modes,
+        compute_s=accumulation * problem.compute.outside.at(batch_size) + sum(cost.compute_s for cost in costs),
+        communication_s=sum(cost.communication_s for cost in costs),
+        peak=timeline.peak(modes, batch_size, accumulation),
+        ranks=problem.cluster.ranks,
+    )
+
+
+def tradeoff(problem: Problem, batch_size: int, accumulation: int = 1, points: int = 16) -> tuple[Candidate, ...]:
+    """The fastest plan at one batch size under each of a series of memory limits, by rising peak.
+
+    The limits run from the smallest that can be met to what plain data parallelism needs; ``problem``'s own is not
+    used. A plan that is no faster than one of a smaller peak is left out, so step times fall strictly.
+    """
+    timeline = Timeline(problem.model, problem.cluster, problem.overhead_bytes)
+    least = least_bytes(problem, batch_size, accumulation)
+    whole = tuple(Mode.DP for _ in problem.model.operators)
+    most = max(least, candidate_of(problem, timeline, whole, batch_size, accumulation).peak.total_bytes)
+    found: list[Candidate] = []
+    for limit in np.unique(np.linspace(least, most, points).astype(np.int64)).tolist():
+        candidate = best_candidate(replace(problem, memory_limit_bytes=limit), timeline, batch_size, accumulation)
+        if not found or candidate.step_time_s < found[-1].step_time_s:
+            found.append(candidate)
+    return tuple(found)
+
+
+def _nearest(legal: tuple[Mode, ...], mode: Mode) -> Mode:
+    return mode if mode in legal else legal[-1]
+
+
+def _does_not_fit(problem: Problem, smallest: Candidate, mode: Mode) -> InfeasibleError:
+    needed, limit = smallest.peak.total_bytes, problem.memory_limit_bytes
+    return InfeasibleError(
+        f"with every operator in {mode.value}, batch size {smallest.batch_size} needs {needed / (1 << 20):,.0f} MiB "
+        f"per device, the limit is {limit / (1 << 20):,.0f} MiB",
+        needed_bytes=needed,
+        budget_bytes=limit,
+    )
+
+
+def _baseline(problem: Problem, rule: BatchRule, mode: Mode) -> Simulated | None:
+    try:
+        candidate = best_uniform(problem, rule, mode)
+    except InfeasibleError:
+        return None
+    return Simulated(
+        batch_size=candidate.batch_size,
+        global_batch_size=candidate.global_batch_size,
+        samples_per_s=candidate.samples_per_s,
+        step_time_s=candidate.step_time_s,
+        peak_memory_bytes=candidate.peak.total_bytes,
+        sharded_share=_sharded_share(problem.model, candidate.modes),
+    )
+
+
+def _of_plan(model: ModelDescription, plan: ExecutionPlan) -> Simulated:
+    return Simulated(
+        batch_size=plan.batch_size,
+        global_batch_size=plan.global_batch_size,
+        samples_per_s=plan.predicted.samples_per_s,
+        step_time_s=plan.predicted.step_time_s,
+        peak_memory_bytes=plan.predicted.peak_memory_bytes,
+        sharded_share=_sharded_share(model, [operator.slices[0] for operator in plan.operators]),
+    )
+
+
+def _sharded_share(model: ModelDescription, modes: Sequence[Mode]) -> float:
+    sharded = sum(
+        parameter.num_elements
+        for operator, mode in zip(model.operators, modes, strict=True)
+        for parameter in split_states(operator, mode)[0]
+    )
+    return sharded / max(1, model.num_parameters)
