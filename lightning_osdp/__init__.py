@@ -14,6 +14,7 @@ from lightning_osdp.errors import (
     TraceError,
 )
 from lightning_osdp.planning.cluster import Cluster
+from lightning_osdp.planning.explain import diff, explain
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.strategy import OSDPStrategy
 
@@ -30,6 +31,8 @@ __all__ = [
     "PlanMismatchError",
     "ShardingError",
     "TraceError",
+    "diff",
+    "explain",
 ]
 
 if "osdp" not in StrategyRegistry:

@@ -29,6 +29,7 @@ from lightning_osdp import planner, settings
 from lightning_osdp.data import TrainData
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning
 from lightning_osdp.planning.cluster import Cluster
+from lightning_osdp.planning.operators import ModelDescription
 from lightning_osdp.planning.schedule import BatchRule
 from lightning_osdp.planning.units import parse_bytes
 from lightning_osdp.profiling import memory
@@ -144,7 +145,32 @@ def plan_recipe(recipe: Recipe, devices: int | None = None, **wishes: Any) -> pl
     with _one_line_errors(recipe), _quiet():
         parts = _Parts(recipe, strategy)
         parts.trainer.fit(parts.model, datamodule=parts.datamodule)
-    assert strategy.outcome is not None
+    assert isinstance(strategy.outcome, planner.Outcome)
+    return strategy.outcome
+
+
+def describe_recipe(recipe: Recipe) -> ModelDescription:
+    """Reads the recipe's model on fake tensors: nothing of it is allocated but what its own code allocates.
+
+    Its FLOPs and bytes are those of its precision setting, whatever devices are here.
+
+    Raises:
+        ConfigurationError: something can't be built.
+        TraceError: the training step can't be read.
+    """
+    device = torch.device("cpu")
+
+    def work(trainer: pl.Trainer) -> ModelDescription:
+        module = trainer.lightning_module
+        batch, batch_size = TrainData(trainer, module).first_batch()
+        context = trainer.precision_plugin.train_step_context
+        return planner.describe(module, batch, batch_size, device, context).description
+
+    strategy = _Planning(device, work)
+    with _one_line_errors(recipe), _quiet():
+        parts = _Parts(recipe, strategy)
+        parts.trainer.fit(parts.model, datamodule=parts.datamodule)
+    assert isinstance(strategy.outcome, ModelDescription)
     return strategy.outcome
 
 
@@ -169,10 +195,10 @@ def _plan(
 class _Planning(SingleDeviceStrategy):
     """Plans where a strategy would set up training, and ends the run there."""
 
-    def __init__(self, device: torch.device, work: Callable[[pl.Trainer], planner.Outcome]) -> None:
+    def __init__(self, device: torch.device, work: Callable[[pl.Trainer], Any]) -> None:
         super().__init__(device=device)
         self._work = work
-        self.outcome: planner.Outcome | None = None
+        self.outcome: Any = None
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``osdp profile | plan | explain | diff``.
+"""The command line: ``osdp profile | plan | explain | diff | simulate``.
 
 Exit status: 0 done, 1 nothing fits under the memory limit, 2 bad usage or bad input (one line on the standard error
 stream says what). With ``--json`` the standard output is one JSON document and nothing else.
@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,13 @@ from rich.console import Console
 
 from lightning_osdp import alone, local, report, settings
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPError, OSDPWarning
-from lightning_osdp.planning import explain
+from lightning_osdp.planning import explain, hardware
 from lightning_osdp.planning.cluster import Cluster
+from lightning_osdp.planning.operators import ModelDescription
 from lightning_osdp.planning.plan import ExecutionPlan
-from lightning_osdp.planning.units import format_seconds
+from lightning_osdp.planning.schedule import BatchRule
+from lightning_osdp.planning.simulate import SimulatedPoint, simulate
+from lightning_osdp.planning.units import format_bytes, format_seconds, parse_bytes
 
 DONE, INFEASIBLE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -72,8 +75,14 @@ def _run(args: list[str] | None) -> int:
         given = _parser().parse_args(args)
     except SystemExit as end:  # of --help
         return int(end.code or DONE)
-    command = COMMANDS[given.command]
-    command.run(given[given.command])
+    options = given[given.command]
+    try:
+        COMMANDS[given.command].run(options)
+    except InfeasibleError as error:
+        if options.json:
+            facts = {"needed_bytes": error.needed_bytes, "memory_limit_bytes": error.budget_bytes}
+            _print(json.dumps({"feasible": False, **facts, "message": str(error)}, indent=2))
+        raise
     return DONE
 
 
@@ -163,6 +172,7 @@ def _plan_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--global-batch-size", type=int, help="over all devices, made exactly")
     parser.add_argument("--cache", type=str, help="folder of measurements (default: the user's; '': none)")
     parser.add_argument("--out", type=str, help="file for the plan, to train with")
+    parser.add_argument("--html", type=str, help="file for a page with the plan's pictures")
 
 
 def _plan(given: Namespace) -> None:
@@ -174,6 +184,10 @@ def _plan(given: Namespace) -> None:
     outcome = alone.plan_recipe(recipe, devices, **{name: given[name] for name in alone.WISHES})
     if given.out is not None:
         _write(given.out, outcome.plan.to_json())
+    if given.html is not None:
+        from lightning_osdp import pictures  # needs matplotlib, which is an extra
+
+        _write(given.html, pictures.html(outcome.plan))
     if given.json:
         _print(outcome.plan.to_json())
         return
@@ -208,11 +222,71 @@ def _read(path: str) -> ExecutionPlan:
     return plan
 
 
+# -- simulate ----------------------------------------------------------------------------------------------------------
+
+
+def _simulate_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--config", type=str, required=True, help="the YAML that LightningCLI trains from")
+    parser.add_argument("--hardware", type=str, required=True, help="a name, such as h100-80gb-nvlink, or a JSON file")
+    parser.add_argument("--devices", type=int, nargs="+", help="numbers of devices (default: 1, 2, 4, ... all)")
+    parser.add_argument("--memory-limit", type=str, help="per device, such as 16GiB (default: what the device has)")
+    parser.add_argument("--batch-size", type=int, help="per device, fixed (default: searched)")
+    parser.add_argument("--max-batch-size", type=int, help="the largest that is considered")
+    parser.add_argument("--global-batch-size", type=int, help="over all devices, made exactly")
+    parser.add_argument("--dtype", type=str, default="fp32", help="of matrix products (default: %(default)s)")
+    parser.add_argument("--html", type=str, help="file for a page with pictures of the largest number that fits")
+
+
+def _simulate(given: Namespace) -> None:
+    found = hardware.load(given.hardware)
+    rule = BatchRule(
+        settings.positive("batch_size", given.batch_size),
+        settings.positive("max_batch_size", given.max_batch_size),
+        settings.positive("global_batch_size", given.global_batch_size),
+    )
+    limit_bytes = parse_bytes(given.memory_limit) if given.memory_limit is not None else None
+    devices = given.devices or _doublings(found.devices)
+    path = Path(given.config)
+    recipe = alone.read_recipe(path)
+    sys.path[:0] = [str(Path.cwd()), str(path.resolve().parent)]
+    model = alone.describe_recipe(recipe)
+    points = simulate(model, found, devices, limit_bytes, rule, given.dtype)
+    if given.html is not None:
+        _write_page(given.html, model, points)
+    if given.json:
+        _print(json.dumps([point.model_dump(mode="json", exclude={"plan"}) for point in points], indent=2))
+    else:
+        Console().print(report.simulation_table(points))
+
+
+def _doublings(devices: int) -> list[int]:
+    """1, 2, 4 and so on, and all of them."""
+    powers = [1 << exponent for exponent in range(devices.bit_length())]
+    return sorted({*powers, devices})
+
+
+def _write_page(path: str, model: ModelDescription, points: Sequence[SimulatedPoint]) -> None:
+    """Raises InfeasibleError where no number of devices fits."""
+    from lightning_osdp import pictures  # needs matplotlib, which is an extra
+
+    plans = [point.plan for point in points if point.plan is not None]
+    if not plans:
+        least = min(points, key=lambda point: point.needed_bytes)
+        raise InfeasibleError(
+            f"no page: nothing fits, {least.devices} devices need {format_bytes(least.needed_bytes)} each",
+            needed_bytes=least.needed_bytes,
+            budget_bytes=least.memory_limit_bytes,
+        )
+    largest = max(plans, key=lambda plan: plan.cluster.ranks)
+    _write(path, pictures.html(largest, model=model, points=points))
+
+
 COMMANDS = {
     "profile": Command("Measure the links between this machine's devices.", _profile_arguments, _profile),
     "plan": Command("Plan what a LightningCLI configuration trains.", _plan_arguments, _plan),
     "explain": Command("Say why a plan is what it is.", _explain_arguments, _explain),
     "diff": Command("Say how two plans differ.", _diff_arguments, _diff),
+    "simulate": Command("Plan for hardware that is not here.", _simulate_arguments, _simulate),
 }
 """Every command by its name; a further one is a row here and its two functions."""
 

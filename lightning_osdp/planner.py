@@ -293,7 +293,7 @@ def _still_true(link: Link, ranks: Ranks) -> bool:
     taken = torch.tensor(min(seconds[1:]), device=ranks.device)
     dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=ranks.group)
     expected = link.all_gather.time_s(4 << 20, ranks.count)
-    return expected / PROBE_TOLERANCE <= float(taken) <= expected * PROBE_TOLERANCE
+    return expected <= PROBE_TOLERANCE * float(taken) and float(taken) <= PROBE_TOLERANCE * expected
 
 
 def _key(traced: Trace, device: torch.device, cluster: Cluster, alone: bool = False) -> str:

@@ -64,8 +64,11 @@ def measured_table(plan: ExecutionPlan, step_time_s: float, peak_memory_bytes: i
 
 
 def simulation_table(points: Sequence[SimulatedPoint]) -> Table:
-    """By number of devices: the plan (osdp) beside every operator replicated (dp) and every operator sharded (zdp)."""
-    table = _table("devices", "sharding", ">batch size", ">throughput", ">peak memory", ">parameters sharded")
+    """By number of devices: the plan (osdp) beside every operator replicated (dp) and every operator sharded (zdp).
+
+    Throughput is that of all devices, peak memory that of one; the last column is the share of parameters sharded.
+    """
+    table = _table("devices", "sharding", ">batch size", ">samples/s", ">peak memory", ">sharded")
     for point in points:
         nodes = f" ({point.nodes} nodes)" if point.nodes > 1 else ""
         for name, one in (("osdp", point.osdp), ("dp", point.dp), ("zdp", point.zdp)):
@@ -78,7 +81,7 @@ def simulation_table(points: Sequence[SimulatedPoint]) -> Table:
                 devices,
                 name,
                 str(one.batch_size),
-                _format_throughput(one.samples_per_s),
+                f"{one.samples_per_s:,.1f}" if one.samples_per_s >= 1 else f"{one.samples_per_s:.3f}",
                 format_bytes(one.peak_memory_bytes),
                 f"{one.sharded_share:.0%}",
             )

@@ -1,0 +1,213 @@
+"""Plans put into words: the reasons agree with the numbers, and plans without reasons are still readable."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lightning_osdp.errors import ConfigurationError, InfeasibleError
+from lightning_osdp.planning.choices import Mode
+from lightning_osdp.planning.cluster import CollectiveFit
+from lightning_osdp.planning.explain import diff, difference, explain, explanation
+from lightning_osdp.planning.operators import Line, ParameterInfo
+from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.planning.schedule import BatchRule
+from tests.models import hand_made_plan
+from tests.planning.test_schedule import MIB, RANKS, cluster, compute, model, modes, plan_for
+
+
+def line(text: str, start: str) -> str:
+    """The one line that starts so."""
+    (found,) = [one for one in text.splitlines() if one.startswith(start)]
+    return found
+
+
+def test_the_plan_holds_the_price_and_the_cost_of_each_mode() -> None:
+    # dp -> zdp2 saves 3 x 4 MiB of states but keeps 4 MiB of parameters and needs a transient: 1 ms for 8 MiB.
+    plan = plan_for(40)
+    first = {cost.mode: cost for cost in plan.operators[0].alternatives}
+    assert {mode: cost.time_s for mode, cost in first.items()} == pytest.approx(
+        {Mode.DP: 1e-3, Mode.ZDP2: 2e-3, Mode.ZDP: 3e-3}
+    )
+    assert first[Mode.DP].resident_bytes == 16 * MIB
+    assert first[Mode.ZDP].resident_bytes == 4 * MIB
+    assert plan.price_s_per_byte == pytest.approx(1e-3 / (8 * MIB))
+    assert plan_for(64).price_s_per_byte == 0
+    assert plan.peak is not None
+    parts = plan.peak.model_dump(exclude={"where"})
+    assert sum(parts.values()) == plan.predicted.peak_memory_bytes
+
+
+def test_with_plenty_of_memory_the_fastest_mode_needs_no_other_reason() -> None:
+    text = explain(plan_for(200))
+    assert "price of memory: nothing" in text
+    reason = line(text, "op0, op1, op2, op3: dp.")
+    assert "Its fastest mode" in reason
+    assert "cost 1.0 ms a step" in reason
+
+
+def test_what_is_replicated_under_a_limit_says_what_sharding_would_cost_and_free() -> None:
+    text = explain(plan_for(40))
+    assert line(text, "op0: dp.").endswith(
+        "it would free 8.0 MiB but cost 1.0 ms a step; "
+        "at the price of memory under this limit (0.125 ms per MiB) that does not pay."
+    )
+    assert "price of memory: one more MiB would save about 0.125 ms a step." in text
+    assert "reached in the backward of op" in line(text, "memory: 38.0 MiB of 40.0 MiB")
+
+
+def test_what_is_sharded_says_what_replicating_would_take() -> None:
+    plan = plan_for(24)
+    assert modes(plan) == [Mode.ZDP] * 4
+    assert "Its smallest mode" in explain(plan)
+    assert "it would save 1.0 ms a step but take 4.0 MiB more, and 0 B are left" in explain(plan)
+
+
+def test_a_reason_never_claims_that_the_other_mode_pays_by_the_price() -> None:
+    """At the price of memory no other mode may be better by more than the one operator that sets the price."""
+    for limit in range(24, 66, 2):
+        plan = plan_for(limit)
+        price = plan.price_s_per_byte
+        assert price is not None
+        gains = [
+            max(
+                own.time_s + price * own.resident_bytes - (c.time_s + price * c.resident_bytes) for c in op.alternatives
+            )
+            for op in plan.operators
+            for own in op.alternatives
+            if own.mode == op.slices[0]
+        ]
+        assert sum(gains) <= price * (16 * MIB), limit
+
+
+def test_pinned_and_small_operators_say_why_they_stay_replicated() -> None:
+    operators = list(model().operators)
+    operators[1] = operators[1].model_copy(update={"pinned": "used by the whole model"})
+    bias = ParameterInfo(name="op2.bias", shape=(64,))
+    operators[2] = operators[2].model_copy(update={"parameters": (bias,)})
+    text = explain(plan_for(40, model=model().model_copy(update={"operators": tuple(operators)})))
+    assert line(text, "op1:") == "op1: dp. Stays replicated: used by the whole model."
+    assert line(text, "op2:").startswith("op2: dp. Stays replicated: its parameters are too small")
+
+
+def test_repeated_operators_are_one_run_with_their_sum() -> None:
+    blocks = tuple(op.model_copy(update={"name": f"blocks.{index}.up"}) for index, op in enumerate(model().operators))
+    found = explanation(plan_for(24, model=model().model_copy(update={"operators": blocks})))
+    (reason,) = found.operators
+    assert reason.operators == ("blocks.0-3.up",)
+    assert reason.count == 4
+    assert "Next best, for all 4 together, is zdp2" in reason.text
+    assert "save 4.0 ms a step but take 16.0 MiB more" in reason.text
+
+
+@pytest.mark.parametrize(
+    ("rule", "activations", "words"),
+    [
+        (BatchRule(batch_size=2), 0, ["batch size 2: fixed, not searched."]),
+        (BatchRule(max_batch_size=4), 0, ["batch size 4: batch size 3 would be", "The largest allowed is 4."]),
+        (BatchRule(), 8 * MIB, ["Batch size 3 does not fit: its smallest plan needs 36.0 MiB of 30.0 MiB."]),
+        (BatchRule(global_batch_size=RANKS * 6), 0, ["can't make the global batch size of 24."]),
+    ],
+)
+def test_the_batch_size_says_what_ended_the_search(rule: BatchRule, activations: int, words: list[str]) -> None:
+    found = explanation(plan_for(30, rule, model=model(activations_per_sample=activations))).batch_size
+    assert all(word in found for word in words), found
+
+
+def test_a_larger_batch_within_the_tolerance_is_named_with_its_gain() -> None:
+    free = cluster(0.0, 0.0, 0.0)
+    plan = plan_for(
+        64, BatchRule(max_batch_size=8), cluster=free, compute=compute(outside=Line(fixed=1e-5, per_sample=1e-3))
+    )
+    assert plan.batch_size == 1
+    assert "batch size 8 would be 0.9% faster, within the tolerance of 1%" in explain(plan)
+
+
+def test_a_plan_without_reasons_is_still_read_compared_and_explained() -> None:
+    old = hand_made_plan({"up": Mode.ZDP, "down": Mode.DP}, 2)
+    data = json.loads(old.to_json())
+    for field in ("price_s_per_byte", "peak", "search_end"):
+        del data[field]
+    for operator in data["operators"]:
+        del operator["alternatives"], operator["pinned"]
+    read = ExecutionPlan.from_json(json.dumps(data))
+    assert read == old
+    assert "up, down" not in explain(read)
+    assert line(explain(read), "up: zdp.") == "up: zdp. The plan does not say why."
+    assert "does not say what else was tried" in explain(read)
+
+
+def test_equal_plans_do_not_differ() -> None:
+    assert diff(plan_for(40), plan_for(40)) == "no difference"
+    assert difference(plan_for(40), plan_for(40)).changes == ()
+
+
+def test_diff_names_limits_modes_by_runs_and_predictions() -> None:
+    blocks = tuple(op.model_copy(update={"name": f"blocks.{i}.up"}) for i, op in enumerate(model().operators))
+    renamed = model().model_copy(update={"operators": blocks})
+    text = diff(plan_for(24, model=renamed), plan_for(64, model=renamed))
+    assert line(text, "memory limit") == "memory limit: 24.0 MiB -> 64.0 MiB (+166.7%)"
+    assert line(text, "blocks") == "blocks.0-3.up: zdp -> dp"
+    assert line(text, "step time") == "step time: 13.0 ms -> 5.0 ms (-61.5%)"
+    assert "batch size" not in text
+    assert "latency" not in text
+
+
+def test_diff_of_hardware_and_models() -> None:
+    one = hand_made_plan({"up": Mode.DP, "old": Mode.DP}, 2, batch_size=4, fingerprint="abc")
+    two = hand_made_plan({"up": Mode.DP, "new": Mode.ZDP}, 4, batch_size=6, fingerprint="xyz")
+    slow = CollectiveFit(latency_s=2e-3, s_per_byte=1e-9)
+    link = two.cluster.link.model_copy(update={"all_reduce": slow})
+    two = two.model_copy(update={"cluster": two.cluster.model_copy(update={"link": link})})
+    text = diff(one, two)
+    assert line(text, "model") == "model: abc -> xyz"
+    assert line(text, "devices per node") == "devices per node: 2 -> 4 (+100.0%)"
+    assert line(text, "all-reduce latency") == "all-reduce latency: 1.0 ms -> 2.0 ms (+100.0%)"
+    assert line(text, "batch size") == "batch size: 4 -> 6 (+50.0%)"
+    assert line(text, "old") == "old: dp -> not there"
+    assert line(text, "new") == "new: not there -> zdp"
+
+
+# -- what would fit, where nothing does --------------------------------------------------------------------------------
+
+
+def failure(limit_mib: int, rule: BatchRule | None = None, **changes: object) -> str:
+    with pytest.raises(InfeasibleError) as caught:
+        plan_for(limit_mib, rule, **changes)
+    return str(caught.value)
+
+
+def test_every_remedy_that_is_named_makes_it_fit_and_less_does_not() -> None:
+    activations = model(activations_per_sample=2 * MIB)
+    text = failure(20, BatchRule(batch_size=8), model=activations)
+    assert "a memory_limit of 28 MiB, or 16 ranks (needs 19 MiB on each). Not enough: batch size 1" in text
+    fixed = BatchRule(batch_size=8)
+    assert plan_for(28, fixed, model=activations).batch_size == 8
+    eight, sixteen = (cluster().model_copy(update={"devices_per_node": ranks}) for ranks in (8, 16))
+    assert plan_for(20, fixed, model=activations, cluster=sixteen).batch_size == 8
+    for too_little in ({"limit_mib": 27}, {"limit_mib": 20, "cluster": eight}):
+        with pytest.raises(InfeasibleError):
+            plan_for(rule=fixed, model=activations, **too_little)
+
+
+def test_the_largest_batch_size_that_fits_is_named() -> None:
+    activations = model(activations_per_sample=8 * MIB)
+    assert "batch size 2 (needs 28 MiB)" in failure(30, BatchRule(batch_size=8), model=activations)
+    assert plan_for(30, BatchRule(batch_size=2), model=activations).batch_size == 2
+    with pytest.raises(InfeasibleError):
+        plan_for(30, BatchRule(batch_size=3), model=activations)
+
+
+def test_where_more_ranks_are_not_enough_it_says_so() -> None:
+    text = failure(5)
+    assert "What would fit: a memory_limit of 24 MiB. Not enough: 32 ranks (needs 10 MiB on each)" in text
+
+
+def test_ranks_that_cannot_make_the_global_batch_size_are_not_promised() -> None:
+    text = failure(20, BatchRule(global_batch_size=RANKS))
+    assert "ranks (needs" not in text
+    with pytest.raises(ConfigurationError):
+        plan_for(
+            20, BatchRule(global_batch_size=RANKS), cluster=cluster().model_copy(update={"devices_per_node": 2 * RANKS})
+        )

@@ -1,0 +1,317 @@
+"""The command line: exit status, one-line errors, JSON, and the YAML that LightningCLI takes unchanged."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_osdp import alone, cli, local
+from lightning_osdp.errors import ConfigurationError, OSDPError
+from lightning_osdp.planning.choices import Mode
+from lightning_osdp.planning.cluster import Cluster
+from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.strategy import OSDPStrategy
+from tests.models import hand_made_plan, some_cluster
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "cli" / "fit.yaml"
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def osdp(capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command line in this process: exit status, standard output, standard error."""
+
+    def run(*args: object) -> tuple[int, str, str]:
+        capfd.readouterr()
+        status = cli.main([str(arg) for arg in args])
+        return status, *capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def importing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The import path and the example's modules as they were."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compute is measured once for all tests."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small fit.yaml, a cluster of two ranks and two plans."""
+    config = yaml.safe_load(EXAMPLE.read_text())
+    config["model"]["init_args"] |= {"width": 64, "depth": 2}
+    config["trainer"]["strategy"]["init_args"] |= {"memory_limit": "4GiB", "max_batch_size": 6}
+    write(tmp_path / "fit.yaml", config)
+    (tmp_path / "model.py").write_text((EXAMPLE.parent / "model.py").read_text())
+    (tmp_path / "cluster.json").write_text(some_cluster(2).model_dump_json())
+    (tmp_path / "a.json").write_text(hand_made_plan({"up": Mode.DP}, 2).to_json())
+    (tmp_path / "b.json").write_text(hand_made_plan({"up": Mode.ZDP}, 2, batch_size=3).to_json())
+    return tmp_path
+
+
+def write(path: Path, config: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def planned(osdp: Run, folder: Path, cache: Path, *more: object) -> tuple[int, str, str]:
+    return osdp("plan", "--config", folder / "fit.yaml", "--cluster", folder / "cluster.json", "--cache", cache, *more)
+
+
+# -- profile -----------------------------------------------------------------------------------------------------------
+
+
+def test_profile_measures_with_processes_that_are_gone_afterwards(osdp: Run, tmp_path: Path) -> None:
+    out = tmp_path / "cluster.json"
+    status, text, _ = osdp("profile", "--devices", 2, "--accelerator", "cpu", "--out", out, "--timeout", 200, "--json")
+    assert status == cli.DONE
+    cluster = Cluster.model_validate_json(out.read_text())
+    assert cluster == Cluster.model_validate_json(text)
+    assert (cluster.ranks, cluster.device, cluster.backend) == (2, "cpu", "gloo")
+    assert cluster.link.all_gather.time_s(16 << 20, 2) > 0
+    assert multiprocessing.active_children() == []
+
+
+def test_profile_that_takes_too_long_is_ended(osdp: Run, tmp_path: Path) -> None:
+    status, _, error = osdp("profile", "--devices", 2, "--accelerator", "cpu", "--timeout", 0.01)
+    assert status == cli.BAD_INPUT
+    assert "not done after 0.01 s" in error
+    assert multiprocessing.active_children() == []
+
+
+def test_a_rank_that_fails_ends_the_others() -> None:
+    with pytest.raises(OSDPError, match=r"rank \d failed to measure the links: KeyError: 'tpu'"):
+        local.measure_cluster(2, "tpu", timeout_s=120)
+    assert multiprocessing.active_children() == []
+
+
+# -- plan --------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_takes_the_yaml_and_its_strategy_settings(osdp: Run, folder: Path, cache: Path) -> None:
+    out = folder / "plan.json"
+    status, text, error = planned(osdp, folder, cache, "--out", out)
+    assert status == cli.DONE, error
+    assert text.startswith("Execution plan for")
+    plan = ExecutionPlan.from_json(out.read_text())
+    assert plan.memory_limit_bytes == 4 << 30
+    assert max(point.batch_size for point in plan.frontier) == 6
+    assert [op.name for op in plan.operators] == ["first", "hidden.0", "hidden.1", "last"]
+    assert plan.cluster == some_cluster(2)
+
+
+def test_the_command_line_has_the_last_word(osdp: Run, folder: Path, cache: Path) -> None:
+    wishes = ("--memory-limit", "3GiB", "--batch-size", 5, "--devices", 4)
+    status, text, error = planned(osdp, folder, cache, *wishes, "--json")
+    assert status == cli.DONE, error
+    plan = ExecutionPlan.from_json(text)
+    assert (plan.memory_limit_bytes, plan.batch_size, plan.cluster.ranks) == (3 << 30, 5, 4)
+
+
+def test_a_global_batch_size_is_made(osdp: Run, folder: Path, cache: Path) -> None:
+    status, text, _ = planned(osdp, folder, cache, "--global-batch-size", 24, "--json")
+    plan = ExecutionPlan.from_json(text)
+    assert status == cli.DONE
+    assert plan.batch_size * plan.accumulate_grad_batches * 2 == 24
+
+
+def test_a_section_fit_and_ckpt_path_and_no_datamodule(osdp: Run, folder: Path, cache: Path) -> None:
+    config = yaml.safe_load((folder / "fit.yaml").read_text())
+    config["model"] = {"class_path": "tests.integration.modules.GPTModule"}
+    del config["data"]
+    write(folder / "fit.yaml", {"fit": config | {"ckpt_path": "none.ckpt"}})
+    status, text, error = planned(osdp, folder, cache, "--json", "--batch-size", 2)
+    assert status == cli.DONE, error
+    assert "model.blocks.0.qkv" in [op.name for op in ExecutionPlan.from_json(text).operators]
+
+
+def test_a_single_rank_needs_no_cluster(osdp: Run, folder: Path, cache: Path) -> None:
+    status, text, error = osdp("plan", "--config", folder / "fit.yaml", "--devices", 1, "--cache", cache, "--json")
+    assert status == cli.DONE, error
+    assert ExecutionPlan.from_json(text).predicted.communication_time_s == 0
+
+
+def test_another_number_of_ranks_than_the_config_trains_on_is_said(osdp: Run, folder: Path, cache: Path) -> None:
+    (folder / "cluster.json").write_text(some_cluster(4).model_dump_json())
+    status, _, error = planned(osdp, folder, cache, "--json")
+    assert status == cli.DONE
+    assert "trains on 2 ranks, the cluster has 4" in error
+
+
+def test_nothing_fits_is_status_1_and_says_what_would(osdp: Run, folder: Path, cache: Path) -> None:
+    status, text, error = planned(osdp, folder, cache, "--memory-limit", "1MiB", "--json")
+    assert status == cli.INFEASIBLE
+    assert error.splitlines()[-1].startswith("osdp: error: nothing fits")
+    assert "What would fit: a memory_limit of" in error
+    found = json.loads(text)
+    assert found["feasible"] is False
+    assert found["needed_bytes"] > found["memory_limit_bytes"] == 1 << 20
+
+
+def test_no_cluster_says_how_to_get_one(osdp: Run, folder: Path) -> None:
+    status, text, error = osdp("plan", "--config", folder / "fit.yaml")
+    assert (status, text) == (cli.BAD_INPUT, "")
+    assert "run `osdp profile --devices 2 --out cluster.json`" in error
+
+
+def test_a_cluster_of_devices_that_are_not_here_is_refused(
+    osdp: Run, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alone, "default_device_type", lambda: "cpu")
+    (folder / "cluster.json").write_text(some_cluster(2, device="cuda: NVIDIA H200").model_dump_json())
+    status, _, error = planned(osdp, folder, cache)
+    assert status == cli.BAD_INPUT
+    assert "the cluster's devices are cuda: NVIDIA H200, here is only cpu" in error
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": {"class_path": "model.Nobody"}}, "Nobody"),
+        ({"model": {"class_path": "model.Classifier", "init_args": {"width": "wide"}}}, "width"),
+        ({"data": {"class_path": "model.Points", "init_args": {"samples": -3}}}, "model.py"),
+        ({"trainer": {"devices": 2, "speed": "high"}}, "speed"),
+        ({"model": None}, "has no section 'model'"),
+    ],
+)
+def test_mistakes_in_the_yaml_are_one_line(
+    osdp: Run, folder: Path, cache: Path, change: dict[str, Any], words: str
+) -> None:
+    write(folder / "fit.yaml", yaml.safe_load((folder / "fit.yaml").read_text()) | change)
+    status, text, error = planned(osdp, folder, cache)
+    assert (status, text) == (cli.BAD_INPUT, "")
+    assert "Traceback" not in error
+    last = error.splitlines()[-1]
+    assert last.startswith("osdp: error: ")
+    assert words in last
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--memory-limit", "3 gigs"), "3 gigs"),
+        (("--batch-size", "-1"), "batch_size=-1 is not a positive whole number"),
+        (("--batch-size", "many"), "batch-size"),
+        (("--devices", "0"), "devices=0"),
+        (("--global-batch-size", "7"), "not a multiple of the 2 ranks"),
+        (("--out", "/no/such/folder/plan.json"), "can't be written"),
+        (("--colour", "blue"), "colour"),
+    ],
+)
+def test_bad_options_are_one_line(osdp: Run, folder: Path, cache: Path, more: tuple[str, ...], words: str) -> None:
+    status, _, error = planned(osdp, folder, cache, *more)
+    assert status == cli.BAD_INPUT
+    assert words in error.splitlines()[-1]
+    assert "Traceback" not in error
+
+
+def test_lightning_cli_takes_the_example_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    made = LightningCLI(run=False, args=["--config", str(EXAMPLE)], save_config_callback=None)
+    assert isinstance(made.trainer.strategy, OSDPStrategy)
+    assert made.trainer.num_devices == 2
+    assert type(made.model).__name__ == "Classifier"
+    assert alone.read_recipe(EXAMPLE).wishes == {"memory_limit": "640MiB", "max_batch_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "ranks"),
+    [
+        ({"devices": 2}, 2),
+        ({"devices": "4", "num_nodes": 2}, 8),
+        ({"devices": [0, 3]}, 2),
+        ({"devices": "auto"}, None),
+        ({"devices": -1}, None),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_ranks_of_a_recipe(trainer: dict[str, Any] | None, ranks: int | None) -> None:
+    assert alone.Recipe(Path("fit.yaml"), {"model": {}, "trainer": trainer}).ranks == ranks
+
+
+def test_a_config_that_is_no_yaml_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "fit.yaml").write_text("model: [")
+    with pytest.raises(ConfigurationError, match=r"fit\.yaml can't be read"):
+        alone.read_recipe(tmp_path / "fit.yaml")
+
+
+# -- explain, diff and usage -------------------------------------------------------------------------------------------
+
+
+def test_explain_in_words_and_in_json(osdp: Run, folder: Path, cache: Path) -> None:
+    planned(osdp, folder, cache, "--out", folder / "plan.json")
+    status, text, _ = osdp("explain", folder / "plan.json")
+    assert status == cli.DONE
+    assert "hidden.0-1: dp." in text
+    assert "price of memory: nothing" in text
+    status, text, _ = osdp("explain", folder / "plan.json", "--json")
+    assert status == cli.DONE
+    assert ["hidden.0-1"] in [reason["operators"] for reason in json.loads(text)["operators"]]
+
+
+def test_diff_in_words_and_in_json(osdp: Run, folder: Path) -> None:
+    status, text, _ = osdp("diff", folder / "a.json", folder / "b.json")
+    assert status == cli.DONE
+    assert "up: dp -> zdp" in text.splitlines()
+    assert "batch size: 1 -> 3 (+200.0%)" in text.splitlines()
+    status, text, _ = osdp("diff", folder / "a.json", folder / "b.json", "--json")
+    assert {"what": "up", "before": "dp", "after": "zdp", "relative": None} in json.loads(text)["decision"]
+    assert osdp("diff", folder / "a.json", folder / "a.json") == (cli.DONE, "no difference\n", "")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((), "command"),
+        (("bogus",), "bogus"),
+        (("explain",), "plan"),
+        (("explain", "none.json"), "none.json can't be read"),
+        (("explain", "cluster.json"), "not an execution plan"),
+        (("diff", "a.json"), "after"),
+        (("profile", "--devices", "0"), "devices=0"),
+        (("plan",), "config"),
+    ],
+)
+def test_bad_usage_is_status_2_and_one_line(
+    osdp: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], words: str
+) -> None:
+    monkeypatch.chdir(folder)
+    status, text, error = osdp(*args)
+    assert (status, text) == (cli.BAD_INPUT, "")
+    (line,) = error.splitlines()
+    assert line.startswith("osdp: error: ")
+    assert words in line
+
+
+def test_help_lists_every_command(osdp: Run) -> None:
+    status, text, _ = osdp("--help")
+    assert status == cli.DONE
+    assert all(name in text and command.help in " ".join(text.split()) for name, command in cli.COMMANDS.items())
+
+
+def test_as_a_program(folder: Path) -> None:
+    program = [sys.executable, "-m", "lightning_osdp.cli", "explain"]
+    environment = os.environ | {"PYTHONWARNINGS": "ignore"}
+    for name, status in (("a.json", 0), ("cluster.json", 2)):
+        done = subprocess.run([*program, folder / name], env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == status, done.stderr
