@@ -214,6 +214,8 @@ class _Parts(LightningCLI):
         with warnings.catch_warnings():
             # Our own command line is not LightningCLI's.
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+            # Lightning 2.6 calls what jsonargparse 4.53 is about to rename.
+            warnings.filterwarnings("ignore", message=r"(?s).*jsonargparse", category=DeprecationWarning)
             super().__init__(
                 run=False,
                 args=dict(recipe.sections),

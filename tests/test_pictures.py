@@ -51,8 +51,9 @@ def texts(figure: Figure) -> str:
 
 def test_throughput_marks_the_chosen_batch_size(plan: ExecutionPlan) -> None:
     text = texts(pictures.throughput_figure(plan))
-    assert f"batch size {plan.batch_size}: {plan.predicted.samples_per_s:,.4g} samples/s" in text
-    for words in ("samples/s, all devices", "batch size per device", "chosen", "memory limit", "peak, MiB"):
+    rate = figures.format_rate(plan.predicted.samples_per_s)
+    assert f"chosen: batch size {plan.batch_size}, {rate}" in text
+    for words in ("samples/s, all devices", "batch size per device", "memory limit", "peak, MiB"):
         assert words in text
 
 
@@ -115,6 +116,29 @@ def test_devices_show_all_three_and_what_does_not_fit(points: tuple[SimulatedPoi
         assert words in text
 
 
+def test_panels_fill_the_picture_where_everything_fits(description: ModelDescription) -> None:
+    points = simulate(description, load("h100-80gb-nvlink"), [1, 8], rule=RULE)
+    figure = pictures.devices_figure(points)
+    assert "does not fit" not in texts(figure)
+    assert all(axes.get_position().height > 0.3 for axes in figure.axes)
+
+
+def test_a_wide_range_of_batch_sizes_is_drawn_logarithmically(plan: ExecutionPlan) -> None:
+    point = plan.frontier[0]
+    wide = [point.model_copy(update={"batch_size": size}) for size in (1, 64, 1024)]
+    narrow = [point.model_copy(update={"batch_size": size}) for size in (1, 2, 64)]
+    for frontier, scale in ((wide, "log"), (narrow, "linear")):
+        figure = pictures.throughput_figure(plan.model_copy(update={"frontier": tuple(frontier)}))
+        assert figure.axes[1].get_xscale() == scale
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"), [(0.01234, "0.0123 samples/s"), (13.47, "13.5 samples/s"), (800_770.7, "800,771 samples/s")]
+)
+def test_rates_are_written_without_exponents(rate: float, text: str) -> None:
+    assert figures.format_rate(rate) == text
+
+
 def test_pictures_of_nothing_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="at least one plan"):
         pictures.tradeoff_figure([])
@@ -144,7 +168,7 @@ def test_the_page_loads_nothing_and_holds_the_numbers(
     assert "url(" not in page
     for source in sources:
         ElementTree.fromstring(base64.b64decode(source.removeprefix(head)))
-    assert f"{plan.predicted.samples_per_s:,.4g} samples/s" in page
+    assert figures.format_rate(plan.predicted.samples_per_s) in page
     assert "does not fit (needs" in page
     assert f"= {plan.global_batch_size} in all" in page
 

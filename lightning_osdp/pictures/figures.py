@@ -23,7 +23,7 @@ try:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
-    from matplotlib.ticker import MaxNLocator, ScalarFormatter
+    from matplotlib.ticker import MaxNLocator, ScalarFormatter, StrMethodFormatter
 except ImportError as error:
     raise ConfigurationError("pictures need matplotlib: pip install 'lightning-osdp[pictures]'") from error
 
@@ -70,16 +70,9 @@ def throughput_figure(plan: ExecutionPlan) -> Figure:
     sizes = [point.batch_size for point in plan.frontier]
     scale, unit = _memory_unit([plan.memory_limit_bytes])
     speed.plot(sizes, [point.samples_per_s for point in plan.frontier], color="#0072B2", marker="o", markersize=3)
+    chosen = f"chosen: batch size {plan.batch_size}, {format_rate(plan.predicted.samples_per_s)}"
     speed.plot(
-        plan.batch_size, plan.predicted.samples_per_s, "*", color="#D55E00", markersize=15, label="chosen", zorder=3
-    )
-    speed.annotate(
-        f"batch size {plan.batch_size}: {plan.predicted.samples_per_s:,.4g} samples/s",
-        (plan.batch_size, plan.predicted.samples_per_s),
-        xytext=(0, -22),
-        textcoords="offset points",
-        ha="center",
-        color="#A04000",
+        plan.batch_size, plan.predicted.samples_per_s, "*", color="#D55E00", markersize=15, label=chosen, zorder=3
     )
     speed.set_ylabel("samples/s, all devices")
     speed.set_ylim(0, 1.1 * max([point.samples_per_s for point in plan.frontier] + [plan.predicted.samples_per_s]))
@@ -94,7 +87,6 @@ def throughput_figure(plan: ExecutionPlan) -> Figure:
         memory.xaxis.set_major_formatter(ScalarFormatter())
     else:
         memory.xaxis.set_major_locator(MaxNLocator(integer=True))
-    memory.legend(frameon=False, loc="lower right")
     _finish(figure, "Best plan at each batch size", [speed, memory])
     return figure
 
@@ -231,21 +223,27 @@ def devices_figure(points: Sequence[SimulatedPoint]) -> Figure:
         speed.plot(places, rates, label=label, **style)
         memory.plot(places, peaks, **style)
         lost = [place for place, one in zip(places, found, strict=True) if one is None]
-        at = [place + 0.06 * (row - 1) for place in lost]  # beside each other where several do not fit
-        speed.plot(at, [0.0] * len(at), "x", color=colour, markersize=9, clip_on=False)
+        if lost:  # drawn beside each other where several do not fit
+            at = [place + 0.06 * (row - 1) for place in lost]
+            speed.plot(at, [0.0] * len(at), "x", color=colour, markersize=9, clip_on=False)
     if any(getattr(point, field) is None for point in points for field in STRATEGIES):
         speed.plot([], [], "x", color="#444444", markersize=9, label="does not fit")
     limits = [point.memory_limit_bytes / scale for point in points]
-    memory.plot(places, limits, color=LIMIT_COLOUR, linestyle="-.", label="memory limit")
+    memory.plot(places, limits, color=LIMIT_COLOUR, linestyle="-.", linewidth=1.2)
+    _name_limit(memory, limits[0])
     speed.set_ylabel("samples/s, all devices")
     speed.set_ylim(bottom=0)
     memory.set_ylabel(f"peak of one device, {unit}")
     memory.set_ylim(0, 1.2 * max(limits))
     memory.set_xticks(list(places), [_name_of(point) for point in points])
     memory.set_xlabel("devices")
-    memory.legend(frameon=False, loc="lower right")
     _finish(figure, "By number of devices", [speed, memory])
     return figure
+
+
+def format_rate(samples_per_s: float) -> str:
+    """Throughput as people read it: ``0.0123 samples/s``, ``13.5 samples/s``, ``800,771 samples/s``."""
+    return f"{samples_per_s:,.0f} samples/s" if samples_per_s >= 100 else f"{samples_per_s:.3g} samples/s"
 
 
 def png(figure: Figure, dpi: int = 150) -> bytes:
@@ -272,12 +270,28 @@ def _finish(figure: Figure, title: str, axes: Sequence[Axes], *, legend: bool = 
         each.spines[["top", "right"]].set_visible(False)
         each.grid(axis="y", color="#dddddd", linewidth=0.6)
         each.set_axisbelow(True)
+        if each.get_yticks().size:
+            each.yaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
     if legend:
         axes[0].legend(frameon=False)
 
 
 def _draw_limit(axes: Axes, value: float) -> None:
-    axes.axhline(value, color=LIMIT_COLOUR, linestyle="-.", linewidth=1.2, label="memory limit")
+    axes.axhline(value, color=LIMIT_COLOUR, linestyle="-.", linewidth=1.2)
+    _name_limit(axes, value)
+
+
+def _name_limit(axes: Axes, value: float) -> None:
+    """Words on the limit's line, at its left end, where memory is usually lower."""
+    axes.annotate(
+        "memory limit",
+        (0.01, value),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 2),
+        textcoords="offset points",
+        va="bottom",
+        fontsize=9,
+    )
 
 
 def _name_phases(axes: Axes, model: ModelDescription) -> None:

@@ -12,6 +12,7 @@ from lightning_osdp.pictures.figures import (
     STRATEGIES,
     decisions_figure,
     devices_figure,
+    format_rate,
     memory_figure,
     svg,
     throughput_figure,
@@ -76,7 +77,8 @@ def html(
     if points:
         picture = _image(devices_figure(points), "Throughput and memory by number of devices")
         parts.append(_section("Other numbers of devices", picture + _device_table(points)))
-    title = f"Execution plan: {format_count(plan.model.num_parameters)} parameters on {plan.cluster.ranks} devices"
+    devices = f"{plan.cluster.ranks} device{'' if plan.cluster.ranks == 1 else 's'}"
+    title = f"Execution plan: {format_count(plan.model.num_parameters)} parameters on {devices}"
     return _PAGE.format(title=escape(title), body="\n".join(parts))
 
 
@@ -117,7 +119,7 @@ def _facts(plan: ExecutionPlan) -> str:
             f"{format_seconds(predicted.step_time_s)} = {format_seconds(predicted.compute_time_s)} compute "
             f"+ {format_seconds(predicted.communication_time_s)} communication",
         ),
-        ("throughput", f"{predicted.samples_per_s:,.4g} samples/s"),
+        ("throughput", format_rate(predicted.samples_per_s)),
         (
             "peak memory",
             f"{format_bytes(predicted.peak_memory_bytes)} of {format_bytes(plan.memory_limit_bytes)}, "
@@ -150,7 +152,7 @@ def _device_table(points: Sequence[SimulatedPoint]) -> str:
         return [
             *start,
             str(one.batch_size),
-            f"{one.samples_per_s:,.4g} samples/s",
+            format_rate(one.samples_per_s),
             format_bytes(one.peak_memory_bytes),
             f"{one.sharded_share:.0%}",
         ]

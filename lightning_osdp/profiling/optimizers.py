@@ -26,6 +26,38 @@ aten = torch.ops.aten
 STEPS_BEFORE = 5
 """What a state that the host reads (a step count) is taken to hold: any small number, so that the usual branch runs."""
 
+ACROSS_ELEMENTS = frozenset(
+    [
+        "sum",
+        "mean",
+        "norm",
+        "linalg_vector_norm",
+        "linalg_matrix_norm",
+        "_foreach_norm",
+        "dot",
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "_foreach_max",
+        "std",
+        "var",
+        "var_mean",
+        "cumsum",
+        "sort",
+        "topk",
+        "linalg_qr",
+        "_linalg_svd",
+        "_linalg_eigh",
+    ]
+)
+"""Names of aten ops that mix the elements of a tensor. An optimizer that runs one (Adafactor's row means, LAMB's norms,
+Muon's products) gives other results on a part of a parameter than on the whole."""
+
 
 @dataclass(frozen=True)
 class OptimizerTrace:
@@ -36,6 +68,8 @@ class OptimizerTrace:
     step: OptimizerStep
     kernels: tuple[Kernel, ...]
     """Of one step of all optimizers."""
+    needs_whole: tuple[str, ...]
+    """For each parameter the class of its optimizer, if that one mixes a tensor's elements; else empty."""
 
 
 class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
@@ -86,18 +120,26 @@ def trace_optimizers(
     _prefer_foreach(optimizers)
     everything = _trainable(optimizers)
     if not everything:
-        return OptimizerTrace((0,) * len(parameters), OptimizerStep(), ())
+        return OptimizerTrace((0,) * len(parameters), OptimizerStep(), (), ("",) * len(parameters))
     with fake_mode:
         _step(optimizers, everything)
         states = {id(p): _state_bytes(optimizer.state.get(p)) for optimizer in optimizers for p in optimizer.state}
         whole = _step(optimizers, everything)
         largest = max(everything, key=lambda p: p.nbytes)
         alone = _step(optimizers, [largest])
+        mixing = {id(p): type(each).__name__ for each in optimizers if _mixes(each) for p in _trainable([each])}
     step = _temporaries(
         _peak(whole), _peak(alone), largest_bytes=largest.nbytes, total_bytes=sum(p.nbytes for p in everything)
     )
     kernels = tuple(_as_step(kernel) for kernel in kernels_of(whole, [OUTSIDE] * len(whole.ops)))
-    return OptimizerTrace(tuple(states.get(id(p), 0) for p in parameters), step, kernels)
+    sizes = tuple(states.get(id(p), 0) for p in parameters)
+    return OptimizerTrace(sizes, step, kernels, tuple(mixing.get(id(p), "") for p in parameters))
+
+
+def _mixes(optimizer: Optimizer) -> bool:
+    """Whether the update of an element depends on others of its tensor."""
+    recording = _step([optimizer], _trainable([optimizer]))
+    return any(op.func.overloadpacket.__name__ in ACROSS_ELEMENTS for op in recording.ops)
 
 
 def _as_step(kernel: Kernel) -> Kernel:

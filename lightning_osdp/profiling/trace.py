@@ -28,7 +28,7 @@ from lightning_osdp.profiling.kernels import Kernel
 from lightning_osdp.profiling.moments import kernels_of, moments_of, operators_of
 from lightning_osdp.profiling.optimizers import OptimizerTrace, configured, fake_optimizers, trace_optimizers
 from lightning_osdp.profiling.recorder import Recorder, Recording
-from lightning_osdp.profiling.scopes import NamedParameter, find_scopes, named_parameters
+from lightning_osdp.profiling.scopes import NamedParameter, Scope, find_scopes, named_parameters
 from lightning_osdp.profiling.standins import (
     backward_hook,
     fake_batch,
@@ -269,7 +269,7 @@ def _assemble(
             kind=kinds[scope.name],
             parameters=tuple(infos[p] for p in scope.parameters),
             calls=max(1, recordings[largest].calls[scope.name]) if scope.name else 1,
-            pinned=scope.pinned,
+            pinned=scope.pinned or _why_whole(scope, stepped),
             flops_per_sample=flops[index] / largest,
         )
         for index, scope in enumerate(scopes)
@@ -285,6 +285,12 @@ def _assemble(
     )
     kernels = {size: kernels_of(recording, owners[size]) for size, recording in recordings.items()}
     return Trace(description, kernels, stepped.kernels)
+
+
+def _why_whole(scope: Scope, stepped: OptimizerTrace) -> str:
+    """Why the operator's optimizer can't work on parts, in words for the user; empty if it can."""
+    mixing = sorted({stepped.needs_whole[parameter] for parameter in scope.parameters} - {""})
+    return f"its optimizer ({', '.join(mixing)}) looks at whole tensors" if mixing else ""
 
 
 def _info(parameter: NamedParameter, optimizer_bytes: int) -> ParameterInfo:

@@ -209,6 +209,24 @@ def test_optimizer_states_are_counted_from_the_optimizer_itself(optimizer: Any, 
         assert parameter.optimizer_bytes == factor * parameter.parameter_bytes + extra
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.Muon])
+def test_optimizers_that_mix_elements_pin_what_they_hold(optimizer: Any) -> None:
+    net = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
+    module = Regression(net, lambda m: [optimizer([m.net[0].weight], lr=1e-3), adamw(m.net[1])])
+    module.automatic_optimization = False
+    operators = describe(module, torch.randn(4, 8)).operators
+    assert operators[0].pinned == f"its optimizer ({optimizer.__name__}) looks at whole tensors"
+    assert operators[1].pinned == ""
+
+
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adamax, torch.optim.NAdam, torch.optim.Rprop]
+)
+def test_element_wise_optimizers_pin_nothing(optimizer: Any) -> None:
+    module = Regression(nn.Linear(8, 8), lambda m: optimizer(m.parameters(), lr=1e-3))
+    assert [operator.pinned for operator in describe(module, torch.randn(4, 8)).operators] == [""]
+
+
 def test_parameter_in_no_optimizer_has_no_state_but_a_gradient() -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     module = Regression(net, lambda m: torch.optim.AdamW(m.net[0].parameters()))

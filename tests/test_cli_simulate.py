@@ -1,0 +1,77 @@
+"""``osdp simulate``: plans of an example for hardware that is not here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_osdp import cli
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "cli" / "fit.yaml"
+HARDWARE = ("--config", str(EXAMPLE), "--hardware", "2xtitan-rtx-pcie3+10gbit", "--max-batch-size", "8")
+
+# Lightning 2.6 calls what jsonargparse 4.53 is about to rename.
+pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def importing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The import path and the example's modules as they were."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+
+
+def test_json_has_one_entry_for_each_number_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", *HARDWARE, "--devices", "2", "16", "--memory-limit", "60MiB", "--json"]) == cli.DONE
+    found = json.loads(capsys.readouterr().out)
+    assert [(entry["devices"], entry["nodes"]) for entry in found] == [(2, 1), (16, 2)]
+    for entry in found:
+        assert entry["dp"] is None
+        assert entry["osdp"]["peak_memory_bytes"] <= 60 << 20
+
+
+def test_by_default_devices_double_up_to_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", *HARDWARE, "--json"]) == cli.DONE
+    assert [entry["devices"] for entry in json.loads(capsys.readouterr().out)] == [1, 2, 4, 8, 16]
+
+
+def test_the_page_is_of_the_largest_number_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    limit = ("--memory-limit", "40MiB")
+    assert cli.main(["simulate", *HARDWARE, "--devices", "1", "8", *limit, "--html", str(page)]) == cli.DONE
+    assert "does not fit" in capsys.readouterr().out
+    assert "parameters on 8 devices" in page.read_text()
+
+
+def test_no_page_where_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    limit = ("--memory-limit", "1MiB")
+    assert cli.main(["simulate", *HARDWARE, "--devices", "2", *limit, "--html", str(page)]) == cli.INFEASIBLE
+    assert "no page: nothing fits, 2 devices need" in capsys.readouterr().err
+    assert not page.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("--hardware", "abacus"), "no hardware is called 'abacus'"),
+        (("--dtype", "bf16"), "no peak FLOP/s for 'bf16': give 'fp32' or 'fp16'"),
+        (("--devices", "32"), "has 1 to 16 devices, not 32"),
+        (("--max-batch-size", "0"), "max_batch_size"),
+    ],
+)
+def test_bad_input_is_one_line(change: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", *HARDWARE, *change]) == cli.BAD_INPUT
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.splitlines()) == 1
+
+
+def test_plan_writes_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    wishes = ("--devices", "1", "--batch-size", "2", "--cache", str(tmp_path / "cache"))
+    assert cli.main(["plan", "--config", str(EXAMPLE), *wishes, "--html", str(page)]) == cli.DONE
+    assert "parameters on 1 device<" in page.read_text()
