@@ -123,6 +123,13 @@ def _write(path: str, text: str) -> None:
         raise ConfigurationError(f"{path} can't be written: {error}") from error
 
 
+def _check_folders(*paths: str | None) -> None:
+    """Refuses files that could not be written, before the work is done."""
+    for path in paths:
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise ConfigurationError(f"{path} can't be written: there is no folder {Path(path).absolute().parent}")
+
+
 def _print(text: str) -> None:
     print(text, flush=True)
 
@@ -139,6 +146,7 @@ def _profile_arguments(parser: ArgumentParser) -> None:
 
 def _profile(given: Namespace) -> None:
     settings.positive("devices", given.devices)
+    _check_folders(given.out)
     kind = given.accelerator
     if kind == "auto":
         kind = alone.default_device_type()
@@ -176,6 +184,7 @@ def _plan_arguments(parser: ArgumentParser) -> None:
 
 
 def _plan(given: Namespace) -> None:
+    _check_folders(given.out, given.html)
     path = Path(given.config)
     recipe = alone.read_recipe(path)
     # Python finds a script's neighbours; so the configuration's module is found as it would be in training.

@@ -94,7 +94,7 @@ def explain(plan: ExecutionPlan) -> str:
 
 def explanation(plan: ExecutionPlan) -> Explanation:
     """``explain`` as a value, for JSON."""
-    reasons = [_reason(plan, run) for run in group_runs(plan.operators)]
+    reasons = [(run, _reason(plan, run)) for run in group_runs(plan.operators)]
     return Explanation(
         batch_size=_batch_size_text(plan),
         memory=_memory_text(plan),
@@ -126,13 +126,13 @@ def difference(a: ExecutionPlan, b: ExecutionPlan) -> Difference:
 
 
 def _batch_size_text(plan: ExecutionPlan) -> str:
-    start = f"batch size {plan.batch_size}: "
+    start = f"batch size {plan.batch_size}"
     end = plan.search_end
     if end is not None and end.reason == "fixed":
-        return start + "fixed, not searched."
+        return f"{start}: fixed, not searched."
     points = {point.batch_size: point for point in plan.frontier}
     if plan.batch_size not in points:
-        return start + "the plan does not say what else was tried."
+        return f"{start}: the plan does not say what else was tried."
     own, others = points[plan.batch_size], sorted(points)
     below = [size for size in others if size < plan.batch_size]
     sentences = [_compared(points[below[-1]], own)] if below else []
@@ -144,15 +144,15 @@ def _batch_size_text(plan: ExecutionPlan) -> str:
         )
     elif plan.batch_size != others[-1]:
         sentences.append(_compared(points[others[others.index(plan.batch_size) + 1]], own))
-    return start + ". ".join([*sentences, _end_text(plan)]) + "."
+    return ". ".join([start, *sentences, _end_text(plan)]) + "."
 
 
 def _compared(point: FrontierPoint, own: FrontierPoint) -> str:
-    """``batch size 8 would be 1.0 % faster``, in samples per second."""
+    """``Batch size 8 would be 1.0% faster``, in samples per second."""
     share = point.samples_per_s / own.samples_per_s - 1
     if abs(share) < 5e-4:
-        return f"batch size {point.batch_size} would be as fast"
-    return f"batch size {point.batch_size} would be {abs(share):.1%} {'faster' if share > 0 else 'slower'}"
+        return f"Batch size {point.batch_size} would be as fast"
+    return f"Batch size {point.batch_size} would be {abs(share):.1%} {'faster' if share > 0 else 'slower'}"
 
 
 def _end_text(plan: ExecutionPlan) -> str:
@@ -237,7 +237,8 @@ def _choice_text(plan: ExecutionPlan, run: Run) -> str:
     price = plan.price_s_per_byte or 0.0
     # The next best is the one that loses least, memory counted at its price.
     best = min(others, key=lambda other: other.time_s + price * other.bytes)
-    together = f", for all {len(run.operators)} together," if len(run.operators) > 1 else ""
+    number = len(run.operators)
+    together = f", for {'both' if number == 2 else f'all {number}'} together," if number > 1 else ""
     room = plan.memory_limit_bytes - plan.predicted.peak_memory_bytes
     trade = _trade(best, price, room)
     return f"{_role(run)}. Next best{together} is {best.mode} ({MODE_WORDS[best.mode]}): it would {trade}."
@@ -314,20 +315,21 @@ def _chosen(operators: Iterable[OperatorPlan], without: set[str]) -> list[ModeCo
     ]
 
 
-def _joined(reasons: Sequence[Reason]) -> list[Reason]:
-    """Reasons of the same text and mode as one."""
-    groups: dict[tuple[str, str], list[Reason]] = {}
-    for reason in reasons:
-        groups.setdefault((reason.mode, reason.text), []).append(reason)
+def _joined(reasons: Sequence[tuple[Run, Reason]]) -> list[Reason]:
+    """Reasons of the same text and mode as one, but not where the text counts a run's operators together."""
+    groups: dict[tuple[str, ...], list[Reason]] = {}
+    for run, reason in reasons:
+        counted = len(run.operators) > 1 and not _pinned_text(run)
+        groups.setdefault((reason.mode, reason.text, *(reason.operators if counted else ())), []).append(reason)
     return [
         Reason(
             operators=tuple(name for reason in group for name in reason.operators),
-            mode=mode,
+            mode=group[0].mode,
             count=sum(reason.count for reason in group),
             num_parameters=sum(reason.num_parameters for reason in group),
-            text=text,
+            text=group[0].text,
         )
-        for (mode, text), group in groups.items()
+        for group in groups.values()
     ]
 
 

@@ -292,13 +292,18 @@ def _mib(amount: float) -> str:
     return f"{amount / (1 << 20):,.0f} MiB"
 
 
+def _whole_mib(amount: int) -> str:
+    """Rounded up, so that a limit of it is enough."""
+    return f"{-(-amount >> 20):,} MiB"
+
+
 def _infeasible(problem: Problem, smallest: Candidate) -> InfeasibleError:
     operators = problem.model.operators
     largest = max(range(len(operators)), key=lambda i: sum(p.state_bytes for p in operators[i].parameters))
     operator, peak = operators[largest], smallest.peak
     return InfeasibleError(
-        f"nothing fits: batch size {smallest.batch_size} needs at least {_mib(peak.total_bytes)} per device, the limit "
-        f"is {_mib(problem.memory_limit_bytes)}. Of that peak (in the {peak.where}), the process takes "
+        f"nothing fits: batch size {smallest.batch_size} needs at least {_whole_mib(peak.total_bytes)} per device, the "
+        f"limit is {_mib(problem.memory_limit_bytes)}. Of that peak (in the {peak.where}), the process takes "
         f"{_mib(peak.overhead)}, states and gradients {_mib(peak.states + peak.gradients)}, gathered parameters and "
         f"transients {_mib(peak.gathered + peak.transient)}, activations {_mib(peak.activations)}. The largest "
         f"operator is {operator.name or 'the whole model'} ({operator.kind}, {operator.num_parameters:,} parameters)",
@@ -310,12 +315,12 @@ def _infeasible(problem: Problem, smallest: Candidate) -> InfeasibleError:
 
 def _with_remedies(error: InfeasibleError, problem: Problem, rule: BatchRule) -> InfeasibleError:
     """The same error with what would make it fit, each worked out as a plan of least memory."""
-    would = [f"a memory_limit of {-(-error.needed_bytes >> 20):,} MiB"]
+    would = [f"a memory_limit of {_whole_mib(error.needed_bytes)}"]
     would_not: list[str] = []
     batch_size, accumulation = next(rule.pairs(problem.cluster.ranks))
     if batch_size > 1:
         fits = _largest_batch_size(problem, batch_size - 1, accumulation)
-        least = _mib(least_bytes(problem, max(1, fits), accumulation))
+        least = _whole_mib(least_bytes(problem, max(1, fits), accumulation))
         (would if fits else would_not).append(f"batch size {max(1, fits)} (needs {least})")
     tried: list[str] = []
     for factor in RANK_FACTORS:
@@ -325,7 +330,7 @@ def _with_remedies(error: InfeasibleError, problem: Problem, rule: BatchRule) ->
         except ConfigurationError:  # so many ranks can't make the global batch size
             continue
         needed = least_bytes(more, *pair)
-        tried = [f"{more.cluster.ranks} ranks (needs {_mib(needed)} on each)"]
+        tried = [f"{more.cluster.ranks} ranks (needs {_whole_mib(needed)} on each)"]
         if needed <= problem.memory_limit_bytes:
             would, tried = would + tried, []
             break

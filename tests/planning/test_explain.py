@@ -101,11 +101,19 @@ def test_repeated_operators_are_one_run_with_their_sum() -> None:
     assert "save 4.0 ms a step but take 16.0 MiB more" in reason.text
 
 
+def test_equal_reasons_are_told_once_but_sums_of_runs_are_not_mixed() -> None:
+    names = ("up.0", "up.1", "down.0", "down.1")
+    renamed = tuple(op.model_copy(update={"name": name}) for op, name in zip(model().operators, names, strict=True))
+    found = explanation(plan_for(24, model=model().model_copy(update={"operators": renamed})))
+    assert [reason.operators for reason in found.operators] == [("up.0-1",), ("down.0-1",)]
+    assert all("for both together" in reason.text for reason in found.operators)
+
+
 @pytest.mark.parametrize(
     ("rule", "activations", "words"),
     [
         (BatchRule(batch_size=2), 0, ["batch size 2: fixed, not searched."]),
-        (BatchRule(max_batch_size=4), 0, ["batch size 4: batch size 3 would be", "The largest allowed is 4."]),
+        (BatchRule(max_batch_size=4), 0, ["batch size 4. Batch size 3 would be", "The largest allowed is 4."]),
         (BatchRule(), 8 * MIB, ["Batch size 3 does not fit: its smallest plan needs 36.0 MiB of 30.0 MiB."]),
         (BatchRule(global_batch_size=RANKS * 6), 0, ["can't make the global batch size of 24."]),
     ],
@@ -121,7 +129,7 @@ def test_a_larger_batch_within_the_tolerance_is_named_with_its_gain() -> None:
         64, BatchRule(max_batch_size=8), cluster=free, compute=compute(outside=Line(fixed=1e-5, per_sample=1e-3))
     )
     assert plan.batch_size == 1
-    assert "batch size 8 would be 0.9% faster, within the tolerance of 1%" in explain(plan)
+    assert "Batch size 8 would be 0.9% faster, within the tolerance of 1%" in explain(plan)
 
 
 def test_a_plan_without_reasons_is_still_read_compared_and_explained() -> None:
