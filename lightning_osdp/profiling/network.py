@@ -1,6 +1,7 @@
 """Measures each collective on the real process group and fits the planner's constants to it (the paper's alpha, beta).
 
-Only blocking communication is measured: what a collective takes when nothing else runs.
+What is measured is what a step waits for: gathers and reduce-scatters as they come between stretches of compute,
+all-reduces by themselves.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ REPEATS_BY_BUDGET_S = 0.5
 
 FEWEST_REPEATS = 5
 MOST_REPEATS = 30
+
+COMPUTE_SIDE, COMPUTE_PRODUCTS = 192, 16
+"""Matrix products before a collective that interrupts compute: some milliseconds on one core, like a small layer."""
 
 Collective = Callable[[], None]
 Progress = Callable[[int, int], None]
@@ -64,7 +68,9 @@ def measure(
     times_s: dict[str, list[float]] = {name: [] for name in Link.model_fields}
     for numel in sizes:
         for name in times_s:
-            times_s[name].append(_time_s(_collective(name, numel, group, device), group, device))
+            times_s[name].append(
+                _time_s(_collective(name, numel, group, device), group, device, _compute(name, device))
+            )
             if progress is not None:
                 progress(sum(map(len, times_s.values())), len(sizes) * len(times_s))
     whole_bytes = [numel * 4 for numel in sizes]
@@ -104,19 +110,38 @@ def _collective(name: str, numel: int, group: dist.ProcessGroup, device: torch.d
     return ready[name]
 
 
-def _time_s(collective: Collective, group: dist.ProcessGroup, device: torch.device) -> float:
+def _compute(name: str, device: torch.device) -> Collective:
+    """What comes right before the collective.
+
+    Gathers and reduce-scatters stand between stretches of compute: their threads have gone to sleep, and the ranks are
+    not quite in step. On a CPU that makes up most of their latency. All-reduces go on in the background of the backward
+    pass and are waited for together, so they are measured by themselves.
+    """
+    if device.type != "cpu" or name == "all_reduce":
+        return lambda: None
+    factor = torch.ones(COMPUTE_SIDE, COMPUTE_SIDE)
+
+    def work() -> None:
+        for _ in range(COMPUTE_PRODUCTS):
+            factor @ factor
+
+    return work
+
+
+def _time_s(collective: Collective, group: dist.ProcessGroup, device: torch.device, before: Collective) -> float:
     """The slowest rank's median over several repeats; every rank gets the same number."""
     for _ in range(WARM_UP):
-        last_s = _once_s(collective, group, device)
+        last_s = _once_s(collective, group, device, before)
     wanted = int(REPEATS_BY_BUDGET_S / max(_slowest(last_s, group, device), 1e-6))
     repeats = min(MOST_REPEATS, max(FEWEST_REPEATS, wanted))
-    samples_s = [_once_s(collective, group, device) for _ in range(repeats)]
+    samples_s = [_once_s(collective, group, device, before) for _ in range(repeats)]
     return _slowest(float(np.median(samples_s)), group, device)
 
 
-def _once_s(collective: Collective, group: dist.ProcessGroup, device: torch.device) -> float:
+def _once_s(collective: Collective, group: dist.ProcessGroup, device: torch.device, before: Collective) -> float:
     _synchronize(device)
     dist.barrier(group)
+    before()
     _synchronize(device)
     start = time.perf_counter()
     collective()
