@@ -34,8 +34,8 @@ SMALL_BYTES = 1 << 20
 2 cores: 256 KiB 4.5 -> 1.4 ms, 4 MiB no difference]"""
 
 SMALL_GATHER_BYTES = 2 << 20
-"""Whole tensors up to this size are gathered by the backend itself, which wakes fewer threads. [empirical, gloo, 2 ranks
-between stretches of compute: 256 KiB 3.0 -> 1.4 ms, 1 MiB 3.6 -> 2.9, 4 MiB no difference]"""
+"""Whole tensors up to this size are gathered by the backend itself, which wakes fewer threads. [empirical, gloo,
+2 ranks, between stretches of compute: 256 KiB 3.0 -> 1.4 ms, 1 MiB 3.6 -> 2.9, 4 MiB no difference]"""
 
 _TAG = 1 << 20
 """Of the first message, out of the way of a user's own point-to-point messages."""

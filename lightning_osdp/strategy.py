@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -34,7 +33,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp import planner, report, settings
+from lightning_osdp import planner, report, settings, summary
 from lightning_osdp.data import TrainData
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.cluster import Cluster
@@ -226,7 +225,7 @@ class OSDPStrategy(ParallelStrategy):
         engine.apply(module, plan, self.optimizers)
         memory.release_unused(self.root_device)
         self._engine = engine
-        _summarise_whole(trainer, engine)
+        summary.count_whole_parameters(trainer, engine.whole_shapes)
         self._tell(trainer, report.plan_table(plan, profiling_s, engine.collectives_per_step))
 
     def _find_plan(
@@ -433,23 +432,3 @@ def _resize(data: TrainData, batch_size: int) -> None:
     if why:
         raise ConfigurationError(f"the plan's batch size is {batch_size}, but it can't be set: {why}")
     data.set_batch_size(batch_size)
-
-
-def _summarise_whole(trainer: pl.Trainer, engine: FairScaleEngine) -> None:
-    """Lets Lightning's ModelSummary count whole parameters instead of this rank's parts.
-
-    Not where the summary runs the model on an example input: that needs the values.
-    """
-    if trainer.lightning_module.example_input_array is not None:
-        return
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ModelSummary):
-            callback.on_fit_start = _within(engine.whole_shapes, callback.on_fit_start)  # type: ignore[method-assign]
-
-
-def _within(context: Callable[[], AbstractContextManager[None]], function: Callable[..., None]) -> Callable[..., None]:
-    def run(*args: Any, **kwargs: Any) -> None:
-        with context():
-            function(*args, **kwargs)
-
-    return run
