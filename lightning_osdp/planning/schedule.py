@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.planning.choices import Mode, legal_modes
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes
-from lightning_osdp.planning.cost import memory_cost, time_cost
+from lightning_osdp.planning.cost import TimeCost, memory_cost, time_cost
 from lightning_osdp.planning.operators import ModelDescription
 from lightning_osdp.planning.plan import (
     ExecutionPlan,
@@ -369,6 +369,18 @@ def _candidate(
     accumulation: int,
 ) -> Candidate:
     costs = [menu.costs[menu.modes.index(mode)] for menu, mode in zip(menus, modes, strict=True)]
+    return candidate_from(problem, timeline, modes, costs, batch_size, accumulation)
+
+
+def candidate_from(
+    problem: Problem,
+    timeline: Timeline,
+    modes: tuple[Mode, ...],
+    costs: Sequence[TimeCost],
+    batch_size: int,
+    accumulation: int,
+) -> Candidate:
+    """What ``modes`` take in all, whether they fit or not; ``costs`` is what each operator takes under its mode."""
     outside_s = accumulation * problem.compute.outside.at(batch_size)
     return Candidate(
         batch_size=batch_size,

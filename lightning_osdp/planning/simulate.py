@@ -23,6 +23,7 @@ from lightning_osdp.planning.schedule import (
     Candidate,
     Problem,
     best_candidate,
+    candidate_from,
     choose,
     least_bytes,
     make_plan,
@@ -162,15 +163,7 @@ def candidate_of(
         time_cost(operator, mode, problem.cluster, problem.compute, times, batch_size, accumulation)
         for operator, mode, times in zip(problem.model.operators, modes, problem.compute.operators, strict=True)
     ]
-    return Candidate(
-        batch_size=batch_size,
-        accumulation=accumulation,
-        modes=modes,
-        compute_s=accumulation * problem.compute.outside.at(batch_size) + sum(cost.compute_s for cost in costs),
-        communication_s=sum(cost.communication_s for cost in costs),
-        peak=timeline.peak(modes, batch_size, accumulation),
-        ranks=problem.cluster.ranks,
-    )
+    return candidate_from(problem, timeline, modes, costs, batch_size, accumulation)
 
 
 def tradeoff(problem: Problem, batch_size: int, accumulation: int = 1, points: int = 16) -> tuple[Candidate, ...]:

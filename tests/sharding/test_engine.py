@@ -172,7 +172,12 @@ def norms(rank: int, ranks: int) -> list[float]:
     torch.manual_seed(1)
     model = TinyGPT()
     engine = FairScaleEngine(CPU)
+    whole = [p.shape for p in model.parameters()]
     engine.apply(model, hand_made_plan(modes_for(model, "mixed"), ranks))
+    parts = [p.shape for p in model.parameters()]
+    with engine.whole_shapes():  # what a model summary counts
+        assert [p.shape for p in model.parameters()] == whole
+    assert [p.shape for p in model.parameters()] == parts != whole
     gpt_loss(model, gpt_batches(1, 8)[0][rank::ranks]).backward()
     engine.finish_backward()
     return [float(engine.clip_grad_norm(model.parameters(), 1e9, order)) for order in (1.0, 2.0, float("inf"))]
