@@ -171,6 +171,7 @@ class OSDPStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        """Sets the allocator and joins the process group, before any of the user's hooks."""
         super().setup_environment()
         if self.root_device.type == "cpu":
             memory.fix_cpu_allocator()
@@ -185,6 +186,7 @@ class OSDPStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        """In ``fit``: plans and applies. Elsewhere: copies the module to the device, unless it is sharded already."""
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
@@ -291,6 +293,7 @@ class OSDPStrategy(ParallelStrategy):
 
     @override
     def setup_precision_plugin(self) -> None:
+        """Connects the plugin and has it clip by the norm over all ranks."""
         super().setup_precision_plugin()
         engine = self._engine
         if engine is None:
@@ -324,6 +327,7 @@ class OSDPStrategy(ParallelStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Completes the reductions, updates, and frees the gradients at once."""
         assert self._engine is not None
         assert self._clock is not None
         assert self.lightning_module is not None
@@ -345,6 +349,7 @@ class OSDPStrategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
+        """Prints what was predicted beside what was measured on the slowest rank."""
         assert self._clock is not None
         assert self._plan is not None
         seconds = self._clock.median_s()
@@ -378,6 +383,7 @@ class OSDPStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Loads whole states, saved under any plan."""
         assert self._engine is not None
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
@@ -413,6 +419,7 @@ class OSDPStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
+        """Ends the run; the module stays sharded for a later one on the same Trainer."""
         # Not the base class's: it moves parameters to the CPU, away from what the units know of them.
         assert self.cluster_environment is not None
         assert self.accelerator is not None

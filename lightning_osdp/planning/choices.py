@@ -8,7 +8,7 @@ from lightning_osdp.planning.operators import Frozen, Operator
 
 
 class Mode(StrEnum):
-    """How the states of one slice are kept (DESIGN section 4)."""
+    """How the states of one slice are kept (the paper knows DP and ZDP; zdp2 is what its figure 1 draws as DP)."""
 
     DP = "dp"
     """Replicated: one all-reduce of the gradient."""

@@ -69,7 +69,7 @@ class ParameterInfo(Frozen):
 
     @property
     def state_bytes(self) -> int:
-        """Parameter, gradient and optimizer state together (DESIGN's M)."""
+        """Parameter, gradient and optimizer state together."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
     @property
