@@ -248,7 +248,7 @@ def _measurements(
     known = [_read(file) if ranks.is_first and file is not None else None]
     dist.broadcast_object_list(known, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
     if known[0] is not None and (cluster is not None or _still_true(known[0].link, ranks)):
-        compute.warm_up(traced, ranks.device)
+        on_all_ranks(ranks, lambda: compute.warm_up(traced, ranks.device))
         return known[0], True
     with progress(ranks.is_first, ("network", "compute")) as advance:
         link = (
@@ -258,7 +258,10 @@ def _measurements(
                 ranks.group, ranks.device, progress=lambda done, total: advance("network", done, total)
             )
         )
-        times = compute.measure(traced, ranks.device, progress=lambda done, total: advance("compute", done, total))
+        times = on_all_ranks(
+            ranks,
+            lambda: compute.measure(traced, ranks.device, progress=lambda done, total: advance("compute", done, total)),
+        )
     measured = Measurements(link=link, compute=_slowest(times, ranks))
     if ranks.is_first and file is not None:
         _write(file, measured.model_dump_json())

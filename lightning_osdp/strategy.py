@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -35,7 +36,7 @@ from typing_extensions import override
 
 from lightning_osdp import planner, report, settings, summary
 from lightning_osdp.data import TrainData
-from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.errors import ConfigurationError, OSDPWarning
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule
@@ -223,7 +224,7 @@ class OSDPStrategy(ParallelStrategy):
         if plan.batch_size != batch_size:
             planner.on_all_ranks(ranks, lambda: _resize(data, plan.batch_size))
         trainer.accumulate_grad_batches = plan.accumulate_grad_batches
-        self.setup_optimizers(trainer)
+        planner.on_all_ranks(ranks, lambda: self.setup_optimizers(trainer))
         engine.apply(module, plan, self.optimizers)
         memory.release_unused(self.root_device)
         self._engine = engine
@@ -277,12 +278,15 @@ class OSDPStrategy(ParallelStrategy):
 
     def _tell(self, trainer: pl.Trainer, table: Any) -> None:
         folder = trainer.log_dir  # a broadcast: on every rank
-        if self.is_global_zero:
-            assert self._plan is not None
-            if folder is not None:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-                (Path(folder) / PLAN_FILE).write_text(self._plan.to_json())
-            Console().print(table)
+        if not self.is_global_zero:
+            return
+        Console().print(table)
+        assert self._plan is not None
+        try:
+            Path(folder or ".").mkdir(parents=True, exist_ok=True)
+            (Path(folder or ".") / PLAN_FILE).write_text(self._plan.to_json())
+        except OSError as error:  # the other ranks train already, and the plan is on the screen
+            warnings.warn(f"the plan can't be written to {folder}: {error}", OSDPWarning, stacklevel=2)
 
     @staticmethod
     def _keep_gradients_possible(trainer: pl.Trainer) -> None:
