@@ -135,18 +135,14 @@ def plan_recipe(recipe: Recipe, devices: int | None = None, **wishes: Any) -> pl
         settings.positive("max_batch_size", wanted.get("max_batch_size")),
         settings.positive("global_batch_size", wanted.get("global_batch_size")),
     )
-    cache = wanted.get("cache")
-    folder = planner.default_cache() if cache is None else (Path(cache) if str(cache) else None)
+    folder = planner.cache_folder(wanted.get("cache"))
 
     def work(trainer: pl.Trainer) -> planner.Outcome:
         return _plan(trainer, cluster, device, rule, limit_bytes, folder)
 
-    strategy = _Planning(device, work)
-    with _one_line_errors(recipe), _quiet():
-        parts = _Parts(recipe, strategy)
-        parts.trainer.fit(parts.model, datamodule=parts.datamodule)
-    assert isinstance(strategy.outcome, planner.Outcome)
-    return strategy.outcome
+    outcome = _up_to_training(recipe, device, work)
+    assert isinstance(outcome, planner.Outcome)
+    return outcome
 
 
 def describe_recipe(recipe: Recipe) -> ModelDescription:
@@ -166,11 +162,17 @@ def describe_recipe(recipe: Recipe) -> ModelDescription:
         context = trainer.precision_plugin.train_step_context
         return planner.describe(module, batch, batch_size, device, context).description
 
+    outcome = _up_to_training(recipe, device, work)
+    assert isinstance(outcome, ModelDescription)
+    return outcome
+
+
+def _up_to_training(recipe: Recipe, device: torch.device, work: Callable[[pl.Trainer], Any]) -> Any:
+    """What ``work`` makes of the Trainer where a strategy would set up training."""
     strategy = _Planning(device, work)
     with _one_line_errors(recipe), _quiet():
         parts = _Parts(recipe, strategy)
         parts.trainer.fit(parts.model, datamodule=parts.datamodule)
-    assert isinstance(strategy.outcome, ModelDescription)
     return strategy.outcome
 
 
@@ -246,7 +248,7 @@ def _cluster(recipe: Recipe, cluster: Cluster | None, devices: int | None) -> Cl
         if ranks == 1:
             here = _here(recipe)
             backend = "gloo" if here.type == "cpu" else "nccl"
-            return Cluster(devices_per_node=1, device=_name(here), backend=backend, link=planner.NO_LINK)
+            return Cluster(devices_per_node=1, device=planner.device_name(here), backend=backend, link=planner.NO_LINK)
         number = str(ranks) if ranks else "N"
         raise ConfigurationError(
             "the links between ranks are not known, and one process can't measure them: run `osdp profile --devices "
@@ -276,10 +278,6 @@ def default_device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _name(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else f"cuda: {torch.cuda.get_device_name(device)}"
-
-
 def _device(recipe: Recipe, cluster: Cluster) -> torch.device:
     """Where compute is measured: on this machine, which has to be like the cluster's.
 
@@ -292,8 +290,8 @@ def _device(recipe: Recipe, cluster: Cluster) -> torch.device:
     here = _here(recipe)
     if here.type != wanted:
         raise ConfigurationError(
-            f"the cluster's devices are {cluster.device}, here is only {_name(here)}: compute has to be measured on a "
-            "device like the cluster's"
+            f"the cluster's devices are {cluster.device}, here is only {planner.device_name(here)}: compute has to be "
+            "measured on a device like the cluster's"
         )
     return here
 

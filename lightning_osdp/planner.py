@@ -222,15 +222,26 @@ def plan_alone(
 def this_cluster(ranks: Ranks, link: Link) -> Cluster:
     """The hardware that this run is on, with its links as measured."""
     backend = dist.get_backend(ranks.group)
-    name = "cpu" if ranks.device.type == "cpu" else f"cuda: {torch.cuda.get_device_name(ranks.device)}"
     return Cluster(
         nodes=ranks.nodes,
         devices_per_node=ranks.count // ranks.nodes,
-        device=name,
+        device=device_name(ranks.device),
         backend=backend,
         link=link,
         reduce_copy=collectives.reduce_copy(backend, ranks.count),
     )
+
+
+def device_name(device: torch.device) -> str:
+    """As a cluster names it: ``cpu``, ``cuda: NVIDIA H200``."""
+    return "cpu" if device.type == "cpu" else f"cuda: {torch.cuda.get_device_name(device)}"
+
+
+def cache_folder(cache: str | Path | None) -> Path | None:
+    """Where a user's ``cache`` argument keeps measurements: None is the default folder, the empty text none."""
+    if cache is None:
+        return default_cache()
+    return Path(cache) if str(cache) else None
 
 
 def default_cache() -> Path:

@@ -108,7 +108,7 @@ class OSDPStrategy(ParallelStrategy):
         self._given_plan, self._given_cluster = plan, cluster
         if engine != "fairscale":
             raise ConfigurationError(f"engine={engine!r} is not known: the only one is 'fairscale'")
-        self._cache = planner.default_cache() if cache is None else (Path(cache) if str(cache) else None)
+        self._cache = planner.cache_folder(cache)
         self._timeout = timeout or timedelta(minutes=30)
         self._process_group_backend = process_group_backend
         self._num_nodes = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from lightning_osdp.planning.operators import Frozen, Operator
+from lightning_osdp.planning.operators import Operator
 
 
 class Mode(StrEnum):
@@ -16,20 +16,6 @@ class Mode(StrEnum):
     """States sharded, parameters kept whole from forward to backward (ZeRO-2, FSDP's SHARD_GRAD_OP)."""
     ZDP = "zdp"
     """States sharded, parameters gathered for the forward and again for the backward (ZeRO-3, FSDP's FULL_SHARD)."""
-
-
-class Choice(Frozen):
-    """One row of an operator's menu: a mode for each of its slices."""
-
-    slices: tuple[Mode, ...]
-    checkpoint: bool = False
-    """Whether its activations are recomputed."""
-
-    @property
-    def mode(self) -> Mode:
-        """The mode of an operator that is not split."""
-        (mode,) = self.slices
-        return mode
 
 
 def legal_modes(operator: Operator) -> tuple[Mode, ...]:

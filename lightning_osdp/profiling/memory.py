@@ -11,10 +11,7 @@ from pathlib import Path
 import torch
 
 from lightning_osdp.errors import OSDPWarning
-
-CUDA_USABLE = 0.92
-"""Share of a CUDA device's memory that "auto" plans with: the rest is for the context, NCCL's buffers (both outside of
-the caching allocator) and fragmentation. [empirical, as torchtitan and vLLM keep 8 to 10 % back]"""
+from lightning_osdp.planning.hardware import USABLE_MEMORY
 
 FIRST_STEP_BYTES = {"cpu": 8 << 20}
 """What the first training steps leave behind beside tensors: small allocations in the heap, autograd's and the loops'
@@ -59,7 +56,7 @@ def release_unused(device: torch.device) -> None:
 def memory_limit(device: torch.device, local_ranks: int) -> int:
     """Bytes that one rank may use on ``device``.
 
-    CUDA: ``CUDA_USABLE`` of the device. CPU: an equal share of the machine's free memory, or the control group's
+    CUDA: ``USABLE_MEMORY`` of the device. CPU: an equal share of the machine's free memory, or the control group's
     limit if that is less.
 
     Args:
@@ -67,7 +64,7 @@ def memory_limit(device: torch.device, local_ranks: int) -> int:
         local_ranks: ranks on this machine.
     """
     if device.type == "cuda":
-        return int(CUDA_USABLE * torch.cuda.get_device_properties(device).total_memory)
+        return int(USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory)
     limits = [_meminfo("MemAvailable") // local_ranks + memory_in_use(device)]
     limits += [limit // local_ranks for limit in _cgroup_limits()]
     return min(limits)

@@ -64,6 +64,7 @@ class FairScaleEngine:
         self._replicas: Replicas | None = None
         self._module: nn.Module | None = None
         self._shards = Shards({}, self._group)
+        self._known: frozenset[nn.Parameter] = frozenset()
         self._shared: _Shared | None = None
 
     @property
@@ -119,6 +120,7 @@ class FairScaleEngine:
         self.take_in(optimizers)
         replicated = [p for p in module.parameters() if p not in whole_shapes]
         self._replicas = Replicas(replicated, self._shared.replica_group)
+        self._known = self._shards.parameters.union(replicated)
         # Its inference path reads the weights of submodules without calling them, so it would see shards.
         torch.backends.mha.set_fastpath_enabled(False)
 
@@ -149,12 +151,10 @@ class FairScaleEngine:
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """See ``Engine.before_optimizer_step``."""
-        assert self._replicas is not None
         self.finish_backward()
-        known = self._shards.parameters | set(self._replicas.parameters)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter not in known:
+                if parameter not in self._known:
                     raise ShardingError(
                         f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is in no unit and in "
                         "no bucket: it was created after the strategy's setup. Create it in __init__ or configure_model"

@@ -59,11 +59,6 @@ class Replicas:
         self.refresh()
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        """All of them, in the order given."""
-        return self._parameters
-
-    @property
     def num_collectives(self) -> int:
         """Collectives in one synchronised backward pass."""
         return len(_make_buckets(self._trainable())) if self._ranks > 1 and self._trainable() else 0
@@ -104,6 +99,8 @@ class Replicas:
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         if not self._sync or self._ranks == 1:
             return
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise ShardingError("sparse gradients are not supported: build the embedding with sparse=False")
         if not self._active:
             self._begin()
         bucket = self._bucket_of[parameter]
@@ -132,8 +129,6 @@ class Replicas:
             buffer = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
         else:
             buffer = self._pack(bucket)
-        if buffer.layout != torch.strided:
-            raise ShardingError("sparse gradients are not supported: build the embedding with sparse=False")
         bucket.buffer = buffer.detach()
         bucket.work = all_reduce_async(bucket.buffer, self._group)
 

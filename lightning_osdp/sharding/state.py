@@ -27,14 +27,11 @@ class Shards:
 
     def __init__(self, whole_shapes: Mapping[nn.Parameter, torch.Size], group: Any) -> None:
         self._whole_shapes = dict(whole_shapes)
+        self.parameters = frozenset(self._whole_shapes)
+        """All sharded parameters."""
         self._group = group
         self._ranks: int = group.size() if group is not None else 1
         self._rank: int = group.rank() if group is not None else 0
-
-    @property
-    def parameters(self) -> set[nn.Parameter]:
-        """All sharded parameters."""
-        return set(self._whole_shapes)
 
     @property
     def is_first(self) -> bool:

@@ -198,6 +198,10 @@ def refusals(rank: int, ranks: int) -> None:
         engine.check(TinyGPT().double(), hand_made_plan({"head": Mode.ZDP}, ranks))
     model = TinyGPT()
     engine.apply(model, hand_made_plan({"head": Mode.ZDP}, ranks))
+    sparse, other = Wrapped(nn.Embedding(8, 4, sparse=True)), FairScaleEngine(CPU)
+    other.apply(sparse, hand_made_plan({}, ranks))
+    with pytest.raises(ShardingError, match="sparse gradients are not supported"):
+        sparse(torch.tensor([1, 2])).sum().backward()
     late = nn.Parameter(torch.zeros(3))
     with pytest.raises(ShardingError, match="in no unit and in no bucket"):
         engine.before_optimizer_step(torch.optim.SGD([*model.parameters(), late], lr=0.1))
