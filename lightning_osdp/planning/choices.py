@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import NamedTuple
 
 from lightning_osdp.planning.operators import Operator
 
@@ -16,6 +17,28 @@ class Mode(StrEnum):
     """States sharded, parameters kept whole from forward to backward (ZeRO-2, FSDP's SHARD_GRAD_OP)."""
     ZDP = "zdp"
     """States sharded, parameters gathered for the forward and again for the backward (ZeRO-3, FSDP's FULL_SHARD)."""
+
+
+class Group(StrEnum):
+    """The ranks that an operator is sharded over."""
+
+    WORLD = "world"
+    """All of them."""
+    NODE = "node"
+    """Those of one node; gradients are then averaged between nodes (known as hybrid sharding, or MiCS)."""
+
+
+class Choice(NamedTuple):
+    """One row of an operator's menu: everything that is decided for it."""
+
+    slices: tuple[Mode, ...] = (Mode.DP,)
+    """The mode of each slice, in order; a single one if the operator is not split."""
+    split_dim: int | None = None
+    """Dimension of the weight that the slices divide; None if the operator is not split."""
+    group: Group = Group.WORLD
+    """Of the slices that are sharded."""
+    two_stage: bool = False
+    """Whether world-wide collectives run in two stages, inside nodes and between them."""
 
 
 def legal_modes(operator: Operator) -> tuple[Mode, ...]:

@@ -32,6 +32,7 @@ from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.operators import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
+from lightning_osdp.sharding.layout import Layout
 from lightning_osdp.sharding.replicas import Replicas
 from lightning_osdp.sharding.state import (
     Shards,
@@ -106,19 +107,19 @@ class FairScaleEngine:
         self._module = module
         self._shared = _Shared(self._device, self._group)
         names = {p: n for n, p in module.named_parameters()}
-        whole_shapes: dict[nn.Parameter, torch.Size] = {}
+        layouts: dict[nn.Parameter, Layout] = {}
         for operator in _sharded(plan):
             body = module.get_submodule(operator.name)
             parameters = _large_parameters(body)
             for parameter in parameters:
                 self._place(parameter)
-                whole_shapes[parameter] = parameter.shape
+                layouts[parameter] = Layout.sharded(parameter.shape, self._group)
             self._units.append(_Unit(body, parameters, Mode(operator.slices[0]), self._shared))
-        for tensor in [p for p in names if p not in whole_shapes] + list(module.buffers()):
+        for tensor in [p for p in names if p not in layouts] + list(module.buffers()):
             self._place(tensor)
-        self._shards = Shards(whole_shapes, self._group)
+        self._shards = Shards(layouts, self._group)
         self.take_in(optimizers)
-        replicated = [p for p in module.parameters() if p not in whole_shapes]
+        replicated = [p for p in module.parameters() if p not in layouts]
         self._replicas = Replicas(replicated, self._shared.replica_group)
         self._known = self._shards.parameters.union(replicated)
         # Its inference path reads the weights of submodules without calling them, so it would see shards.
