@@ -16,7 +16,9 @@ and buffers have a constant size instead of the tensor's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +47,26 @@ _native_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist
 _native_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
+class Stopwatch:
+    """Seconds that this process has waited for collectives on CPU tensors. On CUDA they run beside compute."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Counts the time of the block."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+WAITED = Stopwatch()
+"""Of all collectives of this process. It only ever grows: take differences."""
+
+
 class Work(Protocol):
     """A collective under way."""
 
@@ -61,8 +83,9 @@ class _MeanWork:
         self._ranks = ranks
 
     def wait(self) -> None:
-        self._work.wait()
-        self._tensor.div_(self._ranks)
+        with WAITED.running():
+            self._work.wait()
+            self._tensor.div_(self._ranks)
 
 
 def all_reduce_async(tensor: Tensor, group: dist.ProcessGroup) -> Work:
@@ -96,7 +119,7 @@ def all_gather(output_flat: Tensor, shard: Tensor, group: dist.ProcessGroup) -> 
         group: the N ranks.
     """
     assert output_flat.numel() == group.size() * shard.numel(), (output_flat.shape, shard.shape, group.size())
-    with torch.no_grad():
+    with torch.no_grad(), WAITED.running():
         if shard.device.type != "cpu" or output_flat.nbytes <= SMALL_GATHER_BYTES:
             _native_all_gather(output_flat, shard, group=group)
         else:
@@ -115,7 +138,7 @@ def reduce_scatter(output_shard: Tensor, whole_flat: Tensor, group: dist.Process
         group: the N ranks.
     """
     assert whole_flat.numel() == group.size() * output_shard.numel(), (whole_flat.shape, output_shard.shape)
-    with torch.no_grad():
+    with torch.no_grad(), WAITED.running():
         if whole_flat.device.type != "cpu":
             _native_reduce_scatter(output_shard, whole_flat, group=group)
         elif group.size() > 2 and whole_flat.nbytes <= SMALL_BYTES:
