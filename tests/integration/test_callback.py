@@ -97,7 +97,7 @@ def test_without_the_strategy_it_says_what_to_do(tmp_path: Path) -> None:
 
 
 def two_of_them(rank: int, world_size: int, folder: str) -> str:
-    made = trainer(folder, "osdp", callbacks=[OSDPCallback(), OSDPCallback(slice_granularity=2)])
+    made = trainer(folder, "osdp", devices=1, callbacks=[OSDPCallback(), OSDPCallback(slice_granularity=2)])
     try:
         made.fit(seeded())
     except ConfigurationError as error:
