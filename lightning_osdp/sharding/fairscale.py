@@ -11,6 +11,13 @@ redirection. Streams, the reducer and the bound on gathers are therefore shared 
 Note [one collective per parameter]: units are not flattened, so a ``Parameter`` keeps its identity (its ``.data``
 changes between shard and whole), an optimizer made before sharding stays valid, and parameter groups need no care.
 Small parameters stay outside, so an operator usually has a single sharded weight.
+
+Note [a forward inside the backward]: torch's non-reentrant checkpoint runs a block again within the backward pass, only
+to see which tensors it saves; gradients flow through the graph of the first run, whose hooks are in place. So a unit
+that is run again gathers, runs, leaves everything as it found it, and registers nothing. Often the unit is in the
+middle of its own backward by then, and its whole parameters must stay; and often the second run ends early, by an
+exception, once the last tensor that is needed has been saved. (Reentrant checkpoint has no graph of the first run:
+there the second run is an ordinary forward.)
 """
 
 from __future__ import annotations
@@ -22,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fairscale.nn.data_parallel import FullyShardedDataParallel
+from fairscale.nn.data_parallel import FullyShardedDataParallel, TrainingState
 from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_module
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,7 +40,9 @@ from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.operators import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.sharding.layout import Layout
+from lightning_osdp.sharding.recompute import check_recomputed, recompute
 from lightning_osdp.sharding.replicas import Replicas
+from lightning_osdp.sharding.splitting import SplitOperator, Stage, check_split
 from lightning_osdp.sharding.state import (
     Shards,
     gather_model_state,
@@ -62,6 +71,7 @@ class FairScaleEngine:
         self._device = device
         self._group: Any = group if group is not None else dist.group.WORLD
         self._units: list[_Unit] = []
+        self._splits: list[SplitOperator] = []
         self._replicas: Replicas | None = None
         self._module: nn.Module | None = None
         self._shards = Shards({}, self._group)
@@ -81,13 +91,14 @@ class FairScaleEngine:
 
     def check(self, module: nn.Module, plan: ExecutionPlan) -> None:
         """See ``Engine.check``."""
+        check_recomputed(plan.recomputed, module)
         modules = dict(module.named_modules())
         owner: dict[nn.Parameter, str] = {}
         for operator in _sharded(plan):
             if operator.name not in modules or not operator.name:
                 raise ShardingError(f"the plan shards {operator.name!r}, which is not a submodule of this module")
-            if len(operator.slices) > 1 or operator.checkpoint:
-                raise ShardingError(f"{operator.name}: split and recomputed operators are not supported yet")
+            if len(operator.slices) > 1:
+                check_split(operator, modules[operator.name])
             for parameter in _large_parameters(modules[operator.name]):
                 if parameter in owner:
                     raise ShardingError(
@@ -114,12 +125,22 @@ class FairScaleEngine:
             for parameter in parameters:
                 self._place(parameter)
                 layouts[parameter] = Layout.sharded(parameter.shape, self._group)
-            self._units.append(_Unit(body, parameters, Mode(operator.slices[0]), self._shared))
+            again = any(operator.name == name or operator.name.startswith(name + ".") for name in plan.recomputed)
+            make_unit = self._unit_maker(again)
+            if len(operator.slices) == 1:
+                make_unit(body, parameters, Mode(operator.slices[0]))
+            else:
+                split = SplitOperator(body, operator, self._group, make_unit)
+                layouts[split.handle] = split.layout
+                self._splits.append(split)
+        for name in plan.recomputed:
+            recompute(module.get_submodule(name))
         for tensor in [p for p in names if p not in layouts] + list(module.buffers()):
             self._place(tensor)
         self._shards = Shards(layouts, self._group)
         self.take_in(optimizers)
-        replicated = [p for p in module.parameters() if p not in layouts]
+        slices = {split.handle: split.replicated for split in self._splits}
+        replicated = [r for p in module.parameters() for r in slices.get(p, [p] if p not in layouts else [])]
         self._replicas = Replicas(replicated, self._shared.replica_group)
         self._known = self._shards.parameters.union(replicated)
         # Its inference path reads the weights of submodules without calling them, so it would see shards.
@@ -140,15 +161,21 @@ class FairScaleEngine:
 
     def before_forward(self) -> None:
         """Takes in what changed since the last step: parameters that were unfrozen."""
+        for split in self._splits:
+            split.follow()
         if self._replicas is not None:
             self._replicas.refresh()
 
     def finish_backward(self) -> None:
         """See ``Engine.finish_backward``. Frees units that a backward pass did not reach (frozen, or without loss)."""
         assert self._replicas is not None
+        for split in self._splits:
+            split.before_reductions_end()
         self._replicas.finish()
         for unit in self._units:
-            unit.release()
+            unit.end_backward()
+        for split in self._splits:
+            split.collect()
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """See ``Engine.before_optimizer_step``."""
@@ -192,6 +219,15 @@ class FairScaleEngine:
         """See ``Engine.load_optimizer_state``."""
         load_optimizer_state(optimizer, self._shards, state)
 
+    def _unit_maker(self, recomputed: bool) -> Callable[[nn.Module | Stage, list[nn.Parameter], Mode], None]:
+        assert self._shared is not None
+        shared = self._shared
+
+        def make(stage: nn.Module | Stage, parameters: list[nn.Parameter], mode: Mode) -> None:
+            self._units.append(_Unit(stage, parameters, mode, shared, recomputed))
+
+        return make
+
     def _place(self, tensor: Tensor) -> None:
         """Moves a parameter or buffer to the device, in place, with rank 0's values."""
         tensor.data = tensor.data.to(self._device)
@@ -225,8 +261,15 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
 
     _shared: _Shared
 
-    def __init__(self, operator: nn.Module, parameters: list[nn.Parameter], mode: Mode, shared: _Shared) -> None:
-        body = _Body(operator.forward, parameters)
+    def __init__(
+        self,
+        stage: nn.Module | Stage,
+        parameters: list[nn.Parameter],
+        mode: Mode,
+        shared: _Shared,
+        recomputed: bool = False,
+    ) -> None:
+        body = _Body(stage.forward, parameters)
         super().__init__(
             body,
             process_group=shared.group,
@@ -242,22 +285,49 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
         self._streams = shared.streams
         self._reducer = shared.reducer
         self._output_pre_backward_hook_registered: list[int] = []
-        operator.forward = self.forward
+        self._recomputed = recomputed
+        self._in_graph = False
+        stage.forward = self.forward
 
     @property
     def num_collectives(self) -> int:
-        """In one step: a gather for each pass that needs one, and a reduce-scatter."""
+        """In one step: a gather for each pass that needs one, and a reduce-scatter.
+
+        Of a recomputed block, the unit with which its backward begins gathers once less: see the note above.
+        """
         if self.world_size == 1:
             return 0
-        gathers = 2 if self._orig_reshard_after_forward else 1
+        gathers = 2 + int(self._recomputed) if self._orig_reshard_after_forward else 1
         return sum(gathers + int(p.requires_grad) for p in self.params)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The operator's forward with whole parameters; outside of training they are freed at once in every mode."""
+        if self._in_graph and torch._C._current_graph_task_id() != -1:  # -1: no backward pass is going on
+            return self._run_again(*args, **kwargs)
         outputs = super().forward(*args, **kwargs)
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            self._in_graph = True
+        else:
             self.release()
         return outputs
+
+    def _run_again(self, *args: Any, **kwargs: Any) -> Any:
+        """See Note [a forward inside the backward]."""
+        was_whole, amid_backward = self.has_full_params, self.training_state == TrainingState.BACKWARD_PRE
+        self._rebuild_full_params()
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            if not was_whole:
+                self._free_full_params()
+            if not amid_backward:
+                self._use_fp32_param_shard()
+            torch.clear_autocast_cache()
+
+    def end_backward(self) -> None:
+        """To be called when a backward pass is over, whether or not it reached this unit."""
+        self._in_graph = False
+        self.release()
 
     def release(self) -> None:
         """Frees the whole parameters if they are still there, and makes the unit ready for its next forward."""
