@@ -15,6 +15,8 @@ import transformers
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from tests.models import Block
+
 OptimizerOf = Callable[[LightningModule], Any]
 Batch = dict[str, Tensor]
 
@@ -239,11 +241,11 @@ def resnet(width: int = 8, stages: int = 2, size: int = 16) -> ZooModule:
 class Sequence(nn.Module):
     """An embedding, a body over (b, t, width), and a head: next-token loss."""
 
-    def __init__(self, body: nn.Module, width: int, vocabulary: int) -> None:
+    def __init__(self, body: nn.Module, width: int, vocabulary: int, width_out: int | None = None) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.body = body
-        self.head = nn.Linear(width, vocabulary)
+        self.head = nn.Linear(width_out or width, vocabulary)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         out = self.body(self.embed(input_ids))
@@ -262,6 +264,28 @@ def lstm(width: int = 24, layers: int = 2, vocabulary: int = 96, length: int = 1
     """All weights of all layers in one module and one kernel."""
     body = nn.LSTM(width, width, layers, batch_first=True)
     return ZooModule(Sequence(body, width, vocabulary), _tokens(vocabulary, length))
+
+
+class Stack(nn.Module):
+    """Pre-norm transformer blocks; a projection where the width changes."""
+
+    def __init__(self, widths: tuple[int, ...], length: int) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(length, widths[0]))
+        layers: list[nn.Module] = []
+        for before, width in zip((widths[0], *widths), widths, strict=False):
+            layers += [nn.Linear(before, width)] if before != width else []
+            layers.append(Block(width, heads=max(2, width // 64)))
+        self.layers = nn.Sequential(*layers, nn.LayerNorm(widths[-1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x + self.position)
+
+
+def stack(widths: tuple[int, ...] = (32, 32), vocabulary: int = 96, length: int = 12) -> ZooModule:
+    """A GPT of blocks of the given widths."""
+    body = Stack(widths, length)
+    return ZooModule(Sequence(body, widths[0], vocabulary, widths[-1]), _tokens(vocabulary, length))
 
 
 class LoRA(nn.Module):
@@ -329,5 +353,6 @@ def routed(width: int = 32, layers: int = 2, experts: int = 4, vocabulary: int =
 
 
 ZOO: Mapping[str, Callable[..., ZooModule]] = {
-    make.__name__: make for make in (gpt2, llama, bert, t5, vit, swin, mixtral, resnet, encoder, lstm, lora, routed)
+    make.__name__: make
+    for make in (stack, gpt2, llama, bert, t5, vit, swin, mixtral, resnet, encoder, lstm, lora, routed)
 }
