@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_osdp import collectives
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, PlanMismatchError, TraceError
+from lightning_osdp.planning.caching_allocator import margin_bytes, staying_tensors
 from lightning_osdp.planning.calibration import Correction, corrected_compute, corrected_link
 from lightning_osdp.planning.cluster import Cluster, CollectiveFit, ComputeTimes, Link
 from lightning_osdp.planning.operators import Frozen
@@ -174,7 +175,7 @@ def measure_and_plan(
     start = time.monotonic()
     measured, from_cache, file = _measurements(traced, ranks, cluster, cache)
     profiling_s = time.monotonic() - start
-    numbers = torch.tensor([-memory_limit_bytes, overhead(ranks.device, model_bytes)], dtype=torch.int64)
+    numbers = torch.tensor([-memory_limit_bytes, not_for_the_model(traced, ranks.device, model_bytes)])
     numbers = numbers.to(ranks.device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=ranks.group)
     limit, used = -int(numbers[0]), int(numbers[1])
@@ -280,8 +281,15 @@ def plan_alone(
         compute.warm_up(traced, device)
         from_cache = True
     profiling_s = time.monotonic() - start
-    problem = _problem(traced, cluster, known, memory_limit_bytes, overhead(device, model_bytes))
+    used = not_for_the_model(traced, device, model_bytes)
+    problem = _problem(traced, cluster, known, memory_limit_bytes, used)
     return Outcome(make_plan(problem, rule), profiling_s, from_cache, known.correction)
+
+
+def not_for_the_model(traced: Trace, device: torch.device, model_bytes: int) -> int:
+    """The process's own memory, and on CUDA what the caching allocator can't use of the segments that it takes."""
+    margin = margin_bytes(staying_tensors(traced.description)) if device.type == "cuda" else 0
+    return overhead(device, model_bytes) + margin
 
 
 def this_cluster(ranks: Ranks, link: Link) -> Cluster:
