@@ -135,6 +135,8 @@ def describe(
     try:
         return trace(module, batch, batch_size, device=device, step_context=step_context)
     except TraceError as error:
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise  # a module without values can't run for real
         warnings.warn(
             f"training_step can't be traced on fake tensors ({error}); one real step on a small batch is run instead",
             OSDPWarning,

@@ -6,13 +6,16 @@ colours and in 100 columns.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.calibration import MeasuredStep
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
@@ -207,3 +210,15 @@ def _format_choice(operator: OperatorPlan) -> str:
     counts = Counter(operator.slices)
     words = [f"{mode.value} x {count}" if len(operator.slices) > 1 else mode.value for mode, count in counts.items()]
     return " + ".join(words) + (", recomputed" if operator.checkpoint else "")
+
+
+def write_plan(plan: ExecutionPlan, path: Path) -> None:
+    """Writes the plan where it can be found again; where that is not possible a warning is enough.
+
+    The other ranks train already, and the plan is on the screen.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(plan.to_json())
+    except OSError as error:
+        warnings.warn(f"the plan can't be written to {path.parent}: {error}", OSDPWarning, stacklevel=3)

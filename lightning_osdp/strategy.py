@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -30,13 +29,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_only
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp import planner, report, settings, shortage, summary
-from lightning_osdp.data import TrainData
-from lightning_osdp.errors import ConfigurationError, OSDPWarning
+from lightning_osdp import planner, precision, report, settings, shortage, signals, summary
+from lightning_osdp.data import TrainData, read_data, resize
+from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.launch import Launcher
 from lightning_osdp.planning.calibration import Correction, MeasuredStep
 from lightning_osdp.planning.cluster import Cluster
@@ -46,6 +45,7 @@ from lightning_osdp.planning.units import parse_bytes
 from lightning_osdp.planning.wishes import Wishes
 from lightning_osdp.profiling import memory
 from lightning_osdp.sharding.fairscale import FairScaleEngine
+from lightning_osdp.sharding.initialise import Initialiser, check_initialisable, is_meta
 from lightning_osdp.watch import Watch
 
 PLAN_FILE = "osdp_plan.json"
@@ -209,13 +209,13 @@ class OSDPStrategy(ParallelStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
-        self._keep_gradients_possible(trainer)
+        settings.evaluate_without_inference_mode(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             if self._engine is None:
-                self.model_to_device()
-                _sync_module_states(self.model)
+                self._set_up_evaluation()
             self.setup_precision_plugin()
             return
+        signals.defer(trainer)
         if self._engine is None or self._engine.module is not self.model:
             self._set_up_training(trainer)
         else:
@@ -226,24 +226,43 @@ class OSDPStrategy(ParallelStrategy):
         _optimizers_to_device(self.optimizers, self.root_device)
         self._watch = self._new_watch()
 
+    def _set_up_evaluation(self) -> None:
+        """The whole module on every rank, with the first one's values."""
+        assert self.model is not None
+        check_initialisable(self.model)
+        Initialiser(self.model, self.root_device).fill(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        _sync_module_states(self.model)
+
     def _set_up_training(self, trainer: pl.Trainer) -> None:
         """Recipe: find a plan, check it, resize the batch, make optimizers, apply, tell."""
         module = self.lightning_module
         assert module is not None
         ranks = planner.Ranks(dist.group.WORLD, self.num_nodes, self.root_device)
         given = planner.on_all_ranks(ranks, lambda: self._given(trainer))
+        self.model = self.precision_plugin.convert_module(module)
         with isolate_rng():  # planning must not change what the run's own random numbers are
-            data, batch, batch_size = planner.on_all_ranks(ranks, lambda: _read_data(trainer, module))
+            data, batch, batch_size = planner.on_all_ranks(ranks, lambda: read_data(trainer, module))
+            batch = self.precision_plugin.convert_input(batch)
             self._outcome = self._find_plan(trainer, ranks, given, data, batch, batch_size)
             data.forget_loader()
         self._plan = plan = self._outcome.plan
         engine = FairScaleEngine(self.root_device, ranks.group)
         planner.on_all_ranks(ranks, lambda: engine.check(module, plan))
         if plan.batch_size != batch_size:
-            planner.on_all_ranks(ranks, lambda: _resize(data, plan.batch_size))
+            planner.on_all_ranks(ranks, lambda: resize(data, plan.batch_size))
         trainer.accumulate_grad_batches = plan.accumulate_grad_batches
-        planner.on_all_ranks(ranks, lambda: self.setup_optimizers(trainer))
-        engine.apply(module, plan, self.optimizers)
+        if self._layer_sync is not None:  # after planning: a synchronised layer can't run on fake tensors
+            self.model = self._layer_sync.apply(module)
+        if is_meta(module):  # there is nothing yet that optimizers could copy, nor will it ever be whole
+            engine.apply(module, plan, ())
+            with engine.whole_shapes():
+                planner.on_all_ranks(ranks, lambda: self.setup_optimizers(trainer))
+            engine.take_in(self.optimizers)
+        else:
+            planner.on_all_ranks(ranks, lambda: self.setup_optimizers(trainer))
+            engine.apply(module, plan, self.optimizers)
         memory.release_unused(self.root_device)
         self._engine = engine
         summary.count_whole_parameters(trainer, engine.whole_shapes)
@@ -268,7 +287,8 @@ class OSDPStrategy(ParallelStrategy):
             return planner.Outcome(given)
         rule = planner.on_all_ranks(ranks, lambda: self._batch_rule(trainer, data, batch_size))
         cluster = planner.on_all_ranks(ranks, lambda: settings.read_cluster(self._given_cluster))
-        model_bytes = traced.description.parameter_bytes + traced.description.buffer_bytes
+        tensors = [*module.parameters(), *module.buffers()]
+        model_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
         limit = self._memory_limit or memory.memory_limit(device, self.num_processes)
         earlier = planner.still_right(self.earlier_plan, traced, ranks, rule, limit, self.wishes)
         if earlier is not None:
@@ -278,7 +298,7 @@ class OSDPStrategy(ParallelStrategy):
             ranks,
             rule,
             limit,
-            model_bytes if device.type == "cpu" else 0,  # on CUDA the model is still on the host
+            model_bytes,
             cluster=cluster,
             cache=self._cache,
             wishes=self.wishes,
@@ -311,32 +331,21 @@ class OSDPStrategy(ParallelStrategy):
             return
         Console().print(table)
         assert self._plan is not None
-        try:
-            Path(folder or ".").mkdir(parents=True, exist_ok=True)
-            (Path(folder or ".") / PLAN_FILE).write_text(self._plan.to_json())
-        except OSError as error:  # the other ranks train already, and the plan is on the screen
-            warnings.warn(f"the plan can't be written to {folder}: {error}", OSDPWarning, stacklevel=2)
-
-    @staticmethod
-    def _keep_gradients_possible(trainer: pl.Trainer) -> None:
-        # Weights gathered under inference_mode could not be trained afterwards: evaluation uses no_grad instead.
-        loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-        for loop in loops:
-            loop.inference_mode = False
+        report.write_plan(self._plan, Path(folder or ".") / PLAN_FILE)
 
     @override
     def setup_precision_plugin(self) -> None:
         """Connects the plugin and has it clip by the norm over all ranks."""
         super().setup_precision_plugin()
-        engine = self._engine
-        if engine is None:
-            return
+        if self._engine is not None:
+            precision.look_at_all_ranks(self.precision_plugin, self.clip_grad_norm, dist.group.WORLD)
 
-        def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            engine.clip_grad_norm(self.precision_plugin.main_params(optimizer), clip_val)
-
-        # The plugin's own sees this rank's shards only, and would clip by a norm that is too small.
-        self.precision_plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Modules are made on the host, or with ``empty_init`` on the meta device, and come to the device in parts."""
+        with torch.device("meta" if empty_init else "cpu"), self.precision_plugin.tensor_init_context():
+            yield
 
     @override
     def model_to_device(self) -> None:
@@ -378,6 +387,14 @@ class OSDPStrategy(ParallelStrategy):
     def _shortage_explained(self) -> AbstractContextManager[None]:
         assert self._plan is not None
         return shortage.explained(self._plan, self.global_rank, lambda: memory.peak_memory(self.root_device))
+
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` over whole gradients, wherever their parts are; gives the norm before.
+
+        To be called on all ranks, for instance in ``configure_gradient_clipping``.
+        """
+        assert self._engine is not None
+        return self._engine.clip_grad_norm(parameters, max_norm, norm_type)
 
     @override
     @contextmanager
@@ -461,15 +478,3 @@ class OSDPStrategy(ParallelStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-def _read_data(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[TrainData, Any, int]:
-    data = TrainData(trainer, module)
-    return data, *data.first_batch()
-
-
-def _resize(data: TrainData, batch_size: int) -> None:
-    why = data.why_fixed()
-    if why:
-        raise ConfigurationError(f"the plan's batch size is {batch_size}, but it can't be set: {why}")
-    data.set_batch_size(batch_size)

@@ -23,8 +23,8 @@ there the second run is an ordinary forward.)
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.operators import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
+from lightning_osdp.sharding.initialise import Initialiser, check_initialisable
 from lightning_osdp.sharding.layout import Layout
 from lightning_osdp.sharding.recompute import check_recomputed, recompute
 from lightning_osdp.sharding.replicas import Replicas
@@ -57,6 +58,9 @@ fairscale_module.dist = View(dist, _all_gather_base=collectives.all_gather)
 
 GATHERS_IN_FLIGHT = 2
 """How many gathers may run ahead of compute on CUDA: the one in use and the next. FairScale sets no bound."""
+
+UNIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What parameters of a unit may be."""
 
 
 class FairScaleEngine:
@@ -91,6 +95,7 @@ class FairScaleEngine:
 
     def check(self, module: nn.Module, plan: ExecutionPlan) -> None:
         """See ``Engine.check``."""
+        check_initialisable(module)
         check_recomputed(plan.recomputed, module)
         modules = dict(module.named_modules())
         owner: dict[nn.Parameter, str] = {}
@@ -99,7 +104,13 @@ class FairScaleEngine:
                 raise ShardingError(f"the plan shards {operator.name!r}, which is not a submodule of this module")
             if len(operator.slices) > 1:
                 check_split(operator, modules[operator.name])
-            for parameter in _large_parameters(modules[operator.name]):
+            parameters = _large_parameters(modules[operator.name])
+            dtypes = sorted({str(parameter.dtype) for parameter in parameters})
+            if len(dtypes) > 1:
+                raise ShardingError(
+                    f"{operator.name} holds {' and '.join(dtypes)}: a unit's parameters are of one type"
+                )
+            for parameter in parameters:
                 if parameter in owner:
                     raise ShardingError(
                         f"{operator.name} and {owner[parameter]} share a parameter: both can't shard it"
@@ -109,8 +120,8 @@ class FairScaleEngine:
             home = owner.get(parameter)
             if home is not None and not name.startswith(home + "."):
                 raise ShardingError(f"{home} can't be sharded: its parameter is also {name}, outside of it")
-            if home is not None and parameter.dtype != torch.float32:
-                raise ShardingError(f"{name} is {parameter.dtype}: FairScale's units hold float32 parameters only")
+            if home is not None and parameter.dtype not in UNIT_DTYPES:
+                raise ShardingError(f"{name} is {parameter.dtype}: units hold float32, bfloat16 or float16")
 
     def apply(self, module: nn.Module, plan: ExecutionPlan, optimizers: Iterable[Optimizer] = ()) -> None:
         """See ``Engine.apply``. The module is never whole on the device: operators are moved and sharded in turn."""
@@ -119,8 +130,10 @@ class FairScaleEngine:
         self._shared = _Shared(self._device, self._group)
         names = {p: n for n, p in module.named_parameters()}
         layouts: dict[nn.Parameter, Layout] = {}
+        initialiser = Initialiser(module, self._device, self._group)
         for operator in _sharded(plan):
             body = module.get_submodule(operator.name)
+            initialiser.fill(body)
             parameters = _large_parameters(body)
             for parameter in parameters:
                 self._place(parameter)
@@ -133,6 +146,7 @@ class FairScaleEngine:
                 split = SplitOperator(body, operator, self._group, make_unit)
                 layouts[split.handle] = split.layout
                 self._splits.append(split)
+        initialiser.fill(module)
         for name in plan.recomputed:
             recompute(module.get_submodule(name))
         for tensor in [p for p in names if p not in layouts] + list(module.buffers()):
@@ -256,6 +270,20 @@ class _Body(nn.Module):
         return self._operator_forward(*args, **kwargs)
 
 
+@contextmanager
+def _seen_as_float16(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Within it, bfloat16 parameters pass for float16, bit by bit: FairScale knows no other 16-bit type.
+
+    It cuts them up there and computes nothing; what it gathers later is of the unit's ``compute_dtype``.
+    """
+    halves = [parameter for parameter in parameters if parameter.dtype == torch.bfloat16]
+    for parameter in halves:
+        parameter.data = parameter.data.view(torch.float16)
+    yield
+    for parameter in halves:
+        parameter.data = parameter.data.view(torch.bfloat16)
+
+
 class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
     """One FairScale instance around one operator, sharing streams, reducer and the bound on gathers with all others."""
 
@@ -270,17 +298,21 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
         recomputed: bool = False,
     ) -> None:
         body = _Body(stage.forward, parameters)
-        super().__init__(
-            body,
-            process_group=shared.group,
-            process_group_reduce_scatter=shared.reduce_group,
-            reshard_after_forward=mode == Mode.ZDP,
-            disable_reshard_on_root=False,
-            flatten_parameters=False,
-            bucket_cap_mb=0,
-            compute_device=shared.device,
-            clear_autocast_cache=True,
-        )
+        dtype = parameters[0].dtype
+        with _seen_as_float16(parameters):
+            super().__init__(
+                body,
+                process_group=shared.group,
+                process_group_reduce_scatter=shared.reduce_group,
+                reshard_after_forward=mode == Mode.ZDP,
+                disable_reshard_on_root=False,
+                flatten_parameters=False,
+                bucket_cap_mb=0,
+                compute_dtype=parameters[0].dtype,
+                compute_device=shared.device,
+                clear_autocast_cache=True,
+            )
+        self.compute_dtype = self.buffer_dtype = dtype
         self._shared = shared
         self._streams = shared.streams
         self._reducer = shared.reducer
