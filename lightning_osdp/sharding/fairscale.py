@@ -11,13 +11,17 @@ redirection. Streams, the reducer and the bound on gathers are therefore shared 
 Note [one collective per parameter]: units are not flattened, so a ``Parameter`` keeps its identity (its ``.data``
 changes between shard and whole), an optimizer made before sharding stays valid, and parameter groups need no care.
 Small parameters stay outside, so an operator usually has a single sharded weight.
+
+Note [groups]: FairScale asks a process group for its rank and size and hands it on to the collectives. A unit gives it
+a ``Communicator`` instead, which knows whether to run in one stage or two. In group sharding that one spans the
+node, so FairScale's mean is the node's, and ``lines.BetweenNodes`` makes it the world's.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -27,12 +31,13 @@ from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_osdp import collectives
 from lightning_osdp.errors import ShardingError
+from lightning_osdp.levels import Communicator, duplicate
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.operators import SMALL_PARAMETER_ELEMENTS
-from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
+from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.sharding.layout import Layout
+from lightning_osdp.sharding.lines import Line, Lines, sharded_operators
 from lightning_osdp.sharding.replicas import Replicas
 from lightning_osdp.sharding.state import (
     Shards,
@@ -43,8 +48,13 @@ from lightning_osdp.sharding.state import (
 )
 from lightning_osdp.sharding.without_cuda import NO_STREAM, View, run_without_cuda
 
+
+def _all_gather(output_flat: Tensor, shard: Tensor, group: Communicator) -> None:
+    group.all_gather(output_flat, shard)
+
+
 # FairScale calls a private, deprecated name; this is the same collective, and the one that is measured.
-fairscale_module.dist = View(dist, _all_gather_base=collectives.all_gather)
+fairscale_module.dist = View(dist, _all_gather_base=_all_gather)
 
 GATHERS_IN_FLIGHT = 2
 """How many gathers may run ahead of compute on CUDA: the one in use and the next. FairScale sets no bound."""
@@ -70,7 +80,7 @@ class FairScaleEngine:
 
     @property
     def collectives_per_step(self) -> int:
-        """Gathers and reduce-scatters of the units, and the buckets of replicated gradients."""
+        """Of the units, in however many stages each runs, and the buckets of replicated gradients."""
         assert self._replicas is not None
         return sum(unit.num_collectives for unit in self._units) + self._replicas.num_collectives
 
@@ -83,7 +93,7 @@ class FairScaleEngine:
         """See ``Engine.check``."""
         modules = dict(module.named_modules())
         owner: dict[nn.Parameter, str] = {}
-        for operator in _sharded(plan):
+        for operator in sharded_operators(plan):
             if operator.name not in modules or not operator.name:
                 raise ShardingError(f"the plan shards {operator.name!r}, which is not a submodule of this module")
             if len(operator.slices) > 1 or operator.checkpoint:
@@ -105,16 +115,17 @@ class FairScaleEngine:
         """See ``Engine.apply``. The module is never whole on the device: operators are moved and sharded in turn."""
         self.check(module, plan)
         self._module = module
-        self._shared = _Shared(self._device, self._group)
+        self._shared = _Shared(self._device, self._group, plan)
         names = {p: n for n, p in module.named_parameters()}
         layouts: dict[nn.Parameter, Layout] = {}
-        for operator in _sharded(plan):
+        for operator in sharded_operators(plan):
+            line = self._shared.lines.of(operator.choice)
             body = module.get_submodule(operator.name)
             parameters = _large_parameters(body)
             for parameter in parameters:
                 self._place(parameter)
-                layouts[parameter] = Layout.sharded(parameter.shape, self._group)
-            self._units.append(_Unit(body, parameters, Mode(operator.slices[0]), self._shared))
+                layouts[parameter] = Layout.sharded(parameter.shape, line.group)
+            self._units.append(_Unit(body, parameters, Mode(operator.slices[0]), line, self._shared))
         for tensor in [p for p in names if p not in layouts] + list(module.buffers()):
             self._place(tensor)
         self._shards = Shards(layouts, self._group)
@@ -134,9 +145,14 @@ class FairScaleEngine:
         """See ``Engine.whole_shapes``."""
         return self._shards.whole_shapes_shown()
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """See ``Engine.no_sync``."""
-        return self._replicas.no_sync() if self._replicas is not None else nullcontext()
+        if self._replicas is None or self._shared is None:
+            yield
+            return
+        with self._replicas.no_sync(), self._shared.lines.between.no_sync():
+            yield
 
     def before_forward(self) -> None:
         """Takes in what changed since the last step: parameters that were unfrozen."""
@@ -146,7 +162,9 @@ class FairScaleEngine:
     def finish_backward(self) -> None:
         """See ``Engine.finish_backward``. Frees units that a backward pass did not reach (frozen, or without loss)."""
         assert self._replicas is not None
+        assert self._shared is not None
         self._replicas.finish()
+        self._shared.lines.between.finish()
         for unit in self._units:
             unit.release()
 
@@ -198,10 +216,6 @@ class FairScaleEngine:
         dist.broadcast(tensor.data, src=dist.get_global_rank(self._group, 0), group=self._group)
 
 
-def _sharded(plan: ExecutionPlan) -> list[OperatorPlan]:
-    return [op for op in plan.operators if any(mode != Mode.DP for mode in op.slices)]
-
-
 def _large_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Those that a unit takes (see ``ParameterInfo.small``)."""
     return [p for p in module.parameters() if p.dim() > 1 or p.numel() >= SMALL_PARAMETER_ELEMENTS]
@@ -225,12 +239,14 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
 
     _shared: _Shared
 
-    def __init__(self, operator: nn.Module, parameters: list[nn.Parameter], mode: Mode, shared: _Shared) -> None:
+    def __init__(
+        self, operator: nn.Module, parameters: list[nn.Parameter], mode: Mode, line: Line, shared: _Shared
+    ) -> None:
         body = _Body(operator.forward, parameters)
         super().__init__(
             body,
-            process_group=shared.group,
-            process_group_reduce_scatter=shared.reduce_group,
+            process_group=line.gather,
+            process_group_reduce_scatter=line.reduce,
             reshard_after_forward=mode == Mode.ZDP,
             disable_reshard_on_root=False,
             flatten_parameters=False,
@@ -239,6 +255,7 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
             clear_autocast_cache=True,
         )
         self._shared = shared
+        self._between = line.between
         self._streams = shared.streams
         self._reducer = shared.reducer
         self._output_pre_backward_hook_registered: list[int] = []
@@ -246,11 +263,12 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
 
     @property
     def num_collectives(self) -> int:
-        """In one step: a gather for each pass that needs one, and a reduce-scatter."""
+        """In one step: a gather for each pass that needs one, a reduce-scatter, and an all-reduce between nodes."""
         if self.world_size == 1:
             return 0
         gathers = 2 if self._orig_reshard_after_forward else 1
-        return sum(gathers + int(p.requires_grad) for p in self.params)
+        reductions = 2 if self._between is not None else 1
+        return sum(gathers + reductions * int(p.requires_grad) for p in self.params)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The operator's forward with whole parameters; outside of training they are freed at once in every mode."""
@@ -278,6 +296,14 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
             self._shared.gathers.before_gather()
         return super()._rebuild_full_params(force_full_precision)
 
+    def _post_reduction_hook(self, param: nn.Parameter, reduced_grad: Tensor) -> None:
+        if self._between is None:
+            super()._post_reduction_hook(param, reduced_grad)
+            return
+        self._between.before_accumulation(param)
+        super()._post_reduction_hook(param, reduced_grad)
+        self._between.shard_ready(param, param._saved_grad_shard)  # type: ignore[attr-defined]
+
     def _free_full_params(self, params: Any = None) -> None:
         was_whole = self.has_full_params
         super()._free_full_params(params)
@@ -286,17 +312,22 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
 
 
 class _Shared:
-    """What all units of one engine have in common."""
+    """What all units of one engine have in common.
 
-    def __init__(self, device: torch.device, group: Any) -> None:
+    Args:
+        device: of the rank.
+        group: all ranks.
+        plan: says whether nodes matter, and how many there are.
+    """
+
+    def __init__(self, device: torch.device, group: Any, plan: ExecutionPlan) -> None:
         self.device = device
-        self.group = group
         # Reductions of their own: their order is fixed, that of the units' collectives follows autograd.
-        self.replica_group = dist.new_group(dist.get_process_group_ranks(group))
+        self.replica_group = duplicate(group)
         self.parameters_changed = True
         self.reducer = _Reducer()
+        self.lines = Lines(group, device, [op.choice for op in sharded_operators(plan)], plan.cluster)
         if device.type == "cuda":
-            self.reduce_group = dist.new_group(dist.get_process_group_ranks(group))
             names = ("fp32_to_fp16", "all_gather", "post_backward")
             self.streams: dict[str, Any] = {
                 name: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -304,7 +335,6 @@ class _Shared:
             }
             self.gathers: _GatherBound | _NoBound = _GatherBound(GATHERS_IN_FLIGHT)
         else:
-            self.reduce_group = group
             run_without_cuda(fairscale_module)
             self.streams = dict.fromkeys(("fp32_to_fp16", "all_gather", "post_backward"), NO_STREAM)
             self.gathers = _NoBound()
@@ -313,11 +343,13 @@ class _Shared:
 class _Reducer:
     """Stands in for FairScale's bucketing reducer, which copies every gradient once more than needed."""
 
-    def reduce_scatter_async(self, input_list: list[Tensor], group: Any, callback_fn: Callable[[Tensor], None]) -> None:
+    def reduce_scatter_async(
+        self, input_list: list[Tensor], group: Communicator, callback_fn: Callable[[Tensor], None]
+    ) -> None:
         """Sums ``input_list[i]`` over the ranks onto rank i and hands the result to ``callback_fn``."""
         whole = _joined(input_list)
         output = torch.empty_like(input_list[0])
-        collectives.reduce_scatter(output, whole, group)
+        group.reduce_scatter(output, whole)
         callback_fn(output)
 
     def flush(self) -> None:
