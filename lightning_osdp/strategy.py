@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -363,6 +363,10 @@ class OSDPStrategy(ParallelStrategy):
             Console().print(report.measured_table(self._plan, float(numbers[0]), int(numbers[1])))
 
     # State
+
+    def summon_full_params(self, module: Any = None, writeback: bool = True) -> AbstractContextManager[None]:
+        """Within it, parameters (of ``module`` alone, if given) are whole. See ``Engine.whole_parameters``."""
+        return self._engine.whole_parameters(module, writeback) if self._engine is not None else nullcontext()
 
     @property
     @override
