@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -410,6 +410,10 @@ class OSDPStrategy(ParallelStrategy):
         self._watch.tell()
 
     # State
+
+    def summon_full_params(self, module: Any = None, writeback: bool = True) -> AbstractContextManager[None]:
+        """Within it, parameters (of ``module`` alone, if given) are whole. See ``Engine.whole_parameters``."""
+        return self._engine.whole_parameters(module, writeback) if self._engine is not None else nullcontext()
 
     @property
     @override

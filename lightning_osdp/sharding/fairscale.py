@@ -181,6 +181,21 @@ class FairScaleEngine:
         return self._shards.whole_shapes_shown()
 
     @contextmanager
+    def whole_parameters(self, module: nn.Module | None = None, writeback: bool = True) -> Iterator[None]:
+        """See ``Engine.whole_parameters``."""
+        assert self._module is not None
+        assert self._shared is not None
+        if self._shared.shown_whole or any(unit.in_use for unit in self._units):
+            raise ShardingError("parameters can't be made whole within a step, or where they are whole already")
+        self._shared.shown_whole = True
+        try:
+            with self._shards.whole_values_shown((module or self._module).parameters(), writeback):
+                yield
+        finally:
+            self._shared.shown_whole = False
+            self.after_optimizer_step()
+
+    @contextmanager
     def no_sync(self) -> Iterator[None]:
         """See ``Engine.no_sync``."""
         if self._replicas is None or self._shared is None:
@@ -353,6 +368,8 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The operator's forward with whole parameters; outside of training they are freed at once in every mode."""
+        if self._shared.shown_whole:
+            raise ShardingError("the model can't run while its parameters are shown whole: leave that context first")
         if self._in_graph and torch._C._current_graph_task_id() != -1:  # -1: no backward pass is going on
             return self._run_again(*args, **kwargs)
         outputs = super().forward(*args, **kwargs)
@@ -379,6 +396,11 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
         """To be called when a backward pass is over, whether or not it reached this unit."""
         self._in_graph = False
         self.release()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether its parameters are whole now, or will be used by a backward pass that is still to come."""
+        return self._in_graph or (self.has_full_params and self.world_size > 1)
 
     def release(self) -> None:
         """Frees the whole parameters if they are still there, and makes the unit ready for its next forward."""
@@ -428,6 +450,7 @@ class _Shared:
         # Reductions of their own: their order is fixed, that of the units' collectives follows autograd.
         self.replica_group = duplicate(group)
         self.parameters_changed = True
+        self.shown_whole = False
         self.reducer = _Reducer()
         self.lines = Lines(group, device, [op.choice for op in sharded_operators(plan)], plan.cluster)
         if device.type == "cuda":
