@@ -30,7 +30,7 @@ from lightning_osdp.planning.cluster import Cluster, CollectiveFit, ComputeTimes
 from lightning_osdp.planning.operators import Frozen
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
-from lightning_osdp.planning.wishes import Wishes
+from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling import compute, network
 from lightning_osdp.profiling.memory import overhead
 from lightning_osdp.profiling.trace import Trace, trace, trace_real
@@ -48,9 +48,6 @@ NO_LINK = Link(**{name: CollectiveFit(latency_s=0.0, s_per_byte=0.0) for name in
 
 NO_CORRECTION = Correction()
 """Of measurements that no run has followed yet."""
-
-NO_WISHES = Wishes()
-"""Everything is searched."""
 
 
 class Measurements(Frozen):
@@ -167,6 +164,7 @@ def measure_and_plan(
         model_bytes: of parameters and buffers on the device now.
         cluster: hardware that is known already; its links are not measured.
         cache: folder of measurements; None to keep none.
+        wishes: what is not left to the search.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -186,7 +184,7 @@ def measure_and_plan(
         if not ranks.is_first:
             return ""
         hardware = cluster or this_cluster(ranks, measured.link)
-        return make_plan(_problem(traced, hardware, measured, limit, used), rule).to_json()
+        return make_plan(_problem(traced, hardware, measured, limit, used, wishes), rule).to_json()
 
     text = [on_all_ranks(ranks, decide)]
     dist.broadcast_object_list(text, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
@@ -206,12 +204,11 @@ def still_right(
     ranks: Ranks,
     rule: BatchRule,
     memory_limit_bytes: int,
-    wishes: Wishes,
 ) -> ExecutionPlan | None:
     """The first rank's ``plan`` on every rank, if a run like this one made it; else None on every rank.
 
-    It must be for this model, this kind and number of devices, within the memory limit, and one of the plans that
-    ``rule`` and ``wishes`` allow.
+    It must be for this model, this kind and number of devices, within the memory limit, and with a batch size that
+    ``rule`` allows.
     """
     text = [plan.to_json() if plan is not None and ranks.is_first else None]
     dist.broadcast_object_list(text, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
@@ -228,10 +225,12 @@ def still_right(
     same = all(getattr(here, name) == getattr(there, name) for name in ("nodes", "device", "backend"))
     fits = earlier.predicted.peak_memory_bytes <= -int(limit)
     allowed = (earlier.batch_size, earlier.accumulate_grad_batches) in set(rule.pairs(ranks.count))
-    return earlier if same and fits and allowed and wishes.allow(earlier) else None
+    return earlier if same and fits and allowed else None
 
 
-def _problem(traced: Trace, cluster: Cluster, measured: Measurements, limit_bytes: int, overhead_bytes: int) -> Problem:
+def _problem(
+    traced: Trace, cluster: Cluster, measured: Measurements, limit_bytes: int, overhead_bytes: int, wishes: Wishes
+) -> Problem:
     correction = measured.correction
     return Problem(
         traced.description,
@@ -239,6 +238,7 @@ def _problem(traced: Trace, cluster: Cluster, measured: Measurements, limit_byte
         corrected_compute(measured.compute, correction),
         limit_bytes,
         max(0, overhead_bytes + correction.memory_bytes),
+        wishes,
     )
 
 
@@ -251,6 +251,7 @@ def plan_alone(
     model_bytes: int,
     *,
     cache: Path | None = None,
+    wishes: Wishes = NO_WISHES,
 ) -> Outcome:
     """Plans for a known cluster in this one process, without a process group.
 
@@ -265,6 +266,7 @@ def plan_alone(
         memory_limit_bytes: per device.
         model_bytes: of parameters and buffers on the device now.
         cache: folder of measurements; None to keep none.
+        wishes: what is not left to the search.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -284,7 +286,7 @@ def plan_alone(
         from_cache = True
     profiling_s = time.monotonic() - start
     used = not_for_the_model(traced, device, model_bytes)
-    problem = _problem(traced, cluster, known, memory_limit_bytes, used)
+    problem = _problem(traced, cluster, known, memory_limit_bytes, used, wishes)
     return Outcome(make_plan(problem, rule), profiling_s, from_cache, known.correction)
 
 

@@ -51,11 +51,23 @@ class Cluster(Frozen):
         return self.nodes * self.devices_per_node
 
 
+class SplitTime(Frozen):
+    """Compute time of an operator that is split, in one micro-batch, in seconds by batch size."""
+
+    dim: int
+    """Dimension of the weight that the slices divide."""
+    slices: int
+    forward: Line
+    backward: Line
+
+
 class OperatorTime(Frozen):
     """Compute time of one operator in one micro-batch, in seconds by batch size."""
 
     forward: Line = Line()
     backward: Line = Line()
+    splits: tuple[SplitTime, ...] = ()
+    """The same for each way to split it that was measured: only these are offered to the search."""
 
     def at(self, batch_size: int) -> float:
         """Forward and backward together, in seconds."""
@@ -70,3 +82,6 @@ class ComputeTimes(Frozen):
     outside: OperatorTime
     optimizer_s_per_byte: float
     """Seconds of the optimizer's step per byte of parameter that a rank updates."""
+    blocks: tuple[Line, ...] = ()
+    """Aligned with ``ModelDescription.blocks``: forward seconds of the work in each that belongs to no operator. It is
+    part of ``outside``, too."""

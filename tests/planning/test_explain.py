@@ -9,7 +9,8 @@ import pytest
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.cluster import CollectiveFit
-from lightning_osdp.planning.explain import diff, difference, explain, explanation
+from lightning_osdp.planning.compare import diff, difference
+from lightning_osdp.planning.explain import explain, explanation
 from lightning_osdp.planning.operators import Line, ParameterInfo
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule
