@@ -6,7 +6,7 @@ import pickle
 import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -49,8 +49,8 @@ class OSDPCallback(Callback):
 
     def __init__(
         self,
-        slice_granularity: int | str | dict[str, int] = "auto",
-        activation_checkpointing: bool | str | list[str] = "auto",
+        slice_granularity: Literal["auto"] | int | dict[str, int] = "auto",
+        activation_checkpointing: Literal["auto"] | bool | list[str] = "auto",
         progress_bar: bool = True,
     ) -> None:
         patterns = activation_checkpointing
