@@ -31,6 +31,9 @@ QUICK_REFINEMENTS = 3
 MOST_WAYS = 24
 """Ways to recompute blocks that are tried at one batch size, of those that the bound does not rule out."""
 
+POLISHES = 64
+"""Exchanges that are tried on the best plan of a batch size, to use what its true peak still leaves."""
+
 WORTH_TRYING = 1e-3
 """Relative: other ways to recompute blocks are not tried for less than this."""
 
@@ -106,7 +109,9 @@ class Desk:
         if not found:
             raise nothing_fits(self.problem, self.least(batch_size, accumulation).peak, batch_size)
         vector = min(found, key=lambda vector: found[vector].seconds)
-        return at.candidate(found[vector].rows, self.space.recomputed(vector), float(bounds.min()))
+        flags = self.space.recomputed(vector)
+        rows = found[vector].rows if quick else at.polished(found[vector], flags).rows
+        return at.candidate(rows, flags, float(bounds.min()))
 
     def least(self, batch_size: int, accumulation: int = 1) -> Candidate:
         """The plan that takes least memory, whatever the limit."""
@@ -186,7 +191,7 @@ class AtBatchSize:
     def refined(self, vector: int, refinements: int) -> _Found | None:
         """The fastest plan that fits with these blocks recomputed; None if none does."""
         flags, limit = self.space.recomputed(vector), self.desk.problem.memory_limit_bytes
-        smallest = [self._found(rows, flags) for rows in self.desk.smallest]
+        smallest = [self.found(rows, flags) for rows in self.desk.smallest]
         best = min(smallest, key=lambda one: one.peak.total_bytes)
         if best.peak.total_bytes > limit:
             return None
@@ -197,7 +202,7 @@ class AtBatchSize:
             solution = groups.solve(budget)
             if solution is None:
                 break
-            found = self._found(groups.rows(solution), flags)
+            found = self.found(groups.rows(solution), flags)
             slack = limit - found.peak.total_bytes
             if slack >= 0:
                 best = min(best, found, key=lambda one: one.seconds)
@@ -219,7 +224,42 @@ class AtBatchSize:
             budget = proposal
         return best
 
-    def _found(self, rows: Ints, flags: Flags) -> _Found:
+    def polished(self, plan: _Found, flags: Flags) -> _Found:
+        """The plan with single operators exchanged for faster rows, as long as the true peak allows.
+
+        Operators that are alike for the search differ in when they run: of those with the same row only the first and
+        the last are tried.
+        """
+        tries, again = POLISHES, self.space.in_recomputed(flags)
+        gaining = bool(len(plan.rows))
+        while gaining:
+            gaining = False
+            for operator, row in self._exchanges(plan.rows, again):
+                if not tries:
+                    return plan
+                tries -= 1
+                rows = plan.rows.copy()
+                rows[operator] = row
+                other = self.found(rows, flags)
+                if other.peak.total_bytes <= self.desk.problem.memory_limit_bytes:
+                    plan, gaining = other, True
+                    break
+        return plan
+
+    def _exchanges(self, rows: Ints, again: Ints) -> list[tuple[int, int]]:
+        """(operator, faster row), those that save most first."""
+        _, first, inverse = np.unique(rows * 2 + again, return_index=True, return_inverse=True)
+        last = np.zeros(len(first), dtype=np.int64)
+        last[inverse] = np.arange(len(rows))
+        gains: list[tuple[float, int, int]] = []
+        for operator in sorted({*first.tolist(), *last.tolist()}):
+            menu, own = self.space.menus[self.space.menu_of[operator]].rows, rows[operator]
+            saved = self.times.total[again[operator], own] - self.times.total[again[operator], menu]
+            faster = np.flatnonzero(saved > 0).tolist()
+            gains += [(-float(saved[at]), operator, menu.start + at) for at in faster]
+        return [(operator, row) for _, operator, row in sorted(gains)]
+
+    def found(self, rows: Ints, flags: Flags) -> _Found:
         again = self.space.in_recomputed(flags)
         seconds = float(self.times.total[again, rows].sum())
         blocks = float(self.space.block_s(self.batch_size, self.accumulation)[flags].sum())
