@@ -22,16 +22,16 @@ def split_plan(splits: Mapping[str, Split], ranks: int, recomputed: Sequence[str
     return hand_made_plan({}, ranks).model_copy(update={"operators": operators, "recomputed": tuple(recomputed)})
 
 
-def split_all(module: nn.Module, k: int) -> dict[str, Split]:
-    """Every operator that can be split, into ``k`` slices (as many as it has room for), each in another mode than the
-    one before, along one dimension and the other in turn. Tied weights stay out."""
+def split_all(module: nn.Module, k: int, every: int = 1) -> dict[str, Split]:
+    """Operators that can be split, into ``k`` slices (as many as there is room for), each in another mode than the one
+    before, along one dimension and the other in turn. Tied weights stay out, and all but each ``every``-th operator."""
     tied = _tied(module)
     modes = list(Mode)
     splits: dict[str, Split] = {}
-    for name, child in module.named_modules():
+    names = [n for n, m in module.named_modules() if split_dims(m)[0] and m.weight not in tied]
+    for name in names[k % every :: every]:
+        child = module.get_submodule(name)
         dims, _ = split_dims(child)
-        if not dims or child.weight in tied:
-            continue
         dim = dims[len(splits) % len(dims)]
         slices = tuple(modes[(len(splits) + i) % 3] for i in range(min(k, child.weight.shape[dim])))
         splits[name] = (slices, dim if len(slices) > 1 else None)
