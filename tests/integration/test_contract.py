@@ -424,7 +424,7 @@ def refused(folder: str, module: Any, fit: Any = None, **options: Any) -> str:
     data = batches(3, 2)
     made = planned(folder, seeded(Net), data, **options)
     try:
-        made.fit(fit or module, data)
+        made.fit(module if fit is None else fit, data)
     except (ConfigurationError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
