@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -33,17 +33,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp import planner, precision, report, settings, signals, summary
+from lightning_osdp import planner, precision, report, settings, shortage, signals, summary
 from lightning_osdp.data import TrainData, read_data, resize
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.launch import Launcher
+from lightning_osdp.planning.calibration import Correction, MeasuredStep
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule
 from lightning_osdp.planning.units import parse_bytes
+from lightning_osdp.planning.wishes import Wishes
 from lightning_osdp.profiling import memory
-from lightning_osdp.profiling.steps import StepClock
 from lightning_osdp.sharding.fairscale import FairScaleEngine
 from lightning_osdp.sharding.initialise import Initialiser, check_initialisable, is_meta
+from lightning_osdp.watch import Watch
 
 PLAN_FILE = "osdp_plan.json"
 """Name of the plan in the trainer's log directory."""
@@ -114,7 +117,12 @@ class OSDPStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._engine: FairScaleEngine | None = None
         self._plan: ExecutionPlan | None = None
-        self._clock: StepClock | None = None
+        self._watch: Watch | None = None
+        self._outcome: planner.Outcome | None = None
+        self.wishes = Wishes()
+        """What may be split and recomputed; set by OSDPCallback before planning."""
+        self.earlier_plan: ExecutionPlan | None = None
+        """A plan to use again if it still fits (from the checkpoint to resume from); set by OSDPCallback."""
 
     # What the Trainer asks for while it is built
 
@@ -158,10 +166,20 @@ class OSDPStrategy(ParallelStrategy):
         """The plan in use; None before ``fit`` has made or read one."""
         return self._plan
 
+    @property
+    def measured(self) -> MeasuredStep | None:
+        """Step time and peak memory of this rank's training so far; None until enough steps were made."""
+        return self._watch.measured if self._watch is not None else None
+
+    def resumed_from(self, trainer: pl.Trainer) -> str | None:
+        """Path of the checkpoint that ``fit`` will resume from, known before it is loaded; None if it starts anew."""
+        assert isinstance(self._launcher, Launcher)
+        return self._launcher.resumed_from(trainer)
+
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tells the cluster environment which rank this is."""
@@ -206,7 +224,7 @@ class OSDPStrategy(ParallelStrategy):
             self._engine.take_in(self.optimizers)
         self.setup_precision_plugin()
         _optimizers_to_device(self.optimizers, self.root_device)
-        self._clock = StepClock(self.root_device)
+        self._watch = self._new_watch()
 
     def _set_up_evaluation(self) -> None:
         """The whole module on every rank, with the first one's values."""
@@ -227,9 +245,9 @@ class OSDPStrategy(ParallelStrategy):
         with isolate_rng():  # planning must not change what the run's own random numbers are
             data, batch, batch_size = planner.on_all_ranks(ranks, lambda: read_data(trainer, module))
             batch = self.precision_plugin.convert_input(batch)
-            plan, profiling_s = self._find_plan(trainer, ranks, given, data, batch, batch_size)
+            self._outcome = self._find_plan(trainer, ranks, given, data, batch, batch_size)
             data.forget_loader()
-        self._plan = plan
+        self._plan = plan = self._outcome.plan
         engine = FairScaleEngine(self.root_device, ranks.group)
         planner.on_all_ranks(ranks, lambda: engine.check(module, plan))
         if plan.batch_size != batch_size:
@@ -248,7 +266,7 @@ class OSDPStrategy(ParallelStrategy):
         memory.release_unused(self.root_device)
         self._engine = engine
         summary.count_whole_parameters(trainer, engine.whole_shapes)
-        self._tell(trainer, report.plan_table(plan, profiling_s, engine.collectives_per_step))
+        self._tell(trainer, report.plan_table(plan, self._outcome.profiling_s, engine.collectives_per_step))
 
     def _find_plan(
         self,
@@ -258,21 +276,24 @@ class OSDPStrategy(ParallelStrategy):
         data: TrainData,
         batch: Any,
         batch_size: int,
-    ) -> tuple[ExecutionPlan, float | None]:
-        """The plan that was given, once it is known to fit this model, or a new one with its profiling time."""
+    ) -> planner.Outcome:
+        """The plan that was given or that a checkpoint holds, once it is known to fit, or a new one."""
         module, context = self.lightning_module, self.precision_plugin.train_step_context
         assert module is not None
         device = self.root_device
         traced = planner.on_all_ranks(ranks, lambda: planner.describe(module, batch, batch_size, device, context))
         if given is not None:
             planner.on_all_ranks(ranks, lambda: given.check(traced.description, ranks.count))
-            return given, None
+            return planner.Outcome(given)
         rule = planner.on_all_ranks(ranks, lambda: self._batch_rule(trainer, data, batch_size))
         cluster = planner.on_all_ranks(ranks, lambda: settings.read_cluster(self._given_cluster))
         tensors = [*module.parameters(), *module.buffers()]
         model_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
         limit = self._memory_limit or memory.memory_limit(device, self.num_processes)
-        made = planner.measure_and_plan(
+        earlier = planner.still_right(self.earlier_plan, traced, ranks, rule, limit, self.wishes)
+        if earlier is not None:
+            return planner.Outcome(earlier)
+        return planner.measure_and_plan(
             traced,
             ranks,
             rule,
@@ -280,8 +301,8 @@ class OSDPStrategy(ParallelStrategy):
             model_bytes,
             cluster=cluster,
             cache=self._cache,
+            wishes=self.wishes,
         )
-        return made.plan, made.profiling_s
 
     def _given(self, trainer: pl.Trainer) -> ExecutionPlan | None:
         """Refuses what can't work and reads the plan that was given, before anything else is done."""
@@ -295,6 +316,14 @@ class OSDPStrategy(ParallelStrategy):
         accumulation = trainer.accumulate_grad_batches
         wished = BatchRule(self._batch_size, self._max_batch_size, self._global_batch_size, accumulation)
         return data.batch_rule(batch_size, wished, self.world_size, quiet=not self.is_global_zero)
+
+    def _new_watch(self) -> Watch:
+        assert self._plan is not None
+        correction, file = Correction(), None
+        if self._outcome is not None:
+            correction, file = self._outcome.correction, self._outcome.file
+        keep = partial(planner.remember, file) if file is not None else None
+        return Watch(self._plan, planner.Ranks(dist.group.WORLD, self.num_nodes, self.root_device), correction, keep)
 
     def _tell(self, trainer: pl.Trainer, table: Any) -> None:
         folder = trainer.log_dir  # a broadcast: on every rank
@@ -328,10 +357,11 @@ class OSDPStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._engine is not None
-        assert self._clock is not None
-        self._clock.begin()
+        assert self._watch is not None
+        self._watch.begin()
         self._engine.before_forward()
-        return super().training_step(*args, **kwargs)
+        with self._shortage_explained():
+            return super().training_step(*args, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -342,16 +372,21 @@ class OSDPStrategy(ParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Completes the reductions, updates, and frees the gradients at once."""
         assert self._engine is not None
-        assert self._clock is not None
+        assert self._watch is not None
         assert self.lightning_module is not None
         self._engine.before_optimizer_step(optimizer)
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._shortage_explained():
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._engine.after_optimizer_step()
         if self.lightning_module.automatic_optimization:
             # Lightning frees gradients only after the next forward, where they would add to the activations.
             optimizer.zero_grad(set_to_none=True)
-        self._clock.end()
+        self._watch.end()
         return result
+
+    def _shortage_explained(self) -> AbstractContextManager[None]:
+        assert self._plan is not None
+        return shortage.explained(self._plan, self.global_rank, lambda: memory.peak_memory(self.root_device))
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` over whole gradients, wherever their parts are; gives the norm before.
@@ -371,15 +406,14 @@ class OSDPStrategy(ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         """Prints what was predicted beside what was measured on the slowest rank."""
-        assert self._clock is not None
-        assert self._plan is not None
-        seconds = self._clock.median_s()
-        numbers = torch.tensor([seconds or 0.0, float(self._clock.peak_memory_bytes)], dtype=torch.float64)
-        numbers = self.reduce(numbers.to(self.root_device), reduce_op="max")
-        if self.is_global_zero and seconds is not None:
-            Console().print(report.measured_table(self._plan, float(numbers[0]), int(numbers[1])))
+        assert self._watch is not None
+        self._watch.tell()
 
     # State
+
+    def summon_full_params(self, module: Any = None, writeback: bool = True) -> AbstractContextManager[None]:
+        """Within it, parameters (of ``module`` alone, if given) are whole. See ``Engine.whole_parameters``."""
+        return self._engine.whole_parameters(module, writeback) if self._engine is not None else nullcontext()
 
     @property
     @override
