@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
+from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.operators import Operator
 
 
@@ -51,3 +52,15 @@ def legal_modes(operator: Operator) -> tuple[Mode, ...]:
     if operator.calls != 1:
         return (Mode.DP, Mode.ZDP2)
     return (Mode.DP, Mode.ZDP2, Mode.ZDP)
+
+
+def slice_sizes(size: int, k: int) -> tuple[int, ...]:
+    """Sizes of ``k`` slices of a dimension, as equal as can be, the larger ones first (``torch.tensor_split``'s rule).
+
+    Raises:
+        ConfigurationError: there are not 1 to ``size`` slices.
+    """
+    if not 1 <= k <= size:
+        raise ConfigurationError(f"a dimension of size {size} can't be cut into {k} slices")
+    least, larger = divmod(size, k)
+    return (least + 1,) * larger + (least,) * (k - larger)

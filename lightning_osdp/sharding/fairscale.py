@@ -15,18 +15,24 @@ Small parameters stay outside, so an operator usually has a single sharded weigh
 Note [groups]: FairScale asks a process group for its rank and size and hands it on to the collectives. A unit gives it
 a ``Communicator`` instead, which knows whether to run in one stage or two. In group sharding that one spans the
 node, so FairScale's mean is the node's, and ``lines.BetweenNodes`` makes it the world's.
+
+Note [a forward inside the backward]: torch's non-reentrant checkpoint runs a block again within the backward pass, only
+to see which tensors it saves; gradients flow through the graph of the first run, whose hooks are in place. So a unit
+that is run again gathers, runs, leaves everything as it found it, and registers nothing. Often the unit is in the
+middle of its own backward by then, and its whole parameters must stay; and often the second run ends early, by an
+exception, once the last tensor that is needed has been saved. (Reentrant checkpoint has no graph of the first run:
+there the second run is an ordinary forward.)
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from fairscale.nn.data_parallel import FullyShardedDataParallel
+from fairscale.nn.data_parallel import FullyShardedDataParallel, TrainingState
 from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_module
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,9 +42,12 @@ from lightning_osdp.levels import Communicator, duplicate
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.operators import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.sharding.gathers import GATHERS_IN_FLIGHT, GatherBound, NoBound
 from lightning_osdp.sharding.layout import Layout
 from lightning_osdp.sharding.lines import Line, Lines, sharded_operators
+from lightning_osdp.sharding.recompute import check_recomputed, recompute
 from lightning_osdp.sharding.replicas import Replicas
+from lightning_osdp.sharding.splitting import SplitOperator, Stage, check_split
 from lightning_osdp.sharding.state import (
     Shards,
     gather_model_state,
@@ -56,9 +65,6 @@ def _all_gather(output_flat: Tensor, shard: Tensor, group: Communicator) -> None
 # FairScale calls a private, deprecated name; this is the same collective, and the one that is measured.
 fairscale_module.dist = View(dist, _all_gather_base=_all_gather)
 
-GATHERS_IN_FLIGHT = 2
-"""How many gathers may run ahead of compute on CUDA: the one in use and the next. FairScale sets no bound."""
-
 
 class FairScaleEngine:
     """Carries out a plan with one FairScale unit for each sharded operator and bucketed all-reduce for the rest.
@@ -72,6 +78,7 @@ class FairScaleEngine:
         self._device = device
         self._group: Any = group if group is not None else dist.group.WORLD
         self._units: list[_Unit] = []
+        self._splits: list[SplitOperator] = []
         self._replicas: Replicas | None = None
         self._module: nn.Module | None = None
         self._shards = Shards({}, self._group)
@@ -91,13 +98,14 @@ class FairScaleEngine:
 
     def check(self, module: nn.Module, plan: ExecutionPlan) -> None:
         """See ``Engine.check``."""
+        check_recomputed(plan.recomputed, module)
         modules = dict(module.named_modules())
         owner: dict[nn.Parameter, str] = {}
         for operator in sharded_operators(plan):
             if operator.name not in modules or not operator.name:
                 raise ShardingError(f"the plan shards {operator.name!r}, which is not a submodule of this module")
-            if len(operator.slices) > 1 or operator.checkpoint:
-                raise ShardingError(f"{operator.name}: split and recomputed operators are not supported yet")
+            if len(operator.slices) > 1:
+                check_split(operator, modules[operator.name])
             for parameter in _large_parameters(modules[operator.name]):
                 if parameter in owner:
                     raise ShardingError(
@@ -125,12 +133,22 @@ class FairScaleEngine:
             for parameter in parameters:
                 self._place(parameter)
                 layouts[parameter] = Layout.sharded(parameter.shape, line.group)
-            self._units.append(_Unit(body, parameters, Mode(operator.slices[0]), line, self._shared))
+            again = any(operator.name == name or operator.name.startswith(name + ".") for name in plan.recomputed)
+            make_unit = self._unit_maker(line, again)
+            if len(operator.slices) == 1:
+                make_unit(body, parameters, Mode(operator.slices[0]))
+            else:
+                split = SplitOperator(body, operator, line.group, make_unit)
+                layouts[split.handle] = split.layout
+                self._splits.append(split)
+        for name in plan.recomputed:
+            recompute(module.get_submodule(name))
         for tensor in [p for p in names if p not in layouts] + list(module.buffers()):
             self._place(tensor)
         self._shards = Shards(layouts, self._group)
         self.take_in(optimizers)
-        replicated = [p for p in module.parameters() if p not in layouts]
+        slices = {split.handle: split.replicated for split in self._splits}
+        replicated = [r for p in module.parameters() for r in slices.get(p, [p] if p not in layouts else [])]
         self._replicas = Replicas(replicated, self._shared.replica_group)
         self._known = self._shards.parameters.union(replicated)
         # Its inference path reads the weights of submodules without calling them, so it would see shards.
@@ -156,6 +174,8 @@ class FairScaleEngine:
 
     def before_forward(self) -> None:
         """Takes in what changed since the last step: parameters that were unfrozen."""
+        for split in self._splits:
+            split.follow()
         if self._replicas is not None:
             self._replicas.refresh()
 
@@ -163,10 +183,14 @@ class FairScaleEngine:
         """See ``Engine.finish_backward``. Frees units that a backward pass did not reach (frozen, or without loss)."""
         assert self._replicas is not None
         assert self._shared is not None
+        for split in self._splits:
+            split.before_reductions_end()
         self._replicas.finish()
         self._shared.lines.between.finish()
         for unit in self._units:
-            unit.release()
+            unit.end_backward()
+        for split in self._splits:
+            split.collect()
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """See ``Engine.before_optimizer_step``."""
@@ -210,6 +234,17 @@ class FairScaleEngine:
         """See ``Engine.load_optimizer_state``."""
         load_optimizer_state(optimizer, self._shards, state)
 
+    def _unit_maker(
+        self, line: Line, recomputed: bool
+    ) -> Callable[[nn.Module | Stage, list[nn.Parameter], Mode], None]:
+        assert self._shared is not None
+        shared = self._shared
+
+        def make(stage: nn.Module | Stage, parameters: list[nn.Parameter], mode: Mode) -> None:
+            self._units.append(_Unit(stage, parameters, mode, line, shared, recomputed))
+
+        return make
+
     def _place(self, tensor: Tensor) -> None:
         """Moves a parameter or buffer to the device, in place, with rank 0's values."""
         tensor.data = tensor.data.to(self._device)
@@ -240,9 +275,15 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
     _shared: _Shared
 
     def __init__(
-        self, operator: nn.Module, parameters: list[nn.Parameter], mode: Mode, line: Line, shared: _Shared
+        self,
+        stage: nn.Module | Stage,
+        parameters: list[nn.Parameter],
+        mode: Mode,
+        line: Line,
+        shared: _Shared,
+        recomputed: bool = False,
     ) -> None:
-        body = _Body(operator.forward, parameters)
+        body = _Body(stage.forward, parameters)
         super().__init__(
             body,
             process_group=line.gather,
@@ -259,23 +300,50 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
         self._streams = shared.streams
         self._reducer = shared.reducer
         self._output_pre_backward_hook_registered: list[int] = []
-        operator.forward = self.forward
+        self._recomputed = recomputed
+        self._in_graph = False
+        stage.forward = self.forward
 
     @property
     def num_collectives(self) -> int:
-        """In one step: a gather for each pass that needs one, a reduce-scatter, and an all-reduce between nodes."""
+        """In one step: a gather for each pass that needs one, a reduce-scatter, an all-reduce between nodes.
+
+        Of a recomputed block, the unit with which its backward begins gathers once less: see the note above.
+        """
         if self.world_size == 1:
             return 0
-        gathers = 2 if self._orig_reshard_after_forward else 1
+        gathers = 2 + int(self._recomputed) if self._orig_reshard_after_forward else 1
         reductions = 2 if self._between is not None else 1
         return sum(gathers + reductions * int(p.requires_grad) for p in self.params)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The operator's forward with whole parameters; outside of training they are freed at once in every mode."""
+        if self._in_graph and torch._C._current_graph_task_id() != -1:  # -1: no backward pass is going on
+            return self._run_again(*args, **kwargs)
         outputs = super().forward(*args, **kwargs)
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            self._in_graph = True
+        else:
             self.release()
         return outputs
+
+    def _run_again(self, *args: Any, **kwargs: Any) -> Any:
+        """See Note [a forward inside the backward]."""
+        was_whole, amid_backward = self.has_full_params, self.training_state == TrainingState.BACKWARD_PRE
+        self._rebuild_full_params()
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            if not was_whole:
+                self._free_full_params()
+            if not amid_backward:
+                self._use_fp32_param_shard()
+            torch.clear_autocast_cache()
+
+    def end_backward(self) -> None:
+        """To be called when a backward pass is over, whether or not it reached this unit."""
+        self._in_graph = False
+        self.release()
 
     def release(self) -> None:
         """Frees the whole parameters if they are still there, and makes the unit ready for its next forward."""
@@ -333,11 +401,11 @@ class _Shared:
                 name: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
                 for name in names
             }
-            self.gathers: _GatherBound | _NoBound = _GatherBound(GATHERS_IN_FLIGHT)
+            self.gathers: GatherBound | NoBound = GatherBound(GATHERS_IN_FLIGHT)
         else:
             run_without_cuda(fairscale_module)
             self.streams = dict.fromkeys(("fp32_to_fp16", "all_gather", "post_backward"), NO_STREAM)
-            self.gathers = _NoBound()
+            self.gathers = NoBound()
 
 
 class _Reducer:
@@ -368,36 +436,3 @@ def _joined(chunks: list[Tensor]) -> Tensor:
         if not in_place or chunk.storage_offset() != first.storage_offset() + index * step:
             return torch.cat(chunks)
     return first.as_strided((step * len(chunks),), (1,))
-
-
-class _GatherBound:
-    """Keeps the host from launching gathers whose memory could not be reused yet.
-
-    A gather may start when at most ``limit - 1`` earlier ones have not been freed on the device's own clock. Without
-    this, the host runs ahead of the device and whole parameters of many operators are allocated at once.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._freed: deque[Any] = deque()
-
-    def before_gather(self) -> None:
-        """Waits until few enough gathers are in flight."""
-        while len(self._freed) >= self._limit:
-            self._freed.popleft().synchronize()
-
-    def after_free(self) -> None:
-        """Marks the point in the compute stream after which the memory is free."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream())
-        self._freed.append(event)
-
-
-class _NoBound:
-    """On a CPU nothing runs ahead."""
-
-    def before_gather(self) -> None:
-        """Nothing to wait for."""
-
-    def after_free(self) -> None:
-        """Nothing to mark."""
