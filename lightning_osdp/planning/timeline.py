@@ -28,6 +28,7 @@ from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.cost import ALONE_BYTES, BUCKET_BYTES, split_states
 from lightning_osdp.planning.operators import OUTSIDE, ModelDescription
+from lightning_osdp.planning.peak import explain_peak
 
 Bytes = NDArray[np.float64]
 
@@ -96,6 +97,10 @@ class Timeline:
         parts = {name: float(curve[worst]) for name, curve in curves.items()}
         return Peak(where=self._name_of(worst), **parts)
 
+    def explain(self, modes: Sequence[Mode], batch_size: int, accumulation: int = 1) -> str:
+        """What makes up the peak, and at which operator and phase it occurs, in words."""
+        return explain_peak(self.peak(modes, batch_size, accumulation))
+
     def curves(self, modes: Sequence[Mode], batch_size: int, accumulation: int = 1) -> dict[str, Bytes]:
         """Bytes by category at each moment, the optimizer's step as one more moment at the end."""
         count = len(self._model.moments) + 1
@@ -119,10 +124,11 @@ class Timeline:
         curves["states"] += states
         whole = sum(p.parameter_bytes for p in sharded)
         whole_gradient = sum(p.gradient_bytes for p in sharded)
-        kept_gradient = sum(p.gradient_bytes for p in replicated) + whole_gradient / ranks
+        part = whole_gradient / ranks
         (first, last), backward = span.forward, span.backward
         start, end = backward if backward is not None else (len(self._model.moments) - 1,) * 2
-        curves["gradients"][start if accumulation == 1 else 0 :] += kept_gradient
+        curves["gradients"][start if accumulation == 1 else 0 :] += sum(p.gradient_bytes for p in replicated)
+        curves["gradients"][end + 1 if accumulation == 1 else 0 :] += part
         if accumulation > 1:  # the new gradient stands beside the accumulated one until it is added
             curves["transient"][start : end + 1] += sum(p.gradient_bytes for p in replicated)
         if mode == Mode.ZDP2:
@@ -132,9 +138,9 @@ class Timeline:
             if backward is not None:
                 curves["gathered"][start : end + 1] += whole
         if backward is not None and whole_gradient:
-            # The whole parameter is freed before its gradient is reduced: the larger of the two counts.
-            copy = max(0.0, whole_gradient * self._cluster.reduce_copy - whole)
-            curves["transient"][start : end + 1] += whole_gradient + copy
+            # The whole parameter is freed before its gradient is reduced to a part: the larger of the two counts.
+            reduction = part + whole_gradient * self._cluster.reduce_copy
+            curves["transient"][start : end + 1] += whole_gradient + max(0.0, reduction - whole)
 
     def _bucket_bytes(self, modes: Sequence[Mode]) -> float:
         """Buckets of replicated gradients, which stand beside the gradients themselves until the backward ends."""

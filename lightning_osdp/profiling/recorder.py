@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_osdp.planning.operators import Phase
+from lightning_osdp.profiling import fakes
 from lightning_osdp.profiling.kernels import Spec, spec_of
 
 aten = torch.ops.aten
@@ -70,6 +71,8 @@ class Recording:
     """Storages that turned out to be gradients of parameters."""
     calls: Counter[str] = field(default_factory=Counter)
     """How often each module ran in forward, recomputation left out."""
+    reads: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    """Where the host read values of real tensors: (number of ops before, modules that were running)."""
 
     def live_bytes(self) -> list[int]:
         """Largest sum of live bytes during each op, over storages that are not excluded."""
@@ -141,6 +144,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._in_backward = before
 
+    def note_read(self) -> None:
+        """The host reads values of a tensor."""
+        self.recording.reads.append((len(self.recording.ops), tuple(self._stack)))
+
     def _push(self, module: nn.Module, _args: object) -> None:
         name = self._names.get(id(module))
         if name is None:
@@ -190,7 +197,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         op = self._describe(func, args, kwargs)
         self.recording.ops.append(op)
-        out = func(*args, **kwargs)
+        out = fakes.call(func, args, kwargs)
         fresh = [self.track(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         op.view = not any(fresh) and not func._schema.is_mutable
         op.flops = _flops(func, args, kwargs, out)

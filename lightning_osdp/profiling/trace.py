@@ -27,6 +27,7 @@ from lightning_osdp.planning.operators import OUTSIDE, ModelDescription, Operato
 from lightning_osdp.profiling.kernels import Kernel
 from lightning_osdp.profiling.moments import kernels_of, moments_of, operators_of
 from lightning_osdp.profiling.optimizers import OptimizerTrace, configured, fake_optimizers, trace_optimizers
+from lightning_osdp.profiling.reads import HostReads
 from lightning_osdp.profiling.recorder import Recorder, Recording
 from lightning_osdp.profiling.scopes import NamedParameter, Scope, find_scopes, named_parameters
 from lightning_osdp.profiling.standins import (
@@ -132,7 +133,7 @@ def trace_real(
             recordings = {}
             for size in rows:
                 resized = real_batch(batch, batch_size, size)
-                recordings[size] = _record(module, resized, device, step_context, free_gradients=True)
+                recordings[size] = _record(module, resized, device, step_context, real=True)
         copies, fakes = fake_optimizers(optimizers, fake_mode, device)
         stand_ins = [fakes.get(id(parameter.tensor)) for parameter in named_parameters(module)]
         stepped = trace_optimizers(copies, stand_ins, fake_mode)
@@ -148,12 +149,12 @@ def _record(
     device: torch.device,
     step_context: StepContext,
     *,
-    free_gradients: bool = False,
+    real: bool = False,
 ) -> Recording:
-    """Forward and backward of one batch."""
+    """Forward and backward of one batch; gradients of ``real`` tensors are freed as they come."""
     batch = transferred(module, batch, device)
     parameters = [parameter.tensor for parameter in named_parameters(module)]
-    recorder = Recorder(module, parameters, free_gradients=free_gradients)
+    recorder = Recorder(module, parameters, free_gradients=real)
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
             recorder.track(leaf)
@@ -162,7 +163,7 @@ def _record(
     enabled = gc.isenabled()
     gc.disable()  # garbage cycles would be freed at moments that depend on what else the process does
     try:
-        with torch.enable_grad(), recorder.running():
+        with torch.enable_grad(), recorder.running(), HostReads(recorder.note_read) if real else nullcontext():
             with step_context():
                 output = module.training_step(*_step_arguments(module, batch))
             if module.automatic_optimization:

@@ -43,6 +43,7 @@ from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.operators import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.sharding.gathers import GATHERS_IN_FLIGHT, GatherBound, NoBound
+from lightning_osdp.sharding.initialise import Initialiser, check_initialisable
 from lightning_osdp.sharding.layout import Layout
 from lightning_osdp.sharding.lines import Line, Lines, sharded_operators
 from lightning_osdp.sharding.recompute import check_recomputed, recompute
@@ -64,6 +65,10 @@ def _all_gather(output_flat: Tensor, shard: Tensor, group: Communicator) -> None
 
 # FairScale calls a private, deprecated name; this is the same collective, and the one that is measured.
 fairscale_module.dist = View(dist, _all_gather_base=_all_gather)
+
+
+UNIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What parameters of a unit may be."""
 
 
 class FairScaleEngine:
@@ -98,6 +103,7 @@ class FairScaleEngine:
 
     def check(self, module: nn.Module, plan: ExecutionPlan) -> None:
         """See ``Engine.check``."""
+        check_initialisable(module)
         check_recomputed(plan.recomputed, module)
         modules = dict(module.named_modules())
         owner: dict[nn.Parameter, str] = {}
@@ -106,7 +112,13 @@ class FairScaleEngine:
                 raise ShardingError(f"the plan shards {operator.name!r}, which is not a submodule of this module")
             if len(operator.slices) > 1:
                 check_split(operator, modules[operator.name])
-            for parameter in _large_parameters(modules[operator.name]):
+            parameters = _large_parameters(modules[operator.name])
+            dtypes = sorted({str(parameter.dtype) for parameter in parameters})
+            if len(dtypes) > 1:
+                raise ShardingError(
+                    f"{operator.name} holds {' and '.join(dtypes)}: a unit's parameters are of one type"
+                )
+            for parameter in parameters:
                 if parameter in owner:
                     raise ShardingError(
                         f"{operator.name} and {owner[parameter]} share a parameter: both can't shard it"
@@ -116,8 +128,8 @@ class FairScaleEngine:
             home = owner.get(parameter)
             if home is not None and not name.startswith(home + "."):
                 raise ShardingError(f"{home} can't be sharded: its parameter is also {name}, outside of it")
-            if home is not None and parameter.dtype != torch.float32:
-                raise ShardingError(f"{name} is {parameter.dtype}: FairScale's units hold float32 parameters only")
+            if home is not None and parameter.dtype not in UNIT_DTYPES:
+                raise ShardingError(f"{name} is {parameter.dtype}: units hold float32, bfloat16 or float16")
 
     def apply(self, module: nn.Module, plan: ExecutionPlan, optimizers: Iterable[Optimizer] = ()) -> None:
         """See ``Engine.apply``. The module is never whole on the device: operators are moved and sharded in turn."""
@@ -126,9 +138,11 @@ class FairScaleEngine:
         self._shared = _Shared(self._device, self._group, plan)
         names = {p: n for n, p in module.named_parameters()}
         layouts: dict[nn.Parameter, Layout] = {}
+        initialiser = Initialiser(module, self._device, self._group)
         for operator in sharded_operators(plan):
             line = self._shared.lines.of(operator.choice)
             body = module.get_submodule(operator.name)
+            initialiser.fill(body)
             parameters = _large_parameters(body)
             for parameter in parameters:
                 self._place(parameter)
@@ -141,6 +155,7 @@ class FairScaleEngine:
                 split = SplitOperator(body, operator, line.group, make_unit)
                 layouts[split.handle] = split.layout
                 self._splits.append(split)
+        initialiser.fill(module)
         for name in plan.recomputed:
             recompute(module.get_submodule(name))
         for tensor in [p for p in names if p not in layouts] + list(module.buffers()):
@@ -162,6 +177,21 @@ class FairScaleEngine:
     def whole_shapes(self) -> AbstractContextManager[None]:
         """See ``Engine.whole_shapes``."""
         return self._shards.whole_shapes_shown()
+
+    @contextmanager
+    def whole_parameters(self, module: nn.Module | None = None, writeback: bool = True) -> Iterator[None]:
+        """See ``Engine.whole_parameters``."""
+        assert self._module is not None
+        assert self._shared is not None
+        if self._shared.shown_whole or any(unit.in_use for unit in self._units):
+            raise ShardingError("parameters can't be made whole within a step, or where they are whole already")
+        self._shared.shown_whole = True
+        try:
+            with self._shards.whole_values_shown((module or self._module).parameters(), writeback):
+                yield
+        finally:
+            self._shared.shown_whole = False
+            self.after_optimizer_step()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -269,6 +299,20 @@ class _Body(nn.Module):
         return self._operator_forward(*args, **kwargs)
 
 
+@contextmanager
+def _seen_as_float16(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Within it, bfloat16 parameters pass for float16, bit by bit: FairScale knows no other 16-bit type.
+
+    It cuts them up there and computes nothing; what it gathers later is of the unit's ``compute_dtype``.
+    """
+    halves = [parameter for parameter in parameters if parameter.dtype == torch.bfloat16]
+    for parameter in halves:
+        parameter.data = parameter.data.view(torch.float16)
+    yield
+    for parameter in halves:
+        parameter.data = parameter.data.view(torch.bfloat16)
+
+
 class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
     """One FairScale instance around one operator, sharing streams, reducer and the bound on gathers with all others."""
 
@@ -284,17 +328,21 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
         recomputed: bool = False,
     ) -> None:
         body = _Body(stage.forward, parameters)
-        super().__init__(
-            body,
-            process_group=line.gather,
-            process_group_reduce_scatter=line.reduce,
-            reshard_after_forward=mode == Mode.ZDP,
-            disable_reshard_on_root=False,
-            flatten_parameters=False,
-            bucket_cap_mb=0,
-            compute_device=shared.device,
-            clear_autocast_cache=True,
-        )
+        dtype = parameters[0].dtype
+        with _seen_as_float16(parameters):
+            super().__init__(
+                body,
+                process_group=line.gather,
+                process_group_reduce_scatter=line.reduce,
+                reshard_after_forward=mode == Mode.ZDP,
+                disable_reshard_on_root=False,
+                flatten_parameters=False,
+                bucket_cap_mb=0,
+                compute_dtype=parameters[0].dtype,
+                compute_device=shared.device,
+                clear_autocast_cache=True,
+            )
+        self.compute_dtype = self.buffer_dtype = dtype
         self._shared = shared
         self._between = line.between
         self._streams = shared.streams
@@ -306,7 +354,7 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
 
     @property
     def num_collectives(self) -> int:
-        """In one step: a gather for each pass that needs one, a reduce-scatter, an all-reduce between nodes.
+        """In one step: a gather for each pass that needs one, a reduce-scatter, and an all-reduce between nodes.
 
         Of a recomputed block, the unit with which its backward begins gathers once less: see the note above.
         """
@@ -318,6 +366,8 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The operator's forward with whole parameters; outside of training they are freed at once in every mode."""
+        if self._shared.shown_whole:
+            raise ShardingError("the model can't run while its parameters are shown whole: leave that context first")
         if self._in_graph and torch._C._current_graph_task_id() != -1:  # -1: no backward pass is going on
             return self._run_again(*args, **kwargs)
         outputs = super().forward(*args, **kwargs)
@@ -344,6 +394,11 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
         """To be called when a backward pass is over, whether or not it reached this unit."""
         self._in_graph = False
         self.release()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether its parameters are whole now, or will be used by a backward pass that is still to come."""
+        return self._in_graph or (self.has_full_params and self.world_size > 1)
 
     def release(self) -> None:
         """Frees the whole parameters if they are still there, and makes the unit ready for its next forward."""
@@ -393,6 +448,7 @@ class _Shared:
         # Reductions of their own: their order is fixed, that of the units' collectives follows autograd.
         self.replica_group = duplicate(group)
         self.parameters_changed = True
+        self.shown_whole = False
         self.reducer = _Reducer()
         self.lines = Lines(group, device, [op.choice for op in sharded_operators(plan)], plan.cluster)
         if device.type == "cuda":
