@@ -15,6 +15,7 @@ its way, the one before is gathered (or the next one summed) inside the node.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -108,6 +109,20 @@ class Levels:
     def per_node(self) -> int:
         """Ranks of each node."""
         return int(self.node.size())
+
+
+def node_sizes(world: Any, node_rank: int) -> tuple[int, ...]:
+    """How many ranks each node has, in the order of ranks. Collective.
+
+    Ranks of a node that are not numbered one after the other count as ranks of several nodes.
+
+    Args:
+        world: all ranks.
+        node_rank: which node this rank is on, as the cluster environment says.
+    """
+    everyone: list[int] = [0] * world.size()
+    dist.all_gather_object(everyone, node_rank, group=world)
+    return tuple(len(list(run)) for _, run in groupby(everyone))
 
 
 def duplicate(group: Any) -> Any:

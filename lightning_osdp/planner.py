@@ -24,6 +24,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_osdp import collectives
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, PlanMismatchError, TraceError
+from lightning_osdp.levels import Levels, node_sizes
+from lightning_osdp.planning import cluster as known
 from lightning_osdp.planning.caching_allocator import margin_bytes, staying_tensors
 from lightning_osdp.planning.calibration import Correction, corrected_compute, corrected_link
 from lightning_osdp.planning.cluster import Cluster, CollectiveFit, ComputeTimes, Link
@@ -68,13 +70,28 @@ class Ranks:
 
     Attributes:
         group: their process group.
-        nodes: machines.
+        nodes: machines with equally many of them; 1 if they differ.
         device: this rank's device.
+        uneven: ranks of each machine, if they differ.
     """
 
     group: Any
     nodes: int
     device: torch.device
+    uneven: tuple[int, ...] = ()
+
+    @classmethod
+    def on_nodes(cls, group: Any, node_rank: int, device: torch.device) -> Ranks:
+        """Asks all ranks which machine they are on. Collective."""
+        sizes = node_sizes(group, node_rank)
+        if len(set(sizes)) == 1:
+            return cls(group, len(sizes), device)
+        return cls(group, 1, device, uneven=sizes)
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether a machine has neither one of them nor all."""
+        return 1 < self.nodes < self.count
 
     @property
     def count(self) -> int:
