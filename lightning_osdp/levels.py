@@ -15,6 +15,7 @@ its way, the one before is gathered (or the next one summed) inside the node.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -99,6 +100,11 @@ class Levels:
         columns = [ranks[place::per_node] for place in range(per_node)]
         return cls(world, _one_of(rows, world), _one_of(columns, world))
 
+    def destroy(self) -> None:
+        """Ends the groups inside nodes and between them. Collective."""
+        dist.destroy_process_group(self.node)
+        dist.destroy_process_group(self.across)
+
     @property
     def nodes(self) -> int:
         """How many there are."""
@@ -108,6 +114,20 @@ class Levels:
     def per_node(self) -> int:
         """Ranks of each node."""
         return int(self.node.size())
+
+
+def node_sizes(world: Any, node_rank: int) -> tuple[int, ...]:
+    """How many ranks each node has, in the order of ranks. Collective.
+
+    Ranks of a node that are not numbered one after the other count as ranks of several nodes.
+
+    Args:
+        world: all ranks.
+        node_rank: which node this rank is on, as the cluster environment says.
+    """
+    everyone: list[int] = [0] * world.size()
+    dist.all_gather_object(everyone, node_rank, group=world)
+    return tuple(len(list(run)) for _, run in groupby(everyone))
 
 
 def duplicate(group: Any) -> Any:
@@ -182,8 +202,9 @@ class TwoStage:
             last = step == nodes - 1
             hop = [] if last else [self._send(column[current], step), self._receive(column[following], step)]
             collectives.all_gather(rows[current].view(-1), column[current], self.levels.node)
-            for work in hop:
-                work.wait()
+            with collectives.WAITED.running():
+                for work in hop:
+                    work.wait()
 
     def _scatter_in_turn(self, output_shard: Tensor, rows: Tensor) -> None:
         """Node m + 1 begins the sum for node m, and every node on the way adds its own: a ring of nodes."""
@@ -199,13 +220,15 @@ class TwoStage:
             partial = output_shard if step == nodes else sums[step % len(sums)]
             collectives.reduce_scatter(partial, rows[(node - step) % nodes], self.levels.node)
             if received is not None:
-                received.wait()
-                partial.add_(arriving)
+                with collectives.WAITED.running():
+                    received.wait()
+                    partial.add_(arriving)
             if step < nodes:
                 sent[step] = self._send(partial, step)
                 received = self._receive(arriving, step)
-        for work in sent.values():
-            work.wait()
+        with collectives.WAITED.running():
+            for work in sent.values():
+                work.wait()
 
     def _gather_by_backend(self, rows: Tensor, shard: Tensor) -> None:
         column = shard.new_empty(self.levels.nodes, shard.numel())  # (n, S)

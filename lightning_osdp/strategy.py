@@ -159,7 +159,7 @@ class OSDPStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
     def execution_plan(self) -> ExecutionPlan | None:
@@ -239,7 +239,7 @@ class OSDPStrategy(ParallelStrategy):
         """Recipe: find a plan, check it, resize the batch, make optimizers, apply, tell."""
         module = self.lightning_module
         assert module is not None
-        ranks = planner.Ranks(dist.group.WORLD, self.num_nodes, self.root_device)
+        ranks = planner.Ranks.on_nodes(dist.group.WORLD, self.node_rank, self.root_device)
         given = planner.on_all_ranks(ranks, lambda: self._given(trainer))
         self.model = self.precision_plugin.convert_module(module)
         with isolate_rng():  # planning must not change what the run's own random numbers are
@@ -283,7 +283,7 @@ class OSDPStrategy(ParallelStrategy):
         device = self.root_device
         traced = planner.on_all_ranks(ranks, lambda: planner.describe(module, batch, batch_size, device, context))
         if given is not None:
-            planner.on_all_ranks(ranks, lambda: given.check(traced.description, ranks.count))
+            planner.on_all_ranks(ranks, lambda: given.check(traced.description, ranks.count, ranks.nodes))
             return planner.Outcome(given)
         rule = planner.on_all_ranks(ranks, lambda: self._batch_rule(trainer, data, batch_size))
         cluster = planner.on_all_ranks(ranks, lambda: settings.read_cluster(self._given_cluster))

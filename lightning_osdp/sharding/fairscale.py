@@ -26,7 +26,6 @@ there the second run is an ordinary forward.)
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -43,6 +42,7 @@ from lightning_osdp.levels import Communicator, duplicate
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.operators import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.sharding.gathers import GATHERS_IN_FLIGHT, GatherBound, NoBound
 from lightning_osdp.sharding.initialise import Initialiser, check_initialisable
 from lightning_osdp.sharding.layout import Layout
 from lightning_osdp.sharding.lines import Line, Lines, sharded_operators
@@ -66,8 +66,6 @@ def _all_gather(output_flat: Tensor, shard: Tensor, group: Communicator) -> None
 # FairScale calls a private, deprecated name; this is the same collective, and the one that is measured.
 fairscale_module.dist = View(dist, _all_gather_base=_all_gather)
 
-GATHERS_IN_FLIGHT = 2
-"""How many gathers may run ahead of compute on CUDA: the one in use and the next. FairScale sets no bound."""
 
 UNIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What parameters of a unit may be."""
@@ -459,11 +457,11 @@ class _Shared:
                 name: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
                 for name in names
             }
-            self.gathers: _GatherBound | _NoBound = _GatherBound(GATHERS_IN_FLIGHT)
+            self.gathers: GatherBound | NoBound = GatherBound(GATHERS_IN_FLIGHT)
         else:
             run_without_cuda(fairscale_module)
             self.streams = dict.fromkeys(("fp32_to_fp16", "all_gather", "post_backward"), NO_STREAM)
-            self.gathers = _NoBound()
+            self.gathers = NoBound()
 
 
 class _Reducer:
@@ -494,36 +492,3 @@ def _joined(chunks: list[Tensor]) -> Tensor:
         if not in_place or chunk.storage_offset() != first.storage_offset() + index * step:
             return torch.cat(chunks)
     return first.as_strided((step * len(chunks),), (1,))
-
-
-class _GatherBound:
-    """Keeps the host from launching gathers whose memory could not be reused yet.
-
-    A gather may start when at most ``limit - 1`` earlier ones have not been freed on the device's own clock. Without
-    this, the host runs ahead of the device and whole parameters of many operators are allocated at once.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._freed: deque[Any] = deque()
-
-    def before_gather(self) -> None:
-        """Waits until few enough gathers are in flight."""
-        while len(self._freed) >= self._limit:
-            self._freed.popleft().synchronize()
-
-    def after_free(self) -> None:
-        """Marks the point in the compute stream after which the memory is free."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream())
-        self._freed.append(event)
-
-
-class _NoBound:
-    """On a CPU nothing runs ahead."""
-
-    def before_gather(self) -> None:
-        """Nothing to wait for."""
-
-    def after_free(self) -> None:
-        """Nothing to mark."""
