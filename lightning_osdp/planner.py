@@ -23,12 +23,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_osdp import collectives
-from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, TraceError
+from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, PlanMismatchError, TraceError
 from lightning_osdp.planning.caching_allocator import margin_bytes, staying_tensors
+from lightning_osdp.planning.calibration import Correction, corrected_compute, corrected_link
 from lightning_osdp.planning.cluster import Cluster, CollectiveFit, ComputeTimes, Link
 from lightning_osdp.planning.operators import Frozen
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
+from lightning_osdp.planning.wishes import Wishes
 from lightning_osdp.profiling import compute, network
 from lightning_osdp.profiling.memory import overhead
 from lightning_osdp.profiling.trace import Trace, trace, trace_real
@@ -44,11 +46,20 @@ NO_LINK = Link(**{name: CollectiveFit(latency_s=0.0, s_per_byte=0.0) for name in
 """Of a single rank, or of ranks that are not measured yet."""
 
 
+NO_CORRECTION = Correction()
+"""Of measurements that no run has followed yet."""
+
+NO_WISHES = Wishes()
+"""Everything is searched."""
+
+
 class Measurements(Frozen):
     """What is kept on disk between runs."""
 
     link: Link
     compute: ComputeTimes
+    correction: Correction = NO_CORRECTION
+    """What runs with these measurements have taught since."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +92,13 @@ class Outcome:
     """A plan and how it came about."""
 
     plan: ExecutionPlan
-    profiling_s: float
-    from_cache: bool
+    profiling_s: float | None = None
+    """Seconds that measuring took; None if the plan was there already."""
+    from_cache: bool = False
+    correction: Correction = NO_CORRECTION
+    """That the plan was predicted with."""
+    file: Path | None = None
+    """Where the measurements are kept, on the first rank."""
 
 
 def on_all_ranks(ranks: Ranks, work: Callable[[], Result]) -> Result:
@@ -119,6 +135,8 @@ def describe(
     try:
         return trace(module, batch, batch_size, device=device, step_context=step_context)
     except TraceError as error:
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise  # a module without values can't run for real
         warnings.warn(
             f"training_step can't be traced on fake tensors ({error}); one real step on a small batch is run instead",
             OSDPWarning,
@@ -137,6 +155,7 @@ def measure_and_plan(
     *,
     cluster: Cluster | None = None,
     cache: Path | None = None,
+    wishes: Wishes = NO_WISHES,
 ) -> Outcome:
     """Measures what is not known yet and plans on the first rank; the same plan comes back on every rank.
 
@@ -156,7 +175,7 @@ def measure_and_plan(
     if cluster is not None and cluster.ranks != ranks.count:
         raise ConfigurationError(f"cluster describes {cluster.ranks} ranks, this run has {ranks.count}")
     start = time.monotonic()
-    measured, from_cache = _measurements(traced, ranks, cluster, cache)
+    measured, from_cache, file = _measurements(traced, ranks, cluster, cache)
     profiling_s = time.monotonic() - start
     numbers = torch.tensor([-memory_limit_bytes, not_for_the_model(traced, ranks.device, model_bytes)])
     numbers = numbers.to(ranks.device)
@@ -167,12 +186,60 @@ def measure_and_plan(
         if not ranks.is_first:
             return ""
         hardware = cluster or this_cluster(ranks, measured.link)
-        problem = Problem(traced.description, hardware, measured.compute, limit, used)
-        return make_plan(problem, rule).to_json()
+        return make_plan(_problem(traced, hardware, measured, limit, used), rule).to_json()
 
     text = [on_all_ranks(ranks, decide)]
     dist.broadcast_object_list(text, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
-    return Outcome(ExecutionPlan.from_json(text[0]), profiling_s, from_cache)
+    return Outcome(ExecutionPlan.from_json(text[0]), profiling_s, from_cache, measured.correction, file)
+
+
+def remember(file: Path, correction: Correction) -> None:
+    """Stores what a run has taught with the measurements that its plan was made from."""
+    known = _read(file)
+    if known is not None:
+        _write(file, known.model_copy(update={"correction": correction}).model_dump_json())
+
+
+def still_right(
+    plan: ExecutionPlan | None,
+    traced: Trace,
+    ranks: Ranks,
+    rule: BatchRule,
+    memory_limit_bytes: int,
+    wishes: Wishes,
+) -> ExecutionPlan | None:
+    """The first rank's ``plan`` on every rank, if a run like this one made it; else None on every rank.
+
+    It must be for this model, this kind and number of devices, within the memory limit, and one of the plans that
+    ``rule`` and ``wishes`` allow.
+    """
+    text = [plan.to_json() if plan is not None and ranks.is_first else None]
+    dist.broadcast_object_list(text, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
+    limit = torch.tensor(-memory_limit_bytes, device=ranks.device)
+    dist.all_reduce(limit, op=dist.ReduceOp.MAX, group=ranks.group)
+    if text[0] is None:
+        return None
+    earlier = ExecutionPlan.from_json(text[0])
+    here, there = this_cluster(ranks, NO_LINK), earlier.cluster
+    try:
+        earlier.check(traced.description, ranks.count)
+    except PlanMismatchError:
+        return None
+    same = all(getattr(here, name) == getattr(there, name) for name in ("nodes", "device", "backend"))
+    fits = earlier.predicted.peak_memory_bytes <= -int(limit)
+    allowed = (earlier.batch_size, earlier.accumulate_grad_batches) in set(rule.pairs(ranks.count))
+    return earlier if same and fits and allowed and wishes.allow(earlier) else None
+
+
+def _problem(traced: Trace, cluster: Cluster, measured: Measurements, limit_bytes: int, overhead_bytes: int) -> Problem:
+    correction = measured.correction
+    return Problem(
+        traced.description,
+        cluster.model_copy(update={"link": corrected_link(cluster.link, correction)}),
+        corrected_compute(measured.compute, correction),
+        limit_bytes,
+        max(0, overhead_bytes + correction.memory_bytes),
+    )
 
 
 def plan_alone(
@@ -217,8 +284,8 @@ def plan_alone(
         from_cache = True
     profiling_s = time.monotonic() - start
     used = not_for_the_model(traced, device, model_bytes)
-    problem = Problem(traced.description, cluster, known.compute, memory_limit_bytes, used)
-    return Outcome(make_plan(problem, rule), profiling_s, from_cache)
+    problem = _problem(traced, cluster, known, memory_limit_bytes, used)
+    return Outcome(make_plan(problem, rule), profiling_s, from_cache, known.correction)
 
 
 def not_for_the_model(traced: Trace, device: torch.device, model_bytes: int) -> int:
@@ -261,14 +328,14 @@ def default_cache() -> Path:
 
 def _measurements(
     traced: Trace, ranks: Ranks, cluster: Cluster | None, cache: Path | None
-) -> tuple[Measurements, bool]:
+) -> tuple[Measurements, bool, Path | None]:
     here = this_cluster(ranks, cluster.link if cluster is not None else NO_LINK)
     file = cache / f"{_key(traced, ranks.device, here)}.json" if cache is not None else None
     known = [_read(file) if ranks.is_first and file is not None else None]
     dist.broadcast_object_list(known, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
     if known[0] is not None and (cluster is not None or _still_true(known[0].link, ranks)):
         on_all_ranks(ranks, lambda: compute.warm_up(traced, ranks.device))
-        return known[0], True
+        return known[0], True, file
     with progress(ranks.is_first, ("network", "compute")) as advance:
         link = (
             cluster.link
@@ -284,7 +351,7 @@ def _measurements(
     measured = Measurements(link=link, compute=_slowest(times, ranks))
     if ranks.is_first and file is not None:
         _write(file, measured.model_dump_json())
-    return measured, False
+    return measured, False, file
 
 
 def _slowest(times: ComputeTimes, ranks: Ranks) -> ComputeTimes:

@@ -155,6 +155,11 @@ class ModelDescription(Frozen):
         return sum(op.num_parameters for op in self.operators)
 
     @property
+    def flops_per_sample(self) -> float:
+        """Of one training step's forward and backward together."""
+        return self.outside_flops_per_sample + sum(op.flops_per_sample for op in self.operators)
+
+    @property
     def parameter_bytes(self) -> int:
         """Bytes of all parameters, tied ones once."""
         return sum(p.parameter_bytes for op in self.operators for p in op.parameters)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
-from lightning_osdp.planning.choices import Mode
+from lightning_osdp.planning.choices import Choice, Group, Mode
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.operators import Frozen, ModelDescription
 
@@ -21,6 +21,8 @@ class ModelIdentity(Frozen):
 
     fingerprint: str
     num_parameters: int = Field(ge=0)
+    flops_per_sample: float = 0.0
+    """Of forward and backward together, each once; 0 if the plan does not say."""
 
 
 class ModeCost(Frozen):
@@ -39,12 +41,33 @@ class OperatorPlan(Frozen):
 
     name: str
     slices: tuple[Mode, ...] = Field(min_length=1)
+    """The mode of each slice, in order; a single one if the operator is not split."""
+    split_dim: int | None = None
+    """Dimension of the weight that the slices divide; None if the operator is not split."""
+    sharding_group: Group = Group.WORLD
+    """The ranks that sharded slices are spread over."""
+    two_stage: bool = False
+    """Whether world-wide collectives run in two stages, inside nodes and between them."""
     checkpoint: bool = False
+    """Whether it lies in a block that is recomputed (``ExecutionPlan.recomputed``)."""
     num_parameters: int = Field(ge=0)
     pinned: str = ""
     """Why it must stay replicated; empty if it need not, or if the plan does not say."""
     alternatives: tuple[ModeCost, ...] = ()
     """What each mode that it may take costs, the chosen one among them; empty if the plan does not say."""
+
+    @model_validator(mode="after")
+    def _split_along_something(self) -> OperatorPlan:
+        if (len(self.slices) > 1) != (self.split_dim is not None):
+            raise ValueError(
+                f"{self.name}: {len(self.slices)} slices and split_dim={self.split_dim} contradict each other"
+            )
+        return self
+
+    @property
+    def choice(self) -> Choice:
+        """The same without names and costs."""
+        return Choice(self.slices, self.split_dim, self.sharding_group, self.two_stage)
 
 
 class Prediction(Frozen):
@@ -105,6 +128,8 @@ class ExecutionPlan(Frozen):
     accumulate_grad_batches: int = Field(gt=0, default=1)
     global_batch_size: int = Field(gt=0)
     operators: tuple[OperatorPlan, ...]
+    recomputed: tuple[str, ...] = ()
+    """Names of the modules (blocks) whose activations are not kept but computed again in the backward pass."""
     predicted: Prediction
     frontier: tuple[FrontierPoint, ...] = ()
     price_s_per_byte: float | None = None

@@ -397,7 +397,11 @@ def _to_plan(problem: Problem, chosen: Candidate, candidates: Sequence[Candidate
     model, peak = problem.model, chosen.peak
     menus = [_Menu(problem, index, chosen.batch_size, chosen.accumulation) for index in range(len(model.operators))]
     return ExecutionPlan(
-        model=ModelIdentity(fingerprint=model.fingerprint, num_parameters=model.num_parameters),
+        model=ModelIdentity(
+            fingerprint=model.fingerprint,
+            num_parameters=model.num_parameters,
+            flops_per_sample=model.flops_per_sample,
+        ),
         cluster=problem.cluster,
         memory_limit_bytes=problem.memory_limit_bytes,
         batch_size=chosen.batch_size,

@@ -11,26 +11,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_osdp import collectives
 from lightning_osdp.errors import ShardingError
+from lightning_osdp.sharding.layout import Layout
 
 
 class Shards:
     """Which parameters are sharded, and how to get from a rank's part to the whole and back.
 
-    A part is one of N equal pieces of the flattened parameter, the last padded with zeros (FairScale's layout).
-
     Args:
-        whole_shapes: shape of each sharded parameter when whole.
-        group: the ranks it is sharded over.
+        layouts: of each sharded parameter.
+        group: all ranks.
     """
 
-    def __init__(self, whole_shapes: Mapping[nn.Parameter, torch.Size], group: Any) -> None:
-        self._whole_shapes = dict(whole_shapes)
-        self.parameters = frozenset(self._whole_shapes)
+    def __init__(self, layouts: Mapping[nn.Parameter, Layout], group: Any) -> None:
+        self._layouts = dict(layouts)
+        self.parameters = frozenset(self._layouts)
         """All sharded parameters."""
-        self._group = group
-        self._ranks: int = group.size() if group is not None else 1
         self._rank: int = group.rank() if group is not None else 0
 
     @property
@@ -40,57 +36,86 @@ class Shards:
 
     def whole_shape(self, parameter: Tensor) -> torch.Size:
         """Shape of the parameter when whole, sharded or not."""
-        if isinstance(parameter, nn.Parameter) and parameter in self._whole_shapes:
-            return self._whole_shapes[parameter]
+        if isinstance(parameter, nn.Parameter) and parameter in self._layouts:
+            return self._layouts[parameter].shape
         return parameter.shape
 
     def gather(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
-        """The whole of what ``part`` is this rank's piece of, shaped like ``parameter`` when whole. Collective."""
-        shape = self._whole_shapes[parameter]
-        flat = part.detach().reshape(-1)
-        whole = torch.empty(flat.numel() * self._ranks, dtype=flat.dtype, device=flat.device)
-        collectives.all_gather(whole, flat.contiguous(), self._group)
-        return whole[: shape.numel()].view(shape)
+        """The whole of what ``part`` is this rank's part of, shaped like ``parameter`` when whole. Collective."""
+        return self._layouts[parameter].gather(part)
 
-    def part_of(self, whole: Tensor) -> Tensor:
-        """This rank's piece of a whole tensor, flat and padded."""
-        flat = whole.detach().reshape(-1)
-        size = -(-flat.numel() // self._ranks)
-        piece = flat[self._rank * size : (self._rank + 1) * size]
-        return nn.functional.pad(piece, (0, size - piece.numel())) if piece.numel() < size else piece.clone()
+    def part_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor that lies like ``parameter``."""
+        return self._layouts[parameter].part_of(whole)
 
     @contextmanager
     def whole_shapes_shown(self) -> Iterator[None]:
         """Within it, sharded parameters have their whole shape but no values, for code that sorts them by shape."""
-        parts = {parameter: parameter.data for parameter in self._whole_shapes}
+        parts = {parameter: parameter.data for parameter in self._layouts}
         try:
-            for parameter, shape in self._whole_shapes.items():
-                parameter.data = parameter.data.new_zeros(()).expand(shape)
+            for parameter, layout in self._layouts.items():
+                parameter.data = parameter.data.new_zeros(()).expand(layout.shape)
             yield
         finally:
             for parameter, part in parts.items():
                 parameter.data = part
 
+    @contextmanager
+    def whole_values_shown(self, parameters: Iterable[nn.Parameter], writeback: bool) -> Iterator[None]:
+        """Within it, those of ``parameters`` that are sharded are whole; changes are kept if ``writeback``. Collective.
+
+        Each rank keeps its own part of what it wrote.
+        """
+        parts: dict[nn.Parameter, Tensor] = {}
+        try:
+            for parameter in parameters:  # in the same order on every rank
+                if parameter in self._layouts:
+                    part = parameter.data
+                    parameter.data = self.gather(parameter, part)
+                    parts[parameter] = part
+            yield
+        finally:
+            for parameter, part in parts.items():
+                if writeback:
+                    part.view(-1).copy_(self.part_of(parameter, parameter.data))
+                parameter.data = part
+
     def shard_existing_state(self, optimizer: Optimizer) -> None:
         """Cuts optimizer state that was made before sharding (Adagrad makes its own at once) down to this rank's."""
-        for parameter, shape in self._whole_shapes.items():
+        for parameter, layout in self._layouts.items():
             for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.shape == shape:
-                    optimizer.state[parameter][key] = self.part_of(value).to(parameter.device)
+                if isinstance(value, Tensor) and value.shape == layout.shape:
+                    optimizer.state[parameter][key] = layout.part_of(value).to(parameter.device)
 
     def grad_norm(self, parameters: Iterable[nn.Parameter], norm_type: float, device: torch.device) -> Tensor:
-        """Norm over all gradients, each element counted once whether its parameter is sharded or replicated."""
-        sharded: list[Tensor] = []
-        replicated: list[Tensor] = []
+        """Norm over all gradients, each element counted once however its parameter lies over the ranks."""
+        by_group: dict[Any, list[Tensor]] = {group: [] for group in self._groups()}  # the same keys on every rank
         for parameter in parameters:
-            if parameter.grad is not None:
-                (sharded if parameter in self._whole_shapes else replicated).append(parameter.grad.detach())
-        ours, all_of_them = (_power_sum(gradients, norm_type, device) for gradients in (sharded, replicated))
-        if norm_type == float("inf"):
-            dist.all_reduce(ours, op=dist.ReduceOp.MAX, group=self._group)
-            return torch.maximum(ours, all_of_them)
-        dist.all_reduce(ours, group=self._group)
-        return torch.Tensor(ours + all_of_them).pow(1.0 / norm_type)
+            if parameter.grad is None:
+                continue
+            for group, gradient in self._by_group(parameter, parameter.grad.detach()):
+                by_group[group].append(gradient)
+        total = torch.zeros((), device=device)
+        for group, gradients in by_group.items():
+            ours = _power_sum(gradients, norm_type, device)
+            if group is not None:
+                operation = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
+                dist.all_reduce(ours, op=operation, group=group)
+            total = torch.maximum(total, ours) if norm_type == float("inf") else total + ours
+        return total if norm_type == float("inf") else total.pow(1.0 / norm_type)
+
+    def _groups(self) -> list[Any]:
+        """Groups over which slices are cut into pieces, and None for what every rank holds."""
+        groups = {piece.group: None for layout in self._layouts.values() for piece in layout.slices}
+        return list(groups | {None: None})
+
+    def _by_group(self, parameter: nn.Parameter, gradient: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        layout = self._layouts.get(parameter)
+        if layout is None:
+            yield None, gradient
+            return
+        for piece, first, last in layout.ranges():
+            yield piece.group, gradient.reshape(-1)[first:last]
 
 
 def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
@@ -141,7 +166,8 @@ def load_model_state(module: nn.Module, shards: Shards, state: Mapping[str, Any]
                 f"{tuple(shards.whole_shape(parameter))} here"
             )
     local = {
-        key: shards.part_of(value) if by_name.get(key) in shards.parameters else value for key, value in state.items()
+        key: shards.part_of(by_name[key], value) if by_name.get(key) in shards.parameters else value
+        for key, value in state.items()
     }
     module.load_state_dict(local, strict=strict)
 
@@ -174,7 +200,7 @@ def load_optimizer_state(optimizer: Optimizer, shards: Shards, packed: Mapping[s
         parameter = parameters[index]
         cut = parameter in shards.parameters
         state[index] = {
-            key: shards.part_of(value)
+            key: shards.part_of(parameter, value)
             if cut and isinstance(value, Tensor) and value.shape == shards.whole_shape(parameter)
             else value
             for key, value in entries.items()
