@@ -26,7 +26,7 @@ from lightning_osdp import collectives
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, PlanMismatchError, TraceError
 from lightning_osdp.planning.caching_allocator import margin_bytes, staying_tensors
 from lightning_osdp.planning.calibration import Correction, corrected_compute, corrected_link
-from lightning_osdp.planning.cluster import Cluster, CollectiveFit, ComputeTimes, Link
+from lightning_osdp.planning.cluster import NO_OVERHEAD, Cluster, CollectiveFit, ComputeTimes, EngineOverhead, Link
 from lightning_osdp.planning.operators import Frozen
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
@@ -34,6 +34,7 @@ from lightning_osdp.planning.wishes import Wishes
 from lightning_osdp.profiling import compute, network
 from lightning_osdp.profiling.memory import overhead
 from lightning_osdp.profiling.trace import Trace, trace, trace_real
+from lightning_osdp.sharding import overhead as engine_overhead
 
 Result = TypeVar("Result")
 
@@ -58,6 +59,7 @@ class Measurements(Frozen):
 
     link: Link
     compute: ComputeTimes
+    engine: EngineOverhead = NO_OVERHEAD
     correction: Correction = NO_CORRECTION
     """What runs with these measurements have taught since."""
 
@@ -185,7 +187,7 @@ def measure_and_plan(
     def decide() -> str:
         if not ranks.is_first:
             return ""
-        hardware = cluster or this_cluster(ranks, measured.link)
+        hardware = cluster or this_cluster(ranks, measured.link, measured.engine)
         return make_plan(_problem(traced, hardware, measured, limit, used), rule).to_json()
 
     text = [on_all_ranks(ranks, decide)]
@@ -294,8 +296,8 @@ def not_for_the_model(traced: Trace, device: torch.device, model_bytes: int) -> 
     return overhead(device, model_bytes) + margin
 
 
-def this_cluster(ranks: Ranks, link: Link) -> Cluster:
-    """The hardware that this run is on, with its links as measured."""
+def this_cluster(ranks: Ranks, link: Link, engine: EngineOverhead = NO_OVERHEAD) -> Cluster:
+    """The hardware that this run is on, with its links and the engine's overhead as measured."""
     backend = dist.get_backend(ranks.group)
     return Cluster(
         nodes=ranks.nodes,
@@ -304,6 +306,7 @@ def this_cluster(ranks: Ranks, link: Link) -> Cluster:
         backend=backend,
         link=link,
         reduce_copy=collectives.reduce_copy(backend, ranks.count),
+        engine=engine,
     )
 
 
@@ -348,7 +351,8 @@ def _measurements(
             ranks,
             lambda: compute.measure(traced, ranks.device, progress=lambda done, total: advance("compute", done, total)),
         )
-    measured = Measurements(link=link, compute=_slowest(times, ranks))
+    engine = cluster.engine if cluster is not None else engine_overhead.measure(ranks.group, ranks.device)
+    measured = Measurements(link=link, compute=_slowest(times, ranks), engine=engine)
     if ranks.is_first and file is not None:
         _write(file, measured.model_dump_json())
     return measured, False, file

@@ -75,6 +75,23 @@ def communication_s(operator: Operator, mode: Mode, cluster: Cluster, accumulati
     return seconds
 
 
+def engine_s(operator: Operator, mode: Mode, cluster: Cluster, accumulation: int = 1) -> float:
+    """Seconds that the engine itself takes for ``operator`` in one optimizer step (``Cluster.engine``).
+
+    Replicated gradients are packed once, and only those that are not reduced where they are.
+    """
+    if cluster.ranks == 1:
+        return 0.0
+    sharded, replicated = split_states(operator, mode)
+    alone_bytes = ALONE_BYTES.get(cluster.device.split(":")[0], BUCKET_BYTES)
+    sizes = [p.gradient_bytes for p in replicated if p.trainable]
+    seconds = sum(cluster.engine.dp.time_s(size if size < alone_bytes else 0) for size in sizes)
+    if sharded:
+        own = cluster.engine.zdp if mode == Mode.ZDP else cluster.engine.zdp2
+        seconds += own.time_s(sum(p.parameter_bytes for p in sharded)) * accumulation
+    return seconds
+
+
 def updated_bytes(operator: Operator, mode: Mode, cluster: Cluster) -> float:
     """Bytes of trainable parameters that one rank's optimizer updates."""
     sharded, replicated = split_states(operator, mode)
@@ -94,7 +111,8 @@ def time_cost(
     passes = accumulation * operator_time.at(batch_size)
     exposed = max(0.0, communication_s(operator, mode, cluster, accumulation) - cluster.overlap * passes)
     update = compute.optimizer_s_per_byte * updated_bytes(operator, mode, cluster)
-    return TimeCost(passes + update, exposed)
+    own = engine_s(operator, mode, cluster, accumulation)
+    return TimeCost(passes + update + own, exposed)
 
 
 def memory_cost(operator: Operator, mode: Mode, cluster: Cluster) -> MemoryCost:
