@@ -28,7 +28,15 @@ from lightning_osdp.levels import Levels as LevelGroups
 from lightning_osdp.levels import node_sizes
 from lightning_osdp.planning.caching_allocator import margin_bytes, staying_tensors
 from lightning_osdp.planning.calibration import Correction, corrected_cluster, corrected_compute
-from lightning_osdp.planning.cluster import Cluster, CollectiveFit, ComputeTimes, Levels, Link
+from lightning_osdp.planning.cluster import (
+    NO_OVERHEAD,
+    Cluster,
+    CollectiveFit,
+    ComputeTimes,
+    EngineOverhead,
+    Levels,
+    Link,
+)
 from lightning_osdp.planning.operators import Frozen
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
@@ -36,6 +44,7 @@ from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling import compute, network
 from lightning_osdp.profiling.memory import overhead
 from lightning_osdp.profiling.trace import Trace, trace, trace_real
+from lightning_osdp.sharding import overhead as engine_overhead
 
 Result = TypeVar("Result")
 
@@ -59,6 +68,7 @@ class Measurements(Frozen):
     levels: Levels | None = None
     """Where there are several nodes of several ranks."""
     compute: ComputeTimes
+    engine: EngineOverhead = NO_OVERHEAD
     correction: Correction = NO_CORRECTION
     """What runs with these measurements have taught since."""
 
@@ -209,7 +219,7 @@ def measure_and_plan(
     def decide() -> str:
         if not ranks.is_first:
             return ""
-        hardware = cluster or this_cluster(ranks, measured.link, measured.levels)
+        hardware = cluster or this_cluster(ranks, measured.link, measured.levels, measured.engine)
         return make_plan(_problem(traced, hardware, measured, limit, used, wishes), rule).to_json()
 
     text = [on_all_ranks(ranks, decide)]
@@ -322,8 +332,10 @@ def not_for_the_model(traced: Trace, device: torch.device, model_bytes: int) -> 
     return overhead(device, model_bytes) + margin
 
 
-def this_cluster(ranks: Ranks, link: Link, levels: Levels | None = None) -> Cluster:
-    """The hardware that this run is on, with its links as measured."""
+def this_cluster(
+    ranks: Ranks, link: Link, levels: Levels | None = None, engine: EngineOverhead = NO_OVERHEAD
+) -> Cluster:
+    """The hardware that this run is on, with its links and the engine's overhead as measured."""
     backend = dist.get_backend(ranks.group)
     return Cluster(
         nodes=ranks.nodes,
@@ -334,6 +346,7 @@ def this_cluster(ranks: Ranks, link: Link, levels: Levels | None = None) -> Clus
         link=link,
         levels=levels,
         reduce_copy=collectives.reduce_copy(backend, ranks.count),
+        engine=engine,
     )
 
 
@@ -373,7 +386,8 @@ def _measurements(
             ranks,
             lambda: compute.measure(traced, ranks.device, progress=lambda done, total: advance("compute", done, total)),
         )
-    measured = Measurements(link=link, levels=levels, compute=_slowest(times, ranks))
+    engine = cluster.engine if cluster is not None else engine_overhead.measure(ranks.group, ranks.device)
+    measured = Measurements(link=link, levels=levels, compute=_slowest(times, ranks), engine=engine)
     if ranks.is_first and file is not None:
         _write(file, measured.model_dump_json())
     return measured, False, file

@@ -221,6 +221,27 @@ def compute_lines(operator_time: OperatorTime, choice: Choice) -> tuple[Line, Li
     raise KeyError(f"{len(choice.slices)} slices along dimension {choice.split_dim} were not measured")
 
 
+def engine_cost(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: bool = False) -> CommunicationCost:
+    """Seconds that the engine itself takes for an operator (``Cluster.engine``): its hooks and copies.
+
+    Replicated gradients are packed once in an optimizer step, and only those that are not reduced where they are. A
+    unit that is recomputed runs forward twice, which is half as much again.
+    """
+    if cluster.ranks == 1:
+        return CommunicationCost(0.0, 0.0)
+    parts = parts_of(operator, choice)
+    once = each = 0.0
+    for part in parts:
+        if not part.sharded and part.gradient_bytes:
+            packed = part.gradient_bytes if part.gradient_bytes < _alone_bytes(cluster) else 0
+            once += cluster.engine.dp.time_s(packed)
+    for number in {part.unit for part in parts if part.sharded}:
+        unit = [part for part in parts if part.sharded and part.unit == number]
+        own = cluster.engine.zdp if unit[0].mode == Mode.ZDP else cluster.engine.zdp2
+        each += own.time_s(sum(part.parameter_bytes for part in unit)) * (1.5 if recomputed else 1)
+    return CommunicationCost(once, each)
+
+
 def time_cost(
     operator: Operator,
     choice: Choice,
@@ -238,4 +259,5 @@ def time_cost(
     once, each = communication(operator, choice, cluster, recomputed=recomputed)
     exposed = max(0.0, once + accumulation * each - cluster.overlap * passes)
     update = compute.optimizer_s_per_byte * footprint(operator, choice, cluster).updated
-    return TimeCost(passes + update, exposed)
+    own = engine_cost(operator, choice, cluster, recomputed=recomputed)
+    return TimeCost(passes + update + own.once_s + accumulation * own.each_s, exposed)

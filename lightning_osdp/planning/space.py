@@ -17,7 +17,7 @@ import numpy as np
 
 from lightning_osdp.planning.choices import Choice, menu
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes, OperatorTime
-from lightning_osdp.planning.cost import CommunicationCost, communication, compute_lines, footprint
+from lightning_osdp.planning.cost import CommunicationCost, communication, compute_lines, engine_cost, footprint
 from lightning_osdp.planning.operators import ModelDescription, Operator
 from lightning_osdp.planning.timeline import COLUMN, Flags, Floats, Ints, Lines, Timeline
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
@@ -109,9 +109,10 @@ class Space:
                 self.menus.append(Menu(choices, slice(len(columns), len(columns) + len(choices))))
                 columns += [self._row(operator, choice, times) for choice in choices]
             self.menu_of[index] = known[key]
-        prints, plain, again, forward, backward = zip(*columns, strict=True) if columns else ((),) * 5
+        prints, plain, again, own, forward, backward = zip(*columns, strict=True) if columns else ((),) * 6
         self.footprints = np.array(prints, dtype=np.float64).reshape(len(columns), len(COLUMN))
         self._communication = np.array([plain, again], dtype=np.float64).reshape(2, len(columns), 2)
+        self._engine = np.array(own, dtype=np.float64).reshape(len(columns), 2, 2).transpose(1, 0, 2)
         self._forward, self._backward = Lines.of(forward), Lines.of(backward)
         self.first_row = np.array([found.rows.start for found in self.menus], dtype=np.int64)
 
@@ -119,7 +120,8 @@ class Space:
         cluster = self.problem.cluster
         plain: CommunicationCost = communication(operator, choice, cluster)
         again = communication(operator, choice, cluster, recomputed=True)
-        return footprint(operator, choice, cluster), plain, again, *compute_lines(times, choice)
+        own = [engine_cost(operator, choice, cluster, recomputed=flag) for flag in (False, True)]
+        return footprint(operator, choice, cluster), plain, again, own, *compute_lines(times, choice)
 
     def times(self, batch_size: int, accumulation: int) -> Times:
         """What each row takes at one batch size (``cost.time_cost``, for all rows at once)."""
@@ -129,7 +131,8 @@ class Space:
         everything = self._communication[..., 0] + accumulation * self._communication[..., 1]
         exposed = np.maximum(0.0, everything - self.problem.cluster.overlap * passes)
         update = self.problem.compute.optimizer_s_per_byte * self.footprints[:, COLUMN["updated"]]
-        return Times(passes + update, exposed)
+        engine = self._engine[..., 0] + accumulation * self._engine[..., 1]
+        return Times(passes + update + engine, exposed)
 
     def rows_of(self, choices: Sequence[Choice]) -> Ints:
         """The row of each operator's choice.

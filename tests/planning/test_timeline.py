@@ -50,7 +50,9 @@ def whole(modes: list[Mode]) -> list[Choice]:
 
 def curves(modes: list[Mode], batch_size: int = 1, accumulation: int = 1, **changes: object) -> dict[str, list[float]]:
     timeline = Timeline(model(**changes), some_cluster(N, reduce_copy=0.0), overhead_bytes=7 * MIB)
-    return {name: (curve / MIB).tolist() for name, curve in timeline.curves(whole(modes), batch_size, accumulation).items()}
+    return {
+        name: (curve / MIB).tolist() for name, curve in timeline.curves(whole(modes), batch_size, accumulation).items()
+    }
 
 
 def test_replicated() -> None:
