@@ -7,8 +7,8 @@ import pytest
 from lightning_osdp.planning.calibration import (
     Correction,
     MeasuredStep,
+    corrected_cluster,
     corrected_compute,
-    corrected_link,
     drifted,
     learn,
 )
@@ -83,6 +83,7 @@ def test_corrections_scale_every_time() -> None:
     assert scaled.operators[1].at(10) == 2 * line.at(10)
     assert scaled.outside.at(7) == 2 * line.at(7)
     assert scaled.optimizer_s_per_byte == 10
-    slower = corrected_link(link, correction)
+    cluster = PLAN.cluster.model_copy(update={"link": link})
+    slower = corrected_cluster(cluster, correction).link
     assert slower.reduce_scatter.time_s(100, 2) == 3 * fit.time_s(100, 2)
     assert slower.all_gather.residual == 0.5
