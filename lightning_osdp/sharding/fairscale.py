@@ -184,7 +184,9 @@ class FairScaleEngine:
         assert self._module is not None
         assert self._shared is not None
         if self._shared.shown_whole or any(unit.in_use for unit in self._units):
-            raise ShardingError("parameters can't be made whole within a step, or where they are whole already")
+            raise ShardingError(
+                "parameters can't be made whole where they are already: between forward and backward, or within itself"
+            )
         self._shared.shown_whole = True
         try:
             with self._shards.whole_values_shown((module or self._module).parameters(), writeback):
@@ -349,7 +351,7 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
         self._reducer = shared.reducer
         self._output_pre_backward_hook_registered: list[int] = []
         self._recomputed = recomputed
-        self._in_graph = False
+        self._in_graph = self._backward_done = False
         stage.forward = self.forward
 
     @property
@@ -372,7 +374,7 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
             return self._run_again(*args, **kwargs)
         outputs = super().forward(*args, **kwargs)
         if torch.is_grad_enabled():
-            self._in_graph = True
+            self._in_graph, self._backward_done = True, False
         else:
             self.release()
         return outputs
@@ -392,13 +394,22 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
 
     def end_backward(self) -> None:
         """To be called when a backward pass is over, whether or not it reached this unit."""
-        self._in_graph = False
+        self._in_graph = self._in_graph and not self._backward_done
         self.release()
+
+    def _wait_for_post_backward(self) -> None:
+        super()._wait_for_post_backward()
+        self._backward_done = True
+
+    def _use_full_params(self) -> None:
+        # Freed where another backward pass ended between this unit's forward and its backward.
+        self._rebuild_full_params()
+        super()._use_full_params()
 
     @property
     def in_use(self) -> bool:
-        """Whether its parameters are whole now, or will be used by a backward pass that is still to come."""
-        return self._in_graph or (self.has_full_params and self.world_size > 1)
+        """Whether its parameters are whole now."""
+        return bool(self.has_full_params and self.world_size > 1)
 
     def release(self) -> None:
         """Frees the whole parameters if they are still there, and makes the unit ready for its next forward."""

@@ -111,8 +111,12 @@ class Layout:
     def gather(self, part: Tensor) -> Tensor:
         """The whole of what ``part`` is this rank's part of. Collective over the groups of its slices."""
         flat = part.detach().reshape(-1)
-        wholes = [self._whole_of(flat[first:last], piece) for piece, first, last in self.ranges()]
-        return wholes[0] if len(wholes) == 1 else torch.cat(wholes, self.dim)
+        if len(self.slices) == 1:
+            return self._whole_of(flat, self.slices[0])
+        whole = flat.new_empty(self.shape)
+        for piece, first, last in self.ranges():  # beside the whole, one slice at a time
+            whole.narrow(self.dim, piece.start, piece.stop - piece.start).copy_(self._whole_of(flat[first:last], piece))
+        return whole
 
     def _whole_of(self, local: Tensor, piece: Slice) -> Tensor:
         shape = self.slice_shape(piece)
