@@ -1,4 +1,4 @@
-"""The command line: ``osdp profile | plan | explain | diff | simulate``.
+"""The command line: ``osdp profile | plan | explain | diff | simulate``, and LightningCLI's ``osdp fit`` and the like.
 
 Exit status: 0 done, 1 nothing fits under the memory limit, 2 bad usage or bad input (one line on the standard error
 stream says what). With ``--json`` the standard output is one JSON document and nothing else.
@@ -18,7 +18,7 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from rich.console import Console
 
-from lightning_osdp import alone, local, report, settings
+from lightning_osdp import alone, local, report, settings, training
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPError, OSDPWarning
 from lightning_osdp.planning import compare, explain, hardware
 from lightning_osdp.planning.cluster import Cluster
@@ -71,6 +71,10 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _run(args: list[str] | None) -> int:
+    words = sys.argv[1:] if args is None else args
+    if words and words[0] in training.SUBCOMMANDS:
+        training.run(words)
+        return DONE
     try:
         given = _parser().parse_args(args)
     except SystemExit as end:  # of --help
@@ -88,7 +92,10 @@ def _run(args: list[str] | None) -> int:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
-        prog="osdp", description="Plans sharded data parallel training, and tells why.", exit_on_error=False
+        prog="osdp",
+        description="Plans sharded data parallel training, and tells why.",
+        epilog=f"osdp {' | '.join(training.SUBCOMMANDS)} train as LightningCLI does, with this strategy (--help: how).",
+        exit_on_error=False,
     )
     subcommands = parser.add_subcommands(required=True, dest="command")
     for name, command in COMMANDS.items():
