@@ -1,12 +1,12 @@
 """Runs one job on forked ranks, each in its network namespace and under its hard limit, and says what came of it.
 
-Note [forked ranks]: importing torch, Lightning and transformers takes 8 s, which a comparison of thousands of runs can't
-pay each time. So this process imports them once and ranks are forked from it. A fork shares its parent's pages until it
-writes to them, and the kernel charges them to the parent: its memory would look smaller than that of a process which
-was started on its own. A rank therefore first copies every private page it was given (``madvise`` with
-``MADV_POPULATE_WRITE``) and maps the same pages of library files; then its resident size and what its cgroup is charged
-are those of a fresh process (``tests/benchmarks`` compares them). This process must run one thread, import no part of
-lightning_osdp or fairscale and never touch CUDA.
+Note [forked ranks]: importing torch, Lightning and transformers takes 8 s, which a comparison of thousands of runs
+can't pay each time. So this process imports them once and ranks are forked from it. A fork shares its parent's pages
+until it writes to them, and the kernel charges them to the parent: its memory would look smaller than that of a
+process which was started on its own. A rank therefore first copies every private page it was given (``madvise`` with
+``MADV_POPULATE_WRITE``) and maps the same pages of library files; then its resident size and what its cgroup is
+charged are those of a fresh process (``tests/benchmarks`` compares them). This process must run one thread, import no
+part of lightning_osdp or fairscale and never touch CUDA.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,8 +148,7 @@ def fork(work: Callable[[], int], cluster: lab.Cluster, rank: int, folder: Path,
     sys.stderr.flush()
     pid = os.fork()
     if pid:
-        with_group = nullcontext() if os.getpgid(pid) == pid else _gone_is_fine()
-        with with_group:
+        with suppress(ProcessLookupError):
             os.setpgid(pid, pid)  # here as well as there: ``lab.end`` may come before the child has got that far
         return Rank(pid)
     status = 1
@@ -162,14 +161,6 @@ def fork(work: Callable[[], int], cluster: lab.Cluster, rank: int, folder: Path,
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-@contextmanager
-def _gone_is_fine() -> Iterator[None]:
-    try:
-        yield
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def _enter(cluster: lab.Cluster, rank: int, folder: Path, emulated: bool, parent: int) -> None:

@@ -65,7 +65,9 @@ class Stamps(pl.Callback):
             self.recorder.write("plan", **plan_in_short(plan))
         self.recorder.ready()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Task, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if not self.recorder.after_step(len(batch), pl_module.losses[-1]):
             trainer.should_stop = True
         pl_module.losses.clear()
@@ -167,4 +169,3 @@ def plan_in_short(plan: Any) -> dict[str, Any]:
         "operators": len(plan.operators),
         "predicted": plan.predicted.model_dump(mode="json"),
     }
-

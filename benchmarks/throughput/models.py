@@ -131,9 +131,9 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 
 def block_classes(module: nn.Module) -> set[type[nn.Module]]:
     """The classes of the repeated blocks: what users name in a wrapping policy or a checkpointing policy."""
-    return {type(child) for m in module.modules() if isinstance(m, nn.ModuleList) for child in m if _has_weights(child)} - {
-        nn.Linear
-    }
+    return {
+        type(child) for m in module.modules() if isinstance(m, nn.ModuleList) for child in m if _has_weights(child)
+    } - {nn.Linear}
 
 
 def _has_weights(module: nn.Module) -> bool:

@@ -51,7 +51,9 @@ def parse(name: str) -> System:
     """
     base, *options = name.split("+")
     if base not in (*BASES, OSDP, ALONE) or set(options) - {"ckpt", "alloc"}:
-        raise ValueError(f"no system {name!r}: a name is one of {', '.join(BASES)}, then maybe +ckpt, then maybe +alloc")
+        raise ValueError(
+            f"no system {name!r}: a name is one of {', '.join(BASES)}, then maybe +ckpt, then maybe +alloc"
+        )
     return System(base, "ckpt" in options, "alloc" in options)
 
 

@@ -35,13 +35,14 @@ def fix_allocator() -> None:
         raise RuntimeError("glibc refuses the mmap threshold")
 
 
-def run_rank(job: Job, folder: Path, cache: Path) -> int:
+def run_rank(job: Job, folder: Path, cache: Path, kind: type[Recorder] | None = None) -> int:
     """Trains; returns the exit status.
 
     Args:
         job: what to run.
         folder: for this rank's lines.
         cache: OSDP's folder of measurements.
+        kind: of recorder.
     """
     torch.set_num_threads(1)
     device = torch.device(job.device, int(os.environ["LOCAL_RANK"]) if job.device == "cuda" else None)
@@ -49,7 +50,7 @@ def run_rank(job: Job, folder: Path, cache: Path) -> int:
         _cap(device, job.memory_bytes)
     elif job.how.allocator:
         fix_allocator()
-    with Recorder(job, folder, device) as recorder:
+    with (kind or Recorder)(job, folder, device) as recorder:
         try:
             if job.how.base.startswith("fairscale"):
                 from benchmarks.throughput import fairscale_loop
