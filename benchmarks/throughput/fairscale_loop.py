@@ -67,12 +67,15 @@ def wrapped(task: Task, job: Job, device: torch.device) -> nn.Module:
 
     def wrap(parent: nn.Module) -> None:
         for name, child in list(parent.named_children()):
-            is_block = isinstance(child, blocks)
-            by_itself = is_block if job.how.base == "fairscale-block" else _is_operator(child, shared)
-            if not by_itself:
+            recomputed = isinstance(child, blocks) and job.how.checkpointing
+            operator = job.how.base == "fairscale-op" and _is_operator(child, shared)
+            whole_block = job.how.base == "fairscale-block" and isinstance(child, blocks)
+            if not operator and not whole_block:
                 wrap(child)
-            inner = checkpoint_wrapper(child) if is_block and job.how.checkpointing else child
-            setattr(parent, name, FullyShardedDataParallel(inner, **options) if by_itself else inner)
+            # What is recomputed needs a unit around it: the root would free norms and biases after the first block.
+            inner = checkpoint_wrapper(child) if recomputed else child
+            unit = operator or whole_block or recomputed
+            setattr(parent, name, FullyShardedDataParallel(inner, **options) if unit else inner)
 
     wrap(task)
     root = FullyShardedDataParallel(task, **options)

@@ -30,11 +30,11 @@ class Runs:
         self._known: dict[str, dict[str, Any]] = {}
         self.commits: set[str] = set()
         file.parent.mkdir(parents=True, exist_ok=True)
-        for line in file.read_text().splitlines(True) if file.exists() else []:
-            if line[-1] == "\n":  # a line that is cut off was being written when the run was stopped
-                record = json.loads(line)
+        for line in _whole_lines(file):
+            record = json.loads(line)
+            if record["result"]["outcome"] != "failed":  # perhaps it does not any more
                 self._known[_text(record["job"])] = record["result"]
-                self.commits.add(record["commit"])
+            self.commits.add(record["commit"])
 
     def get(self, job: Job) -> dict[str, Any]:
         """The job's result."""
@@ -43,7 +43,8 @@ class Runs:
             result = self._run(job)
             commit = current_commit()
             record = {"job": job.key, "result": result, "commit": commit, "when": time.strftime("%F %T")}
-            _append(self._file, json.dumps(record))
+            with self._file.open("a") as out:
+                out.write(json.dumps(record) + "\n")
             self._known[text] = result
             self.commits.add(commit)
             self._tell(job, result)
@@ -56,10 +57,13 @@ def current_commit() -> str:
     return subprocess.run(call, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
-def _append(file: Path, line: str) -> None:
-    cut = file.exists() and file.read_bytes()[-1:] not in (b"", b"\n")
-    with file.open("a") as out:
-        out.write("\n" * cut + line + "\n")
+def _whole_lines(file: Path) -> list[str]:
+    """Lines of the file. One that is cut off was being written when the comparison was stopped: it is removed."""
+    text = file.read_text() if file.exists() else ""
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        file.write_text(whole)
+    return whole.splitlines()
 
 
 def _text(key: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ def next_sizes(lived: int, dead: int | None, estimate: int | None = None, larges
         if not lived and estimate:
             around = {max(1, estimate // 2), estimate, estimate + max(1, estimate // 8)}
             return tuple(sorted(size for size in around if size <= largest))
-        return _doubling(2 * lived or 1, largest)
+        return _doubling(2 * lived or 1, largest) or ((largest,) if lived < largest else ())
     if dead - lived <= max(1, lived // 8):  # the last eighth of a batch size gains next to nothing
         return ()
     if not lived:
