@@ -85,7 +85,8 @@ def fill_in(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     quick = args.quick
     kind = "verify" if args.verify else "profile" if args.profile else "quick" if quick else "full"
     args.results = args.results or ROOT / "runs" / "throughput" / f"{kind}-{args.device}.jsonl"
-    args.only = names(parser, args.only, models.MODELS, models.QUICK_MODELS if quick else models.FULL_MODELS)
+    usual = models.GPU_MODELS if args.device == "cuda" else models.FULL_MODELS
+    args.only = names(parser, args.only, models.MODELS, models.QUICK_MODELS if quick else usual)
     settings = QUICK_SETTINGS if quick else FULL_SETTINGS
     links = tuple(name for name in settings if args.device == "cpu" or SETTINGS[name].rate is None)
     args.settings = names(parser, args.settings, SETTINGS, links)

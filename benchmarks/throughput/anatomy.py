@@ -9,6 +9,7 @@ rank by itself, at the same time, at the same batch size) and what the bytes tak
 
 from __future__ import annotations
 
+import resource
 import sys
 import threading
 import time
@@ -94,6 +95,7 @@ class Anatomist(Recorder):
         self._step += 1
         if self._step == self.job.warm_up:
             self._sent_before, self._began = sent_bytes(), time.perf_counter()
+            self._used_before = resource.getrusage(resource.RUSAGE_SELF)
             self._sampler.start()
         elif self._step == self.job.warm_up + TIMED_STEPS:
             self._end_sampling()
@@ -117,6 +119,12 @@ class Anatomist(Recorder):
         if self.job.where.nodes == 1:  # all ranks of a node share its loopback
             sent /= self.ranks
         self.write("shares", step_s=seconds, shares=shares, sent_bytes=sent)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        names = {"page faults": "ru_minflt", "user CPU ms": "ru_utime", "system CPU ms": "ru_stime"}
+        per_step = {
+            what: (getattr(used, name) - getattr(self._used_before, name)) / TIMED_STEPS for what, name in names.items()
+        }
+        self.write("used", **{what: value * (1e3 if "ms" in what else 1) for what, value in per_step.items()})
 
     def _count(self, frame: FrameType, event: str, argument: object) -> None:
         self._calls += event == "call"
@@ -195,5 +203,7 @@ def count_table(results: dict[str, dict[str, Any]]) -> Table:
     names = dict.fromkeys(name for result in results.values() for name in result["operations"]["counts"])
     for name in sorted(names):
         table.add_row(name, *(str(result["operations"]["counts"].get(name, 0)) for result in results.values()))
+    for what in next(iter(results.values()))["used"]:
+        table.add_row(what, *(f"{result['used'][what]:.0f}" for result in results.values()))
     table.add_row("Python calls", *(str(result["python"]["calls"]) for result in results.values()))
     return table

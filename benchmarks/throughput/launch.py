@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks import lab
 from benchmarks.throughput.jobs import Job
@@ -70,9 +71,7 @@ def run(job: Job, cache: Path, work: Callable[[Job, Path, Path], int] = run_rank
     Returns:
         ``outcome``, ``peak_bytes`` (of the rank that took most), ``seconds``, and what rank 0 wrote.
     """
-    where = job.where
-    cluster = lab.Cluster(f"bench{os.getpid()}", where.nodes, where.per_node, where.rate, job.memory_bytes)
-    emulated = job.device == "cpu"
+    cluster, emulated = cluster_of(job), job.device == "cpu"
     with tempfile.TemporaryDirectory(prefix="bench-") as name, ExitStack() as stack:
         folder, start = Path(name), time.monotonic()
         if emulated:
@@ -99,6 +98,15 @@ def run(job: Job, cache: Path, work: Callable[[Job, Path, Path], int] = run_rank
             **summary(lines),
             "error": error_text(folder, statuses) if any(statuses) and not killed else "",
         }
+
+
+def cluster_of(job: Job) -> lab.Cluster:
+    """The nodes and ranks of a job. Ranks that share a GPU are nodes of one rank: each has local rank 0."""
+    where = job.where
+    nodes, per_node = where.nodes, where.per_node
+    if job.device == "cuda" and torch.cuda.device_count() < where.ranks:  # asks NVML; CUDA stays untouched here
+        nodes, per_node = where.ranks, 1
+    return lab.Cluster(f"bench{os.getpid()}", nodes, per_node, where.rate, job.memory_bytes)
 
 
 def outcome(statuses: list[int], killed: bool, late: bool) -> str:

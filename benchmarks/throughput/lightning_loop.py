@@ -35,8 +35,8 @@ def train(job: Job, recorder: Recorder, cache: Path) -> None:
     alone = job.how.base == ALONE
     trainer = pl.Trainer(
         accelerator=job.device,
-        devices=1 if alone else job.where.per_node,
-        num_nodes=1 if alone else job.where.nodes,
+        devices=1 if alone else int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=1 if alone else int(os.environ["GROUP_WORLD_SIZE"]),
         strategy=strategy(job, task, cache),
         max_steps=job.warm_up + job.steps if picks_itself else -1,
         max_epochs=1,

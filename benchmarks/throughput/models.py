@@ -162,10 +162,16 @@ MODELS = {
         _decoder("ws-quick", W_AND_S, (640,) * 2, 32),  # 10 M
         _decoder("ic-quick", I_AND_C, (192,) * 4 + (384,) * 2 + (576,) * 1, 32),  # 9 M
         Model("gpt2-quick", GPT2, 32, lambda: gpt2(6, 320, 8192)),  # 10 M
+        _decoder("nd-gpu", N_AND_D, (1024,) * 24, 256),  # 303 M
+        _decoder("ws-gpu", W_AND_S, (4096,) * 3, 256),  # 606 M
+        _decoder("ic-gpu", I_AND_C, (1024,) * 8 + (2048,) * 4 + (3072,) * 2, 256),  # 537 M
+        Model("gpt2-gpu", GPT2, 128, lambda: gpt2(24, 1024, 50257)),  # 354 M, GPT-2 medium
+        Model("llama-gpu", LLAMA, 256, lambda: llama(16, 2048, 32000), replicated_fits=False),
     )
 }
 QUICK_MODELS = ("nd-quick", "ws-quick", "ic-quick", "gpt2-quick")
-FULL_MODELS = tuple(name for name in MODELS if name not in QUICK_MODELS)
+GPU_MODELS = tuple(name for name in MODELS if name.endswith("-gpu"))
+FULL_MODELS = tuple(name for name in MODELS if name not in QUICK_MODELS + GPU_MODELS)
 
 
 def build(name: str, kind: type[Task] = Task) -> Task:

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -55,10 +55,10 @@ def test_estimate_follows_the_line_through_what_was_measured() -> None:
 class Machine:
     """Stands in for the ranks: systems with a base memory, a slope, and a step time. Counts what it was asked."""
 
-    memory = {"ddp": (300, 20), "shard": (150, 25), "fairscale-op": (140, 30), "osdp": (200, 20)}
-    overhead_s = {"ddp": 0.5, "shard": 1.5, "fairscale-op": 2.0, "osdp": 0.4}
+    memory: ClassVar = {"ddp": (300, 20), "shard": (150, 25), "fairscale-op": (140, 30), "osdp": (200, 20)}
 
-    def __init__(self) -> None:
+    def __init__(self, **overhead_s: float) -> None:
+        self.overhead_s = {"ddp": 0.5, "shard": 1.5, "fairscale-op": 2.0, "osdp": 0.4} | overhead_s
         self.jobs: list[Job] = []
 
     def run(self, job: Job) -> dict[str, Any]:
@@ -114,13 +114,12 @@ def test_comparison_finds_each_systems_best_and_says_who_dies(tmp_path: Path) ->
     assert plenty.osdp.detail["warm_setup_s"] == 1.0
     assert len(plenty.row("fairscale-op").repeats) == 3, "the paper's baseline is always a finalist"
     finals = [job for job in machine.jobs if job.purpose == "final" and job.memory_bytes == 700 * MIB]
-    assert [job.system for job in finals if job.repeat == 1][0] == "osdp"
+    assert next(job.system for job in finals if job.repeat == 1) == "osdp"
     assert [job.repeat for job in finals] == sorted(job.repeat for job in finals), "in turns"
 
 
 def test_what_dies_or_cannot_win_in_an_easier_cell_is_not_run_in_a_harder_one(tmp_path: Path) -> None:
-    machine = Machine()
-    machine.overhead_s = {**Machine.overhead_s, "shard": 60.0}
+    machine = Machine(shard=60.0)
     one = comparer(machine, tmp_path / "r.jsonl")
     compared = [one.compare(cell) for cell in CELLS]
 
