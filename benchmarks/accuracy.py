@@ -123,18 +123,21 @@ def work(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from lightning_osdp import OSDPStrategy
+    from lightning_osdp import OSDPStrategy, planner
     from lightning_osdp.profiling import memory
 
+    planner.remember = lambda *_: None  # each case is predicted from measurements alone, not from the cases before it
     if args.plan in ("dp", "zdp2", "zdp"):
         only(args.plan)
     hardware = guessed(args.ranks) if args.quick else None
     strategy = OSDPStrategy(batch_size=args.batch_size, memory_limit=args.limit, cache=args.folder, cluster=hardware)
-    seconds = train(strategy, args)
-    plan, clock = strategy.execution_plan, strategy._clock
+    train(strategy, args)
+    plan, step = strategy.execution_plan, strategy.measured
     assert plan is not None
-    assert clock is not None
-    measured = torch.tensor([seconds, float(clock.peak_memory_bytes)], dtype=torch.float64, device=strategy.root_device)
+    assert step is not None
+    measured = torch.tensor(
+        [step.step_time_s, step.peak_memory_bytes], dtype=torch.float64, device=strategy.root_device
+    )
     dist.all_reduce(measured, op=dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
         allowance = memory.FIRST_STEP_BYTES.get(strategy.root_device.type, 0)
@@ -183,8 +186,8 @@ def guessed(ranks: int) -> Any:
     return Cluster(devices_per_node=ranks, device="cpu", backend="gloo", link=link, reduce_copy=copy)
 
 
-def train(strategy: Any, args: argparse.Namespace) -> float:
-    """Median seconds of the steps."""
+def train(strategy: Any, args: argparse.Namespace) -> None:
+    """Some steps through the Trainer."""
     import lightning as L
     import torch
     from torch.utils.data import DataLoader
@@ -217,9 +220,6 @@ def train(strategy: Any, args: argparse.Namespace) -> float:
         **subject.trainer,
     )
     trainer.fit(module, DataLoader(rows, batch_size=4, collate_fn=collated))
-    seconds = strategy._clock.median_s()
-    assert seconds is not None
-    return float(seconds)
 
 
 def enough(quick: bool) -> Any:

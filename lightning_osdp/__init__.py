@@ -16,7 +16,8 @@ from lightning_osdp.errors import (
     TraceError,
 )
 from lightning_osdp.planning.cluster import Cluster
-from lightning_osdp.planning.explain import diff, explain
+from lightning_osdp.planning.compare import diff
+from lightning_osdp.planning.explain import explain
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.strategy import OSDPStrategy
 

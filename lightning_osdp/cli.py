@@ -20,7 +20,7 @@ from rich.console import Console
 
 from lightning_osdp import alone, local, report, settings
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPError, OSDPWarning
-from lightning_osdp.planning import explain, hardware
+from lightning_osdp.planning import compare, explain, hardware
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.operators import ModelDescription
 from lightning_osdp.planning.plan import ExecutionPlan
@@ -221,7 +221,7 @@ def _diff_arguments(parser: ArgumentParser) -> None:
 
 
 def _diff(given: Namespace) -> None:
-    found = explain.difference(_read(given.before), _read(given.after))
+    found = compare.difference(_read(given.before), _read(given.after))
     _print(json.dumps(found.model_dump(), indent=2) if given.json else found.to_text())
 
 

@@ -28,14 +28,23 @@ from lightning_osdp.levels import Levels as LevelGroups
 from lightning_osdp.levels import node_layout
 from lightning_osdp.planning.caching_allocator import margin_bytes, staying_tensors
 from lightning_osdp.planning.calibration import Correction, corrected_cluster, corrected_compute
-from lightning_osdp.planning.cluster import Cluster, CollectiveFit, ComputeTimes, Levels, Link
+from lightning_osdp.planning.cluster import (
+    NO_OVERHEAD,
+    Cluster,
+    CollectiveFit,
+    ComputeTimes,
+    EngineOverhead,
+    Levels,
+    Link,
+)
 from lightning_osdp.planning.operators import Frozen
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
-from lightning_osdp.planning.wishes import Wishes
+from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling import compute, network
 from lightning_osdp.profiling.memory import overhead
 from lightning_osdp.profiling.trace import Trace, trace, trace_real
+from lightning_osdp.sharding import overhead as engine_overhead
 
 Result = TypeVar("Result")
 
@@ -51,9 +60,6 @@ NO_LINK = Link(**{name: CollectiveFit(latency_s=0.0, s_per_byte=0.0) for name in
 NO_CORRECTION = Correction()
 """Of measurements that no run has followed yet."""
 
-NO_WISHES = Wishes()
-"""Everything is searched."""
-
 
 class Measurements(Frozen):
     """What is kept on disk between runs."""
@@ -62,6 +68,7 @@ class Measurements(Frozen):
     levels: Levels | None = None
     """Where there are several nodes of several ranks."""
     compute: ComputeTimes
+    engine: EngineOverhead = NO_OVERHEAD
     correction: Correction = NO_CORRECTION
     """What runs with these measurements have taught since."""
 
@@ -193,6 +200,7 @@ def measure_and_plan(
         model_bytes: of parameters and buffers on the device now.
         cluster: hardware that is known already; its links are not measured.
         cache: folder of measurements; None to keep none.
+        wishes: what is not left to the search.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -211,8 +219,8 @@ def measure_and_plan(
     def decide() -> str:
         if not ranks.is_first:
             return ""
-        hardware = cluster or this_cluster(ranks, measured.link, measured.levels)
-        return make_plan(_problem(traced, hardware, measured, limit, used), rule).to_json()
+        hardware = cluster or this_cluster(ranks, measured.link, measured.levels, measured.engine)
+        return make_plan(_problem(traced, hardware, measured, limit, used, wishes), rule).to_json()
 
     text = [on_all_ranks(ranks, decide)]
     dist.broadcast_object_list(text, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
@@ -232,12 +240,11 @@ def still_right(
     ranks: Ranks,
     rule: BatchRule,
     memory_limit_bytes: int,
-    wishes: Wishes,
 ) -> ExecutionPlan | None:
     """The first rank's ``plan`` on every rank, if a run like this one made it; else None on every rank.
 
-    It must be for this model, this kind and number of devices, within the memory limit, and one of the plans that
-    ``rule`` and ``wishes`` allow.
+    It must be for this model, this kind and number of devices, within the memory limit, and with a batch size that
+    ``rule`` allows.
     """
     text = [plan.to_json() if plan is not None and ranks.is_first else None]
     dist.broadcast_object_list(text, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
@@ -254,10 +261,12 @@ def still_right(
     same = all(getattr(here, name) == getattr(there, name) for name in ("nodes", "device", "backend"))
     fits = earlier.predicted.peak_memory_bytes <= -int(limit)
     allowed = (earlier.batch_size, earlier.accumulate_grad_batches) in set(rule.pairs(ranks.count))
-    return earlier if same and fits and allowed and wishes.allow(earlier) else None
+    return earlier if same and fits and allowed else None
 
 
-def _problem(traced: Trace, cluster: Cluster, measured: Measurements, limit_bytes: int, overhead_bytes: int) -> Problem:
+def _problem(
+    traced: Trace, cluster: Cluster, measured: Measurements, limit_bytes: int, overhead_bytes: int, wishes: Wishes
+) -> Problem:
     correction = measured.correction
     return Problem(
         traced.description,
@@ -265,6 +274,7 @@ def _problem(traced: Trace, cluster: Cluster, measured: Measurements, limit_byte
         corrected_compute(measured.compute, correction),
         limit_bytes,
         max(0, overhead_bytes + correction.memory_bytes),
+        wishes,
     )
 
 
@@ -277,6 +287,7 @@ def plan_alone(
     model_bytes: int,
     *,
     cache: Path | None = None,
+    wishes: Wishes = NO_WISHES,
 ) -> Outcome:
     """Plans for a known cluster in this one process, without a process group.
 
@@ -291,6 +302,7 @@ def plan_alone(
         memory_limit_bytes: per device.
         model_bytes: of parameters and buffers on the device now.
         cache: folder of measurements; None to keep none.
+        wishes: what is not left to the search.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -310,7 +322,7 @@ def plan_alone(
         from_cache = True
     profiling_s = time.monotonic() - start
     used = not_for_the_model(traced, device, model_bytes)
-    problem = _problem(traced, cluster, known, memory_limit_bytes, used)
+    problem = _problem(traced, cluster, known, memory_limit_bytes, used, wishes)
     return Outcome(make_plan(problem, rule), profiling_s, from_cache, known.correction)
 
 
@@ -320,8 +332,10 @@ def not_for_the_model(traced: Trace, device: torch.device, model_bytes: int) -> 
     return overhead(device, model_bytes) + margin
 
 
-def this_cluster(ranks: Ranks, link: Link, levels: Levels | None = None) -> Cluster:
-    """The hardware that this run is on, with its links as measured."""
+def this_cluster(
+    ranks: Ranks, link: Link, levels: Levels | None = None, engine: EngineOverhead = NO_OVERHEAD
+) -> Cluster:
+    """The hardware that this run is on, with its links and the engine's overhead as measured."""
     backend = dist.get_backend(ranks.group)
     return Cluster(
         nodes=ranks.nodes,
@@ -332,6 +346,7 @@ def this_cluster(ranks: Ranks, link: Link, levels: Levels | None = None) -> Clus
         link=link,
         levels=levels,
         reduce_copy=collectives.reduce_copy(backend, ranks.count),
+        engine=engine,
     )
 
 
@@ -371,7 +386,8 @@ def _measurements(
             ranks,
             lambda: compute.measure(traced, ranks.device, progress=lambda done, total: advance("compute", done, total)),
         )
-    measured = Measurements(link=link, levels=levels, compute=_slowest(times, ranks))
+    engine = cluster.engine if cluster is not None else engine_overhead.measure(ranks.group, ranks.device)
+    measured = Measurements(link=link, levels=levels, compute=_slowest(times, ranks), engine=engine)
     if ranks.is_first and file is not None:
         _write(file, measured.model_dump_json())
     return measured, False, file

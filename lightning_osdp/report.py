@@ -19,7 +19,7 @@ from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.calibration import MeasuredStep
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
-from lightning_osdp.planning.runs import Run, group_runs
+from lightning_osdp.planning.runs import Run, choice_words, group_runs
 from lightning_osdp.planning.simulate import SimulatedPoint
 from lightning_osdp.planning.units import format_bytes, format_count, format_seconds
 
@@ -142,7 +142,7 @@ def _run_table(runs: Sequence[Run]) -> Table:
         choice = run.operators[0]
         table.add_row(
             Text(run.pattern or "(the module itself)"),  # a str would be read as markup
-            _format_choice(choice),
+            choice_words(choice.choice, recomputed=choice.checkpoint),
             str(len(run.operators)),
             format_count(run.num_parameters),
         )
@@ -203,13 +203,6 @@ def _format_throughput(samples_per_s: float) -> str:
 
 def _format_difference(value: float, reference: float) -> str:
     return f"{(value - reference) / reference:+.1%}"
-
-
-def _format_choice(operator: OperatorPlan) -> str:
-    """``zdp``, ``zdp x 4`` in four slices, ``dp x 1 + zdp x 3``; and whether its activations are recomputed."""
-    counts = Counter(operator.slices)
-    words = [f"{mode.value} x {count}" if len(operator.slices) > 1 else mode.value for mode, count in counts.items()]
-    return " + ".join(words) + (", recomputed" if operator.checkpoint else "")
 
 
 def write_plan(plan: ExecutionPlan, path: Path) -> None:

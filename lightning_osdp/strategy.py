@@ -290,7 +290,7 @@ class OSDPStrategy(ParallelStrategy):
         tensors = [*module.parameters(), *module.buffers()]
         model_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
         limit = self._memory_limit or memory.memory_limit(device, self.num_processes)
-        earlier = planner.still_right(self.earlier_plan, traced, ranks, rule, limit, self.wishes)
+        earlier = planner.still_right(self.earlier_plan, traced, ranks, rule, limit)
         if earlier is not None:
             return planner.Outcome(earlier)
         return planner.measure_and_plan(

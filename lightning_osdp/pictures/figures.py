@@ -99,14 +99,15 @@ def memory_figure(plan: ExecutionPlan, model: ModelDescription) -> Figure:
     """
     plan.check(model, plan.cluster.ranks)
     timeline = Timeline(model, plan.cluster, plan.predicted.overhead_bytes)
-    modes = [operator.slices[0] for operator in plan.operators]
-    curves = timeline.curves(modes, plan.batch_size, plan.accumulate_grad_batches)
-    peak = timeline.peak(modes, plan.batch_size, plan.accumulate_grad_batches)
+    asked = (plan.batch_size, plan.accumulate_grad_batches, plan.recomputed)
+    choices = [operator.choice for operator in plan.operators]
+    curves, peak = timeline.curves(choices, *asked), timeline.peak(choices, *asked)
+    phases = timeline.phases(plan.recomputed)
     total = sum(curves.values())
     scale, unit = _memory_unit([plan.memory_limit_bytes])
     figure = Figure(figsize=(9, 4.8), layout="constrained")
     axes = figure.subplots()
-    moments = range(len(model.moments) + 1)
+    moments = range(len(phases) + 1)
     axes.stackplot(
         moments,
         [curves[name] / scale for name in CATEGORY_COLOURS],
@@ -129,7 +130,7 @@ def memory_figure(plan: ExecutionPlan, model: ModelDescription) -> Figure:
     axes.set_ylabel(f"held by one device, {unit}")
     axes.set_ylim(0, 1.2 * max(plan.memory_limit_bytes, peak.total_bytes) / scale)
     axes.set_xlim(0, max(1, len(moments) - 1))
-    _name_phases(axes, model)
+    _name_phases(axes, phases)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)
     _finish(figure, f"Memory along one training step, batch size {plan.batch_size}", [axes], legend=False)
@@ -294,14 +295,17 @@ def _name_limit(axes: Axes, value: float) -> None:
     )
 
 
-def _name_phases(axes: Axes, model: ModelDescription) -> None:
-    """Marks where forward turns into backward, and the optimizer's step at the end."""
-    phases = [moment.phase for moment in model.moments]
-    turn = phases.index("backward") if "backward" in phases else len(phases)
+def _name_phases(axes: Axes, phases: Sequence[str]) -> None:
+    """Marks where forward turns into backward (and what is recomputed there), and the optimizer's step at the end."""
+    turn = next((at for at, phase in enumerate(phases) if phase != "forward"), len(phases))
+    for at, phase in enumerate(phases):
+        if phase == "recompute":
+            axes.axvspan(at - 0.5, at + 0.5, ymax=0.015, color="#444444", linewidth=0)
     for edge in (turn - 0.5, len(phases) - 0.5):
         axes.axvline(edge, color="#444444", linewidth=0.8, linestyle=":")
     ticks = [(turn - 1) / 2, (turn + len(phases) - 1) / 2, len(phases)]
-    axes.set_xticks(ticks, ["forward", "backward", "optimizer\nstep"])
+    backward = "backward (recomputation marked)" if "recompute" in phases else "backward"
+    axes.set_xticks(ticks, ["forward", backward, "optimizer\nstep"])
     axes.tick_params(axis="x", length=0)
 
 

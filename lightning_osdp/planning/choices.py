@@ -1,7 +1,12 @@
-"""What is legal for an operator: the modes of the paper, and which of them each operator may take."""
+"""What is legal for an operator: the modes of the paper, which of them it may take, and how it may be split.
+
+The paper's appendix C: of k slices any number may be sharded. Of those menus only rows are kept that can be of use:
+slices are alike, so it only matters how many have which mode; and what is all replicated gains nothing by being split.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -42,6 +47,18 @@ class Choice(NamedTuple):
     """Whether world-wide collectives run in two stages, inside nodes and between them."""
 
 
+SLICES = (2, 4, 8, 16)
+"""Numbers of slices that are considered where none is wished for."""
+
+SMALLEST_SLICE_ELEMENTS = 1 << 16
+"""Smaller slices are not offered: their collectives are all latency. [256 KiB in fp32; on gloo, where a latency is
+worth about 100 KiB of transfer, and NCCL, where it is worth more, halving such a slice doubles what it costs]"""
+
+SHARES = 4
+"""Of more than this many slices, the sharded ones are counted in this many steps: finer ones differ by next to nothing
+and make menus long."""
+
+
 def legal_modes(operator: Operator) -> tuple[Mode, ...]:
     """Modes that ``operator`` may take, ``dp`` first.
 
@@ -64,3 +81,46 @@ def slice_sizes(size: int, k: int) -> tuple[int, ...]:
         raise ConfigurationError(f"a dimension of size {size} can't be cut into {k} slices")
     least, larger = divmod(size, k)
     return (least + 1,) * larger + (least,) * (k - larger)
+
+
+def granularities(operator: Operator, wished: Iterable[int] | None = None) -> tuple[int, ...]:
+    """Numbers of slices, above 1, that ``operator`` may be cut into.
+
+    Args:
+        operator: has to be splittable, and to run once in a step.
+        wished: numbers to choose from, however small the slices are; None for ``SLICES``.
+    """
+    weight = operator.weight
+    if weight is None or not operator.split_dims or operator.calls != 1:
+        return ()
+    size = weight.shape[operator.split_dims[0]]
+    if wished is not None:
+        return tuple(k for k in wished if 1 < k <= size)
+    return tuple(k for k in SLICES if k <= size and weight.num_elements >= k * SMALLEST_SLICE_ELEMENTS)
+
+
+def menu(operator: Operator, wished: Iterable[int] | None = None, measured: Iterable[int] = SLICES) -> list[Choice]:
+    """What may be decided for ``operator``, replicated first.
+
+    Args:
+        operator: whose menu.
+        wished: numbers of slices that it may have when it is sharded, 1 for whole; None for whatever pays.
+        measured: numbers of slices whose compute time is known; others are not offered.
+    """
+    modes = legal_modes(operator)
+    wanted = None if wished is None else tuple(wished)
+    counts = [k for k in granularities(operator, wanted) if k in set(measured)]
+    rows = [Choice()]
+    if wanted is None or 1 in wanted or not counts:
+        rows += [Choice((mode,)) for mode in modes[1:]]
+    if Mode.ZDP in modes:
+        rows += [Choice(slices, operator.split_dims[0]) for k in counts for slices in _mixtures(k)]
+    return rows
+
+
+def _mixtures(k: int) -> Iterator[tuple[Mode, ...]]:
+    """Modes of k slices: any number sharded in one of two ways, the others sharded in the second or replicated."""
+    for first, second in ((Mode.ZDP2, Mode.DP), (Mode.ZDP, Mode.DP), (Mode.ZDP, Mode.ZDP2)):
+        for number in sorted({max(1, k * share // SHARES) for share in range(1, SHARES + 1)}):
+            if number < k or second == Mode.DP:
+                yield (first,) * number + (second,) * (k - number)

@@ -48,6 +48,31 @@ class Levels(Frozen):
     """Of all ranks."""
 
 
+class ModeOverhead(Frozen):
+    """What the engine takes for one operator in one micro-batch beside compute and collectives."""
+
+    fixed_s: float = 0.0
+    s_per_byte: float = 0.0
+    """Of its parameters: copies into buckets, memory touched for the first time."""
+
+    def time_s(self, parameter_bytes: float) -> float:
+        """Seconds for an operator of that size."""
+        return self.fixed_s + self.s_per_byte * parameter_bytes
+
+
+class EngineOverhead(Frozen):
+    """The engine's own time by mode, as measured where it runs."""
+
+    dp: ModeOverhead = ModeOverhead()
+    """Of a parameter that rides in a bucket."""
+    zdp2: ModeOverhead = ModeOverhead()
+    zdp: ModeOverhead = ModeOverhead()
+
+
+NO_OVERHEAD = EngineOverhead()
+"""Where it was not measured."""
+
+
 class Cluster(Frozen):
     """Nodes, devices and links."""
 
@@ -68,6 +93,7 @@ class Cluster(Frozen):
     """Share of an operator's compute time that can hide its communication; 0 on CPU: nothing overlaps there."""
     reduce_copy: float = 1.0
     """Extra bytes that a reduce-scatter takes, as a share of the whole tensor's."""
+    engine: EngineOverhead = NO_OVERHEAD
 
     @property
     def ranks(self) -> int:
@@ -80,11 +106,23 @@ class Cluster(Frozen):
         return self.nodes > 1 and self.devices_per_node > 1
 
 
+class SplitTime(Frozen):
+    """Compute time of an operator that is split, in one micro-batch, in seconds by batch size."""
+
+    dim: int
+    """Dimension of the weight that the slices divide."""
+    slices: int
+    forward: Line
+    backward: Line
+
+
 class OperatorTime(Frozen):
     """Compute time of one operator in one micro-batch, in seconds by batch size."""
 
     forward: Line = Line()
     backward: Line = Line()
+    splits: tuple[SplitTime, ...] = ()
+    """The same for each way to split it that was measured: only these are offered to the search."""
 
     def at(self, batch_size: int) -> float:
         """Forward and backward together, in seconds."""
@@ -99,3 +137,6 @@ class ComputeTimes(Frozen):
     outside: OperatorTime
     optimizer_s_per_byte: float
     """Seconds of the optimizer's step per byte of parameter that a rank updates."""
+    blocks: tuple[Line, ...] = ()
+    """Aligned with ``ModelDescription.blocks``: forward seconds of the work in each that belongs to no operator. It is
+    part of ``outside``, too."""

@@ -1,22 +1,24 @@
-"""What a choice costs: (operator, mode, cluster, batch size) -> seconds and bytes.
+"""What a choice costs: (operator, choice, cluster, batch size) -> seconds and bytes.
 
 Paper, equation 2: ``t = k (N - 1)(alpha + beta P / N) + b gamma`` with k = 2 for DP and 3 for ZDP. Here each
-collective has its own fitted alpha and beta (``CollectiveFit``), so k is spelled out:
+collective has its own fitted alpha and beta (``CollectiveFit``), so k is spelled out, for each slice:
 
     dp     1 all-reduce of the gradients, once per optimizer step
     zdp2   1 all-gather and 1 reduce-scatter in every micro-batch
-    zdp    2 all-gathers and 1 reduce-scatter in every micro-batch
+    zdp    2 all-gathers and 1 reduce-scatter in every micro-batch; 3 all-gathers in a block that is recomputed
 
-Small parameters (``ParameterInfo.small``) ride in the buckets of replicated gradients in every mode.
+A slice has its own latencies. Small parameters (``ParameterInfo.small``) ride in the buckets of replicated gradients
+in every mode, and so does all but the weight of an operator that is split.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from lightning_osdp.planning.choices import Mode
+from lightning_osdp.planning.choices import Choice, Mode, slice_sizes
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes, OperatorTime
-from lightning_osdp.planning.operators import Operator, ParameterInfo
+from lightning_osdp.planning.operators import Line, Operator, ParameterInfo
 
 BUCKET_BYTES = 25 << 20
 """Replicated gradients are copied into buckets of up to this size (PyTorch DDP's default)."""
@@ -24,6 +26,24 @@ BUCKET_BYTES = 25 << 20
 ALONE_BYTES = {"cpu": 1 << 20, "cuda": BUCKET_BYTES}
 """A replicated gradient of at least this size is reduced where it is. On a CPU a copy costs more than a collective's
 latency from about 1 MiB on; on CUDA copies are nearly free and large messages are faster."""
+
+
+class Part(NamedTuple):
+    """A parameter, or a slice of one, with its mode and its bytes when whole."""
+
+    mode: Mode
+    parameter_bytes: int
+    gradient_bytes: int
+    """0 if it is frozen."""
+    optimizer_bytes: int
+    unit: int
+    """Parts of the same number are gathered together: all of an operator that is whole, each slice of one that is
+    split."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank holds only a piece of it."""
+        return self.mode != Mode.DP
 
 
 class TimeCost(NamedTuple):
@@ -40,75 +60,204 @@ class TimeCost(NamedTuple):
         return self.compute_s + self.communication_s
 
 
+class CommunicationCost(NamedTuple):
+    """Seconds of collectives, hidden or not."""
+
+    once_s: float
+    """In each optimizer step."""
+    each_s: float
+    """In each micro-batch."""
+
+
+class Footprint(NamedTuple):
+    """Bytes on one rank, by when they are there (``timeline`` adds them up)."""
+
+    states: float
+    """Parameters and optimizer states: always."""
+    gradients: float
+    """What is kept of gradients: replicated ones from the operator's backward on, parts from its end on."""
+    replicated_gradients: float
+    """The first of these; they stand beside accumulated ones while the operator runs backward."""
+    kept: float
+    """Whole parameters that stay from its forward to its backward (zdp2)."""
+    forward: float
+    """Whole parameters that are there while it runs forward, and again while it is recomputed (zdp)."""
+    backward: float
+    """Whole parameters that are there while it runs backward."""
+    transient: float
+    """Whole gradients and the copies that their reduction makes, while it runs backward."""
+    bucketed: float
+    """Gradients that are copied into buckets."""
+    updated: float
+    """Of trainable parameters: what a rank's optimizer works on."""
+    largest_update: float
+    """The largest of these by itself."""
+
+
 class MemoryCost(NamedTuple):
-    """Bytes on one rank, as the search sees them: a sum and a maximum (``timeline`` says when each really occurs)."""
+    """Bytes on one rank as one sum and one maximum: for people, and as a first guess."""
 
     resident_bytes: int
     transient_bytes: int
 
 
-def split_states(operator: Operator, mode: Mode) -> tuple[tuple[ParameterInfo, ...], tuple[ParameterInfo, ...]]:
-    """The operator's parameters as (sharded, replicated) under ``mode``."""
-    if mode == Mode.DP:
-        return (), operator.parameters
-    sharded = operator.sharded_parameters
-    return sharded, tuple(p for p in operator.parameters if p not in sharded)
+def parts_of(operator: Operator, choice: Choice) -> list[Part]:
+    """The operator's parameters and slices under ``choice``."""
+    if choice.split_dim is None:
+        sharded = operator.sharded_parameters if choice.slices[0] != Mode.DP else ()
+        return [_whole(p, choice.slices[0] if p in sharded else Mode.DP) for p in operator.parameters]
+    weight = operator.weight
+    assert weight is not None, "only operators with a weight are split"
+    others = [_whole(p, Mode.DP) for p in operator.parameters if p is not weight]
+    return [*others, *_slices(weight, choice)]
 
 
-def communication_s(operator: Operator, mode: Mode, cluster: Cluster, accumulation: int = 1) -> float:
-    """Seconds of all collectives that ``operator`` causes in one optimizer step, hidden or not."""
-    sharded, replicated = split_states(operator, mode)
+def _whole(parameter: ParameterInfo, mode: Mode) -> Part:
+    return Part(mode, parameter.parameter_bytes, parameter.gradient_bytes, parameter.optimizer_bytes, 0)
+
+
+def _slices(weight: ParameterInfo, choice: Choice) -> Iterator[Part]:
+    assert choice.split_dim is not None
+    length = weight.shape[choice.split_dim]
+    for unit, (mode, size) in enumerate(zip(choice.slices, slice_sizes(length, len(choice.slices)), strict=True)):
+        parameter, gradient, optimizer = (
+            whole * size // length for whole in (weight.parameter_bytes, weight.gradient_bytes, weight.optimizer_bytes)
+        )
+        yield Part(mode, parameter, gradient, optimizer, unit)
+
+
+def sharded_elements(operator: Operator, choice: Choice) -> float:
+    """Parameters whose states are sharded."""
+    whole = sum(p.parameter_bytes for p in operator.parameters)
+    sharded = sum(part.parameter_bytes for part in parts_of(operator, choice) if part.sharded)
+    return operator.num_parameters * sharded / whole if whole else 0.0
+
+
+def communication(
+    operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: bool = False
+) -> CommunicationCost:
+    """Seconds of all collectives that ``operator`` causes.
+
+    ``choice.group`` and ``choice.two_stage`` are not looked at: all collectives are world-wide, in one stage.
+    """
     link, ranks = cluster.link, cluster.ranks
-    alone_bytes = ALONE_BYTES.get(cluster.device.split(":")[0], BUCKET_BYTES)
-    seconds = 0.0
-    for parameter in replicated:
-        size = parameter.gradient_bytes
-        whole = link.all_reduce.time_s(size, ranks)
-        shared = whole - link.all_reduce.time_s(0, ranks) * (1 - size / BUCKET_BYTES)
-        seconds += whole if size >= alone_bytes else max(0.0, shared)
-    gathers = 2 if mode == Mode.ZDP else 1
-    for parameter in sharded:
-        once = gathers * link.all_gather.time_s(parameter.parameter_bytes, ranks)
-        if parameter.trainable:
-            once += link.reduce_scatter.time_s(parameter.gradient_bytes, ranks)
-        seconds += once * accumulation
-    return seconds
+    once = each = 0.0
+    for part in parts_of(operator, choice):
+        if not part.sharded:
+            once += _reduction_s(part.gradient_bytes, cluster)
+            continue
+        gathers = (3 if recomputed else 2) if part.mode == Mode.ZDP else 1
+        each += gathers * link.all_gather.time_s(part.parameter_bytes, ranks)
+        if part.gradient_bytes:
+            each += link.reduce_scatter.time_s(part.gradient_bytes, ranks)
+    return CommunicationCost(once, each)
 
 
-def updated_bytes(operator: Operator, mode: Mode, cluster: Cluster) -> float:
-    """Bytes of trainable parameters that one rank's optimizer updates."""
-    sharded, replicated = split_states(operator, mode)
-    return sum(p.gradient_bytes for p in replicated) + sum(p.gradient_bytes for p in sharded) / cluster.ranks
+def _reduction_s(gradient_bytes: int, cluster: Cluster) -> float:
+    """Of a replicated gradient: a small one shares the latency of its bucket."""
+    fit, ranks = cluster.link.all_reduce, cluster.ranks
+    whole = fit.time_s(gradient_bytes, ranks)
+    if gradient_bytes >= _alone_bytes(cluster):
+        return whole
+    return max(0.0, whole - fit.time_s(0, ranks) * (1 - gradient_bytes / BUCKET_BYTES))
+
+
+def _alone_bytes(cluster: Cluster) -> int:
+    return ALONE_BYTES.get(cluster.device.split(":")[0], BUCKET_BYTES)
+
+
+def footprint(operator: Operator, choice: Choice, cluster: Cluster) -> Footprint:
+    """Bytes that ``operator`` takes on one rank, by when they are there."""
+    parts, ranks = parts_of(operator, choice), cluster.ranks
+    replicated = [part for part in parts if not part.sharded]
+    sharded = [part for part in parts if part.sharded]
+    units = [[part for part in sharded if part.unit == unit] for unit in sorted({part.unit for part in sharded})]
+    gathered = [sum(part.parameter_bytes for part in unit) if unit[0].mode == Mode.ZDP else 0 for unit in units]
+    updates = [part.gradient_bytes for part in replicated] + [part.gradient_bytes / ranks for part in sharded]
+    return Footprint(
+        states=sum(part.parameter_bytes + part.optimizer_bytes for part in replicated)
+        + sum(-(-(part.parameter_bytes + part.optimizer_bytes) // ranks) for part in sharded),
+        gradients=sum(updates),
+        replicated_gradients=sum(part.gradient_bytes for part in replicated),
+        kept=sum(part.parameter_bytes for part in sharded if part.mode == Mode.ZDP2),
+        forward=max(gathered, default=0),
+        backward=max(gathered, default=0),
+        transient=max((_reduced(unit, sharded, cluster) for unit in units), default=0.0),
+        bucketed=sum(p.gradient_bytes for p in replicated if p.gradient_bytes < _alone_bytes(cluster) and ranks > 1),
+        updated=sum(updates),
+        largest_update=max(updates, default=0.0),
+    )
+
+
+def _reduced(unit: list[Part], sharded: list[Part], cluster: Cluster) -> float:
+    """While a unit's gradient is reduced: it, and beyond the freed whole parameter its part and the reduction's copy.
+
+    Of an operator that is split, the parts of its other slices' gradients are there as well.
+    """
+    gradient, everything = (sum(part.gradient_bytes for part in parts) for parts in (unit, sharded))
+    reduction = gradient / cluster.ranks + gradient * cluster.reduce_copy
+    whole = sum(part.parameter_bytes for part in unit)
+    return gradient + max(0.0, reduction - whole) + (everything - gradient) / cluster.ranks
+
+
+def memory_cost(footprint: Footprint) -> MemoryCost:
+    """What is there all the time or from forward to backward, and what comes on top while the operator itself runs."""
+    resident = footprint.states + footprint.gradients + footprint.kept
+    transient = max(footprint.forward, footprint.backward + footprint.transient)
+    return MemoryCost(round(resident), round(transient))
+
+
+def compute_lines(operator_time: OperatorTime, choice: Choice) -> tuple[Line, Line]:
+    """Forward and backward seconds over the batch size.
+
+    Raises:
+        KeyError: that way of splitting was not measured.
+    """
+    if choice.split_dim is None:
+        return operator_time.forward, operator_time.backward
+    for split in operator_time.splits:
+        if (split.dim, split.slices) == (choice.split_dim, len(choice.slices)):
+            return split.forward, split.backward
+    raise KeyError(f"{len(choice.slices)} slices along dimension {choice.split_dim} were not measured")
+
+
+def engine_cost(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: bool = False) -> CommunicationCost:
+    """Seconds that the engine itself takes for an operator (``Cluster.engine``): its hooks and copies.
+
+    Replicated gradients are packed once in an optimizer step, and only those that are not reduced where they are. A
+    unit that is recomputed runs forward twice, which is half as much again.
+    """
+    if cluster.ranks == 1:
+        return CommunicationCost(0.0, 0.0)
+    parts = parts_of(operator, choice)
+    once = each = 0.0
+    for part in parts:
+        if not part.sharded and part.gradient_bytes:
+            packed = part.gradient_bytes if part.gradient_bytes < _alone_bytes(cluster) else 0
+            once += cluster.engine.dp.time_s(packed)
+    for number in {part.unit for part in parts if part.sharded}:
+        unit = [part for part in parts if part.sharded and part.unit == number]
+        own = cluster.engine.zdp if unit[0].mode == Mode.ZDP else cluster.engine.zdp2
+        each += own.time_s(sum(part.parameter_bytes for part in unit)) * (1.5 if recomputed else 1)
+    return CommunicationCost(once, each)
 
 
 def time_cost(
     operator: Operator,
-    mode: Mode,
+    choice: Choice,
     cluster: Cluster,
     compute: ComputeTimes,
     operator_time: OperatorTime,
     batch_size: int,
     accumulation: int = 1,
+    *,
+    recomputed: bool = False,
 ) -> TimeCost:
     """Seconds that ``operator`` adds to one optimizer step of ``accumulation`` micro-batches."""
-    passes = accumulation * operator_time.at(batch_size)
-    exposed = max(0.0, communication_s(operator, mode, cluster, accumulation) - cluster.overlap * passes)
-    update = compute.optimizer_s_per_byte * updated_bytes(operator, mode, cluster)
-    return TimeCost(passes + update, exposed)
-
-
-def memory_cost(operator: Operator, mode: Mode, cluster: Cluster) -> MemoryCost:
-    """Bytes that ``operator`` takes: its states all the time, and what it needs only while it runs.
-
-    zdp2 keeps its parameters whole from forward to backward, so they count as resident. While a sharded operator's
-    gradient is reduced, the whole gradient and the reduction's copy are there, or before that the whole parameter.
-    """
-    sharded, replicated = split_states(operator, mode)
-    resident = sum(p.state_bytes for p in replicated)
-    resident += sum(-(-p.state_bytes // cluster.ranks) for p in sharded)
-    whole = sum(p.parameter_bytes for p in sharded)
-    gradient = sum(p.gradient_bytes for p in sharded)
-    transient = gradient + max(0 if mode == Mode.ZDP2 else whole, int(gradient * cluster.reduce_copy))
-    if mode == Mode.ZDP2:
-        resident += whole
-    return MemoryCost(resident, max(transient, whole if mode == Mode.ZDP else 0))
+    forward, backward = (line.at(batch_size) for line in compute_lines(operator_time, choice))
+    passes = accumulation * (forward * (2 if recomputed else 1) + backward)
+    once, each = communication(operator, choice, cluster, recomputed=recomputed)
+    exposed = max(0.0, once + accumulation * each - cluster.overlap * passes)
+    update = compute.optimizer_s_per_byte * footprint(operator, choice, cluster).updated
+    own = engine_cost(operator, choice, cluster, recomputed=recomputed)
+    return TimeCost(passes + update + own.once_s + accumulation * own.each_s, exposed)

@@ -1,22 +1,22 @@
-"""Why a plan is what it is, and how two plans differ, in words and as values. Reads nothing but plans.
+"""Why a plan is what it is, in words and as values. Reads nothing but plans.
 
-The plan holds what the search saw: the cost of each mode of each operator, and the price of memory at the limit (the
-dual of the linear relaxation: seconds that one more byte would save). An operator's mode pays if no other mode is
-faster by more than the memory that it takes in addition is worth.
+The plan holds what the search saw: what each operator might have been and what that costs, and the price of memory at
+the limit (the dual of the linear relaxation: seconds that one more byte would save). A choice pays if no other is
+faster by more than the memory that it takes in addition is worth. Bytes are those at the moment of the plan's peak.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from lightning_osdp.planning.choices import Mode
+from lightning_osdp.planning.choices import Choice, Mode
 from lightning_osdp.planning.operators import Frozen
 from lightning_osdp.planning.peak import explain_peak
-from lightning_osdp.planning.plan import ExecutionPlan, FrontierPoint, ModeCost, OperatorPlan, Prediction
-from lightning_osdp.planning.runs import Run, group_runs
+from lightning_osdp.planning.plan import BlockPlan, ChoiceCost, ExecutionPlan, FrontierPoint, OperatorPlan
+from lightning_osdp.planning.runs import Run, choice_words, group_runs
 from lightning_osdp.planning.schedule import THROUGHPUT_TOLERANCE
-from lightning_osdp.planning.units import format_bytes, format_count, format_seconds
+from lightning_osdp.planning.units import format_bytes, format_seconds
 
 MODE_WORDS = {
     Mode.DP: "replicated",
@@ -45,44 +45,15 @@ class Explanation(Frozen):
     """Where the peak is and what makes it up; empty if the plan does not say."""
     price: str
     """What memory is worth; empty if the plan does not say."""
+    blocks: tuple[str, ...]
+    """Of each kind of repeated block, how many are recomputed and why not more or fewer; empty if there are none."""
     operators: tuple[Reason, ...]
 
     def to_text(self) -> str:
         """All of it as paragraphs, the operators' as ``NAME: MODE. REASON``."""
-        lines = [line for line in (self.batch_size, self.memory, self.price) if line]
+        lines = [line for line in (self.batch_size, self.memory, self.price, *self.blocks) if line]
         lines += [f"{', '.join(reason.operators)}: {reason.mode}. {reason.text}".rstrip() for reason in self.operators]
         return "\n".join(lines)
-
-
-class Change(Frozen):
-    """One thing that differs, as text; empty where one side has none."""
-
-    what: str
-    before: str
-    after: str
-    relative: float | None = None
-    """(after - before) / before, where both are numbers and before is not 0."""
-
-
-class Difference(Frozen):
-    """What differs from one plan to another; all empty if they decide and predict the same."""
-
-    problem: tuple[Change, ...]
-    """What they were made for: model, hardware, limit."""
-    decision: tuple[Change, ...]
-    """Batch size, accumulation, and modes by runs of operators."""
-    prediction: tuple[Change, ...]
-
-    @property
-    def changes(self) -> tuple[Change, ...]:
-        """All of them."""
-        return self.problem + self.decision + self.prediction
-
-    def to_text(self) -> str:
-        """One line for each change: ``WHAT: BEFORE -> AFTER (+1.0%)``."""
-        if not self.changes:
-            return "no difference"
-        return "\n".join(_change_line(change) for change in self.changes)
 
 
 def explain(plan: ExecutionPlan) -> str:
@@ -100,26 +71,8 @@ def explanation(plan: ExecutionPlan) -> Explanation:
         batch_size=_batch_size_text(plan),
         memory=_memory_text(plan),
         price=_price_text(plan),
+        blocks=tuple(_block_texts(plan)),
         operators=tuple(_joined(reasons)),
-    )
-
-
-def diff(a: ExecutionPlan, b: ExecutionPlan) -> str:
-    """What differs from ``a`` to ``b``, one line each; ``no difference`` if they decide and predict the same."""
-    return difference(a, b).to_text()
-
-
-def difference(a: ExecutionPlan, b: ExecutionPlan) -> Difference:
-    """``diff`` as a value, for JSON."""
-    decision = [
-        _number("batch size", a.batch_size, b.batch_size),
-        _number("accumulated batches", a.accumulate_grad_batches, b.accumulate_grad_batches),
-        _number("global batch size", a.global_batch_size, b.global_batch_size),
-    ]
-    return Difference(
-        problem=_changed(_problem_changes(a, b)),
-        decision=_changed(decision) + _mode_changes(a.operators, b.operators),
-        prediction=_changed(_prediction_changes(a.predicted, b.predicted)),
     )
 
 
@@ -187,24 +140,62 @@ def _price_text(plan: ExecutionPlan) -> str:
     return f"price of memory: one more MiB would save about {format_seconds(price * (1 << 20))} a step."
 
 
+# -- recomputed blocks -------------------------------------------------------------------------------------------------
+
+
+def _block_texts(plan: ExecutionPlan) -> list[str]:
+    """One line for each kind of block."""
+    kinds: dict[tuple[str, str], list[BlockPlan]] = {}
+    for block in plan.blocks:
+        kinds.setdefault((block.kind, block.pinned), []).append(block)
+    return [f"{kind}: {_blocks_text(plan, blocks)}" for (kind, _), blocks in kinds.items()]
+
+
+def _blocks_text(plan: ExecutionPlan, blocks: Sequence[BlockPlan]) -> str:
+    again = [block for block in blocks if block.recomputed]
+    if blocks[0].pinned:
+        return f"none of {len(blocks)} recomputed: {blocks[0].pinned}."
+    start = f"{len(again) or 'none'} of {len(blocks)} recomputed"
+    if again:
+        bytes_, seconds = sum(block.saved_bytes for block in again), sum(block.time_s for block in again)
+        start += f" (up to {again[-1].name}), which frees {format_bytes(bytes_)} between forward and backward and "
+        start += f"costs {format_seconds(seconds)} a step"
+    if all(block.wished for block in blocks):
+        return f"{start}, as was asked for."
+    left = [block for block in blocks if not block.recomputed]
+    if not left:
+        return f"{start}."
+    one = left[0]
+    would = f"{'One more' if again else 'One'} would free {format_bytes(one.saved_bytes)} and cost "
+    would += f"{format_seconds(one.time_s)} a step"
+    price = plan.price_s_per_byte or 0.0
+    if not price:
+        return f"{start}. {would}, and memory is not scarce."
+    worth = f"those bytes are worth {format_seconds(price * one.saved_bytes)} at the price of memory"
+    return f"{start}. {would}; {worth}."
+
+
 # -- the operators -----------------------------------------------------------------------------------------------------
 
 
 class _Exchange(NamedTuple):
-    """What another mode would change for a run of operators; negative: less."""
+    """What another choice would change for a run of operators; negative: less."""
 
-    mode: Mode
+    choice: Choice
     time_s: float
     bytes: int
+
+    def loss_s(self, price: float) -> float:
+        """What it loses, memory counted at its price."""
+        return self.time_s + price * self.bytes
 
 
 def _reason(plan: ExecutionPlan, run: Run) -> Reason:
     first = run.operators[0]
-    kinds = list(dict.fromkeys(first.slices))
     text = _pinned_text(run) or _choice_text(plan, run)
     return Reason(
         operators=(run.pattern or "(the module itself)",),
-        mode=" + ".join(kinds) + (", recomputed" if first.checkpoint else ""),
+        mode=choice_words(first.choice, recomputed=first.checkpoint),
         count=len(run.operators),
         num_parameters=run.num_parameters,
         text=text,
@@ -227,24 +218,47 @@ def _choice_text(plan: ExecutionPlan, run: Run) -> str:
     if not others:
         return "The plan does not say why."
     price = plan.price_s_per_byte or 0.0
-    # The next best is the one that loses least, memory counted at its price.
-    best = min(others, key=lambda other: other.time_s + price * other.bytes)
+    best = min(others, key=lambda other: other.loss_s(price))
     number = len(run.operators)
     together = f", for {'both' if number == 2 else f'all {number}'} together," if number > 1 else ""
     room = plan.memory_limit_bytes - plan.predicted.peak_memory_bytes
     trade = _trade(best, price, room)
-    return f"{_role(run)}. Next best{together} is {best.mode} ({MODE_WORDS[best.mode]}): it would {trade}."
+    text = f"{_role(run)}. Next best{together} is {_described(best.choice)}: it would {trade}."
+    return text + _split_text(run, others, best, price, room)
+
+
+def _described(choice: Choice) -> str:
+    """``zdp (sharded, gathered twice a step)``, ``4 slices (zdp x 4)``."""
+    if choice.split_dim is None:
+        return f"{choice_words(choice)} ({MODE_WORDS[choice.slices[0]]})"
+    return f"{len(choice.slices)} slices ({choice_words(choice)})"
+
+
+def _split_text(run: Run, others: Sequence[_Exchange], told: _Exchange, price: float, room: int) -> str:
+    """Why the run is split or not, in so far as the next best choice does not say so; starts with a blank."""
+    first, split = run.operators[0], run.operators[0].split_dim is not None
+    opposite = [other for other in others if (other.choice.split_dim is not None) != split]
+    if not split and not opposite:
+        return f" Not split: {first.unsplittable}." if first.unsplittable else ""
+    if not opposite or (told.choice.split_dim is not None) != split:
+        return ""
+    best = min(opposite, key=lambda other: other.loss_s(price))
+    how = "Whole, as" if split else "In"
+    return f" {how} {_described(best.choice)}, it would {_trade(best, price, room)}."
 
 
 def _role(run: Run) -> str:
-    """``The fastest mode``, ``The smallest mode``, or neither."""
-    mode = run.operators[0].slices[0]
-    costs = {cost.mode: cost for cost in run.operators[0].alternatives}
-    if costs[mode].time_s <= min(cost.time_s for cost in costs.values()):
-        return "Its fastest mode"
-    if costs[mode].resident_bytes <= min(cost.resident_bytes for cost in costs.values()):
-        return "Its smallest mode"
-    return "Neither its fastest nor its smallest mode"
+    """``Its fastest choice``, ``Its smallest choice``, or neither."""
+    first = run.operators[0]
+    own, costs = _cost_of(first, first.choice), first.alternatives
+    assert own is not None, "only operators with exchanges have a role"
+    if own.time_s <= min(cost.time_s for cost in costs):
+        return "Its fastest choice"
+    if own.resident_bytes + own.transient_bytes <= min(cost.resident_bytes + cost.transient_bytes for cost in costs):
+        return "Its smallest choice"
+    if own.resident_bytes <= min(cost.resident_bytes for cost in costs):
+        return "Its smallest choice but for what it takes while it runs"
+    return "Neither its fastest nor its smallest choice"
 
 
 def _trade(other: _Exchange, price: float, room_bytes: int) -> str:
@@ -279,32 +293,38 @@ _CLOSE = 1e-3
 
 
 def _exchanges(plan: ExecutionPlan, run: Run) -> list[_Exchange]:
-    """What each other mode would change if all of the run took it; empty if the plan does not say."""
+    """What each other choice would change if all of the run took it; empty if the plan does not say."""
     first = run.operators[0]
-    if not all(operator.alternatives for operator in run.operators) or len(set(first.slices)) > 1:
+    if any(_cost_of(operator, operator.choice) is None for operator in run.operators):
         return []
     members = {operator.name for operator in run.operators}
     beside = max((cost.transient_bytes for cost in _chosen(plan.operators, members)), default=0)
 
-    def cost(mode: Mode) -> tuple[float, int]:
-        costs = [alternative for op in run.operators for alternative in op.alternatives if alternative.mode == mode]
-        largest = max(beside, *(one.transient_bytes for one in costs), 0)
-        return sum(one.time_s for one in costs), sum(one.resident_bytes for one in costs) + largest
+    def cost(choice: Choice) -> tuple[float, int] | None:
+        costs = [_cost_of(operator, choice) for operator in run.operators]
+        known = [one for one in costs if one is not None]
+        if len(known) < len(costs):
+            return None
+        largest = max(beside, *(one.transient_bytes for one in known))
+        return sum(one.time_s for one in known), sum(one.resident_bytes for one in known) + largest
 
-    time_s, size = cost(first.slices[0])
-    modes = [alternative.mode for alternative in first.alternatives if alternative.mode != first.slices[0]]
-    return [_Exchange(mode, cost(mode)[0] - time_s, cost(mode)[1] - size) for mode in modes]
-
-
-def _chosen(operators: Iterable[OperatorPlan], without: set[str]) -> list[ModeCost]:
-    """The costs of the modes that the other operators have."""
+    own = cost(first.choice)
+    others = {alternative.choice: cost(alternative.choice) for alternative in first.alternatives}
     return [
-        cost
-        for operator in operators
-        if operator.name not in without
-        for cost in operator.alternatives
-        if cost.mode == operator.slices[0]
+        _Exchange(choice, other[0] - own[0], other[1] - own[1])
+        for choice, other in others.items()
+        if other is not None and own is not None and choice != first.choice
     ]
+
+
+def _cost_of(operator: OperatorPlan, choice: Choice) -> ChoiceCost | None:
+    return next((cost for cost in operator.alternatives if cost.choice == choice), None)
+
+
+def _chosen(operators: Iterable[OperatorPlan], without: set[str]) -> list[ChoiceCost]:
+    """The costs of what the other operators are."""
+    found = [_cost_of(operator, operator.choice) for operator in operators if operator.name not in without]
+    return [cost for cost in found if cost is not None]
 
 
 def _joined(reasons: Sequence[tuple[Run, Reason]]) -> list[Reason]:
@@ -323,78 +343,3 @@ def _joined(reasons: Sequence[tuple[Run, Reason]]) -> list[Reason]:
         )
         for group in groups.values()
     ]
-
-
-# -- differences -------------------------------------------------------------------------------------------------------
-
-
-def _problem_changes(a: ExecutionPlan, b: ExecutionPlan) -> list[Change]:
-    changes = [
-        Change(what="model", before=a.model.fingerprint[:12], after=b.model.fingerprint[:12]),
-        _number("parameters", a.model.num_parameters, b.model.num_parameters, format_count),
-        _number("nodes", a.cluster.nodes, b.cluster.nodes),
-        _number("devices per node", a.cluster.devices_per_node, b.cluster.devices_per_node),
-        Change(what="device", before=a.cluster.device, after=b.cluster.device),
-        Change(what="backend", before=a.cluster.backend, after=b.cluster.backend),
-        _number("memory limit", a.memory_limit_bytes, b.memory_limit_bytes, format_bytes),
-    ]
-    for name in type(a.cluster.link).model_fields:
-        before, after = getattr(a.cluster.link, name), getattr(b.cluster.link, name)
-        what = name.replace("_", "-")
-        changes.append(_number(f"{what} latency", before.latency_s, after.latency_s, format_seconds))
-        changes.append(_number(f"{what} time per MiB", before.s_per_byte, after.s_per_byte, _per_mib))
-    return changes
-
-
-def _per_mib(s_per_byte: float) -> str:
-    return format_seconds(s_per_byte * (1 << 20))
-
-
-def _prediction_changes(a: Prediction, b: Prediction) -> list[Change]:
-    rows: list[tuple[str, str, Callable[[float], str]]] = [
-        ("step time", "step_time_s", format_seconds),
-        ("compute", "compute_time_s", format_seconds),
-        ("communication", "communication_time_s", format_seconds),
-        ("throughput", "samples_per_s", lambda value: f"{value:,.1f} samples/s"),
-        ("peak memory", "peak_memory_bytes", format_bytes),
-        ("memory before the model", "overhead_bytes", format_bytes),
-    ]
-    return [_number(what, getattr(a, field), getattr(b, field), write) for what, field, write in rows]
-
-
-def _mode_changes(a: Sequence[OperatorPlan], b: Sequence[OperatorPlan]) -> tuple[Change, ...]:
-    """Operators whose mode differs or that only one plan has, joined where both sides of neighbours agree."""
-    before, after = ({operator.name: _mode_words(operator) for operator in side} for side in (a, b))
-    everyone = {operator.name: operator for operator in (*a, *b)}
-    by_change: dict[tuple[str, str], list[OperatorPlan]] = {}
-    for name, operator in everyone.items():
-        change = (before.get(name, ""), after.get(name, ""))
-        if change[0] != change[1]:
-            plain = OperatorPlan(name=name, slices=(Mode.DP,), num_parameters=operator.num_parameters)
-            by_change.setdefault(change, []).append(plain)
-    return tuple(
-        Change(what=run.pattern or "(the module itself)", before=old, after=new)
-        for (old, new), operators in by_change.items()
-        for run in group_runs(operators)
-    )
-
-
-def _mode_words(operator: OperatorPlan) -> str:
-    return " + ".join(operator.slices) + (", recomputed" if operator.checkpoint else "")
-
-
-def _number(what: str, before: float, after: float, write: Callable[..., str] = str) -> Change:
-    relative = (after - before) / before if before and before != after else None
-    old, new = write(before), write(after)
-    if old == new and before != after:  # a difference that rounding hides
-        old, new = str(before), str(after)
-    return Change(what=what, before=old, after=new, relative=relative)
-
-
-def _changed(changes: Iterable[Change]) -> tuple[Change, ...]:
-    return tuple(change for change in changes if change.before != change.after)
-
-
-def _change_line(change: Change) -> str:
-    relative = f" ({change.relative:+.1%})" if change.relative is not None else ""
-    return f"{change.what}: {change.before or 'not there'} -> {change.after or 'not there'}{relative}"

@@ -16,6 +16,9 @@ WHOLE_MODEL = ""
 OUTSIDE = -1
 """``Moment.operator`` of work that belongs to no operator (attention, activations, the loss)."""
 
+SPLIT_PARAMETER = "weight"
+"""Name, within its operator, of the one parameter that slices divide."""
+
 Phase = Literal["forward", "backward"]
 
 
@@ -92,6 +95,16 @@ class Operator(Frozen):
     """Why it must stay replicated, in words for the user; empty if it may be sharded."""
     flops_per_sample: float = 0.0
     """Of forward and backward together."""
+    split_dims: tuple[int, ...] = ()
+    """Dimensions of its weight that slices may divide, the best first; empty if it can't be split."""
+    unsplittable: str = ""
+    """Why it can't be split, in words for the user; empty if it can, or if nobody looked."""
+
+    @property
+    def weight(self) -> ParameterInfo | None:
+        """What slices divide; None if it has no such parameter, or that is too small to be sharded."""
+        found = (p for p in self.sharded_parameters if p.name.rpartition(".")[2] == SPLIT_PARAMETER)
+        return next(found, None)
 
     @property
     def sharded_parameters(self) -> tuple[ParameterInfo, ...]:
@@ -112,7 +125,7 @@ class Operator(Frozen):
     def signature(self) -> tuple[object, ...]:
         """Equal for operators that cost the same: same class, same parameters but for their names."""
         shapes = tuple((p.shape, p.element_bytes, p.trainable, p.optimizer_bytes) for p in self.parameters)
-        return (self.kind, shapes, self.calls, bool(self.pinned), self.flops_per_sample)
+        return (self.kind, shapes, self.calls, bool(self.pinned), self.flops_per_sample, self.split_dims)
 
 
 class Moment(Frozen):
@@ -124,6 +137,31 @@ class Moment(Frozen):
     live: Line
     """Largest sum of live bytes during the moment, over tensors that are neither parameters, parameter gradients,
     optimizer states nor buffers: activations kept for backward, temporaries, the batch itself."""
+
+
+class Block(Frozen):
+    """One of several alike modules that run one after the other: its activations may be computed again in backward."""
+
+    name: str
+    """Dotted path of the module."""
+    kind: str
+    """What it has in common with its like, for the user: ``Block in model.blocks``."""
+    operators: tuple[int, ...]
+    """Those that run in it, as indices into ``ModelDescription.operators``."""
+    forward: tuple[int, int]
+    """First and last moment of its forward."""
+    backward: tuple[int, int]
+    """First and last moment of its backward."""
+    saved: Line
+    """Bytes that its forward leaves for its backward, beyond its output: what recomputing frees in between."""
+    before_forward: Line = Line()
+    """Live bytes when its forward begins."""
+    before_backward: Line = Line()
+    """Live bytes when its backward begins."""
+    outside_flops_per_sample: float = 0.0
+    """Of its forward, for work that belongs to no operator."""
+    pinned: str = ""
+    """Why it can't be recomputed, in words for the user; empty if it can."""
 
 
 class OptimizerStep(Frozen):
@@ -148,6 +186,8 @@ class ModelDescription(Frozen):
     """Samples in the batch that was traced: what the user's own loader gives."""
     outside_flops_per_sample: float = 0.0
     """Of forward and backward together, for work that belongs to no operator: attention's products above all."""
+    blocks: tuple[Block, ...] = ()
+    """Repeated blocks, in the order in which they run; none lies in another."""
 
     @property
     def num_parameters(self) -> int:

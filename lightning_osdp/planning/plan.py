@@ -25,15 +25,40 @@ class ModelIdentity(Frozen):
     """Of forward and backward together, each once; 0 if the plan does not say."""
 
 
-class ModeCost(Frozen):
-    """What an operator costs in one mode, as the search saw it: per rank and optimizer step."""
+class ChoiceCost(Frozen):
+    """What an operator costs under one choice, as the search saw it: per rank and optimizer step."""
 
-    mode: Mode
+    slices: tuple[Mode, ...] = Field(min_length=1)
+    split_dim: int | None = None
+    sharding_group: Group = Group.WORLD
+    two_stage: bool = False
     time_s: float
     resident_bytes: int
-    """Held all the time."""
+    """Held at the moment of the plan's peak, the operator's own run apart."""
     transient_bytes: int
-    """Held while the operator runs; of all operators only the largest counts."""
+    """Held only while the operator runs; of all operators only the largest counts."""
+
+    @property
+    def choice(self) -> Choice:
+        """The same without costs."""
+        return Choice(self.slices, self.split_dim, self.sharding_group, self.two_stage)
+
+
+class BlockPlan(Frozen):
+    """What was decided for one repeated block, and what recomputing it brings and costs."""
+
+    name: str
+    kind: str
+    """What it has in common with its like: ``Block in model.blocks``."""
+    recomputed: bool
+    pinned: str = ""
+    """Why it can't be recomputed; empty if it can."""
+    wished: bool = False
+    """Whether the user decided it."""
+    saved_bytes: int = 0
+    """What recomputing it frees between its forward and its backward, at this batch size."""
+    time_s: float = 0.0
+    """What recomputing it adds to an optimizer step, further gathers included, with its operators as they are."""
 
 
 class OperatorPlan(Frozen):
@@ -53,8 +78,10 @@ class OperatorPlan(Frozen):
     num_parameters: int = Field(ge=0)
     pinned: str = ""
     """Why it must stay replicated; empty if it need not, or if the plan does not say."""
-    alternatives: tuple[ModeCost, ...] = ()
-    """What each mode that it may take costs, the chosen one among them; empty if the plan does not say."""
+    unsplittable: str = ""
+    """Why it can't be split; empty if it can, or if the plan does not say."""
+    alternatives: tuple[ChoiceCost, ...] = ()
+    """What it might have been and what that costs, the choice itself among them; empty if the plan does not say."""
 
     @model_validator(mode="after")
     def _split_along_something(self) -> OperatorPlan:
@@ -130,6 +157,8 @@ class ExecutionPlan(Frozen):
     operators: tuple[OperatorPlan, ...]
     recomputed: tuple[str, ...] = ()
     """Names of the modules (blocks) whose activations are not kept but computed again in the backward pass."""
+    blocks: tuple[BlockPlan, ...] = ()
+    """All repeated blocks of the model, recomputed or not; empty if the plan does not say."""
     predicted: Prediction
     frontier: tuple[FrontierPoint, ...] = ()
     price_s_per_byte: float | None = None

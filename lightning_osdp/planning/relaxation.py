@@ -40,6 +40,7 @@ class Table:
     """All menus.
 
     Attributes:
+        menus: of each group.
         members: the operators of each group.
         count: how many these are, (groups,).
         time_s: relative to the row's least; infinite where there is no option.
@@ -50,6 +51,7 @@ class Table:
         least_bytes: the same of the resident bytes.
     """
 
+    menus: tuple[tuple[Option, ...], ...]
     members: tuple[tuple[int, ...], ...]
     count: Ints
     time_s: Floats
@@ -115,21 +117,27 @@ class Table:
 
     def breakpoints(self, cap: int) -> Ints:
         """Peaks at which the linear relaxation changes the operator it spends on, if ``cap`` is used; ascending."""
-        walk = _hulls(self.time_s, self.weight, self.valid & (self.transient <= cap))
+        walk = hulls(self.time_s, self.weight, self.valid & (self.transient <= cap))
         spent = np.cumsum(walk.weight[walk.order] * self.count[walk.row[walk.order]])
         start = int(np.sum(self.weight[np.arange(len(self.count)), walk.start] * self.count))
         return np.asarray(spent + (start + self.least_bytes + cap), dtype=np.int64)
 
 
-def table_of(menus: Sequence[Sequence[Option]]) -> Table:
+def table_of(menus: Sequence[Sequence[Option]], counts: Sequence[int] | None = None) -> Table:
     """The menus as arrays.
+
+    Args:
+        menus: of the operators.
+        counts: how many operators have each menu, one after the other; None for one each.
 
     Raises:
         ValueError: a menu is empty, or a time or a number of bytes is negative, not finite or too large.
     """
     groups: dict[tuple[Option, ...], list[int]] = {}
-    for index, menu in enumerate(menus):
-        groups.setdefault(tuple(menu), []).append(index)
+    first = 0
+    for menu, number in zip(menus, counts or [1] * len(menus), strict=True):
+        groups.setdefault(tuple(menu), []).extend(range(first, first + number))
+        first += number
     for menu, members in groups.items():
         if not menu:
             raise ValueError(f"the menu of operator {members[0]} is empty")
@@ -145,6 +153,7 @@ def table_of(menus: Sequence[Sequence[Option]]) -> Table:
     least_time, least_weight = rows["time_s"].min(axis=1), rows["weight"].min(axis=1)
     present = np.take_along_axis(valid, order, axis=1)
     return Table(
+        menus=tuple(groups),
         members=tuple(map(tuple, groups.values())),
         count=count,
         time_s=rows["time_s"] - least_time[:, None],
@@ -182,7 +191,7 @@ def _spread_out(values: NDArray[Any], valid: NDArray[np.bool_], fill: float) -> 
     return rows
 
 
-class _Hulls(NamedTuple):
+class Hulls(NamedTuple):
     """The lower convex hulls of all rows: where each starts, and its edges.
 
     Attributes:
@@ -202,7 +211,7 @@ class _Hulls(NamedTuple):
     order: Ints
 
 
-def _hulls(cost: NDArray[Any], weight: Ints, valid: NDArray[np.bool_]) -> _Hulls:
+def hulls(cost: NDArray[Any], weight: Ints, valid: NDArray[np.bool_]) -> Hulls:
     """Walks all rows at once, one edge of each at a time: the next is the steepest, of equals the longest."""
     worst = np.inf if cost.dtype.kind == "f" else np.iinfo(np.int64).max
     lightest = valid & (weight == np.where(valid, weight, NONE_BYTES).min(axis=1, keepdims=True))
@@ -224,7 +233,7 @@ def _hulls(cost: NDArray[Any], weight: Ints, valid: NDArray[np.bool_]) -> _Hulls
         edges.append(tuple(v[going] for v in (rows, at, target, more[here, target], saved[here, target], last)))
         rows, at, last = rows[going], target[going], last[going]
     row, origin, target, heavier, saved, slope = (np.concatenate(column) for column in zip(*edges, strict=True))
-    return _Hulls(start, row, origin, target, heavier, saved, slope, np.argsort(-slope, kind="stable"))
+    return Hulls(start, row, origin, target, heavier, saved, slope, np.argsort(-slope, kind="stable"))
 
 
 @dataclass(frozen=True)
@@ -279,7 +288,7 @@ def relax(table: Table, cost: NDArray[Any], admitted: NDArray[np.bool_], room: i
     """
     if not admitted.any(axis=1).all():
         return None
-    walk = _hulls(cost, table.weight, admitted)
+    walk = hulls(cost, table.weight, admitted)
     groups = np.arange(len(table.count))
     left = room - int(table.weight[groups, walk.start] @ table.count)
     if left < 0:
@@ -312,7 +321,7 @@ def relax(table: Table, cost: NDArray[Any], admitted: NDArray[np.bool_], room: i
 
 def hull_steps(table: Table, cost: NDArray[Any], admitted: NDArray[np.bool_]) -> Ints:
     """How many edges of its row's hull lead to an option or to less weight, (groups, options)."""
-    walk = _hulls(cost, table.weight, admitted)
+    walk = hulls(cost, table.weight, admitted)
     steps = np.zeros(cost.shape, dtype=np.int64)
     np.add.at(steps, walk.row, table.weight[walk.row] >= table.weight[walk.row, walk.target][:, None])
     return np.where(table.valid, steps, 0)

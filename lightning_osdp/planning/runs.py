@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from lightning_osdp.planning.choices import Choice
 from lightning_osdp.planning.plan import OperatorPlan
 
 
@@ -20,6 +22,13 @@ class Run:
     def num_parameters(self) -> int:
         """Of all of them together."""
         return sum(op.num_parameters for op in self.operators)
+
+
+def choice_words(choice: Choice, *, recomputed: bool = False) -> str:
+    """``zdp``, ``zdp x 4`` in four slices, ``zdp x 3 + dp x 1``; and whether its activations are recomputed."""
+    counts = Counter(choice.slices)
+    words = [f"{mode.value} x {count}" if len(choice.slices) > 1 else mode.value for mode, count in counts.items()]
+    return " + ".join(words) + (", recomputed" if recomputed else "")
 
 
 def group_runs(operators: Iterable[OperatorPlan]) -> list[Run]:
@@ -50,7 +59,7 @@ def _keys(operator: OperatorPlan) -> list[tuple[object, ...]]:
         (
             tuple(parts[:position]),
             tuple(parts[position + 1 :]),
-            operator.slices,
+            operator.choice,
             operator.checkpoint,
             operator.pinned,
             int(part),

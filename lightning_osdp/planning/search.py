@@ -94,7 +94,13 @@ class FrontierPoint(NamedTuple):
     peak_bytes: int
 
 
-def solve(menus: Sequence[Sequence[Option]], budget_bytes: int, *, time_limit_s: float | None = None) -> Solution:
+def solve(
+    menus: Sequence[Sequence[Option]],
+    budget_bytes: int,
+    *,
+    counts: Sequence[int] | None = None,
+    time_limit_s: float | None = None,
+) -> Solution:
     """The options of least total time whose peak is within the budget.
 
     The same arguments give the same choices (with a time limit: if it is not reached). Of solutions that take the
@@ -104,6 +110,8 @@ def solve(menus: Sequence[Sequence[Option]], budget_bytes: int, *, time_limit_s:
     Args:
         menus: the options of each operator.
         budget_bytes: for resident and transient bytes together.
+        counts: how many operators have each menu, each number at least 1; None for one each. The operators of one
+            menu come one after the other in ``Solution.choices``.
         time_limit_s: seconds after which the best solution so far is returned, with its bound; None for no limit.
 
     Raises:
@@ -115,7 +123,7 @@ def solve(menus: Sequence[Sequence[Option]], budget_bytes: int, *, time_limit_s:
         if budget_bytes < 0:
             raise InfeasibleError("the budget is negative", needed_bytes=0, budget_bytes=budget_bytes)
         return Solution((), 0.0, 0, 0.0, True)
-    return _solve(table_of(menus), menus, budget_bytes, deadline)
+    return _solve(table_of(menus, counts), budget_bytes, deadline)
 
 
 def frontier(menus: Sequence[Sequence[Option]], *, points: int = 32) -> tuple[FrontierPoint, ...]:
@@ -142,7 +150,7 @@ def frontier(menus: Sequence[Sequence[Option]], *, points: int = 32) -> tuple[Fr
     thinned = inner[np.unique(np.linspace(0, len(inner) - 1, points - 2).astype(int))] if len(inner) else inner
     found: list[FrontierPoint] = []
     for budget in sorted({least, *thinned.tolist(), most}):
-        solution = _solve(table, menus, budget, math.inf)
+        solution = _solve(table, budget, math.inf)
         if not found or solution.time_s < found[-1].time_s:
             found.append(FrontierPoint(budget, solution.time_s, solution.peak_bytes))
     return tuple(found)
@@ -152,25 +160,25 @@ class _OutOfTimeError(Exception):
     """The time limit has passed."""
 
 
-def _solve(table: Table, menus: Sequence[Sequence[Option]], budget_bytes: int, deadline: float) -> Solution:
+def _solve(table: Table, budget_bytes: int, deadline: float) -> Solution:
     caps = table.caps[table.caps >= table.least_cap]
     needs = table.needs(caps)
     if int(needs.min()) > budget_bytes:
-        raise _infeasible(table, menus, int(needs.min()), budget_bytes)
+        raise _infeasible(table, int(needs.min()), budget_bytes)
     fastest = _fastest(table, budget_bytes)
     if fastest is not None:
-        return _finish(table, menus, fastest)
+        return _finish(table, fastest)
     caps = caps[needs <= budget_bytes]
     first = _first(table, caps, budget_bytes)
     if first.cost <= TOLERANCE * table.least_s:
-        return _finish(table, menus, first)
+        return _finish(table, first)
     search = _Search(table, caps, budget_bytes, first, deadline)
     finished = search.run()
-    return _finish(table, menus, search.best, search.bound_s, optimal=finished)
+    return _finish(table, search.best, search.bound_s, optimal=finished)
 
 
-def _infeasible(table: Table, menus: Sequence[Sequence[Option]], needed: int, budget: int) -> InfeasibleError:
-    smallest = [min(option.resident_bytes + option.transient_bytes for option in menus[m[0]]) for m in table.members]
+def _infeasible(table: Table, needed: int, budget: int) -> InfeasibleError:
+    smallest = [min(option.resident_bytes + option.transient_bytes for option in menu) for menu in table.menus]
     largest = table.members[int(np.argmax(smallest))][0]
     return InfeasibleError(
         f"nothing fits into {budget:,} bytes: at least {needed:,} are needed. The operator that needs the most is "
@@ -337,26 +345,29 @@ class _Search:
             node.deviations += node.deviations // 2
 
 
-def _finish(
-    table: Table, menus: Sequence[Sequence[Option]], found: Found, bound_s: float = math.inf, *, optimal: bool = True
-) -> Solution:
+def _finish(table: Table, found: Found, bound_s: float = math.inf, *, optimal: bool = True) -> Solution:
     """The choices of each operator."""
     taken = [{option: len(members)} for option, members in zip(found.reference.tolist(), table.members, strict=True)]
     for (row, option), count in found.deviations.items():
         taken[row][option] = taken[row].get(option, 0) + count
         taken[row][int(found.reference[row])] -= count
-    choices = [0] * len(menus)
-    for row, members in enumerate(table.members):
-        counts = sorted((int(table.option[row, at]), count) for at, count in taken[row].items())
+    choices = [0] * int(table.count.sum())
+    times: list[float] = []
+    resident = transient = 0
+    for row, (members, menu) in enumerate(zip(table.members, table.menus, strict=True)):
+        counts = sorted((int(table.option[row, at]), count) for at, count in taken[row].items() if count)
         options = [option for option, count in counts for _ in range(count)]
         for member, option in zip(members, options, strict=True):
             choices[member] = option
-    chosen = [menu[choice] for menu, choice in zip(menus, choices, strict=True)]
-    time_s = math.fsum(option.time_s for option in chosen)
+        for option, count in counts:
+            times += [menu[option].time_s] * count
+            resident += int(menu[option].resident_bytes) * count
+            transient = max(transient, int(menu[option].transient_bytes))
+    time_s = math.fsum(times)
     return Solution(
         choices=tuple(choices),
         time_s=time_s,
-        peak_bytes=sum(int(o.resident_bytes) for o in chosen) + max(int(o.transient_bytes) for o in chosen),
+        peak_bytes=resident + transient,
         bound_s=min(bound_s, time_s),
         optimal=optimal,
         price_s_per_byte=found.price_s_per_byte,

@@ -12,23 +12,18 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.choices import Mode, legal_modes
-from lightning_osdp.planning.cost import split_states, time_cost
+from lightning_osdp.planning.candidates import Candidate, Desk
+from lightning_osdp.planning.choices import Choice, Mode, legal_modes
+from lightning_osdp.planning.cost import sharded_elements
 from lightning_osdp.planning.hardware import USABLE_MEMORY, Hardware, cluster_of
 from lightning_osdp.planning.operators import Frozen, ModelDescription
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.roofline import compute_times
-from lightning_osdp.planning.schedule import (
-    BatchRule,
-    Candidate,
-    Problem,
-    best_candidate,
-    candidate_from,
-    choose,
-    least_bytes,
-    make_plan,
-)
-from lightning_osdp.planning.timeline import Timeline
+from lightning_osdp.planning.schedule import BatchRule, Problem, choose, make_plan
+from lightning_osdp.planning.wishes import Wishes
+
+PLAIN = Wishes(slice_granularity=1, activation_checkpointing=False)
+"""The baselines neither split nor recompute."""
 
 
 class Simulated(Frozen):
@@ -142,11 +137,11 @@ def best_uniform(problem: Problem, rule: BatchRule, mode: Mode) -> Candidate:
         InfeasibleError: not even the smallest batch fits.
         ConfigurationError: the batch sizes of ``rule`` contradict each other.
     """
-    modes = tuple(_nearest(legal_modes(operator), mode) for operator in problem.model.operators)
-    timeline = Timeline(problem.model, problem.cluster, problem.overhead_bytes)
+    desk = Desk(replace(problem, wishes=PLAIN))
+    choices = tuple(Choice((_nearest(legal_modes(operator), mode),)) for operator in problem.model.operators)
     found: list[Candidate] = []
     for batch_size, accumulation in rule.pairs(problem.cluster.ranks):
-        candidate = candidate_of(problem, timeline, modes, batch_size, accumulation)
+        candidate = desk.candidate(choices, batch_size, accumulation)
         if candidate.peak.total_bytes > problem.memory_limit_bytes:
             if not found:
                 raise _does_not_fit(problem, candidate, mode)
@@ -155,30 +150,19 @@ def best_uniform(problem: Problem, rule: BatchRule, mode: Mode) -> Candidate:
     return choose(found)
 
 
-def candidate_of(
-    problem: Problem, timeline: Timeline, modes: tuple[Mode, ...], batch_size: int, accumulation: int = 1
-) -> Candidate:
-    """What given modes cost, whether they fit or not."""
-    costs = [
-        time_cost(operator, mode, problem.cluster, problem.compute, times, batch_size, accumulation)
-        for operator, mode, times in zip(problem.model.operators, modes, problem.compute.operators, strict=True)
-    ]
-    return candidate_from(problem, timeline, modes, costs, batch_size, accumulation)
-
-
 def tradeoff(problem: Problem, batch_size: int, accumulation: int = 1, points: int = 16) -> tuple[Candidate, ...]:
     """The fastest plan at one batch size under each of a series of memory limits, by rising peak.
 
     The limits run from the smallest that can be met to what plain data parallelism needs; ``problem``'s own is not
     used. A plan that is no faster than one of a smaller peak is left out, so step times fall strictly.
     """
-    timeline = Timeline(problem.model, problem.cluster, problem.overhead_bytes)
-    least = least_bytes(problem, batch_size, accumulation)
-    whole = tuple(Mode.DP for _ in problem.model.operators)
-    most = max(least, candidate_of(problem, timeline, whole, batch_size, accumulation).peak.total_bytes)
+    least = Desk(problem).least(batch_size, accumulation).peak.total_bytes
+    whole = tuple(Choice() for _ in problem.model.operators)
+    plain = Desk(replace(problem, wishes=PLAIN)).candidate(whole, batch_size, accumulation)
+    most = max(least, plain.peak.total_bytes)
     found: list[Candidate] = []
     for limit in np.unique(np.linspace(least, most, points).astype(np.int64)).tolist():
-        candidate = best_candidate(replace(problem, memory_limit_bytes=limit), timeline, batch_size, accumulation)
+        candidate = Desk(replace(problem, memory_limit_bytes=limit)).best(batch_size, accumulation)
         if not found or candidate.step_time_s < found[-1].step_time_s:
             found.append(candidate)
     return tuple(found)
@@ -209,7 +193,7 @@ def _baseline(problem: Problem, rule: BatchRule, mode: Mode) -> Simulated | None
         samples_per_s=candidate.samples_per_s,
         step_time_s=candidate.step_time_s,
         peak_memory_bytes=candidate.peak.total_bytes,
-        sharded_share=_sharded_share(problem.model, candidate.modes),
+        sharded_share=_sharded_share(problem.model, candidate.choices),
     )
 
 
@@ -220,14 +204,10 @@ def _of_plan(model: ModelDescription, plan: ExecutionPlan) -> Simulated:
         samples_per_s=plan.predicted.samples_per_s,
         step_time_s=plan.predicted.step_time_s,
         peak_memory_bytes=plan.predicted.peak_memory_bytes,
-        sharded_share=_sharded_share(model, [operator.slices[0] for operator in plan.operators]),
+        sharded_share=_sharded_share(model, [operator.choice for operator in plan.operators]),
     )
 
 
-def _sharded_share(model: ModelDescription, modes: Sequence[Mode]) -> float:
-    sharded = sum(
-        parameter.num_elements
-        for operator, mode in zip(model.operators, modes, strict=True)
-        for parameter in split_states(operator, mode)[0]
-    )
+def _sharded_share(model: ModelDescription, choices: Sequence[Choice]) -> float:
+    sharded = sum(sharded_elements(operator, choice) for operator, choice in zip(model.operators, choices, strict=True))
     return sharded / max(1, model.num_parameters)

@@ -3,34 +3,45 @@
 At each moment of the step the sum of
 
     states       parameters and optimizer states, whole (dp) or a part (zdp, zdp2), and buffers
-    gradients    those that exist already: whole for dp, parts for sharded operators
-    gathered     whole parameters of sharded operators that are there: of zdp while the operator runs, of zdp2 from
-                 its forward to its backward
-    transient    the whole gradient of the sharded operator that runs backward, the copy that its reduction makes,
-                 the buckets of replicated gradients, the optimizer's temporaries
+    gradients    those that exist already: whole for dp, parts for sharded slices
+    gathered     whole parameters of sharded slices that are there: of zdp the largest while the operator runs, of
+                 zdp2 all from its forward to its backward
+    transient    the whole gradient of the sharded slice that runs backward, the copy that its reduction makes, the
+                 buckets of replicated gradients, the optimizer's temporaries
     activations  what was traced: tensors kept for backward and temporaries, at this batch size
     overhead     the process before the model
 
 Gradients are freed after each optimizer step, so they are absent from the forward unless micro-batches accumulate.
 Transients occur at one moment each: the peak is a maximum over moments, not their sum.
+
+A block that is recomputed keeps nothing from its forward to its backward but its input. Before its backward begins its
+forward runs once more, with its own moments: operators are gathered again, and what its backward needs grows anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_osdp.planning.choices import Mode
+from lightning_osdp.planning.choices import Choice
 from lightning_osdp.planning.cluster import Cluster
-from lightning_osdp.planning.cost import ALONE_BYTES, BUCKET_BYTES, split_states
-from lightning_osdp.planning.operators import OUTSIDE, ModelDescription
+from lightning_osdp.planning.cost import Footprint, footprint
+from lightning_osdp.planning.operators import OUTSIDE, Line, ModelDescription
 from lightning_osdp.planning.peak import explain_peak
 
-Bytes = NDArray[np.float64]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+COLUMN = {name: index for index, name in enumerate(Footprint._fields)}
+"""Of a footprint in an array."""
+
+NORMAL = -1
+"""``_Moments.block`` of a moment that is not part of a block's second forward."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,8 @@ class Peak:
     transient: float
     activations: float
     overhead: float
+    moment: int = 0
+    """Its index into the moments of the timeline."""
 
     @property
     def total_bytes(self) -> int:
@@ -53,12 +66,66 @@ class Peak:
         return round(sum(parts))
 
 
-@dataclass(frozen=True)
-class _Span:
-    """When an operator runs, as indices of moments; backward is empty for one that gets no gradient."""
+class Lines(NamedTuple):
+    """Many ``Line``s as arrays."""
 
-    forward: tuple[int, int]
-    backward: tuple[int, int] | None
+    fixed: Floats
+    per_sample: Floats
+
+    def at(self, batch_size: int) -> Floats:
+        """Their values; unlike ``Line.at``'s they may be negative."""
+        return np.asarray(self.fixed + self.per_sample * batch_size, dtype=np.float64)
+
+    @classmethod
+    def of(cls, lines: Sequence[Line]) -> Lines:
+        """From values."""
+        return cls(
+            np.array([line.fixed for line in lines], dtype=np.float64),
+            np.array([line.per_sample for line in lines], dtype=np.float64),
+        )
+
+
+class Spans(NamedTuple):
+    """When operators (or blocks) run: first moment, and one past the last."""
+
+    start: Ints
+    stop: Ints
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """The moments of the model, and before the backward of each block those of its second forward.
+
+    Attributes:
+        source: index into the model's moments.
+        block: whose second forward it belongs to; NORMAL for all others.
+        place: where each moment of the model is.
+        again: where the second forward of each block begins; -1 for blocks that are never recomputed.
+    """
+
+    source: Ints
+    block: Ints
+    place: Ints
+    again: Ints
+
+    @classmethod
+    def of(cls, model: ModelDescription) -> _Moments:
+        begins = {block.backward[0]: index for index, block in enumerate(model.blocks) if not block.pinned}
+        source: list[int] = []
+        owner: list[int] = []
+        place: list[int] = []
+        again = [-1] * len(model.blocks)
+        for moment in range(len(model.moments)):
+            if moment in begins:
+                index = begins[moment]
+                first, last = model.blocks[index].forward
+                again[index] = len(source)
+                source += range(first, last + 1)
+                owner += [index] * (last + 1 - first)
+            place.append(len(source))
+            source.append(moment)
+            owner.append(NORMAL)
+        return cls(*(np.array(column, dtype=np.int64) for column in (source, owner, place, again)))
 
 
 class Timeline:
@@ -74,111 +141,200 @@ class Timeline:
         self._model = model
         self._cluster = cluster
         self._overhead = float(overhead_bytes)
-        self._spans = _spans(model)
+        self._moments = _Moments.of(model)
+        self._set_operators()
+        self._set_activations()
+        self._known: dict[tuple[object, ...], Footprint] = {}
 
-    @cached_property
-    def _live(self) -> tuple[Bytes, Bytes]:
-        fixed = np.array([moment.live.fixed for moment in self._model.moments], dtype=np.float64)
-        slope = np.array([moment.live.per_sample for moment in self._model.moments], dtype=np.float64)
-        return fixed, slope
-
-    def peak(self, modes: Sequence[Mode], batch_size: int, accumulation: int = 1) -> Peak:
+    def peak(
+        self, choices: Sequence[Choice], batch_size: int, accumulation: int = 1, recomputed: Iterable[str] = ()
+    ) -> Peak:
         """The largest sum along the step.
 
         Args:
-            modes: one for each operator of the model.
+            choices: one for each operator of the model.
             batch_size: samples per micro-batch.
             accumulation: micro-batches per optimizer step.
+            recomputed: names of the blocks that are.
         """
-        curves = self.curves(modes, batch_size, accumulation)
+        return self.peak_of(self._footprints(choices), batch_size, accumulation, self._flags(recomputed))
+
+    def peak_of(self, footprints: Floats, batch_size: int, accumulation: int, recomputed: Flags) -> Peak:
+        """The same, with an array of footprints, (operators, fields), and a flag for each block."""
+        curves = self._curves(footprints, batch_size, accumulation, recomputed)
         total = sum(curves.values())
         assert isinstance(total, np.ndarray)
         worst = int(np.argmax(total))
         parts = {name: float(curve[worst]) for name, curve in curves.items()}
-        return Peak(where=self._name_of(worst), **parts)
+        return Peak(where=self._name_of(worst), moment=worst, **parts)
 
-    def explain(self, modes: Sequence[Mode], batch_size: int, accumulation: int = 1) -> str:
+    def explain(
+        self, choices: Sequence[Choice], batch_size: int, accumulation: int = 1, recomputed: Iterable[str] = ()
+    ) -> str:
         """What makes up the peak, and at which operator and phase it occurs, in words."""
-        return explain_peak(self.peak(modes, batch_size, accumulation))
+        return explain_peak(self.peak(choices, batch_size, accumulation, recomputed))
 
-    def curves(self, modes: Sequence[Mode], batch_size: int, accumulation: int = 1) -> dict[str, Bytes]:
-        """Bytes by category at each moment, the optimizer's step as one more moment at the end."""
-        count = len(self._model.moments) + 1
-        curves = {name: np.zeros(count) for name in ("states", "gradients", "gathered", "transient")}
-        for operator, (mode, span) in enumerate(zip(modes, self._spans, strict=True)):
-            self._add_operator(curves, operator, mode, span, accumulation)
-        curves["states"] += self._model.buffer_bytes
-        curves["transient"][-2:] += np.array([self._bucket_bytes(modes), self._optimizer_temporaries(modes)])[-count:]
-        fixed, slope = self._live
-        curves["activations"] = np.append(np.maximum(0.0, fixed + slope * batch_size), 0.0)
-        curves["overhead"] = np.full(count, self._overhead)
-        return curves
+    def curves(
+        self, choices: Sequence[Choice], batch_size: int, accumulation: int = 1, recomputed: Iterable[str] = ()
+    ) -> dict[str, Floats]:
+        """Bytes by category at each moment, the optimizer's step as one more moment at the end.
 
-    def _add_operator(
-        self, curves: dict[str, Bytes], operator: int, mode: Mode, span: _Span, accumulation: int
-    ) -> None:
-        ranks = self._cluster.ranks
-        sharded, replicated = split_states(self._model.operators[operator], mode)
-        states = sum(p.parameter_bytes + p.optimizer_bytes for p in replicated)
-        states += sum(-(-(p.parameter_bytes + p.optimizer_bytes) // ranks) for p in sharded)
-        curves["states"] += states
-        whole = sum(p.parameter_bytes for p in sharded)
-        whole_gradient = sum(p.gradient_bytes for p in sharded)
-        part = whole_gradient / ranks
-        (first, last), backward = span.forward, span.backward
-        start, end = backward if backward is not None else (len(self._model.moments) - 1,) * 2
-        curves["gradients"][start if accumulation == 1 else 0 :] += sum(p.gradient_bytes for p in replicated)
-        curves["gradients"][end + 1 if accumulation == 1 else 0 :] += part
+        Second forwards are there for the blocks that are recomputed: see ``phases``.
+        """
+        flags = self._flags(recomputed)
+        curves = self._curves(self._footprints(choices), batch_size, accumulation, flags)
+        shown = np.append(self._shown(flags), True)
+        return {name: curve[shown] for name, curve in curves.items()}
+
+    def phases(self, recomputed: Iterable[str] = ()) -> list[str]:
+        """``forward`` or ``backward`` (``recompute`` in it) for each moment of ``curves`` but the optimizer's step."""
+        shown = self._shown(self._flags(recomputed))
+        return [
+            "recompute" if block != NORMAL else self._model.moments[source].phase
+            for source, block in zip(self._moments.source[shown], self._moments.block[shown], strict=True)
+        ]
+
+    # -- what was prepared ---------------------------------------------------------------------------------------------
+
+    def _set_operators(self) -> None:
+        """When each operator runs. One never traced counts as there throughout; one without a gradient as kept."""
+        where: dict[tuple[int, str], list[int]] = {}
+        for index, moment in enumerate(self._model.moments):
+            where.setdefault((moment.operator, moment.phase), []).append(index)
+        last, count = len(self._model.moments) - 1, len(self._model.operators)
+        forward = [where.get((operator, "forward"), [0, last]) for operator in range(count)]
+        backward = [where.get((operator, "backward")) for operator in range(count)]
+        self.forward = self._span([(found[0], found[-1]) for found in forward])
+        self.backward = self._span([(found[0], found[-1]) if found else (last, last) for found in backward])
+        self._differentiated = np.array([found is not None for found in backward], dtype=bool)
+        self.block_of = np.full(count, NORMAL, dtype=np.int64)
+        for index, block in enumerate(self._model.blocks):
+            self.block_of[list(block.operators)] = index
+        inside = self.block_of != NORMAL
+        starts = np.array([block.forward[0] for block in self._model.blocks] or [0], dtype=np.int64)
+        offset = np.array([found[0] for found in forward], dtype=np.int64) - starts[self.block_of]
+        length = self.forward.stop - self.forward.start
+        again = np.append(self._moments.again, 0)[self.block_of] + offset
+        self._again = Spans(np.where(inside, again, 0), np.where(inside, again + length, 0))
+
+    def _span(self, ranges: Sequence[tuple[int, int]]) -> Spans:
+        if not len(self._moments.place):
+            return Spans(np.zeros(len(ranges), dtype=np.int64), np.zeros(len(ranges), dtype=np.int64))
+        edges = np.array(ranges, dtype=np.int64).reshape(-1, 2)
+        return Spans(self._moments.place[edges[:, 0]], self._moments.place[edges[:, 1]] + 1)
+
+    def _set_activations(self) -> None:
+        """What is alive, as lines over the batch size, if no block is recomputed and if the moment's own is."""
+        moments, blocks = self._moments, self._model.blocks
+        live = Lines.of([moment.live for moment in self._model.moments])
+        begins, ends, self.saved = (
+            Lines.of([getattr(block, name) for block in blocks])
+            for name in ("before_forward", "before_backward", "saved")
+        )
+        self.released = Spans(  # from the end of the first forward to the beginning of the second
+            np.array([moments.place[block.forward[1]] + 1 for block in blocks], dtype=np.int64), moments.again
+        )
+        second = moments.block != NORMAL
+        owner, source = moments.block[second], moments.source[second]
+        plain, again = [], []
+        for field in range(2):
+            usual = live[field][moments.source]
+            usual[second] = ends[field][owner]
+            plain.append(usual)
+            redone = ends[field][owner] - self.saved[field][owner] + live[field][source] - begins[field][owner]
+            again.append(redone)
+        self.live, self._redone = Lines(*plain), Lines(*again)
+        self._second = np.flatnonzero(second)
+
+    def _footprints(self, choices: Sequence[Choice]) -> Floats:
+        rows = []
+        for operator, choice in zip(self._model.operators, choices, strict=True):
+            key = (operator.signature, choice)
+            if key not in self._known:
+                self._known[key] = footprint(operator, choice, self._cluster)
+            rows.append(self._known[key])
+        return np.array(rows, dtype=np.float64).reshape(len(rows), len(COLUMN))
+
+    def _flags(self, recomputed: Iterable[str]) -> Flags:
+        names = set(recomputed)
+        return np.array([block.name in names for block in self._model.blocks], dtype=bool)
+
+    def _shown(self, recomputed: Flags) -> Flags:
+        return np.append(recomputed, True)[self._moments.block]
+
+    # -- one plan ------------------------------------------------------------------------------------------------------
+
+    def _curves(self, footprints: Floats, batch_size: int, accumulation: int, recomputed: Flags) -> dict[str, Floats]:
+        count = len(self._moments.source) + 1
+        column = {name: footprints[:, index] for name, index in COLUMN.items()}
+        backward = np.where(self._differentiated, 1.0, 0.0)
+        redone = np.append(recomputed, False)[self.block_of]
+        gathered = _Steps(count)
+        gathered.add(Spans(self.forward.start, self.backward.stop), column["kept"])
+        gathered.add(self.forward, column["forward"])
+        gathered.add(self.backward, column["backward"] * backward)
+        gathered.add(self._again, column["forward"] * redone)
+        transient = _Steps(count)
+        transient.add(self.backward, column["transient"] * backward)
+        gradients = np.full(count, column["gradients"].sum())
         if accumulation > 1:  # the new gradient stands beside the accumulated one until it is added
-            curves["transient"][start : end + 1] += sum(p.gradient_bytes for p in replicated)
-        if mode == Mode.ZDP2:
-            curves["gathered"][first : end + 1] += whole
-        elif mode == Mode.ZDP:
-            curves["gathered"][first : last + 1] += whole
-            if backward is not None:
-                curves["gathered"][start : end + 1] += whole
-        if backward is not None and whole_gradient:
-            # The whole parameter is freed before its gradient is reduced to a part: the larger of the two counts.
-            reduction = part + whole_gradient * self._cluster.reduce_copy
-            curves["transient"][start : end + 1] += whole_gradient + max(0.0, reduction - whole)
+            transient.add(self.backward, column["replicated_gradients"])
+        else:
+            replicated = column["replicated_gradients"]
+            begun = np.bincount(self.backward.start, replicated, count)
+            gradients = np.cumsum(begun + np.bincount(self.backward.stop, column["gradients"] - replicated, count))
+        temporary = transient.sums()
+        ends = [
+            float(column["bucketed"].sum()),
+            self._optimizer_temporaries(column["updated"], column["largest_update"]),
+        ]
+        temporary[-2:] += np.array(ends)[-count:]
+        return {
+            "states": np.full(count, column["states"].sum() + self._model.buffer_bytes),
+            "gradients": gradients,
+            "gathered": gathered.sums(),
+            "transient": temporary,
+            "activations": np.append(self._activations(batch_size, recomputed), 0.0),
+            "overhead": np.full(count, self._overhead),
+        }
 
-    def _bucket_bytes(self, modes: Sequence[Mode]) -> float:
-        """Buckets of replicated gradients, which stand beside the gradients themselves until the backward ends."""
-        alone = ALONE_BYTES.get(self._cluster.device.split(":")[0], BUCKET_BYTES)
-        packed = 0
-        for operator, mode in zip(self._model.operators, modes, strict=True):
-            _, replicated = split_states(operator, mode)
-            packed += sum(p.gradient_bytes for p in replicated if p.gradient_bytes < alone)
-        return float(packed) if self._cluster.ranks > 1 else 0.0
+    def _activations(self, batch_size: int, recomputed: Flags) -> Floats:
+        live = self.live.at(batch_size)
+        if recomputed.any():
+            owner = self._moments.block[self._second]
+            live[self._second] = np.where(recomputed[owner], self._redone.at(batch_size), live[self._second])
+            freed = _Steps(len(live))
+            spans = Spans(self.released.start[recomputed], self.released.stop[recomputed])
+            freed.add(spans, np.maximum(0.0, self.saved.at(batch_size)[recomputed]))
+            live -= freed.sums()
+        return np.maximum(0.0, live)
 
-    def _optimizer_temporaries(self, modes: Sequence[Mode]) -> float:
-        step, sizes = self._model.optimizer_step, [0.0]
-        for operator, mode in zip(self._model.operators, modes, strict=True):
-            sharded, replicated = split_states(operator, mode)
-            sizes += [p.gradient_bytes for p in replicated]
-            sizes += [p.gradient_bytes / self._cluster.ranks for p in sharded]
-        return step.temporary_factor * (max(sizes) if step.of == "largest" else sum(sizes))
+    def _optimizer_temporaries(self, updated: Floats, largest: Floats) -> float:
+        step = self._model.optimizer_step
+        return step.temporary_factor * float(largest.max(initial=0.0) if step.of == "largest" else updated.sum())
 
     def _name_of(self, index: int) -> str:
-        if index == len(self._model.moments):
+        if index == len(self._moments.source):
             return "optimizer step"
-        moment = self._model.moments[index]
+        source, again = int(self._moments.source[index]), self._moments.block[index] != NORMAL
+        moment = self._model.moments[source]
+        phase = "recomputation" if again else moment.phase
         if moment.operator == OUTSIDE:
-            before = [m.operator for m in self._model.moments[:index] if m.operator != OUTSIDE]
+            before = [m.operator for m in self._model.moments[:source] if m.operator != OUTSIDE]
             near = self._model.operators[before[-1]].name if before else "the start"
-            return f"{moment.phase} after {near or 'the whole model'}"
-        return f"{moment.phase} of {self._model.operators[moment.operator].name or 'the whole model'}"
+            return f"{phase} after {near or 'the whole model'}"
+        return f"{phase} of {self._model.operators[moment.operator].name or 'the whole model'}"
 
 
-def _spans(model: ModelDescription) -> list[_Span]:
-    """First and last moment of each operator in forward and backward. One never traced counts as there throughout."""
-    last = len(model.moments) - 1
-    where: dict[tuple[int, str], list[int]] = {}
-    for index, moment in enumerate(model.moments):
-        where.setdefault((moment.operator, moment.phase), []).append(index)
-    spans = []
-    for operator in range(len(model.operators)):
-        forward = where.get((operator, "forward"), [0, last])
-        backward = where.get((operator, "backward"))
-        spans.append(_Span((forward[0], forward[-1]), (backward[0], backward[-1]) if backward is not None else None))
-    return spans
+class _Steps:
+    """A sum of amounts that are there from one moment to another."""
+
+    def __init__(self, count: int) -> None:
+        self._changes = np.zeros(count + 1)
+
+    def add(self, spans: Spans, amounts: Floats) -> None:
+        length = len(self._changes)
+        self._changes += np.bincount(spans.start, amounts, length) - np.bincount(spans.stop, amounts, length)
+
+    def sums(self) -> Floats:
+        return np.cumsum(self._changes)[:-1]

@@ -26,7 +26,7 @@ from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, Tr
 from lightning_osdp.planning.operators import OUTSIDE, ModelDescription, Operator, ParameterInfo
 from lightning_osdp.profiling.kernels import Kernel
 from lightning_osdp.profiling.moments import kernels_of, moments_of, operators_of
-from lightning_osdp.profiling.optimizers import OptimizerTrace, configured, fake_optimizers, trace_optimizers
+from lightning_osdp.profiling.optimizers import Clipping, OptimizerTrace, configured, fake_optimizers, trace_optimizers
 from lightning_osdp.profiling.reads import HostReads
 from lightning_osdp.profiling.recorder import Recorder, Recording
 from lightning_osdp.profiling.scopes import NamedParameter, Scope, find_scopes, named_parameters
@@ -97,7 +97,7 @@ def trace(
                 with fake_mode:
                     recordings[size] = _record(twin, resized, device, step_context)
             twins = [parameter.tensor for parameter in named_parameters(twin)]
-            stepped = trace_optimizers(optimizers, twins, fake_mode)
+            stepped = trace_optimizers(optimizers, twins, fake_mode, Clipping.of(module._trainer))
     return _assemble(module, batch_size, recordings, stepped)
 
 
@@ -136,7 +136,7 @@ def trace_real(
                 recordings[size] = _record(module, resized, device, step_context, real=True)
         copies, fakes = fake_optimizers(optimizers, fake_mode, device)
         stand_ins = [fakes.get(id(parameter.tensor)) for parameter in named_parameters(module)]
-        stepped = trace_optimizers(copies, stand_ins, fake_mode)
+        stepped = trace_optimizers(copies, stand_ins, fake_mode, Clipping.of(module._trainer))
     return _assemble(module, batch_size, recordings, stepped)
 
 

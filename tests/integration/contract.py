@@ -72,7 +72,7 @@ def seeded(module_class: Any, *args: Any, **options: Any) -> Any:
 
 
 def mixed_plan(
-    module: pl.LightningModule, batch: Any, batch_size: int, accumulation: int = 1, shift: int = 2
+    module: pl.LightningModule, batch: Any, batch_size: int, accumulation: int = 1, shift: int = 2, ranks: int = RANKS
 ) -> ExecutionPlan:
     """A plan that deals out all modes in turn over the operators that can be sharded."""
     device = torch.device("cpu")
@@ -83,7 +83,7 @@ def mixed_plan(
         if operator.shardable:
             modes[operator.name] = list(Mode)[dealt % len(Mode)]
             dealt += 1
-    plan = hand_made_plan(modes, RANKS, batch_size=batch_size, accumulation=accumulation)
+    plan = hand_made_plan(modes, ranks, batch_size=batch_size, accumulation=accumulation)
     identity = ModelIdentity(fingerprint=description.fingerprint, num_parameters=description.num_parameters)
     return plan.model_copy(update={"model": identity})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_osdp.planning.choices import Mode
+from lightning_osdp.planning.choices import Choice, Mode
 from lightning_osdp.planning.operators import (
     OUTSIDE,
     Line,
@@ -43,9 +43,16 @@ def model(**changes: object) -> ModelDescription:
     return ModelDescription(**values)  # type: ignore[arg-type]
 
 
+def whole(modes: list[Mode]) -> list[Choice]:
+    """Operators that are not split."""
+    return [Choice((mode,)) for mode in modes]
+
+
 def curves(modes: list[Mode], batch_size: int = 1, accumulation: int = 1, **changes: object) -> dict[str, list[float]]:
     timeline = Timeline(model(**changes), some_cluster(N, reduce_copy=0.0), overhead_bytes=7 * MIB)
-    return {name: (curve / MIB).tolist() for name, curve in timeline.curves(modes, batch_size, accumulation).items()}
+    return {
+        name: (curve / MIB).tolist() for name, curve in timeline.curves(whole(modes), batch_size, accumulation).items()
+    }
 
 
 def test_replicated() -> None:
@@ -73,7 +80,7 @@ def test_sharded_states_with_whole_parameters() -> None:
 
 def test_a_copying_reduction_counts_from_where_it_exceeds_the_freed_parameter() -> None:
     timeline = Timeline(model(), some_cluster(N, reduce_copy=1.5), overhead_bytes=0)
-    found = timeline.curves([Mode.ZDP, Mode.ZDP], 1)["transient"] / MIB
+    found = timeline.curves(whole([Mode.ZDP, Mode.ZDP]), 1)["transient"] / MIB
     assert found.tolist() == [0, 0, 0, 8 + 12 + 4 - 8, 4 + 6 + 2 - 4, 0]
 
 
@@ -106,10 +113,10 @@ def test_small_gradients_stand_twice_while_their_bucket_is_reduced() -> None:
 
 def test_peak_says_where_and_what() -> None:
     timeline = Timeline(model(), some_cluster(N, reduce_copy=0.0), overhead_bytes=7 * MIB)
-    peak = timeline.peak([Mode.DP, Mode.DP], batch_size=1)
+    peak = timeline.peak(whole([Mode.DP, Mode.DP]), batch_size=1)
     assert peak.where == "backward of first"
     assert peak.total_bytes == (36 + 12 + 1 + 7) * MIB
-    peak = timeline.peak([Mode.DP, Mode.DP], batch_size=100)
+    peak = timeline.peak(whole([Mode.DP, Mode.DP]), batch_size=100)
     assert peak.where == "forward after second"
     assert peak.total_bytes == (36 + 301 + 7) * MIB
 

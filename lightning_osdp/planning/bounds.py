@@ -1,0 +1,127 @@
+"""A lower bound of the step time for each way to recompute blocks, without searching.
+
+At any one moment of the step the memory constraint is a sum over the operators,
+
+    sum_i bytes(i, x_i, moment) + other(moment) <= limit,
+
+so for each price of memory the cheapest row of each operator, bytes paid for, gives a lower bound (Lagrange's). What a
+moment counts of an operator depends only on whether its backward has begun, is under way, or is still to come, so all
+operators of a menu are bounded at once, and so are all ways to recompute blocks: they differ in how many operators of
+a menu lie in recomputed blocks, in the activations, and in the time that recomputing takes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_osdp.planning.relaxation import NONE_BYTES, NONE_COST, hulls
+from lightning_osdp.planning.space import Space, Times
+from lightning_osdp.planning.timeline import COLUMN, Floats, Ints, Lines
+
+MOST_MOMENTS = 10
+"""Moments that the bound looks at."""
+
+PRICE_STEP = 0.02
+"""Relative: prices closer together than this give next to the same bound."""
+
+BEFORE, RUNNING, AFTER = range(3)
+"""What an operator is at a moment, by its backward."""
+
+
+def weights(space: Space, accumulation: int) -> Floats:
+    """Bytes of each row, (BEFORE RUNNING AFTER, rows)."""
+    column = {name: space.footprints[:, index] for name, index in COLUMN.items()}
+    gradients = column["gradients"]
+    early = gradients if accumulation > 1 else 0.0
+    fresh = column["replicated_gradients"] if accumulation > 1 else 0.0
+    before = column["states"] + column["kept"] + early
+    running = column["states"] + column["kept"] + gradients + column["backward"] + column["transient"] + fresh
+    return np.array([before, running, column["states"] + gradients], dtype=np.float64)
+
+
+class _Counts(NamedTuple):
+    """What the moments count, for each way to recompute blocks.
+
+    Attributes:
+        operators: (moments, vectors, state x menu x recomputed).
+        other: bytes that belong to no operator, by moment and vector: lines over the batch size.
+    """
+
+    operators: Floats
+    other: Lines
+
+
+class Bounds:
+    """Bounds for all batch sizes of one problem."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._counts = _counts(space, _moments(space))
+        sizes = [menu.rows.stop - menu.rows.start for menu in space.menus]
+        self._valid = np.arange(max(sizes, default=1)) < np.array(sizes)[:, None]
+        self._index = np.where(self._valid, space.first_row[:, None] + np.arange(max(sizes, default=1)), 0)
+
+    def lower_s(self, times: Times, batch_size: int, accumulation: int) -> Floats:
+        """Seconds of an optimizer step, for each of the space's vectors: no plan takes less."""
+        space = self._space
+        cost = times.total[:, self._index]
+        byte = weights(space, accumulation)[:, self._index]
+        paid, valid = [], self._valid
+        prices = self._prices(cost, byte)
+        for price in prices.tolist():
+            rows = cost[None] + price * byte[:, None]
+            paid.append(np.where(valid, rows, NONE_COST).min(axis=-1))
+        least = np.array(paid).transpose(0, 1, 3, 2).reshape(len(prices), -1)
+        sums = self._counts.operators @ least.T
+        free = space.problem.memory_limit_bytes - np.maximum(0.0, self._counts.other.at(batch_size))
+        bound = (sums - prices * free[..., None]).max(axis=(0, 2))
+        again = space.every_recomputed @ space.block_s(batch_size, accumulation)
+        return np.asarray(bound + again + space.outside_s(batch_size, accumulation), dtype=np.float64)
+
+    def _prices(self, cost: Floats, byte: Floats) -> Floats:
+        """The slopes of the menus' hulls: between two of them a bound is linear in the price."""
+        states, menus = len(byte), len(self._valid)
+        shape = (states, 2, *self._valid.shape)
+        all_cost = np.broadcast_to(cost[None], shape).reshape(-1, shape[-1])
+        whole = np.where(self._valid, np.rint(byte), NONE_BYTES).astype(np.int64)
+        all_byte = np.broadcast_to(whole[:, None], shape).reshape(-1, shape[-1])
+        slopes = hulls(all_cost, all_byte, np.tile(self._valid, (states * 2, 1))).slope if menus else np.zeros(0)
+        steps = np.rint(np.log(slopes[slopes > 0]) / PRICE_STEP)
+        _, at = np.unique(steps, return_index=True)
+        return np.append(0.0, slopes[slopes > 0][at])
+
+
+def _moments(space: Space) -> Ints:
+    """Where operators of large transients run backward, first and last of each menu, and both ends of the backward."""
+    backward = space.timeline.backward.start
+    transient = space.footprints[:, COLUMN["backward"]] + space.footprints[:, COLUMN["transient"]]
+    largest = [-float(transient[menu.rows].max(initial=0.0)) for menu in space.menus]
+    found: list[int] = []
+    for menu in np.argsort(largest, kind="stable").tolist():
+        members = backward[space.menu_of == menu]
+        found += [int(members.min()), int(members.max())]
+    ends = [int(backward.min(initial=0)), int(backward.max(initial=0))] if len(backward) else []
+    usual = [moment for moment in dict.fromkeys([*ends, *found]) if moment < len(space.timeline.live.fixed)]
+    return np.array(usual[:MOST_MOMENTS], dtype=np.int64)
+
+
+def _counts(space: Space, moments: Ints) -> _Counts:
+    timeline, blocks = space.timeline, len(space.problem.model.blocks)
+    menus, flags = len(space.menus), space.every_recomputed.astype(np.float64)
+    counted = np.zeros((len(moments), len(flags), 3, menus, 2))
+    fixed, slope = np.zeros((2, len(moments), len(flags)))
+    fixed_bytes = space.problem.overhead_bytes + space.problem.model.buffer_bytes
+    for at, moment in enumerate(moments.tolist()):
+        start, stop = timeline.backward
+        state = np.where(start > moment, BEFORE, np.where(stop > moment, RUNNING, AFTER))
+        by_block = np.zeros((blocks + 1, 3 * menus))
+        np.add.at(by_block, (timeline.block_of, state * menus + space.menu_of), 1.0)
+        again = flags @ by_block[:-1]
+        counted[at, ..., 0] = (by_block.sum(axis=0) - again).reshape(len(flags), 3, menus)
+        counted[at, ..., 1] = again.reshape(len(flags), 3, menus)
+        freed = (timeline.released.start <= moment) & (moment < timeline.released.stop)
+        fixed[at] = fixed_bytes + timeline.live.fixed[moment] - flags @ (freed * timeline.saved.fixed)
+        slope[at] = timeline.live.per_sample[moment] - flags @ (freed * timeline.saved.per_sample)
+    return _Counts(counted.reshape(len(moments), len(flags), -1), Lines(fixed, slope))

@@ -1,0 +1,395 @@
+"""The best plan at one batch size.
+
+Each is found by the exact search (``search.solve``) on the bytes that count at one moment of the step, the one where a
+first plan has its peak. The timeline then gives the true peak; what it leaves unused is given back to the search, what
+it exceeds is taken away, and where another moment turns out to be worse that one takes its place. How many blocks of a
+kind are recomputed is enumerated, those of the least lower bound first (``bounds``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.planning.bounds import AFTER, BEFORE, Bounds, weights
+from lightning_osdp.planning.choices import Choice
+from lightning_osdp.planning.remedies import nothing_fits
+from lightning_osdp.planning.search import Option, Solution, solve
+from lightning_osdp.planning.space import Problem, Space, Times
+from lightning_osdp.planning.timeline import COLUMN, Flags, Floats, Ints, Peak
+
+REFINEMENTS = 12
+"""Solutions at most, while budget and true peak are brought together."""
+
+QUICK_REFINEMENTS = 3
+"""The same for a first look at a batch size."""
+
+MOST_WAYS = 24
+"""Ways to recompute blocks that are tried at one batch size, of those that the bound does not rule out."""
+
+POLISHES = 64
+"""Exchanges that are tried on the best plan of a batch size, to use what its true peak still leaves."""
+
+WORTH_TRYING = 1e-3
+"""Relative: other ways to recompute blocks are not tried for less than this."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The best plan found at one batch size."""
+
+    batch_size: int
+    accumulation: int
+    choices: tuple[Choice, ...]
+    recomputed: tuple[str, ...]
+    """Names of the blocks that are."""
+    compute_s: float
+    communication_s: float
+    peak: Peak
+    ranks: int
+    bound_s: float = 0.0
+    """No plan at this batch size takes less, as far as is known."""
+
+    @property
+    def step_time_s(self) -> float:
+        """Of one optimizer step."""
+        return self.compute_s + self.communication_s
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per optimizer step over all ranks."""
+        return self.batch_size * self.accumulation * self.ranks
+
+    @property
+    def samples_per_s(self) -> float:
+        """Over all ranks."""
+        return self.global_batch_size / self.step_time_s
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A plan as rows of the space."""
+
+    rows: Ints
+    seconds: float
+    peak: Peak
+
+
+class Desk:
+    """Finds candidates for one problem; what does not depend on the batch size is prepared once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.space = Space(problem)
+        self._bounds = Bounds(self.space)
+        self.smallest = list(_smallest_rows(self.space))
+
+    def best(self, batch_size: int, accumulation: int = 1, *, quick: bool = False) -> Candidate:
+        """The fastest plan whose true peak is within the limit.
+
+        Args:
+            batch_size: samples per device and micro-batch.
+            accumulation: micro-batches per optimizer step.
+            quick: whether a good plan is enough; its ``bound_s`` tells what the best may reach.
+
+        Raises:
+            InfeasibleError: none is.
+        """
+        at = AtBatchSize(self, batch_size, accumulation)
+        bounds = self._bounds.lower_s(at.times, batch_size, accumulation)
+        found: dict[int, _Found] = {}
+        for vector in self._ways(bounds, found, quick):
+            one = at.refined(vector, QUICK_REFINEMENTS if quick else REFINEMENTS)
+            if one is not None:
+                found[vector] = one
+        if not found:
+            raise nothing_fits(self.problem, self.least(batch_size, accumulation).peak, batch_size)
+        vector = min(found, key=lambda vector: found[vector].seconds)
+        flags = self.space.recomputed(vector)
+        rows = found[vector].rows if quick else at.polished(found[vector], flags).rows
+        return at.candidate(rows, flags, float(bounds.min()))
+
+    def least(self, batch_size: int, accumulation: int = 1) -> Candidate:
+        """The plan that takes least memory, whatever the limit."""
+        at = AtBatchSize(self, batch_size, accumulation)
+        vectors = self.space.vectors
+        ways = {0, int(vectors.sum(axis=1).argmax())}
+        plans = [(rows, self.space.recomputed(way)) for way in sorted(ways) for rows in self.smallest]
+        found = [at.candidate(rows, flags) for rows, flags in plans]
+        return min(found, key=lambda candidate: candidate.peak.total_bytes)
+
+    def candidate(
+        self, choices: tuple[Choice, ...], batch_size: int, accumulation: int = 1, recomputed: tuple[str, ...] = ()
+    ) -> Candidate:
+        """What a given plan costs, whether it fits or not."""
+        names = [block.name for block in self.problem.model.blocks]
+        flags = np.array([name in recomputed for name in names], dtype=bool)
+        return AtBatchSize(self, batch_size, accumulation).candidate(self.space.rows_of(choices), flags)
+
+    def _ways(self, bounds: Floats, found: dict[int, _Found], quick: bool) -> Iterator[int]:
+        """Vectors to try: the one of least bound, then around the best one found, then any that may be better yet."""
+        order = np.argsort(bounds, kind="stable").tolist()
+        tried: set[int] = set()
+
+        def worth(vector: int) -> bool:
+            best = min((one.seconds for one in found.values()), default=np.inf)
+            return vector not in tried and bounds[vector] < best * (1 - WORTH_TRYING)
+
+        def attempt(vector: int) -> Iterator[int]:
+            if worth(vector) and len(tried) < MOST_WAYS:
+                tried.add(vector)
+                yield vector
+
+        if quick:
+            yield from self._quick_ways(order, found)
+            return
+        yield from attempt(order[0])
+        step = max(1, int(self.space.vectors.max(initial=1)) // 2)
+        while step:
+            best = min(found, key=lambda vector: found[vector].seconds) if found else order[-1]
+            for vector in self._around(best, step):
+                yield from attempt(vector)
+            step //= 2
+        for vector in order:
+            yield from attempt(vector)
+
+    def _quick_ways(self, order: list[int], found: dict[int, _Found]) -> Iterator[int]:
+        """The one of least bound; where it does not fit at all, what lies between it and recomputing everything."""
+        yield order[0]
+        most = int(self.space.vectors.sum(axis=1).argmax())
+        if not found and most != order[0]:
+            yield most
+
+    def _around(self, vector: int, step: int) -> Iterator[int]:
+        """The vectors that differ in one kind by about ``step`` blocks."""
+        vectors = self.space.vectors
+        for kind in range(vectors.shape[1]):
+            others = np.delete(vectors == vectors[vector], kind, axis=1).all(axis=1)
+            for sign in (1, -1):
+                wanted = vectors[vector, kind] + sign * step
+                near = np.where(others, np.abs(vectors[:, kind] - wanted), np.inf)
+                yield int(near.argmin())
+
+
+class AtBatchSize:
+    """The desk at one batch size."""
+
+    def __init__(self, desk: Desk, batch_size: int, accumulation: int) -> None:
+        self.desk, self.space = desk, desk.space
+        self.batch_size, self.accumulation = batch_size, accumulation
+        self.times: Times = desk.space.times(batch_size, accumulation)
+        self.bytes = np.rint(weights(desk.space, accumulation)).astype(np.int64)
+        column = {name: desk.space.footprints[:, index] for name, index in COLUMN.items()}
+        fresh = column["replicated_gradients"] if accumulation > 1 else 0.0
+        transient = np.maximum(column["forward"], column["backward"] + column["transient"] + fresh)
+        self.transient = np.rint(transient).astype(np.int64)
+
+    def refined(self, vector: int, refinements: int) -> _Found | None:
+        """The fastest plan that fits with these blocks recomputed; None if none does."""
+        flags, limit = self.space.recomputed(vector), self.desk.problem.memory_limit_bytes
+        smallest = [self.found(rows, flags) for rows in self.desk.smallest]
+        best = min(smallest, key=lambda one: one.peak.total_bytes)
+        if best.peak.total_bytes > limit:
+            return None
+        moments = {best.peak.moment}
+        groups = Groups(self, flags, best.peak)
+        low, high, budget = 0, 0, groups.budget(limit)
+        for _ in range(refinements):
+            solution = groups.solve(budget)
+            if solution is None:
+                break
+            found = self.found(groups.rows(solution), flags)
+            slack = limit - found.peak.total_bytes
+            if slack >= 0:
+                best = min(best, found, key=lambda one: one.seconds)
+                if not solution.price_s_per_byte:
+                    break
+                low = budget
+            elif found.peak.moment not in moments:
+                moments.add(found.peak.moment)
+                groups = Groups(self, flags, found.peak)
+                low, high, budget = 0, 0, groups.budget(limit)
+                continue
+            else:
+                high = budget
+            proposal = budget + slack
+            if low and high and not low < proposal < high:
+                proposal = (low + high) // 2
+            if abs(proposal - budget) <= limit // 2000:
+                break
+            budget = proposal
+        return best
+
+    def polished(self, plan: _Found, flags: Flags) -> _Found:
+        """The plan with single operators exchanged for faster rows, as long as the true peak allows.
+
+        Operators that are alike for the search differ in when they run: of those with the same row only the first and
+        the last are tried.
+        """
+        tries, again = POLISHES, self.space.in_recomputed(flags)
+        gaining = bool(len(plan.rows))
+        while gaining:
+            gaining = False
+            for operator, row in self._exchanges(plan.rows, again):
+                if not tries:
+                    return plan
+                tries -= 1
+                rows = plan.rows.copy()
+                rows[operator] = row
+                other = self.found(rows, flags)
+                if other.peak.total_bytes <= self.desk.problem.memory_limit_bytes:
+                    plan, gaining = other, True
+                    break
+        return plan
+
+    def _exchanges(self, rows: Ints, again: Ints) -> list[tuple[int, int]]:
+        """(operator, faster row), those that save most first."""
+        _, first, inverse = np.unique(rows * 2 + again, return_index=True, return_inverse=True)
+        last = np.zeros(len(first), dtype=np.int64)
+        last[inverse] = np.arange(len(rows))
+        gains: list[tuple[float, int, int]] = []
+        for operator in sorted({*first.tolist(), *last.tolist()}):
+            menu, own = self.space.menus[self.space.menu_of[operator]].rows, rows[operator]
+            saved = self.times.total[again[operator], own] - self.times.total[again[operator], menu]
+            faster = np.flatnonzero(saved > 0).tolist()
+            gains += [(-float(saved[at]), operator, menu.start + at) for at in faster]
+        return [(operator, row) for _, operator, row in sorted(gains)]
+
+    def found(self, rows: Ints, flags: Flags) -> _Found:
+        again = self.space.in_recomputed(flags)
+        seconds = float(self.times.total[again, rows].sum())
+        blocks = float(self.space.block_s(self.batch_size, self.accumulation)[flags].sum())
+        peak = self.space.timeline.peak_of(self.space.footprints[rows], self.batch_size, self.accumulation, flags)
+        return _Found(rows, seconds + blocks + self.space.outside_s(self.batch_size, self.accumulation), peak)
+
+    def candidate(self, rows: Ints, flags: Flags, bound_s: float = 0.0) -> Candidate:
+        """The plan with all that it costs."""
+        problem, again = self.desk.problem, self.space.in_recomputed(flags)
+        outside = self.space.outside_s(self.batch_size, self.accumulation)
+        blocks = float(self.space.block_s(self.batch_size, self.accumulation)[flags].sum())
+        return Candidate(
+            batch_size=self.batch_size,
+            accumulation=self.accumulation,
+            choices=self.space.choices_of(rows),
+            recomputed=tuple(block.name for block, flag in zip(problem.model.blocks, flags, strict=True) if flag),
+            compute_s=outside + blocks + float(self.times.compute[again, rows].sum()),
+            communication_s=float(self.times.communication[again, rows].sum()),
+            peak=self.space.timeline.peak_of(self.space.footprints[rows], self.batch_size, self.accumulation, flags),
+            ranks=problem.cluster.ranks,
+            bound_s=bound_s,
+        )
+
+
+class GroupCosts(NamedTuple):
+    """What the rows of a group's menu cost.
+
+    Attributes:
+        choices: what each row stands for.
+        first_row: of the menu, in the space.
+        time_s, resident, transient: by row.
+    """
+
+    choices: tuple[Choice, ...]
+    first_row: int
+    time_s: Floats
+    resident: Ints
+    transient: Ints
+
+
+class Groups:
+    """Operators that are alike at the moment of a plan's peak: same menu, recomputed or not, backward begun or not.
+
+    Attributes:
+        member: the group of each operator.
+        menus: what the search may choose from, of each group.
+    """
+
+    def __init__(self, at: AtBatchSize, flags: Flags, peak: Peak) -> None:
+        self._at, space = at, at.space
+        again = space.in_recomputed(flags)
+        after = (space.timeline.backward.start <= peak.moment).astype(np.int64)
+        self._codes, self.member, count = np.unique(
+            (space.menu_of * 2 + again) * 2 + after, return_inverse=True, return_counts=True
+        )
+        self._order = np.argsort(self.member, kind="stable")
+        self._counts = count.tolist()
+        self._other = peak.activations + peak.overhead + space.problem.model.buffer_bytes
+        self._rows: list[Ints] = []
+        self.menus: list[list[Option]] = []
+        for group in range(len(self._codes)):
+            costs = self.costs(group)
+            rows = undominated(costs.time_s, costs.resident, costs.transient)
+            self._rows.append(rows + costs.first_row)
+            columns = (values[rows].tolist() for values in (costs.time_s, costs.resident, costs.transient))
+            self.menus.append([Option(*values) for values in zip(*columns, strict=True)])
+
+    def costs(self, group: int) -> GroupCosts:
+        """All rows of a group's menu."""
+        code = int(self._codes[group])
+        menu, state = self._at.space.menus[code // 4], AFTER if code % 2 else BEFORE
+        time_s = self._at.times.total[code // 2 % 2, menu.rows]
+        resident, transient = self._at.bytes[state, menu.rows], self._at.transient[menu.rows]
+        return GroupCosts(menu.choices, menu.rows.start, time_s, resident, transient)
+
+    def budget(self, limit_bytes: int) -> int:
+        """What the moment leaves to operators."""
+        return int(limit_bytes - self._other)
+
+    def taken_bytes(self, rows: Ints) -> int:
+        """The budget that just admits a row for each operator."""
+        state = np.where(self._codes[self.member] % 2, AFTER, BEFORE)
+        return int(self._at.bytes[state, rows].sum() + self._at.transient[rows].max(initial=0))
+
+    def solve(self, budget_bytes: int) -> Solution | None:
+        """The fastest rows within the budget; None if nothing fits."""
+        try:
+            return solve(self.menus, budget_bytes, counts=self._counts)
+        except InfeasibleError:
+            return None
+
+    def rows(self, solution: Solution) -> Ints:
+        """The solution as one row for each operator."""
+        groups = np.repeat(np.arange(len(self._counts)), self._counts)
+        chosen = [self._rows[group][choice] for group, choice in zip(groups, solution.choices, strict=True)]
+        rows = np.zeros(len(chosen), dtype=np.int64)
+        rows[self._order] = chosen
+        return rows
+
+
+def undominated(time_s: Floats, size: Ints, transient: Ints) -> Ints:
+    """Rows that no other matches or betters in everything; of equals the first."""
+    columns = (time_s, size, transient)
+    no_worse = np.all([column[:, None] <= column for column in columns], axis=0)
+    better = np.any([column[:, None] < column for column in columns], axis=0)
+    earlier = np.arange(len(time_s))[:, None] < np.arange(len(time_s))
+    return np.flatnonzero(~(no_worse & (better | earlier)).any(axis=0))
+
+
+def _smallest_rows(space: Space) -> Iterator[Ints]:
+    """Plans of least memory: everything sharded as it is, everything in its finest slices, and what is needed at least
+    if the largest transient is on top of all states.
+
+    They differ where one operator dominates: gathering it whole costs more than sharding its states saves.
+    """
+    column = {name: space.footprints[:, index] for name, index in COLUMN.items()}
+    resident = np.rint(column["states"] + column["gradients"] + column["kept"]).astype(np.int64)
+    transient = np.rint(np.maximum(column["forward"], column["backward"] + column["transient"])).astype(np.int64)
+    counts = np.bincount(space.menu_of, minlength=len(space.menus)).tolist()
+    menus = [
+        [Option(0.0, *pair) for pair in zip(resident[menu.rows].tolist(), transient[menu.rows].tolist(), strict=True)]
+        for menu in space.menus
+    ]
+    try:
+        solution = solve(menus, 0, counts=counts)
+    except InfeasibleError as error:
+        solution = solve(menus, error.needed_bytes, counts=counts)
+    rows = np.zeros(len(space.menu_of), dtype=np.int64)
+    rows[np.argsort(space.menu_of, kind="stable")] = solution.choices
+    yield rows + space.first_row[space.menu_of]
+    for first, second in ((resident, transient), (transient, resident)):
+        least = [int(np.lexsort((second[menu.rows], first[menu.rows]))[0]) for menu in space.menus]
+        yield (np.array(least, dtype=np.int64) + space.first_row)[space.menu_of]

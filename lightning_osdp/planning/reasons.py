@@ -1,0 +1,86 @@
+"""What a plan keeps of its search, for ``explain``: what else there was to choose, and what memory is worth."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_osdp.planning.candidates import AtBatchSize, Candidate, Desk, Groups, undominated
+from lightning_osdp.planning.choices import Choice
+from lightning_osdp.planning.plan import BlockPlan, ChoiceCost
+from lightning_osdp.planning.timeline import Ints
+
+
+class Reasons(NamedTuple):
+    """Why a candidate is what it is."""
+
+    alternatives: list[tuple[ChoiceCost, ...]]
+    """Of each operator."""
+    price_s_per_byte: float
+    """What the search's linear relaxation would pay for memory at the budget that just admits the candidate."""
+    blocks: tuple[BlockPlan, ...]
+
+
+def reasons(desk: Desk, candidate: Candidate) -> Reasons:
+    """What was there to choose at the candidate's batch size, with bytes as they count at the moment of its peak."""
+    at = AtBatchSize(desk, candidate.batch_size, candidate.accumulation)
+    rows = desk.space.rows_of(candidate.choices)
+    names = set(candidate.recomputed)
+    flags = np.array([block.name in names for block in desk.problem.model.blocks], dtype=bool)
+    groups = Groups(at, flags, candidate.peak)
+    solution = groups.solve(groups.taken_bytes(rows))
+    price = solution.price_s_per_byte if solution is not None else 0.0
+    shared = [_alternatives(at, groups, group, rows) for group in range(len(groups.menus))]
+    return Reasons([shared[group] for group in groups.member.tolist()], price, _blocks(at, rows, names))
+
+
+def _alternatives(at: AtBatchSize, groups: Groups, group: int, rows: Ints) -> tuple[ChoiceCost, ...]:
+    """Those of one group's rows that are no worse than any other, that are chosen, or that split nothing."""
+    costs = groups.costs(group)
+    useful = set(undominated(costs.time_s, costs.resident, costs.transient).tolist())
+    useful |= set((rows[groups.member == group] - costs.first_row).tolist())
+    return tuple(
+        _cost(choice, *row)
+        for index, (choice, row) in enumerate(
+            zip(
+                costs.choices,
+                zip(costs.time_s.tolist(), costs.resident.tolist(), costs.transient.tolist(), strict=True),
+                strict=True,
+            )
+        )
+        if index in useful or choice.split_dim is None
+    )
+
+
+def _cost(choice: Choice, time_s: float, resident_bytes: int, transient_bytes: int) -> ChoiceCost:
+    return ChoiceCost(
+        slices=choice.slices,
+        split_dim=choice.split_dim,
+        sharding_group=choice.group,
+        two_stage=choice.two_stage,
+        time_s=time_s,
+        resident_bytes=resident_bytes,
+        transient_bytes=transient_bytes,
+    )
+
+
+def _blocks(at: AtBatchSize, rows: Ints, recomputed: set[str]) -> tuple[BlockPlan, ...]:
+    space, problem = at.space, at.desk.problem
+    saved, own = space.timeline.saved.at(at.batch_size), space.block_s(at.batch_size, at.accumulation)
+    found = []
+    for index, block in enumerate(problem.model.blocks):
+        members = rows[list(block.operators)]
+        more = at.times.total[1, members].sum() - at.times.total[0, members].sum()
+        found.append(
+            BlockPlan(
+                name=block.name,
+                kind=block.kind,
+                recomputed=block.name in recomputed,
+                pinned=block.pinned,
+                wished=problem.wishes.recompute(block.name) is not None,
+                saved_bytes=max(0, round(float(saved[index]))),
+                time_s=float(own[index] + more),
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,220 @@
+"""All that may be decided for a problem, as arrays: one row for each choice of each kind of operator.
+
+Operators with the same menu are costed once. Rows do not depend on the batch size but for their compute time, so a
+whole walk over the batch sizes shares them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_osdp.planning.choices import Choice, menu
+from lightning_osdp.planning.cluster import Cluster, ComputeTimes, OperatorTime
+from lightning_osdp.planning.cost import CommunicationCost, communication, compute_lines, engine_cost, footprint
+from lightning_osdp.planning.operators import ModelDescription, Operator
+from lightning_osdp.planning.timeline import COLUMN, Flags, Floats, Ints, Lines, Timeline
+from lightning_osdp.planning.wishes import NO_WISHES, Wishes
+
+MOST_VECTORS = 700
+"""Ways to recompute blocks that are told apart. Where there are more (many kinds of blocks), the number of recomputed
+blocks of a kind is counted in larger steps."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything that the schedule decides from.
+
+    Attributes:
+        memory_limit_bytes: per device; no plan's predicted peak exceeds it.
+        overhead_bytes: of the process before the model.
+        wishes: what is not left to the search.
+    """
+
+    model: ModelDescription
+    cluster: Cluster
+    compute: ComputeTimes
+    memory_limit_bytes: int
+    overhead_bytes: int = 0
+    wishes: Wishes = NO_WISHES
+
+
+@dataclass(frozen=True)
+class Menu:
+    """The rows of operators that cost the same.
+
+    Attributes:
+        choices: what each row stands for.
+        rows: where they are among the rows of all menus.
+    """
+
+    choices: tuple[Choice, ...]
+    rows: slice
+
+
+class Times(NamedTuple):
+    """Seconds in one optimizer step by row, (2, rows): in a block that is kept, and in one that is recomputed."""
+
+    compute: Floats
+    communication: Floats
+
+    @property
+    def total(self) -> Floats:
+        """Both together."""
+        return self.compute + self.communication
+
+
+class Space:
+    """What may be decided, prepared once for all batch sizes.
+
+    Attributes:
+        problem: what it was made from.
+        timeline: of its model.
+        menus: those that differ.
+        menu_of: index of each operator's menu.
+        footprints: of each row, (rows, fields of ``Footprint``).
+        vectors: how many blocks of each kind are recomputed, (vectors, kinds): one row is one way to recompute.
+
+    Raises:
+        ConfigurationError: a wish's pattern matches nothing.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        problem.wishes.check(problem.model)
+        self.problem = problem
+        self.timeline = Timeline(problem.model, problem.cluster, problem.overhead_bytes)
+        self._set_menus()
+        self._set_kinds()
+
+    # -- menus ---------------------------------------------------------------------------------------------------------
+
+    def _set_menus(self) -> None:
+        problem = self.problem
+        known: dict[tuple[object, ...], int] = {}
+        self.menus: list[Menu] = []
+        self.menu_of = np.zeros(len(problem.model.operators), dtype=np.int64)
+        columns: list[tuple[object, ...]] = []
+        for index, (operator, times) in enumerate(zip(problem.model.operators, problem.compute.operators, strict=True)):
+            wished = problem.wishes.granularities(operator.name)
+            key = (operator.signature, times, wished)
+            if key not in known:
+                known[key] = len(self.menus)
+                choices = _choices(operator, times, wished)
+                self.menus.append(Menu(choices, slice(len(columns), len(columns) + len(choices))))
+                columns += [self._row(operator, choice, times) for choice in choices]
+            self.menu_of[index] = known[key]
+        prints, plain, again, own, forward, backward = zip(*columns, strict=True) if columns else ((),) * 6
+        self.footprints = np.array(prints, dtype=np.float64).reshape(len(columns), len(COLUMN))
+        self._communication = np.array([plain, again], dtype=np.float64).reshape(2, len(columns), 2)
+        self._engine = np.array(own, dtype=np.float64).reshape(len(columns), 2, 2).transpose(1, 0, 2)
+        self._forward, self._backward = Lines.of(forward), Lines.of(backward)
+        self.first_row = np.array([found.rows.start for found in self.menus], dtype=np.int64)
+
+    def _row(self, operator: Operator, choice: Choice, times: OperatorTime) -> tuple[object, ...]:
+        cluster = self.problem.cluster
+        plain: CommunicationCost = communication(operator, choice, cluster)
+        again = communication(operator, choice, cluster, recomputed=True)
+        own = [engine_cost(operator, choice, cluster, recomputed=flag) for flag in (False, True)]
+        return footprint(operator, choice, cluster), plain, again, own, *compute_lines(times, choice)
+
+    def times(self, batch_size: int, accumulation: int) -> Times:
+        """What each row takes at one batch size (``cost.time_cost``, for all rows at once)."""
+        forward = np.maximum(0.0, self._forward.at(batch_size))
+        backward = np.maximum(0.0, self._backward.at(batch_size))
+        passes = accumulation * (np.outer([1.0, 2.0], forward) + backward)
+        everything = self._communication[..., 0] + accumulation * self._communication[..., 1]
+        exposed = np.maximum(0.0, everything - self.problem.cluster.overlap * passes)
+        update = self.problem.compute.optimizer_s_per_byte * self.footprints[:, COLUMN["updated"]]
+        engine = self._engine[..., 0] + accumulation * self._engine[..., 1]
+        return Times(passes + update + engine, exposed)
+
+    def rows_of(self, choices: Sequence[Choice]) -> Ints:
+        """The row of each operator's choice.
+
+        Raises:
+            ValueError: an operator's menu does not have its choice.
+        """
+        found = [self.menus[menu].choices.index(choice) for menu, choice in zip(self.menu_of, choices, strict=True)]
+        return np.asarray(np.array(found, dtype=np.int64) + self.first_row[self.menu_of], dtype=np.int64)
+
+    def choices_of(self, rows: Ints) -> tuple[Choice, ...]:
+        """What each operator's row stands for."""
+        places = (rows - self.first_row[self.menu_of]).tolist()
+        return tuple(self.menus[menu].choices[at] for menu, at in zip(self.menu_of.tolist(), places, strict=True))
+
+    # -- blocks --------------------------------------------------------------------------------------------------------
+
+    def _set_kinds(self) -> None:
+        """Blocks that differ in nothing but their name are one kind; of a kind the earliest are recomputed first.
+
+        Theirs live longest, and are made again when those of the later ones are gone.
+        """
+        model, wishes = self.problem.model, self.problem.wishes
+        kinds: dict[tuple[object, ...], list[int]] = {}
+        self._always = np.zeros(len(model.blocks), dtype=bool)
+        for index, block in enumerate(model.blocks):
+            wish = False if block.pinned else wishes.recompute(block.name)
+            self._always[index] = wish is True
+            if wish is None:
+                menus = tuple(self.menu_of[list(block.operators)].tolist())
+                kinds.setdefault((block.kind, menus), []).append(index)
+        self.kinds = list(kinds.values())
+        self._order = np.full(len(model.blocks), math.inf)
+        self._kind = np.zeros(len(model.blocks), dtype=np.int64)
+        for kind, blocks in enumerate(self.kinds):
+            self._order[blocks], self._kind[blocks] = range(len(blocks)), kind
+        self.vectors = _vectors([len(blocks) for blocks in self.kinds])
+
+    def recomputed(self, vector: int) -> Flags:
+        """Which blocks are recomputed in one way of ``vectors``."""
+        if not self.kinds:
+            return self._always
+        return np.asarray(self._always | (self._order < self.vectors[vector][self._kind]), dtype=bool)
+
+    @cached_property
+    def every_recomputed(self) -> Flags:
+        """``recomputed`` of all vectors, (vectors, blocks)."""
+        found = [self.recomputed(vector) for vector in range(len(self.vectors))]
+        return np.array(found, dtype=bool).reshape(len(found), len(self.problem.model.blocks))
+
+    def in_recomputed(self, flags: Flags) -> Ints:
+        """1 for each operator that lies in a recomputed block, else 0."""
+        return np.append(flags, False)[self.timeline.block_of].astype(np.int64)
+
+    def block_s(self, batch_size: int, accumulation: int) -> Floats:
+        """Seconds that recomputing each block adds, its operators apart."""
+        lines = self.problem.compute.blocks
+        seconds = [accumulation * line.at(batch_size) for line in lines]
+        return np.array(seconds or [0.0] * len(self.problem.model.blocks), dtype=np.float64)
+
+    def outside_s(self, batch_size: int, accumulation: int) -> float:
+        """Seconds of the work that belongs to no operator, nothing recomputed."""
+        return accumulation * self.problem.compute.outside.at(batch_size)
+
+
+def _choices(operator: Operator, times: OperatorTime, wished: tuple[int, ...] | None) -> tuple[Choice, ...]:
+    dims = operator.split_dims[:1]
+    return tuple(menu(operator, wished, [split.slices for split in times.splits if split.dim in dims]))
+
+
+def _vectors(sizes: Sequence[int]) -> Ints:
+    """All counts of 0 to each of ``sizes``, in steps that keep their number within ``MOST_VECTORS``."""
+    if not sizes:
+        return np.zeros((1, 0), dtype=np.int64)
+    steps = list(sizes)
+    while math.prod(step + 1 for step in steps) > MOST_VECTORS and max(steps) > 1:
+        at = steps.index(max(steps))
+        steps[at] = max(1, steps[at] // 2)
+    while math.prod(step + 1 for step in steps) > MOST_VECTORS:  # so many kinds that only the first ones count
+        steps[max(at for at, step in enumerate(steps) if step)] = 0
+    counts = [
+        np.unique(np.linspace(0, size, step + 1).round().astype(np.int64)) if step else np.zeros(1, dtype=np.int64)
+        for size, step in zip(sizes, steps, strict=True)
+    ]
+    return np.array(list(itertools.product(*counts)), dtype=np.int64).reshape(-1, len(sizes))
