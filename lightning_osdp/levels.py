@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -116,10 +116,17 @@ class Levels:
         return int(self.node.size())
 
 
-def node_sizes(world: Any, node_rank: int) -> tuple[int, ...]:
-    """How many ranks each node has, in the order of ranks. Collective.
+class NodeLayout(NamedTuple):
+    """Which ranks share a node."""
 
-    Ranks of a node that are not numbered one after the other count as ranks of several nodes.
+    sizes: tuple[int, ...]
+    """Ranks that stand one after the other on one node, in the order of ranks."""
+    even: bool
+    """Whether these are all of each node's, and equally many on each."""
+
+
+def node_layout(world: Any, node_rank: int) -> NodeLayout:
+    """Asks all ranks which node they are on. Collective.
 
     Args:
         world: all ranks.
@@ -127,7 +134,8 @@ def node_sizes(world: Any, node_rank: int) -> tuple[int, ...]:
     """
     everyone: list[int] = [0] * world.size()
     dist.all_gather_object(everyone, node_rank, group=world)
-    return tuple(len(list(run)) for _, run in groupby(everyone))
+    sizes = tuple(len(list(run)) for _, run in groupby(everyone))
+    return NodeLayout(sizes, even=len(set(sizes)) == 1 and len(sizes) == len(set(everyone)))
 
 
 def duplicate(group: Any) -> Any:

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_osdp import collectives
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, PlanMismatchError, TraceError
 from lightning_osdp.levels import Levels as LevelGroups
-from lightning_osdp.levels import node_sizes
+from lightning_osdp.levels import node_layout
 from lightning_osdp.planning.caching_allocator import margin_bytes, staying_tensors
 from lightning_osdp.planning.calibration import Correction, corrected_cluster, corrected_compute
 from lightning_osdp.planning.cluster import (
@@ -92,8 +92,8 @@ class Ranks:
     @classmethod
     def on_nodes(cls, group: Any, node_rank: int, device: torch.device) -> Ranks:
         """Asks all ranks which machine they are on. Collective."""
-        sizes = node_sizes(group, node_rank)
-        if len(set(sizes)) == 1:
+        sizes, even = node_layout(group, node_rank)
+        if even:
             return cls(group, len(sizes), device)
         if group.rank() == 0:
             warnings.warn(

@@ -113,6 +113,8 @@ class FairScaleEngine:
             if len(operator.slices) > 1:
                 check_split(operator, modules[operator.name])
             parameters = _large_parameters(modules[operator.name])
+            if not parameters:
+                raise ShardingError(f"{operator.name} can't be sharded: all its parameters are small")
             dtypes = sorted({str(parameter.dtype) for parameter in parameters})
             if len(dtypes) > 1:
                 raise ShardingError(
