@@ -5,7 +5,8 @@ OSDPError
 │   └── PlanMismatchError             a plan for another model, another number of ranks, or another version
 ├── InfeasibleError (ValueError)      nothing fits under the memory limit
 ├── TraceError (RuntimeError)         the module's training_step can't be read on fake tensors
-└── ShardingError (RuntimeError)      a plan can't be applied to this module
+├── ShardingError (RuntimeError)      a plan can't be applied to this module
+└── CheckpointError (RuntimeError)    a checkpoint can't be written, or is damaged, foreign, or of another model
 
 Warnings: OSDPWarning (UserWarning).
 """
@@ -50,6 +51,10 @@ class TraceError(OSDPError, RuntimeError):
 
 class ShardingError(OSDPError, RuntimeError):
     """A plan can't be applied to this module."""
+
+
+class CheckpointError(OSDPError, RuntimeError):
+    """A checkpoint that can't be written, or that is damaged, foreign, or of another model."""
 
 
 class OSDPWarning(UserWarning):

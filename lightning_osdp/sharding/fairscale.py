@@ -16,7 +16,7 @@ Small parameters stay outside, so an operator usually has a single sharded weigh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -32,15 +32,11 @@ from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.operators import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
+from lightning_osdp.sharding import state as states
 from lightning_osdp.sharding.layout import Layout
+from lightning_osdp.sharding.pending import Pending
 from lightning_osdp.sharding.replicas import Replicas
-from lightning_osdp.sharding.state import (
-    Shards,
-    gather_model_state,
-    gather_optimizer_state,
-    load_model_state,
-    load_optimizer_state,
-)
+from lightning_osdp.sharding.state import Fill, Shards
 from lightning_osdp.sharding.without_cuda import NO_STREAM, View, run_without_cuda
 
 # FairScale calls a private, deprecated name; this is the same collective, and the one that is measured.
@@ -173,24 +169,43 @@ class FairScaleEngine:
         torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, total)
         return total
 
-    def model_state(self) -> dict[str, Any]:
+    def model_state(self, pending: Pending | None = None) -> dict[str, Any]:
         """See ``Engine.model_state``."""
         assert self._module is not None
-        return gather_model_state(self._module, self._shards)
+        if pending is not None:
+            return states.model_state(self._module, self._shards, pending)
+        return states.at_once(self._shards, lambda now: self.model_state(now))
 
-    def load_model_state(self, state: dict[str, Any], strict: bool = True) -> None:
+    def load_model_state(
+        self, state: dict[str, Any], strict: bool = True, fill: Fill = states.fill_from_memory
+    ) -> None:
         """See ``Engine.load_model_state``."""
         assert self._module is not None
-        load_model_state(self._module, self._shards, state, strict)
+        states.load_model_state(self._module, self._shards, state, strict, fill)
         self.after_optimizer_step()
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer, index: int = 0, pending: Pending | None = None) -> dict[str, Any]:
         """See ``Engine.optimizer_state``."""
-        return gather_optimizer_state(optimizer, self._shards)
+        if pending is not None:
+            return states.optimizer_state(optimizer, self._shards, self._names(), index, pending)
+        return states.at_once(self._shards, lambda now: self.optimizer_state(optimizer, index, now))
 
-    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    def check_state(self, state: dict[str, Any], strict: bool, saved: Mapping[Optimizer, dict[str, Any]]) -> None:
+        """See ``Engine.check_state``."""
+        assert self._module is not None
+        states.check_model_state(self._module, self._shards, state, strict)
+        for optimizer, theirs in saved.items():
+            states.fitting_optimizer_state(optimizer, self._shards, self._names(), theirs)
+
+    def load_optimizer_state(
+        self, optimizer: Optimizer, state: dict[str, Any], fill: Fill = states.fill_from_memory
+    ) -> None:
         """See ``Engine.load_optimizer_state``."""
-        load_optimizer_state(optimizer, self._shards, state)
+        states.load_optimizer_state(optimizer, self._shards, self._names(), state, fill)
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        assert self._module is not None
+        return {parameter: name for name, parameter in self._module.named_parameters()}
 
     def _place(self, tensor: Tensor) -> None:
         """Moves a parameter or buffer to the device, in place, with rank 0's values."""
