@@ -73,12 +73,19 @@ class Layout:
             start += size
         return cls(shape, tuple(slices), dim)
 
+    @classmethod
+    def replicated(cls, shape: torch.Size) -> Layout:
+        """Of a tensor that every rank holds whole."""
+        return cls(shape, (Slice(0, shape[0] if shape else 1),))
+
     def numel(self, piece: Slice) -> int:
         """Elements of a slice when whole, without padding."""
         return prod(self.slice_shape(piece))
 
     def slice_shape(self, piece: Slice) -> torch.Size:
         """Shape of a slice when whole."""
+        if not self.shape:
+            return self.shape
         return torch.Size((*self.shape[: self.dim], piece.stop - piece.start, *self.shape[self.dim + 1 :]))
 
     def local_numel(self, piece: Slice) -> int:
