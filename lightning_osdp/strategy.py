@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,6 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -34,24 +34,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp import planner, report, saving, settings, summary
+from lightning_osdp import planner, report, settings, summary
 from lightning_osdp.data import TrainData
 from lightning_osdp.errors import ConfigurationError, OSDPWarning
+from lightning_osdp.failures import check_same
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule
 from lightning_osdp.planning.units import parse_bytes
 from lightning_osdp.profiling import memory
 from lightning_osdp.profiling.steps import StepClock
+from lightning_osdp.saving import SavingStrategy
 from lightning_osdp.sharding.checkpoint import Checkpoints
 from lightning_osdp.sharding.fairscale import FairScaleEngine
-from lightning_osdp.sharding.state import Shards, load_model_state
 
 PLAN_FILE = "osdp_plan.json"
 """Name of the plan in the trainer's log directory."""
 
 
-class OSDPStrategy(ParallelStrategy):
+class OSDPStrategy(SavingStrategy):
     """Optimal sharded data parallelism (Jiang et al., arXiv 2209.13258) as a Lightning strategy.
 
     Before training it reads the module's training step, measures the hardware, searches the batch size and for each
@@ -113,11 +114,11 @@ class OSDPStrategy(ParallelStrategy):
         if engine != "fairscale":
             raise ConfigurationError(f"engine={engine!r} is not known: the only one is 'fairscale'")
         self._checkpoints = Checkpoints(save_format)
+        self._engine: FairScaleEngine | None = None
         self._cache = planner.cache_folder(cache)
         self._timeout = timeout or timedelta(minutes=30)
         self._process_group_backend = process_group_backend
         self._num_nodes = 1
-        self._engine: FairScaleEngine | None = None
         self._plan: ExecutionPlan | None = None
         self._clock: StepClock | None = None
 
@@ -187,6 +188,7 @@ class OSDPStrategy(ParallelStrategy):
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
         device_id = self.root_device if self.root_device.type != "cpu" else None
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+        self._start_watch(self._timeout)
 
     # Planning and applying
 
@@ -197,7 +199,7 @@ class OSDPStrategy(ParallelStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         self._keep_gradients_possible(trainer)
-        saving.collect_when_saving(trainer, self._checkpoints, self.checkpoint_io)
+        self._collect_when_saving(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             if self._engine is None:
                 self.model_to_device()
@@ -224,6 +226,7 @@ class OSDPStrategy(ParallelStrategy):
             data, batch, batch_size = planner.on_all_ranks(ranks, lambda: _read_data(trainer, module))
             plan, profiling_s = self._find_plan(trainer, ranks, given, data, batch, batch_size)
             data.forget_loader()
+        check_same(ranks.group, "the plan", hashlib.sha256(plan.to_json().encode()).hexdigest()[:12])
         self._plan = plan
         engine = FairScaleEngine(self.root_device, ranks.group)
         planner.on_all_ranks(ranks, lambda: engine.check(module, plan))
@@ -251,6 +254,7 @@ class OSDPStrategy(ParallelStrategy):
         assert module is not None
         device = self.root_device
         traced = planner.on_all_ranks(ranks, lambda: planner.describe(module, batch, batch_size, device, context))
+        check_same(ranks.group, "the model (fingerprint)", traced.description.fingerprint[:12])
         if given is not None:
             planner.on_all_ranks(ranks, lambda: given.check(traced.description, ranks.count))
             return given, None
@@ -368,57 +372,6 @@ class OSDPStrategy(ParallelStrategy):
         if self.is_global_zero and seconds is not None:
             Console().print(report.measured_table(self._plan, float(numbers[0]), int(numbers[1])))
 
-    # State
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors on the first rank, nothing on others; while a checkpoint is saved, handles on all."""
-        if self._engine is None:
-            return super().lightning_module_state_dict()
-        return self._engine.model_state(self._checkpoints.pending)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As for the module."""
-        assert self._engine is not None
-        plain = getattr(optimizer, "_optimizer", optimizer)
-        index = next((i for i, known in enumerate(self.optimizers) if known is plain), 0)
-        return self._engine.optimizer_state(plain, index, self._checkpoints.pending)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        plugin = self.checkpoint_io
-        saving.save(self._checkpoints, plugin, checkpoint, filepath, storage_options, dist.group.WORLD)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return saving.load(self._checkpoints, self.checkpoint_io, checkpoint_path, weights_only, dist.group.WORLD)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Loads whole states, saved under any plan, once all of the checkpoint is known to fit."""
-        assert self.lightning_module is not None
-        model, fill = checkpoint["state_dict"], self._checkpoints.fill
-        if self._engine is None:
-            load_model_state(self.lightning_module, Shards({}, None), model, strict, fill)
-            return
-        trainer = self.lightning_module.trainer
-        saved = saving.states_by_optimizer(self.optimizers, checkpoint) if trainer.state.fn == TrainerFn.FITTING else {}
-        self._engine.check_state(model, strict, saved)
-        self._engine.load_model_state(model, strict, fill)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        assert self._engine is not None
-        for optimizer, state in saving.states_by_optimizer(self.optimizers, checkpoint).items():
-            self._engine.load_optimizer_state(optimizer, state, self._checkpoints.fill)
-        _optimizers_to_device(self.optimizers, self.root_device)
-
     # Collectives that Lightning and users call
 
     @override
@@ -448,6 +401,7 @@ class OSDPStrategy(ParallelStrategy):
         # Not the base class's: it moves parameters to the CPU, away from what the units know of them.
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        self._stop_watch()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
