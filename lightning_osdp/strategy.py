@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -24,7 +25,6 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -33,9 +33,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp import planner, precision, report, saving, settings, shortage, signals, summary
+from lightning_osdp import planner, precision, report, settings, shortage, signals, summary
+from lightning_osdp.checkup import Checkup
 from lightning_osdp.data import TrainData, read_data, resize
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.failures import check_same
 from lightning_osdp.launch import Launcher
 from lightning_osdp.planning.calibration import Correction, MeasuredStep
 from lightning_osdp.planning.cluster import Cluster
@@ -44,17 +46,16 @@ from lightning_osdp.planning.schedule import BatchRule
 from lightning_osdp.planning.units import parse_bytes
 from lightning_osdp.planning.wishes import Wishes
 from lightning_osdp.profiling import memory
+from lightning_osdp.saving import SavingStrategy
 from lightning_osdp.sharding.checkpoint import Checkpoints
 from lightning_osdp.sharding.fairscale import FairScaleEngine
 from lightning_osdp.sharding.initialise import Initialiser, check_initialisable, is_meta
-from lightning_osdp.sharding.state import Shards, load_model_state
-from lightning_osdp.watch import Watch
 
 PLAN_FILE = "osdp_plan.json"
 """Name of the plan in the trainer's log directory."""
 
 
-class OSDPStrategy(ParallelStrategy):
+class OSDPStrategy(SavingStrategy):
     """Optimal sharded data parallelism (Jiang et al., arXiv 2209.13258) as a Lightning strategy.
 
     Before training it reads the module's training step, measures the hardware, searches the batch size and for each
@@ -116,13 +117,13 @@ class OSDPStrategy(ParallelStrategy):
         if engine != "fairscale":
             raise ConfigurationError(f"engine={engine!r} is not known: the only one is 'fairscale'")
         self._checkpoints = Checkpoints(save_format)
+        self._engine: FairScaleEngine | None = None
         self._cache = planner.cache_folder(cache)
         self._timeout = timeout or timedelta(minutes=30)
         self._process_group_backend = process_group_backend
         self._num_nodes = 1
-        self._engine: FairScaleEngine | None = None
         self._plan: ExecutionPlan | None = None
-        self._watch: Watch | None = None
+        self._checkup: Checkup | None = None
         self._outcome: planner.Outcome | None = None
         self.wishes = Wishes()
         """What may be split and recomputed; set by OSDPCallback before planning."""
@@ -174,7 +175,7 @@ class OSDPStrategy(ParallelStrategy):
     @property
     def measured(self) -> MeasuredStep | None:
         """Step time and peak memory of this rank's training so far; None until enough steps were made."""
-        return self._watch.measured if self._watch is not None else None
+        return self._checkup.measured if self._checkup is not None else None
 
     def resumed_from(self, trainer: pl.Trainer) -> str | None:
         """Path of the checkpoint that ``fit`` will resume from, known before it is loaded; None if it starts anew."""
@@ -205,6 +206,7 @@ class OSDPStrategy(ParallelStrategy):
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
         device_id = self.root_device if self.root_device.type != "cpu" else None
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+        self._start_watch(self._timeout)
 
     # Planning and applying
 
@@ -215,7 +217,7 @@ class OSDPStrategy(ParallelStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         settings.evaluate_without_inference_mode(trainer)
-        saving.collect_when_saving(trainer, self._checkpoints, self.checkpoint_io)
+        self._collect_when_saving(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             if self._engine is None:
                 self._set_up_evaluation()
@@ -230,7 +232,7 @@ class OSDPStrategy(ParallelStrategy):
             self._engine.take_in(self.optimizers)
         self.setup_precision_plugin()
         _optimizers_to_device(self.optimizers, self.root_device)
-        self._watch = self._new_watch()
+        self._checkup = self._new_checkup()
 
     def _set_up_evaluation(self) -> None:
         """The whole module on every rank, with the first one's values."""
@@ -254,6 +256,7 @@ class OSDPStrategy(ParallelStrategy):
             self._outcome = self._find_plan(trainer, ranks, given, data, batch, batch_size)
             data.forget_loader()
         self._plan = plan = self._outcome.plan
+        check_same(ranks.group, "the plan", hashlib.sha256(plan.to_json().encode()).hexdigest()[:12])
         engine = FairScaleEngine(self.root_device, ranks.group)
         planner.on_all_ranks(ranks, lambda: engine.check(module, plan))
         if plan.batch_size != batch_size:
@@ -288,6 +291,7 @@ class OSDPStrategy(ParallelStrategy):
         assert module is not None
         device = self.root_device
         traced = planner.on_all_ranks(ranks, lambda: planner.describe(module, batch, batch_size, device, context))
+        check_same(ranks.group, "the model (fingerprint)", traced.description.fingerprint[:12])
         if given is not None:
             planner.on_all_ranks(ranks, lambda: given.check(traced.description, ranks.count, ranks.nodes))
             return planner.Outcome(given)
@@ -323,13 +327,13 @@ class OSDPStrategy(ParallelStrategy):
         wished = BatchRule(self._batch_size, self._max_batch_size, self._global_batch_size, accumulation)
         return data.batch_rule(batch_size, wished, self.world_size, quiet=not self.is_global_zero)
 
-    def _new_watch(self) -> Watch:
+    def _new_checkup(self) -> Checkup:
         assert self._plan is not None
         correction, file = Correction(), None
         if self._outcome is not None:
             correction, file = self._outcome.correction, self._outcome.file
         keep = partial(planner.remember, file) if file is not None else None
-        return Watch(self._plan, planner.Ranks(dist.group.WORLD, self.num_nodes, self.root_device), correction, keep)
+        return Checkup(self._plan, planner.Ranks(dist.group.WORLD, self.num_nodes, self.root_device), correction, keep)
 
     def _tell(self, trainer: pl.Trainer, table: Any) -> None:
         folder = trainer.log_dir  # a broadcast: on every rank
@@ -363,8 +367,8 @@ class OSDPStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._engine is not None
-        assert self._watch is not None
-        self._watch.begin()
+        assert self._checkup is not None
+        self._checkup.begin()
         self._engine.before_forward()
         with self._shortage_explained():
             return super().training_step(*args, **kwargs)
@@ -378,7 +382,7 @@ class OSDPStrategy(ParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Completes the reductions, updates, and frees the gradients at once."""
         assert self._engine is not None
-        assert self._watch is not None
+        assert self._checkup is not None
         assert self.lightning_module is not None
         self._engine.before_optimizer_step(optimizer)
         with self._shortage_explained():
@@ -387,7 +391,7 @@ class OSDPStrategy(ParallelStrategy):
         if self.lightning_module.automatic_optimization:
             # Lightning frees gradients only after the next forward, where they would add to the activations.
             optimizer.zero_grad(set_to_none=True)
-        self._watch.end()
+        self._checkup.end()
         return result
 
     def _shortage_explained(self) -> AbstractContextManager[None]:
@@ -412,63 +416,14 @@ class OSDPStrategy(ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         """Prints what was predicted beside what was measured on the slowest rank."""
-        assert self._watch is not None
-        self._watch.tell()
+        assert self._checkup is not None
+        self._checkup.tell()
 
     # State
 
     def summon_full_params(self, module: Any = None, writeback: bool = True) -> AbstractContextManager[None]:
         """Within it, parameters (of ``module`` alone, if given) are whole. See ``Engine.whole_parameters``."""
         return self._engine.whole_parameters(module, writeback) if self._engine is not None else nullcontext()
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors on the first rank, nothing on others; while a checkpoint is saved, handles on all."""
-        if self._engine is None:
-            return super().lightning_module_state_dict()
-        return self._engine.model_state(self._checkpoints.pending)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As for the module."""
-        assert self._engine is not None
-        plain = getattr(optimizer, "_optimizer", optimizer)
-        index = next((i for i, known in enumerate(self.optimizers) if known is plain), 0)
-        return self._engine.optimizer_state(plain, index, self._checkpoints.pending)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        plugin = self.checkpoint_io
-        saving.save(self._checkpoints, plugin, checkpoint, filepath, storage_options, dist.group.WORLD)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return saving.load(self._checkpoints, self.checkpoint_io, checkpoint_path, weights_only, dist.group.WORLD)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Loads whole states, saved under any plan, once all of the checkpoint is known to fit."""
-        assert self.lightning_module is not None
-        model, fill = checkpoint["state_dict"], self._checkpoints.fill
-        if self._engine is None:
-            load_model_state(self.lightning_module, Shards({}, None), model, strict, fill)
-            return
-        trainer = self.lightning_module.trainer
-        saved = saving.states_by_optimizer(self.optimizers, checkpoint) if trainer.state.fn == TrainerFn.FITTING else {}
-        self._engine.check_state(model, strict, saved)
-        self._engine.load_model_state(model, strict, fill)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        assert self._engine is not None
-        for optimizer, state in saving.states_by_optimizer(self.optimizers, checkpoint).items():
-            self._engine.load_optimizer_state(optimizer, state, self._checkpoints.fill)
-        _optimizers_to_device(self.optimizers, self.root_device)
 
     # Collectives that Lightning and users call
 
@@ -499,6 +454,7 @@ class OSDPStrategy(ParallelStrategy):
         # Not the base class's: it moves parameters to the CPU, away from what the units know of them.
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        self._stop_watch()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
