@@ -338,6 +338,7 @@ def _measurements(
     dist.broadcast_object_list(known, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
     if known[0] is not None and (cluster is not None or _still_true(known[0].link, ranks)):
         on_all_ranks(ranks, lambda: compute.warm_up(traced, ranks.device))
+        engine_overhead.warm_up(ranks.group, ranks.device)
         return known[0], True, file
     with progress(ranks.is_first, ("network", "compute")) as advance:
         link = (
@@ -351,6 +352,7 @@ def _measurements(
             ranks,
             lambda: compute.measure(traced, ranks.device, progress=lambda done, total: advance("compute", done, total)),
         )
+    engine_overhead.warm_up(ranks.group, ranks.device)
     engine = cluster.engine if cluster is not None else engine_overhead.measure(ranks.group, ranks.device)
     measured = Measurements(link=link, compute=_slowest(times, ranks), engine=engine)
     if ranks.is_first and file is not None:
