@@ -10,7 +10,7 @@ PYTHON ?= $(shell \
 		if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$python; break; fi; \
 	done)
 
-.PHONY: help train test lint format clean test-limit bench-engine bench-collectives bench-search
+.PHONY: help train test lint format clean test-limit bench-engine bench-collectives bench-search accuracy bench-huge
 
 help:
 	@echo "make train   train a small GPT on two CPU processes under a memory limit (examples/train_gpt.py)"
@@ -18,6 +18,8 @@ help:
 	@echo "make lint    the first three of them"
 	@echo "make test-limit   a plan survives under a hard memory limit that kills all-replicated (root, cgroup v1)"
 	@echo "make bench-engine, bench-collectives, bench-search   figures, each against what it is compared with"
+	@echo "make accuracy   predicted beside measured, for many models and plans: writes docs/accuracy.md"
+	@echo "make bench-huge   seconds and memory that reading a LLaMA of 7 B parameters takes"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make clean   remove the environment, caches and runs"
 
@@ -44,6 +46,12 @@ bench-collectives: $(INSTALLED)
 
 bench-search: $(INSTALLED)
 	$(BIN)/python benchmarks/search.py
+
+accuracy: $(INSTALLED)
+	$(BIN)/python benchmarks/accuracy.py --write docs/accuracy.md
+
+bench-huge: $(INSTALLED)
+	$(BIN)/python benchmarks/huge.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix
