@@ -11,7 +11,7 @@ PYTHON ?= $(shell \
 	done)
 
 .PHONY: help train test lint format clean test-limit bench bench-quick bench-gpu bench-verify
-.PHONY: bench-engine bench-collectives bench-search
+.PHONY: bench-engine bench-collectives bench-search accuracy bench-huge
 
 help:
 	@echo "make train   train a small GPT on two CPU processes under a memory limit (examples/train_gpt.py)"
@@ -21,6 +21,8 @@ help:
 	@echo "make bench   side by side with DDP, FSDP and FairScale under hard memory limits (root, cgroup v1; many hours)"
 	@echo "make bench-quick   the same for small models, some minutes; make bench-gpu   the same on CUDA"
 	@echo "make bench-engine, bench-collectives, bench-search   figures, each against what it is compared with"
+	@echo "make accuracy   predicted beside measured, for many models and plans: writes docs/accuracy.md"
+	@echo "make bench-huge   seconds and memory that reading a LLaMA of 7 B parameters takes"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make clean   remove the environment, caches and runs"
 
@@ -60,6 +62,12 @@ bench-collectives: $(INSTALLED)
 
 bench-search: $(INSTALLED)
 	$(BIN)/python benchmarks/search.py
+
+accuracy: $(INSTALLED)
+	$(BIN)/python benchmarks/accuracy.py --write docs/accuracy.md
+
+bench-huge: $(INSTALLED)
+	$(BIN)/python benchmarks/huge.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix

@@ -361,6 +361,7 @@ def _measurements(
     stored = known[0]
     if stored is not None and (cluster is not None or _still_true(stored, ranks)):
         on_all_ranks(ranks, lambda: compute.warm_up(traced, ranks.device))
+        engine_overhead.warm_up(ranks.group, ranks.device)
         return stored, True, file
     with progress(ranks.is_first, ("network", "compute")) as advance:
         link, levels = (cluster.link, cluster.levels) if cluster is not None else measure_links(ranks, advance)
@@ -368,6 +369,7 @@ def _measurements(
             ranks,
             lambda: compute.measure(traced, ranks.device, progress=lambda done, total: advance("compute", done, total)),
         )
+    engine_overhead.warm_up(ranks.group, ranks.device)
     engine = cluster.engine if cluster is not None else engine_overhead.measure(ranks.group, ranks.device)
     measured = Measurements(link=link, levels=levels, compute=_slowest(times, ranks), engine=engine)
     if ranks.is_first and file is not None:
