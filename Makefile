@@ -10,13 +10,16 @@ PYTHON ?= $(shell \
 		if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$python; break; fi; \
 	done)
 
-.PHONY: help train test lint format clean test-limit bench-engine bench-collectives bench-search
+.PHONY: help train test lint format clean test-limit bench bench-quick bench-gpu bench-verify
+.PHONY: bench-engine bench-collectives bench-search
 
 help:
 	@echo "make train   train a small GPT on two CPU processes under a memory limit (examples/train_gpt.py)"
 	@echo "make test    everything that must hold: lint, types, import rules, tests"
 	@echo "make lint    the first three of them"
 	@echo "make test-limit   a plan survives under a hard memory limit that kills all-replicated (root, cgroup v1)"
+	@echo "make bench   side by side with DDP, FSDP and FairScale under hard memory limits (root, cgroup v1; many hours)"
+	@echo "make bench-quick   the same for small models, some minutes; make bench-gpu   the same on CUDA"
 	@echo "make bench-engine, bench-collectives, bench-search   figures, each against what it is compared with"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make clean   remove the environment, caches and runs"
@@ -35,6 +38,19 @@ lint: $(INSTALLED)
 
 test-limit: $(INSTALLED)
 	$(BIN)/python benchmarks/hard_limit.py
+
+# Each goes on where it was stopped; OPTIONS='--only nd-small --settings 2-1gbit --write-docs' and the like are passed on.
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks.throughput $(OPTIONS)
+
+bench-quick: $(INSTALLED)
+	$(BIN)/python -m benchmarks.throughput --quick --fresh $(OPTIONS)
+
+bench-gpu: $(INSTALLED)
+	$(BIN)/python -m benchmarks.throughput --device cuda $(OPTIONS)
+
+bench-verify: $(INSTALLED)
+	$(BIN)/python -m benchmarks.throughput --verify --only nd-quick --settings 2-loopback $(OPTIONS)
 
 bench-engine: $(INSTALLED)
 	$(BIN)/python benchmarks/fairscale_baseline.py

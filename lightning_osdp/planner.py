@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_osdp import collectives
-from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, PlanMismatchError, TraceError
+from lightning_osdp.errors import ConfigurationError, OSDPWarning, PlanMismatchError, TraceError
 from lightning_osdp.levels import Levels as LevelGroups
 from lightning_osdp.levels import node_layout
 from lightning_osdp.planning.caching_allocator import margin_bytes, staying_tensors
@@ -135,26 +135,8 @@ class Outcome:
 
 
 def on_all_ranks(ranks: Ranks, work: Callable[[], Result]) -> Result:
-    """Runs ``work`` on every rank; if it fails on any, every rank raises, so that none is left waiting.
-
-    A rank raises its own error if it has one, else an ``OSDPError`` that names the rank that failed and its error
-    (the same error if it is one of this package's).
-    """
-    error: Exception | None = None
-    result: Result | None = None
-    try:
-        result = work()
-    except Exception as caught:
-        error = caught
-    known = error if error is None or isinstance(error, OSDPError) else OSDPError(f"{type(error).__name__}: {error}")
-    everyone: list[OSDPError | None] = [None] * ranks.count
-    dist.all_gather_object(everyone, known, group=ranks.group)
-    if error is not None:
-        raise error
-    for rank, theirs in enumerate(everyone):
-        if theirs is not None:
-            raise theirs if type(theirs) is not OSDPError else OSDPError(f"rank {rank} failed: {theirs}")
-    return result  # type: ignore[return-value]
+    """See ``collectives.on_all_ranks``."""
+    return collectives.on_all_ranks(ranks.group, work)
 
 
 def describe(

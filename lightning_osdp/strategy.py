@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp import planner, precision, report, settings, shortage, signals, summary
+from lightning_osdp import planner, precision, report, saving, settings, shortage, signals, summary
 from lightning_osdp.data import TrainData, read_data, resize
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.launch import Launcher
@@ -45,8 +45,10 @@ from lightning_osdp.planning.schedule import BatchRule
 from lightning_osdp.planning.units import parse_bytes
 from lightning_osdp.planning.wishes import Wishes
 from lightning_osdp.profiling import memory
+from lightning_osdp.sharding.checkpoint import Checkpoints
 from lightning_osdp.sharding.fairscale import FairScaleEngine
 from lightning_osdp.sharding.initialise import Initialiser, check_initialisable, is_meta
+from lightning_osdp.sharding.state import Shards, load_model_state
 from lightning_osdp.watch import Watch
 
 PLAN_FILE = "osdp_plan.json"
@@ -70,6 +72,7 @@ class OSDPStrategy(ParallelStrategy):
             all ranks or over those of its node (gradients are then averaged between nodes), ``"world"`` and
             ``"node"`` allow one of them.
         engine: what carries the plan out; ``"fairscale"`` is the only one.
+        save_format: ``"full"`` saves one ordinary file; ``"sharded"`` a folder that every rank writes its part of.
         cache: folder for measurements; None for the user's cache folder, ``""`` to keep none.
         timeout: of the process group; 30 minutes if None.
         process_group_backend: default: NCCL on CUDA, gloo on the CPU.
@@ -93,6 +96,7 @@ class OSDPStrategy(ParallelStrategy):
         cluster: str | Path | Cluster | None = None,
         sharding_group: str = "auto",
         engine: str = "fairscale",
+        save_format: str = "full",
         cache: str | Path | None = None,
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
@@ -117,6 +121,7 @@ class OSDPStrategy(ParallelStrategy):
         self._sharding_group = Wishes(sharding_group=sharding_group).sharding_group
         if engine != "fairscale":
             raise ConfigurationError(f"engine={engine!r} is not known: the only one is 'fairscale'")
+        self._checkpoints = Checkpoints(save_format)
         self._cache = planner.cache_folder(cache)
         self._timeout = timeout or timedelta(minutes=30)
         self._process_group_backend = process_group_backend
@@ -216,6 +221,7 @@ class OSDPStrategy(ParallelStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         settings.evaluate_without_inference_mode(trainer)
+        saving.collect_when_saving(trainer, self._checkpoints, self.checkpoint_io)
         if trainer.state.fn != TrainerFn.FITTING:
             if self._engine is None:
                 self._set_up_evaluation()
@@ -428,31 +434,46 @@ class OSDPStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self._engine.model_state() if self._engine is not None else super().lightning_module_state_dict()
-
-    @override
-    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Whole tensors on the first rank, nothing on others; while a checkpoint is saved, handles on all."""
         if self._engine is None:
-            super().load_model_state_dict(checkpoint, strict)
-        else:
-            self._engine.load_model_state(checkpoint["state_dict"], strict)
+            return super().lightning_module_state_dict()
+        return self._engine.model_state(self._checkpoints.pending)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As for the module."""
         assert self._engine is not None
-        return self._engine.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
+        plain = getattr(optimizer, "_optimizer", optimizer)
+        index = next((i for i, known in enumerate(self.optimizers) if known is plain), 0)
+        return self._engine.optimizer_state(plain, index, self._checkpoints.pending)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        plugin = self.checkpoint_io
+        saving.save(self._checkpoints, plugin, checkpoint, filepath, storage_options, dist.group.WORLD)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return saving.load(self._checkpoints, self.checkpoint_io, checkpoint_path, weights_only, dist.group.WORLD)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Loads whole states, saved under any plan, once all of the checkpoint is known to fit."""
+        assert self.lightning_module is not None
+        model, fill = checkpoint["state_dict"], self._checkpoints.fill
+        if self._engine is None:
+            load_model_state(self.lightning_module, Shards({}, None), model, strict, fill)
+            return
+        trainer = self.lightning_module.trainer
+        saved = saving.states_by_optimizer(self.optimizers, checkpoint) if trainer.state.fn == TrainerFn.FITTING else {}
+        self._engine.check_state(model, strict, saved)
+        self._engine.load_model_state(model, strict, fill)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Loads whole states, saved under any plan."""
         assert self._engine is not None
-        states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
-            raise ConfigurationError(
-                f"the checkpoint holds the state of {len(states)} optimizers, the module has {len(self.optimizers)}"
-            )
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            self._engine.load_optimizer_state(optimizer, state)
+        for optimizer, state in saving.states_by_optimizer(self.optimizers, checkpoint).items():
+            self._engine.load_optimizer_state(optimizer, state, self._checkpoints.fill)
         _optimizers_to_device(self.optimizers, self.root_device)
 
     # Collectives that Lightning and users call

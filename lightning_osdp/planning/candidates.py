@@ -187,6 +187,7 @@ class AtBatchSize:
         fresh = column["replicated_gradients"] if accumulation > 1 else 0.0
         transient = np.maximum(column["forward"], column["backward"] + column["transient"] + fresh)
         self.transient = np.rint(transient).astype(np.int64)
+        self.kept = np.rint(column["kept"]).astype(np.int64)
 
     def refined(self, vector: int, refinements: int) -> _Found | None:
         """The fastest plan that fits with these blocks recomputed; None if none does."""
@@ -308,8 +309,17 @@ class Groups:
         menus: what the search may choose from, of each group.
     """
 
-    def __init__(self, at: AtBatchSize, flags: Flags, peak: Peak) -> None:
+    def __init__(self, at: AtBatchSize, flags: Flags, peak: Peak, *, wary: bool = False) -> None:
+        """
+        Args:
+            at: the batch size.
+            flags: which blocks are recomputed.
+            peak: gives the moment.
+            wary: whether parameters that stay from forward to backward count at every moment, as if the peak might be
+                in between: what an exchange of rows would cost then holds at other moments, too.
+        """
         self._at, space = at, at.space
+        self._bytes = at.bytes + (np.array([0, 0, 1])[:, None] * at.kept if wary else 0)
         again = space.in_recomputed(flags)
         after = (space.timeline.backward.start <= peak.moment).astype(np.int64)
         self._codes, self.member, count = np.unique(
@@ -332,7 +342,7 @@ class Groups:
         code = int(self._codes[group])
         menu, state = self._at.space.menus[code // 4], AFTER if code % 2 else BEFORE
         time_s = self._at.times.total[code // 2 % 2, menu.rows]
-        resident, transient = self._at.bytes[state, menu.rows], self._at.transient[menu.rows]
+        resident, transient = self._bytes[state, menu.rows], self._at.transient[menu.rows]
         return GroupCosts(menu.choices, menu.rows.start, time_s, resident, transient)
 
     def budget(self, limit_bytes: int) -> int:
@@ -342,7 +352,7 @@ class Groups:
     def taken_bytes(self, rows: Ints) -> int:
         """The budget that just admits a row for each operator."""
         state = np.where(self._codes[self.member] % 2, AFTER, BEFORE)
-        return int(self._at.bytes[state, rows].sum() + self._at.transient[rows].max(initial=0))
+        return int(self._bytes[state, rows].sum() + self._at.transient[rows].max(initial=0))
 
     def solve(self, budget_bytes: int) -> Solution | None:
         """The fastest rows within the budget; None if nothing fits."""

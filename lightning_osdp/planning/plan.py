@@ -34,7 +34,7 @@ class ChoiceCost(Frozen):
     two_stage: bool = False
     time_s: float
     resident_bytes: int
-    """Held at the moment of the plan's peak, the operator's own run apart."""
+    """Held when the plan is at its peak, or just before that, the operator's own run apart."""
     transient_bytes: int
     """Held only while the operator runs; of all operators only the largest counts."""
 

@@ -23,12 +23,12 @@ class Reasons(NamedTuple):
 
 
 def reasons(desk: Desk, candidate: Candidate) -> Reasons:
-    """What was there to choose at the candidate's batch size, with bytes as they count at the moment of its peak."""
+    """What was there to choose at the candidate's batch size, with bytes as they count at about the time of its peak."""
     at = AtBatchSize(desk, candidate.batch_size, candidate.accumulation)
     rows = desk.space.rows_of(candidate.choices)
     names = set(candidate.recomputed)
     flags = np.array([block.name in names for block in desk.problem.model.blocks], dtype=bool)
-    groups = Groups(at, flags, candidate.peak)
+    groups = Groups(at, flags, candidate.peak, wary=True)
     solution = groups.solve(groups.taken_bytes(rows))
     price = solution.price_s_per_byte if solution is not None else 0.0
     shared = [_alternatives(at, groups, group, rows) for group in range(len(groups.menus))]

@@ -26,7 +26,7 @@ there the second run is an ordinary forward.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -42,20 +42,16 @@ from lightning_osdp.levels import Communicator, duplicate
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.operators import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.sharding import state as states
 from lightning_osdp.sharding.gathers import GATHERS_IN_FLIGHT, GatherBound, NoBound
 from lightning_osdp.sharding.initialise import Initialiser, check_initialisable
 from lightning_osdp.sharding.layout import Layout
 from lightning_osdp.sharding.lines import Line, Lines, sharded_operators
+from lightning_osdp.sharding.pending import Pending
 from lightning_osdp.sharding.recompute import check_recomputed, recompute
 from lightning_osdp.sharding.replicas import Replicas
 from lightning_osdp.sharding.splitting import SplitOperator, Stage, check_split
-from lightning_osdp.sharding.state import (
-    Shards,
-    gather_model_state,
-    gather_optimizer_state,
-    load_model_state,
-    load_optimizer_state,
-)
+from lightning_osdp.sharding.state import Fill, Shards
 from lightning_osdp.sharding.without_cuda import NO_STREAM, View, run_without_cuda
 
 
@@ -186,7 +182,9 @@ class FairScaleEngine:
         assert self._module is not None
         assert self._shared is not None
         if self._shared.shown_whole or any(unit.in_use for unit in self._units):
-            raise ShardingError("parameters can't be made whole within a step, or where they are whole already")
+            raise ShardingError(
+                "parameters can't be made whole where they are already: between forward and backward, or within itself"
+            )
         self._shared.shown_whole = True
         try:
             with self._shards.whole_values_shown((module or self._module).parameters(), writeback):
@@ -247,24 +245,43 @@ class FairScaleEngine:
         torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, total)
         return total
 
-    def model_state(self) -> dict[str, Any]:
+    def model_state(self, pending: Pending | None = None) -> dict[str, Any]:
         """See ``Engine.model_state``."""
         assert self._module is not None
-        return gather_model_state(self._module, self._shards)
+        if pending is not None:
+            return states.model_state(self._module, self._shards, pending)
+        return states.at_once(self._shards, lambda now: self.model_state(now))
 
-    def load_model_state(self, state: dict[str, Any], strict: bool = True) -> None:
+    def load_model_state(
+        self, state: dict[str, Any], strict: bool = True, fill: Fill = states.fill_from_memory
+    ) -> None:
         """See ``Engine.load_model_state``."""
         assert self._module is not None
-        load_model_state(self._module, self._shards, state, strict)
+        states.load_model_state(self._module, self._shards, state, strict, fill)
         self.after_optimizer_step()
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer, index: int = 0, pending: Pending | None = None) -> dict[str, Any]:
         """See ``Engine.optimizer_state``."""
-        return gather_optimizer_state(optimizer, self._shards)
+        if pending is not None:
+            return states.optimizer_state(optimizer, self._shards, self._names(), index, pending)
+        return states.at_once(self._shards, lambda now: self.optimizer_state(optimizer, index, now))
 
-    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    def check_state(self, state: dict[str, Any], strict: bool, saved: Mapping[Optimizer, dict[str, Any]]) -> None:
+        """See ``Engine.check_state``."""
+        assert self._module is not None
+        states.check_model_state(self._module, self._shards, state, strict)
+        for optimizer, theirs in saved.items():
+            states.fitting_optimizer_state(optimizer, self._shards, self._names(), theirs)
+
+    def load_optimizer_state(
+        self, optimizer: Optimizer, state: dict[str, Any], fill: Fill = states.fill_from_memory
+    ) -> None:
         """See ``Engine.load_optimizer_state``."""
-        load_optimizer_state(optimizer, self._shards, state)
+        states.load_optimizer_state(optimizer, self._shards, self._names(), state, fill)
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        assert self._module is not None
+        return {parameter: name for name, parameter in self._module.named_parameters()}
 
     def _unit_maker(
         self, line: Line, recomputed: bool
@@ -351,7 +368,7 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
         self._reducer = shared.reducer
         self._output_pre_backward_hook_registered: list[int] = []
         self._recomputed = recomputed
-        self._in_graph = False
+        self._in_graph = self._backward_done = False
         stage.forward = self.forward
 
     @property
@@ -374,7 +391,7 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
             return self._run_again(*args, **kwargs)
         outputs = super().forward(*args, **kwargs)
         if torch.is_grad_enabled():
-            self._in_graph = True
+            self._in_graph, self._backward_done = True, False
         else:
             self.release()
         return outputs
@@ -394,13 +411,22 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
 
     def end_backward(self) -> None:
         """To be called when a backward pass is over, whether or not it reached this unit."""
-        self._in_graph = False
+        self._in_graph = self._in_graph and not self._backward_done
         self.release()
+
+    def _wait_for_post_backward(self) -> None:
+        super()._wait_for_post_backward()
+        self._backward_done = True
+
+    def _use_full_params(self) -> None:
+        # Freed where another backward pass ended between this unit's forward and its backward.
+        self._rebuild_full_params()
+        super()._use_full_params()
 
     @property
     def in_use(self) -> bool:
-        """Whether its parameters are whole now, or will be used by a backward pass that is still to come."""
-        return self._in_graph or (self.has_full_params and self.world_size > 1)
+        """Whether its parameters are whole now."""
+        return bool(self.has_full_params and self.world_size > 1)
 
     def release(self) -> None:
         """Frees the whole parameters if they are still there, and makes the unit ready for its next forward."""

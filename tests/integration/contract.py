@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_osdp import OSDPStrategy, planner
 from lightning_osdp.planning.choices import Mode
@@ -61,8 +61,9 @@ def rows(count: int, seed: int = 0) -> TensorDataset:
 
 def batches(count: int, size: int, seed: int = 0) -> DataLoader[Any]:
     """In order: rank r of N gets rows r, r + N, ... ``count`` batches of ``size`` for each rank."""
-    data: Dataset[Any] = rows(count * size * RANKS, seed)
-    return DataLoader(data, batch_size=size)
+    data = rows(count * size * RANKS, seed)
+    sampler = DistributedSampler(data, shuffle=False) if torch.distributed.is_initialized() else None
+    return DataLoader(data, batch_size=size, sampler=sampler)
 
 
 def seeded(module_class: Any, *args: Any, **options: Any) -> Any:
@@ -95,7 +96,9 @@ def planned(
     batch = next(iter(data))
     size = len(batch[0])
     plan = mixed_plan(copy.deepcopy(module), batch, size, accumulation, shift)
-    options = {"limit_val_batches": 1.0, "max_steps": -1, "max_epochs": 1} | options
+    own = {"limit_val_batches": 1.0, "max_steps": -1, "max_epochs": 1}
+    own["use_distributed_sampler"] = False  # Lightning's shuffles, which plain training could not follow
+    options = own | options
     return trainer(folder, OSDPStrategy(plan=plan), **options)
 
 

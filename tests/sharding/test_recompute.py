@@ -170,8 +170,40 @@ def whole_at_once(rank: int, ranks: int) -> dict[str, tuple[int, int]]:
     return found
 
 
+def generator_and_critic(rank: int, ranks: int, sharded: bool) -> list[Tensor]:
+    """Gradients where the backward of one graph ends between the forward and the backward of another."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for name in "gc"})
+    if sharded:
+        engine = FairScaleEngine(torch.device("cpu"))
+        modes = (Mode.ZDP2, Mode.ZDP, Mode.DP)
+        splits = {"g.0": (modes, 1), "g.2": (modes, 0), "c.0": ((Mode.ZDP2,), None), "c.2": ((Mode.ZDP2,), None)}
+        engine.apply(model, split_plan(splits, ranks, ("g",)))
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    found = []
+    made = model["g"](x)
+    for loss_of in (lambda: model["c"](made.detach()).square().mean(), lambda: model["c"](made).sum()):
+        loss_of().backward()
+        if sharded:
+            engine.finish_backward()
+            found.append([_whole_gradient(engine, p) for p in model.parameters()])
+        else:
+            found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+    return found
+
+
+def _whole_gradient(engine: FairScaleEngine, parameter: nn.Parameter) -> Tensor | None:
+    if parameter.grad is None or parameter not in engine._shards.parameters:
+        return None if parameter.grad is None else parameter.grad.clone()
+    return engine._shards.gather(parameter, parameter.grad)
+
+
 def everything(rank: int, ranks: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"gathers": gathers_of_a_step(rank, ranks), "whole": whole_at_once(rank, ranks)}
+    found: dict[str, Any] = {
+        "gathers": gathers_of_a_step(rank, ranks),
+        "whole": whole_at_once(rank, ranks),
+        "two graphs": generator_and_critic(rank, ranks, True),
+    }
     for k in (1, 3):
         for autocast in (False, True):
             found[f"kept {k} {autocast}"] = train(rank, ranks, k, False, autocast=autocast)
@@ -211,6 +243,11 @@ def test_one_slice_is_whole_at_a_time(results: list[dict[str, Any]]) -> None:
             assert (gathers, whole) == (2 * 2 * 4, 0), name
         else:  # the slice with which the backward begins stays whole while the block runs again, and need not again
             assert (gathers, whole) == (3 * 2 * 4 - 1, one_slice), name
+
+
+def test_graphs_may_overlap(results: list[dict[str, Any]]) -> None:
+    for ours, expected in zip(results[0]["two graphs"], generator_and_critic(0, 1, False), strict=True):
+        torch.testing.assert_close(ours, expected)
 
 
 def test_keeps_only_its_inputs() -> None:

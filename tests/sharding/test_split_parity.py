@@ -63,8 +63,8 @@ MODELS: dict[str, Model] = {
     "GPT-2": (gpt2, labels_loss, ("transformer.h.0", "transformer.h.1"), 2),
     "T5": (t5, labels_loss, ("encoder.block.0", "encoder.block.1", "decoder.block.0"), 4),
 }
-"""How to build it, its loss, its blocks, and that every how many-th of its operators is split (collectives take time:
-which ones depends on k, the others are replicated)."""
+"""How to build it, its loss, its blocks, and that every how many-th of its operators is split, on two ranks, of half as
+many on four: collectives take time. Which ones depends on k; the others are replicated."""
 CASES = [(name, k, again) for name in MODELS for k in KS for again in (False, True)]
 
 
@@ -97,7 +97,9 @@ def train(rank: int, ranks: int, name: str, k: int, again: bool) -> tuple[list[f
     model = build()
     optimizer = optimizer_of(model)
     engine = FairScaleEngine(torch.device("cpu"))
-    engine.apply(model, split_plan(split_all(model, k, every), ranks, blocks if again else ()), [optimizer])
+    engine.apply(
+        model, split_plan(split_all(model, k, every * ranks // 2), ranks, blocks if again else ()), [optimizer]
+    )
     accumulation = 2 if again else 1
     losses = []
     for batch in gpt_batches(STEPS, BATCH):

@@ -19,6 +19,7 @@ from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.operators import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.sharding.fairscale import FairScaleEngine
+from tests.ranks import run_ranks
 from tests.sharding.split_plans import split_plan
 from tests.sharding.test_engine import Wrapped
 
@@ -157,15 +158,12 @@ def test_the_module_stays_what_it_was() -> None:
         torch.testing.assert_close(model.inner.weight, layer.weight)
         with pytest.raises(ShardingError, match="can't run while its parameters are shown whole"):
             model(rows())
-        with pytest.raises(ShardingError, match="whole already"), engine.whole_parameters():
+        with pytest.raises(ShardingError, match="within itself"), engine.whole_parameters():
             pass
         nn.init.ones_(model.inner.weight)
     assert model.inner.weight is weight
     x = rows()
     torch.testing.assert_close(model(x), x.sum(-1, keepdim=True) + layer.bias)
-    with pytest.raises(ShardingError, match="within a step"), engine.whole_parameters():
-        pass
-    engine.finish_backward()
     with engine.whole_parameters(writeback=False):
         nn.init.zeros_(model.inner.weight)
     assert model.inner.weight.detach().eq(1).all()
@@ -251,6 +249,7 @@ class Tied(nn.Module):
         (Wrapped(nn.Linear(3, 8)), {"inner": (mixed(4), 1)}, (), r"into 4 slices: dimension 1 .* has 3 elements"),
         (Tied(), {"embed": (mixed(2), 1)}, (), r"embed can't be sharded: its parameter is also head\.weight"),
         (Tied(), {}, ("block",), r"recomputes 'block', which is not a submodule"),
+        (nn.Sequential(nn.ModuleList([nn.Linear(2, 2)])), {}, ("0",), r"recomputes 0, a ModuleList, which is never"),
         (Wrapped(Tied()), {}, ("inner.head", "inner"), r"recomputes inner\.head twice: by itself and with inner"),
     ],
 )
@@ -261,3 +260,90 @@ def test_refused_before_a_parameter_has_moved(
     with pytest.raises(ShardingError, match=message):
         FairScaleEngine(CPU).apply(module, split_plan(splits, 1, recomputed))
     assert {name: (p.data_ptr(), p.shape) for name, p in module.named_parameters()} == before
+
+
+class Twice(nn.Module):
+    """A split layer that runs twice and is frozen at first, and one that only some steps use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.rare, self.out = (nn.Linear(16, 16) for _ in range(3))
+        self.shared.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor, rare: bool) -> Tensor:
+        x = self.shared(torch.tanh(self.shared(x)))
+        return self.out(x + self.rare(x) if rare else x)
+
+
+TWICE = {
+    "shared": ((Mode.ZDP2, Mode.DP, Mode.ZDP2), 1),
+    "rare": ((Mode.ZDP, Mode.DP), 0),
+    "out": ((Mode.DP, Mode.ZDP, Mode.ZDP2, Mode.ZDP), 1),
+}
+
+
+def data() -> Tensor:
+    return torch.randn(8, 2, 2, 16, generator=torch.Generator().manual_seed(5))  # (steps, micro-batches, samples, in)
+
+
+def train_twice(rank: int, ranks: int) -> Any:
+    """Accumulates without ``no_sync`` as manual optimization does, with gradients zeroed between forward and backward,
+    and moves to a plan without splits, and on to another with, in the middle."""
+    torch.manual_seed(3)
+    model = Twice()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    engine = FairScaleEngine(CPU)
+    engine.apply(model, split_plan(TWICE, ranks), [optimizer])
+    for step, batches in enumerate(data()):
+        if step in (3, 6):
+            box = [(engine.model_state(), engine.optimizer_state(optimizer))]
+            dist.broadcast_object_list(box, 0)
+            model = Twice()
+            model.shared.weight.requires_grad_(step == 6)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+            engine = FairScaleEngine(CPU)
+            plain = dict.fromkeys(TWICE, ((Mode.ZDP2,), None))
+            engine.apply(model, split_plan(plain if step == 3 else TWICE, ranks), [optimizer])
+            engine.load_model_state(box[0][0])
+            engine.load_optimizer_state(optimizer, box[0][1])
+        if step == 5:
+            model.shared.weight.requires_grad_(True)
+        for i, batch in enumerate(batches):
+            engine.before_forward()
+            loss = model(batch[rank::ranks], rare=step % 2 == 0).square().mean()
+            if i == 0:
+                optimizer.zero_grad()
+            with pytest.raises(ShardingError, match="between forward and backward"), engine.whole_parameters():
+                pass  # those of zdp2 are whole already
+            loss.backward()
+            engine.finish_backward()
+        engine.clip_grad_norm(model.parameters(), 0.1, norm_type=3.0)
+        engine.before_optimizer_step(optimizer)
+        optimizer.step()
+        engine.after_optimizer_step()
+    with engine.whole_parameters(model.out):
+        shapes = [p.dim() for p in model.parameters()]
+        seen = model.out.weight.detach().clone()
+        model.out.weight.data.mul_(2)
+    return engine.model_state(), engine.optimizer_state(optimizer), shapes, seen
+
+
+def test_what_training_loops_do_on_two_ranks() -> None:
+    ours, optimizer_state, shapes, seen = run_ranks(train_twice, 2)[0]
+    torch.manual_seed(3)
+    model = Twice()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    for step, batches in enumerate(data()):
+        if step == 5:
+            model.shared.weight.requires_grad_(True)
+        optimizer.zero_grad()
+        for batch in batches:
+            model(batch, rare=step % 2 == 0).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=3.0)
+        optimizer.step()
+    assert shapes == [1, 1, 1, 1, 2, 1]  # weights and biases; only the last weight was asked for
+    torch.testing.assert_close(seen, model.out.weight.detach(), rtol=1e-4, atol=1e-5)
+    model.out.weight.data.mul_(2)
+    torch.testing.assert_close(ours, dict(model.state_dict()), rtol=1e-4, atol=1e-5)
+    for index, entries in optimizer.state_dict()["state"].items():
+        torch.testing.assert_close(optimizer_state["state"][index], entries, rtol=1e-4, atol=1e-5)
