@@ -24,6 +24,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +57,10 @@ def train(args: argparse.Namespace) -> None:
     import lightning as L
     from train_gpt import GPT, StandardLibrary
 
-    from lightning_osdp import OSDPStrategy
+    from lightning_osdp import OSDPStrategy, planner
 
+    if not args.plan:
+        planner.make_plan = partial(plan_and_compare, args.folder)
     L.seed_everything(1)
     settings: dict[str, Any] = {"plan": args.plan} if args.plan else {"memory_limit": args.limit}
     trainer = L.Trainer(
@@ -140,18 +144,19 @@ def run(args: argparse.Namespace, setting: tuple[int, int, str], plan: str | Non
 
 def compare(args: argparse.Namespace, setting: tuple[int, int, str]) -> list[str]:
     """Prints a line for each plan; returns what missed its target."""
+    from lightning_osdp.planning.plan import ExecutionPlan
+
     nodes, per_node, rate = setting
     seconds: dict[str, float] = {}
     missed = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = str(Path(args.keep or temporary, f"{nodes}x{per_node}-{rate}"))
         Path(folder).mkdir(parents=True, exist_ok=True)
-        if not Path(folder, "osdp_plan.json").exists():
+        if not Path(folder, "searched.json").exists():
             run(args, setting, None, folder)
-        searched = Path(folder, "osdp_plan.json").read_text()
-        for name, plan in plans(args, searched).items():
+        for name in PLANS:
             file = Path(folder, f"{name}.json")
-            file.write_text(plan.to_json())
+            plan = ExecutionPlan.from_json(file.read_text())
             ranks = run(args, setting, str(file), folder)
             seconds[name] = max(rank["step_time_s"] for rank in ranks)
             sent = max(rank["sent_bytes"] for rank in ranks)
@@ -184,21 +189,42 @@ def _beside(predicted: float, measured: float) -> tuple[str, str, str]:
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
-def plans(args: argparse.Namespace, text: str) -> dict[str, Any]:
-    """The searched plan, and what it is compared with, each with its own prediction."""
-    from lightning_osdp.planning.choices import Choice, Group, Mode
-    from lightning_osdp.planning.plan import ExecutionPlan
+def plan_and_compare(folder: str, problem: Any, rule: Any) -> Any:
+    """In place of ``make_plan``: keeps the searched plan and what it is compared with, each with its prediction."""
+    from lightning_osdp.planning.candidates import Desk
+    from lightning_osdp.planning.choices import Choice, Group, Mode, legal_modes
+    from lightning_osdp.planning.schedule import make_plan
 
-    searched = ExecutionPlan.from_json(text)
-    choices = {
-        "world": Choice((Mode.ZDP,)),
-        "two-stage": Choice((Mode.ZDP,), two_stage=True),
-        "node": Choice((Mode.ZDP,), group=Group.NODE),
-    }
-    from train_gpt import GPT
+    searched, desk, sharded = make_plan(problem, rule), Desk(problem), Choice((Mode.ZDP,))
+    uniform = {"world": sharded, "two-stage": sharded, "node": Choice()}
+    if problem.cluster.two_levels:
+        uniform |= {"two-stage": sharded._replace(two_stage=True), "node": sharded._replace(group=Group.NODE)}
+    for name, choice in uniform.items():
+        choices = tuple(choice if Mode.ZDP in legal_modes(op) else Choice() for op in problem.model.operators)
+        cost = desk.candidate(choices, searched.batch_size, searched.accumulate_grad_batches)
+        Path(folder, f"{name}.json").write_text(_with(searched, choices, cost).to_json())
+    Path(folder, "searched.json").write_text(searched.to_json())
+    return searched
 
-    model = GPT(args.layers, args.width, BLOCK_SIZE)
-    return {name: _all_of(searched, choice, model) for name, choice in choices.items()} | {"searched": searched}
+
+def _with(plan: Any, choices: Sequence[Any], cost: Any) -> Any:
+    """``plan`` with other choices, nothing recomputed, and what that costs."""
+    operators = tuple(
+        op.model_copy(
+            update={
+                "slices": choice.slices,
+                "split_dim": choice.split_dim,
+                "sharding_group": choice.group,
+                "two_stage": choice.two_stage,
+                "checkpoint": False,
+            }
+        )
+        for op, choice in zip(plan.operators, choices, strict=True)
+    )
+    times = {"compute_time_s": cost.compute_s, "communication_time_s": cost.communication_s}
+    memory = {"peak_memory_bytes": cost.peak.total_bytes, "samples_per_s": cost.samples_per_s}
+    predicted = plan.predicted.model_copy(update={"step_time_s": cost.step_time_s} | times | memory)
+    return plan.model_copy(update={"operators": operators, "recomputed": (), "predicted": predicted, "blocks": ()})
 
 
 def _large(model: Any, operator: Any) -> list[Any]:

@@ -12,7 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ NOT_HERE: dict[str, Any] = {
 }
 """Settings of the Trainer that would leave traces, or that speak of processes that are not there."""
 
-WISHES = ("memory_limit", "batch_size", "max_batch_size", "global_batch_size", "cluster", "cache")
+WISHES = ("memory_limit", "batch_size", "max_batch_size", "global_batch_size", "cluster", "sharding_group", "cache")
 """Arguments of ``OSDPStrategy`` that say what to plan."""
 
 
@@ -153,7 +153,8 @@ def plan_recipe(recipe: Recipe, devices: int | None = None, **wishes: Any) -> pl
         settings.positive("max_batch_size", wanted.get("max_batch_size")),
         settings.positive("global_batch_size", wanted.get("global_batch_size")),
     )
-    folder, search = planner.cache_folder(wanted.get("cache")), recipe.callback_wishes
+    folder = planner.cache_folder(wanted.get("cache"))
+    search = replace(recipe.callback_wishes, sharding_group=wanted.get("sharding_group") or "auto")
 
     def work(trainer: pl.Trainer) -> planner.Outcome:
         return _plan(trainer, cluster, device, rule, limit_bytes, folder, search)

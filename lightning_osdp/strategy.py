@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -68,6 +69,9 @@ class OSDPStrategy(SavingStrategy):
         global_batch_size: if given, batch size x accumulation x ranks makes exactly this.
         plan: a plan, or the path of one, to use as it is: nothing is profiled or searched.
         cluster: hardware that is known already, or the path of its JSON: links are not measured.
+        sharding_group: where there are several nodes: ``"auto"`` chooses for each operator whether it is sharded over
+            all ranks or over those of its node (gradients are then averaged between nodes), ``"world"`` and
+            ``"node"`` allow one of them.
         engine: what carries the plan out; ``"fairscale"`` is the only one.
         save_format: ``"full"`` saves one ordinary file; ``"sharded"`` a folder that every rank writes its part of.
         cache: folder for measurements; None for the user's cache folder, ``""`` to keep none.
@@ -91,6 +95,7 @@ class OSDPStrategy(SavingStrategy):
         global_batch_size: int | None = None,
         plan: str | Path | ExecutionPlan | None = None,
         cluster: str | Path | Cluster | None = None,
+        sharding_group: str = "auto",
         engine: str = "fairscale",
         save_format: str = "full",
         cache: str | Path | None = None,
@@ -114,6 +119,7 @@ class OSDPStrategy(SavingStrategy):
         self._max_batch_size = settings.positive("max_batch_size", max_batch_size)
         self._global_batch_size = settings.positive("global_batch_size", global_batch_size)
         self._given_plan, self._given_cluster = plan, cluster
+        self._sharding_group = Wishes(sharding_group=sharding_group).sharding_group
         if engine != "fairscale":
             raise ConfigurationError(f"engine={engine!r} is not known: the only one is 'fairscale'")
         self._checkpoints = Checkpoints(save_format)
@@ -311,7 +317,7 @@ class OSDPStrategy(SavingStrategy):
             model_bytes,
             cluster=cluster,
             cache=self._cache,
-            wishes=self.wishes,
+            wishes=replace(self.wishes, sharding_group=self._sharding_group),
         )
 
     def _given(self, trainer: pl.Trainer) -> ExecutionPlan | None:

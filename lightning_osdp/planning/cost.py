@@ -7,6 +7,9 @@ collective has its own fitted alpha and beta (``CollectiveFit``), so k is spelle
     zdp2   1 all-gather and 1 reduce-scatter in every micro-batch
     zdp    2 all-gathers and 1 reduce-scatter in every micro-batch; 3 all-gathers in a block that is recomputed
 
+These are world-wide, in one stage or two, or inside a node; then an all-reduce between nodes, once per optimizer step,
+is added (``topology``).
+
 A slice has its own latencies. Small parameters (``ParameterInfo.small``) ride in the buckets of replicated gradients
 in every mode, and so does all but the weight of an operator that is split.
 """
@@ -19,6 +22,7 @@ from typing import NamedTuple
 from lightning_osdp.planning.choices import Choice, Mode, slice_sizes
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes, OperatorTime
 from lightning_osdp.planning.operators import Line, Operator, ParameterInfo
+from lightning_osdp.planning.topology import exchange, gather_copy, sharding_ranks
 
 BUCKET_BYTES = 25 << 20
 """Replicated gradients are copied into buckets of up to this size (PyTorch DDP's default)."""
@@ -136,20 +140,18 @@ def sharded_elements(operator: Operator, choice: Choice) -> float:
 def communication(
     operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: bool = False
 ) -> CommunicationCost:
-    """Seconds of all collectives that ``operator`` causes.
-
-    ``choice.group`` and ``choice.two_stage`` are not looked at: all collectives are world-wide, in one stage.
-    """
-    link, ranks = cluster.link, cluster.ranks
+    """Seconds of all collectives that ``operator`` causes."""
+    among = exchange(cluster, choice.group, choice.two_stage)
     once = each = 0.0
     for part in parts_of(operator, choice):
         if not part.sharded:
             once += _reduction_s(part.gradient_bytes, cluster)
             continue
         gathers = (3 if recomputed else 2) if part.mode == Mode.ZDP else 1
-        each += gathers * link.all_gather.time_s(part.parameter_bytes, ranks)
+        each += gathers * among.all_gather_s(part.parameter_bytes)
         if part.gradient_bytes:
-            each += link.reduce_scatter.time_s(part.gradient_bytes, ranks)
+            each += among.reduce_scatter_s(part.gradient_bytes)
+            once += among.between_s(part.gradient_bytes)
     return CommunicationCost(once, each)
 
 
@@ -168,11 +170,16 @@ def _alone_bytes(cluster: Cluster) -> int:
 
 def footprint(operator: Operator, choice: Choice, cluster: Cluster) -> Footprint:
     """Bytes that ``operator`` takes on one rank, by when they are there."""
-    parts, ranks = parts_of(operator, choice), cluster.ranks
+    parts, ranks = parts_of(operator, choice), sharding_ranks(cluster, choice.group)
     replicated = [part for part in parts if not part.sharded]
     sharded = [part for part in parts if part.sharded]
     units = [[part for part in sharded if part.unit == unit] for unit in sorted({part.unit for part in sharded})]
-    gathered = [sum(part.parameter_bytes for part in unit) if unit[0].mode == Mode.ZDP else 0 for unit in units]
+    gathered = [
+        sum(part.parameter_bytes for part in unit) * (1 + gather_copy(cluster, choice.group, choice.two_stage))
+        if unit[0].mode == Mode.ZDP
+        else 0
+        for unit in units
+    ]
     updates = [part.gradient_bytes for part in replicated] + [part.gradient_bytes / ranks for part in sharded]
     return Footprint(
         states=sum(part.parameter_bytes + part.optimizer_bytes for part in replicated)
@@ -182,22 +189,24 @@ def footprint(operator: Operator, choice: Choice, cluster: Cluster) -> Footprint
         kept=sum(part.parameter_bytes for part in sharded if part.mode == Mode.ZDP2),
         forward=max(gathered, default=0),
         backward=max(gathered, default=0),
-        transient=max((_reduced(unit, sharded, cluster) for unit in units), default=0.0),
-        bucketed=sum(p.gradient_bytes for p in replicated if p.gradient_bytes < _alone_bytes(cluster) and ranks > 1),
+        transient=max((_reduced(unit, sharded, cluster, ranks) for unit in units), default=0.0),
+        bucketed=sum(
+            p.gradient_bytes for p in replicated if p.gradient_bytes < _alone_bytes(cluster) and cluster.ranks > 1
+        ),
         updated=sum(updates),
         largest_update=max(updates, default=0.0),
     )
 
 
-def _reduced(unit: list[Part], sharded: list[Part], cluster: Cluster) -> float:
+def _reduced(unit: list[Part], sharded: list[Part], cluster: Cluster, ranks: int) -> float:
     """While a unit's gradient is reduced: it, and beyond the freed whole parameter its part and the reduction's copy.
 
     Of an operator that is split, the parts of its other slices' gradients are there as well.
     """
     gradient, everything = (sum(part.gradient_bytes for part in parts) for parts in (unit, sharded))
-    reduction = gradient / cluster.ranks + gradient * cluster.reduce_copy
+    reduction = gradient / ranks + gradient * cluster.reduce_copy
     whole = sum(part.parameter_bytes for part in unit)
-    return gradient + max(0.0, reduction - whole) + (everything - gradient) / cluster.ranks
+    return gradient + max(0.0, reduction - whole) + (everything - gradient) / ranks
 
 
 def memory_cost(footprint: Footprint) -> MemoryCost:

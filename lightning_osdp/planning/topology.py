@@ -54,13 +54,27 @@ def sharding_groups(cluster: Cluster) -> tuple[tuple[Group, bool], ...]:
     return ((Group.WORLD, False), (Group.WORLD, True), (Group.NODE, False))
 
 
+def sharding_ranks(cluster: Cluster, group: Group) -> int:
+    """Over how many ranks states are spread."""
+    return cluster.devices_per_node if group == Group.NODE and cluster.two_levels else cluster.ranks
+
+
+def gather_copy(cluster: Cluster, group: Group, two_stage: bool) -> float:
+    """What a gather takes beside its result, as a share of it: in two stages, what came from the other nodes first.
+
+    On gloo that is received where it belongs.
+    """
+    staged = two_stage and group == Group.WORLD and cluster.two_levels and cluster.backend != "gloo"
+    return 1 / cluster.devices_per_node if staged else 0.0
+
+
 def exchange(cluster: Cluster, group: Group, two_stage: bool = False) -> Exchange:
     """How a unit with this group exchanges its parameters and gradients.
 
     Raises:
         ConfigurationError: the links that it needs were not measured.
     """
-    plain = Exchange(cluster.ranks, cluster.link.all_gather, cluster.link.reduce_scatter)
+    plain = Exchange(sharding_ranks(cluster, Group.WORLD), cluster.link.all_gather, cluster.link.reduce_scatter)
     if not cluster.two_levels or (group == Group.WORLD and not two_stage):
         return plain
     if cluster.levels is None:

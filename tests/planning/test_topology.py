@@ -5,8 +5,19 @@ from __future__ import annotations
 import pytest
 
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.planning.choices import Group, Mode
-from lightning_osdp.planning.cluster import Cluster, CollectiveFit, Levels, Link, TwoStageLink
+from lightning_osdp.planning.choices import Choice, Group, Mode, menu
+from lightning_osdp.planning.cluster import (
+    Cluster,
+    CollectiveFit,
+    ComputeTimes,
+    Levels,
+    Link,
+    OperatorTime,
+    TwoStageLink,
+)
+from lightning_osdp.planning.cost import communication, footprint
+from lightning_osdp.planning.operators import Line, ModelDescription, Moment, Operator, ParameterInfo
+from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
 from lightning_osdp.planning.topology import (
     all_reduce_link_bytes,
     exchange,
@@ -15,6 +26,7 @@ from lightning_osdp.planning.topology import (
     sharding_groups,
     step_link_bytes,
 )
+from lightning_osdp.planning.wishes import Wishes
 
 P = 64 << 20
 
@@ -107,3 +119,90 @@ def test_small_reductions_on_gloo_go_directly():
 
 def test_sharded_over_a_node_of_one_rank_is_replicated():
     assert step_link_bytes(cluster(4, 1), Mode.ZDP, Group.NODE, False, P) == 2 * P * 3 / 4
+
+
+def operator(shape: tuple[int, ...] = (1024, 1024)) -> Operator:
+    """One matrix, with Adam's two moments."""
+    size = 4 * shape[0] * shape[1]
+    weight = ParameterInfo(name="op.weight", shape=shape, optimizer_bytes=2 * size)
+    return Operator(name="op", kind="Linear", parameters=(weight,))
+
+
+def test_a_group_sharded_operator_in_seconds_and_bytes():
+    here, one = cluster(2, 4), operator()
+    size = one.parameters[0].parameter_bytes
+    choice = Choice((Mode.ZDP,), group=Group.NODE)
+    cost = communication(one, choice, here)
+    assert cost.once_s == pytest.approx(5.0 + 1e-4 * size / 4 / 2)
+    assert cost.each_s == pytest.approx(2 * 3 * (0.2 + 1e-6 * size / 4) + 3 * (0.3 + 1e-6 * size / 4))
+    node, world = footprint(one, choice, here), footprint(one, Choice((Mode.ZDP,)), here)
+    assert (node.states, world.states) == (3 * size / 4, 3 * size / 8)
+    assert (node.gradients, world.gradients) == (size / 4, size / 8)
+    assert (node.updated, node.forward, node.backward) == (size / 4, size, size)
+
+
+def test_two_stages_take_a_buffer_where_they_can_not_receive_in_place():
+    one, choice = operator(), Choice((Mode.ZDP,), two_stage=True)
+    size = one.parameters[0].parameter_bytes
+    assert footprint(one, choice, cluster(2, 4, backend="gloo")).forward == size
+    assert footprint(one, choice, cluster(2, 4, backend="nccl")).forward == size * (1 + 1 / 4)
+    assert footprint(one, choice, cluster(2, 4)).states == 3 * size / 8
+
+
+def test_the_menu_has_each_sharded_row_for_each_group():
+    groups = sharding_groups(cluster(2, 4))
+    plain = menu(operator(), wished=(1,))
+    rows = menu(operator(), wished=(1,), groups=groups)
+    assert rows[: len(plain)] == plain
+    assert len(rows) == 1 + 3 * (len(plain) - 1)
+    assert Choice((Mode.ZDP2,), group=Group.NODE) in rows
+    assert Choice((Mode.ZDP,), two_stage=True) in rows
+    assert len(set(rows)) == len(rows)
+
+
+def test_wishes_steer_the_group_and_say_why_they_can_not():
+    here = cluster(2, 4)
+    assert Wishes().groups(here) == sharding_groups(here)
+    assert Wishes(sharding_group="world").groups(here) == ((Group.WORLD, False), (Group.WORLD, True))
+    assert Wishes(sharding_group="node").groups(here) == ((Group.NODE, False),)
+    assert Wishes(sharding_group="world").groups(cluster(1, 4)) == ((Group.WORLD, False),)
+    reasons = {
+        "nodes have 3, 1 devices": Cluster(devices_per_node=4, uneven=(3, 1), device="cpu", backend="gloo", link=LINK),
+        "1 x 4: it needs several of both": cluster(1, 4),
+        "made before they were measured": cluster(2, 4, None),
+    }
+    for reason, there in reasons.items():
+        with pytest.raises(ConfigurationError, match=reason):
+            Wishes(sharding_group="node").groups(there)
+    with pytest.raises(ConfigurationError, match="'auto' or 'world' or 'node', not 'pod'"):
+        Wishes(sharding_group="pod")
+
+
+def test_the_search_shards_inside_nodes_where_the_link_between_them_is_slow():
+    """All-reduces over the slow link cost more than group sharding, world-wide sharding more than both."""
+    slow, fast = fit(0.0, 1e-8), fit(0.0, 1e-10)
+    levels = Levels(
+        inside=Link(all_reduce=fast, all_gather=fast, reduce_scatter=fast),
+        between=slow,
+        two_stage=TwoStageLink(all_gather=slow, reduce_scatter=slow),
+    )
+    here = Cluster(
+        nodes=2,
+        devices_per_node=4,
+        device="cpu",
+        backend="gloo",
+        link=Link(all_reduce=slow, all_gather=slow, reduce_scatter=slow),
+        levels=levels,
+    )
+    moments = tuple(Moment(phase=phase, operator=0, live=Line()) for phase in ("forward", "backward"))
+    model = ModelDescription(fingerprint="one", operators=(operator(),), moments=moments, batch_size=1)
+    times = ComputeTimes(operators=(OperatorTime(),), outside=OperatorTime(forward=Line(fixed=1e-3)),
+                         optimizer_s_per_byte=0.0)  # fmt: skip
+
+    def chosen(sharding_group: str) -> Choice:
+        wishes = Wishes(sharding_group=sharding_group)
+        plan = make_plan(Problem(model, here, times, 1 << 40, wishes=wishes), BatchRule(batch_size=1))
+        return plan.operators[0].choice
+
+    assert chosen("auto").group == Group.NODE
+    assert chosen("world").group == Group.WORLD
