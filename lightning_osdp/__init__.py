@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_osdp.callbacks import OSDPCallback
 from lightning_osdp.errors import (
     ConfigurationError,
     InfeasibleError,
     OSDPError,
     OSDPWarning,
+    OutOfMemoryError,
     PlanMismatchError,
     ShardingError,
     TraceError,
@@ -26,9 +28,11 @@ __all__ = [
     "ConfigurationError",
     "ExecutionPlan",
     "InfeasibleError",
+    "OSDPCallback",
     "OSDPError",
     "OSDPStrategy",
     "OSDPWarning",
+    "OutOfMemoryError",
     "PlanMismatchError",
     "ShardingError",
     "TraceError",

@@ -122,6 +122,28 @@ class TrainData:
             loop._combined_loader = None
 
 
+def read_data(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[TrainData, Any, int]:
+    """The train data, a first batch of them and its size.
+
+    Raises:
+        ConfigurationError: there are none, or they can't be read.
+    """
+    data = TrainData(trainer, module)
+    return data, *data.first_batch()
+
+
+def resize(data: TrainData, batch_size: int) -> None:
+    """Makes the Trainer's loops get batches of ``batch_size`` per device, as a plan asks.
+
+    Raises:
+        ConfigurationError: the data don't allow it.
+    """
+    why = data.why_fixed()
+    if why:
+        raise ConfigurationError(f"the plan's batch size is {batch_size}, but it can't be set: {why}")
+    data.set_batch_size(batch_size)
+
+
 def _combined(loader: Any) -> CombinedLoader:
     return loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle")
 

@@ -4,6 +4,7 @@ OSDPError
 ├── ConfigurationError (ValueError)   an argument that can't be used: an unreadable limit, SWA, a precision
 │   └── PlanMismatchError             a plan for another model, another number of ranks, or another version
 ├── InfeasibleError (ValueError)      nothing fits under the memory limit
+├── OutOfMemoryError (RuntimeError)   a rank ran out of memory while it trained: says what to set next
 ├── TraceError (RuntimeError)         the module's training_step can't be read on fake tensors
 └── ShardingError (RuntimeError)      a plan can't be applied to this module
 
@@ -42,6 +43,10 @@ class InfeasibleError(OSDPError, ValueError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild_infeasible, (str(self), self.needed_bytes, self.budget_bytes, self.largest))
+
+
+class OutOfMemoryError(OSDPError, RuntimeError):
+    """A rank ran out of memory under a plan; the allocator's own error is its cause."""
 
 
 class TraceError(OSDPError, RuntimeError):

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,14 +24,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_osdp import collectives
-from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, TraceError
-from lightning_osdp.planning.cluster import Cluster, CollectiveFit, ComputeTimes, Link
+from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, PlanMismatchError, TraceError
+from lightning_osdp.planning.caching_allocator import margin_bytes, staying_tensors
+from lightning_osdp.planning.calibration import Correction, corrected_compute, corrected_link
+from lightning_osdp.planning.cluster import NO_OVERHEAD, Cluster, CollectiveFit, ComputeTimes, EngineOverhead, Link
 from lightning_osdp.planning.operators import Frozen
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
+from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling import compute, network
 from lightning_osdp.profiling.memory import overhead
 from lightning_osdp.profiling.trace import Trace, trace, trace_real
+from lightning_osdp.sharding import overhead as engine_overhead
 
 Result = TypeVar("Result")
 
@@ -43,11 +48,18 @@ NO_LINK = Link(**{name: CollectiveFit(latency_s=0.0, s_per_byte=0.0) for name in
 """Of a single rank, or of ranks that are not measured yet."""
 
 
+NO_CORRECTION = Correction()
+"""Of measurements that no run has followed yet."""
+
+
 class Measurements(Frozen):
     """What is kept on disk between runs."""
 
     link: Link
     compute: ComputeTimes
+    engine: EngineOverhead = NO_OVERHEAD
+    correction: Correction = NO_CORRECTION
+    """What runs with these measurements have taught since."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +92,13 @@ class Outcome:
     """A plan and how it came about."""
 
     plan: ExecutionPlan
-    profiling_s: float
-    from_cache: bool
+    profiling_s: float | None = None
+    """Seconds that measuring took; None if the plan was there already."""
+    from_cache: bool = False
+    correction: Correction = NO_CORRECTION
+    """That the plan was predicted with."""
+    file: Path | None = None
+    """Where the measurements are kept, on the first rank."""
 
 
 def on_all_ranks(ranks: Ranks, work: Callable[[], Result]) -> Result:
@@ -118,6 +135,8 @@ def describe(
     try:
         return trace(module, batch, batch_size, device=device, step_context=step_context)
     except TraceError as error:
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise  # a module without values can't run for real
         warnings.warn(
             f"training_step can't be traced on fake tensors ({error}); one real step on a small batch is run instead",
             OSDPWarning,
@@ -136,6 +155,7 @@ def measure_and_plan(
     *,
     cluster: Cluster | None = None,
     cache: Path | None = None,
+    wishes: Wishes = NO_WISHES,
 ) -> Outcome:
     """Measures what is not known yet and plans on the first rank; the same plan comes back on every rank.
 
@@ -147,17 +167,19 @@ def measure_and_plan(
         model_bytes: of parameters and buffers on the device now.
         cluster: hardware that is known already; its links are not measured.
         cache: folder of measurements; None to keep none.
+        wishes: what is not left to the search.
 
     Raises:
         InfeasibleError: nothing fits.
-        ConfigurationError: ``cluster`` has another number of ranks, or the batch sizes contradict each other.
+        ConfigurationError: ``cluster`` has another number of ranks, the batch sizes contradict each other, or a wish
+            matches nothing.
     """
     if cluster is not None and cluster.ranks != ranks.count:
         raise ConfigurationError(f"cluster describes {cluster.ranks} ranks, this run has {ranks.count}")
     start = time.monotonic()
-    measured, from_cache = _measurements(traced, ranks, cluster, cache)
+    measured, from_cache, file = _measurements(traced, ranks, cluster, cache, wishes)
     profiling_s = time.monotonic() - start
-    numbers = torch.tensor([-memory_limit_bytes, overhead(ranks.device, model_bytes)], dtype=torch.int64)
+    numbers = torch.tensor([-memory_limit_bytes, not_for_the_model(traced, ranks.device, model_bytes)])
     numbers = numbers.to(ranks.device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=ranks.group)
     limit, used = -int(numbers[0]), int(numbers[1])
@@ -165,13 +187,69 @@ def measure_and_plan(
     def decide() -> str:
         if not ranks.is_first:
             return ""
-        hardware = cluster or this_cluster(ranks, measured.link)
-        problem = Problem(traced.description, hardware, measured.compute, limit, used)
-        return make_plan(problem, rule).to_json()
+        hardware = cluster or this_cluster(ranks, measured.link, measured.engine)
+        return make_plan(_problem(traced, hardware, measured, limit, used, wishes), rule).to_json()
 
     text = [on_all_ranks(ranks, decide)]
     dist.broadcast_object_list(text, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
-    return Outcome(ExecutionPlan.from_json(text[0]), profiling_s, from_cache)
+    return Outcome(ExecutionPlan.from_json(text[0]), profiling_s, from_cache, measured.correction, file)
+
+
+def remember(file: Path, correction: Correction) -> None:
+    """Stores what a run has taught with the measurements that its plan was made from."""
+    known = _read(file)
+    if known is not None:
+        _write(file, known.model_copy(update={"correction": correction}).model_dump_json())
+
+
+def still_right(
+    plan: ExecutionPlan | None,
+    traced: Trace,
+    ranks: Ranks,
+    rule: BatchRule,
+    memory_limit_bytes: int,
+    wishes: Wishes,
+) -> ExecutionPlan | None:
+    """The first rank's ``plan`` on every rank, if a run like this one made it; else None on every rank.
+
+    It must be for this model, this kind and number of devices, within the memory limit, and one of the plans that
+    ``rule`` and ``wishes`` allow.
+    """
+    text = [plan.to_json() if plan is not None and ranks.is_first else None]
+    dist.broadcast_object_list(text, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
+    limit = torch.tensor(-memory_limit_bytes, device=ranks.device)
+    dist.all_reduce(limit, op=dist.ReduceOp.MAX, group=ranks.group)
+    if text[0] is None:
+        return None
+    earlier = ExecutionPlan.from_json(text[0])
+    here, there = this_cluster(ranks, NO_LINK), earlier.cluster
+    try:
+        earlier.check(traced.description, ranks.count)
+    except PlanMismatchError:
+        return None
+    same = all(getattr(here, name) == getattr(there, name) for name in ("nodes", "device", "backend"))
+    fits = earlier.predicted.peak_memory_bytes <= -int(limit)
+    allowed = (earlier.batch_size, earlier.accumulate_grad_batches) in set(rule.pairs(ranks.count))
+    return earlier if same and fits and allowed and wishes.allow(earlier) else None
+
+
+def _problem(
+    traced: Trace,
+    cluster: Cluster,
+    measured: Measurements,
+    limit_bytes: int,
+    overhead_bytes: int,
+    wishes: Wishes,
+) -> Problem:
+    correction = measured.correction
+    return Problem(
+        traced.description,
+        cluster.model_copy(update={"link": corrected_link(cluster.link, correction)}),
+        corrected_compute(measured.compute, correction),
+        limit_bytes,
+        max(0, overhead_bytes + correction.memory_bytes),
+        wishes,
+    )
 
 
 def plan_alone(
@@ -183,6 +261,7 @@ def plan_alone(
     model_bytes: int,
     *,
     cache: Path | None = None,
+    wishes: Wishes = NO_WISHES,
 ) -> Outcome:
     """Plans for a known cluster in this one process, without a process group.
 
@@ -197,17 +276,19 @@ def plan_alone(
         memory_limit_bytes: per device.
         model_bytes: of parameters and buffers on the device now.
         cache: folder of measurements; None to keep none.
+        wishes: what is not left to the search.
 
     Raises:
         InfeasibleError: nothing fits.
-        ConfigurationError: the batch sizes contradict each other.
+        ConfigurationError: a wish matches nothing, or the batch sizes contradict each other.
     """
     start = time.monotonic()
-    files = [cache / f"{_key(traced, device, cluster, alone)}.json" for alone in (False, True)] if cache else []
+    files = [cache / f"{_key(traced, device, cluster, wishes, alone)}.json" for alone in (False, True)] if cache else []
     known = next((found for found in map(_read, files) if found is not None), None)
     if known is None:
         with progress(True, ("compute",)) as advance:
-            times = compute.measure(traced, device, progress=lambda done, total: advance("compute", done, total))
+            shown = partial(advance, "compute")
+            times = compute.measure(traced, device, progress=shown, wishes=wishes)
         known, from_cache = Measurements(link=cluster.link, compute=times), False
         if files:
             _write(files[-1], known.model_dump_json())
@@ -215,12 +296,19 @@ def plan_alone(
         compute.warm_up(traced, device)
         from_cache = True
     profiling_s = time.monotonic() - start
-    problem = Problem(traced.description, cluster, known.compute, memory_limit_bytes, overhead(device, model_bytes))
-    return Outcome(make_plan(problem, rule), profiling_s, from_cache)
+    used = not_for_the_model(traced, device, model_bytes)
+    problem = _problem(traced, cluster, known, memory_limit_bytes, used, wishes)
+    return Outcome(make_plan(problem, rule), profiling_s, from_cache, known.correction)
 
 
-def this_cluster(ranks: Ranks, link: Link) -> Cluster:
-    """The hardware that this run is on, with its links as measured."""
+def not_for_the_model(traced: Trace, device: torch.device, model_bytes: int) -> int:
+    """The process's own memory, and on CUDA what the caching allocator can't use of the segments that it takes."""
+    margin = margin_bytes(staying_tensors(traced.description)) if device.type == "cuda" else 0
+    return overhead(device, model_bytes) + margin
+
+
+def this_cluster(ranks: Ranks, link: Link, engine: EngineOverhead = NO_OVERHEAD) -> Cluster:
+    """The hardware that this run is on, with its links and the engine's overhead as measured."""
     backend = dist.get_backend(ranks.group)
     return Cluster(
         nodes=ranks.nodes,
@@ -229,6 +317,7 @@ def this_cluster(ranks: Ranks, link: Link) -> Cluster:
         backend=backend,
         link=link,
         reduce_copy=collectives.reduce_copy(backend, ranks.count),
+        engine=engine,
     )
 
 
@@ -252,15 +341,15 @@ def default_cache() -> Path:
 
 
 def _measurements(
-    traced: Trace, ranks: Ranks, cluster: Cluster | None, cache: Path | None
-) -> tuple[Measurements, bool]:
+    traced: Trace, ranks: Ranks, cluster: Cluster | None, cache: Path | None, wishes: Wishes
+) -> tuple[Measurements, bool, Path | None]:
     here = this_cluster(ranks, cluster.link if cluster is not None else NO_LINK)
-    file = cache / f"{_key(traced, ranks.device, here)}.json" if cache is not None else None
+    file = cache / f"{_key(traced, ranks.device, here, wishes)}.json" if cache is not None else None
     known = [_read(file) if ranks.is_first and file is not None else None]
     dist.broadcast_object_list(known, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
     if known[0] is not None and (cluster is not None or _still_true(known[0].link, ranks)):
         on_all_ranks(ranks, lambda: compute.warm_up(traced, ranks.device))
-        return known[0], True
+        return known[0], True, file
     with progress(ranks.is_first, ("network", "compute")) as advance:
         link = (
             cluster.link
@@ -271,12 +360,13 @@ def _measurements(
         )
         times = on_all_ranks(
             ranks,
-            lambda: compute.measure(traced, ranks.device, progress=lambda done, total: advance("compute", done, total)),
+            lambda: compute.measure(traced, ranks.device, progress=partial(advance, "compute"), wishes=wishes),
         )
-    measured = Measurements(link=link, compute=_slowest(times, ranks))
+    engine = cluster.engine if cluster is not None else engine_overhead.measure(ranks.group, ranks.device)
+    measured = Measurements(link=link, compute=_slowest(times, ranks), engine=engine)
     if ranks.is_first and file is not None:
         _write(file, measured.model_dump_json())
-    return measured, False
+    return measured, False, file
 
 
 def _slowest(times: ComputeTimes, ranks: Ranks) -> ComputeTimes:
@@ -310,13 +400,14 @@ def _still_true(link: Link, ranks: Ranks) -> bool:
     return expected <= PROBE_TOLERANCE * float(taken) and float(taken) <= PROBE_TOLERANCE * expected
 
 
-def _key(traced: Trace, device: torch.device, cluster: Cluster, alone: bool = False) -> str:
+def _key(traced: Trace, device: torch.device, cluster: Cluster, wishes: Wishes, alone: bool = False) -> str:
     """Fingerprint of hardware, versions and model: measurements are valid for exactly this.
 
     Args:
         traced: the model.
         device: that is measured.
         cluster: number of ranks and backend count, not its links.
+        wishes: say which ways to split operators are measured.
         alone: whether one process measures, while no other rank uses the same machine.
     """
     name = platform.processor() or platform.machine()
@@ -331,6 +422,7 @@ def _key(traced: Trace, device: torch.device, cluster: Cluster, alone: bool = Fa
         "torch": torch.__version__,
         "model": traced.description.fingerprint,
         "step": traced.description.model_dump_json(),
+        "slices": str(wishes.slice_granularity),
     }
     if alone:
         facts["alone"] = True

@@ -6,13 +6,17 @@ colours and in 100 columns.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lightning_osdp.errors import OSDPWarning
+from lightning_osdp.planning.calibration import MeasuredStep
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.planning.runs import Run, choice_words, group_runs
@@ -41,25 +45,30 @@ def plan_table(plan: ExecutionPlan, profiling_s: float | None = None, collective
     return Group(*parts)
 
 
-def measured_table(plan: ExecutionPlan, step_time_s: float, peak_memory_bytes: int) -> Table:
-    """Predicted against measured: step time, throughput and peak memory.
+def measured_table(plan: ExecutionPlan, measured: MeasuredStep, steps: int) -> Table:
+    """Predicted against measured: step time and what it consists of, throughput and peak memory.
 
     The error is (predicted - measured) / measured, so it is positive where the prediction was too high.
 
     Args:
         plan: holds the prediction.
-        step_time_s: seconds of one optimizer step, accumulation included.
-        peak_memory_bytes: what the device's own counter showed, on the rank that used most.
+        measured: what the ranks' steps took at most.
+        steps: how many optimizer steps were made until then.
     """
-    predicted, samples_per_s = plan.predicted, plan.global_batch_size / step_time_s
-    rows = [
-        ("step time", predicted.step_time_s, step_time_s, format_seconds),
-        ("throughput", predicted.samples_per_s, samples_per_s, _format_throughput),
-        ("peak memory", predicted.peak_memory_bytes, peak_memory_bytes, format_bytes),
+    predicted, waited_s = plan.predicted, measured.communication_s
+    rows: list[tuple[str, float, float, Callable[[float], str]]] = [
+        ("step time", predicted.step_time_s, measured.step_time_s, format_seconds)
     ]
-    table = _table("", ">predicted", ">measured", ">error")
-    for name, expected, measured, write in rows:
-        table.add_row(name, write(expected), write(measured), _format_difference(expected, measured))
+    if waited_s is not None and plan.cluster.ranks > 1:
+        computed_s = measured.step_time_s - waited_s
+        rows.append(("  compute", predicted.compute_time_s, computed_s, format_seconds))
+        rows.append(("  communication", predicted.communication_time_s, waited_s, format_seconds))
+    samples_per_s = plan.global_batch_size / measured.step_time_s
+    rows.append(("throughput", predicted.samples_per_s, samples_per_s, _format_throughput))
+    rows.append(("peak memory", predicted.peak_memory_bytes, measured.peak_memory_bytes, format_bytes))
+    table = _table(f"after {steps} steps", ">predicted", ">measured", ">error")
+    for name, expected, seen, write in rows:
+        table.add_row(name, write(expected), write(seen), _format_difference(expected, seen) if seen else "")
     return table
 
 
@@ -194,3 +203,15 @@ def _format_throughput(samples_per_s: float) -> str:
 
 def _format_difference(value: float, reference: float) -> str:
     return f"{(value - reference) / reference:+.1%}"
+
+
+def write_plan(plan: ExecutionPlan, path: Path) -> None:
+    """Writes the plan where it can be found again; where that is not possible a warning is enough.
+
+    The other ranks train already, and the plan is on the screen.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(plan.to_json())
+    except OSError as error:
+        warnings.warn(f"the plan can't be written to {path.parent}: {error}", OSDPWarning, stacklevel=3)

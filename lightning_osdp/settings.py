@@ -6,8 +6,10 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
+from torch import nn
 
+from lightning_osdp import precision
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.plan import ExecutionPlan
@@ -24,11 +26,12 @@ def positive(name: str, value: int | str | None) -> int | None:
     return value
 
 
-def refuse(trainer: pl.Trainer, precision: Precision) -> None:
+def refuse(trainer: pl.Trainer, plugin: Precision) -> None:
     """Refuses combinations that would train wrongly.
 
     Raises:
-        ConfigurationError: a callback averages weights, or the precision is not supported.
+        ConfigurationError: a callback averages weights, the precision is not supported, the whole module is compiled,
+            or batch norms are to be synchronised where they can't be.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
@@ -36,9 +39,27 @@ def refuse(trainer: pl.Trainer, precision: Precision) -> None:
                 f"{type(callback).__name__} averages a copy of the whole module, which no rank holds under OSDP: "
                 "remove the callback"
             )
-    known = type(precision) is Precision or (isinstance(precision, MixedPrecision) and precision.scaler is None)
-    if not known:
-        raise ConfigurationError(f"precision={precision.precision!r} is not supported: use '32-true' or 'bf16-mixed'")
+    precision.check(plugin)
+    module = trainer.lightning_module
+    if module._compiled_call_impl is not None:
+        raise ConfigurationError(
+            f"{type(module).__name__} is compiled as a whole, and no part of it could be sharded: compile submodules "
+            "instead, which then stay replicated"
+        )
+    norms = [name for name, inner in module.named_modules() if isinstance(inner, nn.modules.batchnorm._BatchNorm)]
+    on_cpu = trainer.strategy.root_device.type == "cpu"
+    if norms and on_cpu and getattr(trainer.strategy, "_layer_sync", None) is not None:
+        raise ConfigurationError(
+            f"sync_batchnorm=True: PyTorch synchronises batch norms ({norms[0]}) on GPUs only. Remove it to train on "
+            "the CPU, where each rank then normalises by its own batch"
+        )
+
+
+def evaluate_without_inference_mode(trainer: pl.Trainer) -> None:
+    """Has all loops evaluate under ``no_grad``: weights gathered under inference_mode can't be trained afterwards."""
+    loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    for loop in loops:
+        loop.inference_mode = False
 
 
 def read_plan(plan: str | Path | ExecutionPlan | None) -> ExecutionPlan | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +24,29 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_only
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp import planner, report, settings, summary
-from lightning_osdp.data import TrainData
-from lightning_osdp.errors import ConfigurationError, OSDPWarning
+from lightning_osdp import planner, precision, report, settings, shortage, signals, summary
+from lightning_osdp.data import TrainData, read_data, resize
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.launch import Launcher
+from lightning_osdp.planning.calibration import Correction, MeasuredStep
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule
 from lightning_osdp.planning.units import parse_bytes
+from lightning_osdp.planning.wishes import Wishes
 from lightning_osdp.profiling import memory
-from lightning_osdp.profiling.steps import StepClock
 from lightning_osdp.sharding.fairscale import FairScaleEngine
+from lightning_osdp.sharding.initialise import Initialiser, check_initialisable, is_meta
+from lightning_osdp.watch import Watch
 
 PLAN_FILE = "osdp_plan.json"
 """Name of the plan in the trainer's log directory."""
@@ -114,7 +117,12 @@ class OSDPStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._engine: FairScaleEngine | None = None
         self._plan: ExecutionPlan | None = None
-        self._clock: StepClock | None = None
+        self._watch: Watch | None = None
+        self._outcome: planner.Outcome | None = None
+        self.wishes = Wishes()
+        """What may be split and recomputed; set by OSDPCallback before planning."""
+        self.earlier_plan: ExecutionPlan | None = None
+        """A plan to use again if it still fits (from the checkpoint to resume from); set by OSDPCallback."""
 
     # What the Trainer asks for while it is built
 
@@ -158,10 +166,20 @@ class OSDPStrategy(ParallelStrategy):
         """The plan in use; None before ``fit`` has made or read one."""
         return self._plan
 
+    @property
+    def measured(self) -> MeasuredStep | None:
+        """Step time and peak memory of this rank's training so far; None until enough steps were made."""
+        return self._watch.measured if self._watch is not None else None
+
+    def resumed_from(self, trainer: pl.Trainer) -> str | None:
+        """Path of the checkpoint that ``fit`` will resume from, known before it is loaded; None if it starts anew."""
+        assert isinstance(self._launcher, Launcher)
+        return self._launcher.resumed_from(trainer)
+
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tells the cluster environment which rank this is."""
@@ -191,13 +209,13 @@ class OSDPStrategy(ParallelStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
-        self._keep_gradients_possible(trainer)
+        settings.evaluate_without_inference_mode(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             if self._engine is None:
-                self.model_to_device()
-                _sync_module_states(self.model)
+                self._set_up_evaluation()
             self.setup_precision_plugin()
             return
+        signals.defer(trainer)
         if self._engine is None or self._engine.module is not self.model:
             self._set_up_training(trainer)
         else:
@@ -206,7 +224,16 @@ class OSDPStrategy(ParallelStrategy):
             self._engine.take_in(self.optimizers)
         self.setup_precision_plugin()
         _optimizers_to_device(self.optimizers, self.root_device)
-        self._clock = StepClock(self.root_device)
+        self._watch = self._new_watch()
+
+    def _set_up_evaluation(self) -> None:
+        """The whole module on every rank, with the first one's values."""
+        assert self.model is not None
+        check_initialisable(self.model)
+        Initialiser(self.model, self.root_device).fill(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        _sync_module_states(self.model)
 
     def _set_up_training(self, trainer: pl.Trainer) -> None:
         """Recipe: find a plan, check it, resize the batch, make optimizers, apply, tell."""
@@ -214,22 +241,32 @@ class OSDPStrategy(ParallelStrategy):
         assert module is not None
         ranks = planner.Ranks(dist.group.WORLD, self.num_nodes, self.root_device)
         given = planner.on_all_ranks(ranks, lambda: self._given(trainer))
+        self.model = self.precision_plugin.convert_module(module)
         with isolate_rng():  # planning must not change what the run's own random numbers are
-            data, batch, batch_size = planner.on_all_ranks(ranks, lambda: _read_data(trainer, module))
-            plan, profiling_s = self._find_plan(trainer, ranks, given, data, batch, batch_size)
+            data, batch, batch_size = planner.on_all_ranks(ranks, lambda: read_data(trainer, module))
+            batch = self.precision_plugin.convert_input(batch)
+            self._outcome = self._find_plan(trainer, ranks, given, data, batch, batch_size)
             data.forget_loader()
-        self._plan = plan
+        self._plan = plan = self._outcome.plan
         engine = FairScaleEngine(self.root_device, ranks.group)
         planner.on_all_ranks(ranks, lambda: engine.check(module, plan))
         if plan.batch_size != batch_size:
-            planner.on_all_ranks(ranks, lambda: _resize(data, plan.batch_size))
+            planner.on_all_ranks(ranks, lambda: resize(data, plan.batch_size))
         trainer.accumulate_grad_batches = plan.accumulate_grad_batches
-        planner.on_all_ranks(ranks, lambda: self.setup_optimizers(trainer))
-        engine.apply(module, plan, self.optimizers)
+        if self._layer_sync is not None:  # after planning: a synchronised layer can't run on fake tensors
+            self.model = self._layer_sync.apply(module)
+        if is_meta(module):  # there is nothing yet that optimizers could copy, nor will it ever be whole
+            engine.apply(module, plan, ())
+            with engine.whole_shapes():
+                planner.on_all_ranks(ranks, lambda: self.setup_optimizers(trainer))
+            engine.take_in(self.optimizers)
+        else:
+            planner.on_all_ranks(ranks, lambda: self.setup_optimizers(trainer))
+            engine.apply(module, plan, self.optimizers)
         memory.release_unused(self.root_device)
         self._engine = engine
         summary.count_whole_parameters(trainer, engine.whole_shapes)
-        self._tell(trainer, report.plan_table(plan, profiling_s, engine.collectives_per_step))
+        self._tell(trainer, report.plan_table(plan, self._outcome.profiling_s, engine.collectives_per_step))
 
     def _find_plan(
         self,
@@ -239,29 +276,33 @@ class OSDPStrategy(ParallelStrategy):
         data: TrainData,
         batch: Any,
         batch_size: int,
-    ) -> tuple[ExecutionPlan, float | None]:
-        """The plan that was given, once it is known to fit this model, or a new one with its profiling time."""
+    ) -> planner.Outcome:
+        """The plan that was given or that a checkpoint holds, once it is known to fit, or a new one."""
         module, context = self.lightning_module, self.precision_plugin.train_step_context
         assert module is not None
         device = self.root_device
         traced = planner.on_all_ranks(ranks, lambda: planner.describe(module, batch, batch_size, device, context))
         if given is not None:
             planner.on_all_ranks(ranks, lambda: given.check(traced.description, ranks.count))
-            return given, None
+            return planner.Outcome(given)
         rule = planner.on_all_ranks(ranks, lambda: self._batch_rule(trainer, data, batch_size))
         cluster = planner.on_all_ranks(ranks, lambda: settings.read_cluster(self._given_cluster))
-        model_bytes = traced.description.parameter_bytes + traced.description.buffer_bytes
+        tensors = [*module.parameters(), *module.buffers()]
+        model_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
         limit = self._memory_limit or memory.memory_limit(device, self.num_processes)
-        made = planner.measure_and_plan(
+        earlier = planner.still_right(self.earlier_plan, traced, ranks, rule, limit, self.wishes)
+        if earlier is not None:
+            return planner.Outcome(earlier)
+        return planner.measure_and_plan(
             traced,
             ranks,
             rule,
             limit,
-            model_bytes if device.type == "cpu" else 0,  # on CUDA the model is still on the host
+            model_bytes,
             cluster=cluster,
             cache=self._cache,
+            wishes=self.wishes,
         )
-        return made.plan, made.profiling_s
 
     def _given(self, trainer: pl.Trainer) -> ExecutionPlan | None:
         """Refuses what can't work and reads the plan that was given, before anything else is done."""
@@ -276,38 +317,35 @@ class OSDPStrategy(ParallelStrategy):
         wished = BatchRule(self._batch_size, self._max_batch_size, self._global_batch_size, accumulation)
         return data.batch_rule(batch_size, wished, self.world_size, quiet=not self.is_global_zero)
 
+    def _new_watch(self) -> Watch:
+        assert self._plan is not None
+        correction, file = Correction(), None
+        if self._outcome is not None:
+            correction, file = self._outcome.correction, self._outcome.file
+        keep = partial(planner.remember, file) if file is not None else None
+        return Watch(self._plan, planner.Ranks(dist.group.WORLD, self.num_nodes, self.root_device), correction, keep)
+
     def _tell(self, trainer: pl.Trainer, table: Any) -> None:
         folder = trainer.log_dir  # a broadcast: on every rank
         if not self.is_global_zero:
             return
         Console().print(table)
         assert self._plan is not None
-        try:
-            Path(folder or ".").mkdir(parents=True, exist_ok=True)
-            (Path(folder or ".") / PLAN_FILE).write_text(self._plan.to_json())
-        except OSError as error:  # the other ranks train already, and the plan is on the screen
-            warnings.warn(f"the plan can't be written to {folder}: {error}", OSDPWarning, stacklevel=2)
-
-    @staticmethod
-    def _keep_gradients_possible(trainer: pl.Trainer) -> None:
-        # Weights gathered under inference_mode could not be trained afterwards: evaluation uses no_grad instead.
-        loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-        for loop in loops:
-            loop.inference_mode = False
+        report.write_plan(self._plan, Path(folder or ".") / PLAN_FILE)
 
     @override
     def setup_precision_plugin(self) -> None:
         """Connects the plugin and has it clip by the norm over all ranks."""
         super().setup_precision_plugin()
-        engine = self._engine
-        if engine is None:
-            return
+        if self._engine is not None:
+            precision.look_at_all_ranks(self.precision_plugin, self.clip_grad_norm, dist.group.WORLD)
 
-        def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            engine.clip_grad_norm(self.precision_plugin.main_params(optimizer), clip_val)
-
-        # The plugin's own sees this rank's shards only, and would clip by a norm that is too small.
-        self.precision_plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Modules are made on the host, or with ``empty_init`` on the meta device, and come to the device in parts."""
+        with torch.device("meta" if empty_init else "cpu"), self.precision_plugin.tensor_init_context():
+            yield
 
     @override
     def model_to_device(self) -> None:
@@ -319,10 +357,11 @@ class OSDPStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._engine is not None
-        assert self._clock is not None
-        self._clock.begin()
+        assert self._watch is not None
+        self._watch.begin()
         self._engine.before_forward()
-        return super().training_step(*args, **kwargs)
+        with self._shortage_explained():
+            return super().training_step(*args, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -333,16 +372,29 @@ class OSDPStrategy(ParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Completes the reductions, updates, and frees the gradients at once."""
         assert self._engine is not None
-        assert self._clock is not None
+        assert self._watch is not None
         assert self.lightning_module is not None
         self._engine.before_optimizer_step(optimizer)
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._shortage_explained():
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._engine.after_optimizer_step()
         if self.lightning_module.automatic_optimization:
             # Lightning frees gradients only after the next forward, where they would add to the activations.
             optimizer.zero_grad(set_to_none=True)
-        self._clock.end()
+        self._watch.end()
         return result
+
+    def _shortage_explained(self) -> AbstractContextManager[None]:
+        assert self._plan is not None
+        return shortage.explained(self._plan, self.global_rank, lambda: memory.peak_memory(self.root_device))
+
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` over whole gradients, wherever their parts are; gives the norm before.
+
+        To be called on all ranks, for instance in ``configure_gradient_clipping``.
+        """
+        assert self._engine is not None
+        return self._engine.clip_grad_norm(parameters, max_norm, norm_type)
 
     @override
     @contextmanager
@@ -354,15 +406,14 @@ class OSDPStrategy(ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         """Prints what was predicted beside what was measured on the slowest rank."""
-        assert self._clock is not None
-        assert self._plan is not None
-        seconds = self._clock.median_s()
-        numbers = torch.tensor([seconds or 0.0, float(self._clock.peak_memory_bytes)], dtype=torch.float64)
-        numbers = self.reduce(numbers.to(self.root_device), reduce_op="max")
-        if self.is_global_zero and seconds is not None:
-            Console().print(report.measured_table(self._plan, float(numbers[0]), int(numbers[1])))
+        assert self._watch is not None
+        self._watch.tell()
 
     # State
+
+    def summon_full_params(self, module: Any = None, writeback: bool = True) -> AbstractContextManager[None]:
+        """Within it, parameters (of ``module`` alone, if given) are whole. See ``Engine.whole_parameters``."""
+        return self._engine.whole_parameters(module, writeback) if self._engine is not None else nullcontext()
 
     @property
     @override
@@ -431,15 +482,3 @@ class OSDPStrategy(ParallelStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-def _read_data(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[TrainData, Any, int]:
-    data = TrainData(trainer, module)
-    return data, *data.first_batch()
-
-
-def _resize(data: TrainData, batch_size: int) -> None:
-    why = data.why_fixed()
-    if why:
-        raise ConfigurationError(f"the plan's batch size is {batch_size}, but it can't be set: {why}")
-    data.set_batch_size(batch_size)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_osdp.planning.calibration import MeasuredStep
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.cluster import Cluster, CollectiveFit, Link
 from lightning_osdp.planning.plan import ExecutionPlan, FrontierPoint, ModelIdentity, OperatorPlan, Prediction
@@ -26,7 +27,10 @@ FIT = CollectiveFit(latency_s=1e-4, s_per_byte=1e-9)
 
 
 def operator(name: str, *slices: Mode, num_parameters: int = 1000, checkpoint: bool = False) -> OperatorPlan:
-    return OperatorPlan(name=name, slices=slices, checkpoint=checkpoint, num_parameters=num_parameters)
+    split_dim = 1 if len(slices) > 1 else None
+    return OperatorPlan(
+        name=name, slices=slices, split_dim=split_dim, checkpoint=checkpoint, num_parameters=num_parameters
+    )
 
 
 def gpt_operators() -> tuple[OperatorPlan, ...]:
@@ -132,7 +136,7 @@ def test_runners_up_are_the_three_fastest_other_batch_sizes() -> None:
 
 
 def test_measured_stands_beside_predicted_with_the_error_of_the_prediction() -> None:
-    text = to_text(measured_table(make_plan(), step_time_s=1.0, peak_memory_bytes=2048 << 20))
+    text = to_text(measured_table(make_plan(), MeasuredStep(1.0, 0.2, 2048 << 20), 20))
     assert cells(text, "step time") == ["step time", "1.25 s", "1.00 s", "+25.0%"]
     assert cells(text, "throughput") == ["throughput", "76.8 samples/s", "96.0 samples/s", "-20.0%"]
     assert cells(text, "peak memory") == ["peak memory", "1.50 GiB", "2.00 GiB", "-25.0%"]

@@ -30,6 +30,31 @@ class Link(Frozen):
     reduce_scatter: CollectiveFit
 
 
+class ModeOverhead(Frozen):
+    """What the engine takes for one operator in one micro-batch beside compute and collectives."""
+
+    fixed_s: float = 0.0
+    s_per_byte: float = 0.0
+    """Of its parameters: copies into buckets, memory touched for the first time."""
+
+    def time_s(self, parameter_bytes: float) -> float:
+        """Seconds for an operator of that size."""
+        return self.fixed_s + self.s_per_byte * parameter_bytes
+
+
+class EngineOverhead(Frozen):
+    """The engine's own time by mode, as measured where it runs."""
+
+    dp: ModeOverhead = ModeOverhead()
+    """Of a parameter that rides in a bucket."""
+    zdp2: ModeOverhead = ModeOverhead()
+    zdp: ModeOverhead = ModeOverhead()
+
+
+NO_OVERHEAD = EngineOverhead()
+"""Where it was not measured."""
+
+
 class Cluster(Frozen):
     """Nodes, devices and links."""
 
@@ -44,6 +69,7 @@ class Cluster(Frozen):
     """Share of an operator's compute time that can hide its communication; 0 on CPU: nothing overlaps there."""
     reduce_copy: float = 1.0
     """Extra bytes that a reduce-scatter takes, as a share of the whole tensor's."""
+    engine: EngineOverhead = NO_OVERHEAD
 
     @property
     def ranks(self) -> int:

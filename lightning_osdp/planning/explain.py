@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from lightning_osdp.planning.choices import Choice, Mode
 from lightning_osdp.planning.operators import Frozen
+from lightning_osdp.planning.peak import explain_peak
 from lightning_osdp.planning.plan import BlockPlan, ChoiceCost, ExecutionPlan, FrontierPoint, OperatorPlan
 from lightning_osdp.planning.runs import Run, choice_words, group_runs
 from lightning_osdp.planning.schedule import THROUGHPUT_TOLERANCE
@@ -127,16 +128,7 @@ def _memory_text(plan: ExecutionPlan) -> str:
     peak = plan.peak
     if peak is None:
         return f"{start}."
-    parts = {
-        "states": peak.states,
-        "gradients": peak.gradients,
-        "gathered parameters": peak.gathered,
-        "transients": peak.transient,
-        "activations": peak.activations,
-        "the process before the model": peak.overhead,
-    }
-    words = [f"{name} {format_bytes(size)}" for name, size in parts.items() if size]
-    return f"{start}, reached in the {peak.where}: {', '.join(words)}."
+    return f"{start}, {explain_peak(peak)}."
 
 
 def _price_text(plan: ExecutionPlan) -> str:

@@ -21,6 +21,8 @@ class ModelIdentity(Frozen):
 
     fingerprint: str
     num_parameters: int = Field(ge=0)
+    flops_per_sample: float = 0.0
+    """Of forward and backward together, each once; 0 if the plan does not say."""
 
 
 class ChoiceCost(Frozen):

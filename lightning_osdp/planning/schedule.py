@@ -110,7 +110,11 @@ def _to_plan(desk: Desk, chosen: Candidate, candidates: Sequence[Candidate], end
     inside = {index for block in model.blocks if block.name in recomputed for index in block.operators}
     known = reasons(desk, chosen)
     return ExecutionPlan(
-        model=ModelIdentity(fingerprint=model.fingerprint, num_parameters=model.num_parameters),
+        model=ModelIdentity(
+            fingerprint=model.fingerprint,
+            num_parameters=model.num_parameters,
+            flops_per_sample=model.flops_per_sample,
+        ),
         cluster=problem.cluster,
         memory_limit_bytes=problem.memory_limit_bytes,
         batch_size=chosen.batch_size,

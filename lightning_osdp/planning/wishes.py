@@ -13,7 +13,9 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.operators import ModelDescription
+from lightning_osdp.planning.plan import ExecutionPlan
 
 NEAR_NAMES = 5
 """How many names an error suggests."""
@@ -55,6 +57,18 @@ class Wishes:
                 f"{recompute!r}"
             )
 
+    @classmethod
+    def of(cls, slice_granularity: object, activation_checkpointing: object) -> Wishes:
+        """From what a configuration file holds.
+
+        Raises:
+            ConfigurationError: a value is of another form.
+        """
+        recompute = activation_checkpointing
+        if isinstance(recompute, list | tuple):
+            recompute = tuple(recompute)
+        return cls(slice_granularity, recompute)  # type: ignore[arg-type]  # checked at once
+
     def granularities(self, operator: str) -> tuple[int, ...] | None:
         """Numbers of slices that the operator of that name may have where it is sharded; None: left to the search."""
         wanted = self.slice_granularity
@@ -72,6 +86,20 @@ class Wishes:
         if isinstance(wanted, str):  # "auto"
             return None
         return any(matches(pattern, block) for pattern in wanted)
+
+    def allow(self, plan: ExecutionPlan) -> bool:
+        """Whether ``plan`` is one that a search under these wishes may give."""
+        for operator in plan.operators:
+            wanted, sharded = self.granularities(operator.name), set(operator.slices) != {Mode.DP}
+            if wanted is None or not sharded:
+                continue
+            splittable = len(operator.slices) > 1 or not operator.unsplittable
+            if splittable and len(operator.slices) not in wanted:
+                return False
+        recomputed = set(plan.recomputed)
+        wishes = {block.name: self.recompute(block.name) for block in plan.blocks if not block.pinned}
+        wishes |= {name: self.recompute(name) for name in recomputed}
+        return all(wish is None or wish == (name in recomputed) for name, wish in wishes.items())
 
     def check(self, model: ModelDescription) -> None:
         """Refuses patterns that say nothing about ``model``.

@@ -107,8 +107,37 @@ def fake_optimizers(
     return copies, {id(p): memo[id(p)] for p in real}
 
 
+@dataclass(frozen=True)
+class Clipping:
+    """What the Trainer does to gradients before an optimizer's step."""
+
+    value: float = 0.0
+    """0: nothing."""
+    by_value: bool = False
+    """Element by element; else by the norm of all."""
+
+    @classmethod
+    def of(cls, trainer: Any) -> Clipping:
+        """As ``trainer`` is set; none without a trainer."""
+        value = getattr(trainer, "gradient_clip_val", None)
+        return cls(float(value or 0.0), getattr(trainer, "gradient_clip_algorithm", None) == "value")
+
+    def apply(self, parameters: Sequence[Tensor]) -> None:
+        """Clips the gradients of ``parameters``."""
+        if self.value and self.by_value:
+            nn.utils.clip_grad_value_(parameters, self.value)
+        elif self.value:
+            nn.utils.clip_grad_norm_(parameters, self.value)
+
+
+NO_CLIPPING = Clipping()
+
+
 def trace_optimizers(
-    optimizers: Sequence[Optimizer], parameters: Sequence[Tensor | None], fake_mode: FakeTensorMode
+    optimizers: Sequence[Optimizer],
+    parameters: Sequence[Tensor | None],
+    fake_mode: FakeTensorMode,
+    clipping: Clipping = NO_CLIPPING,
 ) -> OptimizerTrace:
     """Steps ``optimizers``, which hold fake parameters, and reads what that took.
 
@@ -116,6 +145,7 @@ def trace_optimizers(
         optimizers: with parameters that are fake tensors of ``fake_mode``; their states are lost.
         parameters: those to count states for; None has none.
         fake_mode: that the parameters belong to.
+        clipping: of the gradients before the step, which counts as part of it.
     """
     _prefer_foreach(optimizers)
     everything = _trainable(optimizers)
@@ -124,9 +154,9 @@ def trace_optimizers(
     with fake_mode:
         _step(optimizers, everything)
         states = {id(p): _state_bytes(optimizer.state.get(p)) for optimizer in optimizers for p in optimizer.state}
-        whole = _step(optimizers, everything)
+        whole = _step(optimizers, everything, clipping)
         largest = max(everything, key=lambda p: p.nbytes)
-        alone = _step(optimizers, [largest])
+        alone = _step(optimizers, [largest], clipping)
         mixing = {id(p): type(each).__name__ for each in optimizers if _mixes(each) for p in _trainable([each])}
     step = _temporaries(
         _peak(whole), _peak(alone), largest_bytes=largest.nbytes, total_bytes=sum(p.nbytes for p in everything)
@@ -160,7 +190,7 @@ def _trainable(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     return [p for p in found.values() if p.requires_grad]
 
 
-def _step(optimizers: Sequence[Optimizer], updated: Sequence[Tensor]) -> Recording:
+def _step(optimizers: Sequence[Optimizer], updated: Sequence[Tensor], clipping: Clipping = NO_CLIPPING) -> Recording:
     """One step in which only ``updated`` have gradients."""
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
@@ -170,6 +200,7 @@ def _step(optimizers: Sequence[Optimizer], updated: Sequence[Tensor]) -> Recordi
     states = [t for each in optimizers for t in tree_leaves(list(each.state.values())) if isinstance(t, Tensor)]
     recorder = StepRecorder(nn.Module(), [*updated, *known, *states])
     with recorder:
+        clipping.apply(updated)
         for optimizer in optimizers:
             optimizer.step()
     return recorder.recording

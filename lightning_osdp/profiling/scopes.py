@@ -68,6 +68,7 @@ def find_scopes(module: nn.Module, parameters: Sequence[NamedParameter], recordi
     for name in order:
         idle = unused.pop(name, [])
         reason = _why_pinned(name, groups[name], parameters, inner[name], modules)
+        reason = reason or _why_conditional(name, groups[name], recording)
         if idle and not reason:
             reason = f"{parameters[idle[0]].names[0]} is not used in the traced step"
         scopes.append(Scope(name, tuple(sorted(groups[name] + idle)), reason, bool(inner[name]) or not name))
@@ -114,10 +115,11 @@ def _why_pinned(
     inner: Sequence[str],
     modules: Mapping[str, nn.Module],
 ) -> str:
+    tied = [parameters[index] for index in members if len(parameters[index].names) > 1]
+    if len(tied) == len(members) and (inner or name == WHOLE_MODEL):
+        where = "the model" if name == WHOLE_MODEL else "its operators"
+        return f"tied across {where}: " + ", ".join(" = ".join(parameter.names) for parameter in tied)
     if name == WHOLE_MODEL:
-        tied = [parameters[index] for index in members if len(parameters[index].names) > 1]
-        if len(tied) == len(members):
-            return "tied across the model: " + ", ".join(" = ".join(parameter.names) for parameter in tied)
         return "used by the whole model"
     if inner:
         more = ", ..." if len(inner) > 3 else ""
@@ -129,4 +131,20 @@ def _why_pinned(
             return "scripted by TorchScript"
         if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
             return "compiled by torch.compile"
+    return ""
+
+
+def _why_conditional(name: str, members: Sequence[int], recording: Recording) -> str:
+    """Why the operator may run on one rank and not on another, which sharding forbids; empty if it can't be seen to.
+
+    Where a module has read values of tensors, what it runs afterwards may depend on them (an expert that no token
+    chose, an early exit), and ranks see different data. Then some would gather while others don't.
+    """
+    for position, op in enumerate(recording.ops):
+        if op.phase != "forward" or not set(op.uses) & set(members):
+            continue
+        for before, site in recording.reads:
+            if before <= position and op.site[: len(site)] == site:
+                where = site[-1] if site else "the training step"
+                return f"{where} has looked at values before it runs, so that it may not run on every rank"
     return ""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from lightning_osdp.planning.calibration import MeasuredStep
 from lightning_osdp.profiling.memory import peak_memory, reset_peak
 
 SKIPPED_STEPS = 3
@@ -23,12 +25,16 @@ class StepClock:
 
     Args:
         device: on CUDA, events are recorded and read at the end, so that no step waits for the clock.
+        waited_s: seconds that this process has waited for collectives so far; asked on the CPU only.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, waited_s: Callable[[], float]) -> None:
         self._device = device
+        self._waited_s = waited_s
+        self._waits: deque[float] = deque(maxlen=KEPT_STEPS)
         self._start: Any = None
         self._spans: deque[tuple[Any, Any]] = deque(maxlen=KEPT_STEPS)
+        self._waited_before = 0.0
         self._steps = 0
         self.peak_memory_bytes = 0
         """Largest peak of any step so far, by the device's own counter; evaluation and saving are left out."""
@@ -37,6 +43,7 @@ class StepClock:
         """A micro-batch starts. Only the first one after an optimizer step counts."""
         if self._start is None:
             reset_peak(self._device)
+            self._waited_before = self._waited_s()
             self._start = self._now()
 
     def end(self) -> None:
@@ -46,6 +53,7 @@ class StepClock:
         self._steps += 1
         if self._steps > SKIPPED_STEPS:
             self._spans.append((self._start, self._now()))
+            self._waits.append(self._waited_s() - self._waited_before)
         self._start = None
         self.peak_memory_bytes = max(self.peak_memory_bytes, peak_memory(self._device))
 
@@ -57,6 +65,14 @@ class StepClock:
             torch.cuda.synchronize(self._device)
             return float(statistics.median(start.elapsed_time(end) / 1e3 for start, end in self._spans))
         return float(statistics.median(end - start for start, end in self._spans))
+
+    def measured(self) -> MeasuredStep | None:
+        """What a step took on this rank; None if too few were made."""
+        seconds = self.median_s()
+        if seconds is None:
+            return None
+        waited = None if self._device.type == "cuda" else float(statistics.median(self._waits))
+        return MeasuredStep(seconds, waited, self.peak_memory_bytes)
 
     def _now(self) -> Any:
         if self._device.type == "cuda":

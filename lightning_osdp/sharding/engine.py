@@ -44,6 +44,18 @@ class Engine(Protocol):
         """Within it, parameters show their whole shape (not their values), as ``configure_optimizers`` expects."""
         ...
 
+    def whole_parameters(self, module: nn.Module | None = None, writeback: bool = True) -> AbstractContextManager[None]:
+        """Within it, sharded parameters have their whole values and shapes. Collective; the model can't run within it.
+
+        Args:
+            module: a part of the module, whose parameters alone are made whole; None for all.
+            writeback: whether what is written to them is kept. Every rank must write the same.
+
+        Raises:
+            ShardingError: a step is going on, or the model is run.
+        """
+        ...
+
     def before_forward(self) -> None:
         """To be called before each micro-batch: takes in parameters that were unfrozen."""
         ...

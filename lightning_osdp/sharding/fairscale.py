@@ -11,29 +11,44 @@ redirection. Streams, the reducer and the bound on gathers are therefore shared 
 Note [one collective per parameter]: units are not flattened, so a ``Parameter`` keeps its identity (its ``.data``
 changes between shard and whole), an optimizer made before sharding stays valid, and parameter groups need no care.
 Small parameters stay outside, so an operator usually has a single sharded weight.
+
+Note [groups]: FairScale asks a process group for its rank and size and hands it on to the collectives. A unit gives it
+a ``Communicator`` instead, which knows whether to run in one stage or two. In group sharding that one spans the
+node, so FairScale's mean is the node's, and ``lines.BetweenNodes`` makes it the world's.
+
+Note [a forward inside the backward]: torch's non-reentrant checkpoint runs a block again within the backward pass, only
+to see which tensors it saves; gradients flow through the graph of the first run, whose hooks are in place. So a unit
+that is run again gathers, runs, leaves everything as it found it, and registers nothing. Often the unit is in the
+middle of its own backward by then, and its whole parameters must stay; and often the second run ends early, by an
+exception, once the last tensor that is needed has been saved. (Reentrant checkpoint has no graph of the first run:
+there the second run is an ordinary forward.)
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from fairscale.nn.data_parallel import FullyShardedDataParallel
+from fairscale.nn.data_parallel import FullyShardedDataParallel, TrainingState
 from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_module
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_osdp import collectives
 from lightning_osdp.errors import ShardingError
+from lightning_osdp.levels import Communicator, duplicate
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.operators import SMALL_PARAMETER_ELEMENTS
-from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
+from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.sharding.initialise import Initialiser, check_initialisable
 from lightning_osdp.sharding.layout import Layout
+from lightning_osdp.sharding.lines import Line, Lines, sharded_operators
+from lightning_osdp.sharding.recompute import check_recomputed, recompute
 from lightning_osdp.sharding.replicas import Replicas
+from lightning_osdp.sharding.splitting import SplitOperator, Stage, check_split
 from lightning_osdp.sharding.state import (
     Shards,
     gather_model_state,
@@ -43,11 +58,19 @@ from lightning_osdp.sharding.state import (
 )
 from lightning_osdp.sharding.without_cuda import NO_STREAM, View, run_without_cuda
 
+
+def _all_gather(output_flat: Tensor, shard: Tensor, group: Communicator) -> None:
+    group.all_gather(output_flat, shard)
+
+
 # FairScale calls a private, deprecated name; this is the same collective, and the one that is measured.
-fairscale_module.dist = View(dist, _all_gather_base=collectives.all_gather)
+fairscale_module.dist = View(dist, _all_gather_base=_all_gather)
 
 GATHERS_IN_FLIGHT = 2
 """How many gathers may run ahead of compute on CUDA: the one in use and the next. FairScale sets no bound."""
+
+UNIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What parameters of a unit may be."""
 
 
 class FairScaleEngine:
@@ -62,6 +85,7 @@ class FairScaleEngine:
         self._device = device
         self._group: Any = group if group is not None else dist.group.WORLD
         self._units: list[_Unit] = []
+        self._splits: list[SplitOperator] = []
         self._replicas: Replicas | None = None
         self._module: nn.Module | None = None
         self._shards = Shards({}, self._group)
@@ -70,7 +94,7 @@ class FairScaleEngine:
 
     @property
     def collectives_per_step(self) -> int:
-        """Gathers and reduce-scatters of the units, and the buckets of replicated gradients."""
+        """Of the units, in however many stages each runs, and the buckets of replicated gradients."""
         assert self._replicas is not None
         return sum(unit.num_collectives for unit in self._units) + self._replicas.num_collectives
 
@@ -81,14 +105,22 @@ class FairScaleEngine:
 
     def check(self, module: nn.Module, plan: ExecutionPlan) -> None:
         """See ``Engine.check``."""
+        check_initialisable(module)
+        check_recomputed(plan.recomputed, module)
         modules = dict(module.named_modules())
         owner: dict[nn.Parameter, str] = {}
-        for operator in _sharded(plan):
+        for operator in sharded_operators(plan):
             if operator.name not in modules or not operator.name:
                 raise ShardingError(f"the plan shards {operator.name!r}, which is not a submodule of this module")
-            if len(operator.slices) > 1 or operator.checkpoint:
-                raise ShardingError(f"{operator.name}: split and recomputed operators are not supported yet")
-            for parameter in _large_parameters(modules[operator.name]):
+            if len(operator.slices) > 1:
+                check_split(operator, modules[operator.name])
+            parameters = _large_parameters(modules[operator.name])
+            dtypes = sorted({str(parameter.dtype) for parameter in parameters})
+            if len(dtypes) > 1:
+                raise ShardingError(
+                    f"{operator.name} holds {' and '.join(dtypes)}: a unit's parameters are of one type"
+                )
+            for parameter in parameters:
                 if parameter in owner:
                     raise ShardingError(
                         f"{operator.name} and {owner[parameter]} share a parameter: both can't shard it"
@@ -98,28 +130,42 @@ class FairScaleEngine:
             home = owner.get(parameter)
             if home is not None and not name.startswith(home + "."):
                 raise ShardingError(f"{home} can't be sharded: its parameter is also {name}, outside of it")
-            if home is not None and parameter.dtype != torch.float32:
-                raise ShardingError(f"{name} is {parameter.dtype}: FairScale's units hold float32 parameters only")
+            if home is not None and parameter.dtype not in UNIT_DTYPES:
+                raise ShardingError(f"{name} is {parameter.dtype}: units hold float32, bfloat16 or float16")
 
     def apply(self, module: nn.Module, plan: ExecutionPlan, optimizers: Iterable[Optimizer] = ()) -> None:
         """See ``Engine.apply``. The module is never whole on the device: operators are moved and sharded in turn."""
         self.check(module, plan)
         self._module = module
-        self._shared = _Shared(self._device, self._group)
+        self._shared = _Shared(self._device, self._group, plan)
         names = {p: n for n, p in module.named_parameters()}
         layouts: dict[nn.Parameter, Layout] = {}
-        for operator in _sharded(plan):
+        initialiser = Initialiser(module, self._device, self._group)
+        for operator in sharded_operators(plan):
+            line = self._shared.lines.of(operator.choice)
             body = module.get_submodule(operator.name)
+            initialiser.fill(body)
             parameters = _large_parameters(body)
             for parameter in parameters:
                 self._place(parameter)
-                layouts[parameter] = Layout.sharded(parameter.shape, self._group)
-            self._units.append(_Unit(body, parameters, Mode(operator.slices[0]), self._shared))
+                layouts[parameter] = Layout.sharded(parameter.shape, line.group)
+            again = any(operator.name == name or operator.name.startswith(name + ".") for name in plan.recomputed)
+            make_unit = self._unit_maker(line, again)
+            if len(operator.slices) == 1:
+                make_unit(body, parameters, Mode(operator.slices[0]))
+            else:
+                split = SplitOperator(body, operator, line.group, make_unit)
+                layouts[split.handle] = split.layout
+                self._splits.append(split)
+        initialiser.fill(module)
+        for name in plan.recomputed:
+            recompute(module.get_submodule(name))
         for tensor in [p for p in names if p not in layouts] + list(module.buffers()):
             self._place(tensor)
         self._shards = Shards(layouts, self._group)
         self.take_in(optimizers)
-        replicated = [p for p in module.parameters() if p not in layouts]
+        slices = {split.handle: split.replicated for split in self._splits}
+        replicated = [r for p in module.parameters() for r in slices.get(p, [p] if p not in layouts else [])]
         self._replicas = Replicas(replicated, self._shared.replica_group)
         self._known = self._shards.parameters.union(replicated)
         # Its inference path reads the weights of submodules without calling them, so it would see shards.
@@ -134,21 +180,49 @@ class FairScaleEngine:
         """See ``Engine.whole_shapes``."""
         return self._shards.whole_shapes_shown()
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def whole_parameters(self, module: nn.Module | None = None, writeback: bool = True) -> Iterator[None]:
+        """See ``Engine.whole_parameters``."""
+        assert self._module is not None
+        assert self._shared is not None
+        if self._shared.shown_whole or any(unit.in_use for unit in self._units):
+            raise ShardingError("parameters can't be made whole within a step, or where they are whole already")
+        self._shared.shown_whole = True
+        try:
+            with self._shards.whole_values_shown((module or self._module).parameters(), writeback):
+                yield
+        finally:
+            self._shared.shown_whole = False
+            self.after_optimizer_step()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """See ``Engine.no_sync``."""
-        return self._replicas.no_sync() if self._replicas is not None else nullcontext()
+        if self._replicas is None or self._shared is None:
+            yield
+            return
+        with self._replicas.no_sync(), self._shared.lines.between.no_sync():
+            yield
 
     def before_forward(self) -> None:
         """Takes in what changed since the last step: parameters that were unfrozen."""
+        for split in self._splits:
+            split.follow()
         if self._replicas is not None:
             self._replicas.refresh()
 
     def finish_backward(self) -> None:
         """See ``Engine.finish_backward``. Frees units that a backward pass did not reach (frozen, or without loss)."""
         assert self._replicas is not None
+        assert self._shared is not None
+        for split in self._splits:
+            split.before_reductions_end()
         self._replicas.finish()
+        self._shared.lines.between.finish()
         for unit in self._units:
-            unit.release()
+            unit.end_backward()
+        for split in self._splits:
+            split.collect()
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """See ``Engine.before_optimizer_step``."""
@@ -192,14 +266,21 @@ class FairScaleEngine:
         """See ``Engine.load_optimizer_state``."""
         load_optimizer_state(optimizer, self._shards, state)
 
+    def _unit_maker(
+        self, line: Line, recomputed: bool
+    ) -> Callable[[nn.Module | Stage, list[nn.Parameter], Mode], None]:
+        assert self._shared is not None
+        shared = self._shared
+
+        def make(stage: nn.Module | Stage, parameters: list[nn.Parameter], mode: Mode) -> None:
+            self._units.append(_Unit(stage, parameters, mode, line, shared, recomputed))
+
+        return make
+
     def _place(self, tensor: Tensor) -> None:
         """Moves a parameter or buffer to the device, in place, with rank 0's values."""
         tensor.data = tensor.data.to(self._device)
         dist.broadcast(tensor.data, src=dist.get_global_rank(self._group, 0), group=self._group)
-
-
-def _sharded(plan: ExecutionPlan) -> list[OperatorPlan]:
-    return [op for op in plan.operators if any(mode != Mode.DP for mode in op.slices)]
 
 
 def _large_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -220,44 +301,106 @@ class _Body(nn.Module):
         return self._operator_forward(*args, **kwargs)
 
 
+@contextmanager
+def _seen_as_float16(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Within it, bfloat16 parameters pass for float16, bit by bit: FairScale knows no other 16-bit type.
+
+    It cuts them up there and computes nothing; what it gathers later is of the unit's ``compute_dtype``.
+    """
+    halves = [parameter for parameter in parameters if parameter.dtype == torch.bfloat16]
+    for parameter in halves:
+        parameter.data = parameter.data.view(torch.float16)
+    yield
+    for parameter in halves:
+        parameter.data = parameter.data.view(torch.bfloat16)
+
+
 class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
     """One FairScale instance around one operator, sharing streams, reducer and the bound on gathers with all others."""
 
     _shared: _Shared
 
-    def __init__(self, operator: nn.Module, parameters: list[nn.Parameter], mode: Mode, shared: _Shared) -> None:
-        body = _Body(operator.forward, parameters)
-        super().__init__(
-            body,
-            process_group=shared.group,
-            process_group_reduce_scatter=shared.reduce_group,
-            reshard_after_forward=mode == Mode.ZDP,
-            disable_reshard_on_root=False,
-            flatten_parameters=False,
-            bucket_cap_mb=0,
-            compute_device=shared.device,
-            clear_autocast_cache=True,
-        )
+    def __init__(
+        self,
+        stage: nn.Module | Stage,
+        parameters: list[nn.Parameter],
+        mode: Mode,
+        line: Line,
+        shared: _Shared,
+        recomputed: bool = False,
+    ) -> None:
+        body = _Body(stage.forward, parameters)
+        dtype = parameters[0].dtype
+        with _seen_as_float16(parameters):
+            super().__init__(
+                body,
+                process_group=line.gather,
+                process_group_reduce_scatter=line.reduce,
+                reshard_after_forward=mode == Mode.ZDP,
+                disable_reshard_on_root=False,
+                flatten_parameters=False,
+                bucket_cap_mb=0,
+                compute_dtype=parameters[0].dtype,
+                compute_device=shared.device,
+                clear_autocast_cache=True,
+            )
+        self.compute_dtype = self.buffer_dtype = dtype
         self._shared = shared
+        self._between = line.between
         self._streams = shared.streams
         self._reducer = shared.reducer
         self._output_pre_backward_hook_registered: list[int] = []
-        operator.forward = self.forward
+        self._recomputed = recomputed
+        self._in_graph = False
+        stage.forward = self.forward
 
     @property
     def num_collectives(self) -> int:
-        """In one step: a gather for each pass that needs one, and a reduce-scatter."""
+        """In one step: a gather for each pass that needs one, a reduce-scatter, and an all-reduce between nodes.
+
+        Of a recomputed block, the unit with which its backward begins gathers once less: see the note above.
+        """
         if self.world_size == 1:
             return 0
-        gathers = 2 if self._orig_reshard_after_forward else 1
-        return sum(gathers + int(p.requires_grad) for p in self.params)
+        gathers = 2 + int(self._recomputed) if self._orig_reshard_after_forward else 1
+        reductions = 2 if self._between is not None else 1
+        return sum(gathers + reductions * int(p.requires_grad) for p in self.params)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The operator's forward with whole parameters; outside of training they are freed at once in every mode."""
+        if self._shared.shown_whole:
+            raise ShardingError("the model can't run while its parameters are shown whole: leave that context first")
+        if self._in_graph and torch._C._current_graph_task_id() != -1:  # -1: no backward pass is going on
+            return self._run_again(*args, **kwargs)
         outputs = super().forward(*args, **kwargs)
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            self._in_graph = True
+        else:
             self.release()
         return outputs
+
+    def _run_again(self, *args: Any, **kwargs: Any) -> Any:
+        """See Note [a forward inside the backward]."""
+        was_whole, amid_backward = self.has_full_params, self.training_state == TrainingState.BACKWARD_PRE
+        self._rebuild_full_params()
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            if not was_whole:
+                self._free_full_params()
+            if not amid_backward:
+                self._use_fp32_param_shard()
+            torch.clear_autocast_cache()
+
+    def end_backward(self) -> None:
+        """To be called when a backward pass is over, whether or not it reached this unit."""
+        self._in_graph = False
+        self.release()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether its parameters are whole now, or will be used by a backward pass that is still to come."""
+        return self._in_graph or (self.has_full_params and self.world_size > 1)
 
     def release(self) -> None:
         """Frees the whole parameters if they are still there, and makes the unit ready for its next forward."""
@@ -278,6 +421,14 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
             self._shared.gathers.before_gather()
         return super()._rebuild_full_params(force_full_precision)
 
+    def _post_reduction_hook(self, param: nn.Parameter, reduced_grad: Tensor) -> None:
+        if self._between is None:
+            super()._post_reduction_hook(param, reduced_grad)
+            return
+        self._between.before_accumulation(param)
+        super()._post_reduction_hook(param, reduced_grad)
+        self._between.shard_ready(param, param._saved_grad_shard)  # type: ignore[attr-defined]
+
     def _free_full_params(self, params: Any = None) -> None:
         was_whole = self.has_full_params
         super()._free_full_params(params)
@@ -286,17 +437,23 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
 
 
 class _Shared:
-    """What all units of one engine have in common."""
+    """What all units of one engine have in common.
 
-    def __init__(self, device: torch.device, group: Any) -> None:
+    Args:
+        device: of the rank.
+        group: all ranks.
+        plan: says whether nodes matter, and how many there are.
+    """
+
+    def __init__(self, device: torch.device, group: Any, plan: ExecutionPlan) -> None:
         self.device = device
-        self.group = group
         # Reductions of their own: their order is fixed, that of the units' collectives follows autograd.
-        self.replica_group = dist.new_group(dist.get_process_group_ranks(group))
+        self.replica_group = duplicate(group)
         self.parameters_changed = True
+        self.shown_whole = False
         self.reducer = _Reducer()
+        self.lines = Lines(group, device, [op.choice for op in sharded_operators(plan)], plan.cluster)
         if device.type == "cuda":
-            self.reduce_group = dist.new_group(dist.get_process_group_ranks(group))
             names = ("fp32_to_fp16", "all_gather", "post_backward")
             self.streams: dict[str, Any] = {
                 name: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -304,7 +461,6 @@ class _Shared:
             }
             self.gathers: _GatherBound | _NoBound = _GatherBound(GATHERS_IN_FLIGHT)
         else:
-            self.reduce_group = group
             run_without_cuda(fairscale_module)
             self.streams = dict.fromkeys(("fp32_to_fp16", "all_gather", "post_backward"), NO_STREAM)
             self.gathers = _NoBound()
@@ -313,11 +469,13 @@ class _Shared:
 class _Reducer:
     """Stands in for FairScale's bucketing reducer, which copies every gradient once more than needed."""
 
-    def reduce_scatter_async(self, input_list: list[Tensor], group: Any, callback_fn: Callable[[Tensor], None]) -> None:
+    def reduce_scatter_async(
+        self, input_list: list[Tensor], group: Communicator, callback_fn: Callable[[Tensor], None]
+    ) -> None:
         """Sums ``input_list[i]`` over the ranks onto rank i and hands the result to ``callback_fn``."""
         whole = _joined(input_list)
         output = torch.empty_like(input_list[0])
-        collectives.reduce_scatter(output, whole, group)
+        group.reduce_scatter(output, whole)
         callback_fn(output)
 
     def flush(self) -> None:

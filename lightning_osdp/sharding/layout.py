@@ -8,7 +8,7 @@ states lie like the parameter they belong to.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -62,6 +62,16 @@ class Layout:
     def sharded(cls, shape: torch.Size, group: Any) -> Layout:
         """Of a parameter in one slice, cut into a piece for each rank of ``group``."""
         return cls(shape, (Slice(0, shape[0], dist.get_world_size(group), dist.get_rank(group), group),))
+
+    @classmethod
+    def split(cls, shape: torch.Size, dim: int, sizes: Sequence[int], sharded: Sequence[bool], group: Any) -> Layout:
+        """Of a parameter in slices of ``sizes`` along ``dim``, those ``sharded`` cut into pieces over ``group``."""
+        pieces, index = dist.get_world_size(group), dist.get_rank(group)
+        slices, start = [], 0
+        for size, cut in zip(sizes, sharded, strict=True):
+            slices.append(Slice(start, start + size, *((pieces, index, group) if cut else ())))
+            start += size
+        return cls(shape, tuple(slices), dim)
 
     def numel(self, piece: Slice) -> int:
         """Elements of a slice when whole, without padding."""

@@ -60,6 +60,26 @@ class Shards:
             for parameter, part in parts.items():
                 parameter.data = part
 
+    @contextmanager
+    def whole_values_shown(self, parameters: Iterable[nn.Parameter], writeback: bool) -> Iterator[None]:
+        """Within it, those of ``parameters`` that are sharded are whole; changes are kept if ``writeback``. Collective.
+
+        Each rank keeps its own part of what it wrote.
+        """
+        parts: dict[nn.Parameter, Tensor] = {}
+        try:
+            for parameter in parameters:  # in the same order on every rank
+                if parameter in self._layouts:
+                    part = parameter.data
+                    parameter.data = self.gather(parameter, part)
+                    parts[parameter] = part
+            yield
+        finally:
+            for parameter, part in parts.items():
+                if writeback:
+                    part.view(-1).copy_(self.part_of(parameter, parameter.data))
+                parameter.data = part
+
     def shard_existing_state(self, optimizer: Optimizer) -> None:
         """Cuts optimizer state that was made before sharding (Adagrad makes its own at once) down to this rank's."""
         for parameter, layout in self._layouts.items():

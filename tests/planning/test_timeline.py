@@ -50,7 +50,9 @@ def whole(modes: list[Mode]) -> list[Choice]:
 
 def curves(modes: list[Mode], batch_size: int = 1, accumulation: int = 1, **changes: object) -> dict[str, list[float]]:
     timeline = Timeline(model(**changes), some_cluster(N, reduce_copy=0.0), overhead_bytes=7 * MIB)
-    return {name: (curve / MIB).tolist() for name, curve in timeline.curves(whole(modes), batch_size, accumulation).items()}
+    return {
+        name: (curve / MIB).tolist() for name, curve in timeline.curves(whole(modes), batch_size, accumulation).items()
+    }
 
 
 def test_replicated() -> None:
@@ -65,7 +67,7 @@ def test_replicated() -> None:
 def test_sharded() -> None:
     found = curves([Mode.ZDP, Mode.ZDP])
     assert found["states"] == [18.0] * 6
-    assert found["gradients"] == [0, 0, 0, 4, 6, 6]
+    assert found["gradients"] == [0, 0, 0, 0, 4, 6]  # a part is there once its whole gradient has been reduced
     assert found["gathered"] == [4, 8, 0, 8, 4, 0]
     assert found["transient"] == [0, 0, 0, 8, 4, 0]  # the whole gradient before it is reduced
 
@@ -79,7 +81,7 @@ def test_sharded_states_with_whole_parameters() -> None:
 def test_a_copying_reduction_counts_from_where_it_exceeds_the_freed_parameter() -> None:
     timeline = Timeline(model(), some_cluster(N, reduce_copy=1.5), overhead_bytes=0)
     found = timeline.curves(whole([Mode.ZDP, Mode.ZDP]), 1)["transient"] / MIB
-    assert found.tolist() == [0, 0, 0, 8 + 4, 4 + 2, 0]
+    assert found.tolist() == [0, 0, 0, 8 + 12 + 4 - 8, 4 + 6 + 2 - 4, 0]
 
 
 def test_accumulation_keeps_gradients_throughout() -> None:
@@ -117,3 +119,15 @@ def test_peak_says_where_and_what() -> None:
     peak = timeline.peak(whole([Mode.DP, Mode.DP]), batch_size=100)
     assert peak.where == "forward after second"
     assert peak.total_bytes == (36 + 301 + 7) * MIB
+
+
+def test_the_peak_is_explained_largest_part_first() -> None:
+    timeline = Timeline(model(), some_cluster(N, reduce_copy=0.0), overhead_bytes=7 * MIB)
+    assert timeline.explain(whole([Mode.ZDP, Mode.ZDP]), batch_size=2) == (
+        "reached in the backward of second: states 18.0 MiB (47%), gathered parameters 8.0 MiB (21%), transients "
+        "(whole gradients on their way to be reduced, and buckets) 8.0 MiB (21%), activations 4.0 MiB (11%); beside "
+        "7.0 MiB of the process before the model"
+    )
+    assert timeline.explain(whole([Mode.DP, Mode.DP]), batch_size=1).startswith(
+        "reached in the backward of first: states 36.0"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import resource
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -504,3 +505,18 @@ def test_tracing_a_plain_model_warns_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         describe(TinyGPT(), tokens())
+
+
+@pytest.mark.parametrize(("algorithm", "kernel"), [("norm", "linalg_vector_norm"), ("value", "clamp_")])
+def test_clipping_is_part_of_the_step_and_pins_nothing(algorithm: str, kernel: str) -> None:
+    module = TinyGPT()
+    plain = trace(module, tokens(), 4, device=CPU)
+    module.__dict__["_trainer"] = SimpleNamespace(
+        datamodule=None, gradient_clip_val=0.5, gradient_clip_algorithm=algorithm
+    )
+    clipped = trace(module, tokens(), 4, device=CPU)
+    found = {each.func.overloadpacket.__name__ for each in clipped.optimizer_kernels}
+    assert found - {each.func.overloadpacket.__name__ for each in plain.optimizer_kernels}
+    assert kernel in found
+    assert clipped.description.operators == plain.description.operators
+    assert clipped.description.optimizer_step == plain.description.optimizer_step

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from lightning_osdp.sharding.layout import Layout, Slice
 def _parts(shape: tuple[int, ...], cuts: list[int], sharded: list[bool], dim: int, ranks: int) -> list[Layout]:
     """One layout for each rank; the group is any object, since nothing is communicated."""
     edges = [0, *cuts, shape[dim]]
-    pairs = list(zip(edges, edges[1:], strict=False))
+    pairs = list(pairwise(edges))
     return [
         Layout(
             torch.Size(shape),

@@ -1,0 +1,232 @@
+"""Two levels of links: process groups inside nodes and between them, and world-wide collectives in two stages.
+
+With n nodes of d ranks, a world-wide tensor of P bytes and parts of S = P / (n d), a ring over all ranks sends
+(n d - 1) S out of each node. In two stages a node sends what the other nodes lack and no more: (n - 1) d S, which is
+(n - 1) / n of the tensor. With two nodes of eight ranks that is half of the tensor instead of 15 / 16.
+
+Note [layout]: ranks are numbered node by node, so the parts of one node lie side by side. Ranks with the same place in
+their nodes exchange parts between nodes, each for its own column of the (n, d, S) tensor; every node's row is then
+gathered inside the node, right where it belongs. Nothing is moved afterwards, and a gather on a CPU needs no buffer.
+
+Note [the slow link is kept busy]: on a CPU the rows go round the nodes as messages in the background. While one is on
+its way, the one before is gathered (or the next one summed) inside the node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_osdp import collectives
+
+_TAG = 1 << 19
+"""Of the first message between nodes, out of the way of the rings' and of a user's own."""
+
+
+class Communicator(Protocol):
+    """How the ranks of a group exchange what they share."""
+
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        ...
+
+    def size(self) -> int:
+        """Ranks in the group."""
+        ...
+
+    def all_gather(self, output_flat: Tensor, shard: Tensor) -> None:
+        """See ``collectives.all_gather``."""
+        ...
+
+    def reduce_scatter(self, output_shard: Tensor, whole_flat: Tensor) -> None:
+        """See ``collectives.reduce_scatter``; the order of the sum is the communicator's own."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneStage:
+    """All ranks of a process group at once."""
+
+    group: Any
+
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return int(self.group.rank())
+
+    def size(self) -> int:
+        """Ranks in the group."""
+        return int(self.group.size())
+
+    def all_gather(self, output_flat: Tensor, shard: Tensor) -> None:
+        """See ``collectives.all_gather``."""
+        collectives.all_gather(output_flat, shard, self.group)
+
+    def reduce_scatter(self, output_shard: Tensor, whole_flat: Tensor) -> None:
+        """See ``collectives.reduce_scatter``."""
+        collectives.reduce_scatter(output_shard, whole_flat, self.group)
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The process groups of equally large nodes whose ranks are numbered node by node.
+
+    Attributes:
+        world: all ranks.
+        node: those of this rank's node.
+        across: those with this rank's place in their nodes, one of each node, in the order of nodes.
+    """
+
+    world: Any
+    node: Any
+    across: Any
+
+    @classmethod
+    def of(cls, world: Any, nodes: int) -> Levels:
+        """Makes the groups. Collective: every rank of ``world`` calls it alike.
+
+        Args:
+            world: all ranks.
+            nodes: how many nodes they are on; divides their number.
+        """
+        ranks = dist.get_process_group_ranks(world)
+        per_node = len(ranks) // nodes
+        assert per_node * nodes == len(ranks), (len(ranks), nodes)
+        rows = [ranks[node * per_node : (node + 1) * per_node] for node in range(nodes)]
+        columns = [ranks[place::per_node] for place in range(per_node)]
+        return cls(world, _one_of(rows, world), _one_of(columns, world))
+
+    @property
+    def nodes(self) -> int:
+        """How many there are."""
+        return int(self.across.size())
+
+    @property
+    def per_node(self) -> int:
+        """Ranks of each node."""
+        return int(self.node.size())
+
+
+def duplicate(group: Any) -> Any:
+    """Another process group of the same ranks, with the same time-out. Collective."""
+    return _one_of([dist.get_process_group_ranks(group)], group)
+
+
+def _one_of(groups: list[list[int]], like: Any) -> Any:
+    """Makes all groups and returns this rank's. torch would give them its default time-out instead of the user's."""
+    timeout = like._get_backend(like._device_types[0]).options._timeout
+    mine, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)  # type: ignore[no-untyped-call]
+    return mine
+
+
+@dataclass(frozen=True)
+class TwoStage:
+    """All ranks, first between nodes and then inside them, or the other way round."""
+
+    levels: Levels
+
+    def rank(self) -> int:
+        """This rank's place among all."""
+        return int(self.levels.world.rank())
+
+    def size(self) -> int:
+        """All ranks."""
+        return int(self.levels.world.size())
+
+    def all_gather(self, output_flat: Tensor, shard: Tensor) -> None:
+        """Fills ``output_flat`` with all ranks' shards in rank order: to the bit what one stage gives.
+
+        Args:
+            output_flat: contiguous, 1-D, ``N * shard.numel()`` elements.
+            shard: contiguous, 1-D, the same size on all ranks; it may be its own part of ``output_flat``.
+        """
+        assert output_flat.numel() == self.size() * shard.numel(), (output_flat.shape, shard.shape, self.size())
+        rows = output_flat.view(self.levels.nodes, self.levels.per_node, -1)  # (n, d, S)
+        with torch.no_grad():
+            if shard.device.type == "cpu":
+                self._gather_in_turn(rows, shard)
+            else:
+                self._gather_by_backend(rows, shard)
+
+    def reduce_scatter(self, output_shard: Tensor, whole_flat: Tensor) -> None:
+        """Sums ``whole_flat`` over all ranks and keeps this rank's part of the sum.
+
+        Each node adds up its own ranks first, and then the nodes' sums are added; one stage adds rank by rank. Both
+        are the same to the bit where the additions are exact, else they round differently in the last bits. On a CPU,
+        place l of node m adds its node's ranks in the order l + 1, ..., l (modulo d) and the nodes in the order
+        m + 1, ..., m (modulo n), so equal inputs give equal bits.
+
+        Args:
+            output_shard: contiguous, 1-D, ``whole_flat.numel() / N`` elements; no part of ``whole_flat``.
+            whole_flat: contiguous, 1-D, the same size on all ranks, divisible by N. It is not changed.
+        """
+        assert whole_flat.numel() == self.size() * output_shard.numel(), (whole_flat.shape, output_shard.shape)
+        rows = whole_flat.view(self.levels.nodes, -1)  # (n, d * S)
+        with torch.no_grad():
+            if whole_flat.device.type == "cpu":
+                self._scatter_in_turn(output_shard, rows)
+            else:
+                self._scatter_by_backend(output_shard, rows)
+
+    def _gather_in_turn(self, rows: Tensor, shard: Tensor) -> None:
+        """Node m takes the columns of nodes m - 1, m - 2, ... from its left and passes all but the last on."""
+        nodes, node = self.levels.nodes, self.levels.across.rank()
+        column = rows[:, self.levels.node.rank()]  # (n, S)
+        if column[node].data_ptr() != shard.data_ptr():
+            column[node].copy_(shard)
+        for step in range(nodes):
+            current, following = (node - step) % nodes, (node - step - 1) % nodes
+            last = step == nodes - 1
+            hop = [] if last else [self._send(column[current], step), self._receive(column[following], step)]
+            collectives.all_gather(rows[current].view(-1), column[current], self.levels.node)
+            for work in hop:
+                work.wait()
+
+    def _scatter_in_turn(self, output_shard: Tensor, rows: Tensor) -> None:
+        """Node m + 1 begins the sum for node m, and every node on the way adds its own: a ring of nodes."""
+        nodes, node = self.levels.nodes, self.levels.across.rank()
+        # A sum is sent from one buffer while the next is made in the other; the last is made in the output.
+        sums = output_shard.new_empty(min(2, nodes - 1), output_shard.numel())
+        arriving = torch.empty_like(output_shard)
+        received: Any = None
+        sent: dict[int, Any] = {}
+        for step in range(1, nodes + 1):
+            if step - 2 in sent:
+                sent.pop(step - 2).wait()
+            partial = output_shard if step == nodes else sums[step % len(sums)]
+            collectives.reduce_scatter(partial, rows[(node - step) % nodes], self.levels.node)
+            if received is not None:
+                received.wait()
+                partial.add_(arriving)
+            if step < nodes:
+                sent[step] = self._send(partial, step)
+                received = self._receive(arriving, step)
+        for work in sent.values():
+            work.wait()
+
+    def _gather_by_backend(self, rows: Tensor, shard: Tensor) -> None:
+        column = shard.new_empty(self.levels.nodes, shard.numel())  # (n, S)
+        collectives.all_gather(column.view(-1), shard, self.levels.across)
+        for row, part in zip(rows, column, strict=True):
+            collectives.all_gather(row.view(-1), part, self.levels.node)
+
+    def _scatter_by_backend(self, output_shard: Tensor, rows: Tensor) -> None:
+        sums = output_shard.new_empty(self.levels.nodes, output_shard.numel())  # (n, S)
+        for row, part in zip(rows, sums, strict=True):
+            collectives.reduce_scatter(part, row, self.levels.node)
+        collectives.reduce_scatter(output_shard, sums.view(-1), self.levels.across)
+
+    def _send(self, tensor: Tensor, step: int) -> collectives.Work:
+        to = (self.levels.across.rank() + 1) % self.levels.nodes
+        work = dist.isend(tensor, group=self.levels.across, group_dst=to, tag=_TAG + step)
+        assert work is not None
+        return work
+
+    def _receive(self, tensor: Tensor, step: int) -> collectives.Work:
+        source = (self.levels.across.rank() - 1) % self.levels.nodes
+        work = dist.irecv(tensor, group=self.levels.across, group_src=source, tag=_TAG + step)
+        assert work is not None
+        return work

@@ -1,0 +1,117 @@
+"""What a run teaches about the next prediction: how far compute, communication and memory were off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+from lightning_osdp.planning.cluster import CollectiveFit, ComputeTimes, Link, OperatorTime
+from lightning_osdp.planning.operators import Frozen, Line
+from lightning_osdp.planning.plan import ExecutionPlan
+
+MOST = 2.0
+"""No run changes a prediction by more than this factor: a machine that was busy teaches little."""
+
+
+class Correction(Frozen):
+    """By what the next prediction is changed; the default changes nothing."""
+
+    compute: float = 1.0
+    """Factor on the measured kernels' times: what surrounds them in a real step."""
+    communication: float = 1.0
+    """Factor on the collectives' times: between stretches of compute, ranks also wait for each other."""
+    memory_bytes: int = 0
+    """Added to the overhead of the process."""
+
+    @property
+    def is_none(self) -> bool:
+        """Whether it changes nothing."""
+        return self == Correction()
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """What steps of a real run took, on the rank that took most.
+
+    Attributes:
+        step_time_s: median of an optimizer step.
+        communication_s: median of the part of it in which the rank waited for collectives; None where that is not
+            known, since they overlap compute (CUDA).
+        peak_memory_bytes: by the device's own counter.
+    """
+
+    step_time_s: float
+    communication_s: float | None
+    peak_memory_bytes: int
+
+
+def learn(before: Correction, plan: ExecutionPlan, measured: MeasuredStep) -> Correction:
+    """The correction after a run under ``plan``, which was predicted with ``before``.
+
+    Times are taken half way, in the sense of ratios, from what was believed to what was seen: the figures of machines
+    are noisy. Memory is not; an underestimate is corrected at once and in full, an overestimate by half.
+    """
+    predicted = plan.predicted
+    communication_s = measured.communication_s
+    if communication_s is None or predicted.communication_time_s == 0:
+        factor = measured.step_time_s / predicted.step_time_s
+        compute, communication = before.compute * _half_way(factor), before.communication * _half_way(factor)
+    else:
+        compute_s = max(0.0, measured.step_time_s - communication_s)
+        compute = before.compute * _half_way(compute_s / predicted.compute_time_s)
+        communication = before.communication * _half_way(communication_s / predicted.communication_time_s)
+    missing = measured.peak_memory_bytes - predicted.peak_memory_bytes
+    return Correction(
+        compute=compute,
+        communication=communication,
+        memory_bytes=before.memory_bytes + (missing if missing > 0 else missing // 2),
+    )
+
+
+def drifted(plan: ExecutionPlan, peak_memory_bytes: int, margin: float) -> bool:
+    """Whether the measured peak is above the predicted one by more than ``margin`` (a share), or above the limit."""
+    allowed = min(plan.memory_limit_bytes, round(plan.predicted.peak_memory_bytes * (1 + margin)))
+    return peak_memory_bytes > allowed
+
+
+def corrected_compute(compute: ComputeTimes, correction: Correction) -> ComputeTimes:
+    """The same times, each by the factor on compute."""
+    factor = correction.compute
+
+    return compute.model_copy(
+        update={
+            "operators": tuple(_scaled_time(one, factor) for one in compute.operators),
+            "outside": _scaled_time(compute.outside, factor),
+            "optimizer_s_per_byte": compute.optimizer_s_per_byte * factor,
+            "blocks": tuple(_scaled(one, factor) for one in compute.blocks),
+        }
+    )
+
+
+def _scaled_time(time: OperatorTime, factor: float) -> OperatorTime:
+    splits = tuple(
+        split.model_copy(
+            update={"forward": _scaled(split.forward, factor), "backward": _scaled(split.backward, factor)}
+        )
+        for split in time.splits
+    )
+    return OperatorTime(forward=_scaled(time.forward, factor), backward=_scaled(time.backward, factor), splits=splits)
+
+
+def corrected_link(link: Link, correction: Correction) -> Link:
+    """The same link, every collective by the factor on communication."""
+
+    def scaled(fit: CollectiveFit) -> CollectiveFit:
+        factor = correction.communication
+        return fit.model_copy(update={"latency_s": fit.latency_s * factor, "s_per_byte": fit.s_per_byte * factor})
+
+    fits = {name: getattr(link, name) for name in Link.model_fields}
+    return link.model_copy(update={name: scaled(fit) for name, fit in fits.items() if isinstance(fit, CollectiveFit)})
+
+
+def _scaled(line: Line, factor: float) -> Line:
+    return Line(fixed=line.fixed * factor, per_sample=line.per_sample * factor)
+
+
+def _half_way(factor: float) -> float:
+    return sqrt(min(MOST, max(1 / MOST, factor)))

@@ -1,0 +1,131 @@
+"""How units are joined with their like on other ranks: over the world or a node, in one stage or two.
+
+Group sharding: a unit that is spread over its node ends its backward pass with the mean of the node's gradients, for a
+part that one rank of every other node holds as well. The mean of those is the mean over the world.
+
+Note [averaging again does no harm]: once averaged, a shard is the same on all nodes, and so is its mean. So a shard
+may be averaged, added to and averaged again, as accumulation without ``no_sync`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_osdp.collectives import Work, all_reduce_async
+from lightning_osdp.levels import Communicator, Levels, OneStage, TwoStage, duplicate
+from lightning_osdp.planning.choices import Choice, Group, Mode
+from lightning_osdp.planning.cluster import Cluster
+from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
+
+
+def sharded_operators(plan: ExecutionPlan) -> list[OperatorPlan]:
+    """Operators that become units. One that is spread over a node of one rank is replicated."""
+    alone = plan.cluster.nodes > 1 and plan.cluster.devices_per_node == 1
+    return [
+        op
+        for op in plan.operators
+        if any(mode != Mode.DP for mode in op.slices) and not (alone and op.sharding_group == Group.NODE)
+    ]
+
+
+@dataclass(frozen=True)
+class Line:
+    """How one unit is joined with its like.
+
+    Attributes:
+        group: the ranks that its parts are spread over.
+        gather: for its all-gathers.
+        reduce: for its reduce-scatters.
+        between: what averages its gradient's parts between nodes; None if ``group`` is all ranks.
+    """
+
+    group: Any
+    gather: Communicator
+    reduce: Communicator
+    between: BetweenNodes | None = None
+
+
+class Lines:
+    """The lines of all units, with as few process groups as they need.
+
+    Args:
+        world: all ranks.
+        device: of this rank.
+        choices: for the sharded operators.
+        cluster: how many nodes there are.
+    """
+
+    def __init__(self, world: Any, device: torch.device, choices: Iterable[Choice], cluster: Cluster) -> None:
+        # On CUDA, reductions run beside the gathers, on a stream and so on groups of their own.
+        reduce_world = duplicate(world) if device.type == "cuda" else world
+        self._plain = Line(world, OneStage(world), OneStage(reduce_world))
+        self._by_kind: dict[tuple[Group, bool], Line] = {}
+        self.between = BetweenNodes(None)
+        """Averages what is sharded inside nodes."""
+        two_levels = cluster.nodes > 1 and cluster.devices_per_node > 1
+        if two_levels and any(choice.group == Group.NODE or choice.two_stage for choice in choices):
+            gather, reduce = Levels.of(world, cluster.nodes), Levels.of(reduce_world, cluster.nodes)
+            self.between = BetweenNodes(reduce.across)
+            self._by_kind = {
+                (Group.NODE, False): Line(gather.node, OneStage(gather.node), OneStage(reduce.node), self.between),
+                (Group.WORLD, True): Line(world, TwoStage(gather), TwoStage(reduce)),
+            }
+
+    def of(self, choice: Choice) -> Line:
+        """How a unit with this choice is joined. Where there is one level only, all are joined alike."""
+        return self._by_kind.get((choice.group, choice.two_stage and choice.group == Group.WORLD), self._plain)
+
+
+class BetweenNodes:
+    """Averages gradient shards over the ranks that hold the same part in each node.
+
+    Args:
+        group: those ranks; None if no operator is sharded inside nodes.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._sync = True
+        self._apart: dict[nn.Parameter, None] = {}  # in the order of the backward pass, the same on all nodes
+        self._works: dict[nn.Parameter, Work] = {}
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Shards pile up in each node within it, and cross the slow link once, with the next backward pass."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def before_accumulation(self, parameter: nn.Parameter) -> None:
+        """To be called before a shard is added to: it may still be under way."""
+        work = self._works.pop(parameter, None)
+        if work is not None:
+            work.wait()
+
+    def shard_ready(self, parameter: nn.Parameter, shard: Tensor) -> None:
+        """Starts to average ``shard``, the node's mean that piled up for ``parameter``, unless within ``no_sync``."""
+        if self._sync:
+            self._apart.pop(parameter, None)
+            self._works[parameter] = all_reduce_async(shard, self._group)
+        else:
+            self._apart[parameter] = None
+
+    def finish(self) -> None:
+        """Averages what the last backward pass did not reach and waits for all of it. Nothing within ``no_sync``."""
+        if not self._sync:
+            return
+        for parameter in self._apart:
+            if parameter.grad is not None:
+                self._works[parameter] = all_reduce_async(parameter.grad, self._group)
+        self._apart.clear()
+        for work in self._works.values():
+            work.wait()
+        self._works.clear()

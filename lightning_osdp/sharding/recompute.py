@@ -1,0 +1,50 @@
+"""Blocks whose activations are not kept: their forward runs again when the backward pass reaches them.
+
+torch's non-reentrant checkpoint does it: one graph, so each parameter receives its gradient once; keyword arguments,
+nested outputs, inputs without gradient, autocast and the random state are as in the first run. What FairScale's units
+need for it is in ``fairscale.py`` (Note [a forward inside the backward]), so models that bring their own checkpointing
+of this kind work as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_osdp.errors import ShardingError
+
+
+def recompute(block: nn.Module) -> None:
+    """Has ``block`` keep its inputs only. Without gradients it runs as ever."""
+    forward = block.forward
+
+    def run(*packed: Any) -> Any:
+        *args, kwargs = packed
+        return forward(*args, **kwargs)
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # Packed, since checkpoint looks for the device, whose random state it keeps, in positional arguments only.
+        return checkpoint(run, *args, kwargs, use_reentrant=False)
+
+    block.forward = recomputed
+
+
+def check_recomputed(names: Sequence[str], module: nn.Module) -> None:
+    """Refuses blocks that can't be recomputed.
+
+    Raises:
+        ShardingError: one is not a submodule, or lies in another one.
+    """
+    modules = dict(module.named_modules())
+    for name in names:
+        if name not in modules or not name:
+            raise ShardingError(f"the plan recomputes {name!r}, which is not a submodule of this module")
+        outer = next((other for other in names if name.startswith(other + ".")), None)
+        if outer is not None or names.count(name) > 1:
+            raise ShardingError(f"the plan recomputes {name} twice: by itself and with {outer or name}")

@@ -1,0 +1,88 @@
+"""Watches real training steps: prints predicted beside measured, and hands on what the next plan can learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from lightning_osdp import collectives, report
+from lightning_osdp.planner import Ranks
+from lightning_osdp.planning.calibration import Correction, MeasuredStep, learn
+from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.profiling.steps import StepClock
+
+FIRST_REPORT_STEPS = 20
+"""Optimizer steps after which predicted and measured are compared for the first time."""
+
+
+class Watch:
+    """Of one run under one plan.
+
+    Args:
+        plan: that is in use.
+        ranks: who trains together. All of them call every method alike.
+        correction: that the plan was predicted with.
+        keep: is given the new correction, on the first rank; None to keep nothing.
+    """
+
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        ranks: Ranks,
+        correction: Correction,
+        keep: Callable[[Correction], None] | None,
+    ) -> None:
+        self._plan = plan
+        self._ranks = ranks
+        self._correction = correction
+        self._keep = keep
+        self._clock = StepClock(ranks.device, lambda: collectives.WAITED.seconds)
+        self._steps = 0
+        self._reported = 0
+
+    @property
+    def measured(self) -> MeasuredStep | None:
+        """What a step took on this rank so far; None until enough were made."""
+        return self._clock.measured()
+
+    def begin(self) -> None:
+        """A micro-batch starts."""
+        self._clock.begin()
+
+    def end(self) -> None:
+        """The optimizer's update is done."""
+        self._clock.end()
+        self._steps += 1
+        if self._steps == FIRST_REPORT_STEPS:
+            self.tell()
+
+    def tell(self) -> MeasuredStep | None:
+        """Prints predicted beside measured on the rank that took most, if there was a step since the last time.
+
+        Returns:
+            What was measured, the same on all ranks; None if too few steps were made.
+        """
+        measured = self._slowest()
+        if measured is None or self._steps == self._reported:
+            return measured
+        self._reported = self._steps
+        if self._ranks.is_first:
+            Console().print(report.measured_table(self._plan, measured, self._steps))
+            if self._keep is not None:
+                self._keep(learn(self._correction, self._plan, measured))
+        return measured
+
+    def _slowest(self) -> MeasuredStep | None:
+        """The largest figures of all ranks."""
+        ours = self._clock.measured()
+        if ours is None:  # on every rank alike: all have made as many steps
+            return None
+        waited = -1.0 if ours.communication_s is None else ours.communication_s
+        numbers = torch.tensor([ours.step_time_s, waited, float(ours.peak_memory_bytes)], dtype=torch.float64)
+        numbers = numbers.to(self._ranks.device)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._ranks.group)
+        step_time_s, communication_s, peak = numbers.tolist()
+        return MeasuredStep(step_time_s, None if communication_s < 0 else communication_s, int(peak))

@@ -1,0 +1,109 @@
+"""OSDPCallback in whole runs on two gloo ranks."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_osdp import ConfigurationError, OSDPCallback, OSDPStrategy, planner
+from lightning_osdp.planning.plan import ExecutionPlan
+from tests.integration.modules import trainer
+from tests.integration.test_fit import seeded
+from tests.ranks import run_ranks
+
+
+def logged_and_resumed(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Trains with a CSV logger and a checkpoint, then resumes from it in a new Trainer."""
+    logger = pl.loggers.CSVLogger(folder, name="log", version=0)
+    first = _fit(folder, f"{folder}/cache", logger=logger, max_steps=8, log_every_n_steps=2)
+    path = f"{folder}/first.ckpt"
+    first.save_checkpoint(path)
+    shown = sorted(name for name in first.progress_bar_metrics if name.startswith("osdp"))
+    profiled = 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal profiled
+        profiled += 1
+        return measure(*args, **kwargs)
+
+    measure, planner.measure_and_plan = planner.measure_and_plan, counted
+    second = _fit(folder, f"{folder}/other", path, max_steps=10)
+    resumed = profiled
+    third = _fit(folder, f"{folder}/other", path, max_steps=10, osdp={"batch_size": 3})
+    planner.measure_and_plan = measure
+    return {
+        "plans": [one.strategy.execution_plan.to_json() for one in (first, second, third)],
+        "profiled": [resumed, profiled],
+        "step": second.global_step,
+        "shown": shown,
+        "metrics": _rows(Path(folder, "log", "version_0", "metrics.csv")) if rank == 0 else [],
+        "file": torch.load(path, weights_only=True)["callbacks"]["OSDPCallback"]["plan"],
+    }
+
+
+def _fit(folder: str, cache: str, ckpt_path: str | None = None, *, osdp: Any = None, **options: Any) -> pl.Trainer:
+    made = trainer(folder, OSDPStrategy(cache=cache, **(osdp or {})), callbacks=[OSDPCallback()], **options)
+    made.fit(seeded(rows=64), ckpt_path=ckpt_path)
+    return made
+
+
+def _rows(file: Path) -> list[dict[str, str]]:
+    with file.open() as lines:
+        return [row for row in csv.DictReader(lines) if row.get("osdp/step_time_s")]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(logged_and_resumed, 2, str(tmp_path_factory.mktemp("callback")))
+
+
+def test_measured_is_logged_beside_predicted(runs: list[dict[str, Any]]) -> None:
+    plan = ExecutionPlan.from_json(runs[0]["plans"][0])
+    last = runs[0]["metrics"][-1]
+    assert float(last["osdp/predicted_step_time_s"]) == pytest.approx(plan.predicted.step_time_s)
+    assert float(last["osdp/predicted_peak_memory_bytes"]) == plan.predicted.peak_memory_bytes
+    samples_per_s = plan.global_batch_size / float(last["osdp/step_time_s"])
+    assert float(last["osdp/samples_per_s"]) == pytest.approx(samples_per_s)
+    assert float(last["osdp/peak_memory_bytes"]) > plan.predicted.overhead_bytes / 2
+
+
+def test_the_progress_bar_shows_throughput_and_memory(runs: list[dict[str, Any]]) -> None:
+    assert runs[0]["shown"] == ["osdp_peak_GiB", "osdp_samples_per_s"]
+
+
+def test_the_checkpoint_holds_the_plan_and_a_resumed_run_uses_it(runs: list[dict[str, Any]]) -> None:
+    for one in runs:
+        first, second, _ = one["plans"]
+        assert one["file"] == first == second
+        assert one["profiled"][0] == 0
+        assert one["step"] == 10
+
+
+def test_a_plan_that_is_no_longer_wanted_is_made_anew(runs: list[dict[str, Any]]) -> None:
+    for one in runs:
+        assert one["profiled"][1] == 1
+        assert ExecutionPlan.from_json(one["plans"][2]).batch_size == 3
+
+
+def test_without_the_strategy_it_says_what_to_do(tmp_path: Path) -> None:
+    made = trainer(str(tmp_path), "auto", devices=1, callbacks=[OSDPCallback()])
+    with pytest.raises(ConfigurationError, match=r"needs OSDPStrategy.*SingleDeviceStrategy"):
+        made.fit(seeded())
+
+
+def two_of_them(rank: int, world_size: int, folder: str) -> str:
+    made = trainer(folder, "osdp", devices=1, callbacks=[OSDPCallback(), OSDPCallback(slice_granularity=2)])
+    try:
+        made.fit(seeded())
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_two_of_them_are_refused(tmp_path: Path) -> None:
+    assert all("has 2 OSDPCallbacks" in text for text in run_ranks(two_of_them, 1, str(tmp_path)))
