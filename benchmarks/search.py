@@ -1,6 +1,9 @@
 """How fast the search is, against a MILP solver and a textbook dynamic programme, on the same instances.
 
-    python benchmarks/search.py [--quick]
+    python benchmarks/search.py [--quick] [--sweep]
+
+``--sweep`` plans a GPT-3 (96 layers, hidden size 12288, sequences of 2048) for 64 H100s in 8 nodes instead: all batch
+sizes from 1 to 128, with splitting and recomputation, and says how long that takes from the model to the plan.
 
 Menus of 12 options follow the paper's equation 2: modes dp, zdp2 and zdp, each operator cut into 1, 2, 4 or 8 slices
 that take one mode. "Identical" is a GPT: four operators, repeated in each layer. "Distinct" draws the parameters of
@@ -22,7 +25,12 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.planning import hardware
+from lightning_osdp.planning.operators import OUTSIDE, Block, Line, ModelDescription, Moment, Operator, ParameterInfo
+from lightning_osdp.planning.runs import choice_words, group_runs
+from lightning_osdp.planning.schedule import BatchRule, make_plan
 from lightning_osdp.planning.search import Option, Solution, solve
+from lightning_osdp.planning.simulate import problem_on
 
 Menus = list[list[Option]]
 MEGABYTE = 10**6
@@ -167,10 +175,113 @@ def growth(seeds: Sequence[int]) -> None:
         print(f"{operators:9d}   {cells[0]:13.1f}   {cells[1]:14.1f}", flush=True)
 
 
+def linear(name: str, inputs: int, outputs: int, tokens: int) -> Operator:
+    """A Linear with bias in bf16, its states those of Adam in fp32 with a master copy."""
+    elements = inputs * outputs
+    weight = ParameterInfo(
+        name=f"{name}.weight", shape=(outputs, inputs), element_bytes=2, optimizer_bytes=12 * elements
+    )
+    bias = ParameterInfo(name=f"{name}.bias", shape=(outputs,), element_bytes=2, optimizer_bytes=12 * outputs)
+    return Operator(
+        name=name,
+        kind="Linear",
+        parameters=(weight, bias),
+        flops_per_sample=6.0 * tokens * elements,
+        split_dims=(1, 0),
+        output_dims=(0,),
+        input_per_sample=2.0 * tokens * inputs,
+        output_per_sample=2.0 * tokens * outputs,
+    )
+
+
+def gpt(layers: int, hidden: int, tokens: int, vocabulary: int = 50257) -> ModelDescription:
+    """A GPT as the trace would give it: activations in bf16, attention without its matrix kept."""
+    row = 2.0 * tokens * hidden
+    saved = {"norm1": row, "qkv": 3 * row, "proj": row, "norm2": row, "up": 8 * row, "down": row}
+    operators, moments, blocks = [linear("embed", vocabulary, hidden, 0)], [], []
+    live = row
+
+    def moment(phase: str, operator: int, extra: float = 0.0) -> None:
+        moments.append(Moment(phase=phase, operator=operator, live=Line(per_sample=live + extra)))
+
+    moment("forward", 0)
+    for layer in range(layers):
+        name, first, before = f"blocks.{layer}", len(moments), live
+        own = {}
+        for part, inputs, outputs in (("qkv", 1, 3), ("proj", 1, 1), ("up", 1, 4), ("down", 4, 1)):
+            own[part] = len(operators)
+            operators.append(linear(f"{name}.{part}", inputs * hidden, outputs * hidden, tokens))
+        for part in ("norm1", "qkv", "proj", "norm2", "up", "down"):
+            live += saved[part]
+            moment("forward", own.get(part, OUTSIDE))
+        blocks.append((name, tuple(own.values()), (first, len(moments) - 1), before, live))
+    operators.append(linear("head", hidden, vocabulary, tokens))
+    moment("forward", len(operators) - 1, 6.0 * tokens * vocabulary)
+    moment("backward", len(operators) - 1, 6.0 * tokens * vocabulary)
+    spans = []
+    for _, members, *_ in reversed(blocks):
+        start = len(moments)
+        qkv, proj, up, down = members
+        for part, operator in (("down", down), ("up", up), ("norm2", OUTSIDE), ("proj", proj), ("qkv", qkv)):
+            moment("backward", operator, 5 * row)
+            live -= saved[part]
+        live -= saved["norm1"]
+        spans.append((start, len(moments) - 1))
+    moment("backward", 0)
+    attention = 4.0 * tokens * tokens * hidden
+    return ModelDescription(
+        fingerprint="gpt",
+        operators=tuple(operators),
+        moments=tuple(moments),
+        batch_size=1,
+        outside_flops_per_sample=3 * attention * layers,
+        blocks=tuple(
+            Block(
+                name=name,
+                kind="Block in blocks",
+                operators=members,
+                forward=forward,
+                backward=backward,
+                saved=Line(per_sample=after - before - row),
+                before_forward=Line(per_sample=before),
+                before_backward=Line(per_sample=after + row),
+                outside_flops_per_sample=attention,
+            )
+            for (name, members, forward, before, after), backward in zip(blocks, reversed(spans), strict=True)
+        ),
+    )
+
+
+def sweep(layers: int, hidden: int, repeats: int) -> None:
+    """Plans from batch size 1 to 128, and prints the plan."""
+    model = gpt(layers, hidden, 2048)
+    problem = problem_on(model, hardware.load("8xh100-80gb-nvlink+200gbit"), 64, dtype="bf16")
+    rule = BatchRule(max_batch_size=128)
+    plans, seconds = zip(*(timed(lambda: make_plan(problem, rule)) for _ in range(repeats)), strict=True)
+    plan = plans[0]
+    print(f"GPT of {layers} layers, hidden size {hidden}: {model.num_parameters / 1e9:.1f} billion parameters,")
+    print(f"{len(model.operators)} operators, {len(model.blocks)} blocks, {len(model.moments)} moments, 64 devices")
+    tried = [point.batch_size for point in plan.frontier]
+    print(
+        f"{len(tried)} batch sizes up to {tried[-1]}: median {statistics.median(seconds):.3f} s, best {min(seconds):.3f}"
+    )
+    print(
+        f"batch size {plan.batch_size}, {len(plan.recomputed)} blocks recomputed, {plan.predicted.step_time_s:.2f} s a step"
+    )
+    for run in group_runs(plan.operators)[:12]:
+        first = run.operators[0]
+        print(f"  {run.pattern}: {choice_words(first.choice, recomputed=first.checkpoint)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one seed, and HiGHS stops after 5 s")
-    quick = parser.parse_args().quick
+    parser.add_argument("--sweep", action="store_true", help="plan a GPT-3 over the batch sizes instead")
+    given = parser.parse_args()
+    quick = given.quick
+    if given.sweep:
+        sweep(*((4, 1024, 1) if quick else (96, 12288, 5)))
+        return
     seeds, limit_s = (range(1), 5.0) if quick else (range(3), 60.0)
     print(f"12 options, {len(seeds)} seed(s) x 3 budgets, medians. HiGHS stops after {limit_s:.0f} s: where it has not")
     print(

@@ -123,8 +123,9 @@ class OSDPCallback(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The plan in use, as JSON text, and the wishes that it was made with."""
-        plan = self._strategy.execution_plan if self._strategy is not None else None
-        return {"plan": plan.to_json(), "wishes": repr(self.wishes)} if plan is not None else {}
+        if self._strategy is None or self._strategy.execution_plan is None:
+            return {}
+        return {"plan": self._strategy.execution_plan.to_json(), "wishes": repr(self._strategy.search_wishes)}
 
     def _plan_in(self, checkpoint: str | None) -> ExecutionPlan | None:
         """The plan that an OSDPCallback with the same wishes left in a checkpoint; None if there is none to be read.
@@ -134,10 +135,11 @@ class OSDPCallback(Callback):
         """
         if checkpoint is None:
             return None
+        assert self._strategy is not None
         try:
             states = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True).get("callbacks", {})
             ours: Mapping[str, Any] = states.get(self.state_key, {})
-            if "plan" not in ours or ours.get("wishes") != repr(self.wishes):
+            if "plan" not in ours or ours.get("wishes") != repr(self._strategy.search_wishes):
                 return None
             return ExecutionPlan.from_json(ours["plan"], source=f"the plan in {checkpoint}")
         except (OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, OSDPError) as error:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -186,12 +187,13 @@ def measure_and_plan(
 
     Raises:
         InfeasibleError: nothing fits.
-        ConfigurationError: ``cluster`` has another number of ranks, or the batch sizes contradict each other.
+        ConfigurationError: ``cluster`` has another number of ranks, the batch sizes contradict each other, or a wish
+            matches nothing.
     """
     if cluster is not None and cluster.ranks != ranks.count:
         raise ConfigurationError(f"cluster describes {cluster.ranks} ranks, this run has {ranks.count}")
     start = time.monotonic()
-    measured, from_cache, file = _measurements(traced, ranks, cluster, cache)
+    measured, from_cache, file = _measurements(traced, ranks, cluster, cache, wishes)
     profiling_s = time.monotonic() - start
     numbers = torch.tensor([-memory_limit_bytes, not_for_the_model(traced, ranks.device, model_bytes)])
     numbers = numbers.to(ranks.device)
@@ -288,14 +290,15 @@ def plan_alone(
 
     Raises:
         InfeasibleError: nothing fits.
-        ConfigurationError: the batch sizes contradict each other.
+        ConfigurationError: a wish matches nothing, or the batch sizes contradict each other.
     """
     start = time.monotonic()
-    files = [cache / f"{_key(traced, device, cluster, alone)}.json" for alone in (False, True)] if cache else []
+    files = [cache / f"{_key(traced, device, cluster, wishes, alone)}.json" for alone in (False, True)] if cache else []
     known = next((found for found in map(_read, files) if found is not None), None)
     if known is None:
         with progress(True, ("compute",)) as advance:
-            times = compute.measure(traced, device, progress=lambda done, total: advance("compute", done, total))
+            shown = partial(advance, "compute")
+            times = compute.measure(traced, device, progress=shown, wishes=wishes)
         known, from_cache = Measurements(link=cluster.link, levels=cluster.levels, compute=times), False
         if files:
             _write(files[-1], known.model_dump_json())
@@ -352,10 +355,10 @@ def default_cache() -> Path:
 
 
 def _measurements(
-    traced: Trace, ranks: Ranks, cluster: Cluster | None, cache: Path | None
+    traced: Trace, ranks: Ranks, cluster: Cluster | None, cache: Path | None, wishes: Wishes
 ) -> tuple[Measurements, bool, Path | None]:
     here = this_cluster(ranks, NO_LINK)
-    file = cache / f"{_key(traced, ranks.device, here)}.json" if cache is not None else None
+    file = cache / f"{_key(traced, ranks.device, here, wishes)}.json" if cache is not None else None
     known = [_read(file) if ranks.is_first and file is not None else None]
     dist.broadcast_object_list(known, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
     stored = known[0]
@@ -367,7 +370,7 @@ def _measurements(
         link, levels = (cluster.link, cluster.levels) if cluster is not None else measure_links(ranks, advance)
         times = on_all_ranks(
             ranks,
-            lambda: compute.measure(traced, ranks.device, progress=lambda done, total: advance("compute", done, total)),
+            lambda: compute.measure(traced, ranks.device, progress=partial(advance, "compute"), wishes=wishes),
         )
     engine_overhead.warm_up(ranks.group, ranks.device)
     engine = cluster.engine if cluster is not None else engine_overhead.measure(ranks.group, ranks.device)
@@ -429,13 +432,14 @@ def _still_true(known: Measurements, ranks: Ranks) -> bool:
     return expected <= PROBE_TOLERANCE * float(taken) and float(taken) <= PROBE_TOLERANCE * expected
 
 
-def _key(traced: Trace, device: torch.device, cluster: Cluster, alone: bool = False) -> str:
+def _key(traced: Trace, device: torch.device, cluster: Cluster, wishes: Wishes, alone: bool = False) -> str:
     """Fingerprint of hardware, versions and model: measurements are valid for exactly this.
 
     Args:
         traced: the model.
         device: that is measured.
         cluster: number of ranks and backend count, not its links.
+        wishes: say which ways to split operators are measured.
         alone: whether one process measures, while no other rank uses the same machine.
     """
     name = platform.processor() or platform.machine()
@@ -450,6 +454,7 @@ def _key(traced: Trace, device: torch.device, cluster: Cluster, alone: bool = Fa
         "torch": torch.__version__,
         "model": traced.description.fingerprint,
         "step": traced.description.model_dump_json(),
+        "slices": str(wishes.slice_granularity),
     }
     if alone:
         facts["alone"] = True

@@ -179,6 +179,11 @@ class OSDPStrategy(SavingStrategy):
         return self._plan
 
     @property
+    def search_wishes(self) -> Wishes:
+        """All that is not left to the search: the callback's wishes and the strategy's own."""
+        return replace(self.wishes, sharding_group=self._sharding_group)
+
+    @property
     def measured(self) -> MeasuredStep | None:
         """Step time and peak memory of this rank's training so far; None until enough steps were made."""
         return self._checkup.measured if self._checkup is not None else None
@@ -317,7 +322,7 @@ class OSDPStrategy(SavingStrategy):
             model_bytes,
             cluster=cluster,
             cache=self._cache,
-            wishes=replace(self.wishes, sharding_group=self._sharding_group),
+            wishes=self.search_wishes,
         )
 
     def _given(self, trainer: pl.Trainer) -> ExecutionPlan | None:

@@ -30,15 +30,24 @@ BEFORE, RUNNING, AFTER = range(3)
 """What an operator is at a moment, by its backward."""
 
 
-def weights(space: Space, accumulation: int) -> Floats:
+def weights(space: Space, batch_size: int, accumulation: int) -> Floats:
     """Bytes of each row, (BEFORE RUNNING AFTER, rows)."""
     column = {name: space.footprints[:, index] for name, index in COLUMN.items()}
-    gradients = column["gradients"]
-    early = gradients if accumulation > 1 else 0.0
-    fresh = column["replicated_gradients"] if accumulation > 1 else 0.0
+    whole, pieces = column["replicated_gradients"], column["sharded_gradients"]
+    early = whole + pieces if accumulation > 1 else 0.0
     before = column["states"] + column["kept"] + early
-    running = column["states"] + column["kept"] + gradients + column["backward"] + column["transient"] + fresh
-    return np.array([before, running, column["states"] + gradients], dtype=np.float64)
+    running = column["states"] + column["kept"] + whole + (whole + pieces if accumulation > 1 else 0.0)
+    running = running + column["gathered"] + column["transient"] + column["backward_per_sample"] * batch_size
+    return np.array([before, running, column["states"] + whole + pieces], dtype=np.float64)
+
+
+def own_run(space: Space, batch_size: int, accumulation: int) -> Floats:
+    """Bytes of each row that are there only while the operator itself runs."""
+    column = {name: space.footprints[:, index] for name, index in COLUMN.items()}
+    backward = column["gathered"] + column["transient"] + column["backward_per_sample"] * batch_size
+    if accumulation > 1:  # the new gradient stands beside the accumulated one until it is added
+        backward = backward + column["replicated_gradients"]
+    return np.asarray(np.maximum(column["gathered"] + column["forward_per_sample"] * batch_size, backward))
 
 
 class _Counts(NamedTuple):
@@ -67,7 +76,7 @@ class Bounds:
         """Seconds of an optimizer step, for each of the space's vectors: no plan takes less."""
         space = self._space
         cost = times.total[:, self._index]
-        byte = weights(space, accumulation)[:, self._index]
+        byte = weights(space, batch_size, accumulation)[:, self._index]
         paid, valid = [], self._valid
         prices = self._prices(cost, byte)
         for price in prices.tolist():
@@ -96,7 +105,7 @@ class Bounds:
 def _moments(space: Space) -> Ints:
     """Where operators of large transients run backward, first and last of each menu, and both ends of the backward."""
     backward = space.timeline.backward.start
-    transient = space.footprints[:, COLUMN["backward"]] + space.footprints[:, COLUMN["transient"]]
+    transient = own_run(space, 0, 1)
     largest = [-float(transient[menu.rows].max(initial=0.0)) for menu in space.menus]
     found: list[int] = []
     for menu in np.argsort(largest, kind="stable").tolist():

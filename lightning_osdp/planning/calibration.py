@@ -81,16 +81,24 @@ def corrected_compute(compute: ComputeTimes, correction: Correction) -> ComputeT
     """The same times, each by the factor on compute."""
     factor = correction.compute
 
-    def scaled(time: OperatorTime) -> OperatorTime:
-        return OperatorTime(forward=_scaled(time.forward, factor), backward=_scaled(time.backward, factor))
-
     return compute.model_copy(
         update={
-            "operators": tuple(scaled(one) for one in compute.operators),
-            "outside": scaled(compute.outside),
+            "operators": tuple(_scaled_time(one, factor) for one in compute.operators),
+            "outside": _scaled_time(compute.outside, factor),
             "optimizer_s_per_byte": compute.optimizer_s_per_byte * factor,
+            "blocks": tuple(_scaled(one, factor) for one in compute.blocks),
         }
     )
+
+
+def _scaled_time(time: OperatorTime, factor: float) -> OperatorTime:
+    splits = tuple(
+        split.model_copy(
+            update={"forward": _scaled(split.forward, factor), "backward": _scaled(split.backward, factor)}
+        )
+        for split in time.splits
+    )
+    return OperatorTime(forward=_scaled(time.forward, factor), backward=_scaled(time.backward, factor), splits=splits)
 
 
 def corrected_cluster(cluster: Cluster, correction: Correction) -> Cluster:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.bounds import AFTER, BEFORE, Bounds, weights
+from lightning_osdp.planning.bounds import AFTER, BEFORE, Bounds, own_run, weights
 from lightning_osdp.planning.choices import Choice
 from lightning_osdp.planning.remedies import nothing_fits
 from lightning_osdp.planning.search import Option, Solution, solve
@@ -182,12 +182,9 @@ class AtBatchSize:
         self.desk, self.space = desk, desk.space
         self.batch_size, self.accumulation = batch_size, accumulation
         self.times: Times = desk.space.times(batch_size, accumulation)
-        self.bytes = np.rint(weights(desk.space, accumulation)).astype(np.int64)
-        column = {name: desk.space.footprints[:, index] for name, index in COLUMN.items()}
-        fresh = column["replicated_gradients"] if accumulation > 1 else 0.0
-        transient = np.maximum(column["forward"], column["backward"] + column["transient"] + fresh)
-        self.transient = np.rint(transient).astype(np.int64)
-        self.kept = np.rint(column["kept"]).astype(np.int64)
+        self.bytes = np.rint(weights(desk.space, batch_size, accumulation)).astype(np.int64)
+        self.transient = np.rint(own_run(desk.space, batch_size, accumulation)).astype(np.int64)
+        self.kept = np.rint(desk.space.footprints[:, COLUMN["kept"]]).astype(np.int64)
 
     def refined(self, vector: int, refinements: int) -> _Found | None:
         """The fastest plan that fits with these blocks recomputed; None if none does."""
@@ -261,6 +258,7 @@ class AtBatchSize:
         return [(operator, row) for _, operator, row in sorted(gains)]
 
     def found(self, rows: Ints, flags: Flags) -> _Found:
+        """A plan's time and true peak."""
         again = self.space.in_recomputed(flags)
         seconds = float(self.times.total[again, rows].sum())
         blocks = float(self.space.block_s(self.batch_size, self.accumulation)[flags].sum())
@@ -385,9 +383,8 @@ def _smallest_rows(space: Space) -> Iterator[Ints]:
 
     They differ where one operator dominates: gathering it whole costs more than sharding its states saves.
     """
-    column = {name: space.footprints[:, index] for name, index in COLUMN.items()}
-    resident = np.rint(column["states"] + column["gradients"] + column["kept"]).astype(np.int64)
-    transient = np.rint(np.maximum(column["forward"], column["backward"] + column["transient"])).astype(np.int64)
+    resident = np.rint(weights(space, 0, 1)[AFTER] + space.footprints[:, COLUMN["kept"]]).astype(np.int64)
+    transient = np.rint(own_run(space, 0, 1)).astype(np.int64)
     counts = np.bincount(space.menu_of, minlength=len(space.menus)).tolist()
     menus = [
         [Option(0.0, *pair) for pair in zip(resident[menu.rows].tolist(), transient[menu.rows].tolist(), strict=True)]

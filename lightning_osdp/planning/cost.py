@@ -11,7 +11,7 @@ These are world-wide, in one stage or two, or inside a node; then an all-reduce 
 is added (``topology``).
 
 A slice has its own latencies. Small parameters (``ParameterInfo.small``) ride in the buckets of replicated gradients
-in every mode, and so does all but the weight of an operator that is split.
+in every mode. What the engine itself takes for each unit and each replicated parameter is measured, too.
 """
 
 from __future__ import annotations
@@ -30,6 +30,14 @@ BUCKET_BYTES = 25 << 20
 ALONE_BYTES = {"cpu": 1 << 20, "cuda": BUCKET_BYTES}
 """A replicated gradient of at least this size is reduced where it is. On a CPU a copy costs more than a collective's
 latency from about 1 MiB on; on CUDA copies are nearly free and large messages are faster."""
+
+
+ASIDE = -1
+"""Unit of a large bias of an operator whose weight is split: it is sharded like the first slice that is."""
+
+AGAIN = 1.5
+"""By how much more often the engine is at work for a unit in a block that is recomputed: a forward more than a forward
+and a backward."""
 
 
 class Part(NamedTuple):
@@ -64,8 +72,8 @@ class TimeCost(NamedTuple):
         return self.compute_s + self.communication_s
 
 
-class CommunicationCost(NamedTuple):
-    """Seconds of collectives, hidden or not."""
+class Recurring(NamedTuple):
+    """Seconds by how often they are spent."""
 
     once_s: float
     """In each optimizer step."""
@@ -78,24 +86,33 @@ class Footprint(NamedTuple):
 
     states: float
     """Parameters and optimizer states: always."""
-    gradients: float
-    """What is kept of gradients: replicated ones from the operator's backward on, parts from its end on."""
     replicated_gradients: float
-    """The first of these; they stand beside accumulated ones while the operator runs backward."""
+    """From the operator's backward on."""
+    sharded_gradients: float
+    """A rank's parts: once they are reduced, so after its backward."""
     kept: float
     """Whole parameters that stay from its forward to its backward (zdp2)."""
-    forward: float
-    """Whole parameters that are there while it runs forward, and again while it is recomputed (zdp)."""
-    backward: float
-    """Whole parameters that are there while it runs backward."""
+    gathered: float
+    """Whole parameters that are there only while it runs, forward or backward (zdp)."""
     transient: float
-    """Whole gradients and the copies that their reduction makes, while it runs backward."""
+    """Whole gradients and what their reduction takes, while it runs backward."""
+    forward_per_sample: float
+    """What splitting needs more than the traced operator while it runs forward, for each sample."""
+    backward_per_sample: float
+    """The same while it runs backward."""
     bucketed: float
     """Gradients that are copied into buckets."""
+    collected: float
+    """Of a split operator: the gradient of the weight, while those of its slices are copied into it."""
     updated: float
     """Of trainable parameters: what a rank's optimizer works on."""
     largest_update: float
     """The largest of these by itself."""
+
+    @property
+    def gradients(self) -> float:
+        """Those that are there after its backward."""
+        return self.replicated_gradients + self.sharded_gradients
 
 
 class MemoryCost(NamedTuple):
@@ -112,12 +129,13 @@ def parts_of(operator: Operator, choice: Choice) -> list[Part]:
         return [_whole(p, choice.slices[0] if p in sharded else Mode.DP) for p in operator.parameters]
     weight = operator.weight
     assert weight is not None, "only operators with a weight are split"
-    others = [_whole(p, Mode.DP) for p in operator.parameters if p is not weight]
+    first = next((mode for mode in choice.slices if mode != Mode.DP), Mode.DP)
+    others = [_whole(p, Mode.DP if p.small else first, ASIDE) for p in operator.parameters if p is not weight]
     return [*others, *_slices(weight, choice)]
 
 
-def _whole(parameter: ParameterInfo, mode: Mode) -> Part:
-    return Part(mode, parameter.parameter_bytes, parameter.gradient_bytes, parameter.optimizer_bytes, 0)
+def _whole(parameter: ParameterInfo, mode: Mode, unit: int = 0) -> Part:
+    return Part(mode, parameter.parameter_bytes, parameter.gradient_bytes, parameter.optimizer_bytes, unit)
 
 
 def _slices(weight: ParameterInfo, choice: Choice) -> Iterator[Part]:
@@ -137,9 +155,7 @@ def sharded_elements(operator: Operator, choice: Choice) -> float:
     return operator.num_parameters * sharded / whole if whole else 0.0
 
 
-def communication(
-    operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: bool = False
-) -> CommunicationCost:
+def communication(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: bool = False) -> Recurring:
     """Seconds of all collectives that ``operator`` causes."""
     among = exchange(cluster, choice.group, choice.two_stage)
     once = each = 0.0
@@ -152,7 +168,30 @@ def communication(
         if part.gradient_bytes:
             each += among.reduce_scatter_s(part.gradient_bytes)
             once += among.between_s(part.gradient_bytes)
-    return CommunicationCost(once, each)
+    return Recurring(once, each)
+
+
+def engine(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: bool = False) -> Recurring:
+    """Seconds that the engine itself takes for ``operator`` (``Cluster.engine``), by unit and replicated parameter.
+
+    Replicated gradients are packed once, and only those that are not reduced where they are.
+    """
+    if cluster.ranks == 1:
+        return Recurring(0.0, 0.0)
+    parts, alone_bytes = parts_of(operator, choice), _alone_bytes(cluster)
+    packed = [part.gradient_bytes for part in parts if not part.sharded and part.gradient_bytes]
+    once = sum(cluster.engine.dp.time_s(size if size < alone_bytes else 0) for size in packed)
+    each = 0.0
+    for unit in _units(parts):
+        own = cluster.engine.zdp if unit[0].mode == Mode.ZDP else cluster.engine.zdp2
+        each += own.time_s(sum(part.parameter_bytes for part in unit)) * (AGAIN if recomputed else 1.0)
+    return Recurring(once, each)
+
+
+def _units(parts: list[Part]) -> list[list[Part]]:
+    """The sharded parts that are gathered together."""
+    sharded = [part for part in parts if part.sharded]
+    return [[part for part in sharded if part.unit == unit] for unit in sorted({part.unit for part in sharded})]
 
 
 def _reduction_s(gradient_bytes: int, cluster: Cluster) -> float:
@@ -171,49 +210,70 @@ def _alone_bytes(cluster: Cluster) -> int:
 def footprint(operator: Operator, choice: Choice, cluster: Cluster) -> Footprint:
     """Bytes that ``operator`` takes on one rank, by when they are there."""
     parts, ranks = parts_of(operator, choice), sharding_ranks(cluster, choice.group)
-    replicated = [part for part in parts if not part.sharded]
-    sharded = [part for part in parts if part.sharded]
-    units = [[part for part in sharded if part.unit == unit] for unit in sorted({part.unit for part in sharded})]
-    gathered = [
-        sum(part.parameter_bytes for part in unit) * (1 + gather_copy(cluster, choice.group, choice.two_stage))
-        if unit[0].mode == Mode.ZDP
-        else 0
-        for unit in units
-    ]
-    updates = [part.gradient_bytes for part in replicated] + [part.gradient_bytes / ranks for part in sharded]
+    replicated, units = [part for part in parts if not part.sharded], _units(parts)
+    sharded = [part for unit in units for part in unit]
+    copies = 1 + gather_copy(cluster, choice.group, choice.two_stage)
+    gathered = [copies * sum(p.parameter_bytes for p in unit) if unit[0].mode == Mode.ZDP else 0 for unit in units]
+    whole = sum(part.gradient_bytes for part in replicated)
+    pieces = sum(part.gradient_bytes for part in sharded) / ranks
+    updates = [sum(group) for group in _updates(parts, choice, ranks)]
+    forward, backward = _more_per_sample(operator, choice)
+    alone_bytes = _alone_bytes(cluster) if cluster.ranks > 1 else 0
     return Footprint(
         states=sum(part.parameter_bytes + part.optimizer_bytes for part in replicated)
         + sum(-(-(part.parameter_bytes + part.optimizer_bytes) // ranks) for part in sharded),
-        gradients=sum(updates),
-        replicated_gradients=sum(part.gradient_bytes for part in replicated),
+        replicated_gradients=whole,
+        sharded_gradients=pieces,
         kept=sum(part.parameter_bytes for part in sharded if part.mode == Mode.ZDP2),
-        forward=max(gathered, default=0),
-        backward=max(gathered, default=0),
-        transient=max((_reduced(unit, sharded, cluster, ranks) for unit in units), default=0.0),
-        bucketed=sum(
-            p.gradient_bytes for p in replicated if p.gradient_bytes < _alone_bytes(cluster) and cluster.ranks > 1
-        ),
+        gathered=max(gathered, default=0),
+        transient=max((_reduced(unit, pieces, cluster, ranks) for unit in units), default=0.0),
+        forward_per_sample=forward,
+        backward_per_sample=backward,
+        bucketed=sum(part.gradient_bytes for part in replicated if part.gradient_bytes < alone_bytes),
+        collected=max(updates) if choice.split_dim is not None else 0.0,
         updated=sum(updates),
         largest_update=max(updates, default=0.0),
     )
 
 
-def _reduced(unit: list[Part], sharded: list[Part], cluster: Cluster, ranks: int) -> float:
-    """While a unit's gradient is reduced: it, and beyond the freed whole parameter its part and the reduction's copy.
+def _updates(parts: list[Part], choice: Choice, ranks: int) -> Iterator[list[float]]:
+    """Bytes of gradients as the optimizer sees them: a weight's slices together, other parameters by themselves."""
+    local = [part.gradient_bytes / ranks if part.sharded else float(part.gradient_bytes) for part in parts]
+    number = len(choice.slices) if choice.split_dim is not None else 0
+    rest = len(parts) - number
+    yield from ([size] for size in local[:rest])
+    if number:
+        yield local[rest:]
 
-    Of an operator that is split, the parts of its other slices' gradients are there as well.
+
+def _reduced(unit: list[Part], pieces: float, cluster: Cluster, ranks: int) -> float:
+    """While a unit's gradient is reduced to a piece: it, what that takes, and the pieces of the operator's other units.
+
+    The whole parameter is freed before: the larger of the two counts.
     """
-    gradient, everything = (sum(part.gradient_bytes for part in parts) for parts in (unit, sharded))
-    reduction = gradient / ranks + gradient * cluster.reduce_copy
-    whole = sum(part.parameter_bytes for part in unit)
-    return gradient + max(0.0, reduction - whole) + (everything - gradient) / ranks
+    gradient = sum(part.gradient_bytes for part in unit)
+    own = gradient / ranks
+    reduction = own + gradient * cluster.reduce_copy - sum(part.parameter_bytes for part in unit)
+    return gradient + max(0.0, reduction) + pieces - own
+
+
+def _more_per_sample(operator: Operator, choice: Choice) -> tuple[float, float]:
+    """Bytes per sample that splitting needs in forward and in backward, on top of what was traced.
+
+    Slices of the input: their gradients before they are joined. Slices of the output: they themselves before they are
+    joined, and one more gradient of the input, which is a sum.
+    """
+    if choice.split_dim is None:
+        return 0.0, 0.0
+    if choice.split_dim in operator.output_dims:
+        return operator.output_per_sample, operator.input_per_sample
+    return 0.0, operator.input_per_sample
 
 
 def memory_cost(footprint: Footprint) -> MemoryCost:
     """What is there all the time or from forward to backward, and what comes on top while the operator itself runs."""
     resident = footprint.states + footprint.gradients + footprint.kept
-    transient = max(footprint.forward, footprint.backward + footprint.transient)
-    return MemoryCost(round(resident), round(transient))
+    return MemoryCost(round(resident), round(footprint.gathered + footprint.transient))
 
 
 def compute_lines(operator_time: OperatorTime, choice: Choice) -> tuple[Line, Line]:
@@ -228,27 +288,6 @@ def compute_lines(operator_time: OperatorTime, choice: Choice) -> tuple[Line, Li
         if (split.dim, split.slices) == (choice.split_dim, len(choice.slices)):
             return split.forward, split.backward
     raise KeyError(f"{len(choice.slices)} slices along dimension {choice.split_dim} were not measured")
-
-
-def engine_cost(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: bool = False) -> CommunicationCost:
-    """Seconds that the engine itself takes for an operator (``Cluster.engine``): its hooks and copies.
-
-    Replicated gradients are packed once in an optimizer step, and only those that are not reduced where they are. A
-    unit that is recomputed runs forward twice, which is half as much again.
-    """
-    if cluster.ranks == 1:
-        return CommunicationCost(0.0, 0.0)
-    parts = parts_of(operator, choice)
-    once = each = 0.0
-    for part in parts:
-        if not part.sharded and part.gradient_bytes:
-            packed = part.gradient_bytes if part.gradient_bytes < _alone_bytes(cluster) else 0
-            once += cluster.engine.dp.time_s(packed)
-    for number in {part.unit for part in parts if part.sharded}:
-        unit = [part for part in parts if part.sharded and part.unit == number]
-        own = cluster.engine.zdp if unit[0].mode == Mode.ZDP else cluster.engine.zdp2
-        each += own.time_s(sum(part.parameter_bytes for part in unit)) * (1.5 if recomputed else 1)
-    return CommunicationCost(once, each)
 
 
 def time_cost(
@@ -268,5 +307,5 @@ def time_cost(
     once, each = communication(operator, choice, cluster, recomputed=recomputed)
     exposed = max(0.0, once + accumulation * each - cluster.overlap * passes)
     update = compute.optimizer_s_per_byte * footprint(operator, choice, cluster).updated
-    own = engine_cost(operator, choice, cluster, recomputed=recomputed)
+    own = engine(operator, choice, cluster, recomputed=recomputed)
     return TimeCost(passes + update + own.once_s + accumulation * own.each_s, exposed)

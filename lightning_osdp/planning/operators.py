@@ -100,6 +100,13 @@ class Operator(Frozen):
     unsplittable: str = ""
     """Why it can't be split, in words for the user; empty if it can, or if nobody looked."""
 
+    output_dims: tuple[int, ...] = ()
+    """Those of ``split_dims`` that slice its output; the others slice its input."""
+    input_per_sample: float = 0.0
+    """Bytes of its input's gradient, for each sample; known if it can be split."""
+    output_per_sample: float = 0.0
+    """Bytes of its output, for each sample; known if it can be split."""
+
     @property
     def weight(self) -> ParameterInfo | None:
         """What slices divide; None if it has no such parameter, or that is too small to be sharded."""

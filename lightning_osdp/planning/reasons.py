@@ -23,7 +23,7 @@ class Reasons(NamedTuple):
 
 
 def reasons(desk: Desk, candidate: Candidate) -> Reasons:
-    """What was there to choose at the candidate's batch size, with bytes as they count at about the time of its peak."""
+    """What there was to choose at the candidate's batch size, with bytes as they count about when its peak is."""
     at = AtBatchSize(desk, candidate.batch_size, candidate.accumulation)
     rows = desk.space.rows_of(candidate.choices)
     names = set(candidate.recomputed)

@@ -8,6 +8,8 @@ hardware; it is no promise of a step time.
     forward of an operator     F / 3        reads its parameters once, and what its activations move
     backward of an operator    2 F / 3      the same, and writes its gradients once
     outside of operators       F / 3 and 2 F / 3 likewise, and what its activations move
+    split in k slices          each product reads and writes what it shares with the others anew, and results of slices
+                               are joined or added up by kernels of their own
 
 A backward has two matrix products, one for the inputs' gradients and one for the weights', for each one of the forward
 (Narayanan et al., arXiv 2104.04473, appendix). An operator without FLOPs (an embedding) looks rows up; it does not
@@ -16,12 +18,13 @@ read its table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_osdp.planning.cluster import ComputeTimes, OperatorTime
+from lightning_osdp.planning.choices import granularities
+from lightning_osdp.planning.cluster import ComputeTimes, OperatorTime, SplitTime
 from lightning_osdp.planning.hardware import Hardware
-from lightning_osdp.planning.operators import OUTSIDE, Line, ModelDescription, Operator, Phase
+from lightning_osdp.planning.operators import OUTSIDE, Block, Line, ModelDescription, Operator, Phase
 
 FORWARD_SHARE = 1 / 3
 """Of an operator's FLOPs in forward and backward together."""
@@ -88,6 +91,7 @@ def compute_times(
         ),
         outside=_time(model.outside_flops_per_sample, 0.0, 0.0, OUTSIDE, moved, rates),
         optimizer_s_per_byte=optimizer_traffic(model.operators) / rates.bytes,
+        blocks=tuple(_block_time(model, block, rates) for block in model.blocks),
     )
 
 
@@ -110,15 +114,54 @@ Traffic = dict[tuple[int, Phase], Line]
 def _operator_time(operator: Operator, index: int, moved: Traffic, rates: _Rates) -> OperatorTime:
     read = sum(p.parameter_bytes for p in operator.parameters) if operator.flops_per_sample else 0
     written = sum(p.gradient_bytes for p in operator.parameters)
-    return _time(operator.flops_per_sample, read, read + written, index, moved, rates)
+    whole = (operator.flops_per_sample, float(read), float(read + written))
+    splits = tuple(_split_times(operator, whole, index, moved, rates))
+    return _time(*whole, index, moved, rates).model_copy(update={"splits": splits})
+
+
+def _split_times(
+    operator: Operator, whole: tuple[float, float, float], index: int, moved: Traffic, rates: _Rates
+) -> Iterator[SplitTime]:
+    """Of each number of slices that is offered; ``whole`` is what the operator takes when it is not split."""
+    x, y = operator.input_per_sample, operator.output_per_sample
+    for k in granularities(operator):
+        dim = operator.split_dims[0]
+        if dim in operator.output_dims:  # x is read by each product; outputs are joined, gradients of x added up
+            shared, copied = ((k - 1) * x, (k - 1) * x), (2 * y, 3 * (k - 1) * x)
+        else:  # y is read and written by each product, and read for both gradients; gradients of x are joined
+            shared, copied = (2 * (k - 1) * y, 2 * (k - 1) * y), (0.0, 2 * x)
+        time = _time(*whole, index, moved, rates, shared)
+        forward, backward = (
+            Line(fixed=line.fixed, per_sample=line.per_sample + size / rates.bytes)
+            for line, size in zip((time.forward, time.backward), copied, strict=True)
+        )
+        yield SplitTime(dim=dim, slices=k, forward=forward, backward=backward)
+
+
+def _block_time(model: ModelDescription, block: Block, rates: _Rates) -> Line:
+    """The forward of a block's work that belongs to no operator."""
+    first, last = block.forward
+    before = block.before_forward
+    moved = Line()
+    for moment in model.moments[first : last + 1]:
+        if moment.operator == OUTSIDE:
+            moved = _moved(moved, before, moment.live)
+        before = moment.live
+    return rates.line(block.outside_flops_per_sample, moved)
 
 
 def _time(
-    flops_per_sample: float, forward_bytes: float, backward_bytes: float, index: int, moved: Traffic, rates: _Rates
+    flops_per_sample: float,
+    forward_bytes: float,
+    backward_bytes: float,
+    index: int,
+    moved: Traffic,
+    rates: _Rates,
+    more_per_sample: tuple[float, float] = (0.0, 0.0),
 ) -> OperatorTime:
     def along(phase: Phase, flops: float, fixed: float) -> Line:
-        activations = moved.get((index, phase), Line())
-        return rates.line(flops, Line(fixed=fixed + activations.fixed, per_sample=activations.per_sample))
+        activations, more = moved.get((index, phase), Line()), more_per_sample[phase == "backward"]
+        return rates.line(flops, Line(fixed=fixed + activations.fixed, per_sample=activations.per_sample + more))
 
     forward_flops = FORWARD_SHARE * flops_per_sample
     return OperatorTime(
@@ -136,10 +179,14 @@ def _activation_traffic(model: ModelDescription) -> Traffic:
     before = Line()
     for moment in model.moments:
         key = (moment.operator, moment.phase)
-        so_far = moved.get(key, Line())
-        moved[key] = Line(
-            fixed=so_far.fixed + TRAFFIC_PER_LIVE_BYTE * abs(moment.live.fixed - before.fixed),
-            per_sample=so_far.per_sample + TRAFFIC_PER_LIVE_BYTE * abs(moment.live.per_sample - before.per_sample),
-        )
+        moved[key] = _moved(moved.get(key, Line()), before, moment.live)
         before = moment.live
     return moved
+
+
+def _moved(so_far: Line, before: Line, after: Line) -> Line:
+    """What was moved, and what the change from one moment to the next moves."""
+    return Line(
+        fixed=so_far.fixed + TRAFFIC_PER_LIVE_BYTE * abs(after.fixed - before.fixed),
+        per_sample=so_far.per_sample + TRAFFIC_PER_LIVE_BYTE * abs(after.per_sample - before.per_sample),
+    )

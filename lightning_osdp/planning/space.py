@@ -17,7 +17,7 @@ import numpy as np
 
 from lightning_osdp.planning.choices import Choice, Group, menu
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes, OperatorTime
-from lightning_osdp.planning.cost import CommunicationCost, communication, compute_lines, engine_cost, footprint
+from lightning_osdp.planning.cost import communication, compute_lines, engine, footprint
 from lightning_osdp.planning.operators import ModelDescription, Operator
 from lightning_osdp.planning.timeline import COLUMN, Flags, Floats, Ints, Lines, Timeline
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
@@ -110,30 +110,35 @@ class Space:
                 self.menus.append(Menu(choices, slice(len(columns), len(columns) + len(choices))))
                 columns += [self._row(operator, choice, times) for choice in choices]
             self.menu_of[index] = known[key]
-        prints, plain, again, own, forward, backward = zip(*columns, strict=True) if columns else ((),) * 6
+        prints, plain, again, forward, backward = zip(*columns, strict=True) if columns else ((),) * 5
         self.footprints = np.array(prints, dtype=np.float64).reshape(len(columns), len(COLUMN))
-        self._communication = np.array([plain, again], dtype=np.float64).reshape(2, len(columns), 2)
-        self._engine = np.array(own, dtype=np.float64).reshape(len(columns), 2, 2).transpose(1, 0, 2)
+        costs = np.array([plain, again], dtype=np.float64).reshape(2, len(columns), 2, 2)
+        self._collectives, self._engine = costs[:, :, 0], costs[:, :, 1]
         self._forward, self._backward = Lines.of(forward), Lines.of(backward)
         self.first_row = np.array([found.rows.start for found in self.menus], dtype=np.int64)
 
     def _row(self, operator: Operator, choice: Choice, times: OperatorTime) -> tuple[object, ...]:
+        """Footprint, (collectives, engine) x (once, each) kept and recomputed, compute forward and backward."""
         cluster = self.problem.cluster
-        plain: CommunicationCost = communication(operator, choice, cluster)
-        again = communication(operator, choice, cluster, recomputed=True)
-        own = [engine_cost(operator, choice, cluster, recomputed=flag) for flag in (False, True)]
-        return footprint(operator, choice, cluster), plain, again, own, *compute_lines(times, choice)
+        plain, again = (
+            (
+                communication(operator, choice, cluster, recomputed=recomputed),
+                engine(operator, choice, cluster, recomputed=recomputed),
+            )
+            for recomputed in (False, True)
+        )
+        return footprint(operator, choice, cluster), plain, again, *compute_lines(times, choice)
 
     def times(self, batch_size: int, accumulation: int) -> Times:
         """What each row takes at one batch size (``cost.time_cost``, for all rows at once)."""
         forward = np.maximum(0.0, self._forward.at(batch_size))
         backward = np.maximum(0.0, self._backward.at(batch_size))
         passes = accumulation * (np.outer([1.0, 2.0], forward) + backward)
-        everything = self._communication[..., 0] + accumulation * self._communication[..., 1]
+        everything = self._collectives[..., 0] + accumulation * self._collectives[..., 1]
+        own = self._engine[..., 0] + accumulation * self._engine[..., 1]
         exposed = np.maximum(0.0, everything - self.problem.cluster.overlap * passes)
         update = self.problem.compute.optimizer_s_per_byte * self.footprints[:, COLUMN["updated"]]
-        engine = self._engine[..., 0] + accumulation * self._engine[..., 1]
-        return Times(passes + update + engine, exposed)
+        return Times(passes + update + own, exposed)
 
     def rows_of(self, choices: Sequence[Choice]) -> Ints:
         """The row of each operator's choice.

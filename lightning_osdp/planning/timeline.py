@@ -3,7 +3,7 @@
 At each moment of the step the sum of
 
     states       parameters and optimizer states, whole (dp) or a part (zdp, zdp2), and buffers
-    gradients    those that exist already: whole for dp, parts for sharded slices
+    gradients    those that exist already: whole for dp, parts for sharded slices once they are reduced
     gathered     whole parameters of sharded slices that are there: of zdp the largest while the operator runs, of
                  zdp2 all from its forward to its backward
     transient    the whole gradient of the sharded slice that runs backward, the copy that its reduction makes, the
@@ -269,23 +269,23 @@ class Timeline:
         column = {name: footprints[:, index] for name, index in COLUMN.items()}
         backward = np.where(self._differentiated, 1.0, 0.0)
         redone = np.append(recomputed, False)[self.block_of]
-        gathered = _Steps(count)
+        gathered, transient = _Steps(count), _Steps(count)
         gathered.add(Spans(self.forward.start, self.backward.stop), column["kept"])
-        gathered.add(self.forward, column["forward"])
-        gathered.add(self.backward, column["backward"] * backward)
-        gathered.add(self._again, column["forward"] * redone)
-        transient = _Steps(count)
-        transient.add(self.backward, column["transient"] * backward)
-        gradients = np.full(count, column["gradients"].sum())
+        for spans, share in ((self.forward, 1.0), (self._again, redone), (self.backward, backward)):
+            gathered.add(spans, column["gathered"] * share)
+        transient.add(self.forward, column["forward_per_sample"] * batch_size)
+        transient.add(self._again, column["forward_per_sample"] * batch_size * redone)
+        transient.add(self.backward, (column["transient"] + column["backward_per_sample"] * batch_size) * backward)
+        whole, pieces = column["replicated_gradients"], column["sharded_gradients"]
+        gradients = np.full(count, whole.sum() + pieces.sum())
         if accumulation > 1:  # the new gradient stands beside the accumulated one until it is added
-            transient.add(self.backward, column["replicated_gradients"])
+            transient.add(self.backward, whole)
         else:
-            replicated = column["replicated_gradients"]
-            begun = np.bincount(self.backward.start, replicated, count)
-            gradients = np.cumsum(begun + np.bincount(self.backward.stop, column["gradients"] - replicated, count))
+            changes = np.bincount(self.backward.start, whole, count) + np.bincount(self.backward.stop, pieces, count)
+            gradients = np.cumsum(changes[:count])
         temporary = transient.sums()
         ends = [
-            float(column["bucketed"].sum()),
+            float(column["bucketed"].sum() + column["collected"].max(initial=0.0)),
             self._optimizer_temporaries(column["updated"], column["largest_update"]),
         ]
         temporary[-2:] += np.array(ends)[-count:]

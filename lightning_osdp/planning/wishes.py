@@ -67,6 +67,18 @@ class Wishes:
                 f"{recompute!r}"
             )
 
+    @classmethod
+    def of(cls, slice_granularity: object, activation_checkpointing: object) -> Wishes:
+        """From what a configuration file holds.
+
+        Raises:
+            ConfigurationError: a value is of another form.
+        """
+        recompute = activation_checkpointing
+        if isinstance(recompute, list | tuple):
+            recompute = tuple(recompute)
+        return cls(slice_granularity, recompute)  # type: ignore[arg-type]  # checked at once
+
     def granularities(self, operator: str) -> tuple[int, ...] | None:
         """Numbers of slices that the operator of that name may have where it is sharded; None: left to the search."""
         wanted = self.slice_granularity

@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_osdp.errors import OSDPWarning
-from lightning_osdp.planning.cluster import ComputeTimes, OperatorTime
+from lightning_osdp.planning.choices import granularities
+from lightning_osdp.planning.cluster import ComputeTimes, OperatorTime, SplitTime
 from lightning_osdp.planning.operators import OUTSIDE, Line, Phase
+from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling.kernels import Kernel, Spec, TensorSpec, tensor_specs
 from lightning_osdp.profiling.moments import line
+from lightning_osdp.profiling.splits import product_of
 from lightning_osdp.profiling.standins import kept_randomness
 from lightning_osdp.profiling.trace import Trace
 
@@ -60,34 +63,48 @@ Progress = Callable[[int, int], None]
 
 
 def measure(
-    trace: Trace, device: torch.device, *, progress: Progress | None = None, time_budget_s: float = 20.0
+    trace: Trace,
+    device: torch.device,
+    *,
+    progress: Progress | None = None,
+    time_budget_s: float = 20.0,
+    wishes: Wishes = NO_WISHES,
 ) -> ComputeTimes:
-    """Times every different kernel of ``trace`` on ``device``.
+    """Times every different kernel of ``trace`` on ``device``, and those that operators would run if they were split.
 
     Args:
         trace: of one training step, at one or two batch sizes.
         device: the device to measure; its random state is left as it was.
         progress: called with (kernels done, kernels in all).
         time_budget_s: about how long to take; kernels are repeated less often to keep to it, but all run once.
+        wishes: in how many slices operators may be split: no others are measured.
 
     Returns:
         Forward and backward seconds of each operator, and of what belongs to none, as lines over the batch size, and
         the optimizer's seconds per byte of trainable parameter.
     """
+    splits = _splits(trace, wishes)
+    select = _Selection(trace.kernels)
     kernels = [*(kernel for size in trace.kernels.values() for kernel in size), *trace.optimizer_kernels]
+    kernels += [kernel for split in splits for phases in split.kernels.values() for phase in phases for kernel in phase]
     with kept_randomness(device), torch.no_grad():
         seconds = _time_all(kernels, _Clock(device), progress, time_budget_s)
     with kept_randomness(device):
         overhead = _node_overhead_s(_Clock(device))
     operators = [
-        _operator_time(trace.kernels, index, seconds, overhead) for index in range(len(trace.description.operators))
+        _operator_time(select, index, seconds, overhead, [split for split in splits if split.operator == index])
+        for index in range(len(trace.description.operators))
     ]
     trainable = sum(p.gradient_bytes for operator in trace.description.operators for p in operator.parameters)
     update = sum(seconds[kernel.key] * kernel.count for kernel in trace.optimizer_kernels)
     return ComputeTimes(
         operators=tuple(operators),
-        outside=_operator_time(trace.kernels, OUTSIDE, seconds, overhead),
+        outside=_operator_time(select, OUTSIDE, seconds, overhead),
         optimizer_s_per_byte=update / trainable if trainable else 0.0,
+        blocks=tuple(
+            _time_along(select.of_block(index), seconds, overhead.forward_s)
+            for index in range(len(trace.description.blocks))
+        ),
     )
 
 
@@ -109,25 +126,122 @@ class _Overhead:
     backward_s: float
 
 
-def _operator_time(
-    kernels: Mapping[int, tuple[Kernel, ...]], operator: int, seconds: Mapping[object, float], overhead: _Overhead
-) -> OperatorTime:
-    def along(phase: Phase) -> Line:
-        per_node = overhead.forward_s if phase == "forward" else overhead.backward_s
-        points = [
-            (
-                size,
-                sum(
-                    seconds[kernel.key] * kernel.count + per_node * kernel.num_nodes
-                    for kernel in found
-                    if kernel.operator == operator and kernel.phase == phase
-                ),
+Selected = Mapping[int, Sequence[Kernel]]
+"""Some of a step's kernels, by batch size."""
+
+
+class _Selection:
+    """Finds the kernels of a step by what they belong to."""
+
+    def __init__(self, kernels: Mapping[int, Sequence[Kernel]]) -> None:
+        self.sizes = tuple(kernels)
+        self._found: dict[tuple[int, str, int], dict[int, list[Kernel]]] = {}
+        for size, each in kernels.items():
+            for kernel in each:
+                self._add((kernel.operator, kernel.phase, OUTSIDE), size, kernel)
+                if kernel.block != OUTSIDE:
+                    self._add((OUTSIDE, "forward", kernel.block), size, kernel)
+
+    def of(self, operator: int, phase: Phase) -> Selected:
+        """Those of an operator, or of what belongs to none."""
+        return self._of((operator, phase, OUTSIDE))
+
+    def of_block(self, block: int) -> Selected:
+        """Those of a block's forward that belong to no operator."""
+        return self._of((OUTSIDE, "forward", block))
+
+    def _add(self, key: tuple[int, str, int], size: int, kernel: Kernel) -> None:
+        self._found.setdefault(key, {}).setdefault(size, []).append(kernel)
+
+    def _of(self, key: tuple[int, str, int]) -> Selected:
+        found = self._found.get(key, {})
+        return {size: found.get(size, []) for size in self.sizes}
+
+
+@dataclass(frozen=True)
+class _Split:
+    """One way to split one operator.
+
+    Attributes:
+        operator: its index.
+        dim, slices: how its weight is cut.
+        kernels: what forward and backward run instead of the product, by batch size.
+        products: what they run instead of, by batch size.
+    """
+
+    operator: int
+    dim: int
+    slices: int
+    kernels: Mapping[int, tuple[list[Kernel], list[Kernel]]]
+    products: Mapping[int, tuple[list[Kernel], list[Kernel]]]
+
+
+def _splits(trace: Trace, wishes: Wishes) -> list[_Split]:
+    """All ways to split that may be offered to the search."""
+    own: dict[int, dict[int, list[Kernel]]] = {}
+    for size, kernels in trace.kernels.items():
+        for kernel in kernels:
+            own.setdefault(kernel.operator, {}).setdefault(size, []).append(kernel)
+    found = []
+    for index, operator in enumerate(trace.description.operators):
+        products = {size: product_of(kernels) for size, kernels in own.get(index, {}).items()}
+        for k in granularities(operator, wishes.granularities(operator.name)):
+            known = {size: product for size, product in products.items() if product is not None}
+            if len(known) < len(trace.kernels):
+                continue
+            outputs = operator.split_dims[0] in operator.output_dims
+            found.append(
+                _Split(
+                    index,
+                    operator.split_dims[0],
+                    k,
+                    {size: product.split(k, outputs=outputs) for size, product in known.items()},
+                    {size: ([product.forward], list(product.backward)) for size, product in known.items()},
+                )
             )
+    return found
+
+
+def _operator_time(
+    select: _Selection,
+    operator: int,
+    seconds: Mapping[object, float],
+    overhead: _Overhead,
+    splits: Sequence[_Split] = (),
+) -> OperatorTime:
+    forward = _time_along(select.of(operator, "forward"), seconds, overhead.forward_s)
+    backward = _time_along(select.of(operator, "backward"), seconds, overhead.backward_s)
+    times = []
+    for split in splits:
+        first, second = (
+            _rising(
+                [
+                    (size, max(0.0, whole.at(size) + _more_s(split, size, phase, seconds, overhead)))
+                    for size in sorted(select.sizes)
+                ]
+            )
+            for phase, whole in enumerate((forward, backward))
+        )
+        times.append(SplitTime(dim=split.dim, slices=split.slices, forward=first, backward=second))
+    return OperatorTime(forward=forward, backward=backward, splits=tuple(times))
+
+
+def _more_s(split: _Split, size: int, phase: int, seconds: Mapping[object, float], overhead: _Overhead) -> float:
+    """What splitting adds to an operator's forward (0) or backward (1) at one batch size: kernels and autograd."""
+    instead = sum(seconds[kernel.key] * kernel.count for kernel in split.kernels[size][phase])
+    before = sum(seconds[kernel.key] * kernel.count for kernel in split.products[size][phase])
+    node = overhead.forward_s if phase == 0 else overhead.backward_s
+    return instead - before + (split.slices - 1) * node
+
+
+def _time_along(kernels: Selected, seconds: Mapping[object, float], per_node_s: float) -> Line:
+    """Seconds of some kernels over the batch size."""
+    return _rising(
+        [
+            (size, sum(seconds[kernel.key] * kernel.count + per_node_s * kernel.num_nodes for kernel in found))
             for size, found in sorted(kernels.items())
         ]
-        return _rising(points)
-
-    return OperatorTime(forward=along("forward"), backward=along("backward"))
+    )
 
 
 def _rising(points: list[tuple[int, float]]) -> Line:

@@ -46,6 +46,8 @@ class Kernel:
     count: int = 1
     num_nodes: int = 0
     """How many autograd nodes these calls belong to, ``count`` at most: each costs the framework some time."""
+    block: int = OUTSIDE
+    """Of work in a block's forward that belongs to no operator: index of the block as found; else ``OUTSIDE``."""
 
     @property
     def key(self) -> tuple[object, ...]:

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from lightning_osdp.planning.operators import OUTSIDE, Line, Moment, Phase
 from lightning_osdp.profiling.kernels import Kernel, Spec
 from lightning_osdp.profiling.recorder import Op, Recording
 from lightning_osdp.profiling.scopes import Scope
+
+
+class Stretch(NamedTuple):
+    """A maximal run of ops of one operator, block and phase."""
+
+    phase: Phase
+    operator: int
+    block: int
+    """Index of the repeated block that they lie in; negative for none."""
+    live_bytes: int
+    """The most that are live during them."""
 
 
 def operators_of(recording: Recording, scopes: Sequence[Scope]) -> list[int]:
@@ -32,25 +44,21 @@ def operators_of(recording: Recording, scopes: Sequence[Scope]) -> list[int]:
     return found
 
 
-def moments_of(recordings: Mapping[int, Recording], owners: Mapping[int, Sequence[int]]) -> tuple[Moment, ...]:
-    """Moments with live bytes as lines through the traced batch sizes.
-
-    Args:
-        recordings: by batch size, one or two.
-        owners: what ``operators_of`` gives, by batch size.
-    """
-    stretches = {size: _stretches(recordings[size], owners[size]) for size in sorted(recordings)}
-    largest = max(stretches)
-    if len(stretches) == 1:
-        return tuple(Moment(phase=p, operator=o, live=Line(fixed=live)) for p, o, live in stretches[largest])
-    small, large = (stretches[size] for size in sorted(stretches))
-    if [m[:2] for m in small] != [m[:2] for m in large]:  # control flow that depends on the batch size
-        return tuple(
-            Moment(phase=p, operator=o, live=Line(per_sample=live / largest)) for p, o, live in stretches[largest]
-        )
+def moments_of(stretches: Mapping[int, Sequence[Stretch]]) -> tuple[Moment, ...]:
+    """Moments with live bytes as lines through the traced batch sizes (one or two)."""
+    sizes = sorted(stretches)
+    largest = sizes[-1]
+    if len(sizes) == 1:
+        lines = [Line(fixed=one.live_bytes) for one in stretches[largest]]
+    elif [one[:3] for one in stretches[sizes[0]]] != [one[:3] for one in stretches[largest]]:
+        # Control flow that depends on the batch size.
+        lines = [Line(per_sample=one.live_bytes / largest) for one in stretches[largest]]
+    else:
+        pairs = zip(stretches[sizes[0]], stretches[largest], strict=True)
+        lines = [line((sizes[0], low.live_bytes), (largest, high.live_bytes)) for low, high in pairs]
     return tuple(
-        Moment(phase=phase, operator=operator, live=line((min(stretches), low), (largest, high)))
-        for (phase, operator, low), (_, _, high) in zip(small, large, strict=True)
+        Moment(phase=one.phase, operator=one.operator, live=live)
+        for one, live in zip(stretches[largest], lines, strict=True)
     )
 
 
@@ -60,31 +68,46 @@ def line(low: tuple[int, float], high: tuple[int, float]) -> Line:
     return Line(fixed=low[1] - slope * low[0], per_sample=slope)
 
 
-def _stretches(recording: Recording, owners: Sequence[int]) -> list[tuple[Phase, int, int]]:
-    """Maximal runs of ops of one operator and phase: (phase, operator, largest live bytes)."""
-    found: list[tuple[Phase, int, int]] = []
-    for op, owner, live in zip(recording.ops, owners, recording.live_bytes(), strict=True):
-        if found and found[-1][:2] == (op.phase, owner):
-            live = max(live, found.pop()[2])
-        found.append((op.phase, owner, live))
+def stretches_of(recording: Recording, owners: Sequence[int], blocks: Sequence[int]) -> list[Stretch]:
+    """The step as moments: what ran in each, in the order of time.
+
+    Args:
+        recording: of one batch size.
+        owners: what ``operators_of`` gives.
+        blocks: the block of each op.
+    """
+    found: list[Stretch] = []
+    for op, owner, block, live in zip(recording.ops, owners, blocks, recording.live_bytes(), strict=True):
+        if found and found[-1][:3] == (op.phase, owner, block):
+            live = max(live, found.pop().live_bytes)
+        found.append(Stretch(op.phase, owner, block, live))
     return found
 
 
-def kernels_of(recording: Recording, owners: Sequence[int]) -> tuple[Kernel, ...]:
-    """The step's kernels, equal ones of an operator and phase counted together; views cost nothing and are left out."""
+def kernels_of(recording: Recording, owners: Sequence[int], blocks: Sequence[int] | None = None) -> tuple[Kernel, ...]:
+    """The step's kernels, equal ones of an operator and phase counted together; views cost nothing and are left out.
+
+    Of what belongs to no operator, those of each block's forward are counted apart.
+
+    Args:
+        recording: of one batch size.
+        owners: what ``operators_of`` gives.
+        blocks: the block of each op; None if there are none.
+    """
     counts: dict[tuple[object, ...], int] = {}
     nodes: dict[tuple[object, ...], int] = {}
-    first: dict[tuple[object, ...], tuple[Op, int]] = {}
+    first: dict[tuple[object, ...], tuple[Op, int, int]] = {}
     node_seen: tuple[str, int] = ("", -1)
-    for op, owner in zip(recording.ops, owners, strict=True):
+    for op, owner, inside in zip(recording.ops, owners, blocks or [OUTSIDE] * len(recording.ops), strict=True):
         if op.view:
             continue
-        key: tuple[Spec, ...] = (op.func, op.args, op.kwargs, owner, op.phase)
-        first.setdefault(key, (op, owner))
+        block = inside if owner == OUTSIDE and op.phase == "forward" else OUTSIDE
+        key: tuple[Spec, ...] = (op.func, op.args, op.kwargs, owner, op.phase, block)
+        first.setdefault(key, (op, owner, block))
         counts[key] = counts.get(key, 0) + 1
         nodes[key] = nodes.get(key, 0) + (node_seen != (op.phase, op.node))
         node_seen = (op.phase, op.node)
     return tuple(
-        Kernel(op.func, op.args, op.kwargs, owner, op.phase, counts[key], nodes[key])
-        for key, (op, owner) in first.items()
+        Kernel(op.func, op.args, op.kwargs, owner, op.phase, counts[key], nodes[key], block)
+        for key, (op, owner, block) in first.items()
     )

@@ -59,6 +59,19 @@ class Op:
     looks on: its result takes the place of its first argument."""
 
 
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """One run of a module's forward, recomputation left out."""
+
+    name: str
+    start: int
+    """Index of its first op."""
+    stop: int
+    """Index after its last op."""
+    outputs: frozenset[int]
+    """Storages that it returned."""
+
+
 @dataclass(slots=True)
 class Recording:
     """What one run left behind."""
@@ -71,6 +84,12 @@ class Recording:
     """Storages that turned out to be gradients of parameters."""
     calls: Counter[str] = field(default_factory=Counter)
     """How often each module ran in forward, recomputation left out."""
+    module_calls: list[ModuleCall] = field(default_factory=list)
+    """In the order in which they ended."""
+    rerun: set[str] = field(default_factory=set)
+    """Modules that ran in backward, too: the model recomputes them by itself."""
+    writers: set[str] = field(default_factory=set)
+    """Modules whose forward changes buffers."""
     reads: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     """Where the host read values of real tensors: (number of ops before, modules that were running)."""
 
@@ -104,6 +123,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self._names = _visible_names(module)
         self._stack: list[str] = []
+        self._starts: list[int] = []
         self._timeline: list[tuple[int, tuple[str, ...]]] = []
         self._in_backward = False
         self._last_site: tuple[str, ...] = ()
@@ -153,15 +173,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name is None:
             return
         self._stack.append(name)
+        self._starts.append(len(self.recording.ops))
         self._note_site()
         if self._phase() == "forward":
             self.recording.calls[name] += 1
+        else:
+            self.recording.rerun.add(name)
 
-    def _pop(self, module: nn.Module, _args: object, _output: object) -> None:
+    def _pop(self, module: nn.Module, _args: object, output: object) -> None:
         name = self._names.get(id(module))
         if name is not None and self._stack and self._stack[-1] == name:
             self._stack.pop()
+            start = self._starts.pop()
             self._note_site()
+            if self._phase() == "forward":
+                keys = [_key(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and _has_storage(leaf)]
+                outputs = frozenset(self._live[key][0] for key in keys if key in self._live)
+                self.recording.module_calls.append(ModuleCall(name, start, len(self.recording.ops), outputs))
 
     def _note_site(self) -> None:
         self._timeline.append((_next_node(), tuple(self._stack)))
@@ -197,6 +225,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         op = self._describe(func, args, kwargs)
         self.recording.ops.append(op)
+        if func._schema.is_mutable and op.phase == "forward" and op.site and self._changes_buffer(func, args, kwargs):
+            self.recording.writers.add(op.site[-1])
         out = fakes.call(func, args, kwargs)
         fresh = [self.track(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         op.view = not any(fresh) and not func._schema.is_mutable
@@ -217,6 +247,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if accumulation:
             func = aten.add_.Tensor
         return Op(func, specs, keywords, phase, site, node, tuple(sorted(uses)), 0.0, False, accumulation)
+
+    def _changes_buffer(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        given = [*zip(func._schema.arguments, args, strict=False)]
+        given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+        written = [value for argument, value in given if argument.alias_info and argument.alias_info.is_write]
+        leaves = [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor) and _has_storage(leaf)]
+        return any(_key(leaf) in self._ignored for leaf in leaves)
 
     # -- storages -----------------------------------------------------------------------------------------------------
 
@@ -245,6 +282,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.recording.excluded.add(known[0])
         if self._free_gradients:
             parameter.grad = None
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return bool(tensor.layout == torch.strided)
 
 
 def _key(tensor: Tensor) -> int:

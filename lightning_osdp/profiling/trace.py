@@ -24,12 +24,14 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, TraceError
 from lightning_osdp.planning.operators import OUTSIDE, ModelDescription, Operator, ParameterInfo
+from lightning_osdp.profiling.blocks import block_of_ops, blocks_of, find_blocks
 from lightning_osdp.profiling.kernels import Kernel
-from lightning_osdp.profiling.moments import kernels_of, moments_of, operators_of
+from lightning_osdp.profiling.moments import kernels_of, moments_of, operators_of, stretches_of
 from lightning_osdp.profiling.optimizers import Clipping, OptimizerTrace, configured, fake_optimizers, trace_optimizers
 from lightning_osdp.profiling.reads import HostReads
 from lightning_osdp.profiling.recorder import Recorder, Recording
 from lightning_osdp.profiling.scopes import NamedParameter, Scope, find_scopes, named_parameters
+from lightning_osdp.profiling.splits import Product, product_of
 from lightning_osdp.profiling.standins import (
     backward_hook,
     fake_batch,
@@ -40,6 +42,7 @@ from lightning_osdp.profiling.standins import (
     silenced,
     transferred,
 )
+from lightning_osdp.splittable import matrix_input_dim, split_dims
 
 StepContext = Callable[[], AbstractContextManager[Any]]
 
@@ -263,29 +266,66 @@ def _assemble(
     for op, owner in zip(recordings[largest].ops, owners[largest], strict=True):
         flops[owner] += op.flops
     infos = [_info(each, stepped.state_bytes[index]) for index, each in enumerate(parameters)]
-    kinds = {name: type(inner).__name__ for name, inner in module.named_modules(remove_duplicate=False)}
+    modules = dict(module.named_modules(remove_duplicate=False))
+    products = _products(recordings[largest], owners[largest])
     operators = tuple(
         Operator(
             name=scope.name,
-            kind=kinds[scope.name],
+            kind=type(modules[scope.name]).__name__,
             parameters=tuple(infos[p] for p in scope.parameters),
             calls=max(1, recordings[largest].calls[scope.name]) if scope.name else 1,
             pinned=scope.pinned or _why_whole(scope, stepped),
             flops_per_sample=flops[index] / largest,
+            **_splitting(modules[scope.name], products.get(index), largest),
         )
         for index, scope in enumerate(scopes)
     )
+    repeated = find_blocks(module, operators, recordings[largest])
+    placed = {size: block_of_ops(recording, repeated) for size, recording in recordings.items()}
+    stretches = {size: stretches_of(each, owners[size], placed[size]) for size, each in recordings.items()}
+    blocks = blocks_of(repeated, recordings, stretches, owners[largest])
+    index_of = {block.name: index for index, block in enumerate(blocks)}
+    kept = [*(index_of.get(one.name, OUTSIDE) for one in repeated), OUTSIDE]
     description = ModelDescription(
         fingerprint=_fingerprint(operators, parameters),
         operators=operators,
-        moments=moments_of(recordings, owners),
+        moments=moments_of(stretches),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
         optimizer_step=stepped.step,
         batch_size=batch_size,
         outside_flops_per_sample=flops[OUTSIDE] / largest,
+        blocks=blocks,
     )
-    kernels = {size: kernels_of(recording, owners[size]) for size, recording in recordings.items()}
+    kernels = {
+        size: kernels_of(recording, owners[size], [kept[block] for block in placed[size]])
+        for size, recording in recordings.items()
+    }
     return Trace(description, kernels, stepped.kernels)
+
+
+def _products(recording: Recording, owners: Sequence[int]) -> dict[int, Product]:
+    """The product of each operator that has exactly one."""
+    kernels: dict[int, list[Kernel]] = {}
+    for kernel in kernels_of(recording, owners):
+        kernels.setdefault(kernel.operator, []).append(kernel)
+    found = {operator: product_of(own) for operator, own in kernels.items()}
+    return {operator: product for operator, product in found.items() if product is not None}
+
+
+def _splitting(module: torch.nn.Module, product: Product | None, batch_size: int) -> dict[str, Any]:
+    """What an operator says of being split."""
+    dims, reason = split_dims(module)
+    if dims and product is None:
+        dims, reason = (), "its forward does not run exactly one product"
+    if not dims or product is None:
+        return {"unsplittable": reason}
+    input_dim = matrix_input_dim(module)
+    return {
+        "split_dims": dims,
+        "output_dims": tuple(dim for dim in dims if dim != input_dim),
+        "input_per_sample": product.input_bytes / batch_size,
+        "output_per_sample": product.output_bytes / batch_size,
+    }
 
 
 def _why_whole(scope: Scope, stepped: OptimizerTrace) -> str:

@@ -123,11 +123,11 @@ def test_peak_says_where_and_what() -> None:
 
 def test_the_peak_is_explained_largest_part_first() -> None:
     timeline = Timeline(model(), some_cluster(N, reduce_copy=0.0), overhead_bytes=7 * MIB)
-    assert timeline.explain([Mode.ZDP, Mode.ZDP], batch_size=2) == (
+    assert timeline.explain(whole([Mode.ZDP, Mode.ZDP]), batch_size=2) == (
         "reached in the backward of second: states 18.0 MiB (47%), gathered parameters 8.0 MiB (21%), transients "
         "(whole gradients on their way to be reduced, and buckets) 8.0 MiB (21%), activations 4.0 MiB (11%); beside "
         "7.0 MiB of the process before the model"
     )
-    assert timeline.explain([Mode.DP, Mode.DP], batch_size=1).startswith(
+    assert timeline.explain(whole([Mode.DP, Mode.DP]), batch_size=1).startswith(
         "reached in the backward of first: states 36.0"
     )

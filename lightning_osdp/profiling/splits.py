@@ -1,0 +1,151 @@
+"""What a split operator would run instead of its one product: the same kernels as the engine's, as values to be timed.
+
+An operator's kernels tell the sizes: (rows x inputs) times (inputs x outputs), or rows looked up in a table. Each slice
+multiplies by a part of the inputs, and adds to one output, or by a part of the outputs, which are joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from lightning_osdp.profiling.kernels import Kernel, TensorSpec, tensor_specs
+
+aten = torch.ops.aten
+
+MATRIX_PRODUCTS = (aten.mm.default, aten.addmm.default)
+LOOKUPS = (aten.embedding.default, aten.embedding_dense_backward.default)
+
+
+@dataclass(frozen=True)
+class Product:
+    """The one product of an operator, as traced at one batch size.
+
+    Attributes:
+        forward: its kernel.
+        backward: those of its gradients.
+    """
+
+    forward: Kernel
+    backward: tuple[Kernel, ...]
+
+    @cached_property
+    def _sides(self) -> tuple[TensorSpec, TensorSpec]:
+        left, right = tensor_specs(self.forward.args)[-2:]
+        return left, right
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether rows of a table are looked up, rather than multiplied."""
+        return self.forward.func in LOOKUPS
+
+    @property
+    def input_bytes(self) -> int:
+        """Of what gets a gradient on the input's side; 0 for a lookup, or if it gets none."""
+        return self._sides[0].num_bytes if self.has_input_gradient else 0
+
+    @property
+    def output_bytes(self) -> int:
+        """Of the result."""
+        left, right = self._sides
+        if self.is_lookup:
+            rows = 1
+            for size in right.shape:
+                rows *= size
+            return rows * left.shape[1] * left.dtype.itemsize
+        return left.shape[0] * right.shape[1] * left.dtype.itemsize
+
+    @property
+    def has_input_gradient(self) -> bool:
+        """Whether its backward has a product for the input besides the one for the weight."""
+        return not self.is_lookup and sum(kernel.count for kernel in self.backward) > 1
+
+    def split(self, k: int, *, outputs: bool) -> tuple[list[Kernel], list[Kernel]]:
+        """What forward and backward run instead, in k slices of the outputs or of the inputs."""
+        if self.is_lookup:
+            return self._split_lookup(k)
+        left, right = self._sides
+        (m, c), n, dtype = left.shape, right.shape[1], left.dtype
+        transposed = right.stride[0] == 1
+        x, g, y = _matrix(m, c, dtype), _matrix(m, n, dtype), _matrix(m, n, dtype)
+        bias = [_kernel(aten.add_.Tensor, y, _vector(n, dtype))] if self.forward.func is aten.addmm.default else []
+        if outputs:
+            s = -(-n // k)
+            part, g_s = _matrix(m, s, dtype), TensorSpec((m, s), (n, 1), dtype)
+            weight = _side(c, s, dtype, transposed)
+            forward = [_kernel(aten.mm.default, x, weight, count=k), _kernel(aten.cat.default, (part,) * k, 1), *bias]
+            backward = [_kernel(aten.mm.default, *_outer(x, g_s, transposed), count=k)]
+            if self.has_input_gradient:
+                backward.append(_kernel(aten.mm.default, g_s, _turned(weight), count=k))
+                backward.append(_kernel(aten.add_.Tensor, x, x, count=k - 1))
+            return forward, backward
+        s = -(-c // k)
+        x_s, weight = TensorSpec((m, s), (c, 1), dtype), _side(s, n, dtype, transposed)
+        forward = [_kernel(aten.addmm_.default, y, x_s, weight, count=k), *bias]
+        backward = [_kernel(aten.mm.default, *_outer(x_s, g, transposed), count=k)]
+        if self.has_input_gradient:
+            backward.append(_kernel(aten.mm.default, g, _turned(weight), count=k))
+            backward.append(_kernel(aten.cat.default, (_matrix(m, s, dtype),) * k, 1))
+        return forward, backward
+
+    def _split_lookup(self, k: int) -> tuple[list[Kernel], list[Kernel]]:
+        table, ids = self._sides
+        rows, width = table.shape
+        s = -(-width // k)
+        part = _contiguous((*ids.shape, s), table.dtype)
+        slice_ = _matrix(rows, s, table.dtype)
+        forward = [
+            replace(self.forward, args=(slice_, *self.forward.args[1:]), count=k),
+            _kernel(aten.cat.default, (part,) * k, -1),
+        ]
+        strides = _contiguous((*ids.shape, width), table.dtype).stride
+        gradient = TensorSpec(part.shape, strides, table.dtype)
+        backward = [replace(one, args=(gradient, *one.args[1:]), count=k * one.count) for one in self.backward]
+        return forward, backward
+
+
+def product_of(kernels: Sequence[Kernel]) -> Product | None:
+    """The product among an operator's kernels at one batch size; None if it has not exactly one."""
+    for funcs in (MATRIX_PRODUCTS, LOOKUPS):
+        forward = [kernel for kernel in kernels if kernel.func in funcs and kernel.phase == "forward"]
+        backward = [kernel for kernel in kernels if kernel.func in funcs and kernel.phase == "backward"]
+        if len(forward) == 1 and forward[0].count == 1:
+            return Product(forward[0], tuple(backward))
+    return None
+
+
+def _kernel(func: torch._ops.OpOverload, *args: object, count: int = 1) -> Kernel:
+    return Kernel(func, args, count=count)
+
+
+def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> TensorSpec:
+    strides, stride = [], 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= size
+    return TensorSpec(shape, tuple(reversed(strides)), dtype)
+
+
+def _matrix(rows: int, columns: int, dtype: torch.dtype) -> TensorSpec:
+    return _contiguous((rows, columns), dtype)
+
+
+def _vector(size: int, dtype: torch.dtype) -> TensorSpec:
+    return _contiguous((size,), dtype)
+
+
+def _side(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> TensorSpec:
+    """The right side of a product: a weight as it is stored, or turned."""
+    return _turned(_matrix(columns, rows, dtype)) if transposed else _matrix(rows, columns, dtype)
+
+
+def _turned(matrix: TensorSpec) -> TensorSpec:
+    return TensorSpec(matrix.shape[::-1], matrix.stride[::-1], matrix.dtype)
+
+
+def _outer(x: TensorSpec, g: TensorSpec, transposed: bool) -> tuple[TensorSpec, TensorSpec]:
+    """The sides of the weight's gradient: as the weight is stored."""
+    return (_turned(g), x) if transposed else (_turned(x), g)
