@@ -13,7 +13,7 @@ from lightning_osdp.profiling import memory
 cpu, libc = torch.device("cpu"), ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 libc.mallopt(-3, 1 << 25)  # large blocks lie in the heap, as before the strategy's setup
-blocks = [(libc.malloc(100_000), libc.malloc(100)) for _ in range(400)]
+blocks = [(libc.malloc(100_000), libc.malloc(60_000)) for _ in range(400)]
 for block, _ in blocks:
     ctypes.memset(block, 1, 100_000)
 memory.fix_cpu_allocator()
