@@ -11,13 +11,14 @@ PYTHON ?= $(shell \
 	done)
 
 .PHONY: help train test lint format clean test-limit bench bench-quick bench-gpu bench-verify
-.PHONY: bench-engine bench-collectives bench-search accuracy bench-huge
+.PHONY: lab bench-engine bench-collectives bench-search accuracy bench-huge
 
 help:
 	@echo "make train   train a small GPT on two CPU processes under a memory limit (examples/train_gpt.py)"
 	@echo "make test    everything that must hold: lint, types, import rules, tests"
 	@echo "make lint    the first three of them"
 	@echo "make test-limit   a plan survives under a hard memory limit that kills all-replicated (root, cgroup v1)"
+	@echo "make lab     several nodes: what sharding inside nodes gains, and a node that fails (root, cgroup v1)"
 	@echo "make bench   side by side with DDP, FSDP and FairScale under hard memory limits (root, cgroup v1; many hours)"
 	@echo "make bench-quick   the same for small models, some minutes; make bench-gpu   the same on CUDA"
 	@echo "make bench-engine, bench-collectives, bench-search   figures, each against what it is compared with"
@@ -40,6 +41,10 @@ lint: $(INSTALLED)
 
 test-limit: $(INSTALLED)
 	$(BIN)/python benchmarks/hard_limit.py
+
+lab: $(INSTALLED)
+	$(BIN)/python benchmarks/node_failure.py
+	$(BIN)/python benchmarks/multinode.py
 
 # Each goes on where it was stopped; OPTIONS='--only nd-small --settings 2-1gbit --write-docs' and the like are passed on.
 bench: $(INSTALLED)
