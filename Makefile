@@ -10,7 +10,7 @@ PYTHON ?= $(shell \
 		if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$python; break; fi; \
 	done)
 
-.PHONY: help train test lint format clean test-limit bench bench-quick bench-gpu bench-verify
+.PHONY: help train test lint format clean test-limit test-slurm bench bench-quick bench-gpu bench-verify
 .PHONY: lab bench-engine bench-collectives bench-search accuracy bench-huge
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make lab     several nodes: what sharding inside nodes gains, and a node that fails (root, cgroup v1)"
 	@echo "make bench   side by side with DDP, FSDP and FairScale under hard memory limits (root, cgroup v1; many hours)"
 	@echo "make bench-quick   the same for small models, some minutes; make bench-gpu   the same on CUDA"
+	@echo "make test-slurm   preempts and resumes a run on a real two-node SLURM on this machine (root, slurm-wlm, munge)"
 	@echo "make bench-engine, bench-collectives, bench-search   figures, each against what it is compared with"
 	@echo "make accuracy   predicted beside measured, for many models and plans: writes docs/accuracy.md"
 	@echo "make bench-huge   seconds and memory that reading a LLaMA of 7 B parameters takes"
@@ -58,6 +59,9 @@ bench-gpu: $(INSTALLED)
 
 bench-verify: $(INSTALLED)
 	$(BIN)/python -m benchmarks.throughput --verify --only nd-quick --settings 2-loopback $(OPTIONS)
+
+test-slurm: $(INSTALLED)
+	$(BIN)/python tests/slurm/preempt.py
 
 bench-engine: $(INSTALLED)
 	$(BIN)/python benchmarks/fairscale_baseline.py

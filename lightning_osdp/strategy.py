@@ -136,6 +136,9 @@ class OSDPStrategy(SavingStrategy):
         self.earlier_plan: ExecutionPlan | None = None
         """A plan to use again if it still fits (from the checkpoint to resume from); set by OSDPCallback."""
 
+    def __repr__(self) -> str:
+        return "<OSDPStrategy for lightning.pytorch.Trainer>"  # pytorch_lightning's says that it can't use this
+
     # What the Trainer asks for while it is built
 
     @classmethod

@@ -35,7 +35,7 @@ ARGUMENTS: dict[str, Any] = {
 def parsed(*args: str) -> Any:
     """LightningCLI up to where it would run."""
     options = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.logger=false", *args]
-    return LightningCLI(GPTModule, args=options, run=False, save_config_callback=None)
+    return LightningCLI(GPTModule, args=options, run=False, save_config_callback=None, seed_everything_default=1)
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ def test_osdp_fit_and_validate_train_and_evaluate(tmp_path: Path) -> None:
     assert yaml.safe_load(kept.read_text())["trainer"]["strategy"] == "osdp"
     (checkpoint,) = tmp_path.glob("lightning_logs/version_0/checkpoints/*.ckpt")
     assert torch.load(checkpoint, weights_only=True)["global_step"] == 2
-    assert "val_loss" in osdp("validate", "--config", str(path), "--ckpt_path", str(checkpoint), folder=tmp_path)
+    assert "val_loss" in osdp("validate", "--config", str(path), folder=tmp_path)
 
 
 def test_modules_are_found_beside_the_configuration() -> None:
