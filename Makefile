@@ -10,13 +10,14 @@ PYTHON ?= $(shell \
 		if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$python; break; fi; \
 	done)
 
-.PHONY: help train test lint format clean test-limit bench-engine bench-collectives bench-search
+.PHONY: help train test lint format clean test-limit test-kill bench-engine bench-collectives bench-search
 
 help:
 	@echo "make train   train a small GPT on two CPU processes under a memory limit (examples/train_gpt.py)"
 	@echo "make test    everything that must hold: lint, types, import rules, tests"
 	@echo "make lint    the first three of them"
 	@echo "make test-limit   a plan survives under a hard memory limit that kills all-replicated (root, cgroup v1)"
+	@echo "make test-kill    ten runs killed at random moments go on from their last checkpoint to the same loss"
 	@echo "make bench-engine, bench-collectives, bench-search   figures, each against what it is compared with"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make clean   remove the environment, caches and runs"
@@ -35,6 +36,9 @@ lint: $(INSTALLED)
 
 test-limit: $(INSTALLED)
 	$(BIN)/python benchmarks/hard_limit.py
+
+test-kill: $(INSTALLED)
+	$(BIN)/python -m tests.integration.kills 10
 
 bench-engine: $(INSTALLED)
 	$(BIN)/python benchmarks/fairscale_baseline.py
