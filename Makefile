@@ -10,7 +10,7 @@ PYTHON ?= $(shell \
 		if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$python; break; fi; \
 	done)
 
-.PHONY: help train test lint format clean test-limit test-slurm bench bench-quick bench-gpu bench-verify
+.PHONY: help train test lint format clean test-limit test-slurm test-kill bench bench-quick bench-gpu bench-verify
 .PHONY: lab bench-engine bench-collectives bench-search accuracy bench-huge
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make bench   side by side with DDP, FSDP and FairScale under hard memory limits (root, cgroup v1; many hours)"
 	@echo "make bench-quick   the same for small models, some minutes; make bench-gpu   the same on CUDA"
 	@echo "make test-slurm   preempts and resumes a run on a real two-node SLURM on this machine (root, slurm-wlm, munge)"
+	@echo "make test-kill    ten runs killed at random moments go on from their last checkpoint to the same loss"
 	@echo "make bench-engine, bench-collectives, bench-search   figures, each against what it is compared with"
 	@echo "make accuracy   predicted beside measured, for many models and plans: writes docs/accuracy.md"
 	@echo "make bench-huge   seconds and memory that reading a LLaMA of 7 B parameters takes"
@@ -62,6 +63,9 @@ bench-verify: $(INSTALLED)
 
 test-slurm: $(INSTALLED)
 	$(BIN)/python tests/slurm/preempt.py
+
+test-kill: $(INSTALLED)
+	$(BIN)/python -m tests.integration.kills 10
 
 bench-engine: $(INSTALLED)
 	$(BIN)/python benchmarks/fairscale_baseline.py

@@ -67,9 +67,8 @@ class Watch:
         if cause is not None:
             exception.args = (f"{cause}\nThis rank saw only: {exception}", *exception.args[1:])
             return
-        first_line = (str(exception).strip() or "no message").splitlines()[0]
         with suppress(RuntimeError):  # the store may be gone with the first rank
-            self._store.set(f"cause/{self._rank}", f"{type(exception).__name__}: {first_line}")
+            self._store.set(f"cause/{self._rank}", f"{type(exception).__name__}: {_in_short(exception)}")
 
     def fetched(self, what: str, count: int) -> None:
         """Notes that this rank has its batch number ``count`` of ``what``."""
@@ -193,6 +192,12 @@ def check_same(group: Any, what: str, value: Any) -> None:
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             raise ConfigurationError(f"{what} differs between ranks: {everyone[0]} on rank 0, {theirs} on rank {rank}")
+
+
+def _in_short(exception: BaseException) -> str:
+    """First and last line: errors that carry a worker's traceback end with the worker's own error."""
+    lines = (str(exception).strip() or "no message").splitlines()
+    return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
 
 
 def _sentence(causes: dict[int, str]) -> str:

@@ -29,12 +29,14 @@ from torch.distributed.checkpoint.planner import (
     LoadPlan,
     ReadItem,
     SavePlan,
+    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_osdp.collectives import on_all_ranks
 from lightning_osdp.errors import CheckpointError
@@ -84,7 +86,7 @@ def save(checkpoint: Mapping[str, Any], target: Path, pending: Pending, group: A
 
 def _write(sources: Sequence[Source], folder: Path, group: Any) -> None:
     try:
-        save_state_dict({}, storage_writer=FileSystemWriter(folder), planner=_Writing(sources), process_group=group)
+        save_state_dict({}, storage_writer=_Writer(folder), planner=_Writing(sources), process_group=group)
     except CheckpointException as error:
         causes = "; ".join(f"rank {rank}: {_text(cause)}" for rank, cause in sorted(error.failures.items()))
         raise CheckpointError(f"the checkpoint can't be written: {causes}") from error
@@ -101,6 +103,17 @@ def _meta_tensors(value: Any) -> list[Tensor]:
     if isinstance(value, list | tuple):
         return [found for inner in value for found in _meta_tensors(inner)]
     return [value] if isinstance(value, Tensor) and value.is_meta else []
+
+
+class _Writer(FileSystemWriter):
+    """Says that the disk is full, not that the end of a file is not where it should be."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Writes this rank's boxes."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise error.__context__ or error from None
 
 
 class _Writing(DefaultSavePlanner):

@@ -49,7 +49,10 @@ def save(value: Any, path: Path, values_of: Callable[[Tensor], Callable[[], Tens
     module = ModuleType("streaming_pickle")
     module.Pickler = Pickler  # type: ignore[attr-defined]
     with path.open("wb") as file:  # a file of Python's own, so that a full disk is an OSError
-        torch.save(value, file, pickle_module=module)
+        try:
+            torch.save(value, file, pickle_module=module)
+        except RuntimeError as error:  # from the end of a file whose middle could not be written: the cause comes first
+            raise error.__context__ or error from None
 
 
 def _reduce(handle: Tensor, make: Callable[[], Tensor]) -> tuple[Any, ...]:

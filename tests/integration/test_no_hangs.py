@@ -71,7 +71,7 @@ def in_session(session: int) -> list[int]:
         ("raise on 1", 1, "ValueError: the third step is unlucky", "rank 1 failed: ValueError: the third step is"),
         ("raise on 0", 0, "ValueError: the third step is unlucky", "rank 0 "),
         ("kill 1", 1, "", "rank 1 ended without an error: it was killed"),
-        ("worker", 1, "row 12 is unreadable", "rank 1 failed: OSError: Caught OSError in DataLoader worker"),
+        ("worker", 1, "row 12 is unreadable", "OSError: row 12 is unreadable"),
         ("stream", 1, "ran out after 6 batches", "rank 1 failed: ConfigurationError: uneven data"),
         ("uneven", 1, "number of training batches differs", "number of training batches differs between ranks: 16 on"),
         ("plan", 1, "the plan differs between ranks", "the plan differs between ranks"),
@@ -79,13 +79,10 @@ def in_session(session: int) -> list[int]:
     ],
 )
 def test_all_ranks_end_and_say_why(tmp_path: Path, how: str, failed: int, cause: str | None, told: str) -> None:
-    if cause is None:
-        with pytest.raises(subprocess.TimeoutExpired):
-            as_ranks(how, tmp_path)  # the rank that goes on by itself is ended by the test alone
-        assert told in (tmp_path / "err-0").read_text()
-        return
-    results = as_ranks(how, tmp_path)
-    for rank, (code, text) in enumerate(results):
+    for rank, (code, text) in enumerate(as_ranks(how, tmp_path)):
+        if rank == failed and cause is None:
+            assert code == 0, text  # it catches its error and goes on
+            continue
         assert code != 0, text
         assert (cause if rank == failed else told) in text
 
