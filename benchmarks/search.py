@@ -252,22 +252,20 @@ def gpt(layers: int, hidden: int, tokens: int, vocabulary: int = 50257) -> Model
     )
 
 
-def sweep(layers: int, hidden: int, repeats: int) -> None:
+def sweep(layers: int, hidden: int, repeats: int, limit_gib: int | None = None) -> None:
     """Plans from batch size 1 to 128, and prints the plan."""
     model = gpt(layers, hidden, 2048)
-    problem = problem_on(model, hardware.load("8xh100-80gb-nvlink+200gbit"), 64, dtype="bf16")
+    limit = limit_gib << 30 if limit_gib else None
+    problem = problem_on(model, hardware.load("8xh100-80gb-nvlink+200gbit"), 64, limit, dtype="bf16")
     rule = BatchRule(max_batch_size=128)
     plans, seconds = zip(*(timed(lambda: make_plan(problem, rule)) for _ in range(repeats)), strict=True)
     plan = plans[0]
     print(f"GPT of {layers} layers, hidden size {hidden}: {model.num_parameters / 1e9:.1f} billion parameters,")
     print(f"{len(model.operators)} operators, {len(model.blocks)} blocks, {len(model.moments)} moments, 64 devices")
-    tried = [point.batch_size for point in plan.frontier]
-    print(
-        f"{len(tried)} batch sizes up to {tried[-1]}: median {statistics.median(seconds):.3f} s, best {min(seconds):.3f}"
-    )
-    print(
-        f"batch size {plan.batch_size}, {len(plan.recomputed)} blocks recomputed, {plan.predicted.step_time_s:.2f} s a step"
-    )
+    tried, median = len(plan.frontier), statistics.median(seconds)
+    print(f"{tried} batch sizes up to {plan.frontier[-1].batch_size}: {median:.3f} s (best {min(seconds):.3f} s)")
+    step_s, again = plan.predicted.step_time_s, len(plan.recomputed)
+    print(f"batch size {plan.batch_size}, {again} blocks recomputed, {step_s:.2f} s a step")
     for run in group_runs(plan.operators)[:12]:
         first = run.operators[0]
         print(f"  {run.pattern}: {choice_words(first.choice, recomputed=first.checkpoint)}")
@@ -280,7 +278,10 @@ def main() -> None:
     given = parser.parse_args()
     quick = given.quick
     if given.sweep:
-        sweep(*((4, 1024, 1) if quick else (96, 12288, 5)))
+        print("with the memory that an H100 has, and with so much that all batch sizes are possible:\n")
+        for limit_gib in (None, 1500):
+            sweep(*((4, 1024, 1) if quick else (96, 12288, 5)), limit_gib)
+            print()
         return
     seeds, limit_s = (range(1), 5.0) if quick else (range(3), 60.0)
     print(f"12 options, {len(seeds)} seed(s) x 3 budgets, medians. HiGHS stops after {limit_s:.0f} s: where it has not")

@@ -15,8 +15,8 @@ def refuse(**_: Any) -> NoReturn:
         ConfigurationError: says which Trainer to use.
     """
     raise ConfigurationError(
-        'strategy="osdp" is one of the package lightning, and this Trainer comes from pytorch_lightning: use Trainer and '
-        "LightningModule of one package, `import lightning.pytorch as pl`"
+        'strategy="osdp" is one of the package lightning, and this Trainer comes from pytorch_lightning: use Trainer '
+        "and LightningModule of one package, `import lightning.pytorch as pl`"
     )
 
 

@@ -77,12 +77,9 @@ class Bounds:
         space = self._space
         cost = times.total[:, self._index]
         byte = weights(space, batch_size, accumulation)[:, self._index]
-        paid, valid = [], self._valid
         prices = self._prices(cost, byte)
-        for price in prices.tolist():
-            rows = cost[None] + price * byte[:, None]
-            paid.append(np.where(valid, rows, NONE_COST).min(axis=-1))
-        least = np.array(paid).transpose(0, 1, 3, 2).reshape(len(prices), -1)
+        paid = np.where(self._valid, cost, NONE_COST) + prices[:, None, None, None, None] * byte[:, None]
+        least = paid.min(axis=-1).transpose(0, 1, 3, 2).reshape(len(prices), -1)
         sums = self._counts.operators @ least.T
         free = space.problem.memory_limit_bytes - np.maximum(0.0, self._counts.other.at(batch_size))
         bound = (sums - prices * free[..., None]).max(axis=(0, 2))

@@ -16,6 +16,7 @@ in every mode. What the engine itself takes for each unit and each replicated pa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -32,25 +33,23 @@ ALONE_BYTES = {"cpu": 1 << 20, "cuda": BUCKET_BYTES}
 latency from about 1 MiB on; on CUDA copies are nearly free and large messages are faster."""
 
 
-ASIDE = -1
-"""Unit of a large bias of an operator whose weight is split: it is sharded like the first slice that is."""
-
 AGAIN = 1.5
 """By how much more often the engine is at work for a unit in a block that is recomputed: a forward more than a forward
 and a backward."""
 
 
 class Part(NamedTuple):
-    """A parameter, or a slice of one, with its mode and its bytes when whole."""
+    """A parameter, or equal slices of one, with their mode and the bytes of one when whole."""
 
     mode: Mode
     parameter_bytes: int
     gradient_bytes: int
     """0 if it is frozen."""
     optimizer_bytes: int
-    unit: int
-    """Parts of the same number are gathered together: all of an operator that is whole, each slice of one that is
-    split."""
+    number: int = 1
+    """How many slices; each is a unit of its own."""
+    aside: bool = False
+    """Whether it is a unit of its own beside the slices: a large bias, sharded like the first slice that is."""
 
     @property
     def sharded(self) -> bool:
@@ -130,28 +129,29 @@ def parts_of(operator: Operator, choice: Choice) -> list[Part]:
     weight = operator.weight
     assert weight is not None, "only operators with a weight are split"
     first = next((mode for mode in choice.slices if mode != Mode.DP), Mode.DP)
-    others = [_whole(p, Mode.DP if p.small else first, ASIDE) for p in operator.parameters if p is not weight]
+    others = [_whole(p, Mode.DP if p.small else first, aside=True) for p in operator.parameters if p is not weight]
     return [*others, *_slices(weight, choice)]
 
 
-def _whole(parameter: ParameterInfo, mode: Mode, unit: int = 0) -> Part:
-    return Part(mode, parameter.parameter_bytes, parameter.gradient_bytes, parameter.optimizer_bytes, unit)
+def _whole(parameter: ParameterInfo, mode: Mode, *, aside: bool = False) -> Part:
+    size = parameter.parameter_bytes
+    return Part(mode, size, size if parameter.trainable else 0, parameter.optimizer_bytes, aside=aside)
 
 
 def _slices(weight: ParameterInfo, choice: Choice) -> Iterator[Part]:
     assert choice.split_dim is not None
     length = weight.shape[choice.split_dim]
-    for unit, (mode, size) in enumerate(zip(choice.slices, slice_sizes(length, len(choice.slices)), strict=True)):
-        parameter, gradient, optimizer = (
-            whole * size // length for whole in (weight.parameter_bytes, weight.gradient_bytes, weight.optimizer_bytes)
-        )
-        yield Part(mode, parameter, gradient, optimizer, unit)
+    whole = weight.parameter_bytes
+    counts = Counter(zip(choice.slices, slice_sizes(length, len(choice.slices)), strict=True))
+    for (mode, size), count in counts.items():
+        own = whole * size // length
+        yield Part(mode, own, own if weight.trainable else 0, weight.optimizer_bytes * size // length, count)
 
 
 def sharded_elements(operator: Operator, choice: Choice) -> float:
     """Parameters whose states are sharded."""
     whole = sum(p.parameter_bytes for p in operator.parameters)
-    sharded = sum(part.parameter_bytes for part in parts_of(operator, choice) if part.sharded)
+    sharded = sum(part.parameter_bytes * part.number for part in parts_of(operator, choice) if part.sharded)
     return operator.num_parameters * sharded / whole if whole else 0.0
 
 
@@ -161,37 +161,14 @@ def communication(operator: Operator, choice: Choice, cluster: Cluster, *, recom
     once = each = 0.0
     for part in parts_of(operator, choice):
         if not part.sharded:
-            once += _reduction_s(part.gradient_bytes, cluster)
+            once += part.number * _reduction_s(part.gradient_bytes, cluster)
             continue
         gathers = (3 if recomputed else 2) if part.mode == Mode.ZDP else 1
-        each += gathers * among.all_gather_s(part.parameter_bytes)
+        each += part.number * gathers * among.all_gather_s(part.parameter_bytes)
         if part.gradient_bytes:
-            each += among.reduce_scatter_s(part.gradient_bytes)
-            once += among.between_s(part.gradient_bytes)
+            each += part.number * among.reduce_scatter_s(part.gradient_bytes)
+            once += part.number * among.between_s(part.gradient_bytes)
     return Recurring(once, each)
-
-
-def engine(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: bool = False) -> Recurring:
-    """Seconds that the engine itself takes for ``operator`` (``Cluster.engine``), by unit and replicated parameter.
-
-    Replicated gradients are packed once, and only those that are not reduced where they are.
-    """
-    if cluster.ranks == 1:
-        return Recurring(0.0, 0.0)
-    parts, alone_bytes = parts_of(operator, choice), _alone_bytes(cluster)
-    packed = [part.gradient_bytes for part in parts if not part.sharded and part.gradient_bytes]
-    once = sum(cluster.engine.dp.time_s(size if size < alone_bytes else 0) for size in packed)
-    each = 0.0
-    for unit in _units(parts):
-        own = cluster.engine.zdp if unit[0].mode == Mode.ZDP else cluster.engine.zdp2
-        each += own.time_s(sum(part.parameter_bytes for part in unit)) * (AGAIN if recomputed else 1.0)
-    return Recurring(once, each)
-
-
-def _units(parts: list[Part]) -> list[list[Part]]:
-    """The sharded parts that are gathered together."""
-    sharded = [part for part in parts if part.sharded]
-    return [[part for part in sharded if part.unit == unit] for unit in sorted({part.unit for part in sharded})]
 
 
 def _reduction_s(gradient_bytes: int, cluster: Cluster) -> float:
@@ -207,43 +184,71 @@ def _alone_bytes(cluster: Cluster) -> int:
     return ALONE_BYTES.get(cluster.device.split(":")[0], BUCKET_BYTES)
 
 
+def engine(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: bool = False) -> Recurring:
+    """Seconds that the engine itself takes for ``operator`` (``Cluster.engine``), by unit and replicated parameter.
+
+    Replicated gradients are packed once, and only those that are not reduced where they are.
+    """
+    if cluster.ranks == 1:
+        return Recurring(0.0, 0.0)
+    parts, alone_bytes = parts_of(operator, choice), _alone_bytes(cluster)
+    packed = [part for part in parts if not part.sharded and part.gradient_bytes]
+    once = sum(
+        part.number * cluster.engine.dp.time_s(part.gradient_bytes if part.gradient_bytes < alone_bytes else 0)
+        for part in packed
+    )
+    each = 0.0
+    for unit in _units(parts, choice):
+        own = cluster.engine.zdp if unit[0].mode == Mode.ZDP else cluster.engine.zdp2
+        seconds = unit[0].number * own.time_s(sum(part.parameter_bytes for part in unit))
+        each += seconds * (AGAIN if recomputed else 1.0)
+    return Recurring(once, each)
+
+
+def _units(parts: list[Part], choice: Choice) -> list[list[Part]]:
+    """The sharded parts that are gathered together: all of an operator that is whole, each slice of one that is not."""
+    sharded = [part for part in parts if part.sharded]
+    if choice.split_dim is not None:
+        return [[part] for part in sharded]
+    return [sharded] if sharded else []
+
+
 def footprint(operator: Operator, choice: Choice, cluster: Cluster) -> Footprint:
     """Bytes that ``operator`` takes on one rank, by when they are there."""
     parts, ranks = parts_of(operator, choice), sharding_ranks(cluster, choice.group)
-    replicated, units = [part for part in parts if not part.sharded], _units(parts)
+    replicated, units = [part for part in parts if not part.sharded], _units(parts, choice)
     sharded = [part for unit in units for part in unit]
     copies = 1 + gather_copy(cluster, choice.group, choice.two_stage)
     gathered = [copies * sum(p.parameter_bytes for p in unit) if unit[0].mode == Mode.ZDP else 0 for unit in units]
-    whole = sum(part.gradient_bytes for part in replicated)
-    pieces = sum(part.gradient_bytes for part in sharded) / ranks
-    updates = [sum(group) for group in _updates(parts, choice, ranks)]
+    whole = sum(part.gradient_bytes * part.number for part in replicated)
+    pieces = sum(part.gradient_bytes * part.number for part in sharded) / ranks
+    packed = [part for part in replicated if part.gradient_bytes < _alone_bytes(cluster) and cluster.ranks > 1]
+    updates = _updates(parts, choice, ranks)
     forward, backward = _more_per_sample(operator, choice)
-    alone_bytes = _alone_bytes(cluster) if cluster.ranks > 1 else 0
     return Footprint(
-        states=sum(part.parameter_bytes + part.optimizer_bytes for part in replicated)
-        + sum(-(-(part.parameter_bytes + part.optimizer_bytes) // ranks) for part in sharded),
+        states=sum((part.parameter_bytes + part.optimizer_bytes) * part.number for part in replicated)
+        + sum(-(-(part.parameter_bytes + part.optimizer_bytes) // ranks) * part.number for part in sharded),
         replicated_gradients=whole,
         sharded_gradients=pieces,
-        kept=sum(part.parameter_bytes for part in sharded if part.mode == Mode.ZDP2),
+        kept=sum(part.parameter_bytes * part.number for part in sharded if part.mode == Mode.ZDP2),
         gathered=max(gathered, default=0),
         transient=max((_reduced(unit, pieces, cluster, ranks) for unit in units), default=0.0),
         forward_per_sample=forward,
         backward_per_sample=backward,
-        bucketed=sum(part.gradient_bytes for part in replicated if part.gradient_bytes < alone_bytes),
+        bucketed=sum(part.gradient_bytes * part.number for part in packed),
         collected=max(updates) if choice.split_dim is not None else 0.0,
         updated=sum(updates),
         largest_update=max(updates, default=0.0),
     )
 
 
-def _updates(parts: list[Part], choice: Choice, ranks: int) -> Iterator[list[float]]:
+def _updates(parts: list[Part], choice: Choice, ranks: int) -> list[float]:
     """Bytes of gradients as the optimizer sees them: a weight's slices together, other parameters by themselves."""
-    local = [part.gradient_bytes / ranks if part.sharded else float(part.gradient_bytes) for part in parts]
-    number = len(choice.slices) if choice.split_dim is not None else 0
-    rest = len(parts) - number
-    yield from ([size] for size in local[:rest])
-    if number:
-        yield local[rest:]
+    local = [part.gradient_bytes * part.number / (ranks if part.sharded else 1) for part in parts]
+    if choice.split_dim is None:
+        return local
+    aside = [size for size, part in zip(local, parts, strict=True) if part.aside]
+    return [*aside, sum(size for size, part in zip(local, parts, strict=True) if not part.aside)]
 
 
 def _reduced(unit: list[Part], pieces: float, cluster: Cluster, ranks: int) -> float:
