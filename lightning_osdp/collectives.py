@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_osdp.errors import OSDPError
+from lightning_osdp.planning.topology import DIRECT_BYTES
 
 Result = TypeVar("Result")
 
@@ -34,10 +35,6 @@ PIECE_BYTES = 2 << 20
 
 PIECES_AT_ONCE = 2
 """Pieces of a reduce-scatter on their way round the ring together."""
-
-SMALL_BYTES = 1 << 20
-"""Whole tensors up to this size are exchanged in one round instead of N - 1 when N > 2. [empirical, gloo, 4 ranks on
-2 cores: 256 KiB 4.5 -> 1.4 ms, 4 MiB no difference]"""
 
 SMALL_GATHER_BYTES = 2 << 20
 """Whole tensors up to this size are gathered by the backend itself, which wakes fewer threads. [empirical, gloo,
@@ -173,7 +170,7 @@ def reduce_scatter(output_shard: Tensor, whole_flat: Tensor, group: dist.Process
     with torch.no_grad(), WAITED.running():
         if whole_flat.device.type != "cpu":
             _native_reduce_scatter(output_shard, whole_flat, group=group)
-        elif group.size() > 2 and whole_flat.nbytes <= SMALL_BYTES:
+        elif group.size() > 2 and whole_flat.nbytes <= DIRECT_BYTES:
             _direct_reduce_scatter(output_shard, whole_flat, group)
         else:
             _ring_reduce_scatter(output_shard, whole_flat, group)

@@ -19,7 +19,8 @@ from lightning_osdp.planning.choices import Group, Mode
 from lightning_osdp.planning.cluster import Cluster, CollectiveFit
 
 DIRECT_BYTES = 1 << 20
-"""On gloo, tensors up to this size are reduced by sending each rank its part, not by a ring (``collectives``)."""
+"""On gloo, tensors up to this size are reduced by sending each rank its part in one round, instead of N - 1 of a ring,
+when N > 2. [empirical, 4 ranks on 2 cores: 256 KiB 4.5 -> 1.4 ms, 4 MiB no difference]"""
 
 
 class Exchange(NamedTuple):
