@@ -38,6 +38,15 @@ class Engine(Protocol):
         """Copies rank 0's parameters and buffers to all ranks, shards the operators and installs the reductions."""
         ...
 
+    def change(self, plan: ExecutionPlan, optimizers: Iterable[Optimizer]) -> None:
+        """Goes on under another plan for the same module, between two optimizer steps, with all parameters and
+        optimizer states as they are. Gradients are freed. Collective.
+
+        Raises:
+            ShardingError: as of ``check``; nothing has changed then.
+        """
+        ...
+
     def take_in(self, optimizers: Iterable[Optimizer]) -> None:
         """Cuts state that optimizers made for whole parameters down to this rank's part."""
         ...

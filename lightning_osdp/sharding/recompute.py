@@ -2,13 +2,13 @@
 
 torch's non-reentrant checkpoint does it: one graph, so each parameter receives its gradient once; keyword arguments,
 nested outputs, inputs without gradient, autocast and the random state are as in the first run. What FairScale's units
-need for it is in ``fairscale.py`` (Note [a forward inside the backward]), so models that bring their own checkpointing
+need for it is in ``units.py`` (Note [a forward inside the backward]), so models that bring their own checkpointing
 of this kind work as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_osdp.errors import ShardingError
 
 
-def recompute(block: nn.Module) -> None:
-    """Has ``block`` keep its inputs only. Without gradients it runs as ever."""
-    forward = block.forward
+def recompute(block: nn.Module) -> Callable[[], None]:
+    """Has ``block`` keep its inputs only. Without gradients it runs as ever. Returns what undoes it."""
+    before, forward = vars(block).get("forward"), block.forward
 
     def run(*packed: Any) -> Any:
         *args, kwargs = packed
@@ -32,7 +32,14 @@ def recompute(block: nn.Module) -> None:
         # Packed, since checkpoint looks for the device, whose random state it keeps, in positional arguments only.
         return checkpoint(run, *args, kwargs, use_reentrant=False)
 
+    def undo() -> None:
+        if before is None:
+            del block.forward
+        else:
+            block.forward = before
+
     block.forward = recomputed
+    return undo
 
 
 def check_recomputed(names: Sequence[str], module: nn.Module) -> None:

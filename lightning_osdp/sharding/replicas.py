@@ -56,6 +56,7 @@ class Replicas:
         self._active = False
         self._sync = True
         self._unhooked = set(self._parameters)
+        self._hooks: list[Any] = []
         self.refresh()
 
     @property
@@ -66,8 +67,16 @@ class Replicas:
     def refresh(self) -> None:
         """Takes in parameters that were frozen and no longer are. Cheap: to be called before every forward."""
         for parameter in [p for p in self._unhooked if p.requires_grad]:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
             self._unhooked.discard(parameter)
+
+    def detach(self) -> None:
+        """Lets go of the parameters: their gradients are no longer averaged, until ``refresh``."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._unhooked = set(self._parameters)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

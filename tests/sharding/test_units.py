@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from lightning_osdp.planning.choices import Mode
-from lightning_osdp.sharding.fairscale import FairScaleEngine, _joined
+from lightning_osdp.sharding.fairscale import FairScaleEngine
 from lightning_osdp.sharding.gathers import GATHERS_IN_FLIGHT, GatherBound
+from lightning_osdp.sharding.units import Unit, joined
 from tests.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups
+from tests.ranks import run_ranks
 
 
 class Device:
@@ -58,17 +60,17 @@ def test_gathers_that_are_kept_do_not_block(device: Device) -> None:
 
 def test_chunks_side_by_side_are_joined_without_a_copy() -> None:
     whole = torch.arange(12.0)
-    assert _joined(list(whole.chunk(3))).data_ptr() == whole.data_ptr()
-    assert torch.equal(_joined(list(whole.chunk(3))), whole)
+    assert joined(list(whole.chunk(3))).data_ptr() == whole.data_ptr()
+    assert torch.equal(joined(list(whole.chunk(3))), whole)
 
 
 def test_padded_or_foreign_chunks_are_copied() -> None:
     whole = torch.arange(10.0)
     chunks = list(whole.chunk(3))
     chunks[-1] = torch.nn.functional.pad(chunks[-1], (0, 2))
-    assert torch.equal(_joined(chunks), torch.cat([whole, torch.zeros(2)]))
+    assert torch.equal(joined(chunks), torch.cat([whole, torch.zeros(2)]))
     swapped = [whole[5:], whole[:5]]
-    assert torch.equal(_joined(swapped), torch.cat(swapped))
+    assert torch.equal(joined(swapped), torch.cat(swapped))
 
 
 @pytest.mark.gpu
@@ -98,3 +100,32 @@ def test_one_cuda_rank_trains_like_the_cpu(mode: Mode, tmp_path: Any) -> None:
             torch.testing.assert_close(states[1][name], weight, rtol=1e-3, atol=1e-5)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def hook_calls(rank: int, ranks: int) -> list[int]:
+    """How often the units' hooks run in each of a few steps."""
+    calls = 0
+
+    def counted(self: Unit, *args: object) -> None:
+        nonlocal calls
+        calls += 1
+        hook(self, *args)
+
+    hook, Unit._post_backward_hook = Unit._post_backward_hook, counted
+    model = TinyGPT()
+    engine = FairScaleEngine(torch.device("cpu"))
+    engine.apply(model, hand_made_plan(modes_for(model, "zdp"), ranks), [])
+    counts = []
+    for batch in gpt_batches(4, 4):
+        calls = 0
+        engine.before_forward()
+        loss = gpt_loss(model, batch)
+        loss.backward()
+        engine.finish_backward()
+        counts.append(calls)
+    return counts
+
+
+def test_hooks_do_not_pile_up() -> None:
+    (counts,) = run_ranks(hook_calls, 1)
+    assert len(set(counts)) == 1

@@ -1,0 +1,295 @@
+"""Units: what is gathered and freed at once, each a FairScale FullyShardedDataParallel. The only file that imports it.
+
+Note [the module tree is left alone]: FairScale's wrapper usually replaces a module in its parent, which changes
+names, classes and state dict keys. Here a unit holds a stand-in that owns the operator's large parameters and calls
+the operator's own forward; the operator's forward attribute leads to the unit. So ``isinstance``, hooks, attribute
+access and parameter names stay what the user wrote.
+
+Note [each unit is its own root]: a wrapper around the whole LightningModule breaks manual optimization and forward
+redirection. Streams, the reducer and the bound on gathers are therefore shared by hand.
+
+Note [one collective per parameter]: units are not flattened, so a ``Parameter`` keeps its identity (its ``.data``
+changes between shard and whole), an optimizer made before sharding stays valid, and parameter groups need no care.
+Small parameters stay outside, so an operator usually has a single sharded weight.
+
+Note [groups]: FairScale asks a process group for its rank and size and hands it on to the collectives. A unit gives it
+a ``Communicator`` instead, which knows whether to run in one stage or two. In group sharding that one spans the
+node, so FairScale's mean is the node's, and ``lines.BetweenNodes`` makes it the world's.
+
+Note [a forward inside the backward]: torch's non-reentrant checkpoint runs a block again within the backward pass, only
+to see which tensors it saves; gradients flow through the graph of the first run, whose hooks are in place. So a unit
+that is run again gathers, runs, leaves everything as it found it, and registers nothing. Often the unit is in the
+middle of its own backward by then, and its whole parameters must stay; and often the second run ends early, by an
+exception, once the last tensor that is needed has been saved. (Reentrant checkpoint has no graph of the first run:
+there the second run is an ordinary forward.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fairscale.nn.data_parallel import FullyShardedDataParallel, TrainingState
+from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_module
+from torch import Tensor, nn
+
+from lightning_osdp.errors import ShardingError
+from lightning_osdp.levels import Communicator, duplicate
+from lightning_osdp.planning.choices import Mode
+from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.sharding.gathers import GATHERS_IN_FLIGHT, GatherBound, NoBound
+from lightning_osdp.sharding.lines import Line, Lines, sharded_operators
+from lightning_osdp.sharding.splitting import Stage
+from lightning_osdp.sharding.without_cuda import NO_STREAM, View, run_without_cuda
+
+
+def _all_gather(output_flat: Tensor, shard: Tensor, group: Communicator) -> None:
+    group.all_gather(output_flat, shard)
+
+
+# FairScale calls a private, deprecated name; this is the same collective, and the one that is measured.
+fairscale_module.dist = View(dist, _all_gather_base=_all_gather)
+
+
+UNIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What parameters of a unit may be."""
+
+
+class _Body(nn.Module):
+    """What a unit holds: the operator's large parameters and its own forward."""
+
+    def __init__(self, forward: Callable[..., Any], parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self._operator_forward = forward
+        for index, parameter in enumerate(parameters):
+            self.register_parameter(f"p{index}", parameter)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._operator_forward(*args, **kwargs)
+
+
+@contextmanager
+def _seen_as_float16(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Within it, bfloat16 parameters pass for float16, bit by bit: FairScale knows no other 16-bit type.
+
+    It cuts them up there and computes nothing; what it gathers later is of the unit's ``compute_dtype``.
+    """
+    halves = [parameter for parameter in parameters if parameter.dtype == torch.bfloat16]
+    for parameter in halves:
+        parameter.data = parameter.data.view(torch.float16)
+    yield
+    for parameter in halves:
+        parameter.data = parameter.data.view(torch.bfloat16)
+
+
+class Unit(FullyShardedDataParallel):  # type: ignore[misc]
+    """One FairScale instance around one operator, sharing streams, reducer and the bound on gathers with all others."""
+
+    _shared: Shared
+
+    def __init__(
+        self,
+        stage: nn.Module | Stage,
+        parameters: list[nn.Parameter],
+        mode: Mode,
+        line: Line,
+        shared: Shared,
+        recomputed: bool = False,
+    ) -> None:
+        body = _Body(stage.forward, parameters)
+        dtype = parameters[0].dtype
+        with _seen_as_float16(parameters):
+            super().__init__(
+                body,
+                process_group=line.gather,
+                process_group_reduce_scatter=line.reduce,
+                reshard_after_forward=mode == Mode.ZDP,
+                disable_reshard_on_root=False,
+                flatten_parameters=False,
+                bucket_cap_mb=0,
+                compute_dtype=parameters[0].dtype,
+                compute_device=shared.device,
+                clear_autocast_cache=True,
+            )
+        self.compute_dtype = self.buffer_dtype = dtype
+        self._shared = shared
+        self._between = line.between
+        self._streams = shared.streams
+        self._reducer = shared.reducer
+        self._output_pre_backward_hook_registered: list[int] = []
+        self._recomputed = recomputed
+        self._in_graph = self._backward_done = False
+        stage.forward = self.forward
+
+    @property
+    def num_collectives(self) -> int:
+        """In one step: a gather for each pass that needs one, a reduce-scatter, and an all-reduce between nodes.
+
+        Of a recomputed block, the unit with which its backward begins gathers once less: see the note above.
+        """
+        if self.world_size == 1:
+            return 0
+        gathers = 2 + int(self._recomputed) if self._orig_reshard_after_forward else 1
+        reductions = 2 if self._between is not None else 1
+        return sum(gathers + reductions * int(p.requires_grad) for p in self.params)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The operator's forward with whole parameters; outside of training they are freed at once in every mode."""
+        if self._shared.shown_whole:
+            raise ShardingError("the model can't run while its parameters are shown whole: leave that context first")
+        if self._in_graph and torch._C._current_graph_task_id() != -1:  # -1: no backward pass is going on
+            return self._run_again(*args, **kwargs)
+        outputs = super().forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._in_graph, self._backward_done = True, False
+        else:
+            self.release()
+        return outputs
+
+    def _run_again(self, *args: Any, **kwargs: Any) -> Any:
+        """See Note [a forward inside the backward]."""
+        was_whole, amid_backward = self.has_full_params, self.training_state == TrainingState.BACKWARD_PRE
+        self._rebuild_full_params()
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            if not was_whole:
+                self._free_full_params()
+            if not amid_backward:
+                self._use_fp32_param_shard()
+            torch.clear_autocast_cache()
+
+    def end_backward(self) -> None:
+        """To be called when a backward pass is over, whether or not it reached this unit."""
+        self._in_graph = self._in_graph and not self._backward_done
+        self.release()
+
+    def _wait_for_post_backward(self) -> None:
+        super()._wait_for_post_backward()
+        self._backward_done = True
+
+    def _use_full_params(self) -> None:
+        # Freed where another backward pass ended between this unit's forward and its backward.
+        self._rebuild_full_params()
+        super()._use_full_params()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether its parameters are whole now."""
+        return bool(self.has_full_params and self.world_size > 1)
+
+    def let_go(self) -> None:
+        """To be called when the unit's parameters become another's: they no longer lead to it."""
+        for parameter in self.params:
+            hook = getattr(parameter, "_shard_bwd_hook", None)
+            if hook is not None:
+                hook[1].remove()
+
+    def release(self) -> None:
+        """Frees the whole parameters if they are still there, and makes the unit ready for its next forward."""
+        if self.has_full_params and self.world_size > 1:
+            self._free_full_params()
+            self._use_fp32_param_shard()
+        self._pre_backward_hook_has_run = False
+
+    def _wait_for_previous_optim_step(self) -> None:
+        # FairScale's root does this in every forward. With each unit a root, gathers would wait for the compute
+        # of the unit before, and nothing would overlap: once after each optimizer step is enough.
+        if self._shared.parameters_changed:
+            self._shared.parameters_changed = False
+            super()._wait_for_previous_optim_step()
+
+    def _rebuild_full_params(self, force_full_precision: bool = False) -> Any:
+        if not self.has_full_params:
+            self._shared.gathers.before_gather()
+        return super()._rebuild_full_params(force_full_precision)
+
+    def _register_post_backward_hooks(self) -> None:
+        # FairScale's registers one more hook in every forward, and all of them are called in every backward: the
+        # node that accumulates a parameter's gradient lives as long as the note that holds the hook.
+        if not torch.is_grad_enabled():
+            return
+        for parameter in self.params:
+            if parameter.requires_grad:
+                node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+                if getattr(parameter, "_shard_bwd_hook", (None,))[0] is not node:
+                    handle = node.register_hook(partial(self._post_backward_hook, parameter))
+                    parameter._shard_bwd_hook = (node, handle)
+
+    def _post_reduction_hook(self, param: nn.Parameter, reduced_grad: Tensor) -> None:
+        if self._between is None:
+            super()._post_reduction_hook(param, reduced_grad)
+            return
+        self._between.before_accumulation(param)
+        super()._post_reduction_hook(param, reduced_grad)
+        self._between.shard_ready(param, param._saved_grad_shard)  # type: ignore[attr-defined]
+
+    def _free_full_params(self, params: Any = None) -> None:
+        was_whole = self.has_full_params
+        super()._free_full_params(params)
+        if was_whole:
+            self._shared.gathers.after_free()
+
+
+class Shared:
+    """What all units of one engine have in common.
+
+    Args:
+        device: of the rank.
+        group: all ranks.
+        plan: says whether nodes matter, and how many there are.
+    """
+
+    def __init__(self, device: torch.device, group: Any, plan: ExecutionPlan) -> None:
+        self.device = device
+        # Reductions of their own: their order is fixed, that of the units' collectives follows autograd.
+        self.replica_group = duplicate(group)
+        self.parameters_changed = True
+        self.shown_whole = False
+        self.reducer = _Reducer()
+        self.lines = Lines(group, device, [op.choice for op in sharded_operators(plan)], plan.cluster)
+        if device.type == "cuda":
+            names = ("fp32_to_fp16", "all_gather", "post_backward")
+            self.streams: dict[str, Any] = {
+                name: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                for name in names
+            }
+            self.gathers: GatherBound | NoBound = GatherBound(GATHERS_IN_FLIGHT)
+        else:
+            run_without_cuda(fairscale_module)
+            self.streams = dict.fromkeys(("fp32_to_fp16", "all_gather", "post_backward"), NO_STREAM)
+            self.gathers = NoBound()
+
+
+class _Reducer:
+    """Stands in for FairScale's bucketing reducer, which copies every gradient once more than needed."""
+
+    def reduce_scatter_async(
+        self, input_list: list[Tensor], group: Communicator, callback_fn: Callable[[Tensor], None]
+    ) -> None:
+        """Sums ``input_list[i]`` over the ranks onto rank i and hands the result to ``callback_fn``."""
+        whole = joined(input_list)
+        output = torch.empty_like(input_list[0])
+        group.reduce_scatter(output, whole)
+        callback_fn(output)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def teardown(self) -> None:
+        """Nothing is kept."""
+
+
+def joined(chunks: list[Tensor]) -> Tensor:
+    """The tensor that ``chunks`` were cut from, without a copy where they still lie side by side."""
+    first = chunks[0]
+    storage, step = first.untyped_storage().data_ptr(), first.numel()
+    for index, chunk in enumerate(chunks):
+        in_place = chunk.untyped_storage().data_ptr() == storage
+        if not in_place or chunk.storage_offset() != first.storage_offset() + index * step:
+            return torch.cat(chunks)
+    return first.as_strided((step * len(chunks),), (1,))
