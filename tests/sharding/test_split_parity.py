@@ -97,7 +97,9 @@ def train(rank: int, ranks: int, name: str, k: int, again: bool) -> tuple[list[f
     model = build()
     optimizer = optimizer_of(model)
     engine = FairScaleEngine(torch.device("cpu"))
-    engine.apply(model, split_plan(split_all(model, k, every * ranks // 2), ranks, blocks if again else ()), [optimizer])
+    engine.apply(
+        model, split_plan(split_all(model, k, every * ranks // 2), ranks, blocks if again else ()), [optimizer]
+    )
     accumulation = 2 if again else 1
     losses = []
     for batch in gpt_batches(STEPS, BATCH):
