@@ -10,7 +10,7 @@ from lightning_osdp.levels import Levels, NodeLayout, OneStage, TwoStage, node_l
 from tests.ranks import run_ranks
 from tests.test_collectives import inputs
 
-PART_SIZES = (1, 1000, 300_001)
+PART_SIZES = (1, 1000, 200_003)
 """Elements of one part: by gloo itself, by direct exchange, and by rings."""
 
 
@@ -32,7 +32,7 @@ def two_level_sum(wholes: list[torch.Tensor], nodes: int, rank: int) -> torch.Te
     return total
 
 
-def exercise(rank: int, world_size: int, nodes: int) -> list[str]:
+def exercise(rank: int, world_size: int, nodes: int, sizes: tuple[int, ...]) -> list[str]:
     """Names of the checks that failed on this rank."""
     levels = Levels.of(dist.group.WORLD, nodes)
     one, two, failed = OneStage(levels.world), TwoStage(levels), []
@@ -45,7 +45,7 @@ def exercise(rank: int, world_size: int, nodes: int) -> list[str]:
     check("node", levels.node.rank() == rank % levels.per_node and levels.nodes == nodes)
     check("across", levels.across.rank() == rank // levels.per_node)
     for dtype in (torch.float32, torch.bfloat16):
-        for size in PART_SIZES:
+        for size in sizes:
             case = f"{size} {dtype}"
             wholes = inputs(world_size, size * world_size, dtype)
             mine = wholes[rank].clone()
@@ -79,17 +79,18 @@ LAYOUTS = {"even": [0, 0, 0, 1, 1, 1], "uneven": [0, 0, 1, 1, 1, 1], "cyclic": [
 
 def everything(rank: int, world_size: int) -> tuple[dict[int, list[str]], dict[str, NodeLayout]]:
     """Failed checks by number of nodes: one rank each, several of several ranks, all ranks on one. Sizes of nodes."""
-    failed = {nodes: exercise(rank, world_size, nodes) for nodes in (1, 2, 3, 6)}
+    failed = {nodes: exercise(rank, world_size, nodes, PART_SIZES) for nodes in (2, 3)}
+    failed |= {nodes: exercise(rank, world_size, nodes, PART_SIZES[:2]) for nodes in (1, 6)}
     return failed, {name: node_layout(dist.group.WORLD, nodes[rank]) for name, nodes in LAYOUTS.items()}
 
 
 @pytest.fixture(scope="module")
 def results() -> list[tuple[dict[int, list[str]], dict[str, NodeLayout]]]:
-    return run_ranks(everything, 6)
+    return run_ranks(everything, 6, timeout_s=240)
 
 
 def test_two_stages_give_what_one_stage_gives(results):
-    assert [failed for failed, _ in results] == [{1: [], 2: [], 3: [], 6: []}] * 6
+    assert [failed for failed, _ in results] == [{2: [], 3: [], 1: [], 6: []}] * 6
 
 
 def test_nodes_are_counted_in_the_order_of_ranks(results):

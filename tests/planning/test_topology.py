@@ -138,14 +138,14 @@ def test_a_group_sharded_operator_in_seconds_and_bytes():
     node, world = footprint(one, choice, here), footprint(one, Choice((Mode.ZDP,)), here)
     assert (node.states, world.states) == (3 * size / 4, 3 * size / 8)
     assert (node.gradients, world.gradients) == (size / 4, size / 8)
-    assert (node.updated, node.forward, node.backward) == (size / 4, size, size)
+    assert (node.updated, node.gathered) == (size / 4, size)
 
 
 def test_two_stages_take_a_buffer_where_they_can_not_receive_in_place():
     one, choice = operator(), Choice((Mode.ZDP,), two_stage=True)
     size = one.parameters[0].parameter_bytes
-    assert footprint(one, choice, cluster(2, 4, backend="gloo")).forward == size
-    assert footprint(one, choice, cluster(2, 4, backend="nccl")).forward == size * (1 + 1 / 4)
+    assert footprint(one, choice, cluster(2, 4, backend="gloo")).gathered == size
+    assert footprint(one, choice, cluster(2, 4, backend="nccl")).gathered == size * (1 + 1 / 4)
     assert footprint(one, choice, cluster(2, 4)).states == 3 * size / 8
 
 
