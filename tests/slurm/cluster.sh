@@ -8,8 +8,14 @@ conf=$folder/slurm.conf
 mark="# two nodes of the SLURM test"
 
 down() {
+    local pids=() file
     for file in "$folder"/run/*.pid; do
-        [ -e "$file" ] && kill "$(cat "$file")" 2>/dev/null || true
+        [ -e "$file" ] && pids+=("$(cat "$file")")
+    done
+    for pid in "${pids[@]}"; do kill "$pid" 2>/dev/null || true; done
+    # They write into the folder until they are gone.
+    for pid in "${pids[@]}"; do
+        timeout 30 tail --pid="$pid" -f /dev/null || { echo "process $pid did not end" >&2; kill -9 "$pid" || true; }
     done
     # Over the same file: where it is mounted, as in containers, it can't be replaced.
     grep -v "$mark" /etc/hosts > "$folder/hosts" || true
