@@ -32,6 +32,7 @@ from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.operators import ModelDescription
 from lightning_osdp.planning.schedule import BatchRule
 from lightning_osdp.planning.units import parse_bytes
+from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling import memory
 
 SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
@@ -52,6 +53,10 @@ NOT_HERE: dict[str, Any] = {
 
 WISHES = ("memory_limit", "batch_size", "max_batch_size", "global_batch_size", "cluster", "cache")
 """Arguments of ``OSDPStrategy`` that say what to plan."""
+
+
+SEARCH_WISHES = ("slice_granularity", "activation_checkpointing")
+"""Arguments of ``OSDPCallback`` that say what is not left to the search."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,20 @@ class Recipe:
             return {}
         given = strategy.get("init_args") or {}
         return {name: given[name] for name in WISHES if given.get(name) is not None}
+
+    @property
+    def search_wishes(self) -> Wishes:
+        """What it asks of the search by an OSDPCallback.
+
+        Raises:
+            ConfigurationError: an argument can't be used.
+        """
+        callbacks = self.trainer.get("callbacks") or []
+        for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
+            if isinstance(callback, Mapping) and str(callback.get("class_path")).endswith("OSDPCallback"):
+                given = callback.get("init_args") or {}
+                return Wishes.of(*(given.get(name, "auto") for name in SEARCH_WISHES))
+        return NO_WISHES
 
     @property
     def ranks(self) -> int | None:
@@ -135,10 +154,10 @@ def plan_recipe(recipe: Recipe, devices: int | None = None, **wishes: Any) -> pl
         settings.positive("max_batch_size", wanted.get("max_batch_size")),
         settings.positive("global_batch_size", wanted.get("global_batch_size")),
     )
-    folder = planner.cache_folder(wanted.get("cache"))
+    folder, search_wishes = planner.cache_folder(wanted.get("cache")), recipe.search_wishes
 
     def work(trainer: pl.Trainer) -> planner.Outcome:
-        return _plan(trainer, cluster, device, rule, limit_bytes, folder)
+        return _plan(trainer, cluster, device, rule, limit_bytes, folder, search_wishes)
 
     outcome = _up_to_training(recipe, device, work)
     assert isinstance(outcome, planner.Outcome)
@@ -177,7 +196,13 @@ def _up_to_training(recipe: Recipe, device: torch.device, work: Callable[[pl.Tra
 
 
 def _plan(
-    trainer: pl.Trainer, cluster: Cluster, device: torch.device, rule: BatchRule, limit_bytes: int, cache: Path | None
+    trainer: pl.Trainer,
+    cluster: Cluster,
+    device: torch.device,
+    rule: BatchRule,
+    limit_bytes: int,
+    cache: Path | None,
+    wishes: Wishes,
 ) -> planner.Outcome:
     """What ``OSDPStrategy`` does before training, with a cluster that is known."""
     module, precision = trainer.lightning_module, trainer.precision_plugin
@@ -191,7 +216,7 @@ def _plan(
     allowed = data.batch_rule(batch_size, wished, cluster.ranks)
     model_bytes = traced.description.parameter_bytes + traced.description.buffer_bytes
     on_device = model_bytes if device.type == "cpu" else 0
-    return planner.plan_alone(traced, cluster, device, allowed, limit_bytes, on_device, cache=cache)
+    return planner.plan_alone(traced, cluster, device, allowed, limit_bytes, on_device, cache=cache, wishes=wishes)
 
 
 class _Planning(SingleDeviceStrategy):
