@@ -10,14 +10,22 @@ PYTHON ?= $(shell \
 		if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$python; break; fi; \
 	done)
 
-.PHONY: help train test lint format clean test-limit bench-engine bench-collectives bench-search
+.PHONY: help train test lint format clean test-limit test-slurm test-kill bench bench-quick bench-gpu bench-verify
+.PHONY: lab bench-engine bench-collectives bench-search accuracy bench-huge
 
 help:
 	@echo "make train   train a small GPT on two CPU processes under a memory limit (examples/train_gpt.py)"
 	@echo "make test    everything that must hold: lint, types, import rules, tests"
 	@echo "make lint    the first three of them"
 	@echo "make test-limit   a plan survives under a hard memory limit that kills all-replicated (root, cgroup v1)"
+	@echo "make lab     several nodes: what sharding inside nodes gains, and a node that fails (root, cgroup v1)"
+	@echo "make bench   side by side with DDP, FSDP and FairScale under hard memory limits (root, cgroup v1; many hours)"
+	@echo "make bench-quick   the same for small models, some minutes; make bench-gpu   the same on CUDA"
+	@echo "make test-slurm   preempts and resumes a run on a real two-node SLURM on this machine (root, slurm-wlm, munge)"
+	@echo "make test-kill    ten runs killed at random moments go on from their last checkpoint to the same loss"
 	@echo "make bench-engine, bench-collectives, bench-search   figures, each against what it is compared with"
+	@echo "make accuracy   predicted beside measured, for many models and plans: writes docs/accuracy.md"
+	@echo "make bench-huge   seconds and memory that reading a LLaMA of 7 B parameters takes"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make clean   remove the environment, caches and runs"
 
@@ -36,6 +44,29 @@ lint: $(INSTALLED)
 test-limit: $(INSTALLED)
 	$(BIN)/python benchmarks/hard_limit.py
 
+lab: $(INSTALLED)
+	$(BIN)/python benchmarks/node_failure.py
+	$(BIN)/python benchmarks/multinode.py
+
+# Each goes on where it was stopped; OPTIONS='--only nd-small --settings 2-1gbit --write-docs' and the like are passed on.
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks.throughput $(OPTIONS)
+
+bench-quick: $(INSTALLED)
+	$(BIN)/python -m benchmarks.throughput --quick --fresh $(OPTIONS)
+
+bench-gpu: $(INSTALLED)
+	$(BIN)/python -m benchmarks.throughput --device cuda $(OPTIONS)
+
+bench-verify: $(INSTALLED)
+	$(BIN)/python -m benchmarks.throughput --verify --only nd-quick --settings 2-loopback $(OPTIONS)
+
+test-slurm: $(INSTALLED)
+	$(BIN)/python tests/slurm/preempt.py
+
+test-kill: $(INSTALLED)
+	$(BIN)/python -m tests.integration.kills 10
+
 bench-engine: $(INSTALLED)
 	$(BIN)/python benchmarks/fairscale_baseline.py
 
@@ -44,6 +75,12 @@ bench-collectives: $(INSTALLED)
 
 bench-search: $(INSTALLED)
 	$(BIN)/python benchmarks/search.py
+
+accuracy: $(INSTALLED)
+	$(BIN)/python benchmarks/accuracy.py --write docs/accuracy.md
+
+bench-huge: $(INSTALLED)
+	$(BIN)/python benchmarks/huge.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix

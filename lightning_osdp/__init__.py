@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_osdp import namesake
 from lightning_osdp.callbacks import OSDPCallback
 from lightning_osdp.errors import (
     ConfigurationError,
@@ -42,3 +43,4 @@ __all__ = [
 
 if "osdp" not in StrategyRegistry:
     OSDPStrategy.register_strategies(StrategyRegistry)
+namesake.register()

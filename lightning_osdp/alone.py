@@ -12,7 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,8 @@ NOT_HERE: dict[str, Any] = {
 }
 """Settings of the Trainer that would leave traces, or that speak of processes that are not there."""
 
-WISHES = ("memory_limit", "batch_size", "max_batch_size", "global_batch_size", "cluster", "cache")
+WISHES = ("memory_limit", "batch_size", "max_batch_size", "global_batch_size", "cluster", "sharding_group", "cache")
 """Arguments of ``OSDPStrategy`` that say what to plan."""
-
-
-SEARCH_WISHES = ("slice_granularity", "activation_checkpointing")
-"""Arguments of ``OSDPCallback`` that say what is not left to the search."""
 
 
 @dataclass(frozen=True)
@@ -86,17 +82,20 @@ class Recipe:
         return {name: given[name] for name in WISHES if given.get(name) is not None}
 
     @property
-    def search_wishes(self) -> Wishes:
-        """What it asks of the search by an OSDPCallback.
+    def callback_wishes(self) -> Wishes:
+        """What it asks of the search by its OSDPCallback; nothing if it has none.
 
         Raises:
-            ConfigurationError: an argument can't be used.
+            ConfigurationError: a value can't be used.
         """
         callbacks = self.trainer.get("callbacks") or []
-        for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
-            if isinstance(callback, Mapping) and str(callback.get("class_path")).endswith("OSDPCallback"):
-                given = callback.get("init_args") or {}
-                return Wishes.of(*(given.get(name, "auto") for name in SEARCH_WISHES))
+        for one in callbacks if isinstance(callbacks, list) else [callbacks]:
+            if isinstance(one, Mapping) and str(one.get("class_path")).endswith("OSDPCallback"):
+                given = one.get("init_args") or {}
+                patterns = given.get("activation_checkpointing", "auto")
+                return Wishes(
+                    given.get("slice_granularity", "auto"), tuple(patterns) if isinstance(patterns, list) else patterns
+                )
         return NO_WISHES
 
     @property
@@ -154,10 +153,11 @@ def plan_recipe(recipe: Recipe, devices: int | None = None, **wishes: Any) -> pl
         settings.positive("max_batch_size", wanted.get("max_batch_size")),
         settings.positive("global_batch_size", wanted.get("global_batch_size")),
     )
-    folder, search_wishes = planner.cache_folder(wanted.get("cache")), recipe.search_wishes
+    folder = planner.cache_folder(wanted.get("cache"))
+    search = replace(recipe.callback_wishes, sharding_group=wanted.get("sharding_group") or "auto")
 
     def work(trainer: pl.Trainer) -> planner.Outcome:
-        return _plan(trainer, cluster, device, rule, limit_bytes, folder, search_wishes)
+        return _plan(trainer, cluster, device, rule, limit_bytes, folder, search)
 
     outcome = _up_to_training(recipe, device, work)
     assert isinstance(outcome, planner.Outcome)
@@ -202,7 +202,7 @@ def _plan(
     rule: BatchRule,
     limit_bytes: int,
     cache: Path | None,
-    wishes: Wishes,
+    search: Wishes,
 ) -> planner.Outcome:
     """What ``OSDPStrategy`` does before training, with a cluster that is known."""
     module, precision = trainer.lightning_module, trainer.precision_plugin
@@ -216,7 +216,7 @@ def _plan(
     allowed = data.batch_rule(batch_size, wished, cluster.ranks)
     model_bytes = traced.description.parameter_bytes + traced.description.buffer_bytes
     on_device = model_bytes if device.type == "cpu" else 0
-    return planner.plan_alone(traced, cluster, device, allowed, limit_bytes, on_device, cache=cache, wishes=wishes)
+    return planner.plan_alone(traced, cluster, device, allowed, limit_bytes, on_device, cache=cache, wishes=search)
 
 
 class _Planning(SingleDeviceStrategy):

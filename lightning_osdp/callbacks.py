@@ -6,7 +6,7 @@ import pickle
 import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -49,11 +49,12 @@ class OSDPCallback(Callback):
 
     def __init__(
         self,
-        slice_granularity: int | str | dict[str, int] = "auto",
-        activation_checkpointing: bool | str | list[str] = "auto",
+        slice_granularity: Literal["auto"] | int | dict[str, int] = "auto",
+        activation_checkpointing: Literal["auto"] | bool | list[str] = "auto",
         progress_bar: bool = True,
     ) -> None:
-        self.wishes = Wishes.of(slice_granularity, activation_checkpointing)
+        patterns = activation_checkpointing
+        self.wishes = Wishes(slice_granularity, tuple(patterns) if isinstance(patterns, list) else patterns)
         self._progress_bar = progress_bar
         self._strategy: OSDPStrategy | None = None
         self._peak_flops: float | None = None
@@ -72,7 +73,7 @@ class OSDPCallback(Callback):
         self._strategy = trainer.strategy
         if stage == "fit":
             self._strategy.wishes = self.wishes
-            self._strategy.earlier_plan = _plan_in(self._strategy.resumed_from(trainer))
+            self._strategy.earlier_plan = self._plan_in(self._strategy.resumed_from(trainer))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -121,9 +122,30 @@ class OSDPCallback(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The plan in use, as JSON text."""
-        plan = self._strategy.execution_plan if self._strategy is not None else None
-        return {"plan": plan.to_json()} if plan is not None else {}
+        """The plan in use, as JSON text, and the wishes that it was made with."""
+        if self._strategy is None or self._strategy.execution_plan is None:
+            return {}
+        return {"plan": self._strategy.execution_plan.to_json(), "wishes": repr(self._strategy.search_wishes)}
+
+    def _plan_in(self, checkpoint: str | None) -> ExecutionPlan | None:
+        """The plan that an OSDPCallback with the same wishes left in a checkpoint; None if there is none to be read.
+
+        Nothing is lost without it: the run then makes a new plan. So what can't be read is a warning; loading the
+        checkpoint itself comes later, and says what is wrong with it.
+        """
+        if checkpoint is None:
+            return None
+        assert self._strategy is not None
+        try:
+            states = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True).get("callbacks", {})
+            ours: Mapping[str, Any] = states.get(self.state_key, {})
+            if "plan" not in ours or ours.get("wishes") != repr(self._strategy.search_wishes):
+                return None
+            return ExecutionPlan.from_json(ours["plan"], source=f"the plan in {checkpoint}")
+        except (OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, OSDPError) as error:
+            text = f"a new plan is made: the one in {checkpoint} can't be read ({error})"
+            warnings.warn(text, OSDPWarning, stacklevel=2)
+            return None
 
 
 def _callbacks(trainer: pl.Trainer) -> Sequence[Callback]:
@@ -140,24 +162,3 @@ def _peak_flops(trainer: pl.Trainer) -> float | None:
         warnings.simplefilter("ignore")  # an unknown device is no reason to worry: MFU is just not logged
         found = get_available_flops(trainer.strategy.root_device, dtype)
     return float(found) if found else None
-
-
-def _plan_in(checkpoint: str | None) -> ExecutionPlan | None:
-    """The plan that an OSDPCallback left in a checkpoint; None if there is none that can be read.
-
-    Nothing is lost without it: the run then makes a new plan. So what can't be read is a warning; loading the
-    checkpoint itself comes later, and says what is wrong with it.
-    """
-    if checkpoint is None:
-        return None
-    try:
-        states = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True).get("callbacks", {})
-        text = next((state["plan"] for state in _ours(states) if "plan" in state), None)
-        return ExecutionPlan.from_json(text, source=f"the plan in {checkpoint}") if text is not None else None
-    except (OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, OSDPError) as error:
-        warnings.warn(f"a new plan is made: the one in {checkpoint} can't be read ({error})", OSDPWarning, stacklevel=2)
-        return None
-
-
-def _ours(states: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [state for key, state in states.items() if key == OSDPCallback().state_key]

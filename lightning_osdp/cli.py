@@ -1,4 +1,4 @@
-"""The command line: ``osdp profile | plan | explain | diff | simulate``.
+"""The command line: ``osdp profile | plan | explain | diff | simulate | consolidate``, and LightningCLI's ``osdp fit``.
 
 Exit status: 0 done, 1 nothing fits under the memory limit, 2 bad usage or bad input (one line on the standard error
 stream says what). With ``--json`` the standard output is one JSON document and nothing else.
@@ -18,7 +18,7 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from rich.console import Console
 
-from lightning_osdp import alone, local, report, settings
+from lightning_osdp import alone, local, report, settings, training
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPError, OSDPWarning
 from lightning_osdp.planning import compare, explain, hardware
 from lightning_osdp.planning.cluster import Cluster
@@ -27,6 +27,7 @@ from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule
 from lightning_osdp.planning.simulate import SimulatedPoint, simulate
 from lightning_osdp.planning.units import format_bytes, format_seconds, parse_bytes
+from lightning_osdp.sharding import checkpoint
 
 DONE, INFEASIBLE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -71,6 +72,10 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _run(args: list[str] | None) -> int:
+    words = sys.argv[1:] if args is None else args
+    if words and words[0] in training.SUBCOMMANDS:
+        training.run(words)
+        return DONE
     try:
         given = _parser().parse_args(args)
     except SystemExit as end:  # of --help
@@ -88,7 +93,10 @@ def _run(args: list[str] | None) -> int:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
-        prog="osdp", description="Plans sharded data parallel training, and tells why.", exit_on_error=False
+        prog="osdp",
+        description="Plans sharded data parallel training, and tells why.",
+        epilog=f"osdp {' | '.join(training.SUBCOMMANDS)} train as LightningCLI does, with this strategy (--help: how).",
+        exit_on_error=False,
     )
     subcommands = parser.add_subcommands(required=True, dest="command")
     for name, command in COMMANDS.items():
@@ -290,11 +298,30 @@ def _write_page(path: str, model: ModelDescription, points: Sequence[SimulatedPo
     _write(path, pictures.html(largest, model=model, points=points))
 
 
+# -- consolidate -------------------------------------------------------------------------------------------------------
+
+
+def _consolidate_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("folder", type=str, help="a checkpoint saved with save_format='sharded'")
+    parser.add_argument("file", type=str, help="the ordinary checkpoint to write")
+    parser.add_argument(
+        "--trusted", action="store_true", help="let the folder hold any Python object, which may run code"
+    )
+
+
+def _consolidate(given: Namespace) -> None:
+    checkpoint.consolidate(Path(given.folder), Path(given.file), weights_only=not given.trusted)
+    size = Path(given.file).stat().st_size
+    facts = {"file": given.file, "bytes": size}
+    _print(json.dumps(facts, indent=2) if given.json else f"{given.file}: {format_bytes(size)}")
+
+
 COMMANDS = {
     "profile": Command("Measure the links between this machine's devices.", _profile_arguments, _profile),
     "plan": Command("Plan what a LightningCLI configuration trains.", _plan_arguments, _plan),
     "explain": Command("Say why a plan is what it is.", _explain_arguments, _explain),
     "diff": Command("Say how two plans differ.", _diff_arguments, _diff),
+    "consolidate": Command("Make one ordinary checkpoint of a sharded one.", _consolidate_arguments, _consolidate),
     "simulate": Command("Plan for hardware that is not here.", _simulate_arguments, _simulate),
 }
 """Every command by its name; a further one is a row here and its two functions."""

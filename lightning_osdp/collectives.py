@@ -19,21 +19,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_osdp.errors import OSDPError
+from lightning_osdp.planning.topology import DIRECT_BYTES
+
+Result = TypeVar("Result")
 
 PIECE_BYTES = 2 << 20
 """Of one message. [empirical, gloo: 0.25 MiB is up to 2 times slower, 4 MiB leaves a 2 Gbit/s link idle at times]"""
 
 PIECES_AT_ONCE = 2
 """Pieces of a reduce-scatter on their way round the ring together."""
-
-SMALL_BYTES = 1 << 20
-"""Whole tensors up to this size are exchanged in one round instead of N - 1 when N > 2. [empirical, gloo, 4 ranks on
-2 cores: 256 KiB 4.5 -> 1.4 ms, 4 MiB no difference]"""
 
 SMALL_GATHER_BYTES = 2 << 20
 """Whole tensors up to this size are gathered by the backend itself, which wakes fewer threads. [empirical, gloo,
@@ -169,7 +170,7 @@ def reduce_scatter(output_shard: Tensor, whole_flat: Tensor, group: dist.Process
     with torch.no_grad(), WAITED.running():
         if whole_flat.device.type != "cpu":
             _native_reduce_scatter(output_shard, whole_flat, group=group)
-        elif group.size() > 2 and whole_flat.nbytes <= SMALL_BYTES:
+        elif group.size() > 2 and whole_flat.nbytes <= DIRECT_BYTES:
             _direct_reduce_scatter(output_shard, whole_flat, group)
         else:
             _ring_reduce_scatter(output_shard, whole_flat, group)
@@ -325,3 +326,26 @@ def _direct_reduce_scatter(output_shard: Tensor, whole_flat: Tensor, group: dist
     output_shard.copy_(addends[(rank + 1) % ranks])
     for step in range(2, ranks + 1):
         output_shard.add_(addends[(rank + step) % ranks])
+
+
+def on_all_ranks(group: Any, work: Callable[[], Result]) -> Result:
+    """Runs ``work`` on every rank; if it fails on any, every rank raises, so that none is left waiting.
+
+    A rank raises its own error if it has one, else an ``OSDPError`` that names the rank that failed and its error
+    (the same error if it is one of this package's).
+    """
+    error: Exception | None = None
+    result: Result | None = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    known = error if error is None or isinstance(error, OSDPError) else OSDPError(f"{type(error).__name__}: {error}")
+    everyone: list[OSDPError | None] = [None] * group.size()
+    dist.all_gather_object(everyone, known, group=group)
+    if error is not None:
+        raise error
+    for rank, theirs in enumerate(everyone):
+        if theirs is not None:
+            raise theirs if type(theirs) is not OSDPError else OSDPError(f"rank {rank} failed: {theirs}")
+    return result  # type: ignore[return-value]

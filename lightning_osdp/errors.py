@@ -6,7 +6,8 @@ OSDPError
 ├── InfeasibleError (ValueError)      nothing fits under the memory limit
 ├── OutOfMemoryError (RuntimeError)   a rank ran out of memory while it trained: says what to set next
 ├── TraceError (RuntimeError)         the module's training_step can't be read on fake tensors
-└── ShardingError (RuntimeError)      a plan can't be applied to this module
+├── ShardingError (RuntimeError)      a plan can't be applied to this module
+└── CheckpointError (RuntimeError)    a checkpoint can't be written, or is damaged, foreign, or of another model
 
 Warnings: OSDPWarning (UserWarning).
 """
@@ -55,6 +56,10 @@ class TraceError(OSDPError, RuntimeError):
 
 class ShardingError(OSDPError, RuntimeError):
     """A plan can't be applied to this module."""
+
+
+class CheckpointError(OSDPError, RuntimeError):
+    """A checkpoint that can't be written, or that is damaged, foreign, or of another model."""
 
 
 class OSDPWarning(UserWarning):

@@ -15,7 +15,8 @@ its way, the one before is gathered (or the next one summed) inside the node.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -99,6 +100,11 @@ class Levels:
         columns = [ranks[place::per_node] for place in range(per_node)]
         return cls(world, _one_of(rows, world), _one_of(columns, world))
 
+    def destroy(self) -> None:
+        """Ends the groups inside nodes and between them. Collective."""
+        dist.destroy_process_group(self.node)
+        dist.destroy_process_group(self.across)
+
     @property
     def nodes(self) -> int:
         """How many there are."""
@@ -108,6 +114,28 @@ class Levels:
     def per_node(self) -> int:
         """Ranks of each node."""
         return int(self.node.size())
+
+
+class NodeLayout(NamedTuple):
+    """Which ranks share a node."""
+
+    sizes: tuple[int, ...]
+    """Ranks that stand one after the other on one node, in the order of ranks."""
+    even: bool
+    """Whether these are all of each node's, and equally many on each."""
+
+
+def node_layout(world: Any, node_rank: int) -> NodeLayout:
+    """Asks all ranks which node they are on. Collective.
+
+    Args:
+        world: all ranks.
+        node_rank: which node this rank is on, as the cluster environment says.
+    """
+    everyone: list[int] = [0] * world.size()
+    dist.all_gather_object(everyone, node_rank, group=world)
+    sizes = tuple(len(list(run)) for _, run in groupby(everyone))
+    return NodeLayout(sizes, even=len(set(sizes)) == 1 and len(sizes) == len(set(everyone)))
 
 
 def duplicate(group: Any) -> Any:
@@ -182,8 +210,9 @@ class TwoStage:
             last = step == nodes - 1
             hop = [] if last else [self._send(column[current], step), self._receive(column[following], step)]
             collectives.all_gather(rows[current].view(-1), column[current], self.levels.node)
-            for work in hop:
-                work.wait()
+            with collectives.WAITED.running():
+                for work in hop:
+                    work.wait()
 
     def _scatter_in_turn(self, output_shard: Tensor, rows: Tensor) -> None:
         """Node m + 1 begins the sum for node m, and every node on the way adds its own: a ring of nodes."""
@@ -199,13 +228,15 @@ class TwoStage:
             partial = output_shard if step == nodes else sums[step % len(sums)]
             collectives.reduce_scatter(partial, rows[(node - step) % nodes], self.levels.node)
             if received is not None:
-                received.wait()
-                partial.add_(arriving)
+                with collectives.WAITED.running():
+                    received.wait()
+                    partial.add_(arriving)
             if step < nodes:
                 sent[step] = self._send(partial, step)
                 received = self._receive(arriving, step)
-        for work in sent.values():
-            work.wait()
+        with collectives.WAITED.running():
+            for work in sent.values():
+                work.wait()
 
     def _gather_by_backend(self, rows: Tensor, shard: Tensor) -> None:
         column = shard.new_empty(self.levels.nodes, shard.numel())  # (n, S)

@@ -24,10 +24,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_osdp import collectives
-from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, PlanMismatchError, TraceError
+from lightning_osdp.errors import ConfigurationError, OSDPWarning, PlanMismatchError, TraceError
+from lightning_osdp.levels import Levels as LevelGroups
+from lightning_osdp.levels import node_layout
 from lightning_osdp.planning.caching_allocator import margin_bytes, staying_tensors
-from lightning_osdp.planning.calibration import Correction, corrected_compute, corrected_link
-from lightning_osdp.planning.cluster import NO_OVERHEAD, Cluster, CollectiveFit, ComputeTimes, EngineOverhead, Link
+from lightning_osdp.planning.calibration import Correction, corrected_cluster, corrected_compute
+from lightning_osdp.planning.cluster import (
+    NO_OVERHEAD,
+    Cluster,
+    CollectiveFit,
+    ComputeTimes,
+    EngineOverhead,
+    Levels,
+    Link,
+)
 from lightning_osdp.planning.operators import Frozen
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
@@ -56,6 +66,8 @@ class Measurements(Frozen):
     """What is kept on disk between runs."""
 
     link: Link
+    levels: Levels | None = None
+    """Where there are several nodes of several ranks."""
     compute: ComputeTimes
     engine: EngineOverhead = NO_OVERHEAD
     correction: Correction = NO_CORRECTION
@@ -68,13 +80,35 @@ class Ranks:
 
     Attributes:
         group: their process group.
-        nodes: machines.
+        nodes: machines with equally many of them; 1 if they differ.
         device: this rank's device.
+        uneven: ranks of each machine, if they differ.
     """
 
     group: Any
     nodes: int
     device: torch.device
+    uneven: tuple[int, ...] = ()
+
+    @classmethod
+    def on_nodes(cls, group: Any, node_rank: int, device: torch.device) -> Ranks:
+        """Asks all ranks which machine they are on. Collective."""
+        sizes, even = node_layout(group, node_rank)
+        if even:
+            return cls(group, len(sizes), device)
+        if group.rank() == 0:
+            warnings.warn(
+                f"ranks are spread over nodes as {', '.join(map(str, sizes))} (in the order of ranks): operators are "
+                "sharded over all ranks only. Sharding inside nodes needs equally many on each, numbered node by node",
+                OSDPWarning,
+                stacklevel=2,
+            )
+        return cls(group, 1, device, uneven=sizes)
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether a machine has neither one of them nor all."""
+        return 1 < self.nodes < self.count
 
     @property
     def count(self) -> int:
@@ -102,26 +136,8 @@ class Outcome:
 
 
 def on_all_ranks(ranks: Ranks, work: Callable[[], Result]) -> Result:
-    """Runs ``work`` on every rank; if it fails on any, every rank raises, so that none is left waiting.
-
-    A rank raises its own error if it has one, else an ``OSDPError`` that names the rank that failed and its error
-    (the same error if it is one of this package's).
-    """
-    error: Exception | None = None
-    result: Result | None = None
-    try:
-        result = work()
-    except Exception as caught:
-        error = caught
-    known = error if error is None or isinstance(error, OSDPError) else OSDPError(f"{type(error).__name__}: {error}")
-    everyone: list[OSDPError | None] = [None] * ranks.count
-    dist.all_gather_object(everyone, known, group=ranks.group)
-    if error is not None:
-        raise error
-    for rank, theirs in enumerate(everyone):
-        if theirs is not None:
-            raise theirs if type(theirs) is not OSDPError else OSDPError(f"rank {rank} failed: {theirs}")
-    return result  # type: ignore[return-value]
+    """See ``collectives.on_all_ranks``."""
+    return collectives.on_all_ranks(ranks.group, work)
 
 
 def describe(
@@ -187,7 +203,7 @@ def measure_and_plan(
     def decide() -> str:
         if not ranks.is_first:
             return ""
-        hardware = cluster or this_cluster(ranks, measured.link, measured.engine)
+        hardware = cluster or this_cluster(ranks, measured.link, measured.levels, measured.engine)
         return make_plan(_problem(traced, hardware, measured, limit, used, wishes), rule).to_json()
 
     text = [on_all_ranks(ranks, decide)]
@@ -208,12 +224,11 @@ def still_right(
     ranks: Ranks,
     rule: BatchRule,
     memory_limit_bytes: int,
-    wishes: Wishes,
 ) -> ExecutionPlan | None:
     """The first rank's ``plan`` on every rank, if a run like this one made it; else None on every rank.
 
-    It must be for this model, this kind and number of devices, within the memory limit, and one of the plans that
-    ``rule`` and ``wishes`` allow.
+    It must be for this model, this kind and number of devices, within the memory limit, and with a batch size that
+    ``rule`` allows.
     """
     text = [plan.to_json() if plan is not None and ranks.is_first else None]
     dist.broadcast_object_list(text, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
@@ -230,21 +245,16 @@ def still_right(
     same = all(getattr(here, name) == getattr(there, name) for name in ("nodes", "device", "backend"))
     fits = earlier.predicted.peak_memory_bytes <= -int(limit)
     allowed = (earlier.batch_size, earlier.accumulate_grad_batches) in set(rule.pairs(ranks.count))
-    return earlier if same and fits and allowed and wishes.allow(earlier) else None
+    return earlier if same and fits and allowed else None
 
 
 def _problem(
-    traced: Trace,
-    cluster: Cluster,
-    measured: Measurements,
-    limit_bytes: int,
-    overhead_bytes: int,
-    wishes: Wishes,
+    traced: Trace, cluster: Cluster, measured: Measurements, limit_bytes: int, overhead_bytes: int, wishes: Wishes
 ) -> Problem:
     correction = measured.correction
     return Problem(
         traced.description,
-        cluster.model_copy(update={"link": corrected_link(cluster.link, correction)}),
+        corrected_cluster(cluster, correction),
         corrected_compute(measured.compute, correction),
         limit_bytes,
         max(0, overhead_bytes + correction.memory_bytes),
@@ -289,7 +299,7 @@ def plan_alone(
         with progress(True, ("compute",)) as advance:
             shown = partial(advance, "compute")
             times = compute.measure(traced, device, progress=shown, wishes=wishes)
-        known, from_cache = Measurements(link=cluster.link, compute=times), False
+        known, from_cache = Measurements(link=cluster.link, levels=cluster.levels, compute=times), False
         if files:
             _write(files[-1], known.model_dump_json())
     else:
@@ -307,15 +317,19 @@ def not_for_the_model(traced: Trace, device: torch.device, model_bytes: int) -> 
     return overhead(device, model_bytes) + margin
 
 
-def this_cluster(ranks: Ranks, link: Link, engine: EngineOverhead = NO_OVERHEAD) -> Cluster:
+def this_cluster(
+    ranks: Ranks, link: Link, levels: Levels | None = None, engine: EngineOverhead = NO_OVERHEAD
+) -> Cluster:
     """The hardware that this run is on, with its links and the engine's overhead as measured."""
     backend = dist.get_backend(ranks.group)
     return Cluster(
         nodes=ranks.nodes,
         devices_per_node=ranks.count // ranks.nodes,
+        uneven=ranks.uneven,
         device=device_name(ranks.device),
         backend=backend,
         link=link,
+        levels=levels,
         reduce_copy=collectives.reduce_copy(backend, ranks.count),
         engine=engine,
     )
@@ -343,30 +357,46 @@ def default_cache() -> Path:
 def _measurements(
     traced: Trace, ranks: Ranks, cluster: Cluster | None, cache: Path | None, wishes: Wishes
 ) -> tuple[Measurements, bool, Path | None]:
-    here = this_cluster(ranks, cluster.link if cluster is not None else NO_LINK)
+    here = this_cluster(ranks, NO_LINK)
     file = cache / f"{_key(traced, ranks.device, here, wishes)}.json" if cache is not None else None
     known = [_read(file) if ranks.is_first and file is not None else None]
     dist.broadcast_object_list(known, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
-    if known[0] is not None and (cluster is not None or _still_true(known[0].link, ranks)):
+    stored = known[0]
+    if stored is not None and (cluster is not None or _still_true(stored, ranks)):
         on_all_ranks(ranks, lambda: compute.warm_up(traced, ranks.device))
-        return known[0], True, file
+        engine_overhead.warm_up(ranks.group, ranks.device)
+        return stored, True, file
     with progress(ranks.is_first, ("network", "compute")) as advance:
-        link = (
-            cluster.link
-            if cluster is not None
-            else network.measure(
-                ranks.group, ranks.device, progress=lambda done, total: advance("network", done, total)
-            )
-        )
+        link, levels = (cluster.link, cluster.levels) if cluster is not None else measure_links(ranks, advance)
         times = on_all_ranks(
             ranks,
             lambda: compute.measure(traced, ranks.device, progress=partial(advance, "compute"), wishes=wishes),
         )
+    engine_overhead.warm_up(ranks.group, ranks.device)
     engine = cluster.engine if cluster is not None else engine_overhead.measure(ranks.group, ranks.device)
-    measured = Measurements(link=link, compute=_slowest(times, ranks), engine=engine)
+    measured = Measurements(link=link, levels=levels, compute=_slowest(times, ranks), engine=engine)
     if ranks.is_first and file is not None:
         _write(file, measured.model_dump_json())
     return measured, False, file
+
+
+def measure_links(ranks: Ranks, advance: Callable[[str, int, int], None]) -> tuple[Link, Levels | None]:
+    """The links of all ranks together, and those of nodes where there are two levels. Collective."""
+    kinds = 2 if ranks.two_levels else 1
+
+    def link_progress(done: int, total: int) -> None:
+        advance("network", done, kinds * total)
+
+    def levels_progress(done: int, total: int) -> None:
+        advance("network", total + done, 2 * total)
+
+    link = network.measure(ranks.group, ranks.device, progress=link_progress)
+    if not ranks.two_levels:
+        return link, None
+    groups = LevelGroups.of(ranks.group, ranks.nodes)
+    levels = network.measure_levels(groups, ranks.device, progress=levels_progress)
+    groups.destroy()
+    return link, levels
 
 
 def _slowest(times: ComputeTimes, ranks: Ranks) -> ComputeTimes:
@@ -380,8 +410,10 @@ def _slowest(times: ComputeTimes, ranks: Ranks) -> ComputeTimes:
     return max(everyone, key=total)  # type: ignore[no-any-return]
 
 
-def _still_true(link: Link, ranks: Ranks) -> bool:
-    """Whether one all-gather takes about as long as the cached fit says."""
+def _still_true(known: Measurements, ranks: Ranks) -> bool:
+    """Whether all that is needed was measured, and one all-gather takes about as long as the cached fit says."""
+    if ranks.two_levels and known.levels is None:
+        return False
     if ranks.count == 1:
         return True
     part = torch.zeros((4 << 20) // 4 // ranks.count, device=ranks.device)
@@ -396,7 +428,7 @@ def _still_true(link: Link, ranks: Ranks) -> bool:
         seconds.append(time.perf_counter() - start)
     taken = torch.tensor(min(seconds[1:]), device=ranks.device)
     dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=ranks.group)
-    expected = link.all_gather.time_s(4 << 20, ranks.count)
+    expected = known.link.all_gather.time_s(4 << 20, ranks.count)
     return expected <= PROBE_TOLERANCE * float(taken) and float(taken) <= PROBE_TOLERANCE * expected
 
 
@@ -416,7 +448,7 @@ def _key(traced: Trace, device: torch.device, cluster: Cluster, wishes: Wishes, 
     facts = {
         "host": platform.node(),
         "device": name,
-        "ranks": [cluster.ranks, cluster.nodes],
+        "ranks": [cluster.ranks, cluster.nodes, *cluster.uneven],
         "threads": torch.get_num_threads(),
         "backend": cluster.backend,
         "torch": torch.__version__,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,7 +26,6 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -34,8 +35,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_osdp import planner, precision, report, settings, shortage, signals, summary
+from lightning_osdp.checkup import Checkup
 from lightning_osdp.data import TrainData, read_data, resize
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.failures import check_same
 from lightning_osdp.launch import Launcher
 from lightning_osdp.planning.calibration import Correction, MeasuredStep
 from lightning_osdp.planning.cluster import Cluster
@@ -44,15 +47,16 @@ from lightning_osdp.planning.schedule import BatchRule
 from lightning_osdp.planning.units import parse_bytes
 from lightning_osdp.planning.wishes import Wishes
 from lightning_osdp.profiling import memory
+from lightning_osdp.saving import SavingStrategy
+from lightning_osdp.sharding.checkpoint import Checkpoints
 from lightning_osdp.sharding.fairscale import FairScaleEngine
 from lightning_osdp.sharding.initialise import Initialiser, check_initialisable, is_meta
-from lightning_osdp.watch import Watch
 
 PLAN_FILE = "osdp_plan.json"
 """Name of the plan in the trainer's log directory."""
 
 
-class OSDPStrategy(ParallelStrategy):
+class OSDPStrategy(SavingStrategy):
     """Optimal sharded data parallelism (Jiang et al., arXiv 2209.13258) as a Lightning strategy.
 
     Before training it reads the module's training step, measures the hardware, searches the batch size and for each
@@ -65,7 +69,11 @@ class OSDPStrategy(ParallelStrategy):
         global_batch_size: if given, batch size x accumulation x ranks makes exactly this.
         plan: a plan, or the path of one, to use as it is: nothing is profiled or searched.
         cluster: hardware that is known already, or the path of its JSON: links are not measured.
+        sharding_group: where there are several nodes: ``"auto"`` chooses for each operator whether it is sharded over
+            all ranks or over those of its node (gradients are then averaged between nodes), ``"world"`` and
+            ``"node"`` allow one of them.
         engine: what carries the plan out; ``"fairscale"`` is the only one.
+        save_format: ``"full"`` saves one ordinary file; ``"sharded"`` a folder that every rank writes its part of.
         cache: folder for measurements; None for the user's cache folder, ``""`` to keep none.
         timeout: of the process group; 30 minutes if None.
         process_group_backend: default: NCCL on CUDA, gloo on the CPU.
@@ -87,7 +95,9 @@ class OSDPStrategy(ParallelStrategy):
         global_batch_size: int | None = None,
         plan: str | Path | ExecutionPlan | None = None,
         cluster: str | Path | Cluster | None = None,
+        sharding_group: str = "auto",
         engine: str = "fairscale",
+        save_format: str = "full",
         cache: str | Path | None = None,
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
@@ -109,20 +119,25 @@ class OSDPStrategy(ParallelStrategy):
         self._max_batch_size = settings.positive("max_batch_size", max_batch_size)
         self._global_batch_size = settings.positive("global_batch_size", global_batch_size)
         self._given_plan, self._given_cluster = plan, cluster
+        self._sharding_group = Wishes(sharding_group=sharding_group).sharding_group
         if engine != "fairscale":
             raise ConfigurationError(f"engine={engine!r} is not known: the only one is 'fairscale'")
+        self._checkpoints = Checkpoints(save_format)
+        self._engine: FairScaleEngine | None = None
         self._cache = planner.cache_folder(cache)
         self._timeout = timeout or timedelta(minutes=30)
         self._process_group_backend = process_group_backend
         self._num_nodes = 1
-        self._engine: FairScaleEngine | None = None
         self._plan: ExecutionPlan | None = None
-        self._watch: Watch | None = None
+        self._checkup: Checkup | None = None
         self._outcome: planner.Outcome | None = None
         self.wishes = Wishes()
         """What may be split and recomputed; set by OSDPCallback before planning."""
         self.earlier_plan: ExecutionPlan | None = None
         """A plan to use again if it still fits (from the checkpoint to resume from); set by OSDPCallback."""
+
+    def __repr__(self) -> str:
+        return "<OSDPStrategy for lightning.pytorch.Trainer>"  # pytorch_lightning's says that it can't use this
 
     # What the Trainer asks for while it is built
 
@@ -159,7 +174,7 @@ class OSDPStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
     def execution_plan(self) -> ExecutionPlan | None:
@@ -167,9 +182,14 @@ class OSDPStrategy(ParallelStrategy):
         return self._plan
 
     @property
+    def search_wishes(self) -> Wishes:
+        """All that is not left to the search: the callback's wishes and the strategy's own."""
+        return replace(self.wishes, sharding_group=self._sharding_group)
+
+    @property
     def measured(self) -> MeasuredStep | None:
         """Step time and peak memory of this rank's training so far; None until enough steps were made."""
-        return self._watch.measured if self._watch is not None else None
+        return self._checkup.measured if self._checkup is not None else None
 
     def resumed_from(self, trainer: pl.Trainer) -> str | None:
         """Path of the checkpoint that ``fit`` will resume from, known before it is loaded; None if it starts anew."""
@@ -200,6 +220,7 @@ class OSDPStrategy(ParallelStrategy):
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
         device_id = self.root_device if self.root_device.type != "cpu" else None
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+        self._start_watch(self._timeout)
 
     # Planning and applying
 
@@ -210,6 +231,7 @@ class OSDPStrategy(ParallelStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         settings.evaluate_without_inference_mode(trainer)
+        self._collect_when_saving(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             if self._engine is None:
                 self._set_up_evaluation()
@@ -224,7 +246,7 @@ class OSDPStrategy(ParallelStrategy):
             self._engine.take_in(self.optimizers)
         self.setup_precision_plugin()
         _optimizers_to_device(self.optimizers, self.root_device)
-        self._watch = self._new_watch()
+        self._checkup = self._new_checkup()
 
     def _set_up_evaluation(self) -> None:
         """The whole module on every rank, with the first one's values."""
@@ -239,7 +261,7 @@ class OSDPStrategy(ParallelStrategy):
         """Recipe: find a plan, check it, resize the batch, make optimizers, apply, tell."""
         module = self.lightning_module
         assert module is not None
-        ranks = planner.Ranks(dist.group.WORLD, self.num_nodes, self.root_device)
+        ranks = planner.Ranks.on_nodes(dist.group.WORLD, self.node_rank, self.root_device)
         given = planner.on_all_ranks(ranks, lambda: self._given(trainer))
         self.model = self.precision_plugin.convert_module(module)
         with isolate_rng():  # planning must not change what the run's own random numbers are
@@ -248,6 +270,7 @@ class OSDPStrategy(ParallelStrategy):
             self._outcome = self._find_plan(trainer, ranks, given, data, batch, batch_size)
             data.forget_loader()
         self._plan = plan = self._outcome.plan
+        check_same(ranks.group, "the plan", hashlib.sha256(plan.to_json().encode()).hexdigest()[:12])
         engine = FairScaleEngine(self.root_device, ranks.group)
         planner.on_all_ranks(ranks, lambda: engine.check(module, plan))
         if plan.batch_size != batch_size:
@@ -282,15 +305,16 @@ class OSDPStrategy(ParallelStrategy):
         assert module is not None
         device = self.root_device
         traced = planner.on_all_ranks(ranks, lambda: planner.describe(module, batch, batch_size, device, context))
+        check_same(ranks.group, "the model (fingerprint)", traced.description.fingerprint[:12])
         if given is not None:
-            planner.on_all_ranks(ranks, lambda: given.check(traced.description, ranks.count))
+            planner.on_all_ranks(ranks, lambda: given.check(traced.description, ranks.count, ranks.nodes))
             return planner.Outcome(given)
         rule = planner.on_all_ranks(ranks, lambda: self._batch_rule(trainer, data, batch_size))
         cluster = planner.on_all_ranks(ranks, lambda: settings.read_cluster(self._given_cluster))
         tensors = [*module.parameters(), *module.buffers()]
         model_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
         limit = self._memory_limit or memory.memory_limit(device, self.num_processes)
-        earlier = planner.still_right(self.earlier_plan, traced, ranks, rule, limit, self.wishes)
+        earlier = planner.still_right(self.earlier_plan, traced, ranks, rule, limit)
         if earlier is not None:
             return planner.Outcome(earlier)
         return planner.measure_and_plan(
@@ -301,7 +325,7 @@ class OSDPStrategy(ParallelStrategy):
             model_bytes,
             cluster=cluster,
             cache=self._cache,
-            wishes=self.wishes,
+            wishes=self.search_wishes,
         )
 
     def _given(self, trainer: pl.Trainer) -> ExecutionPlan | None:
@@ -317,13 +341,13 @@ class OSDPStrategy(ParallelStrategy):
         wished = BatchRule(self._batch_size, self._max_batch_size, self._global_batch_size, accumulation)
         return data.batch_rule(batch_size, wished, self.world_size, quiet=not self.is_global_zero)
 
-    def _new_watch(self) -> Watch:
+    def _new_checkup(self) -> Checkup:
         assert self._plan is not None
         correction, file = Correction(), None
         if self._outcome is not None:
             correction, file = self._outcome.correction, self._outcome.file
         keep = partial(planner.remember, file) if file is not None else None
-        return Watch(self._plan, planner.Ranks(dist.group.WORLD, self.num_nodes, self.root_device), correction, keep)
+        return Checkup(self._plan, planner.Ranks(dist.group.WORLD, self.num_nodes, self.root_device), correction, keep)
 
     def _tell(self, trainer: pl.Trainer, table: Any) -> None:
         folder = trainer.log_dir  # a broadcast: on every rank
@@ -357,8 +381,8 @@ class OSDPStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._engine is not None
-        assert self._watch is not None
-        self._watch.begin()
+        assert self._checkup is not None
+        self._checkup.begin()
         self._engine.before_forward()
         with self._shortage_explained():
             return super().training_step(*args, **kwargs)
@@ -372,7 +396,7 @@ class OSDPStrategy(ParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Completes the reductions, updates, and frees the gradients at once."""
         assert self._engine is not None
-        assert self._watch is not None
+        assert self._checkup is not None
         assert self.lightning_module is not None
         self._engine.before_optimizer_step(optimizer)
         with self._shortage_explained():
@@ -381,7 +405,7 @@ class OSDPStrategy(ParallelStrategy):
         if self.lightning_module.automatic_optimization:
             # Lightning frees gradients only after the next forward, where they would add to the activations.
             optimizer.zero_grad(set_to_none=True)
-        self._watch.end()
+        self._checkup.end()
         return result
 
     def _shortage_explained(self) -> AbstractContextManager[None]:
@@ -406,48 +430,14 @@ class OSDPStrategy(ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         """Prints what was predicted beside what was measured on the slowest rank."""
-        assert self._watch is not None
-        self._watch.tell()
+        assert self._checkup is not None
+        self._checkup.tell()
 
     # State
 
     def summon_full_params(self, module: Any = None, writeback: bool = True) -> AbstractContextManager[None]:
         """Within it, parameters (of ``module`` alone, if given) are whole. See ``Engine.whole_parameters``."""
         return self._engine.whole_parameters(module, writeback) if self._engine is not None else nullcontext()
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self._engine.model_state() if self._engine is not None else super().lightning_module_state_dict()
-
-    @override
-    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        if self._engine is None:
-            super().load_model_state_dict(checkpoint, strict)
-        else:
-            self._engine.load_model_state(checkpoint["state_dict"], strict)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self._engine is not None
-        return self._engine.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Loads whole states, saved under any plan."""
-        assert self._engine is not None
-        states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
-            raise ConfigurationError(
-                f"the checkpoint holds the state of {len(states)} optimizers, the module has {len(self.optimizers)}"
-            )
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            self._engine.load_optimizer_state(optimizer, state)
-        _optimizers_to_device(self.optimizers, self.root_device)
 
     # Collectives that Lightning and users call
 
@@ -478,6 +468,7 @@ class OSDPStrategy(ParallelStrategy):
         # Not the base class's: it moves parameters to the CPU, away from what the units know of them.
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        self._stop_watch()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_osdp.levels import Levels, OneStage, TwoStage
+from lightning_osdp.levels import Levels, NodeLayout, OneStage, TwoStage, node_layout
 from tests.ranks import run_ranks
 from tests.test_collectives import inputs
 
@@ -72,10 +73,25 @@ def exercise(rank: int, world_size: int, nodes: int) -> list[str]:
     return failed
 
 
-def exercise_all(rank: int, world_size: int) -> dict[int, list[str]]:
-    """Failed checks by number of nodes: one rank each, several of several ranks, all ranks on one."""
-    return {nodes: exercise(rank, world_size, nodes) for nodes in (1, 2, 3, 6)}
+LAYOUTS = {"even": [0, 0, 0, 1, 1, 1], "uneven": [0, 0, 1, 1, 1, 1], "cyclic": [0, 1, 0, 1, 0, 1]}
+"""Which node each of six ranks is on."""
 
 
-def test_two_stages_give_what_one_stage_gives():
-    assert run_ranks(exercise_all, 6) == [{1: [], 2: [], 3: [], 6: []}] * 6
+def everything(rank: int, world_size: int) -> tuple[dict[int, list[str]], dict[str, NodeLayout]]:
+    """Failed checks by number of nodes: one rank each, several of several ranks, all ranks on one. Sizes of nodes."""
+    failed = {nodes: exercise(rank, world_size, nodes) for nodes in (1, 2, 3, 6)}
+    return failed, {name: node_layout(dist.group.WORLD, nodes[rank]) for name, nodes in LAYOUTS.items()}
+
+
+@pytest.fixture(scope="module")
+def results() -> list[tuple[dict[int, list[str]], dict[str, NodeLayout]]]:
+    return run_ranks(everything, 6)
+
+
+def test_two_stages_give_what_one_stage_gives(results):
+    assert [failed for failed, _ in results] == [{1: [], 2: [], 3: [], 6: []}] * 6
+
+
+def test_nodes_are_counted_in_the_order_of_ranks(results):
+    expected = {"even": ((3, 3), True), "uneven": ((2, 4), False), "cyclic": ((1, 1, 1, 1, 1, 1), False)}
+    assert [layouts for _, layouts in results] == [expected] * 6

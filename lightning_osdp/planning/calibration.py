@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
+from typing import TypeVar
 
-from lightning_osdp.planning.cluster import CollectiveFit, ComputeTimes, Link, OperatorTime
+from lightning_osdp.planning.cluster import Cluster, CollectiveFit, ComputeTimes, OperatorTime
 from lightning_osdp.planning.operators import Frozen, Line
 from lightning_osdp.planning.plan import ExecutionPlan
+
+FrozenValue = TypeVar("FrozenValue", bound=Frozen)
 
 MOST = 2.0
 """No run changes a prediction by more than this factor: a machine that was busy teaches little."""
@@ -98,15 +101,20 @@ def _scaled_time(time: OperatorTime, factor: float) -> OperatorTime:
     return OperatorTime(forward=_scaled(time.forward, factor), backward=_scaled(time.backward, factor), splits=splits)
 
 
-def corrected_link(link: Link, correction: Correction) -> Link:
-    """The same link, every collective by the factor on communication."""
+def corrected_cluster(cluster: Cluster, correction: Correction) -> Cluster:
+    """The same hardware, every collective by the factor on communication."""
+    return _slower(cluster, correction.communication)
 
-    def scaled(fit: CollectiveFit) -> CollectiveFit:
-        factor = correction.communication
-        return fit.model_copy(update={"latency_s": fit.latency_s * factor, "s_per_byte": fit.s_per_byte * factor})
 
-    fits = {name: getattr(link, name) for name in Link.model_fields}
-    return link.model_copy(update={name: scaled(fit) for name, fit in fits.items() if isinstance(fit, CollectiveFit)})
+def _slower(value: FrozenValue, factor: float) -> FrozenValue:
+    """The same value with every collective in it, however deep, by ``factor``."""
+    if isinstance(value, CollectiveFit):
+        times = {"latency_s": value.latency_s * factor, "s_per_byte": value.s_per_byte * factor}
+        return value.model_copy(update=times)
+    inner = {name: getattr(value, name) for name in type(value).model_fields}
+    return value.model_copy(
+        update={name: _slower(one, factor) for name, one in inner.items() if isinstance(one, Frozen)}
+    )
 
 
 def _scaled(line: Line, factor: float) -> Line:

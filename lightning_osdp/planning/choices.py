@@ -99,23 +99,29 @@ def granularities(operator: Operator, wished: Iterable[int] | None = None) -> tu
     return tuple(k for k in SLICES if k <= size and weight.num_elements >= k * SMALLEST_SLICE_ELEMENTS)
 
 
-def menu(operator: Operator, wished: Iterable[int] | None = None, measured: Iterable[int] = SLICES) -> list[Choice]:
+def menu(
+    operator: Operator,
+    wished: Iterable[int] | None = None,
+    measured: Iterable[int] = SLICES,
+    groups: Iterable[tuple[Group, bool]] = ((Group.WORLD, False),),
+) -> list[Choice]:
     """What may be decided for ``operator``, replicated first.
 
     Args:
         operator: whose menu.
         wished: numbers of slices that it may have when it is sharded, 1 for whole; None for whatever pays.
         measured: numbers of slices whose compute time is known; others are not offered.
+        groups: what it may be sharded over, and whether in two stages.
     """
     modes = legal_modes(operator)
     wanted = None if wished is None else tuple(wished)
     counts = [k for k in granularities(operator, wanted) if k in set(measured)]
-    rows = [Choice()]
+    rows = []
     if wanted is None or 1 in wanted or not counts:
         rows += [Choice((mode,)) for mode in modes[1:]]
     if Mode.ZDP in modes:
         rows += [Choice(slices, operator.split_dims[0]) for k in counts for slices in _mixtures(k)]
-    return rows
+    return [Choice(), *(row._replace(group=group, two_stage=staged) for group, staged in groups for row in rows)]
 
 
 def _mixtures(k: int) -> Iterator[tuple[Mode, ...]]:

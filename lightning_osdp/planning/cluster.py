@@ -30,6 +30,24 @@ class Link(Frozen):
     reduce_scatter: CollectiveFit
 
 
+class TwoStageLink(Frozen):
+    """World-wide collectives that run in two stages, inside nodes and between them."""
+
+    all_gather: CollectiveFit
+    reduce_scatter: CollectiveFit
+
+
+class Levels(Frozen):
+    """The links inside nodes and between them, where there are several nodes of several devices."""
+
+    inside: Link
+    """Collectives of one node's ranks, in all nodes at the same time."""
+    between: CollectiveFit
+    """All-reduce of ranks with the same place in their nodes, of all places at the same time."""
+    two_stage: TwoStageLink
+    """Of all ranks."""
+
+
 class ModeOverhead(Frozen):
     """What the engine takes for one operator in one micro-batch beside compute and collectives."""
 
@@ -59,12 +77,18 @@ class Cluster(Frozen):
     """Nodes, devices and links."""
 
     nodes: int = 1
+    """Of equally many devices, ranks numbered node by node; 1 where that is not so (``uneven``)."""
     devices_per_node: int
+    uneven: tuple[int, ...] = ()
+    """Devices of each node where their numbers differ; ``devices_per_node`` counts all of them then."""
     device: str
     """Type and name of one device: ``cpu``, ``cuda: NVIDIA H200``."""
     backend: str
     """Of the process group that was measured: ``gloo``, ``nccl``."""
     link: Link
+    """Collectives of all ranks."""
+    levels: Levels | None = None
+    """None where there is one level, or where it is not known: then operators are sharded over all ranks."""
     overlap: float = 0.0
     """Share of an operator's compute time that can hide its communication; 0 on CPU: nothing overlaps there."""
     reduce_copy: float = 1.0
@@ -75,6 +99,11 @@ class Cluster(Frozen):
     def ranks(self) -> int:
         """Devices in all."""
         return self.nodes * self.devices_per_node
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether a node is neither one device nor all of them."""
+        return self.nodes > 1 and self.devices_per_node > 1
 
 
 class SplitTime(Frozen):

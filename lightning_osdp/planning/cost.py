@@ -7,6 +7,9 @@ collective has its own fitted alpha and beta (``CollectiveFit``), so k is spelle
     zdp2   1 all-gather and 1 reduce-scatter in every micro-batch
     zdp    2 all-gathers and 1 reduce-scatter in every micro-batch; 3 all-gathers in a block that is recomputed
 
+These are world-wide, in one stage or two, or inside a node; then an all-reduce between nodes, once per optimizer step,
+is added (``topology``).
+
 A slice has its own latencies. Small parameters (``ParameterInfo.small``) ride in the buckets of replicated gradients
 in every mode. What the engine itself takes for each unit and each replicated parameter is measured, too.
 """
@@ -20,6 +23,7 @@ from typing import NamedTuple
 from lightning_osdp.planning.choices import Choice, Mode, slice_sizes
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes, OperatorTime
 from lightning_osdp.planning.operators import Line, Operator, ParameterInfo
+from lightning_osdp.planning.topology import exchange, gather_copy, sharding_ranks
 
 BUCKET_BYTES = 25 << 20
 """Replicated gradients are copied into buckets of up to this size (PyTorch DDP's default)."""
@@ -152,20 +156,18 @@ def sharded_elements(operator: Operator, choice: Choice) -> float:
 
 
 def communication(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: bool = False) -> Recurring:
-    """Seconds of all collectives that ``operator`` causes.
-
-    ``choice.group`` and ``choice.two_stage`` are not looked at: all collectives are world-wide, in one stage.
-    """
-    link, ranks = cluster.link, cluster.ranks
+    """Seconds of all collectives that ``operator`` causes."""
+    among = exchange(cluster, choice.group, choice.two_stage)
     once = each = 0.0
     for part in parts_of(operator, choice):
         if not part.sharded:
             once += part.number * _reduction_s(part.gradient_bytes, cluster)
             continue
         gathers = (3 if recomputed else 2) if part.mode == Mode.ZDP else 1
-        each += part.number * gathers * link.all_gather.time_s(part.parameter_bytes, ranks)
+        each += part.number * gathers * among.all_gather_s(part.parameter_bytes)
         if part.gradient_bytes:
-            each += part.number * link.reduce_scatter.time_s(part.gradient_bytes, ranks)
+            each += part.number * among.reduce_scatter_s(part.gradient_bytes)
+            once += part.number * among.between_s(part.gradient_bytes)
     return Recurring(once, each)
 
 
@@ -213,13 +215,14 @@ def _units(parts: list[Part], choice: Choice) -> list[list[Part]]:
 
 def footprint(operator: Operator, choice: Choice, cluster: Cluster) -> Footprint:
     """Bytes that ``operator`` takes on one rank, by when they are there."""
-    parts, ranks = parts_of(operator, choice), cluster.ranks
+    parts, ranks = parts_of(operator, choice), sharding_ranks(cluster, choice.group)
     replicated, units = [part for part in parts if not part.sharded], _units(parts, choice)
     sharded = [part for unit in units for part in unit]
-    gathered = [sum(part.parameter_bytes for part in unit) if unit[0].mode == Mode.ZDP else 0 for unit in units]
+    copies = 1 + gather_copy(cluster, choice.group, choice.two_stage)
+    gathered = [copies * sum(p.parameter_bytes for p in unit) if unit[0].mode == Mode.ZDP else 0 for unit in units]
     whole = sum(part.gradient_bytes * part.number for part in replicated)
     pieces = sum(part.gradient_bytes * part.number for part in sharded) / ranks
-    packed = [part for part in replicated if part.gradient_bytes < _alone_bytes(cluster) and ranks > 1]
+    packed = [part for part in replicated if part.gradient_bytes < _alone_bytes(cluster) and cluster.ranks > 1]
     updates = _updates(parts, choice, ranks)
     forward, backward = _more_per_sample(operator, choice)
     return Footprint(
@@ -229,7 +232,7 @@ def footprint(operator: Operator, choice: Choice, cluster: Cluster) -> Footprint
         sharded_gradients=pieces,
         kept=sum(part.parameter_bytes * part.number for part in sharded if part.mode == Mode.ZDP2),
         gathered=max(gathered, default=0),
-        transient=max((_reduced(unit, pieces, cluster) for unit in units), default=0.0),
+        transient=max((_reduced(unit, pieces, cluster, ranks) for unit in units), default=0.0),
         forward_per_sample=forward,
         backward_per_sample=backward,
         bucketed=sum(part.gradient_bytes * part.number for part in packed),
@@ -248,13 +251,13 @@ def _updates(parts: list[Part], choice: Choice, ranks: int) -> list[float]:
     return [*aside, sum(size for size, part in zip(local, parts, strict=True) if not part.aside)]
 
 
-def _reduced(unit: list[Part], pieces: float, cluster: Cluster) -> float:
+def _reduced(unit: list[Part], pieces: float, cluster: Cluster, ranks: int) -> float:
     """While a unit's gradient is reduced to a piece: it, what that takes, and the pieces of the operator's other units.
 
     The whole parameter is freed before: the larger of the two counts.
     """
     gradient = sum(part.gradient_bytes for part in unit)
-    own = gradient / cluster.ranks
+    own = gradient / ranks
     reduction = own + gradient * cluster.reduce_copy - sum(part.parameter_bytes for part in unit)
     return gradient + max(0.0, reduction) + pieces - own
 

@@ -8,7 +8,7 @@ between them (``hardware_files/networks``). The files name the source of each nu
 
 A collective is taken to be a ring over all devices, neighbours within a node first, as NCCL builds it. Every link of
 the ring carries the same bytes, so the slowest one decides the bandwidth: between nodes that is the network as soon
-as there are two. ``Cluster`` has one link for all ranks; what sharding within a node alone would gain is not in it.
+as there are two. Sharding inside nodes and collectives in two stages follow from the same numbers (``levels_of``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.planning.cluster import Cluster, CollectiveFit, Link
+from lightning_osdp.planning.cluster import Cluster, CollectiveFit, Levels, Link, TwoStageLink
 from lightning_osdp.planning.operators import Frozen
 
 NODE_COUNTS = (2, 8)
@@ -152,8 +152,48 @@ def cluster_of(hardware: Hardware, devices: int | None = None) -> Cluster:
         device=f"cuda: {hardware.device}",
         backend=hardware.backend,
         link=link,
+        levels=levels_of(hardware, nodes, ranks // nodes) if 1 < nodes < ranks else None,
         overlap=hardware.overlap,
         reduce_copy=0.0,  # NCCL sums into its output
+    )
+
+
+def levels_of(hardware: Hardware, nodes: int, per_node: int) -> Levels:
+    """What ``hardware`` does inside nodes and between them, with n nodes of d devices, N in all.
+
+    All d devices of a node share its adapter. So an all-reduce of parts between nodes, of which every device has one,
+    takes d times the bytes of one part over it. In two stages, a tensor crosses the adapter by (n - 1) / n between
+    nodes, and (d - 1) / d of it each link inside, one collective for each node's row:
+
+        latency = ((n + 1) start + (n - 1) between + n (d - 1) within) / (N - 1)
+        s_per_byte = ((n - 1) / n / B_between + (d - 1) / d / B_within) N / (N - 1)
+    """
+    within, between, ranks = hardware.within_node, hardware.between_nodes, nodes * per_node
+    assert between is not None, "there are several nodes"
+
+    def ring(rings: int, devices: int, wire: Wire, bytes_per_s: float, sharing: int = 1) -> CollectiveFit:
+        latency_s = hardware.start_latency_s / (devices - 1) + rings * wire.latency_s
+        return CollectiveFit(latency_s=latency_s, s_per_byte=rings * sharing / bytes_per_s)
+
+    def staged(bytes_between_s: float, bytes_within_s: float) -> CollectiveFit:
+        steps_s = (nodes - 1) * between.latency_s + nodes * (per_node - 1) * within.latency_s
+        crossing = (nodes - 1) / nodes / bytes_between_s + (per_node - 1) / per_node / bytes_within_s
+        return CollectiveFit(
+            latency_s=((nodes + 1) * hardware.start_latency_s + steps_s) / (ranks - 1),
+            s_per_byte=crossing * ranks / (ranks - 1),
+        )
+
+    return Levels(
+        inside=Link(
+            all_reduce=ring(2, per_node, within, within.all_reduce_bytes_per_s),
+            all_gather=ring(1, per_node, within, within.all_gather_bytes_per_s),
+            reduce_scatter=ring(1, per_node, within, within.reduce_scatter_bytes_per_s),
+        ),
+        between=ring(2, nodes, between, between.all_reduce_bytes_per_s, sharing=per_node),
+        two_stage=TwoStageLink(
+            all_gather=staged(between.all_gather_bytes_per_s, within.all_gather_bytes_per_s),
+            reduce_scatter=staged(between.reduce_scatter_bytes_per_s, within.reduce_scatter_bytes_per_s),
+        ),
     )
 
 

@@ -199,15 +199,25 @@ class ExecutionPlan(Frozen):
             where = ".".join(str(part) for part in first["loc"])
             raise ConfigurationError(f"{source} is damaged: field {where}: {first['msg']}") from error
 
-    def check(self, model: ModelDescription, ranks: int) -> None:
+    def check(self, model: ModelDescription, ranks: int, nodes: int | None = None) -> None:
         """Refuses a plan that was made for something else.
 
+        Args:
+            model: that it is to be applied to.
+            ranks: of this run.
+            nodes: they are on; None if that is not known yet. It matters only to plans that use nodes.
+
         Raises:
-            PlanMismatchError: says what differs: the model, its operators, or the number of ranks.
+            PlanMismatchError: says what differs: the model, its operators, or the ranks.
         """
         if self.cluster.ranks != ranks:
             raise PlanMismatchError(
                 f"the plan is for {self.cluster.ranks} ranks, this run has {ranks}: make a new plan"
+            )
+        in_nodes = any(op.sharding_group == Group.NODE or op.two_stage for op in self.operators)
+        if nodes is not None and in_nodes and nodes != self.cluster.nodes:
+            raise PlanMismatchError(
+                f"the plan shards operators inside {self.cluster.nodes} nodes, this run has {nodes}: make a new plan"
             )
         if self.model.num_parameters != model.num_parameters:
             raise PlanMismatchError(

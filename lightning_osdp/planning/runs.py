@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_osdp.planning.choices import Choice
+from lightning_osdp.planning.choices import Choice, Group
 from lightning_osdp.planning.plan import OperatorPlan
 
 
@@ -25,10 +25,12 @@ class Run:
 
 
 def choice_words(choice: Choice, *, recomputed: bool = False) -> str:
-    """``zdp``, ``zdp x 4`` in four slices, ``zdp x 3 + dp x 1``; and whether its activations are recomputed."""
+    """``zdp``, ``zdp x 4`` in four slices, ``zdp x 3 + dp x 1``, ``zdp in node``, ``zdp in two stages``; and whether
+    its activations are recomputed."""
     counts = Counter(choice.slices)
     words = [f"{mode.value} x {count}" if len(choice.slices) > 1 else mode.value for mode, count in counts.items()]
-    return " + ".join(words) + (", recomputed" if recomputed else "")
+    where = " in node" if choice.group == Group.NODE else " in two stages" if choice.two_stage else ""
+    return " + ".join(words) + where + (", recomputed" if recomputed else "")
 
 
 def group_runs(operators: Iterable[OperatorPlan]) -> list[Run]:

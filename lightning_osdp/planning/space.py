@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_osdp.planning.choices import Choice, menu
+from lightning_osdp.planning.choices import Choice, Group, menu
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes, OperatorTime
 from lightning_osdp.planning.cost import communication, compute_lines, engine, footprint
 from lightning_osdp.planning.operators import ModelDescription, Operator
@@ -96,6 +96,7 @@ class Space:
 
     def _set_menus(self) -> None:
         problem = self.problem
+        groups = problem.wishes.groups(problem.cluster)
         known: dict[tuple[object, ...], int] = {}
         self.menus: list[Menu] = []
         self.menu_of = np.zeros(len(problem.model.operators), dtype=np.int64)
@@ -105,7 +106,7 @@ class Space:
             key = (operator.signature, times, wished)
             if key not in known:
                 known[key] = len(self.menus)
-                choices = _choices(operator, times, wished)
+                choices = _choices(operator, times, wished, groups)
                 self.menus.append(Menu(choices, slice(len(columns), len(columns) + len(choices))))
                 columns += [self._row(operator, choice, times) for choice in choices]
             self.menu_of[index] = known[key]
@@ -203,9 +204,14 @@ class Space:
         return accumulation * self.problem.compute.outside.at(batch_size)
 
 
-def _choices(operator: Operator, times: OperatorTime, wished: tuple[int, ...] | None) -> tuple[Choice, ...]:
+def _choices(
+    operator: Operator,
+    times: OperatorTime,
+    wished: tuple[int, ...] | None,
+    groups: Sequence[tuple[Group, bool]],
+) -> tuple[Choice, ...]:
     dims = operator.split_dims[:1]
-    return tuple(menu(operator, wished, [split.slices for split in times.splits if split.dim in dims]))
+    return tuple(menu(operator, wished, [split.slices for split in times.splits if split.dim in dims], groups))
 
 
 def _vectors(sizes: Sequence[int]) -> Ints:

@@ -1,4 +1,5 @@
-"""What a user asks of the search beyond its limits: how operators may be split, and which blocks are recomputed.
+"""What a user asks of the search beyond its limits: how operators may be split and over which ranks they may
+be sharded, and which blocks are recomputed.
 
 Names match a pattern if the pattern is a dotted prefix of them (``model.blocks.3`` for all that is in that block), or
 a glob that fits the whole of them (``*.mlp.*``).
@@ -13,9 +14,13 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.planning.choices import Mode
+from lightning_osdp.planning.choices import Group
+from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.operators import ModelDescription
-from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.planning.topology import sharding_groups
+
+SHARDING_GROUPS = ("auto", "world", "node")
+"""What ``sharding_group`` may be."""
 
 NEAR_NAMES = 5
 """How many names an error suggests."""
@@ -31,6 +36,8 @@ class Wishes:
             none matches are left to the search. 1: whole.
         activation_checkpointing: whether blocks are recomputed: all that can be (True), none (False), or those of
             these names and no others.
+        sharding_group: the ranks that operators are sharded over: all of them, in one stage or two (``"world"``), or
+            those of each node (``"node"``).
 
     Raises:
         ConfigurationError: a value is of another form.
@@ -38,8 +45,11 @@ class Wishes:
 
     slice_granularity: Literal["auto"] | int | Mapping[str, int] = "auto"
     activation_checkpointing: Literal["auto"] | bool | Sequence[str] = "auto"
+    sharding_group: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.sharding_group not in SHARDING_GROUPS:
+            raise ConfigurationError(f"sharding_group has to be {_or(SHARDING_GROUPS)}, not {self.sharding_group!r}")
         wanted = self.slice_granularity
         counts = wanted.values() if isinstance(wanted, Mapping) else [1 if wanted == "auto" else wanted]
         for count in counts:
@@ -79,6 +89,26 @@ class Wishes:
             return None if count is None else (count,)
         return None if wanted == "auto" else (wanted,)
 
+    def groups(self, cluster: Cluster) -> tuple[tuple[Group, bool], ...]:
+        """What operators may be sharded over, and whether in two stages.
+
+        Raises:
+            ConfigurationError: nodes are wished for where they make no difference or what they cost is not known.
+        """
+        there = sharding_groups(cluster)
+        wanted = tuple(pair for pair in there if self.sharding_group in ("auto", pair[0].value))
+        if wanted:
+            return wanted
+        if cluster.uneven:
+            why = f"nodes have {', '.join(map(str, cluster.uneven))} devices: it needs equally many on each"
+        elif not cluster.two_levels:
+            why = (
+                f"nodes and devices of each are {cluster.nodes} x {cluster.devices_per_node}: it needs several of both"
+            )
+        else:
+            why = "the cluster's description has no levels: it was made before they were measured"
+        raise ConfigurationError(f"sharding_group='node' can't be had: {why}")
+
     def recompute(self, block: str) -> bool | None:
         """Whether the block of that name is recomputed; None: left to the search."""
         wanted = self.activation_checkpointing
@@ -87,20 +117,6 @@ class Wishes:
         if isinstance(wanted, str):  # "auto"
             return None
         return any(matches(pattern, block) for pattern in wanted)
-
-    def allow(self, plan: ExecutionPlan) -> bool:
-        """Whether ``plan`` is one that a search under these wishes may give."""
-        for operator in plan.operators:
-            wanted, sharded = self.granularities(operator.name), set(operator.slices) != {Mode.DP}
-            if wanted is None or not sharded:
-                continue
-            splittable = len(operator.slices) > 1 or not operator.unsplittable
-            if splittable and len(operator.slices) not in wanted:
-                return False
-        recomputed = set(plan.recomputed)
-        wishes = {block.name: self.recompute(block.name) for block in plan.blocks if not block.pinned}
-        wishes |= {name: self.recompute(name) for name in recomputed}
-        return all(wish is None or wish == (name in recomputed) for name, wish in wishes.items())
 
     def check(self, model: ModelDescription) -> None:
         """Refuses patterns that say nothing about ``model``.
@@ -139,3 +155,7 @@ def _check_matches(what: str, patterns: Iterable[str], names: Sequence[str], kin
         near = difflib.get_close_matches(pattern, names, NEAR_NAMES, cutoff=0.3) or names[:NEAR_NAMES]
         there = f"near names: {', '.join(near)}" if near else "this model has none"
         raise ConfigurationError(f"{what}: {pattern!r} matches no {kind} ({there})")
+
+
+def _or(words: Iterable[str]) -> str:
+    return " or ".join(repr(word) for word in words)

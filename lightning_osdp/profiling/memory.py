@@ -7,6 +7,7 @@ import gc
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +20,9 @@ objects. [measured, GPT of 11 M parameters, 2 ranks: 4 to 7 MiB under dp, zdp2 a
 
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 65536
+
+_IS_MMAPPED = 2
+"""Bit in the word before a block from malloc: it has a mapping of its own."""
 
 
 def fix_cpu_allocator() -> None:
@@ -48,9 +52,41 @@ def release_unused(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    libc = ctypes.CDLL(None)
+    trim = getattr(libc, "malloc_trim", None)
     if trim is not None:
         trim(0)
+        _plug_holes(libc)
+
+
+def _plug_holes(libc: Any) -> None:
+    """Takes the free stretches of glibc's heap that could hold a large tensor out of use, without touching them.
+
+    glibc fills them before it asks the system for a mapping of its own, and what a tensor leaves there when it is freed
+    stays resident. A plug is never written to, so that it costs one page for its header. [measured, GPT of 13.7 M
+    parameters in 66 units: 15 MiB that stayed after the first step]
+    """
+    if not hasattr(libc, "mallinfo2"):
+        return
+    libc.mallinfo2.restype = _MallInfo
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    for _ in range(libc.mallinfo2().fordblks // _MMAP_THRESHOLD_BYTES + 1):
+        plug = libc.malloc(_MMAP_THRESHOLD_BYTES)
+        if plug is None:
+            return
+        if ctypes.c_size_t.from_address(plug - ctypes.sizeof(ctypes.c_size_t)).value & _IS_MMAPPED:
+            libc.free(plug)
+            return
+
+
+class _MallInfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``; ``fordblks`` is the number of free bytes in the heap."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks")
+    ] + [("keepcost", ctypes.c_size_t)]
 
 
 def memory_limit(device: torch.device, local_ranks: int) -> int:

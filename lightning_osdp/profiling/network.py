@@ -7,7 +7,8 @@ all-reduces by themselves.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_osdp import collectives
-from lightning_osdp.planning.cluster import CollectiveFit, Link
+from lightning_osdp.levels import Communicator, Levels, OneStage, TwoStage
+from lightning_osdp.planning import cluster
+from lightning_osdp.planning.cluster import CollectiveFit, Link, TwoStageLink
 from lightning_osdp.planning.fitting import fit
 
 DEFAULT_SIZES_BYTES = (16 << 10, 128 << 10, 1 << 20, 4 << 20, 16 << 20, 32 << 20)
@@ -33,6 +36,17 @@ COMPUTE_SIDE, COMPUTE_PRODUCTS = 192, 16
 
 Collective = Callable[[], None]
 Progress = Callable[[int, int], None]
+
+
+class _Subject(NamedTuple):
+    """A collective to be measured."""
+
+    make: Callable[[int], Collective]
+    """Of a number of float32 elements of the whole tensor, on tensors that live as long as it does."""
+    ranks: int
+    """That take part in one of it: N of the paper's equation 2."""
+    before: Collective
+    """What comes right before it."""
 
 
 def measure(
@@ -61,24 +75,96 @@ def measure(
     Raises:
         ValueError: ``sizes_bytes`` holds fewer than two different sizes.
     """
-    ranks = group.size()
-    if ranks == 1:
-        return _link({name: CollectiveFit(latency_s=0.0, s_per_byte=0.0) for name in Link.model_fields})
+    if group.size() == 1:
+        return Link(**{name: CollectiveFit(latency_s=0.0, s_per_byte=0.0) for name in Link.model_fields})
+    subjects = _subjects("", OneStage(group), group, device)
     sizes = _affordable(sizes_bytes, max_bytes, group, device)
-    times_s: dict[str, list[float]] = {name: [] for name in Link.model_fields}
+    return Link(**_fits(subjects, sizes, group, device, progress))
+
+
+def measure_levels(
+    levels: Levels,
+    device: torch.device,
+    *,
+    sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES,
+    max_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> cluster.Levels:
+    """Times what there is to choose from where nodes differ from the world: see ``cluster.Levels``.
+
+    All nodes (or all places in them) work at the same time, as they do in training: they may share a link.
+    Arguments as in ``measure``. Collective over the world.
+    """
+    inside, across = levels.node, levels.across
+    subjects = _subjects("inside.", OneStage(inside), inside, device)
+    subjects["between"] = _Subject(
+        lambda numel: _all_reduce(numel // inside.size(), across, device), across.size(), lambda: None
+    )
+    two_stage = _subjects("two_stage.", TwoStage(levels), levels.world, device)
+    del two_stage["two_stage.all_reduce"]
+    fits = _fits(
+        subjects | two_stage, _affordable(sizes_bytes, max_bytes, levels.world, device), levels.world, device, progress
+    )
+    fits["between"] = fits["between"].model_copy(
+        update={"s_per_byte": fits["between"].s_per_byte * inside.size()}  # it was fitted to the whole, not to the part
+    )
+
+    def named(prefix: str) -> dict[str, CollectiveFit]:
+        return {name.removeprefix(prefix): one for name, one in fits.items() if name.startswith(prefix)}
+
+    return cluster.Levels(
+        inside=Link(**named("inside.")), between=fits["between"], two_stage=TwoStageLink(**named("two_stage."))
+    )
+
+
+def _subjects(prefix: str, by: Communicator, group: dist.ProcessGroup, device: torch.device) -> dict[str, _Subject]:
+    """The collectives of ``Link`` by name.
+
+    Results are allocated anew each time, as the engine does: on a CPU, first touching memory takes as long as a fast
+    link's transfer. Zeros stay zeros: sums of other values would grow without end.
+
+    Gathers and reduce-scatters stand between stretches of compute: their threads have gone to sleep, and the ranks are
+    not quite in step. On a CPU that makes up most of their latency. All-reduces go on in the background of the backward
+    pass and are waited for together, so they are measured by themselves.
+    """
+
+    def all_gather(numel: int) -> Collective:
+        part = torch.zeros(numel // by.size(), device=device)
+        return lambda: by.all_gather(torch.empty(numel, device=device), part)
+
+    def reduce_scatter(numel: int) -> Collective:
+        whole = torch.zeros(numel, device=device)
+        return lambda: by.reduce_scatter(torch.empty(numel // by.size(), device=device), whole)
+
+    compute = _compute(device)
+    return {
+        f"{prefix}all_reduce": _Subject(lambda numel: _all_reduce(numel, group, device), by.size(), lambda: None),
+        f"{prefix}all_gather": _Subject(all_gather, by.size(), compute),
+        f"{prefix}reduce_scatter": _Subject(reduce_scatter, by.size(), compute),
+    }
+
+
+def _all_reduce(numel: int, group: dist.ProcessGroup, device: torch.device) -> Collective:
+    whole = torch.zeros(numel, device=device)
+    return lambda: collectives.all_reduce_mean(whole, group)
+
+
+def _fits(
+    subjects: Mapping[str, _Subject],
+    sizes: Sequence[int],
+    world: dist.ProcessGroup,
+    device: torch.device,
+    progress: Progress | None,
+) -> dict[str, CollectiveFit]:
+    """Each subject at each number of elements, one after the other, and the constants that explain the times best."""
+    times_s: dict[str, list[float]] = {name: [] for name in subjects}
     for numel in sizes:
-        for name in times_s:
-            times_s[name].append(
-                _time_s(_collective(name, numel, group, device), group, device, _compute(name, device))
-            )
+        for name, subject in subjects.items():
+            times_s[name].append(_time_s(subject.make(numel), world, device, subject.before))
             if progress is not None:
                 progress(sum(map(len, times_s.values())), len(sizes) * len(times_s))
     whole_bytes = [numel * 4 for numel in sizes]
-    return _link({name: fit(whole_bytes, times, ranks) for name, times in times_s.items()})
-
-
-def _link(fits: dict[str, CollectiveFit]) -> Link:
-    return Link(all_reduce=fits["all_reduce"], all_gather=fits["all_gather"], reduce_scatter=fits["reduce_scatter"])
+    return {name: fit(whole_bytes, times_s[name], subject.ranks) for name, subject in subjects.items()}
 
 
 def _affordable(
@@ -94,30 +180,9 @@ def _affordable(
     return numels[:2] + [numel for numel in numels[2:] if numel * 4 <= limit.item()]
 
 
-def _collective(name: str, numel: int, group: dist.ProcessGroup, device: torch.device) -> Collective:
-    """The collective with this name in ``Link``, on tensors that live as long as it does.
-
-    Results are allocated anew each time, as the engine does: on a CPU, first touching memory takes as long as a fast
-    link's transfer.
-    """
-    whole = torch.zeros(numel, device=device)  # zeros stay zeros: sums of other values would grow without end
-    part = torch.zeros(numel // group.size(), device=device)
-    ready: dict[str, Collective] = {
-        "all_reduce": lambda: collectives.all_reduce_mean(whole, group),
-        "all_gather": lambda: collectives.all_gather(torch.empty_like(whole), part, group),
-        "reduce_scatter": lambda: collectives.reduce_scatter(torch.empty_like(part), whole, group),
-    }
-    return ready[name]
-
-
-def _compute(name: str, device: torch.device) -> Collective:
-    """What comes right before the collective.
-
-    Gathers and reduce-scatters stand between stretches of compute: their threads have gone to sleep, and the ranks are
-    not quite in step. On a CPU that makes up most of their latency. All-reduces go on in the background of the backward
-    pass and are waited for together, so they are measured by themselves.
-    """
-    if device.type != "cpu" or name == "all_reduce":
+def _compute(device: torch.device) -> Collective:
+    """A stretch of compute like a small layer's. On CUDA, ranks are kept in step by the device's own queue."""
+    if device.type != "cpu":
         return lambda: None
     factor = torch.ones(COMPUTE_SIDE, COMPUTE_SIDE)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.sharding.pending import Pending
+from lightning_osdp.sharding.state import Fill, fill_from_memory
 
 
 class Engine(Protocol):
@@ -85,22 +87,34 @@ class Engine(Protocol):
         """Clips by the norm over all shards and replicas, each element counted once. Returns that norm."""
         ...
 
-    def model_state(self) -> dict[str, Any]:
-        """State dict of the plain module, whole tensors on the CPU; empty on ranks other than 0. Collective."""
+    def model_state(self, pending: Pending | None = None) -> dict[str, Any]:
+        """State dict of the plain module. Collective.
+
+        With ``pending``, on every rank, what is to be gathered as ``pending`` has it. Without: whole tensors on the
+        CPU, and nothing on ranks other than 0.
+        """
         ...
 
-    def load_model_state(self, state: dict[str, Any], strict: bool = True) -> None:
-        """Loads a plain module's state dict, given whole on every rank.
+    def load_model_state(self, state: dict[str, Any], strict: bool = True, fill: Fill = fill_from_memory) -> None:
+        """Loads a plain module's state dict, given whole or as handles that ``fill`` reads on every rank.
 
         Raises:
             ShardingError: a tensor has another shape than the parameter of that name; nothing has changed then.
         """
         ...
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """``optimizer.state_dict()`` with whole tensors on the CPU; empty on ranks other than 0. Collective."""
+    def optimizer_state(self, optimizer: Optimizer, index: int = 0, pending: Pending | None = None) -> dict[str, Any]:
+        """``optimizer.state_dict()`` of optimizer number ``index``; the rest as for ``model_state``. Collective."""
         ...
 
-    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Loads what ``optimizer_state`` returned, under this or any other plan, given whole on every rank."""
+    def check_state(self, state: dict[str, Any], strict: bool, saved: Mapping[Optimizer, dict[str, Any]]) -> None:
+        """Refuses a state dict, or states ``saved`` for optimizers, that can't be loaded.
+
+        Raises:
+            ShardingError: names, shapes or groups differ.
+        """
+        ...
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any], fill: Fill = fill_from_memory) -> None:
+        """Loads what ``optimizer_state`` returned, under this or any other plan, on every rank."""
         ...

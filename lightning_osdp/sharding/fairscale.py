@@ -26,8 +26,7 @@ there the second run is an ordinary forward.)
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -43,19 +42,16 @@ from lightning_osdp.levels import Communicator, duplicate
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.operators import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.sharding import state as states
+from lightning_osdp.sharding.gathers import GATHERS_IN_FLIGHT, GatherBound, NoBound
 from lightning_osdp.sharding.initialise import Initialiser, check_initialisable
 from lightning_osdp.sharding.layout import Layout
 from lightning_osdp.sharding.lines import Line, Lines, sharded_operators
+from lightning_osdp.sharding.pending import Pending
 from lightning_osdp.sharding.recompute import check_recomputed, recompute
 from lightning_osdp.sharding.replicas import Replicas
 from lightning_osdp.sharding.splitting import SplitOperator, Stage, check_split
-from lightning_osdp.sharding.state import (
-    Shards,
-    gather_model_state,
-    gather_optimizer_state,
-    load_model_state,
-    load_optimizer_state,
-)
+from lightning_osdp.sharding.state import Fill, Shards
 from lightning_osdp.sharding.without_cuda import NO_STREAM, View, run_without_cuda
 
 
@@ -66,8 +62,6 @@ def _all_gather(output_flat: Tensor, shard: Tensor, group: Communicator) -> None
 # FairScale calls a private, deprecated name; this is the same collective, and the one that is measured.
 fairscale_module.dist = View(dist, _all_gather_base=_all_gather)
 
-GATHERS_IN_FLIGHT = 2
-"""How many gathers may run ahead of compute on CUDA: the one in use and the next. FairScale sets no bound."""
 
 UNIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What parameters of a unit may be."""
@@ -115,6 +109,8 @@ class FairScaleEngine:
             if len(operator.slices) > 1:
                 check_split(operator, modules[operator.name])
             parameters = _large_parameters(modules[operator.name])
+            if not parameters:
+                raise ShardingError(f"{operator.name} can't be sharded: all its parameters are small")
             dtypes = sorted({str(parameter.dtype) for parameter in parameters})
             if len(dtypes) > 1:
                 raise ShardingError(
@@ -186,7 +182,9 @@ class FairScaleEngine:
         assert self._module is not None
         assert self._shared is not None
         if self._shared.shown_whole or any(unit.in_use for unit in self._units):
-            raise ShardingError("parameters can't be made whole within a step, or where they are whole already")
+            raise ShardingError(
+                "parameters can't be made whole where they are already: between forward and backward, or within itself"
+            )
         self._shared.shown_whole = True
         try:
             with self._shards.whole_values_shown((module or self._module).parameters(), writeback):
@@ -247,24 +245,43 @@ class FairScaleEngine:
         torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, total)
         return total
 
-    def model_state(self) -> dict[str, Any]:
+    def model_state(self, pending: Pending | None = None) -> dict[str, Any]:
         """See ``Engine.model_state``."""
         assert self._module is not None
-        return gather_model_state(self._module, self._shards)
+        if pending is not None:
+            return states.model_state(self._module, self._shards, pending)
+        return states.at_once(self._shards, lambda now: self.model_state(now))
 
-    def load_model_state(self, state: dict[str, Any], strict: bool = True) -> None:
+    def load_model_state(
+        self, state: dict[str, Any], strict: bool = True, fill: Fill = states.fill_from_memory
+    ) -> None:
         """See ``Engine.load_model_state``."""
         assert self._module is not None
-        load_model_state(self._module, self._shards, state, strict)
+        states.load_model_state(self._module, self._shards, state, strict, fill)
         self.after_optimizer_step()
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer, index: int = 0, pending: Pending | None = None) -> dict[str, Any]:
         """See ``Engine.optimizer_state``."""
-        return gather_optimizer_state(optimizer, self._shards)
+        if pending is not None:
+            return states.optimizer_state(optimizer, self._shards, self._names(), index, pending)
+        return states.at_once(self._shards, lambda now: self.optimizer_state(optimizer, index, now))
 
-    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    def check_state(self, state: dict[str, Any], strict: bool, saved: Mapping[Optimizer, dict[str, Any]]) -> None:
+        """See ``Engine.check_state``."""
+        assert self._module is not None
+        states.check_model_state(self._module, self._shards, state, strict)
+        for optimizer, theirs in saved.items():
+            states.fitting_optimizer_state(optimizer, self._shards, self._names(), theirs)
+
+    def load_optimizer_state(
+        self, optimizer: Optimizer, state: dict[str, Any], fill: Fill = states.fill_from_memory
+    ) -> None:
         """See ``Engine.load_optimizer_state``."""
-        load_optimizer_state(optimizer, self._shards, state)
+        states.load_optimizer_state(optimizer, self._shards, self._names(), state, fill)
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        assert self._module is not None
+        return {parameter: name for name, parameter in self._module.named_parameters()}
 
     def _unit_maker(
         self, line: Line, recomputed: bool
@@ -351,7 +368,7 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
         self._reducer = shared.reducer
         self._output_pre_backward_hook_registered: list[int] = []
         self._recomputed = recomputed
-        self._in_graph = False
+        self._in_graph = self._backward_done = False
         stage.forward = self.forward
 
     @property
@@ -374,7 +391,7 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
             return self._run_again(*args, **kwargs)
         outputs = super().forward(*args, **kwargs)
         if torch.is_grad_enabled():
-            self._in_graph = True
+            self._in_graph, self._backward_done = True, False
         else:
             self.release()
         return outputs
@@ -394,13 +411,22 @@ class _Unit(FullyShardedDataParallel):  # type: ignore[misc]
 
     def end_backward(self) -> None:
         """To be called when a backward pass is over, whether or not it reached this unit."""
-        self._in_graph = False
+        self._in_graph = self._in_graph and not self._backward_done
         self.release()
+
+    def _wait_for_post_backward(self) -> None:
+        super()._wait_for_post_backward()
+        self._backward_done = True
+
+    def _use_full_params(self) -> None:
+        # Freed where another backward pass ended between this unit's forward and its backward.
+        self._rebuild_full_params()
+        super()._use_full_params()
 
     @property
     def in_use(self) -> bool:
-        """Whether its parameters are whole now, or will be used by a backward pass that is still to come."""
-        return self._in_graph or (self.has_full_params and self.world_size > 1)
+        """Whether its parameters are whole now."""
+        return bool(self.has_full_params and self.world_size > 1)
 
     def release(self) -> None:
         """Frees the whole parameters if they are still there, and makes the unit ready for its next forward."""
@@ -459,11 +485,11 @@ class _Shared:
                 name: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
                 for name in names
             }
-            self.gathers: _GatherBound | _NoBound = _GatherBound(GATHERS_IN_FLIGHT)
+            self.gathers: GatherBound | NoBound = GatherBound(GATHERS_IN_FLIGHT)
         else:
             run_without_cuda(fairscale_module)
             self.streams = dict.fromkeys(("fp32_to_fp16", "all_gather", "post_backward"), NO_STREAM)
-            self.gathers = _NoBound()
+            self.gathers = NoBound()
 
 
 class _Reducer:
@@ -494,36 +520,3 @@ def _joined(chunks: list[Tensor]) -> Tensor:
         if not in_place or chunk.storage_offset() != first.storage_offset() + index * step:
             return torch.cat(chunks)
     return first.as_strided((step * len(chunks),), (1,))
-
-
-class _GatherBound:
-    """Keeps the host from launching gathers whose memory could not be reused yet.
-
-    A gather may start when at most ``limit - 1`` earlier ones have not been freed on the device's own clock. Without
-    this, the host runs ahead of the device and whole parameters of many operators are allocated at once.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._freed: deque[Any] = deque()
-
-    def before_gather(self) -> None:
-        """Waits until few enough gathers are in flight."""
-        while len(self._freed) >= self._limit:
-            self._freed.popleft().synchronize()
-
-    def after_free(self) -> None:
-        """Marks the point in the compute stream after which the memory is free."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream())
-        self._freed.append(event)
-
-
-class _NoBound:
-    """On a CPU nothing runs ahead."""
-
-    def before_gather(self) -> None:
-        """Nothing to wait for."""
-
-    def after_free(self) -> None:
-        """Nothing to mark."""

@@ -73,12 +73,19 @@ class Layout:
             start += size
         return cls(shape, tuple(slices), dim)
 
+    @classmethod
+    def replicated(cls, shape: torch.Size) -> Layout:
+        """Of a tensor that every rank holds whole."""
+        return cls(shape, (Slice(0, shape[0] if shape else 1),))
+
     def numel(self, piece: Slice) -> int:
         """Elements of a slice when whole, without padding."""
         return prod(self.slice_shape(piece))
 
     def slice_shape(self, piece: Slice) -> torch.Size:
         """Shape of a slice when whole."""
+        if not self.shape:
+            return self.shape
         return torch.Size((*self.shape[: self.dim], piece.stop - piece.start, *self.shape[self.dim + 1 :]))
 
     def local_numel(self, piece: Slice) -> int:
@@ -111,8 +118,12 @@ class Layout:
     def gather(self, part: Tensor) -> Tensor:
         """The whole of what ``part`` is this rank's part of. Collective over the groups of its slices."""
         flat = part.detach().reshape(-1)
-        wholes = [self._whole_of(flat[first:last], piece) for piece, first, last in self.ranges()]
-        return wholes[0] if len(wholes) == 1 else torch.cat(wholes, self.dim)
+        if len(self.slices) == 1:
+            return self._whole_of(flat, self.slices[0])
+        whole = flat.new_empty(self.shape)
+        for piece, first, last in self.ranges():  # beside the whole, one slice at a time
+            whole.narrow(self.dim, piece.start, piece.stop - piece.start).copy_(self._whole_of(flat[first:last], piece))
+        return whole
 
     def _whole_of(self, local: Tensor, piece: Slice) -> Tensor:
         shape = self.slice_shape(piece)

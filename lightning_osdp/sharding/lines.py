@@ -68,8 +68,7 @@ class Lines:
         self._by_kind: dict[tuple[Group, bool], Line] = {}
         self.between = BetweenNodes(None)
         """Averages what is sharded inside nodes."""
-        two_levels = cluster.nodes > 1 and cluster.devices_per_node > 1
-        if two_levels and any(choice.group == Group.NODE or choice.two_stage for choice in choices):
+        if cluster.two_levels and any(choice.group == Group.NODE or choice.two_stage for choice in choices):
             gather, reduce = Levels.of(world, cluster.nodes), Levels.of(reduce_world, cluster.nodes)
             self.between = BetweenNodes(reduce.across)
             self._by_kind = {

@@ -44,6 +44,17 @@ def measure(group: dist.ProcessGroup, device: torch.device) -> EngineOverhead:
     return EngineOverhead(dp=fits[Mode.DP], zdp2=fits[Mode.ZDP2], zdp=fits[Mode.ZDP])
 
 
+def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
+    """One step in each mode, forgotten: code and buffers are loaded at their first use.
+
+    Where measurements come from a cache this has not happened yet, and the process's own memory would be read too low.
+    Collective: all ranks call it alike.
+    """
+    if group.size() > 1:
+        for mode in Mode:
+            _with_engine(mode, WIDTHS[0], group, device)()
+
+
 def _line(sizes: list[int], times_s: list[float]) -> ModeOverhead:
     """Through two points, with neither part below zero."""
     slope = max(0.0, (times_s[1] - times_s[0]) / (sizes[1] - sizes[0]))

@@ -45,6 +45,8 @@ def check_recomputed(names: Sequence[str], module: nn.Module) -> None:
     for name in names:
         if name not in modules or not name:
             raise ShardingError(f"the plan recomputes {name!r}, which is not a submodule of this module")
+        if type(modules[name]).forward is nn.Module.forward:
+            raise ShardingError(f"the plan recomputes {name}, a {type(modules[name]).__name__}, which is never called")
         outer = next((other for other in names if name.startswith(other + ".")), None)
         if outer is not None or names.count(name) > 1:
             raise ShardingError(f"the plan recomputes {name} twice: by itself and with {outer or name}")

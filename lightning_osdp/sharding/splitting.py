@@ -132,8 +132,8 @@ class SplitOperator:
             part.follow()
 
     def before_reductions_end(self) -> None:
-        """Replicated slices that this backward pass did not reach show what they have from earlier ones."""
-        for part in self._replicated_slices():
+        """Slices that this backward pass did not reach show what they have from earlier ones."""
+        for part in self._slices:
             part.take_gradient()
 
     def collect(self) -> None:

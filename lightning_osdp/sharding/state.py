@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,9 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.sharding.layout import Layout
+from lightning_osdp.sharding.pending import Pending, Source, Target
+
+PARAMETER_NAMES = "param_names"
+"""Key of the parameters' names in an optimizer's state, beside ``state`` and ``param_groups``. PyTorch would have them
+inside of the groups, but an optimizer made without names takes those over and then refuses new groups without."""
+
+Fill = Callable[[list[Target]], None]
+"""Puts values of a checkpoint where they go."""
 
 
 class Shards:
@@ -40,13 +49,9 @@ class Shards:
             return self._layouts[parameter].shape
         return parameter.shape
 
-    def gather(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
-        """The whole of what ``part`` is this rank's part of, shaped like ``parameter`` when whole. Collective."""
-        return self._layouts[parameter].gather(part)
-
-    def part_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor that lies like ``parameter``."""
-        return self._layouts[parameter].part_of(whole)
+    def layout_of(self, parameter: nn.Parameter) -> Layout:
+        """How a parameter lies, sharded or not."""
+        return self._layouts.get(parameter) or Layout.replicated(parameter.shape)
 
     @contextmanager
     def whole_shapes_shown(self) -> Iterator[None]:
@@ -71,13 +76,13 @@ class Shards:
             for parameter in parameters:  # in the same order on every rank
                 if parameter in self._layouts:
                     part = parameter.data
-                    parameter.data = self.gather(parameter, part)
+                    parameter.data = self._layouts[parameter].gather(part)
                     parts[parameter] = part
             yield
         finally:
             for parameter, part in parts.items():
                 if writeback:
-                    part.view(-1).copy_(self.part_of(parameter, parameter.data))
+                    part.view(-1).copy_(self._layouts[parameter].part_of(parameter.data))
                 parameter.data = part
 
     def shard_existing_state(self, optimizer: Optimizer) -> None:
@@ -126,83 +131,166 @@ def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) 
     return norms.max() if norm_type == float("inf") else norms.pow(norm_type).sum()
 
 
-def gather_model_state(module: nn.Module, shards: Shards) -> dict[str, Any]:
-    """The plain module's state dict with whole tensors on the CPU; empty on ranks other than the first. Collective.
+def fill_from_memory(targets: Iterable[Target]) -> None:
+    """Puts whole tensors where they go."""
+    for target in targets:
+        target.fill()
 
-    One tensor is gathered at a time. Tied parameters are gathered once and stay one tensor in the result.
+
+def at_once(shards: Shards, state_of: Callable[[Pending], dict[str, Any]]) -> dict[str, Any]:
+    """A state whole and on the CPU; empty on ranks other than the first. Collective."""
+    state = state_of(Pending(at_once=True, is_first=shards.is_first))
+    return tree_map_only(Tensor, Tensor.cpu, state) if shards.is_first else {}
+
+
+def model_state(module: nn.Module, shards: Shards, pending: Pending) -> dict[str, Any]:
+    """The plain module's state dict, what is to be gathered as ``pending`` has it. Collective.
+
+    Tied parameters stay one tensor.
     """
     by_name = dict(module.named_parameters(remove_duplicate=False))
-    gathered: dict[nn.Parameter, Tensor] = {}
-    state: dict[str, Any] = {}
-    for key, value in module.state_dict().items():
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    state: dict[str, Any] = module.state_dict()
+    for key in state:
         parameter = by_name.get(key)
-        if parameter is not None and parameter in shards.parameters:
-            if parameter not in gathered:
-                whole = shards.gather(parameter, parameter.data)
-                gathered[parameter] = whole.cpu() if shards.is_first else whole.new_empty(0)
-            value = gathered[parameter]
-        if shards.is_first:
-            state[key] = value.cpu() if isinstance(value, Tensor) else value
+        if parameter is not None and (parameter in shards.parameters or (pending.everything and parameter.dim() > 0)):
+            source = Source(f"state_dict.{names[parameter]}", shards.layout_of(parameter), parameter.data)
+            state[key] = pending.stand_in(source)
     return state
 
 
-def load_model_state(module: nn.Module, shards: Shards, state: Mapping[str, Any], strict: bool) -> None:
-    """Loads whole tensors, given on every rank, into shards and replicas.
+def load_model_state(module: nn.Module, shards: Shards, state: Mapping[str, Any], strict: bool, fill: Fill) -> None:
+    """Loads whole tensors or handles, given on every rank, into shards and replicas. See ``check_model_state``."""
+    check_model_state(module, shards, state, strict)
+    by_name = dict(module.named_parameters(remove_duplicate=False))
+    local: dict[str, Any] = dict(state)
+    targets: dict[nn.Parameter, Target] = {}
+    for key, parameter in by_name.items():
+        if key in state and (parameter in shards.parameters or state[key].is_meta):
+            targets[parameter] = Target(shards.layout_of(parameter), parameter.data, state[key])
+            local[key] = parameter.data  # the rest is loaded as the module likes it; this is there already
+    fill(list(targets.values()))
+    module.load_state_dict(local, strict=strict)
+
+
+def check_model_state(module: nn.Module, shards: Shards, state: Mapping[str, Any], strict: bool) -> None:
+    """Refuses a state dict of another model.
 
     Raises:
-        ShardingError: keys are missing or unexpected (``strict``), or a shape differs. Nothing has changed then.
+        ShardingError: keys are missing or unexpected (``strict``), or a shape differs.
     """
-    by_name = dict(module.named_parameters(remove_duplicate=False))
     expected = list(module.state_dict())
     missing, unexpected = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
     if strict and (missing or unexpected):
         raise ShardingError(
             f"the state dict does not fit: missing keys {missing[:5]}, unexpected keys {unexpected[:5]}"
         )
-    for key, parameter in by_name.items():
+    for key, parameter in module.named_parameters(remove_duplicate=False):
         if key in state and tuple(state[key].shape) != tuple(shards.whole_shape(parameter)):
             raise ShardingError(
                 f"the state dict does not fit: {key} is {tuple(state[key].shape)} there and "
                 f"{tuple(shards.whole_shape(parameter))} here"
             )
-    local = {
-        key: shards.part_of(by_name[key], value) if by_name.get(key) in shards.parameters else value
-        for key, value in state.items()
-    }
-    module.load_state_dict(local, strict=strict)
 
 
-def gather_optimizer_state(optimizer: Optimizer, shards: Shards) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with whole tensors on the CPU; empty on ranks other than the first. Collective."""
-    packed = optimizer.state_dict()
+def optimizer_state(
+    optimizer: Optimizer, shards: Shards, names: Mapping[nn.Parameter, str], index: int, pending: Pending
+) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with ``param_names`` beside it, as plain PyTorch loads it. Collective.
+
+    Args:
+        optimizer: whose state.
+        shards: how parameters lie.
+        names: of the module's parameters.
+        index: of the optimizer among the module's.
+        pending: says what becomes of tensors that lie like their parameter.
+    """
+    packed: dict[str, Any] = optimizer.state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[Any, dict[str, Any]] = {}
-    for index, entries in packed["state"].items():
-        parameter = parameters[index]
-        state[index] = {key: _whole(value, parameter, shards) for key, value in entries.items()}
-    return {**packed, "state": state} if shards.is_first else {}
-
-
-def _whole(value: Any, parameter: nn.Parameter, shards: Shards) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if parameter in shards.parameters and value.shape == parameter.shape:
-        whole = shards.gather(parameter, value)
-        return whole.cpu() if shards.is_first else None
-    return value.cpu()
-
-
-def load_optimizer_state(optimizer: Optimizer, shards: Shards, packed: Mapping[str, Any]) -> None:
-    """Loads what ``gather_optimizer_state`` or a plain optimizer's ``state_dict`` returned, given on every rank."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state: dict[Any, dict[str, Any]] = {}
-    for index, entries in packed["state"].items():
-        parameter = parameters[index]
-        cut = parameter in shards.parameters
-        state[index] = {
-            key: shards.part_of(parameter, value)
-            if cut and isinstance(value, Tensor) and value.shape == shards.whole_shape(parameter)
+    for number, entries in packed["state"].items():
+        parameter, name = parameters[number], names.get(parameters[number], f"parameter {number}")
+        state[number] = {
+            key: pending.stand_in(Source(f"optimizer_states.{index}.{name}.{key}", shards.layout_of(parameter), value))
+            if _is_like(value, parameter) and (parameter in shards.parameters or pending.everything)
             else value
             for key, value in entries.items()
         }
+    return {**packed, "state": state, PARAMETER_NAMES: [names.get(parameter) for parameter in parameters]}
+
+
+def _is_like(value: Any, parameter: nn.Parameter) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
+
+
+def load_optimizer_state(
+    optimizer: Optimizer, shards: Shards, names: Mapping[nn.Parameter, str], saved: Mapping[str, Any], fill: Fill
+) -> None:
+    """Loads what ``optimizer_state`` or a plain optimizer's ``state_dict`` returned, given on every rank."""
+    packed = fitting_optimizer_state(optimizer, shards, names, saved)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    targets: list[Target] = []
+    state: dict[Any, dict[str, Any]] = {}
+    for number, entries in packed["state"].items():
+        parameter = parameters[number]
+        layout = shards.layout_of(parameter)
+        state[number] = {}
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and value.dim() > 0 and value.shape == layout.shape:
+                part = torch.empty(parameter.shape, dtype=value.dtype, device=parameter.device)
+                targets.append(Target(layout, part, value))
+                state[number][key] = part
+            else:  # a copy: the file that it may be mapped from is not to be kept
+                state[number][key] = value.clone() if isinstance(value, Tensor) else value
+    fill(targets)
     optimizer.load_state_dict({**packed, "state": state})
+
+
+def fitting_optimizer_state(
+    optimizer: Optimizer, shards: Shards, names: Mapping[nn.Parameter, str], saved: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The saved state with its parameters in this optimizer's order: by name if both name the same ones.
+
+    Raises:
+        ShardingError: it has other parameter groups, or a state of another shape. Nothing has changed then.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    here, there = [len(g["params"]) for g in optimizer.param_groups], [len(g["params"]) for g in saved["param_groups"]]
+    ours, theirs = [names.get(parameter) for parameter in parameters], _saved_names(saved)
+    by_name = theirs is not None and None not in ours and sorted(map(str, ours)) == sorted(map(str, theirs))
+    if len(here) != len(there) or (here != there and not by_name):
+        raise ShardingError(
+            f"the optimizer state does not fit: its parameter groups hold {there} parameters, those here {here}"
+        )
+    order = [n for group in saved["param_groups"] for n in group["params"]]
+    if by_name:
+        assert theirs is not None
+        where = dict(zip(map(str, theirs), order, strict=True))
+        order = [where[str(name)] for name in ours]
+    state = {number: saved["state"][old] for number, old in enumerate(order) if old in saved["state"]}
+    for number, entries in state.items():
+        _check_shapes(ours[number] or f"parameter {number}", entries, shards.whole_shape(parameters[number]))
+    first, groups = 0, []
+    for group, size in zip(saved["param_groups"], here, strict=True):
+        groups.append({**group, "params": list(range(first, first + size))})
+        first += size
+    return {"state": state, "param_groups": groups}
+
+
+def _saved_names(saved: Mapping[str, Any]) -> list[str] | None:
+    """Of the saved parameters, in the order of the groups: as this package writes them, or as PyTorch does."""
+    if PARAMETER_NAMES in saved:
+        return list(saved[PARAMETER_NAMES])
+    if all("param_names" in group for group in saved["param_groups"]):
+        return [name for group in saved["param_groups"] for name in group["param_names"]]
+    return None
+
+
+def _check_shapes(name: str, entries: Mapping[str, Any], shape: torch.Size) -> None:
+    """A state with as many dimensions as its parameter is expected to lie like it (factored ones have fewer)."""
+    for key, value in entries.items():
+        if isinstance(value, Tensor) and value.dim() == len(shape) > 0 and value.shape != shape:
+            raise ShardingError(
+                f"the optimizer state does not fit: {key} of {name} is {tuple(value.shape)} there, the parameter "
+                f"{tuple(shape)} here"
+            )

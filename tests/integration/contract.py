@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_osdp import OSDPStrategy, planner
 from lightning_osdp.planning.choices import Mode
@@ -61,8 +61,9 @@ def rows(count: int, seed: int = 0) -> TensorDataset:
 
 def batches(count: int, size: int, seed: int = 0) -> DataLoader[Any]:
     """In order: rank r of N gets rows r, r + N, ... ``count`` batches of ``size`` for each rank."""
-    data: Dataset[Any] = rows(count * size * RANKS, seed)
-    return DataLoader(data, batch_size=size)
+    data = rows(count * size * RANKS, seed)
+    sampler = DistributedSampler(data, shuffle=False) if torch.distributed.is_initialized() else None
+    return DataLoader(data, batch_size=size, sampler=sampler)
 
 
 def seeded(module_class: Any, *args: Any, **options: Any) -> Any:
@@ -72,7 +73,7 @@ def seeded(module_class: Any, *args: Any, **options: Any) -> Any:
 
 
 def mixed_plan(
-    module: pl.LightningModule, batch: Any, batch_size: int, accumulation: int = 1, shift: int = 2
+    module: pl.LightningModule, batch: Any, batch_size: int, accumulation: int = 1, shift: int = 2, ranks: int = RANKS
 ) -> ExecutionPlan:
     """A plan that deals out all modes in turn over the operators that can be sharded."""
     device = torch.device("cpu")
@@ -83,7 +84,7 @@ def mixed_plan(
         if operator.shardable:
             modes[operator.name] = list(Mode)[dealt % len(Mode)]
             dealt += 1
-    plan = hand_made_plan(modes, RANKS, batch_size=batch_size, accumulation=accumulation)
+    plan = hand_made_plan(modes, ranks, batch_size=batch_size, accumulation=accumulation)
     identity = ModelIdentity(fingerprint=description.fingerprint, num_parameters=description.num_parameters)
     return plan.model_copy(update={"model": identity})
 
@@ -95,7 +96,9 @@ def planned(
     batch = next(iter(data))
     size = len(batch[0])
     plan = mixed_plan(copy.deepcopy(module), batch, size, accumulation, shift)
-    options = {"limit_val_batches": 1.0, "max_steps": -1, "max_epochs": 1} | options
+    own = {"limit_val_batches": 1.0, "max_steps": -1, "max_epochs": 1}
+    own["use_distributed_sampler"] = False  # Lightning's shuffles, which plain training could not follow
+    options = own | options
     return trainer(folder, OSDPStrategy(plan=plan), **options)
 
 

@@ -7,12 +7,20 @@ import pytest
 from lightning_osdp.planning.calibration import (
     Correction,
     MeasuredStep,
+    corrected_cluster,
     corrected_compute,
-    corrected_link,
     drifted,
     learn,
 )
-from lightning_osdp.planning.cluster import CollectiveFit, ComputeTimes, Link, OperatorTime
+from lightning_osdp.planning.cluster import (
+    Cluster,
+    CollectiveFit,
+    ComputeTimes,
+    Levels,
+    Link,
+    OperatorTime,
+    TwoStageLink,
+)
 from lightning_osdp.planning.operators import Line
 from tests.test_report import make_plan
 
@@ -83,6 +91,12 @@ def test_corrections_scale_every_time() -> None:
     assert scaled.operators[1].at(10) == 2 * line.at(10)
     assert scaled.outside.at(7) == 2 * line.at(7)
     assert scaled.optimizer_s_per_byte == 10
-    slower = corrected_link(link, correction)
-    assert slower.reduce_scatter.time_s(100, 2) == 3 * fit.time_s(100, 2)
-    assert slower.all_gather.residual == 0.5
+    levels = Levels(inside=link, between=fit, two_stage=TwoStageLink(all_gather=fit, reduce_scatter=fit))
+    before = Cluster(nodes=2, devices_per_node=2, device="cpu", backend="gloo", link=link, levels=levels)
+    after = corrected_cluster(before, correction)
+    assert after.levels is not None
+    links = (after.link, after.levels.inside, after.levels.two_stage)
+    for one in (*(getattr(link, name) for link in links for name in type(link).model_fields), after.levels.between):
+        assert one.time_s(100, 2) == 3 * fit.time_s(100, 2)
+        assert one.residual == 0.5
+    assert (after.nodes, after.devices_per_node, after.backend) == (2, 2, "gloo")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.planning.bounds import Bounds
 from lightning_osdp.planning.candidates import Candidate, Desk
-from lightning_osdp.planning.choices import Choice, Mode
+from lightning_osdp.planning.choices import Choice
 from lightning_osdp.planning.explain import explain
 from lightning_osdp.planning.schedule import BatchRule, make_plan
 from lightning_osdp.planning.space import Problem
@@ -187,17 +187,6 @@ def test_granularities_of_another_form_are_refused(value: object) -> None:
 def test_checkpointing_of_another_form_is_refused(value: object) -> None:
     with pytest.raises(ConfigurationError, match="activation_checkpointing has to be"):
         Wishes.of("auto", value)
-
-
-def test_wishes_allow_the_plans_that_a_search_under_them_gives() -> None:
-    strict = Wishes({"blocks.0": 2}, ("blocks.1",))
-    plan = make_plan(problem(50, wishes=strict), BatchRule(batch_size=1))
-    assert strict.allow(plan)
-    assert NO_WISHES.allow(plan)
-    assert not Wishes("auto", False).allow(plan)
-    assert not Wishes("auto", True).allow(plan)
-    sharded = [operator for operator in plan.operators if set(operator.slices) != {Mode.DP}]
-    assert Wishes(16).allow(plan) == (not sharded)
 
 
 def test_first_row_of_each_menu_is_the_replica() -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planning.choices import Group
 from lightning_osdp.planning.hardware import Hardware, Wire, cluster_of, load, names
+from lightning_osdp.planning.topology import exchange
 
 
 def wire(bandwidth: float, latency_s: float = 0.0) -> Wire:
@@ -84,6 +86,19 @@ def test_the_slowest_link_decides_between_nodes() -> None:
     assert (cluster.nodes, cluster.devices_per_node) == (2, 4)
     assert cluster.link.all_gather.time_s(800, 8) == pytest.approx(2 + 6 + 5 + 70)
     assert cluster.link.all_reduce.time_s(800, 8) == pytest.approx(2 + 2 * (6 + 5 + 70))
+
+
+def test_both_levels_follow_from_the_same_numbers() -> None:
+    cluster = cluster_of(hardware(), 8)
+    node, staged = exchange(cluster, Group.NODE), exchange(cluster, Group.WORLD, two_stage=True)
+    assert node.all_gather_s(400) == pytest.approx(2 + 3 + 3)
+    # Parts of 200 B go round 2 nodes twice by half, and 4 devices share the adapter: 2 * 100 * 4 B at 10 B/s.
+    assert node.between_s(800) == pytest.approx(2 + 2 * 5 + 80)
+    # Three starts, a step between nodes, 3 steps inside for each of 2 rows; half of it at 10 B/s, 3/4 of it at 100.
+    assert staged.all_gather_s(800) == pytest.approx(3 * 2 + 5 + 2 * 3 + 40 + 6)
+    assert staged.reduce_scatter_s(800) == pytest.approx(3 * 2 + 5 + 2 * 3 + 40 + 6)
+    assert cluster_of(hardware(), 4).levels is None
+    assert cluster_of(hardware(devices_per_node=1), 2).levels is None
 
 
 def test_a_network_faster_than_the_node_does_not_help() -> None:

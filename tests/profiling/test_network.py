@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_osdp.levels import Levels
+from lightning_osdp.planning import cluster
 from lightning_osdp.planning.cluster import CollectiveFit, Link
 from lightning_osdp.profiling import network
 from tests.ranks import run_ranks
@@ -20,6 +22,16 @@ def measured(rank: int, world_size: int) -> tuple[str, list[tuple[int, int]]]:
         dist.group.WORLD, CPU, sizes_bytes=SIZES, progress=lambda done, total: calls.append((done, total))
     )
     return link.model_dump_json(), calls
+
+
+def measured_levels(rank: int, world_size: int) -> tuple[str, list[tuple[int, int]]]:
+    calls: list[tuple[int, int]] = []
+    groups = Levels.of(dist.group.WORLD, 2)
+    found = network.measure_levels(
+        groups, CPU, sizes_bytes=(4 << 10, 1 << 20), progress=lambda done, total: calls.append((done, total))
+    )
+    groups.destroy()
+    return found.model_dump_json(), calls
 
 
 def sizes_under(rank: int, world_size: int, limits: list[int | None]) -> int:
@@ -54,6 +66,16 @@ def test_all_ranks_get_the_same_positive_link_and_hear_of_the_progress():
         assert fitted.time_s(16 << 20, 2) > 0
     assert calls == other_calls
     assert calls == [(done, 12) for done in range(1, 13)]
+
+
+def test_both_levels_are_measured_and_the_same_on_all_ranks():
+    replies = run_ranks(measured_levels, 4)
+    assert len({text for text, _ in replies}) == 1
+    assert replies[0][1] == [(done, 12) for done in range(1, 13)]
+    found = cluster.Levels.model_validate_json(replies[0][0])
+    fits = [getattr(found.inside, name) for name in type(found.inside).model_fields]
+    fits += [getattr(found.two_stage, name) for name in type(found.two_stage).model_fields]
+    assert all(one.time_s(16 << 20, 4) > 0 for one in [*fits, found.between])
 
 
 def test_the_smallest_memory_bound_of_any_rank_counts():

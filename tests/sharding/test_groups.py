@@ -26,21 +26,35 @@ WORLD, WORLD2 = Choice((Mode.ZDP,)), Choice((Mode.ZDP2,))
 NODE, NODE2 = Choice((Mode.ZDP,), group=Group.NODE), Choice((Mode.ZDP2,), group=Group.NODE)
 STAGES, STAGES2 = Choice((Mode.ZDP,), two_stage=True), Choice((Mode.ZDP2,), two_stage=True)
 
+SPLIT_NODE = Choice((Mode.ZDP, Mode.DP, Mode.ZDP2), split_dim=1, group=Group.NODE)
+SPLIT_STAGES = Choice((Mode.ZDP, Mode.ZDP), split_dim=1, two_stage=True)
+
 PLANS: dict[str, list[Choice]] = {
     "node": [NODE],
     "node zdp2": [NODE2],
     "two-stage": [STAGES],
     "two-stage zdp2": [STAGES2],
+    "split": [SPLIT_NODE, SPLIT_STAGES],
     "mixed": [Choice(), WORLD, NODE, STAGES, WORLD2, NODE2, STAGES2],
 }
 CASES = [(name, accumulation) for name in PLANS for accumulation in (1, 2)]
+
+
+def of_choice(choice: Choice) -> dict[str, Any]:
+    """As an ``OperatorPlan`` calls it."""
+    return {
+        "slices": choice.slices,
+        "split_dim": choice.split_dim,
+        "sharding_group": choice.group,
+        "two_stage": choice.two_stage,
+    }
 
 
 def plan_of(module: nn.Module, choices: list[Choice], nodes: int = NODES) -> ExecutionPlan:
     """A plan that takes ``choices`` in turn for the weighted modules."""
     names = weighted_modules(module)
     operators = tuple(
-        OperatorPlan(name=name, slices=c.slices, sharding_group=c.group, two_stage=c.two_stage, num_parameters=0)
+        OperatorPlan(name=name, **of_choice(c), num_parameters=0)
         for name, c in zip(names, choices * len(names), strict=False)
     )
     cluster = some_cluster(RANKS // nodes, nodes=nodes)
@@ -154,8 +168,8 @@ def detour_parts(rank: int | None) -> list[Callable[[nn.Module], Tensor]]:
     return [lambda m: m(x[0], True).square().mean(), lambda m: m(x[1], False).square().mean()]
 
 
-def detour(rank: int) -> Any:
-    run = Run(rank, lambda module: plan_of(module, [NODE]), Detour)
+def detour(rank: int, choice: Choice) -> Any:
+    run = Run(rank, lambda module: plan_of(module, [choice]), Detour)
     _, norm = run.step(detour_parts(rank), clip=1e9)
     return norm, run.engine.model_state()
 
@@ -178,7 +192,7 @@ def everything(rank: int, ranks: int) -> dict[str, Any]:
         "trained": [trained(rank, *case) for case in CASES],
         "moved": [moved(rank, *move) for move in MOVES],
         "bf16": [bf16_weights(rank, name) for name in ("", "node", "mixed")],
-        "detour": detour(rank),
+        "detour": [detour(rank, choice) for choice in (NODE, SPLIT_NODE)],
         "one rank": one_rank_nodes(rank),
         "counted": counted,
     }
@@ -225,8 +239,9 @@ def test_a_gradient_from_an_earlier_micro_batch_alone_is_averaged_too(runs: list
         (part(model) / 2).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     optimizer.step()
-    assert runs[0]["detour"][0] == pytest.approx(float(norm), rel=1e-5)
-    assert_same_weights(runs[0]["detour"][1], model.state_dict())
+    for actual_norm, state in runs[0]["detour"]:
+        assert actual_norm == pytest.approx(float(norm), rel=1e-5)
+        assert_same_weights(state, model.state_dict())
 
 
 def test_nodes_of_one_rank(runs: list[dict[str, Any]]) -> None:

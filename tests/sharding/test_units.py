@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_osdp.planning.choices import Mode
-from lightning_osdp.sharding import fairscale
-from lightning_osdp.sharding.fairscale import FairScaleEngine, _GatherBound, _joined
+from lightning_osdp.sharding.fairscale import FairScaleEngine, _joined
+from lightning_osdp.sharding.gathers import GATHERS_IN_FLIGHT, GatherBound
 from tests.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups
 
 
@@ -40,7 +40,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def test_gathers_wait_until_two_others_have_been_freed(device: Device) -> None:
-    bound = _GatherBound(fairscale.GATHERS_IN_FLIGHT)
+    bound = GatherBound(GATHERS_IN_FLIGHT)
     waits = []
     for _ in range(5):  # five operators: gather, run, free, with the host far ahead of the device
         bound.before_gather()
@@ -50,7 +50,7 @@ def test_gathers_wait_until_two_others_have_been_freed(device: Device) -> None:
 
 
 def test_gathers_that_are_kept_do_not_block(device: Device) -> None:
-    bound = _GatherBound(fairscale.GATHERS_IN_FLIGHT)
+    bound = GatherBound(GATHERS_IN_FLIGHT)
     for _ in range(10):  # zdp2: nothing is freed in the forward
         bound.before_gather()
     assert device.waited == []

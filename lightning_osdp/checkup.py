@@ -1,4 +1,4 @@
-"""Watches real training steps: prints predicted beside measured, and hands on what the next plan can learn."""
+"""Follows real training steps: prints predicted beside measured, and hands on what the next plan can learn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST_REPORT_STEPS = 20
 """Optimizer steps after which predicted and measured are compared for the first time."""
 
 
-class Watch:
+class Checkup:
     """Of one run under one plan.
 
     Args:

@@ -1,0 +1,87 @@
+"""Cells of the comparison: model, setting and memory limit. The limits come from what the competitors take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.throughput.jobs import SETTINGS, Job, Setting
+from benchmarks.throughput.models import MODELS
+from benchmarks.throughput.records import Runs
+
+MIB = 1 << 20
+LEVELS = ("tight", "middle", "plenty")
+SHARES = {True: (0.08, 0.5, 1.05), False: (0.05, 0.35, 0.7)}
+"""Where a limit lies between the least and the most (see ``limits``): if the model can be replicated, and if not."""
+REPLICATED_BATCH_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One comparison."""
+
+    model: str
+    setting: str
+    level: str
+    memory_bytes: int
+
+    @property
+    def where(self) -> Setting:
+        """The setting."""
+        return SETTINGS[self.setting]
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"{self.model}, {self.where.label}, {self.level} ({self.memory_bytes / MIB:.0f} MiB)"
+
+
+def limits(runs: Runs, model: str, ranks: int, device: str) -> dict[str, int]:
+    """Bytes of each level, without asking OSDP.
+
+    The least is what FairScale's FSDP per operator takes at batch size 1, the most what DDP takes: at batch size 8
+    where replicating is to be possible under the largest limit, else at batch size 1, which is then above all limits.
+    Both are measured with the allocator setting, without a limit. Limits lie on the line between the two.
+    """
+    fits = MODELS[model].replicated_fits
+    least = _peak(runs, model, ranks, "fairscale-op", 1, device)
+    most = _peak(runs, model, ranks, "ddp", REPLICATED_BATCH_SIZE if fits else 1, device)
+    return {
+        level: int(least + share * (most - least)) // MIB * MIB
+        for level, share in zip(LEVELS, SHARES[fits], strict=True)
+    }
+
+
+def _peak(runs: Runs, model: str, ranks: int, base: str, batch_size: int, device: str) -> int:
+    system = base + "+alloc" * (device == "cpu")
+    job = Job("measure", model, f"{ranks}-loopback", system, (batch_size,), warm_up=2, steps=1, device=device)
+    result = runs.get(job)
+    if result["outcome"] != "ok":
+        raise SystemExit(f"{system} can't train {model} on {ranks} ranks without a limit: {result['error']}")
+    return int(result["peak_bytes"])
+
+
+def cells(
+    runs: Runs, models: tuple[str, ...], settings: tuple[str, ...], levels: tuple[str, ...], device: str
+) -> list[Cell]:
+    """All cells, easy ones first: what a system can't do there, it can't do in harder ones."""
+    found = []
+    for model in models:
+        by_ranks = {ranks: limits(runs, model, ranks, device) for ranks in {SETTINGS[s].ranks for s in settings}}
+        for setting in sorted(settings, key=lambda s: (SETTINGS[s].ranks, _slowness(SETTINGS[s]))):
+            for level in sorted(levels, key=LEVELS.index, reverse=True):
+                found.append(Cell(model, setting, level, by_ranks[SETTINGS[setting].ranks][level]))
+    return found
+
+
+def is_easier(one: Cell, other: Cell) -> bool:
+    """Whether whatever is possible in ``other`` is possible in ``one``, and as fast."""
+    return (
+        one.model == other.model
+        and (one.where.ranks == other.where.ranks)
+        and one.memory_bytes >= other.memory_bytes
+        and _slowness(one.where) <= _slowness(other.where)
+    )
+
+
+def _slowness(setting: Setting) -> float:
+    return 1 / float(setting.rate.removesuffix("gbit")) if setting.rate else 0.0

@@ -1,0 +1,139 @@
+"""docs/benchmarks.md: the comparisons with machine, date and command."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.throughput import figures, report
+from benchmarks.throughput.cells import SHARES
+from benchmarks.throughput.compare import Comparison
+from benchmarks.throughput.models import MODELS, build
+from benchmarks.throughput.records import ROOT
+from benchmarks.throughput.systems import OSDP
+
+METHOD = """
+Every system trains the same LightningModule with the same weights on the same text (the source of Python's standard
+library, byte by byte) with AdamW in float32, one thread a rank. A figure is the median over the steps after warm-up
+of a process of its own, times the ranks; a step's time runs from the end of one to the end of the next, loop and data
+included. All but FairScale's run in Lightning's Trainer and differ by the strategy alone; FairScale's run in a bare
+loop, which has less overhead and so favours them.
+
+Each rank lives in a memory cgroup. Over its limit the kernel kills it, and the batch size counts as too large. For
+each system the batch size is doubled until a rank is killed or throughput stops growing, then narrowed to an eighth.
+The best systems then run again in turns with OSDP, {repeats} times each; medians are shown. A system that could not
+win even with 15 % more than it reached in an easier cell (a faster link or more memory) is not run, and its figure
+there is shown as an upper bound.
+
+Limits are set without asking OSDP: the least is the peak of FairScale's FSDP per operator at batch size 1, the most
+that of DDP (at batch size 8 where replicating is to be possible, else at 1), both with the allocator setting. A limit
+lies at {small} of the way for models that can be replicated, at {large} for the others.
+
+"Allocator set" means the glibc setting that OSDP makes, which keeps freed tensors from staying in the heap.
+"Recomputed" is activation checkpointing of every block. OSDP is `OSDPStrategy(memory_limit=...)` with the cgroup's
+limit and nothing else.
+
+Lightning refuses its FSDPStrategy on a CPU; a subclass that passes the device on trains there, and is what is shown.
+""".strip()
+
+
+def facts(arguments: Sequence[str], commits: set[str]) -> dict[str, Any]:
+    """Machine, versions, date and command."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "python -m benchmarks.throughput " + " ".join(arguments),
+        "machine": f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {_memory_gib():.0f} GiB",
+        "versions": {name: version(name) for name in ("torch", "lightning", "fairscale", "transformers")}
+        | {"python": platform.python_version()},
+        "commits": sorted(commits),
+    }
+
+
+def write(comparisons: Sequence[Comparison], about: dict[str, Any], repeats: int, docs: Path = ROOT / "docs") -> Path:
+    """Writes the page, its pictures and the JSON; returns the page."""
+    folder = docs / "benchmarks"
+    pictures = figures.draw(comparisons, folder)
+    write_json(comparisons, about, folder / "results.json")
+    page = docs / "benchmarks.md"
+    page.write_text("\n".join(_page(comparisons, about, repeats, pictures)) + "\n")
+    return page
+
+
+def write_json(comparisons: Sequence[Comparison], about: dict[str, Any], file: Path) -> None:
+    """Everything, for programs."""
+    file.write_text(json.dumps(report.as_json(comparisons, about), indent=1) + "\n")
+
+
+def _page(
+    comparisons: Sequence[Comparison], about: dict[str, Any], repeats: int, pictures: Sequence[Path]
+) -> list[str]:
+    shares = {fits: ", ".join(f"{share:.0%}" for share in SHARES[fits]) for fits in (True, False)}
+    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
+    lines = [
+        "# Side by side",
+        "",
+        f"{about['machine']}; {versions}; {about['date']}. Made by",
+        "",
+        f"    {about['command']}",
+        "",
+        *METHOD.format(repeats=repeats, small=shares[True], large=shares[False]).splitlines(),
+        "",
+        "## What it adds up to",
+        "",
+        "OSDP's samples per second over those of",
+        "",
+        *_markdown(("", "cells", "least", "mean", "most"), [(v.what, *v.words()) for v in report.totals(comparisons)]),
+        "",
+        *(f"- {line}." for line in report.verdicts(comparisons)),
+        "",
+        "## Models",
+        "",
+        *_markdown(("model", "family", "parameters", "tokens per sample"), _models(comparisons)),
+        "",
+    ]
+    for model in dict.fromkeys(c.cell.model for c in comparisons):
+        lines += [f"## {model}", ""]
+        lines += [f"![{model}](benchmarks/{file.name})" for file in pictures if file.stem == model]
+        for comparison in (c for c in comparisons if c.cell.model == model):
+            lines += ["", f"### {comparison.cell.label}", "", *_cell(comparison)]
+        lines.append("")
+    return lines
+
+
+def _cell(comparison: Comparison) -> list[str]:
+    names = ("system", "batch size", "samples/s", "OSDP is", "peak memory", "")
+    bold = [row.system == OSDP for row in comparison.rows]
+    words = [report.row_words(comparison, row) for row in comparison.rows]
+    return _markdown(names, [(f"**{w[0]}**", *w[1:]) if b else w for w, b in zip(words, bold, strict=True)])
+
+
+def _models(comparisons: Sequence[Comparison]) -> list[tuple[str, ...]]:
+    found = []
+    for name in dict.fromkeys(c.cell.model for c in comparisons):
+        model, count = MODELS[name], sum(p.numel() for p in build(name).parameters())
+        found.append((name, model.family, f"{count / 1e6:.1f} M", str(model.tokens)))
+    return found
+
+
+def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (names, ["---"] * len(names), *rows)]
+
+
+def _processor() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(0)
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _memory_gib() -> float:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)

@@ -1,0 +1,54 @@
+"""Which batch sizes to try next: doubling until a rank is killed, then narrowing between the two. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+LARGEST = 64
+"""Per rank. Throughput is flat long before on these machines."""
+
+
+def next_sizes(lived: int, dead: int | None, estimate: int | None = None, largest: int = LARGEST) -> tuple[int, ...]:
+    """Batch sizes for one process to try in ascending order until it is killed; none once the limit is known.
+
+    Args:
+        lived: largest size known to live; 0 if none.
+        dead: smallest size known to die; None if none.
+        estimate: about the largest size that will live, if known from elsewhere.
+        largest: not beyond this.
+    """
+    if dead is None:
+        if not lived and estimate:
+            around = {max(1, estimate // 2), estimate, estimate + max(1, estimate // 8)}
+            return tuple(sorted(size for size in around if size <= largest))
+        return _doubling(2 * lived or 1, largest) or ((largest,) if lived < largest else ())
+    if dead - lived <= max(1, lived // 8):  # the last eighth of a batch size gains next to nothing
+        return ()
+    if not lived:
+        return _doubling(1, dead - 1)
+    step = max(1, (dead - lived) // 4)
+    return tuple(range(lived + step, dead, step))
+
+
+def _doubling(start: int, stop: int) -> tuple[int, ...]:
+    sizes = []
+    while start <= stop:
+        sizes.append(start)
+        start *= 2
+    return tuple(sizes)
+
+
+def estimate_largest(peaks: Mapping[int, int], memory_bytes: int) -> int | None:
+    """Batch size whose peak reaches ``memory_bytes``, by the line through the smallest and the largest size known.
+
+    Args:
+        peaks: batch size -> bytes, measured elsewhere.
+        memory_bytes: the limit.
+    """
+    if len(peaks) < 2:
+        return None
+    first, last = min(peaks), max(peaks)
+    slope = (peaks[last] - peaks[first]) / (last - first)
+    if slope <= 0:
+        return None
+    return min(LARGEST, max(1, int((memory_bytes - peaks[first]) / slope) + first))

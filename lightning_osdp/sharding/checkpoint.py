@@ -1,0 +1,171 @@
+"""Checkpoints that do not know the plan: one ordinary Lightning file, or a folder that every rank writes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_osdp.collectives import on_all_ranks
+from lightning_osdp.errors import CheckpointError, ConfigurationError
+from lightning_osdp.sharding import files, folder, streaming
+from lightning_osdp.sharding.folder import Folder
+from lightning_osdp.sharding.pending import Pending, Target
+
+FORMATS = ("full", "sharded")
+
+
+class Checkpoints:
+    """Saves and loads the checkpoints of one run.
+
+    Args:
+        save_format: ``"full"``: one file, as any Lightning run writes it; ``"sharded"``: a folder.
+
+    Raises:
+        ConfigurationError: no such format.
+    """
+
+    def __init__(self, save_format: str) -> None:
+        if save_format not in FORMATS:
+            raise ConfigurationError(f"save_format={save_format!r} is not known: use 'full' or 'sharded'")
+        self.is_sharded = save_format == "sharded"
+        self.pending: Pending | None = None
+        """The handles of the checkpoint that is being put together; None while none is."""
+        self._opened: Folder | None = None
+
+    @contextmanager
+    def collecting(self, is_first: bool, at_once: bool) -> Iterator[None]:
+        """Within it a checkpoint is put together and saved.
+
+        Args:
+            is_first: whether this rank is the first.
+            at_once: whether values must be there before they are written.
+        """
+        self.pending = Pending(everything=self.is_sharded, at_once=at_once and not self.is_sharded, is_first=is_first)
+        try:
+            yield
+        finally:
+            self.pending = None
+
+    def save(self, checkpoint: dict[str, Any], path: Path, group: Any) -> None:
+        """Writes to a local path. Collective.
+
+        Raises:
+            CheckpointError: a rank could not write, on every rank; what was at ``path`` is as it was then.
+        """
+        pending = self.pending or Pending()
+        if self.is_sharded:
+            folder.save(checkpoint, path, pending, group)
+        else:
+            _save_file(checkpoint, path, pending, group)
+
+    def load(self, path: Path, weights_only: bool | None, group: Any) -> dict[str, Any]:
+        """Opens either format and checks that it is whole. Collective.
+
+        Tensors in it are mapped from the file or are handles: ``fill`` puts them where they go.
+
+        Raises:
+            CheckpointError: it is damaged or foreign, on every rank.
+        """
+        rank, ranks = group.rank(), group.size()
+        on_all_ranks(group, lambda: files.recover(path) if rank == 0 else None)
+        if path.is_dir():
+            self._opened = opened = on_all_ranks(group, lambda: Folder(path, weights_only))
+            on_all_ranks(group, lambda: opened.verify(rank, ranks))
+            return on_all_ranks(group, lambda: _checked(opened.checkpoint, path))
+        self._opened = None
+        on_all_ranks(group, lambda: files.verify(path) if rank == 0 else None)
+        return on_all_ranks(group, lambda: _checked(files.load(path, weights_only), path))
+
+    def fill(self, targets: Sequence[Target]) -> None:
+        """Puts values where they go."""
+        stored = [target for target in targets if target.value.is_meta]
+        for target in targets:
+            if not target.value.is_meta:
+                target.fill()
+        if not stored:
+            return
+        if self._opened is None or not all(self._opened.holds(target.value) for target in stored):
+            raise CheckpointError("the checkpoint holds a meta tensor, which has no values")
+        self._opened.fill(stored)
+
+
+def consolidate(source: Path, target: Path, weights_only: bool | None = None) -> None:
+    """Makes one ordinary file of a folder, one tensor in memory at a time. Needs no process group.
+
+    Raises:
+        CheckpointError: the folder is damaged or no checkpoint, or the file can't be written.
+    """
+    opened = Folder(source, weights_only)
+    opened.verify(0, 1)
+    try:
+        with files.replacing(target) as unfinished:
+            streaming.save(opened.checkpoint, unfinished, lambda handle: lambda: opened.whole(handle))
+    except OSError as error:
+        raise CheckpointError(f"{target} can't be written: {error}") from error
+
+
+def _save_file(checkpoint: dict[str, Any], path: Path, pending: Pending, group: Any) -> None:
+    """The first rank writes; before each tensor it tells the others which one to gather with it."""
+
+    def write() -> None:
+        try:
+            with files.replacing(path) as unfinished:
+                streaming.save(checkpoint, unfinished, lambda handle: lambda: gather(pending.index(handle)))
+        except OSError as error:
+            raise CheckpointError(f"the checkpoint {path} can't be written: {error}") from error
+        finally:
+            _tell(_DONE, group)
+
+    def gather(index: int) -> Tensor:
+        _tell(index, group)
+        return pending.sources[index].whole()
+
+    def follow() -> None:
+        while (index := _tell(_DONE, group)) != _DONE:
+            pending.sources[index].whole()
+
+    on_all_ranks(group, write if group.rank() == 0 else follow)
+
+
+_DONE = -1
+
+
+def _tell(index: int, group: Any) -> int:
+    """The first rank's number, on every rank."""
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
+    number = torch.tensor(index, dtype=torch.int64, device=device)
+    dist.broadcast(number, src=dist.get_global_rank(group, 0), group=group)
+    return int(number)
+
+
+def _checked(checkpoint: Any, path: Path) -> dict[str, Any]:
+    """Refuses what is no checkpoint of Lightning; small tensors are copied, so that they keep no file open."""
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise CheckpointError(
+            f"{path} is not a Lightning checkpoint: it holds "
+            + (
+                f"the keys {sorted(map(str, checkpoint))[:5]}"
+                if isinstance(checkpoint, dict)
+                else f"{type(checkpoint)}"
+            )
+            + ", no state_dict"
+        )
+    large = ("state_dict", "optimizer_states")
+    return {key: value if key in large else _copied(value) for key, value in checkpoint.items()}
+
+
+def _copied(value: Any) -> Any:
+    """Containers of the plain kinds with their tensors copied."""
+    if isinstance(value, Tensor):
+        return value if value.is_meta else value.clone()
+    if type(value) is dict:
+        return {key: _copied(inner) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(inner) for inner in value)
+    return value

@@ -1,0 +1,239 @@
+"""The side-by-side benchmark: what it runs next, what it remembers, what it says; and that a limit is one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from benchmarks import lab
+from benchmarks.throughput import document, launch, leftovers, report, systems
+from benchmarks.throughput.cells import Cell, is_easier
+from benchmarks.throughput.compare import Comparer, Effort
+from benchmarks.throughput.jobs import SETTINGS, Job
+from benchmarks.throughput.records import Runs
+from benchmarks.throughput.search import LARGEST, estimate_largest, next_sizes
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+
+
+def search(largest: int, estimate: int | None) -> tuple[int, list[tuple[int, ...]]]:
+    """The size that the search ends with where ``largest`` is the last that lives, and the processes it took."""
+    lived, dead, processes = 0, None, []
+    while sizes := next_sizes(lived, dead, None if processes else estimate):
+        processes.append(sizes)
+        alive = [size for size in sizes if size <= largest]
+        lived = max([lived, *alive])
+        if len(alive) < len(sizes):
+            dead = sizes[len(alive)]
+    return lived, processes
+
+
+@pytest.mark.parametrize("estimate", [None, 1, 7, 40])
+@pytest.mark.parametrize("largest", [0, 1, 2, 3, 5, 8, 13, 31, 47, LARGEST])
+def test_search_ends_within_an_eighth_of_the_largest_size_in_few_processes(largest: int, estimate: int | None) -> None:
+    found, processes = search(largest, estimate)
+
+    assert found <= largest
+    assert largest - found <= max(1, found // 8)
+    assert found > 0 or largest == 0
+    assert len(processes) <= 4
+    assert all(list(sizes) == sorted(set(sizes)) for sizes in processes)
+
+
+def test_estimate_follows_the_line_through_what_was_measured() -> None:
+    assert estimate_largest({1: 110, 4: 140}, 200) == 10
+    assert estimate_largest({1: 110}, 200) is None
+    assert estimate_largest({1: 110, 4: 110}, 200) is None
+    assert estimate_largest({1: 110, 4: 140}, 50) == 1
+
+
+class Machine:
+    """Stands in for the ranks: systems with a base memory, a slope, and a step time. Counts what it was asked."""
+
+    memory: ClassVar = {"ddp": (300, 20), "shard": (150, 25), "fairscale-op": (140, 30), "osdp": (200, 20)}
+
+    def __init__(self, **overhead_s: float) -> None:
+        self.overhead_s = {"ddp": 0.5, "shard": 1.5, "fairscale-op": 2.0, "osdp": 0.4} | overhead_s
+        self.jobs: list[Job] = []
+
+    def run(self, job: Job) -> dict[str, Any]:
+        self.jobs.append(job)
+        base = job.how.base
+        fixed, slope = self.memory[base]
+        budget = (job.memory_bytes or 1 << 60) // MIB
+        slow = 3 if job.where.rate else 1
+        sizes = job.sizes or (max(1, (budget - fixed) // slope),)
+        lived = [size for size in sizes if fixed + slope * size <= budget]
+        result = {
+            "outcome": "ok" if len(lived) == len(sizes) else "out of memory",
+            "peak_bytes": (fixed + slope * max(lived, default=0)) * MIB,
+            "seconds": 1.0,
+            "error": "",
+            "ready": {"setup_s": 9.0 if job.repeat == 0 else 1.0},
+            "sizes": [
+                {
+                    "batch_size": size,
+                    "step_s": 0.1 * size + slow * self.overhead_s[base],
+                    "peak_bytes": (fixed + slope * size) * MIB,
+                }
+                for size in lived
+            ],
+        }
+        if base == "osdp":
+            result["plan"] = {"batch_size": sizes[0], "parameters": {"dp": 3, "zdp": 1}, "predicted": {}}
+        return result
+
+
+def comparer(machine: Machine, file: Path) -> Comparer:
+    runs = Runs(file, machine.run, lambda job, result: None)
+    return Comparer(runs, [systems.parse(s) for s in ("ddp", "shard", "fairscale-op")], Effort(), "cpu")
+
+
+CELLS = [
+    Cell("nd-quick", setting, level, memory * MIB)
+    for setting in ("2-loopback", "2-1gbit")
+    for level, memory in (("plenty", 700), ("tight", 260))
+]
+
+
+def test_comparison_finds_each_systems_best_and_says_who_dies(tmp_path: Path) -> None:
+    machine = Machine()
+    compared = [comparer(machine, tmp_path / "r.jsonl").compare(cell) for cell in CELLS[:2]]
+
+    plenty, tight = compared
+    assert plenty.row("ddp").batch_size in (18, 19, 20)  # 20 fit
+    assert tight.row("ddp").status == "out of memory"
+    assert tight.row("shard").batch_size == 4
+    assert tight.osdp.batch_size == 3
+    assert plenty.osdp.detail["cold_setup_s"] == 9.0
+    assert plenty.osdp.detail["warm_setup_s"] == 1.0
+    assert len(plenty.row("fairscale-op").repeats) == 3, "the paper's baseline is always a finalist"
+    finals = [job for job in machine.jobs if job.purpose == "final" and job.memory_bytes == 700 * MIB]
+    assert next(job.system for job in finals if job.repeat == 1) == "osdp"
+    assert [job.repeat for job in finals] == sorted(job.repeat for job in finals), "in turns"
+
+
+def test_what_dies_or_cannot_win_in_an_easier_cell_is_not_run_in_a_harder_one(tmp_path: Path) -> None:
+    machine = Machine(shard=60.0)
+    one = comparer(machine, tmp_path / "r.jsonl")
+    compared = [one.compare(cell) for cell in CELLS]
+
+    searched = [(job.system, job.setting, job.memory_bytes) for job in machine.jobs if job.purpose == "search"]
+    assert ("ddp", "2-1gbit", 260 * MIB) not in searched
+    assert compared[3].row("ddp").status == "out of memory"
+    assert ("shard", "2-1gbit", 700 * MIB) not in searched
+    assert compared[2].row("shard").status == "bounded"
+
+
+def test_comparison_goes_on_from_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "r.jsonl"
+    first = comparer(Machine(), file).compare(CELLS[0])
+    with file.open("a") as out:
+        out.write('{"job": {"purp')  # stopped while writing
+    again = Machine()
+
+    assert comparer(again, file).compare(CELLS[0]) == first
+    assert again.jobs == []
+    comparer(again, file).compare(CELLS[1])
+    assert again.jobs
+    assert comparer(Machine(), file).compare(CELLS[1]).osdp.status == "ok", "a cut line harms no later one"
+
+
+def test_cells_are_ordered_by_what_is_possible_in_them() -> None:
+    assert is_easier(CELLS[0], CELLS[3])
+    assert is_easier(CELLS[1], CELLS[3])
+    assert not is_easier(CELLS[3], CELLS[0])
+    assert not is_easier(CELLS[1], CELLS[2])
+
+
+def test_totals_and_page_say_what_the_cells_say(tmp_path: Path) -> None:
+    one = comparer(Machine(), tmp_path / "r.jsonl")
+    compared = [one.compare(cell) for cell in CELLS]
+    best = report.totals(compared)[0]
+    expected = [c.osdp.samples_per_s / c.best().samples_per_s for c in compared]
+
+    assert list(best.ratios) == expected
+    page = document.write(compared, document.facts(["--quick"], {"abc"}), 3, tmp_path)
+    text = page.read_text()
+    assert "python -m benchmarks.throughput --quick" in text
+    assert f"{min(expected):.2f}" in text
+    assert "out of memory" in text
+    assert (tmp_path / "benchmarks" / "nd-quick.svg").exists()
+    assert len(json.loads((tmp_path / "benchmarks" / "results.json").read_text())["cells"]) == 4
+
+
+def test_systems_are_named_with_their_switches() -> None:
+    every = systems.every("cpu")
+    assert len(every) == len({system.name for system in every}) == 4 * len(systems.BASES)
+    assert all(systems.parse(system.name) == system for system in every)
+    assert not any(system.allocator for system in systems.every("cuda"))
+    assert [s.name for s in systems.selected("ddp+ckpt,shard", "cuda")] == ["ddp+ckpt", "shard", "shard+ckpt"]
+    with pytest.raises(ValueError, match="no system 'dpp'"):
+        systems.parse("dpp")
+
+
+def test_leftovers_are_those_of_processes_that_ended() -> None:
+    assert not leftovers.is_left_over(f"bench{os.getpid()}n0")
+    assert leftovers.is_left_over("bench99999999n0")
+    assert not leftovers.is_left_over("benchmark")
+
+
+# Real ranks, each with its own limit: root and cgroup v1.
+
+TOUCH = """
+import os, sys, json
+os.environ["OMP_NUM_THREADS"] = "1"
+from pathlib import Path
+from benchmarks import lab
+from benchmarks.throughput import launch
+from benchmarks.throughput.jobs import Job
+ballast = bytearray(os.urandom(64 << 20))  # what a rank inherits
+
+def work(job, folder, cache):
+    rank = int(os.environ["RANK"])
+    took = os.urandom(job.sizes[0] << 20)
+    (folder / f"rank{rank}.jsonl").write_text(json.dumps({"event": "pid", "pid": os.getpid()}) + "\\n")
+    return len(took) < 0
+
+job = Job("search", "nd-quick", sys.argv[1], "ddp", (int(sys.argv[2]),), memory_bytes=700 << 20, timeout_s=20)
+print(json.dumps(launch.run(job, Path("/nonexistent"), work)))
+"""
+
+
+@pytest.mark.lab
+@pytest.mark.skipif(os.geteuid() != 0 or not lab.CGROUPS.joinpath("memory.limit_in_bytes").exists(), reason="lab")
+def test_a_rank_pays_for_what_it_inherits_and_dies_at_its_limit() -> None:
+    def run(setting: str, mebibytes: int) -> dict[str, Any]:
+        call = [sys.executable, "-c", TOUCH, setting, str(mebibytes)]
+        done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, timeout=120, check=True)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    before = set(lab.CGROUPS.glob("bench*"))
+    alive, more, dead = run("2-loopback", 0), run("2-1gbit", 20), run("2-loopback", 640)
+
+    assert alive["outcome"] == "ok"
+    assert alive["peak_bytes"] > 64 * MIB, "the pages of the parent were copied and charged"
+    assert more["outcome"] == "ok"
+    assert 15 * MIB < more["peak_bytes"] - alive["peak_bytes"] < 25 * MIB
+    assert dead["outcome"] == "out of memory"
+    assert set(lab.CGROUPS.glob("bench*")) <= before
+    assert not any(leftovers.is_left_over(path.name) for path in Path("/var/run/netns").iterdir())
+
+
+def test_settings_are_named_by_their_ranks_and_link() -> None:
+    assert SETTINGS["4-2gbit"].ranks == SETTINGS["4-2gbit"].nodes == 4
+    assert SETTINGS["2-loopback"].rate is None
+    assert SETTINGS["2x2-1gbit"].nodes == 2
+
+
+def test_outcomes_are_told_apart() -> None:
+    assert launch.outcome([0, 0], False, False) == "ok"
+    assert launch.outcome([-9, 1], True, False) == "out of memory"
+    assert launch.outcome([98, 98], False, False) == "infeasible"
+    assert launch.outcome([-9, -9], False, True) == "too slow"
+    assert launch.outcome([1, 0], False, False) == "failed"

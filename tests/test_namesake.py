@@ -1,0 +1,34 @@
+"""A Trainer from pytorch_lightning, which knows nothing of strategies for lightning.pytorch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from lightning_osdp import OSDPStrategy, namesake
+from lightning_osdp.errors import ConfigurationError
+
+SCRIPT = """
+import pytorch_lightning
+import lightning_osdp
+for strategy in ("osdp", lightning_osdp.OSDPStrategy()):
+    try:
+        pytorch_lightning.Trainer(strategy=strategy, accelerator="cpu", devices=1)
+    except ValueError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_its_trainer_names_the_right_one() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    by_name, by_instance = done.stdout.splitlines()[-2:]
+    assert by_name.startswith('ConfigurationError strategy="osdp" is one of the package lightning')
+    assert "<OSDPStrategy for lightning.pytorch.Trainer>" in by_instance
+
+
+def test_the_error_says_what_to_import() -> None:
+    with pytest.raises(ConfigurationError, match=r"import lightning\.pytorch as pl"):
+        namesake.refuse()
+    assert repr(OSDPStrategy()) == "<OSDPStrategy for lightning.pytorch.Trainer>"
