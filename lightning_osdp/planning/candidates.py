@@ -28,11 +28,15 @@ REFINEMENTS = 12
 QUICK_REFINEMENTS = 3
 """The same for a first look at a batch size."""
 
+PAIRED_ROWS = 256
+"""Up to so many rows to exchange, pairs of them are looked at, too."""
+
 MOST_WAYS = 24
 """Ways to recompute blocks that are tried at one batch size, of those that the bound does not rule out."""
 
-POLISHES = 64
-"""Exchanges that are tried on the best plan of a batch size, to use what its true peak still leaves."""
+POLISHES, POLISHED_OPERATORS = 32, 1024
+"""Exchanges that are tried on the best plan of a batch size, to use what its true peak still leaves: so many, and so
+many more over the number of operators. Where these are few, each one counts, and a try takes little."""
 
 WORTH_TRYING = 1e-3
 """Relative: other ways to recompute blocks are not tried for less than this."""
@@ -140,29 +144,22 @@ class Desk:
             return vector not in tried and bounds[vector] < best * (1 - WORTH_TRYING)
 
         def attempt(vector: int) -> Iterator[int]:
-            if worth(vector) and len(tried) < MOST_WAYS:
+            if worth(vector) and len(found) < MOST_WAYS:
                 tried.add(vector)
                 yield vector
 
-        if quick:
-            yield from self._quick_ways(order, found)
-            return
-        yield from attempt(order[0])
+        for vector in order:  # up to the first that fits; that one does not is soon seen
+            yield from attempt(vector)
+            if found:
+                break
         step = max(1, int(self.space.vectors.max(initial=1)) // 2)
-        while step:
-            best = min(found, key=lambda vector: found[vector].seconds) if found else order[-1]
+        while step and found and not quick:
+            best = min(found, key=lambda vector: found[vector].seconds)
             for vector in self._around(best, step):
                 yield from attempt(vector)
             step //= 2
-        for vector in order:
+        for vector in order if not quick else ():
             yield from attempt(vector)
-
-    def _quick_ways(self, order: list[int], found: dict[int, _Found]) -> Iterator[int]:
-        """The one of least bound; where it does not fit at all, what lies between it and recomputing everything."""
-        yield order[0]
-        most = int(self.space.vectors.sum(axis=1).argmax())
-        if not found and most != order[0]:
-            yield most
 
     def _around(self, vector: int, step: int) -> Iterator[int]:
         """The vectors that differ in one kind by about ``step`` blocks."""
@@ -223,39 +220,49 @@ class AtBatchSize:
         return best
 
     def polished(self, plan: _Found, flags: Flags) -> _Found:
-        """The plan with single operators exchanged for faster rows, as long as the true peak allows.
+        """The plan with a faster row for one operator, or another row for each of two, while the true peak allows it.
 
         Operators that are alike for the search differ in when they run: of those with the same row only the first and
         the last are tried.
         """
-        tries, again = POLISHES, self.space.in_recomputed(flags)
-        gaining = bool(len(plan.rows))
+        if not len(plan.rows):
+            return plan
+        tries, again = POLISHES + POLISHED_OPERATORS // len(plan.rows), self.space.in_recomputed(flags)
+        gaining = True
         while gaining:
             gaining = False
-            for operator, row in self._exchanges(plan.rows, again):
-                if not tries:
-                    return plan
+            for exchange in self._exchanges(plan.rows, again, tries):
                 tries -= 1
                 rows = plan.rows.copy()
-                rows[operator] = row
+                for operator, row in exchange:
+                    rows[operator] = row
                 other = self.found(rows, flags)
                 if other.peak.total_bytes <= self.desk.problem.memory_limit_bytes:
                     plan, gaining = other, True
                     break
         return plan
 
-    def _exchanges(self, rows: Ints, again: Ints) -> list[tuple[int, int]]:
-        """(operator, faster row), those that save most first."""
+    def _exchanges(self, rows: Ints, again: Ints, most: int) -> list[tuple[tuple[int, int], ...]]:
+        """One or two of (operator, row), those that save most first."""
         _, first, inverse = np.unique(rows * 2 + again, return_index=True, return_inverse=True)
         last = np.zeros(len(first), dtype=np.int64)
         last[inverse] = np.arange(len(rows))
-        gains: list[tuple[float, int, int]] = []
+        saved_s: list[float] = []
+        moves: list[tuple[int, int]] = []
         for operator in sorted({*first.tolist(), *last.tolist()}):
             menu, own = self.space.menus[self.space.menu_of[operator]].rows, rows[operator]
             saved = self.times.total[again[operator], own] - self.times.total[again[operator], menu]
-            faster = np.flatnonzero(saved > 0).tolist()
-            gains += [(-float(saved[at]), operator, menu.start + at) for at in faster]
-        return [(operator, row) for _, operator, row in sorted(gains)]
+            saved_s += saved.tolist()
+            moves += [(operator, row) for row in range(menu.start, menu.stop)]
+        single, operators = np.array(saved_s), np.array([operator for operator, _ in moves])
+        few = slice(len(moves) if len(moves) <= PAIRED_ROWS else 0)
+        pairs = np.where(operators[:, None] < operators[few], single[:, None] + single[few], 0.0)
+        gains = np.concatenate([single, pairs.ravel()])
+        best = np.argsort(-gains, kind="stable")[:most]
+        width = pairs.shape[1]
+        chosen = [divmod(at - len(moves), width) if at >= len(moves) else (at, at) for at in best.tolist()]
+        worth = (gains[best] > 1e-12 * float(self.times.total.max())).tolist()
+        return [tuple({moves[one], moves[two]}) for (one, two), gain in zip(chosen, worth, strict=True) if gain]
 
     def found(self, rows: Ints, flags: Flags) -> _Found:
         """A plan's time and true peak."""

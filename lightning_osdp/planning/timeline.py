@@ -210,7 +210,7 @@ class Timeline:
         self.block_of = np.full(count, NORMAL, dtype=np.int64)
         for index, block in enumerate(self._model.blocks):
             self.block_of[list(block.operators)] = index
-        inside = self.block_of != NORMAL
+        inside = np.append(self._moments.again, NORMAL)[self.block_of] != NORMAL
         starts = np.array([block.forward[0] for block in self._model.blocks] or [0], dtype=np.int64)
         offset = np.array([found[0] for found in forward], dtype=np.int64) - starts[self.block_of]
         length = self.forward.stop - self.forward.start

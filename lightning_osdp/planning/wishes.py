@@ -61,7 +61,8 @@ class Wishes:
         recompute = self.activation_checkpointing
         if recompute == "auto" or isinstance(recompute, bool):
             return
-        if isinstance(recompute, str) or not all(isinstance(pattern, str) for pattern in recompute):
+        listed = isinstance(recompute, Sequence) and not isinstance(recompute, str)
+        if not listed or not all(isinstance(pattern, str) for pattern in recompute):
             raise ConfigurationError(
                 "activation_checkpointing has to be 'auto', True, False, or patterns of the names of blocks, not "
                 f"{recompute!r}"

@@ -119,7 +119,7 @@ def blocks_of(
 ) -> tuple[Block, ...]:
     """The blocks with what they save, as lines through the traced batch sizes.
 
-    Those without a backward are left out, and those of which nothing would be freed.
+    Those without a backward are left out, and those of which nothing would be freed, unless there is a reason for it.
 
     Args:
         blocks: as found.
@@ -141,7 +141,7 @@ def blocks_of(
         saved, before_forward, before_backward = (
             _line({size: held[field] for size, held in sizes.items() if held is not None}) for field in range(3)
         )
-        if saved.at(largest) > 0:
+        if saved.at(largest) > 0 or block.pinned:
             found.append(
                 Block(
                     name=block.name,

@@ -1,0 +1,104 @@
+"""Small models with slices and blocks, by hand: what they cost can be worked out on paper."""
+
+from __future__ import annotations
+
+from lightning_osdp.planning.cluster import Cluster, CollectiveFit, ComputeTimes, Link, OperatorTime, SplitTime
+from lightning_osdp.planning.operators import OUTSIDE, Block, Line, ModelDescription, Moment, Operator, ParameterInfo
+
+MIB = 1 << 20
+RANKS = 4
+
+
+def linear(name: str, mebibytes: int = 4, *, splittable: bool = True, rows: int = 4) -> Operator:
+    """A matrix of ``mebibytes`` with Adam, so 4 times that in all; its input and its output take 1 MiB a sample."""
+    shape = (mebibytes * MIB // 4 // rows, rows)
+    weight = ParameterInfo(name=f"{name}.weight", shape=shape, optimizer_bytes=2 * mebibytes * MIB)
+    if not splittable:
+        return Operator(name=name, kind="Linear", parameters=(weight,), unsplittable="made so")
+    return Operator(
+        name=name,
+        kind="Linear",
+        parameters=(weight,),
+        split_dims=(1, 0),
+        output_dims=(0,),
+        input_per_sample=float(MIB),
+        output_per_sample=float(MIB),
+    )
+
+
+def blocks_of_one(count: int, saved_mib: int, *, splittable: bool = True) -> ModelDescription:
+    """``count`` blocks of an operator (4 MiB) and a function that saves; each takes and gives 1 MiB a sample."""
+    operators = tuple(linear(f"blocks.{index}.up", splittable=splittable) for index in range(count))
+    moments, before = [], []
+    live = 1
+    for index in range(count):
+        before.append(live)
+        moments.append(Moment(phase="forward", operator=index, live=mib(live + 1)))
+        live += 1 + saved_mib
+        moments.append(Moment(phase="forward", operator=OUTSIDE, live=mib(live)))
+    ends = {}
+    for index in reversed(range(count)):
+        ends[index] = live
+        moments.append(Moment(phase="backward", operator=OUTSIDE, live=mib(live + 1)))
+        moments.append(Moment(phase="backward", operator=index, live=mib(live + 1)))
+        live -= 1 + saved_mib
+    blocks = tuple(
+        Block(
+            name=f"blocks.{index}",
+            kind="Block in blocks",
+            operators=(index,),
+            forward=(2 * index, 2 * index + 1),
+            backward=(2 * (2 * count - 1 - index), 2 * (2 * count - 1 - index) + 1),
+            saved=mib(saved_mib),
+            before_forward=mib(before[index]),
+            before_backward=mib(ends[index]),
+        )
+        for index in range(count)
+    )
+    return ModelDescription(fingerprint="", operators=operators, moments=tuple(moments), blocks=blocks, batch_size=1)
+
+
+def mib(per_sample: float) -> Line:
+    return Line(per_sample=per_sample * MIB)
+
+
+def cluster(
+    all_reduce_ms: float = 1.0, gather_ms: float = 1.0, scatter_ms: float = 1.0, latency_ms: float = 0.0
+) -> Cluster:
+    """Collectives of a tensor of 4 MiB take so long on 4 ranks, and each so much more whatever its size."""
+
+    def fit(milliseconds: float) -> CollectiveFit:
+        return CollectiveFit(latency_s=latency_ms * 1e-3 / 3, s_per_byte=milliseconds * 1e-3 / (3 * MIB))
+
+    link = Link(all_reduce=fit(all_reduce_ms), all_gather=fit(gather_ms), reduce_scatter=fit(scatter_ms))
+    return Cluster(devices_per_node=RANKS, device="cpu", backend="gloo", link=link, reduce_copy=0.0)
+
+
+def compute(
+    model: ModelDescription, forward_ms: float = 1.0, slices: tuple[int, ...] = (2, 4), per_slice_ms: float = 0.1
+) -> ComputeTimes:
+    """Forward and twice that in backward a sample, each slice a little more; half a forward outside in each block."""
+    times = []
+    for operator in model.operators:
+        splits = tuple(
+            SplitTime(
+                dim=operator.split_dims[0],
+                slices=k,
+                forward=ms(forward_ms + k * per_slice_ms),
+                backward=ms(2 * forward_ms + k * per_slice_ms),
+            )
+            for k in (slices if operator.split_dims else ())
+        )
+        times.append(OperatorTime(forward=ms(forward_ms), backward=ms(2 * forward_ms), splits=splits))
+    own = ms(forward_ms / 2)
+    count = len(model.blocks)
+    return ComputeTimes(
+        operators=tuple(times),
+        outside=OperatorTime(forward=ms(forward_ms / 2 * count), backward=ms(forward_ms * count)),
+        optimizer_s_per_byte=0.0,
+        blocks=(own,) * count,
+    )
+
+
+def ms(per_sample: float) -> Line:
+    return Line(per_sample=per_sample * 1e-3)
