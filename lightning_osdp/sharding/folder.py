@@ -7,7 +7,8 @@ Everything else is in one small file, an ordinary ``torch.save`` in which the te
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,7 +41,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_osdp.collectives import on_all_ranks
 from lightning_osdp.errors import CheckpointError
-from lightning_osdp.sharding import files
+from lightning_osdp.sharding import files, streaming
 from lightning_osdp.sharding.boxes import Box, boxes_of
 from lightning_osdp.sharding.layout import Layout
 from lightning_osdp.sharding.pending import Pending, Source, Target
@@ -64,7 +65,12 @@ def save(checkpoint: Mapping[str, Any], target: Path, pending: Pending, group: A
         CheckpointError: a rank could not write, on every rank; ``target`` is as it was then.
     """
     is_first = group.rank() == 0
-    box = [on_all_ranks(group, lambda: files.begin(target) if is_first else None)]
+
+    def begin() -> Path | None:
+        with _named(target):
+            return files.begin(target) if is_first else None
+
+    box = [on_all_ranks(group, begin)]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
     unfinished = cast(Path, box[0])
     contents = {"format": FORMAT, "version": VERSION, "checkpoint": dict(checkpoint), "tensors": pending.handles()}
@@ -72,8 +78,9 @@ def save(checkpoint: Mapping[str, Any], target: Path, pending: Pending, group: A
     def finish() -> None:
         for value in _meta_tensors(checkpoint):
             pending.index(value)
-        torch.save(contents, unfinished / TRAINER_FILE)
-        files.finish(unfinished, target)
+        with _named(target):
+            streaming.save(contents, unfinished / TRAINER_FILE, None)
+            files.finish(unfinished, target)
 
     try:
         _write(pending.sources, unfinished, group)
@@ -82,6 +89,14 @@ def save(checkpoint: Mapping[str, Any], target: Path, pending: Pending, group: A
         if is_first:
             files.remove(unfinished)
         raise
+
+
+@contextmanager
+def _named(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {target} can't be written: {error}") from error
 
 
 def _write(sources: Sequence[Source], folder: Path, group: Any) -> None:

@@ -28,13 +28,14 @@ class _Storage(torch.UntypedStorage):
         return (values if values.storage_offset() == 0 else values.clone()).untyped_storage()
 
 
-def save(value: Any, path: Path, values_of: Callable[[Tensor], Callable[[], Tensor]]) -> None:
+def save(value: Any, path: Path, values_of: Callable[[Tensor], Callable[[], Tensor]] | None) -> None:
     """Writes ``value`` as ``torch.save`` does, meta tensors with the values that ``values_of`` them makes.
 
     Args:
         value: what to save.
         path: a local file.
-        values_of: for a meta tensor, a function that makes a tensor of its shape and dtype, called once.
+        values_of: for a meta tensor, a function that makes a tensor of its shape and dtype, called once; None to save
+            meta tensors as such.
 
     Raises:
         OSError: the disk is full, or the file can't be written.
@@ -42,7 +43,7 @@ def save(value: Any, path: Path, values_of: Callable[[Tensor], Callable[[], Tens
 
     class Pickler(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, Tensor) and obj.is_meta:
+            if values_of is not None and isinstance(obj, Tensor) and obj.is_meta:
                 return _reduce(obj, values_of(obj))
             return NotImplemented
 

@@ -178,7 +178,7 @@ def mistakes(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     found["only weights"] = error_of(lambda: strategy.load_model_state_dict(saved))
     after = strategy.lightning_module_state_dict(), strategy.optimizer_state(fitted.optimizers[0])
     found["unchanged"] = all(torch.equal(before[0][name], after[0][name]) for name in before[0])
-    found["full disk"] = error_of(lambda: fitted.save_checkpoint("/dev/full/a.ckpt"))
+    found["unwritable"] = error_of(lambda: fitted.save_checkpoint("/dev/full/a.ckpt"))
 
     module = made(ranks, Hooked)
     run(folder, module, ranks, save="hooked", epochs=1)
@@ -298,7 +298,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(two: list
             ("two optimizers", ConfigurationError, "the state of 2 optimizers, the module has 1"),
             ("another shape", ShardingError, "exp_avg of"),
             ("only weights", ConfigurationError, "save_weights_only"),
-            ("full disk", CheckpointError, "can't be written"),
+            ("unwritable", CheckpointError, "can't be written"),
         ):
             assert result[name][0] == error.__name__, (name, result[name])
             assert words in result[name][1]
