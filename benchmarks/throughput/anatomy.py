@@ -36,7 +36,7 @@ COUNTED = ("c10d::", "gloo:", "nccl:", *(f"aten::{name}" for name in MOVES))
 
 def classify(frame: FrameType | None) -> str:
     """What a thread with this innermost frame is doing."""
-    innermost, communication, in_backward, in_optimizer = "", "", False, False
+    innermost, communication, in_backward = "", "", False
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if not innermost and "/torch/utils/_contextlib" not in file:
@@ -44,24 +44,25 @@ def classify(frame: FrameType | None) -> str:
         if file.endswith(("lightning_osdp/collectives.py", "torch/distributed/distributed_c10d.py")):
             communication = name  # the outermost one names what is being done
         in_backward |= name == "_engine_run_backward"
-        in_optimizer |= "/torch/optim/" in file
         frame = frame.f_back
     if communication:
         return f"communication: {'all-reduce, waiting' if communication == 'wait' else communication}"
-    if in_optimizer:
-        return "optimizer"
-    if innermost.endswith("torch/autograd/graph.py"):
+    return work(innermost, in_backward)
+
+
+def work(file: str, in_backward: bool) -> str:
+    """What code of ``file`` does. Lightning runs forward and backward inside of the optimizer's step."""
+    if file.endswith("torch/autograd/graph.py"):
         return "backward (with what the reducer waits for in DDP)"
-    if any(part in innermost for part in ("/torch/nn/", "/transformers/", "throughput/models.py", "train_gpt.py")):
+    if any(part in file for part in ("/torch/nn/", "/transformers/", "throughput/models.py", "train_gpt.py")):
         return "recomputed forward" if in_backward else "forward"
-    for part, words in (
-        ("/lightning_osdp/", "engine"),
-        ("/fairscale/", "engine"),
-        ("/lightning/", "Python: Lightning"),
-    ):
-        if part in innermost:
-            return f"{words}: {Path(innermost).name}" if words == "engine" else words
-    return "engine: torch.distributed" if "/torch/distributed/" in innermost else "other"
+    if "/torch/optim/" in file or file.endswith("_foreach_utils.py"):
+        return "optimizer"
+    if "/lightning_osdp/" in file or "/fairscale/" in file:
+        return f"engine: {Path(file).name}"
+    if "/lightning/" in file:
+        return "Python: Lightning"
+    return "engine: torch.distributed" if "/torch/distributed/" in file else "other"
 
 
 class Sampler(threading.Thread):

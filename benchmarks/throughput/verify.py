@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Sequence
 
 import torch
@@ -52,7 +53,11 @@ def verify(runs: Runs, model: str, setting: str, systems: Sequence[System], devi
 
 def _in_another_process(model: str, ranks: int) -> list[float]:
     """Training here would start threads, and ranks are forked from here."""
-    import multiprocessing
-
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        return pool.apply(reference, (model, ranks))
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: sender.send(reference(model, ranks)))
+    process.start()
+    sender.close()
+    losses: list[float] = receiver.recv()
+    process.join()
+    return losses

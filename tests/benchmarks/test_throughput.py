@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from benchmarks import lab
-from benchmarks.throughput import document, launch, leftovers, report, systems
+from benchmarks.throughput import anatomy, document, launch, leftovers, report, systems
 from benchmarks.throughput.cells import Cell, is_easier
 from benchmarks.throughput.compare import Comparer, Effort
 from benchmarks.throughput.jobs import SETTINGS, Job
@@ -237,3 +237,12 @@ def test_outcomes_are_told_apart() -> None:
     assert launch.outcome([98, 98], False, False) == "infeasible"
     assert launch.outcome([-9, -9], False, True) == "too slow"
     assert launch.outcome([1, 0], False, False) == "failed"
+
+
+def test_time_is_attributed_to_what_runs_innermost() -> None:
+    site = "/site-packages"
+    assert anatomy.work(f"{site}/torch/nn/modules/linear.py", in_backward=False) == "forward"
+    assert anatomy.work(f"{site}/torch/nn/modules/linear.py", in_backward=True) == "recomputed forward"
+    assert anatomy.work(f"{site}/torch/optim/adamw.py", in_backward=False) == "optimizer"
+    assert anatomy.work(f"{site}/lightning_osdp/sharding/replicas.py", in_backward=True) == "engine: replicas.py"
+    assert anatomy.classify(sys._getframe()) == "other"
