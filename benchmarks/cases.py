@@ -19,10 +19,13 @@ from torch.utils.data import DataLoader
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from operators import OPERATORS  # noqa: E402
+
 from lightning_osdp import OSDPStrategy, collectives, planner  # noqa: E402
-from lightning_osdp.planning import schedule  # noqa: E402
-from lightning_osdp.planning.choices import Mode, legal_modes  # noqa: E402
+from lightning_osdp.planning import space  # noqa: E402
+from lightning_osdp.planning.choices import Choice, Mode, menu  # noqa: E402
 from lightning_osdp.planning.cluster import Cluster, CollectiveFit, Link  # noqa: E402
+from lightning_osdp.planning.wishes import Wishes  # noqa: E402
 from lightning_osdp.profiling import memory  # noqa: E402
 from tests.zoo import ZOO  # noqa: E402
 
@@ -81,7 +84,16 @@ OPTIONS = {
 }
 """Ways to train one model. For the memory above all: not part of the whole table."""
 
-EVERYTHING = SUBJECTS | OPTIONS
+WIDTHS = (512, 1024, 2048, 4096)
+
+SPLIT = {
+    f"{kind} {width}": Subject(kind, {"width": width}, (4, 4), "SGD")
+    for width in WIDTHS
+    for kind in ("attention", "MLP")
+}
+"""What ``splitting.py`` splits. SGD, so that the memory is that of weights and gradients."""
+
+EVERYTHING = SUBJECTS | OPTIONS | SPLIT
 
 
 @dataclass(frozen=True)
@@ -118,6 +130,8 @@ class Order:
         limit_bytes: memory limit per rank.
         folder: where measurements are kept between cases of a model, and where the result goes.
         quick: the memory alone: few steps, and nothing is timed.
+        slices: modes of every operator's slices; empty: as ``plan`` says.
+        recompute: whether blocks are recomputed; they may be either where the plan is searched.
     """
 
     model: str
@@ -128,6 +142,8 @@ class Order:
     ranks: int
     port: int
     quick: bool
+    slices: tuple[str, ...] = ()
+    recompute: bool = False
 
 
 def work(rank: int, order: Order) -> None:
@@ -141,12 +157,14 @@ def work(rank: int, order: Order) -> None:
     os.environ.update({name: str(value) for name, value in names.items()})
     torch.set_num_threads(1)
     planner.remember = lambda *_: None  # each case is predicted from measurements alone, not from the cases before it
-    if order.plan in tuple(Mode):
-        only(Mode(order.plan))
+    slices = tuple(Mode(mode) for mode in order.slices or [order.plan] if order.plan != "searched")
+    if slices:
+        only(slices)
     hardware = guessed(order.ranks) if order.quick else None
     strategy = OSDPStrategy(
         batch_size=order.batch_size, memory_limit=order.limit_bytes, cache=order.folder, cluster=hardware
     )
+    strategy.wishes = Wishes(len(slices), order.recompute) if slices else Wishes()
     train(strategy, order)
     tell(strategy, order)
     dist.barrier()
@@ -178,14 +196,17 @@ def tell(strategy: OSDPStrategy, order: Order) -> None:
         (Path(order.folder) / "case.json").write_text(json.dumps(asdict(case)))
 
 
-def only(mode: Mode) -> None:
-    """Leaves the planner one mode for each operator: ``mode``, or what comes nearest to it."""
+def only(slices: tuple[Mode, ...]) -> None:
+    """Leaves the planner one choice for each operator: these slices, or what comes nearest to them."""
 
-    def nearest(operator: Any) -> tuple[Mode, ...]:
-        legal = legal_modes(operator)
-        return (mode,) if mode in legal else (legal[-1],)
+    def nearest(operator: Any, *args: Any) -> list[Choice]:
+        rows = menu(operator, *args)
+        wanted = [row for row in rows if row.slices == slices]
+        whole = [row for row in rows if len(row.slices) == 1]
+        alike = [row for row in whole if row.slices[0] == slices[0]]
+        return (wanted or alike or whole[-1:])[:1]
 
-    schedule.legal_modes = nearest
+    space.menu = nearest
 
 
 def guessed(ranks: int) -> Cluster:
@@ -200,9 +221,9 @@ def guessed(ranks: int) -> Cluster:
 
 def train(strategy: OSDPStrategy, order: Order) -> None:
     """Some steps through the Trainer."""
-    subject = (SUBJECTS | OPTIONS)[order.model]
+    subject = EVERYTHING[order.model]
     torch.manual_seed(1)
-    module = ZOO[subject.make](**subject.sizes)
+    module = (ZOO | OPERATORS)[subject.make](**subject.sizes)
     made = getattr(torch.optim, subject.optimizer)
     module.optimizer = lambda module: made(
         [p for p in module.parameters() if p.requires_grad], lr=1e-4, **subject.optimizer_options

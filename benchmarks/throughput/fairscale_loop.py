@@ -40,7 +40,7 @@ def train(job: Job, recorder: Recorder) -> None:
     warnings.filterwarnings("ignore")
     on_cpu = job.device == "cpu"
     if on_cpu:
-        _show_no_cuda()
+        show_no_cuda()
     dist.init_process_group("gloo" if on_cpu or torch.cuda.device_count() < job.where.ranks else "nccl")
     loader = ladder_loader(MODELS[job.model].tokens, job.batches, recorder.rank, recorder.ranks)
     recorder.begin_setup()
@@ -105,7 +105,8 @@ def _setup_streams(unit: Any) -> None:
             module._streams = dict.fromkeys(("fp32_to_fp16", "all_gather", "post_backward"), _STREAM)
 
 
-def _show_no_cuda() -> None:
+def show_no_cuda() -> None:
+    """Has FairScale run on a CPU."""
     view, cuda = types.ModuleType("torch"), types.ModuleType("torch.cuda")
     cuda.__dict__.update(
         is_available=lambda: False,
