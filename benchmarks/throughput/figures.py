@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.throughput.cells import LEVELS, MIB
-from benchmarks.throughput.compare import Comparison
+from benchmarks.throughput.compare import Comparison, Row
 from benchmarks.throughput.jobs import SETTINGS
 from benchmarks.throughput.systems import BASES, OSDP
 
@@ -31,35 +31,40 @@ def draw(comparisons: Sequence[Comparison], folder: Path) -> list[Path]:
         settings = list(dict.fromkeys(c.cell.setting for c in own))
         columns = min(3, len(settings))
         rows = -(-len(settings) // columns)
-        figure, axes = plt.subplots(rows, columns, figsize=(4.6 * columns, 2.9 * rows), squeeze=False)
+        figure, axes = plt.subplots(
+            rows, columns, figsize=(4.6 * columns, 2.7 * rows + 0.9), squeeze=False, layout="constrained"
+        )
         for axis in axes.flat[len(settings) :]:
             axis.set_visible(False)
         for axis, setting in zip(axes.flat, settings, strict=False):
             panel(axis, SETTINGS[setting].label, [c for c in own if c.cell.setting == setting])
         handles, labels = axes.flat[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="upper center", ncols=4, fontsize=8, frameon=False)
-        figure.suptitle(f"{model}: samples per second, each system at its best batch size", y=1.04, fontsize=10)
-        figure.tight_layout(rect=(0, 0, 1, 0.97 - 0.09 / rows))
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+        figure.suptitle(f"{model}: samples per second, each system at its best batch size", fontsize=10)
         file = folder / f"{model}.svg"
-        figure.savefig(file, bbox_inches="tight", metadata={"Date": None})
+        figure.savefig(file, metadata={"Date": None})
         plt.close(figure)
         files.append(file)
     return files
 
 
 def panel(axis: Any, title: str, comparisons: Sequence[Comparison]) -> None:
-    """One setting. A cross stands where nothing of a system trains."""
+    """One setting. A cross stands where nothing of a system trains; hatched bars are upper bounds."""
     ordered = sorted(comparisons, key=lambda c: LEVELS.index(c.cell.level))
     systems = [*BASES, OSDP]
     shown = [base for base in systems if any(_has(c, base) for c in ordered)]
     width = 0.84 / len(shown)
     for index, base in enumerate(shown):
         places = [group + (index - (len(shown) - 1) / 2) * width for group in range(len(ordered))]
-        heights = [best_of(comparison, base) for comparison in ordered]
+        rows = [best_of(comparison, base) for comparison in ordered]
+        heights = [row.samples_per_s if row else 0.0 for row in rows]
         label = "OSDP" if base == OSDP else BASES[base]
-        axis.bar(places, heights, width, label=label, color=COLORS[systems.index(base)], edgecolor="black", lw=0.4)
-        for place, height in zip(places, heights, strict=True):
-            if not height:
+        color = COLORS[systems.index(base)]
+        bars = axis.bar(places, heights, width, label=label, color=color, edgecolor="black", lw=0.4)
+        for bar, row, place in zip(bars, rows, places, strict=True):
+            if row and row.status == "bounded":
+                bar.set_hatch("////")
+            if not row:
                 axis.text(place, 0, "x", ha="center", va="bottom", fontsize=7, color="firebrick")
     axis.set_title(title, fontsize=9)
     axis.set_xticks(range(len(ordered)), [f"{c.cell.memory_bytes / MIB:.0f} MiB" for c in ordered], fontsize=8)
@@ -67,10 +72,14 @@ def panel(axis: Any, title: str, comparisons: Sequence[Comparison]) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def best_of(comparison: Comparison, base: str) -> float:
-    """Samples per second of the best variant of a base; 0 if none trains. Bounds count: they are upper ends."""
-    rows = [row for row in comparison.rows if row.system.split("+")[0] == base and row.status in ("ok", "bounded")]
-    return max((row.samples_per_s for row in rows), default=0.0)
+def best_of(comparison: Comparison, base: str) -> Row | None:
+    """The best variant of a base that was run, else the largest upper bound; None if none trains."""
+    rows = [row for row in comparison.rows if row.system.split("+")[0] == base]
+    for status in ("ok", "bounded"):
+        known = [row for row in rows if row.status == status]
+        if known:
+            return max(known, key=lambda row: row.samples_per_s)
+    return None
 
 
 def _has(comparison: Comparison, base: str) -> bool:
