@@ -10,9 +10,17 @@ from rich.console import Console
 
 from lightning_osdp import collectives, report
 from lightning_osdp.planner import Ranks
-from lightning_osdp.planning.calibration import Correction, MeasuredStep, learn
+from lightning_osdp.planning.calibration import Correction, MeasuredStep, drifted, learn
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.profiling.steps import StepClock
+
+DRIFT_STEPS = (5, 20)
+"""After so many optimizer steps, and then after every ``DRIFT_EVERY``, the peak is held against its prediction."""
+
+DRIFT_EVERY = 200
+
+DRIFT_MARGIN = 0.05
+"""Share of the predicted peak that the measured one may be above it."""
 
 FIRST_REPORT_STEPS = 20
 """Optimizer steps after which predicted and measured are compared for the first time."""
@@ -26,6 +34,7 @@ class Checkup:
         ranks: who trains together. All of them call every method alike.
         correction: that the plan was predicted with.
         keep: is given the new correction, on the first rank; None to keep nothing.
+        look_for_drift: whether ``drift`` is looked for, which takes a small collective now and then.
     """
 
     def __init__(
@@ -34,6 +43,7 @@ class Checkup:
         ranks: Ranks,
         correction: Correction,
         keep: Callable[[Correction], None] | None,
+        look_for_drift: bool = False,
     ) -> None:
         self._plan = plan
         self._ranks = ranks
@@ -42,6 +52,9 @@ class Checkup:
         self._clock = StepClock(ranks.device, lambda: collectives.WAITED.seconds)
         self._steps = 0
         self._reported = 0
+        self._look_for_drift = look_for_drift
+        self.drift: MeasuredStep | None = None
+        """What was measured when memory was found to leave its prediction, on any rank; the same on all."""
 
     @property
     def measured(self) -> MeasuredStep | None:
@@ -58,6 +71,10 @@ class Checkup:
         self._steps += 1
         if self._steps == FIRST_REPORT_STEPS:
             self.tell()
+        if self._look_for_drift and (self._steps in DRIFT_STEPS or self._steps % DRIFT_EVERY == 0):
+            slowest = self._slowest()
+            if slowest is not None and drifted(self._plan, slowest.peak_memory_bytes, DRIFT_MARGIN):
+                self.drift = slowest
 
     def tell(self) -> MeasuredStep | None:
         """Prints predicted beside measured on the rank that took most, if there was a step since the last time.

@@ -133,6 +133,8 @@ class Outcome:
     """That the plan was predicted with."""
     file: Path | None = None
     """Where the measurements are kept, on the first rank."""
+    again: Callable[[Correction, BatchRule], ExecutionPlan] | None = None
+    """Plans from the same measurements, but corrected; collective. None if nothing was measured."""
 
 
 def on_all_ranks(ranks: Ranks, work: Callable[[], Result]) -> Result:
@@ -200,15 +202,21 @@ def measure_and_plan(
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=ranks.group)
     limit, used = -int(numbers[0]), int(numbers[1])
 
-    def decide() -> str:
-        if not ranks.is_first:
-            return ""
-        hardware = cluster or this_cluster(ranks, measured.link, measured.levels, measured.engine)
-        return make_plan(_problem(traced, hardware, measured, limit, used, wishes), rule).to_json()
+    def decide(correction: Correction, rule: BatchRule) -> ExecutionPlan:
+        known = measured.model_copy(update={"correction": correction})
 
-    text = [on_all_ranks(ranks, decide)]
-    dist.broadcast_object_list(text, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
-    return Outcome(ExecutionPlan.from_json(text[0]), profiling_s, from_cache, measured.correction, file)
+        def first_rank() -> str:
+            if not ranks.is_first:
+                return ""
+            hardware = cluster or this_cluster(ranks, known.link, known.levels, known.engine)
+            return make_plan(_problem(traced, hardware, known, limit, used, wishes), rule).to_json()
+
+        text = [on_all_ranks(ranks, first_rank)]
+        dist.broadcast_object_list(text, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
+        return ExecutionPlan.from_json(text[0])
+
+    plan = decide(measured.correction, rule)
+    return Outcome(plan, profiling_s, from_cache, measured.correction, file, again=decide)
 
 
 def remember(file: Path, correction: Correction) -> None:

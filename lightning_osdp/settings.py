@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -23,6 +24,17 @@ def positive(name: str, value: int | str | None) -> int | None:
     """
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise ConfigurationError(f"{name}={value!r} is not a positive whole number")
+    return value
+
+
+def one_of(name: str, value: str, known: Sequence[str]) -> str:
+    """``value`` if it is among those ``known``.
+
+    Raises:
+        ConfigurationError: it is not; ``name`` says which argument.
+    """
+    if value not in known:
+        raise ConfigurationError(f"{name}={value!r} is not known: use {' or '.join(map(repr, known))}")
     return value
 
 

@@ -16,19 +16,12 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -37,26 +30,28 @@ from typing_extensions import override
 from lightning_osdp import planner, precision, report, settings, shortage, signals, summary
 from lightning_osdp.checkup import Checkup
 from lightning_osdp.data import TrainData, read_data, resize
-from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPWarning
 from lightning_osdp.failures import check_same
-from lightning_osdp.launch import Launcher
-from lightning_osdp.planning.calibration import Correction, MeasuredStep
+from lightning_osdp.planning.calibration import Correction, MeasuredStep, learn
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule
 from lightning_osdp.planning.units import parse_bytes
 from lightning_osdp.planning.wishes import Wishes
+from lightning_osdp.processes import RanksStrategy
 from lightning_osdp.profiling import memory
-from lightning_osdp.saving import SavingStrategy
 from lightning_osdp.sharding.checkpoint import Checkpoints
 from lightning_osdp.sharding.fairscale import FairScaleEngine
 from lightning_osdp.sharding.initialise import Initialiser, check_initialisable, is_meta
+
+REPLAN = ("never", "on_drift")
+"""What ``replan`` may be."""
 
 PLAN_FILE = "osdp_plan.json"
 """Name of the plan in the trainer's log directory."""
 
 
-class OSDPStrategy(SavingStrategy):
+class OSDPStrategy(RanksStrategy):
     """Optimal sharded data parallelism (Jiang et al., arXiv 2209.13258) as a Lightning strategy.
 
     Before training it reads the module's training step, measures the hardware, searches the batch size and for each
@@ -74,6 +69,8 @@ class OSDPStrategy(SavingStrategy):
             ``"node"`` allow one of them.
         engine: what carries the plan out; ``"fairscale"`` is the only one.
         save_format: ``"full"`` saves one ordinary file; ``"sharded"`` a folder that every rank writes its part of.
+        replan: ``"on_drift"`` makes a new plan, at the same batch size and with nothing lost, when the measured peak of
+            memory leaves the predicted one by more than 5 % or exceeds the limit; ``"never"`` only reports it.
         cache: folder for measurements; None for the user's cache folder, ``""`` to keep none.
         timeout: of the process group; 30 minutes if None.
         process_group_backend: default: NCCL on CUDA, gloo on the CPU.
@@ -98,6 +95,7 @@ class OSDPStrategy(SavingStrategy):
         sharding_group: str = "auto",
         engine: str = "fairscale",
         save_format: str = "full",
+        replan: str = "never",
         cache: str | Path | None = None,
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
@@ -108,6 +106,8 @@ class OSDPStrategy(SavingStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(
+            timeout or timedelta(minutes=30),
+            process_group_backend,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -125,9 +125,7 @@ class OSDPStrategy(SavingStrategy):
         self._checkpoints = Checkpoints(save_format)
         self._engine: FairScaleEngine | None = None
         self._cache = planner.cache_folder(cache)
-        self._timeout = timeout or timedelta(minutes=30)
-        self._process_group_backend = process_group_backend
-        self._num_nodes = 1
+        self._replan = settings.one_of("replan", replan, REPLAN)
         self._plan: ExecutionPlan | None = None
         self._checkup: Checkup | None = None
         self._outcome: planner.Outcome | None = None
@@ -147,36 +145,6 @@ class OSDPStrategy(SavingStrategy):
         strategy_registry.register("osdp", cls, description="Optimal sharded data parallelism, planned automatically")
 
     @property
-    def is_distributed(self) -> bool:
-        """True: Lightning gives each rank its part of the data."""
-        return True
-
-    @property
-    def num_nodes(self) -> int:
-        """Machines, set by the Trainer."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this machine."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    @property
     def execution_plan(self) -> ExecutionPlan | None:
         """The plan in use; None before ``fit`` has made or read one."""
         return self._plan
@@ -190,37 +158,6 @@ class OSDPStrategy(SavingStrategy):
     def measured(self) -> MeasuredStep | None:
         """Step time and peak memory of this rank's training so far; None until enough steps were made."""
         return self._checkup.measured if self._checkup is not None else None
-
-    def resumed_from(self, trainer: pl.Trainer) -> str | None:
-        """Path of the checkpoint that ``fit`` will resume from, known before it is loaded; None if it starts anew."""
-        assert isinstance(self._launcher, Launcher)
-        return self._launcher.resumed_from(trainer)
-
-    @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def set_world_ranks(self) -> None:
-        """Tells the cluster environment which rank this is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
-    @override
-    def setup_environment(self) -> None:
-        """Sets the allocator and joins the process group, before any of the user's hooks."""
-        super().setup_environment()
-        if self.root_device.type == "cpu":
-            memory.fix_cpu_allocator()
-        reset_seed()
-        self.set_world_ranks()
-        assert self.cluster_environment is not None
-        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
-        device_id = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
-        self._start_watch(self._timeout)
 
     # Planning and applying
 
@@ -315,7 +252,7 @@ class OSDPStrategy(SavingStrategy):
         model_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
         limit = self._memory_limit or memory.memory_limit(device, self.num_processes)
         earlier = planner.still_right(self.earlier_plan, traced, ranks, rule, limit)
-        if earlier is not None:
+        if earlier is not None and self._replan == "never":
             return planner.Outcome(earlier)
         return planner.measure_and_plan(
             traced,
@@ -341,13 +278,16 @@ class OSDPStrategy(SavingStrategy):
         wished = BatchRule(self._batch_size, self._max_batch_size, self._global_batch_size, accumulation)
         return data.batch_rule(batch_size, wished, self.world_size, quiet=not self.is_global_zero)
 
-    def _new_checkup(self) -> Checkup:
+    def _new_checkup(self, look_for_drift: bool = True) -> Checkup:
         assert self._plan is not None
         correction, file = Correction(), None
         if self._outcome is not None:
             correction, file = self._outcome.correction, self._outcome.file
         keep = partial(planner.remember, file) if file is not None else None
-        return Checkup(self._plan, planner.Ranks(dist.group.WORLD, self.num_nodes, self.root_device), correction, keep)
+        ranks = planner.Ranks(dist.group.WORLD, self.num_nodes, self.root_device)
+        return Checkup(
+            self._plan, ranks, correction, keep, look_for_drift=look_for_drift and self._replan == "on_drift"
+        )
 
     def _tell(self, trainer: pl.Trainer, table: Any) -> None:
         folder = trainer.log_dir  # a broadcast: on every rank
@@ -377,6 +317,37 @@ class OSDPStrategy(SavingStrategy):
         self.model.to(self.root_device)
 
     # Training
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Between two steps: goes on under a better plan, if the one in use has proved wrong."""
+        assert self._checkup is not None
+        if self._checkup.drift is not None:
+            self._plan_again(self._checkup.drift)
+
+    def _plan_again(self, measured: MeasuredStep) -> None:
+        """From the same model and optimizer state, at the same batch size; warns where that can't be."""
+        assert self._engine is not None
+        assert self._outcome is not None
+        assert self._plan is not None
+        assert self.lightning_module is not None
+        outcome, self._checkup = self._outcome, self._new_checkup(look_for_drift=False)
+        if outcome.again is None or not self.lightning_module.automatic_optimization:
+            why = "it was given" if outcome.again is None else "gradients are the module's own (manual optimization)"
+            rank_zero_warn(f"memory left its prediction, but the plan is kept: {why}", category=OSDPWarning)
+            return
+        correction = learn(outcome.correction, self._plan, measured)
+        rule = BatchRule(batch_size=self._plan.batch_size, accumulation=self._plan.accumulate_grad_batches)
+        try:
+            plan = outcome.again(correction, rule)
+        except InfeasibleError as error:
+            rank_zero_warn(f"memory left its prediction, but the plan is kept: {error}", category=OSDPWarning)
+            return
+        self._engine.change(plan, self.optimizers)
+        memory.release_unused(self.root_device)
+        self._plan, self._outcome = plan, replace(outcome, plan=plan, correction=correction)
+        self._checkup = self._new_checkup()
+        self._tell(self.lightning_module.trainer, report.plan_table(plan, None, self._engine.collectives_per_step))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -438,38 +409,3 @@ class OSDPStrategy(SavingStrategy):
     def summon_full_params(self, module: Any = None, writeback: bool = True) -> AbstractContextManager[None]:
         """Within it, parameters (of ``module`` alone, if given) are whole. See ``Engine.whole_parameters``."""
         return self._engine.whole_parameters(module, writeback) if self._engine is not None else nullcontext()
-
-    # Collectives that Lightning and users call
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if not _distributed_is_initialized():
-            return
-        if self.root_device.type == "cuda":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not _distributed_is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
-
-    @override
-    def teardown(self) -> None:
-        """Ends the run; the module stays sharded for a later one on the same Trainer."""
-        # Not the base class's: it moves parameters to the CPU, away from what the units know of them.
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
-        self._stop_watch()
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
