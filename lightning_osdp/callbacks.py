@@ -59,6 +59,15 @@ class OSDPCallback(Callback):
         self._strategy: OSDPStrategy | None = None
         self._peak_flops: float | None = None
 
+    @property
+    @override
+    def state_key(self) -> str:
+        """Tells callbacks with other wishes apart, so that Lightning leaves it to ``setup`` to refuse a second one."""
+        wishes = self.wishes
+        return self._generate_state_key(
+            slice_granularity=wishes.slice_granularity, activation_checkpointing=wishes.activation_checkpointing
+        )
+
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Hands the wishes, and the plan of the checkpoint to resume from, to the strategy."""

@@ -43,7 +43,7 @@ from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling import compute, network
-from lightning_osdp.profiling.memory import overhead
+from lightning_osdp.profiling.memory import control_group, overhead
 from lightning_osdp.profiling.trace import Trace, trace, trace_real
 from lightning_osdp.sharding import overhead as engine_overhead
 
@@ -224,6 +224,14 @@ def remember(file: Path, correction: Correction) -> None:
     known = _read(file)
     if known is not None:
         _write(file, known.model_copy(update={"correction": correction}).model_dump_json())
+
+
+def sharers(ranks: Ranks) -> int:
+    """How many ranks are in this one's control group, and so share its limit. Collective."""
+    here = (platform.node(), control_group() if ranks.device.type == "cpu" else "")
+    everyone: list[Any] = [None] * ranks.count
+    dist.all_gather_object(everyone, here, group=ranks.group)
+    return everyone.count(here)
 
 
 def still_right(

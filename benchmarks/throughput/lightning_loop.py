@@ -107,6 +107,8 @@ def shares_a_gpu(job: Job) -> bool:
 def osdp(job: Job, cache: Path) -> Strategy:
     """OSDP with the limit as its one setting. A given batch size is for ``--verify`` alone: the loader fixes it."""
     from lightning_osdp import InfeasibleError, OSDPStrategy
+    from lightning_osdp.profiling.memory import file_pages
+    from lightning_osdp.profiling.memory import file_pages
 
     class OrExit(OSDPStrategy):
         """Ends the rank with a status that tells "nothing fits" from a failure."""
@@ -119,7 +121,8 @@ def osdp(job: Job, cache: Path) -> Strategy:
                 os._exit(INFEASIBLE_STATUS)
 
     backend = {"process_group_backend": "gloo"} if shares_a_gpu(job) else {}
-    return OrExit(memory_limit=job.memory_bytes or "auto", cache=cache, **backend)
+    limit = job.memory_bytes + file_pages() if job.memory_bytes else "auto"  # what "auto" would find, see the document
+    return OrExit(memory_limit=limit, cache=cache, **backend)
 
 
 class FSDPOnCpu(FSDPStrategy):

@@ -89,21 +89,33 @@ class _MallInfo(ctypes.Structure):
     ] + [("keepcost", ctypes.c_size_t)]
 
 
-def memory_limit(device: torch.device, local_ranks: int) -> int:
+def memory_limit(device: torch.device, local_ranks: int, group_ranks: int | None = None) -> int:
     """Bytes that one rank may use on ``device``.
 
-    CUDA: ``USABLE_MEMORY`` of the device. CPU: an equal share of the machine's free memory, or the control group's
-    limit if that is less.
+    CUDA: ``USABLE_MEMORY`` of the device. CPU: an equal share of the machine's free memory, or of the control group's
+    limit if that is less. Pages of files (libraries) come on top of the group's: the kernel drops them when the group
+    runs short, so they never end a process, while the resident size that is planned with counts them.
 
     Args:
         device: the rank's device.
         local_ranks: ranks on this machine.
+        group_ranks: ranks in this process's control group; all of this machine if None.
     """
     if device.type == "cuda":
         return int(USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory)
     limits = [_meminfo("MemAvailable") // local_ranks + memory_in_use(device)]
-    limits += [limit // local_ranks for limit in _cgroup_limits()]
+    limits += [limit // (group_ranks or local_ranks) + file_pages() for limit in _cgroup_limits()]
     return min(limits)
+
+
+def file_pages() -> int:
+    """Bytes of this process that are pages of files, libraries above all: they are shared, and can be dropped."""
+    return _status("RssFile")
+
+
+def control_group() -> str:
+    """Of this process: the same text for processes that share a limit."""
+    return Path("/proc/self/cgroup").read_text()
 
 
 def memory_in_use(device: torch.device) -> int:

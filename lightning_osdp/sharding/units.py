@@ -116,6 +116,9 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
                 clear_autocast_cache=True,
             )
         self.compute_dtype = self.buffer_dtype = dtype
+        if dtype != torch.float16:  # whose sum might overflow
+            # The mean: FairScale divides the whole gradient before it is reduced. Its part afterwards is less work.
+            self.gradient_predivide_factor, self.gradient_postdivide_factor = 1.0, float(self.world_size)
         self._shared = shared
         self._between = line.between
         self._streams = shared.streams

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from lightning_osdp import ConfigurationError, OSDPCallback, OSDPStrategy, planner
+from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.plan import ExecutionPlan
 from tests.integration.modules import trainer
 from tests.integration.test_fit import seeded
@@ -42,7 +44,7 @@ def logged_and_resumed(rank: int, world_size: int, folder: str) -> dict[str, Any
         "step": second.global_step,
         "shown": shown,
         "metrics": _rows(Path(folder, "log", "version_0", "metrics.csv")) if rank == 0 else [],
-        "file": torch.load(path, weights_only=True)["callbacks"]["OSDPCallback"]["plan"],
+        "file": torch.load(path, weights_only=True)["callbacks"][OSDPCallback().state_key]["plan"],
     }
 
 
@@ -107,3 +109,41 @@ def two_of_them(rank: int, world_size: int, folder: str) -> str:
 
 def test_two_of_them_are_refused(tmp_path: Path) -> None:
     assert all("has 2 OSDPCallbacks" in text for text in run_ranks(two_of_them, 1, str(tmp_path)))
+
+
+class Misled(pl.Callback):
+    """Has the plan seem wrong, and what is planned instead be something else."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy = trainer.strategy
+        plan, again = strategy._plan, strategy._outcome.again
+        lower = plan.predicted.model_copy(update={"peak_memory_bytes": plan.predicted.peak_memory_bytes // 2})
+        strategy._checkup._plan = plan.model_copy(update={"predicted": lower})
+
+        def sharded(correction: Any, rule: Any) -> ExecutionPlan:
+            new = again(correction, rule)
+            operators = [op.model_copy(update={"slices": (Mode.ZDP,)}) if not op.pinned else op for op in new.operators]
+            large = [op for op in operators if op.num_parameters > 1000]
+            kept = tuple(op if op in large else before for op, before in zip(operators, new.operators, strict=True))
+            return new.model_copy(update={"operators": kept})
+
+        strategy._outcome = dataclasses.replace(strategy._outcome, again=sharded)
+
+
+def replanned(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """The same training as it is, and with a plan that changes on the way."""
+    found: dict[str, Any] = {"losses": []}
+    for callbacks, settings in ([], {}), ([Misled()], {"replan": "on_drift"}):
+        strategy = OSDPStrategy(cache=f"{folder}/cache", batch_size=4, **settings)
+        module = seeded(rows=128, own_rows=True)
+        trainer(folder, strategy, callbacks=callbacks, max_steps=10).fit(module)
+        found["losses"].append(module.losses)
+        found["modes"] = {mode.value for op in strategy.execution_plan.operators for mode in op.slices}
+    return found
+
+
+def test_a_plan_that_drifts_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None:
+    for one in run_ranks(replanned, 2, str(tmp_path)):
+        assert one["modes"] == {"dp", "zdp"}
+        assert len(one["losses"][1]) == 10
+        assert one["losses"][1] == pytest.approx(one["losses"][0], rel=1e-5)
