@@ -28,6 +28,9 @@ REFINEMENTS = 12
 QUICK_REFINEMENTS = 3
 """The same for a first look at a batch size."""
 
+FEW_OPERATORS, POLISHED_WAYS = 64, 4
+"""Up to so many operators, the best plans of so many ways to recompute blocks are polished, else only the very best."""
+
 PAIRED_ROWS = 256
 """Up to so many rows to exchange, pairs of them are looked at, too."""
 
@@ -112,10 +115,12 @@ class Desk:
                 found[vector] = one
         if not found:
             raise nothing_fits(self.problem, self.least(batch_size, accumulation).peak, batch_size)
+        ranking = sorted(found, key=lambda vector: found[vector].seconds)
+        few = len(self.space.menu_of) <= FEW_OPERATORS
+        for vector in ranking[: 0 if quick else POLISHED_WAYS if few else 1]:
+            found[vector] = at.polished(found[vector], self.space.recomputed(vector))
         vector = min(found, key=lambda vector: found[vector].seconds)
-        flags = self.space.recomputed(vector)
-        rows = found[vector].rows if quick else at.polished(found[vector], flags).rows
-        return at.candidate(rows, flags, float(bounds.min()))
+        return at.candidate(found[vector].rows, self.space.recomputed(vector), float(bounds.min()))
 
     def least(self, batch_size: int, accumulation: int = 1) -> Candidate:
         """The plan that takes least memory, whatever the limit."""

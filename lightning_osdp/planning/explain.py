@@ -171,8 +171,10 @@ def _blocks_text(plan: ExecutionPlan, blocks: Sequence[BlockPlan]) -> str:
     price = plan.price_s_per_byte or 0.0
     if not price:
         return f"{start}. {would}, and memory is not scarce."
-    worth = f"those bytes are worth {format_seconds(price * one.saved_bytes)} at the price of memory"
-    return f"{start}. {would}; {worth}."
+    worth = price * one.saved_bytes
+    if worth > one.time_s:  # its own backward needs what it saves: a peak there stays
+        return f"{start}. {would}, but no plan with it was found to be faster: it frees nothing while it runs backward."
+    return f"{start}. {would}; at the price of memory those bytes are worth {format_seconds(worth)}."
 
 
 # -- the operators -----------------------------------------------------------------------------------------------------

@@ -140,9 +140,15 @@ def undominated(weight: Ints, cost: Ints, excess: Floats | None = None) -> Ints:
 
 def leaf(groups: Ints, options: Ints, weight: Ints, cost: Ints, excess: Floats) -> Front:
     """The reference, or one operator of ``groups[i]`` that takes ``options[i]``."""
-    weight, cost, excess = np.append(0, weight), np.append(0, cost), np.append(0.0, excess)
+    # Fields filled in place: these are many small arrays, and np.append takes longer than all else here.
+    columns = np.empty((4, len(weight) + 1), dtype=np.int64)
+    columns[:, 0] = (0, 0, REFERENCE, REFERENCE)
+    columns[0, 1:], columns[1, 1:], columns[2, 1:], columns[3, 1:] = weight, cost, groups, options
+    losses = np.zeros(len(weight) + 1)
+    losses[1:] = excess
+    weight, cost, excess = columns[0], columns[1], losses
     keep = undominated(weight, cost, excess)
-    origin = Leaf(np.append(REFERENCE, groups)[keep], np.append(REFERENCE, options)[keep])
+    origin = Leaf(columns[2][keep], columns[3][keep])
     return Front(weight[keep], cost[keep], excess[keep], origin)
 
 

@@ -47,6 +47,9 @@ UNITS_LOG2 = 58
 """Times become integers, 2**58 of them for the most that any option may add to its operator's fastest. Sums are exact
 then, and do not depend on their order; rounding n operators moves a sum by at most n * 2**-59 of that."""
 
+SMALL_TABLE = 256
+"""Options of all groups up to which a relaxation takes longer to set up than what a better start would save."""
+
 POLISHES = 4
 """How often a solution is polished, if it gains each time."""
 
@@ -211,7 +214,8 @@ def _fastest(table: Table, budget_bytes: int) -> Found | None:
 def _first(table: Table, caps: Ints, budget_bytes: int) -> Found:
     """A good solution to start from: the best of the rounded relaxations at a few caps. Its cost is in seconds."""
     found: list[Found] = []
-    for cap in np.unique(caps[np.linspace(0, len(caps) - 1, 5).astype(int)]).tolist():
+    looks = 5 if table.time_s.size > SMALL_TABLE else 2
+    for cap in np.unique(caps[np.linspace(0, len(caps) - 1, looks).astype(int)]).tolist():
         room = budget_bytes - cap - table.least_bytes
         relaxed = relax(table, table.time_s, table.transient <= cap, room)
         assert relaxed is not None, "the caps are those that something fits under"
