@@ -211,10 +211,11 @@ class AtBatchSize:
                 continue
             else:
                 high = budget
-            proposal = budget + slack
+            near = limit // 2000
+            proposal = budget + slack if slack >= 0 else budget + min(slack, -near)
             if low and high and not low < proposal < high:
                 proposal = (low + high) // 2
-            if abs(proposal - budget) <= limit // 2000:
+            if slack >= 0 and proposal - budget <= near:  # a plan that exceeds the limit by little does not fit either
                 break
             budget = proposal
         return best
