@@ -133,6 +133,8 @@ class Outcome:
     """That the plan was predicted with."""
     file: Path | None = None
     """Where the measurements are kept, on the first rank."""
+    problem: Problem | None = None
+    """What the plan solves, where it was made without a process group."""
 
 
 def on_all_ranks(ranks: Ranks, work: Callable[[], Result]) -> Result:
@@ -308,7 +310,7 @@ def plan_alone(
     profiling_s = time.monotonic() - start
     used = not_for_the_model(traced, device, model_bytes)
     problem = _problem(traced, cluster, known, memory_limit_bytes, used, wishes)
-    return Outcome(make_plan(problem, rule), profiling_s, from_cache, known.correction)
+    return Outcome(make_plan(problem, rule), profiling_s, from_cache, known.correction, problem=problem)
 
 
 def not_for_the_model(traced: Trace, device: torch.device, model_bytes: int) -> int:

@@ -110,7 +110,6 @@ N_AND_D, W_AND_S, I_AND_C = "N&D", "W&S", "I&C"
 
 SETTINGS = (
     Setting(N_AND_D, "48 x 1024", (1024,) * 48),
-    Setting(N_AND_D, "72 x 1024", (1024,) * 72),
     Setting(N_AND_D, "96 x 1024", (1024,) * 96),
     Setting(N_AND_D, "48 x 1536", (1536,) * 48),
     Setting(W_AND_S, "2 x 6144", (6144,) * 2),

@@ -47,7 +47,7 @@ def fsdp_per_operator(problem: Problem, rule: BatchRule, *, recomputed: bool = F
 
 
 def fsdp_per_block(problem: Problem, rule: BatchRule, *, recomputed: bool = False) -> Result | None:
-    """Every block a unit. Where it is recomputed the unit is around that, so its gather for the backward serves both."""
+    """Every block a unit. Where blocks are recomputed, a unit is around that: one gather serves both."""
     merged = blocks_as_operators(problem)
     desk = Desk(replace(merged, wishes=PLAIN))
     choices = tuple(map(_sharded, merged.model.operators))
