@@ -147,7 +147,7 @@ def decisions_figure(plan: ExecutionPlan) -> Figure:
     An operator of several slices is divided from below in the order of its slices. Hatches tell that it is sharded
     inside nodes, a dark line below the strip that it is recomputed.
     """
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    figure = Figure(figsize=(9, 5), layout="constrained")
     size, strip = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     places = range(len(plan.operators))
     used: dict[str, _Look] = {}

@@ -35,7 +35,7 @@ _PAGE = """<!DOCTYPE html>
 body {{ font-family: system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
 table {{ border-collapse: collapse; margin: 1rem 0; }}
 th, td {{ text-align: left; padding: 0.25rem 1.5rem 0.25rem 0; border-bottom: 1px solid #ddd; vertical-align: top; }}
-td.number, th.number {{ text-align: right; font-variant-numeric: tabular-nums; }}
+td.number, th.number {{ text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }}
 img {{ max-width: 100%; height: auto; }}
 </style>
 </head>

@@ -158,15 +158,16 @@ def best_uniform(problem: Problem, rule: BatchRule, mode: Mode) -> Candidate:
 def tradeoff(problem: Problem, batch_size: int, accumulation: int = 1, points: int = 16) -> tuple[Candidate, ...]:
     """The fastest plan at one batch size under each of a series of memory limits, by rising peak.
 
-    The limits run from the smallest that can be met to what plain data parallelism needs; ``problem``'s own is not
-    used. A plan that is no faster than one of a smaller peak is left out, so step times fall strictly.
+    The limits run from the smallest that can be met to what plain data parallelism needs, ``problem``'s own among
+    them. A plan that is no faster than one of a smaller peak is left out, so step times fall strictly.
     """
     least = Desk(problem).least(batch_size, accumulation).peak.total_bytes
     whole = tuple(Choice() for _ in problem.model.operators)
     plain = Desk(replace(problem, wishes=PLAIN)).candidate(whole, batch_size, accumulation)
     most = max(least, plain.peak.total_bytes)
     found: list[Candidate] = []
-    for limit in np.unique(np.linspace(least, most, points).astype(np.int64)).tolist():
+    limits = np.append(np.linspace(least, most, points).astype(np.int64), problem.memory_limit_bytes)
+    for limit in np.unique(limits[limits >= least]).tolist():
         candidate = Desk(replace(problem, memory_limit_bytes=limit)).best(batch_size, accumulation)
         if not found or candidate.step_time_s < found[-1].step_time_s:
             found.append(candidate)
