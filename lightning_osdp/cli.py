@@ -189,6 +189,9 @@ def _plan_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, help="per device, fixed (default: searched)")
     parser.add_argument("--max-batch-size", type=int, help="the largest that is considered")
     parser.add_argument("--global-batch-size", type=int, help="over all devices, made exactly")
+    parser.add_argument(
+        "--sharding-group", choices=["auto", "world", "node"], help="ranks that operators are sharded over"
+    )
     parser.add_argument("--cache", type=str, help="folder of measurements (default: the user's; '': none)")
     parser.add_argument("--out", type=str, help="file for the plan, to train with")
     parser.add_argument("--html", type=str, help="file for a page with the plan's pictures")
