@@ -11,7 +11,7 @@ PYTHON ?= $(shell \
 	done)
 
 .PHONY: help train test lint format clean test-limit test-slurm test-kill bench bench-quick bench-gpu bench-verify
-.PHONY: lab bench-engine bench-collectives bench-search accuracy bench-huge
+.PHONY: lab bench-engine bench-collectives bench-search bench-paper accuracy bench-huge
 
 help:
 	@echo "make train   train a small GPT on two CPU processes under a memory limit (examples/train_gpt.py)"
@@ -26,6 +26,7 @@ help:
 	@echo "make bench-engine, bench-collectives, bench-search   figures, each against what it is compared with"
 	@echo "make accuracy   predicted beside measured, for many models and plans: writes docs/accuracy.md"
 	@echo "make bench-huge   seconds and memory that reading a LLaMA of 7 B parameters takes"
+	@echo "make bench-paper   plans the settings of the OSDP paper on its machine and writes docs/paper.md (minutes)"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make clean   remove the environment, caches and runs"
 
@@ -75,6 +76,9 @@ bench-collectives: $(INSTALLED)
 
 bench-search: $(INSTALLED)
 	$(BIN)/python benchmarks/search.py
+
+bench-paper: $(INSTALLED)
+	$(BIN)/python -m benchmarks.paper
 
 accuracy: $(INSTALLED)
 	$(BIN)/python benchmarks/accuracy.py --write docs/accuracy.md

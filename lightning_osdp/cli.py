@@ -24,12 +24,15 @@ from lightning_osdp.planning import compare, explain, hardware
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.operators import ModelDescription
 from lightning_osdp.planning.plan import ExecutionPlan
-from lightning_osdp.planning.schedule import BatchRule
-from lightning_osdp.planning.simulate import SimulatedPoint, simulate
+from lightning_osdp.planning.schedule import BatchRule, Problem
+from lightning_osdp.planning.simulate import SimulatedPoint, problem_on, simulate, tradeoff
 from lightning_osdp.planning.units import format_bytes, format_seconds, parse_bytes
 from lightning_osdp.sharding import checkpoint
 
 DONE, INFEASIBLE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+PAGE_LIMITS = 8
+"""Memory limits on a page's picture of time against memory."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,9 @@ def _plan_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, help="per device, fixed (default: searched)")
     parser.add_argument("--max-batch-size", type=int, help="the largest that is considered")
     parser.add_argument("--global-batch-size", type=int, help="over all devices, made exactly")
+    parser.add_argument(
+        "--sharding-group", choices=["auto", "world", "node"], help="ranks that operators are sharded over"
+    )
     parser.add_argument("--cache", type=str, help="folder of measurements (default: the user's; '': none)")
     parser.add_argument("--out", type=str, help="file for the plan, to train with")
     parser.add_argument("--html", type=str, help="file for a page with the plan's pictures")
@@ -202,9 +208,7 @@ def _plan(given: Namespace) -> None:
     if given.out is not None:
         _write(given.out, outcome.plan.to_json())
     if given.html is not None:
-        from lightning_osdp import pictures  # needs matplotlib, which is an extra
-
-        _write(given.html, pictures.html(outcome.plan))
+        _write_page(given.html, outcome.plan, outcome.problem)
     if given.json:
         _print(outcome.plan.to_json())
         return
@@ -269,7 +273,7 @@ def _simulate(given: Namespace) -> None:
     model = alone.describe_recipe(recipe)
     points = simulate(model, found, devices, limit_bytes, rule, given.dtype)
     if given.html is not None:
-        _write_page(given.html, model, points)
+        _write_simulated_page(given.html, model, found, given.dtype, points)
     if given.json:
         _print(json.dumps([point.model_dump(mode="json", exclude={"plan"}) for point in points], indent=2))
     else:
@@ -282,20 +286,30 @@ def _doublings(devices: int) -> list[int]:
     return sorted({*powers, devices})
 
 
-def _write_page(path: str, model: ModelDescription, points: Sequence[SimulatedPoint]) -> None:
-    """Raises InfeasibleError where no number of devices fits."""
-    from lightning_osdp import pictures  # needs matplotlib, which is an extra
-
-    plans = [point.plan for point in points if point.plan is not None]
-    if not plans:
+def _write_simulated_page(
+    path: str, model: ModelDescription, found: hardware.Hardware, dtype: str, points: Sequence[SimulatedPoint]
+) -> None:
+    """Of the largest number of devices that fits. Raises InfeasibleError where none does."""
+    fitting = [point for point in points if point.plan is not None]
+    if not fitting:
         least = min(points, key=lambda point: point.needed_bytes)
         raise InfeasibleError(
             f"no page: nothing fits, {least.devices} devices need {format_bytes(least.needed_bytes)} each",
             needed_bytes=least.needed_bytes,
             budget_bytes=least.memory_limit_bytes,
         )
-    largest = max(plans, key=lambda plan: plan.cluster.ranks)
-    _write(path, pictures.html(largest, model=model, points=points))
+    largest = max(fitting, key=lambda point: point.devices)
+    assert largest.plan is not None
+    problem = problem_on(model, found, largest.devices, largest.memory_limit_bytes, dtype)
+    _write_page(path, largest.plan, problem, points)
+
+
+def _write_page(path: str, plan: ExecutionPlan, problem: Problem | None, points: Sequence[SimulatedPoint] = ()) -> None:
+    from lightning_osdp import pictures  # needs matplotlib, which is an extra
+
+    model = problem.model if problem is not None else None
+    bought = tradeoff(problem, plan.batch_size, plan.accumulate_grad_batches, PAGE_LIMITS) if problem else ()
+    _write(path, pictures.html(plan, model=model, tradeoff=bought, points=points))
 
 
 # -- consolidate -------------------------------------------------------------------------------------------------------

@@ -135,6 +135,8 @@ class Outcome:
     """Where the measurements are kept, on the first rank."""
     again: Callable[[Correction, BatchRule], ExecutionPlan] | None = None
     """Plans from the same measurements, but corrected; collective. None if nothing was measured."""
+    problem: Problem | None = None
+    """What the plan solves, where it was made without a process group."""
 
 
 def on_all_ranks(ranks: Ranks, work: Callable[[], Result]) -> Result:
@@ -324,7 +326,7 @@ def plan_alone(
     profiling_s = time.monotonic() - start
     used = not_for_the_model(traced, device, model_bytes)
     problem = _problem(traced, cluster, known, memory_limit_bytes, used, wishes)
-    return Outcome(make_plan(problem, rule), profiling_s, from_cache, known.correction)
+    return Outcome(make_plan(problem, rule), profiling_s, from_cache, known.correction, problem=problem)
 
 
 def not_for_the_model(traced: Trace, device: torch.device, model_bytes: int) -> int:

@@ -28,6 +28,14 @@ RUNNERS_UP = 3
 
 _BAR_WIDTH = 24
 
+_MORE_COLUMNS = {
+    "sharded_share": "sharded",
+    "in_node_share": "in node",
+    "split_share": "split",
+    "recomputed_blocks": "recomputed",
+}
+"""Of the table by number of devices: field of ``Simulated``, and title."""
+
 
 def plan_table(plan: ExecutionPlan, profiling_s: float | None = None, collectives: int | None = None) -> Group:
     """The whole plan: what was chosen, per run of operators and per mode, and the best batch sizes that were not.
@@ -75,16 +83,20 @@ def measured_table(plan: ExecutionPlan, measured: MeasuredStep, steps: int) -> T
 def simulation_table(points: Sequence[SimulatedPoint]) -> Table:
     """By number of devices: the plan (osdp) beside every operator replicated (dp) and every operator sharded (zdp).
 
-    Throughput is that of all devices, peak memory that of one; the last column is the share of parameters sharded.
+    Throughput is that of all devices, peak memory that of one. The last columns are shares of the parameters, and
+    numbers of blocks; those in which no plan has anything are left out.
     """
-    table = _table("devices", "sharding", ">batch size", ">samples/s", ">peak memory", ">sharded")
+    plans = [point.osdp for point in points if point.osdp is not None]
+    more = [name for name in _MORE_COLUMNS if name == "sharded_share" or any(getattr(plan, name) for plan in plans)]
+    titles = (f">{_MORE_COLUMNS[name]}" for name in more)
+    table = _table("devices", "sharding", ">batch size", ">samples/s", ">peak memory", *titles)
     for point in points:
         nodes = f" ({point.nodes} nodes)" if point.nodes > 1 else ""
         for name, one in (("osdp", point.osdp), ("dp", point.dp), ("zdp", point.zdp)):
             devices = f"{point.devices}{nodes}" if name == "osdp" else ""
             if one is None:
                 needed = f"needs {format_bytes(point.needed_bytes)}" if name == "osdp" else ""
-                table.add_row(devices, name, "", "does not fit", needed, "")
+                table.add_row(devices, name, "", "does not fit", needed)
                 continue
             table.add_row(
                 devices,
@@ -92,7 +104,7 @@ def simulation_table(points: Sequence[SimulatedPoint]) -> Table:
                 str(one.batch_size),
                 f"{one.samples_per_s:,.1f}" if one.samples_per_s >= 1 else f"{one.samples_per_s:.3f}",
                 format_bytes(one.peak_memory_bytes),
-                f"{one.sharded_share:.0%}",
+                *(f"{value:.0%}" if isinstance(value := getattr(one, name), float) else str(value) for name in more),
             )
     return table
 

@@ -74,4 +74,7 @@ def test_plan_writes_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[st
     page = tmp_path / "page.html"
     wishes = ("--devices", "1", "--batch-size", "2", "--cache", str(tmp_path / "cache"))
     assert cli.main(["plan", "--config", str(EXAMPLE), *wishes, "--html", str(page)]) == cli.DONE
-    assert "parameters on 1 device<" in page.read_text()
+    text = page.read_text()
+    assert "parameters on 1 device<" in text
+    for picture in ("Memory along one training step", "Step time against memory"):
+        assert f'alt="{picture}"' in text

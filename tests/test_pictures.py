@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from lightning_osdp import pictures
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.pictures import figures
-from lightning_osdp.planning.choices import Mode
+from lightning_osdp.planning.choices import Group, Mode
 from lightning_osdp.planning.hardware import load
 from lightning_osdp.planning.operators import ModelDescription
 from lightning_osdp.planning.plan import ExecutionPlan
@@ -84,12 +84,19 @@ def test_decisions_name_the_modes_in_use(plan: ExecutionPlan) -> None:
     assert "million parameters" in text
 
 
-def test_decisions_draw_each_slice(plan: ExecutionPlan) -> None:
-    first = plan.operators[0].model_copy(update={"slices": (Mode.DP, Mode.ZDP, Mode.ZDP, Mode.ZDP)})
+def test_decisions_draw_slices_nodes_and_recomputed_blocks(plan: ExecutionPlan) -> None:
+    slices = (Mode.DP, Mode.ZDP, Mode.ZDP, Mode.ZDP)
+    changes = {"slices": slices, "split_dim": 1, "sharding_group": Group.NODE, "checkpoint": True}
+    first = plan.operators[0].model_copy(update=changes)
     split = plan.model_copy(update={"operators": (first, *plan.operators[1:])})
     figure = pictures.decisions_figure(split)
     heights = [patch.get_height() for patch in figure.axes[1].patches]
-    assert heights == [0.25] * 4 + [1.0] * 3
+    assert heights == [0.25, 0.75] + [1.0] * 3
+    words = texts(figure)
+    assert "zdp: sharded throughout, inside nodes" in words
+    assert "its block is recomputed" in words
+    assert "recomputed" not in texts(pictures.decisions_figure(plan))
+    assert "dp x 1 + zdp x 3" in pictures.html(split)
 
 
 def test_an_operator_without_a_choice_is_said_to_have_none(plan: ExecutionPlan) -> None:

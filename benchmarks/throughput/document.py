@@ -39,7 +39,8 @@ lies at {small} of the way for models that can be replicated, at {large} for the
 
 "Allocator set" means the glibc setting that OSDP makes, which keeps freed tensors from staying in the heap.
 "Recomputed" is activation checkpointing of every block. OSDP is `OSDPStrategy(memory_limit=...)` with the cgroup's
-limit and nothing else. (Library pages come on top, as `"auto"` has it: the network namespaces hide the cgroup.) (Library pages come on top, as `"auto"` has it: the network namespaces hide the cgroup.)
+limit and nothing else. (Library pages come on top, as `"auto"` has it, where network namespaces don't hide the
+cgroup.)
 
 Lightning refuses its FSDPStrategy on a CPU; a subclass that passes the device on trains there, and is what is shown.
 """.strip()

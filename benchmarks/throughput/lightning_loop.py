@@ -108,7 +108,6 @@ def osdp(job: Job, cache: Path) -> Strategy:
     """OSDP with the limit as its one setting. A given batch size is for ``--verify`` alone: the loader fixes it."""
     from lightning_osdp import InfeasibleError, OSDPStrategy
     from lightning_osdp.profiling.memory import file_pages
-    from lightning_osdp.profiling.memory import file_pages
 
     class OrExit(OSDPStrategy):
         """Ends the rank with a status that tells "nothing fits" from a failure."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.planning.choices import Mode
+from lightning_osdp.planning.choices import Group, Mode
 from lightning_osdp.planning.operators import ModelDescription
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.planning.schedule import Candidate
@@ -34,6 +36,8 @@ MODE_WORDS = {
     Mode.ZDP2: "zdp2: sharded, parameters kept until backward",
     Mode.ZDP: "zdp: sharded throughout",
 }
+
+RECOMPUTED_COLOUR = "#444444"
 
 NO_CHOICE_COLOUR, NO_CHOICE_WORDS = "#BBBBBB", "replicated for lack of a choice"
 
@@ -140,29 +144,41 @@ def memory_figure(plan: ExecutionPlan, model: ModelDescription) -> Figure:
 def decisions_figure(plan: ExecutionPlan) -> Figure:
     """How each operator's states are kept, in the order of the model's depth, and how large it is.
 
-    An operator of several slices is divided from below in the order of its slices.
+    An operator of several slices is divided from below in the order of its slices. Hatches tell that it is sharded
+    inside nodes, a dark line below the strip that it is recomputed.
     """
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    figure = Figure(figsize=(9, 5), layout="constrained")
     size, strip = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     places = range(len(plan.operators))
-    used: dict[str, str] = {}
+    used: dict[str, _Look] = {}
     for place, operator in zip(places, plan.operators, strict=True):
-        height, part = operator.num_parameters / 1e6 / len(operator.slices), 1 / len(operator.slices)
-        for index, mode in enumerate(operator.slices):
-            colour, words = _look(operator, mode)
-            used[words] = colour
-            size.bar(place, height, width=0.9, bottom=index * height, color=colour)
-            strip.bar(place, part, width=1.0, bottom=index * part, color=colour)
+        below = 0.0
+        for mode, alike in groupby(operator.slices):
+            share = len(list(alike)) / len(operator.slices)
+            look = _look(operator, mode)
+            used.setdefault(look.words, look)
+            style = {"facecolor": look.colour, "hatch": look.hatch, "edgecolor": "white", "linewidth": 0}
+            millions = operator.num_parameters / 1e6
+            size.bar(place, share * millions, width=0.9, bottom=below * millions, **style)
+            strip.bar(place, share, width=1.0, bottom=below, **style)
+            below += share
     size.set_ylabel("million parameters")
     strip.set_yticks([])
-    strip.set_ylim(0, 1)
+    recomputed = [(place - 0.5, 1.0) for place in places if plan.operators[place].checkpoint]
+    if recomputed:
+        strip.broken_barh(recomputed, (-0.25, 0.15), color=RECOMPUTED_COLOUR, linewidth=0)
+    strip.set_ylim(-0.3 if recomputed else 0, 1)
     strip.set_xlim(-0.6, len(plan.operators) - 0.4)
     shown = sorted({round(i * (len(places) - 1) / max(1, NAMES_SHOWN - 1)) for i in range(NAMES_SHOWN)})
     names = [plan.operators[place].name or "(the module itself)" for place in shown]
     strip.set_xticks(shown, names, rotation=35, ha="right", rotation_mode="anchor", fontsize=8)
     strip.set_xlabel("operators, in the order of their first use")
-    order = [*MODE_WORDS.values(), NO_CHOICE_WORDS]
-    patches = [Patch(color=used[words], label=words) for words in order if words in used]
+    patches = [
+        Patch(facecolor=look.colour, hatch=look.hatch, edgecolor="white", linewidth=0, label=look.words)
+        for look in sorted(used.values(), key=lambda look: look.rank)
+    ]
+    if recomputed:
+        patches.append(Patch(color=RECOMPUTED_COLOUR, label="its block is recomputed"))
     figure.legend(handles=patches, loc="outside lower center", ncols=2, frameon=False)
     _finish(figure, "How the states of each operator are kept", [size, strip], legend=False)
     return figure
@@ -300,7 +316,7 @@ def _name_phases(axes: Axes, phases: Sequence[str]) -> None:
     turn = next((at for at, phase in enumerate(phases) if phase != "forward"), len(phases))
     for at, phase in enumerate(phases):
         if phase == "recompute":
-            axes.axvspan(at - 0.5, at + 0.5, ymax=0.015, color="#444444", linewidth=0)
+            axes.axvspan(at - 0.5, at + 0.5, ymax=0.015, color=RECOMPUTED_COLOUR, linewidth=0)
     for edge in (turn - 0.5, len(phases) - 0.5):
         axes.axvline(edge, color="#444444", linewidth=0.8, linestyle=":")
     ticks = [(turn - 1) / 2, (turn + len(phases) - 1) / 2, len(phases)]
@@ -321,8 +337,19 @@ def _time_unit(seconds: Sequence[float]) -> tuple[float, str]:
     return (1.0, "s") if max(seconds) >= 1 else (1e-3, "ms")
 
 
-def _look(operator: OperatorPlan, mode: Mode) -> tuple[str, str]:
-    """Colour and words for a slice in ``mode``."""
+class _Look(NamedTuple):
+    """How a slice is drawn, and its place in the legend."""
+
+    rank: int
+    colour: str
+    hatch: str
+    words: str
+
+
+def _look(operator: OperatorPlan, mode: Mode) -> _Look:
     if operator.pinned or len(operator.alternatives) == 1:
-        return NO_CHOICE_COLOUR, NO_CHOICE_WORDS
-    return MODE_COLOURS[mode], MODE_WORDS[mode]
+        return _Look(2 * len(Mode), NO_CHOICE_COLOUR, "", NO_CHOICE_WORDS)
+    in_node = mode != Mode.DP and operator.sharding_group == Group.NODE
+    rank = 2 * list(Mode).index(mode) + in_node
+    words = MODE_WORDS[mode] + (", inside nodes" if in_node else "")
+    return _Look(rank, MODE_COLOURS[mode], "////" if in_node else "", words)

@@ -20,7 +20,7 @@ from lightning_osdp.pictures.figures import (
 )
 from lightning_osdp.planning.operators import ModelDescription
 from lightning_osdp.planning.plan import ExecutionPlan
-from lightning_osdp.planning.runs import group_runs
+from lightning_osdp.planning.runs import choice_words, group_runs
 from lightning_osdp.planning.schedule import Candidate
 from lightning_osdp.planning.simulate import Simulated, SimulatedPoint
 from lightning_osdp.planning.units import format_bytes, format_count, format_seconds
@@ -35,7 +35,7 @@ _PAGE = """<!DOCTYPE html>
 body {{ font-family: system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
 table {{ border-collapse: collapse; margin: 1rem 0; }}
 th, td {{ text-align: left; padding: 0.25rem 1.5rem 0.25rem 0; border-bottom: 1px solid #ddd; vertical-align: top; }}
-td.number, th.number {{ text-align: right; font-variant-numeric: tabular-nums; }}
+td.number, th.number {{ text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }}
 img {{ max-width: 100%; height: auto; }}
 </style>
 </head>
@@ -133,7 +133,7 @@ def _operator_table(plan: ExecutionPlan) -> str:
     rows = [
         (
             run.pattern or "(the module itself)",
-            " + ".join(mode.value for mode in run.operators[0].slices),
+            choice_words(run.operators[0].choice, recomputed=run.operators[0].checkpoint),
             str(len(run.operators)),
             format_count(run.num_parameters),
         )
@@ -148,14 +148,25 @@ def _device_table(points: Sequence[SimulatedPoint]) -> str:
         start = [str(point.devices), STRATEGIES[field][0]]
         if one is None:
             needed = f" (needs {format_bytes(point.needed_bytes)})" if field == "osdp" else ""
-            return [*start, "", "does not fit" + needed, "", ""]
+            return [*start, "", "does not fit" + needed, "", "", "", ""]
         return [
             *start,
             str(one.batch_size),
             format_rate(one.samples_per_s),
             format_bytes(one.peak_memory_bytes),
             f"{one.sharded_share:.0%}",
+            f"{one.split_share:.0%}",
+            str(one.recomputed_blocks),
         ]
 
-    header = [">devices", "sharding", ">batch size", ">throughput", ">peak memory", ">parameters sharded"]
+    header = [
+        ">devices",
+        "sharding",
+        ">batch size",
+        ">throughput",
+        ">peak memory",
+        ">sharded",
+        ">split",
+        ">blocks recomputed",
+    ]
     return _table(header, [row(point, field) for point in points for field in STRATEGIES])

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.bounds import AFTER, BEFORE, Bounds, own_run, weights
+from lightning_osdp.planning.bounds import AFTER, BEFORE, RUNNING, Bounds, own_run, weights
 from lightning_osdp.planning.choices import Choice
 from lightning_osdp.planning.remedies import nothing_fits
 from lightning_osdp.planning.search import Option, Solution, solve
@@ -43,6 +43,10 @@ many more over the number of operators. Where these are few, each one counts, an
 
 WORTH_TRYING = 1e-3
 """Relative: other ways to recompute blocks are not tried for less than this."""
+
+
+STATES = 3
+"""Of an operator at a moment: ``BEFORE``, ``RUNNING`` or ``AFTER`` its backward."""
 
 
 @dataclass(frozen=True)
@@ -197,11 +201,15 @@ class AtBatchSize:
             return None
         moments = {best.peak.moment}
         groups = Groups(self, flags, best.peak)
+        near = limit // 2000
         low, high, budget = 0, 0, groups.budget(limit)
         for _ in range(refinements):
             solution = groups.solve(budget)
-            if solution is None:
-                break
+            if solution is None:  # less than the least, as these groups count; the last one exceeded the limit
+                if high - budget <= near:
+                    break
+                low, budget = budget, (budget + high) // 2
+                continue
             found = self.found(groups.rows(solution), flags)
             slack = limit - found.peak.total_bytes
             if slack >= 0:
@@ -216,10 +224,10 @@ class AtBatchSize:
                 continue
             else:
                 high = budget
-            proposal = budget + slack
+            proposal = budget + slack if slack >= 0 else budget + min(slack, -near)
             if low and high and not low < proposal < high:
                 proposal = (low + high) // 2
-            if abs(proposal - budget) <= limit // 2000:
+            if slack >= 0 and proposal - budget <= near:  # a plan that exceeds the limit by little does not fit either
                 break
             budget = proposal
         return best
@@ -312,7 +320,8 @@ class GroupCosts(NamedTuple):
 
 
 class Groups:
-    """Operators that are alike at the moment of a plan's peak: same menu, recomputed or not, backward begun or not.
+    """Operators that are alike at the moment of a plan's peak: same menu, recomputed or not, before, in or after their
+    backward.
 
     Attributes:
         member: the group of each operator.
@@ -329,11 +338,14 @@ class Groups:
                 in between: what an exchange of rows would cost then holds at other moments, too.
         """
         self._at, space = at, at.space
-        self._bytes = at.bytes + (np.array([0, 0, 1])[:, None] * at.kept if wary else 0)
+        after, kept = at.bytes[AFTER], at.kept  # which are there until the operator's own backward ends
+        self._bytes = np.array([at.bytes[BEFORE], after + kept, after + kept if wary else after])
         again = space.in_recomputed(flags)
-        after = (space.timeline.backward.start <= peak.moment).astype(np.int64)
+        backward = space.timeline.backward
+        state = np.where(backward.start <= peak.moment, RUNNING, BEFORE)
+        state[backward.stop <= peak.moment] = AFTER
         self._codes, self.member, count = np.unique(
-            (space.menu_of * 2 + again) * 2 + after, return_inverse=True, return_counts=True
+            (space.menu_of * 2 + again) * STATES + state, return_inverse=True, return_counts=True
         )
         self._order = np.argsort(self.member, kind="stable")
         self._counts = count.tolist()
@@ -350,8 +362,9 @@ class Groups:
     def costs(self, group: int) -> GroupCosts:
         """All rows of a group's menu."""
         code = int(self._codes[group])
-        menu, state = self._at.space.menus[code // 4], AFTER if code % 2 else BEFORE
-        time_s = self._at.times.total[code // 2 % 2, menu.rows]
+        code, state = divmod(code, STATES)
+        menu = self._at.space.menus[code // 2]
+        time_s = self._at.times.total[code % 2, menu.rows]
         resident, transient = self._bytes[state, menu.rows], self._at.transient[menu.rows]
         return GroupCosts(menu.choices, menu.rows.start, time_s, resident, transient)
 
@@ -361,7 +374,7 @@ class Groups:
 
     def taken_bytes(self, rows: Ints) -> int:
         """The budget that just admits a row for each operator."""
-        state = np.where(self._codes[self.member] % 2, AFTER, BEFORE)
+        state = self._codes[self.member] % STATES
         return int(self._bytes[state, rows].sum() + self._at.transient[rows].max(initial=0))
 
     def solve(self, budget_bytes: int) -> Solution | None:

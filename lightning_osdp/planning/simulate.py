@@ -13,7 +13,7 @@ import numpy as np
 
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.candidates import Candidate, Desk
-from lightning_osdp.planning.choices import Choice, Mode, legal_modes
+from lightning_osdp.planning.choices import Choice, Group, Mode, legal_modes
 from lightning_osdp.planning.cost import sharded_elements
 from lightning_osdp.planning.hardware import USABLE_MEMORY, Hardware, cluster_of
 from lightning_osdp.planning.operators import Frozen, ModelDescription
@@ -39,6 +39,11 @@ class Simulated(Frozen):
     """Of one device."""
     sharded_share: float
     """Of all parameters, those whose states are sharded."""
+    in_node_share: float = 0.0
+    """Those that are sharded inside nodes only."""
+    split_share: float = 0.0
+    """Those of operators that are cut into slices."""
+    recomputed_blocks: int = 0
 
 
 class SimulatedPoint(Frozen):
@@ -153,15 +158,16 @@ def best_uniform(problem: Problem, rule: BatchRule, mode: Mode) -> Candidate:
 def tradeoff(problem: Problem, batch_size: int, accumulation: int = 1, points: int = 16) -> tuple[Candidate, ...]:
     """The fastest plan at one batch size under each of a series of memory limits, by rising peak.
 
-    The limits run from the smallest that can be met to what plain data parallelism needs; ``problem``'s own is not
-    used. A plan that is no faster than one of a smaller peak is left out, so step times fall strictly.
+    The limits run from the smallest that can be met to what plain data parallelism needs, ``problem``'s own among
+    them. A plan that is no faster than one of a smaller peak is left out, so step times fall strictly.
     """
     least = Desk(problem).least(batch_size, accumulation).peak.total_bytes
     whole = tuple(Choice() for _ in problem.model.operators)
     plain = Desk(replace(problem, wishes=PLAIN)).candidate(whole, batch_size, accumulation)
     most = max(least, plain.peak.total_bytes)
     found: list[Candidate] = []
-    for limit in np.unique(np.linspace(least, most, points).astype(np.int64)).tolist():
+    limits = np.append(np.linspace(least, most, points).astype(np.int64), problem.memory_limit_bytes)
+    for limit in np.unique(limits[limits >= least]).tolist():
         candidate = Desk(replace(problem, memory_limit_bytes=limit)).best(batch_size, accumulation)
         if not found or candidate.step_time_s < found[-1].step_time_s:
             found.append(candidate)
@@ -193,7 +199,8 @@ def _baseline(problem: Problem, rule: BatchRule, mode: Mode) -> Simulated | None
         samples_per_s=candidate.samples_per_s,
         step_time_s=candidate.step_time_s,
         peak_memory_bytes=candidate.peak.total_bytes,
-        sharded_share=_sharded_share(problem.model, candidate.choices),
+        recomputed_blocks=len(candidate.recomputed),
+        **_shares(problem.model, candidate.choices),
     )
 
 
@@ -204,10 +211,17 @@ def _of_plan(model: ModelDescription, plan: ExecutionPlan) -> Simulated:
         samples_per_s=plan.predicted.samples_per_s,
         step_time_s=plan.predicted.step_time_s,
         peak_memory_bytes=plan.predicted.peak_memory_bytes,
-        sharded_share=_sharded_share(model, [operator.choice for operator in plan.operators]),
+        recomputed_blocks=len(plan.recomputed),
+        **_shares(model, [operator.choice for operator in plan.operators]),
     )
 
 
-def _sharded_share(model: ModelDescription, choices: Sequence[Choice]) -> float:
-    sharded = sum(sharded_elements(operator, choice) for operator, choice in zip(model.operators, choices, strict=True))
-    return sharded / max(1, model.num_parameters)
+def _shares(model: ModelDescription, choices: Sequence[Choice]) -> dict[str, float]:
+    """Of the model's parameters."""
+    pairs = list(zip(model.operators, choices, strict=True))
+    elements = {
+        "sharded_share": sum(sharded_elements(*pair) for pair in pairs),
+        "in_node_share": sum(sharded_elements(*pair) for pair in pairs if pair[1].group == Group.NODE),
+        "split_share": sum(pair[0].num_parameters for pair in pairs if pair[1].split_dim is not None),
+    }
+    return {name: count / max(1, model.num_parameters) for name, count in elements.items()}
