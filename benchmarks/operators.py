@@ -11,7 +11,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.zoo import Batch, ZooModule  # noqa: E402
+from tests.zoo import Batch, ZooModule
 
 TOKENS, HEAD = 16, 64
 
