@@ -11,18 +11,20 @@ PYTHON ?= $(shell \
 	done)
 
 .PHONY: help train test lint format clean test-limit test-slurm test-kill bench bench-quick bench-gpu bench-verify
-.PHONY: lab bench-engine bench-collectives bench-search bench-paper accuracy bench-huge
+.PHONY: test-limit-wide bench-splitting lab bench-engine bench-collectives bench-search bench-paper accuracy bench-huge
 
 help:
 	@echo "make train   train a small GPT on two CPU processes under a memory limit (examples/train_gpt.py)"
 	@echo "make test    everything that must hold: lint, types, import rules, tests"
 	@echo "make lint    the first three of them"
 	@echo "make test-limit   a plan survives under a hard memory limit that kills all-replicated (root, cgroup v1)"
+	@echo "make test-limit-wide   a wide model trains under a hard limit that kills FairScale FSDP (root, cgroup v1)"
 	@echo "make lab     several nodes: what sharding inside nodes gains, and a node that fails (root, cgroup v1)"
 	@echo "make bench   side by side with DDP, FSDP and FairScale under hard memory limits (root, cgroup v1; many hours)"
 	@echo "make bench-quick   the same for small models, some minutes; make bench-gpu   the same on CUDA"
 	@echo "make test-slurm   preempts and resumes a run on a real two-node SLURM on this machine (root, slurm-wlm, munge)"
 	@echo "make test-kill    ten runs killed at random moments go on from their last checkpoint to the same loss"
+	@echo "make bench-splitting   memory and time of split operators, predicted and measured (the paper's figures 6 to 8)"
 	@echo "make bench-engine, bench-collectives, bench-search   figures, each against what it is compared with"
 	@echo "make accuracy   predicted beside measured, for many models and plans: writes docs/accuracy.md"
 	@echo "make bench-huge   seconds and memory that reading a LLaMA of 7 B parameters takes"
@@ -44,6 +46,9 @@ lint: $(INSTALLED)
 
 test-limit: $(INSTALLED)
 	$(BIN)/python benchmarks/hard_limit.py
+
+test-limit-wide: $(INSTALLED)
+	$(BIN)/python benchmarks/wide_limit.py
 
 lab: $(INSTALLED)
 	$(BIN)/python benchmarks/node_failure.py
@@ -79,6 +84,9 @@ bench-search: $(INSTALLED)
 
 bench-paper: $(INSTALLED)
 	$(BIN)/python -m benchmarks.paper
+
+bench-splitting: $(INSTALLED)
+	$(BIN)/python benchmarks/splitting.py $(OPTIONS)
 
 accuracy: $(INSTALLED)
 	$(BIN)/python benchmarks/accuracy.py --write docs/accuracy.md

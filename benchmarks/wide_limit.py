@@ -1,12 +1,13 @@
 """A wide, shallow model trains under OSDP within a hard memory limit that kills FairScale FSDP at batch size 1.
 
-    sudo python benchmarks/wide_limit.py [--limit 1300M] [--layers 2] [--width 2048] [--tokens 512]
+    sudo python benchmarks/wide_limit.py [--limit 1250M] [--layers 2] [--width 2048] [--tokens 128]
 
 Each of two ranks runs in a memory cgroup; over its limit the kernel kills it (see lab.py). Four runs of the same model:
 FairScale FSDP around each block without a limit, which shows that it works and what it takes; the same under the
-limit; the same with each block recomputed as well; and OSDP, whose plan is made by itself for that limit, so that it
-has to split operators and recompute blocks. Both sides get glibc's setting that hands freed tensors back to the system.
-Needs root and cgroup v1.
+limit; the same with each block recomputed as well; and OSDP, which plans by itself for that limit. Which operators to
+split and how finely is the search's choice; recomputing is asked for (--recompute auto leaves it to the search as well,
+which needs it only for long samples). Both sides get glibc's setting that hands freed tensors back to the system. Needs
+root and cgroup v1.
 """
 
 from __future__ import annotations
@@ -59,10 +60,11 @@ def main() -> int:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", default="1300M")
+    parser.add_argument("--limit", default="1250M")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--tokens", type=int, default=512, help="of the one sample of each rank")
+    parser.add_argument("--tokens", type=int, default=128, help="of the one sample of each rank")
+    parser.add_argument("--recompute", choices=("all", "auto"), default="all", help="blocks, under OSDP")
     parser.add_argument("--system", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -72,6 +74,7 @@ def run(args: argparse.Namespace, name: str, system: str, limit: int | None) -> 
     """Trains on both ranks under the limit and prints what became of them."""
     with tempfile.TemporaryDirectory() as folder:
         model = ["--layers", str(args.layers), "--width", str(args.width), "--tokens", str(args.tokens)]
+        model += ["--recompute", args.recompute]
         own = ["--system", system, "--limit", args.limit, "--folder", folder]
         cluster = lab.Cluster(f"wide{os.getpid()}", 1, RANKS, None, limit)
         outcomes = lab.run(cluster, [sys.executable, __file__, *model, *own], TIMEOUT_S)
@@ -173,12 +176,13 @@ def train_with_osdp(args: argparse.Namespace, task: Any) -> None:
         def on_train_batch_end(self, *_: Any) -> None:
             step_done(args)
 
+    recompute: Any = True if args.recompute == "all" else "auto"
     trainer = L.Trainer(
         accelerator="cpu",
         devices=RANKS,
         strategy=OSDPStrategy(memory_limit=lab.parse_bytes(args.limit), max_batch_size=1, cache=""),
         max_steps=STEPS,
-        callbacks=[OSDPCallback(progress_bar=False), Steps()],
+        callbacks=[OSDPCallback(activation_checkpointing=recompute, progress_bar=False), Steps()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -102,7 +102,7 @@ class Footprint(NamedTuple):
     bucketed: float
     """Gradients that are copied into buckets."""
     collected: float
-    """Of a split operator: the gradient of the weight, while those of its slices are copied into it."""
+    """Of a split operator: what is there twice while the gradients of its slices are copied into the weight's."""
     updated: float
     """Of trainable parameters: what a rank's optimizer works on."""
     largest_update: float
@@ -236,7 +236,7 @@ def footprint(operator: Operator, choice: Choice, cluster: Cluster) -> Footprint
         forward_per_sample=forward,
         backward_per_sample=backward,
         bucketed=sum(part.gradient_bytes * part.number for part in packed),
-        collected=max(updates) if choice.split_dim is not None else 0.0,
+        collected=_collected(parts, updates, choice, cluster, ranks),
         updated=sum(updates),
         largest_update=max(updates, default=0.0),
     )
@@ -249,6 +249,20 @@ def _updates(parts: list[Part], choice: Choice, ranks: int) -> list[float]:
         return local
     aside = [size for size, part in zip(local, parts, strict=True) if part.aside]
     return [*aside, sum(size for size, part in zip(local, parts, strict=True) if not part.aside)]
+
+
+def _collected(parts: list[Part], updates: list[float], choice: Choice, cluster: Cluster, ranks: int) -> float:
+    """While the gradients of slices are copied into the weight's, each freed at once.
+
+    On a CPU memory is taken as it is written to, so that a slice's is there twice; an allocator like CUDA's takes all
+    of it at once.
+    """
+    if choice.split_dim is None:
+        return 0.0
+    if cluster.device.split(":")[0] != "cpu":
+        return max(updates)
+    slices = [part for part in parts if not part.aside]
+    return max(part.gradient_bytes / ranks if part.sharded else float(part.gradient_bytes) for part in slices)
 
 
 def _reduced(unit: list[Part], pieces: float, cluster: Cluster, ranks: int) -> float:
