@@ -13,7 +13,8 @@ import torch
 import yaml
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_osdp import OSDPStrategy, training
+from lightning_osdp import OSDPCallback, OSDPStrategy, training
+from lightning_osdp.planning.wishes import Wishes
 from tests.integration.modules import GPTModule
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,10 +26,20 @@ ARGUMENTS: dict[str, Any] = {
     "global_batch_size": 96,
     "plan": "plan.json",
     "cluster": "cluster.json",
+    "sharding_group": "world",
+    "save_format": "sharded",
+    "replan": "on_drift",
     "engine": "fairscale",
     "cache": "measurements",
     "timeout": "0:05:00",
     "process_group_backend": "gloo",
+}
+
+
+WISHES: dict[str, Any] = {
+    "slice_granularity": {"model.blocks.0.*": 4},
+    "activation_checkpointing": ["model.blocks.1"],
+    "progress_bar": False,
 }
 
 
@@ -49,7 +60,8 @@ def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_arguments_go_to_a_file_and_come_back(tmp_path: Path) -> None:
     path = tmp_path / "strategy.yaml"
     strategy = {"class_path": "lightning_osdp.OSDPStrategy", "init_args": ARGUMENTS}
-    path.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+    callback = {"class_path": "lightning_osdp.OSDPCallback", "init_args": WISHES}
+    path.write_text(yaml.safe_dump({"trainer": {"strategy": strategy, "callbacks": [callback]}}))
     first = parsed("--config", str(path))
     written = first.parser.dump(first.config, skip_none=False)
     given = yaml.safe_load(written)["trainer"]["strategy"]
@@ -67,6 +79,9 @@ def test_all_arguments_go_to_a_file_and_come_back(tmp_path: Path) -> None:
             "measurements",
         )
         assert made._timeout.total_seconds() == 300
+    for trainer in (first.trainer, second.trainer):
+        (found,) = (one for one in trainer.callbacks if isinstance(one, OSDPCallback))
+        assert found.wishes == Wishes({"model.blocks.0.*": 4}, ("model.blocks.1",))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

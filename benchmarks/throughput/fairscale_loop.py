@@ -2,8 +2,8 @@
 
 It has no place in Lightning 2.x any more, so the loop is bare: less overhead than the Trainer's, which favours it. On a
 CPU it is shown streams that do nothing and its bucketed reduce-scatter, which gloo refuses, is off; else it is as
-released. The example's model imports lightning_osdp, whose engine gives FairScale collectives of its own: they are taken
-back here.
+released. The example's model imports lightning_osdp, whose engine gives FairScale collectives of its own: they are
+taken back here.
 """
 
 from __future__ import annotations
