@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from operators import OPERATORS  # noqa: E402
 
-from lightning_osdp import OSDPStrategy, collectives, planner  # noqa: E402
+from lightning_osdp import OSDPStrategy, collectives, measurements, planner  # noqa: E402
 from lightning_osdp.planning import space  # noqa: E402
 from lightning_osdp.planning.choices import Choice, Mode, menu  # noqa: E402
 from lightning_osdp.planning.cluster import Cluster, CollectiveFit, Link  # noqa: E402
@@ -156,7 +156,9 @@ def work(rank: int, order: Order) -> None:
     names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": order.port, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "accuracy"}
     os.environ.update({name: str(value) for name, value in names.items()})
     torch.set_num_threads(1)
-    planner.remember = lambda *_: None  # each case is predicted from measurements alone, not from the cases before it
+    measurements.remember = lambda *_: (
+        None
+    )  # each case is predicted from measurements alone, not from the cases before it
     slices = tuple(Mode(mode) for mode in order.slices or [order.plan] if order.plan != "searched")
     if slices:
         only(slices)

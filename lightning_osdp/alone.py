@@ -25,7 +25,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
 
-from lightning_osdp import planner, settings
+from lightning_osdp import measurements, planner, settings
 from lightning_osdp.data import TrainData
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning
 from lightning_osdp.planning.cluster import Cluster
@@ -153,7 +153,7 @@ def plan_recipe(recipe: Recipe, devices: int | None = None, **wishes: Any) -> pl
         settings.positive("max_batch_size", wanted.get("max_batch_size")),
         settings.positive("global_batch_size", wanted.get("global_batch_size")),
     )
-    folder = planner.cache_folder(wanted.get("cache"))
+    folder = measurements.cache_folder(wanted.get("cache"))
     search = replace(recipe.callback_wishes, sharding_group=wanted.get("sharding_group") or "auto")
 
     def work(trainer: pl.Trainer) -> planner.Outcome:
@@ -273,7 +273,9 @@ def _cluster(recipe: Recipe, cluster: Cluster | None, devices: int | None) -> Cl
         if ranks == 1:
             here = _here(recipe)
             backend = "gloo" if here.type == "cpu" else "nccl"
-            return Cluster(devices_per_node=1, device=planner.device_name(here), backend=backend, link=planner.NO_LINK)
+            return Cluster(
+                devices_per_node=1, device=measurements.device_name(here), backend=backend, link=measurements.NO_LINK
+            )
         number = str(ranks) if ranks else "N"
         raise ConfigurationError(
             "the links between ranks are not known, and one process can't measure them: run `osdp profile --devices "
@@ -315,8 +317,8 @@ def _device(recipe: Recipe, cluster: Cluster) -> torch.device:
     here = _here(recipe)
     if here.type != wanted:
         raise ConfigurationError(
-            f"the cluster's devices are {cluster.device}, here is only {planner.device_name(here)}: compute has to be "
-            "measured on a device like the cluster's"
+            f"the cluster's devices are {cluster.device}, here is only {measurements.device_name(here)}: compute has "
+            "to be measured on a device like the cluster's"
         )
     return here
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from lightning_osdp import collectives, report
-from lightning_osdp.planner import Ranks
+from lightning_osdp.measurements import Ranks
 from lightning_osdp.planning.calibration import Correction, MeasuredStep, drifted, learn
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.profiling.steps import StepClock

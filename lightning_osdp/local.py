@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
-from lightning_osdp import planner
+from lightning_osdp import measurements
 from lightning_osdp.errors import ConfigurationError, OSDPError
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.profiling import network
@@ -108,10 +108,10 @@ def _run_rank(
         dist.init_process_group(
             BACKENDS[device_type], store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s)
         )
-        group = planner.Ranks(dist.group.WORLD, 1, device)
-        with planner.progress(shown and rank == 0, ("network",)) as advance:
+        group = measurements.Ranks(dist.group.WORLD, 1, device)
+        with measurements.progress(shown and rank == 0, ("network",)) as advance:
             link = network.measure(group.group, device, progress=lambda done, all_: advance("network", done, all_))
-        reply = ("", planner.this_cluster(group, link).model_dump_json())
+        reply = ("", measurements.this_cluster(group, link).model_dump_json())
         dist.barrier(group=group.group)
         dist.destroy_process_group()
     except Exception as error:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp import planner, precision, report, settings, shortage, signals, summary
+from lightning_osdp import measurements, planner, precision, report, settings, shortage, signals, summary
 from lightning_osdp.checkup import Checkup
 from lightning_osdp.data import TrainData, read_data, resize
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPWarning
@@ -124,7 +124,7 @@ class OSDPStrategy(RanksStrategy):
             raise ConfigurationError(f"engine={engine!r} is not known: the only one is 'fairscale'")
         self._checkpoints = Checkpoints(save_format)
         self._engine: FairScaleEngine | None = None
-        self._cache = planner.cache_folder(cache)
+        self._cache = measurements.cache_folder(cache)
         self._replan = settings.one_of("replan", replan, REPLAN)
         self._plan: ExecutionPlan | None = None
         self._checkup: Checkup | None = None
@@ -198,7 +198,7 @@ class OSDPStrategy(RanksStrategy):
         """Recipe: find a plan, check it, resize the batch, make optimizers, apply, tell."""
         module = self.lightning_module
         assert module is not None
-        ranks = planner.Ranks.on_nodes(dist.group.WORLD, self.node_rank, self.root_device)
+        ranks = measurements.Ranks.on_nodes(dist.group.WORLD, self.node_rank, self.root_device)
         given = planner.on_all_ranks(ranks, lambda: self._given(trainer))
         self.model = self.precision_plugin.convert_module(module)
         with isolate_rng():  # planning must not change what the run's own random numbers are
@@ -231,7 +231,7 @@ class OSDPStrategy(RanksStrategy):
     def _find_plan(
         self,
         trainer: pl.Trainer,
-        ranks: planner.Ranks,
+        ranks: measurements.Ranks,
         given: ExecutionPlan | None,
         data: TrainData,
         batch: Any,
@@ -250,7 +250,7 @@ class OSDPStrategy(RanksStrategy):
         cluster = planner.on_all_ranks(ranks, lambda: settings.read_cluster(self._given_cluster))
         tensors = [*module.parameters(), *module.buffers()]
         model_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
-        limit = self._memory_limit or memory.memory_limit(device, self.num_processes, planner.sharers(ranks))
+        limit = self._memory_limit or memory.memory_limit(device, self.num_processes, measurements.sharers(ranks))
         earlier = planner.still_right(self.earlier_plan, traced, ranks, rule, limit)
         if earlier is not None and self._replan == "never":
             return planner.Outcome(earlier)
@@ -283,8 +283,8 @@ class OSDPStrategy(RanksStrategy):
         correction, file = Correction(), None
         if self._outcome is not None:
             correction, file = self._outcome.correction, self._outcome.file
-        keep = partial(planner.remember, file) if file is not None else None
-        ranks = planner.Ranks(dist.group.WORLD, self.num_nodes, self.root_device)
+        keep = partial(measurements.remember, file) if file is not None else None
+        ranks = measurements.Ranks(dist.group.WORLD, self.num_nodes, self.root_device)
         return Checkup(
             self._plan, ranks, correction, keep, look_for_drift=look_for_drift and self._replan == "on_drift"
         )

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_osdp import OSDPStrategy, planner
+from lightning_osdp import OSDPStrategy, measurements
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.plan import ExecutionPlan
@@ -51,7 +51,7 @@ def automatic(folder: str) -> dict[str, Any]:
 
 def measured_again(folder: str, tolerance: float) -> bool:
     """Whether another run measures anew, when cached links may be off by a factor of ``tolerance``."""
-    planner.PROBE_TOLERANCE = tolerance
+    measurements.PROBE_TOLERANCE = tolerance
     (file,) = Path(folder, "cache").iterdir()
     before = file.stat().st_mtime_ns
     torch.distributed.barrier()

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_osdp.planning.choices import Mode
-from lightning_osdp.planning.cluster import EngineOverhead, ModeOverhead
-from lightning_osdp.planning.cost import engine_s
+from lightning_osdp.planning.choices import Choice, Mode
+from lightning_osdp.planning.cluster import Cluster, EngineOverhead, ModeOverhead
+from lightning_osdp.planning.cost import engine
 from lightning_osdp.planning.operators import Operator, ParameterInfo
 from lightning_osdp.sharding import overhead
 from tests.models import some_cluster
@@ -19,6 +19,12 @@ OWN = EngineOverhead(
     zdp2=ModeOverhead(fixed_s=2e-3, s_per_byte=2e-9),
     zdp=ModeOverhead(fixed_s=3e-3, s_per_byte=3e-9),
 )
+
+
+def engine_s(operator: Operator, mode: Mode, cluster: Cluster, accumulation: int = 1) -> float:
+    """In one optimizer step."""
+    once, each = engine(operator, Choice((mode,)), cluster)
+    return once + accumulation * each
 
 
 def measure(rank: int, ranks: int) -> EngineOverhead:

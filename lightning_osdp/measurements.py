@@ -1,0 +1,309 @@
+"""What is measured of hardware and model before planning, on all ranks together, and kept on disk between runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lightning_osdp import collectives
+from lightning_osdp.collectives import on_all_ranks
+from lightning_osdp.errors import OSDPWarning
+from lightning_osdp.levels import Levels as LevelGroups
+from lightning_osdp.levels import node_layout
+from lightning_osdp.planning.calibration import Correction
+from lightning_osdp.planning.cluster import (
+    NO_OVERHEAD,
+    Cluster,
+    CollectiveFit,
+    ComputeTimes,
+    EngineOverhead,
+    Levels,
+    Link,
+)
+from lightning_osdp.planning.operators import Frozen
+from lightning_osdp.planning.wishes import Wishes
+from lightning_osdp.profiling import compute, network
+from lightning_osdp.profiling.memory import control_group
+from lightning_osdp.profiling.trace import Trace
+from lightning_osdp.sharding import overhead as engine_overhead
+
+PROBE_TOLERANCE = 3.0
+"""Cached measurements of the network are used only if a fresh all-gather agrees with them within this factor: the same
+host may reach its peers over another link today. Busy machines are off by a factor of 2 at times."""
+
+NO_LINK = Link(**{name: CollectiveFit(latency_s=0.0, s_per_byte=0.0) for name in Link.model_fields})
+"""Of a single rank, or of ranks that are not measured yet."""
+
+NO_CORRECTION = Correction()
+"""Of measurements that no run has followed yet."""
+
+
+class Measurements(Frozen):
+    """What is kept on disk between runs."""
+
+    link: Link
+    levels: Levels | None = None
+    """Where there are several nodes of several ranks."""
+    compute: ComputeTimes
+    engine: EngineOverhead = NO_OVERHEAD
+    correction: Correction = NO_CORRECTION
+    """What runs with these measurements have taught since."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that train together.
+
+    Attributes:
+        group: their process group.
+        nodes: machines with equally many of them; 1 if they differ.
+        device: this rank's device.
+        uneven: ranks of each machine, if they differ.
+    """
+
+    group: Any
+    nodes: int
+    device: torch.device
+    uneven: tuple[int, ...] = ()
+
+    @classmethod
+    def on_nodes(cls, group: Any, node_rank: int, device: torch.device) -> Ranks:
+        """Asks all ranks which machine they are on. Collective."""
+        sizes, even = node_layout(group, node_rank)
+        if even:
+            return cls(group, len(sizes), device)
+        if group.rank() == 0:
+            warnings.warn(
+                f"ranks are spread over nodes as {', '.join(map(str, sizes))} (in the order of ranks): operators are "
+                "sharded over all ranks only. Sharding inside nodes needs equally many on each, numbered node by node",
+                OSDPWarning,
+                stacklevel=2,
+            )
+        return cls(group, 1, device, uneven=sizes)
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether a machine has neither one of them nor all."""
+        return 1 < self.nodes < self.count
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return int(self.group.size())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank plans and prints."""
+        return int(self.group.rank()) == 0
+
+
+def sharers(ranks: Ranks) -> int:
+    """How many ranks are in this one's control group, and so share its limit. Collective."""
+    here = (platform.node(), control_group() if ranks.device.type == "cpu" else "")
+    everyone: list[Any] = [None] * ranks.count
+    dist.all_gather_object(everyone, here, group=ranks.group)
+    return everyone.count(here)
+
+
+def this_cluster(
+    ranks: Ranks, link: Link, levels: Levels | None = None, engine: EngineOverhead = NO_OVERHEAD
+) -> Cluster:
+    """The hardware that this run is on, with its links and the engine's overhead as measured."""
+    backend = dist.get_backend(ranks.group)
+    return Cluster(
+        nodes=ranks.nodes,
+        devices_per_node=ranks.count // ranks.nodes,
+        uneven=ranks.uneven,
+        device=device_name(ranks.device),
+        backend=backend,
+        link=link,
+        levels=levels,
+        reduce_copy=collectives.reduce_copy(backend, ranks.count),
+        engine=engine,
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """As a cluster names it: ``cpu``, ``cuda: NVIDIA H200``."""
+    return "cpu" if device.type == "cpu" else f"cuda: {torch.cuda.get_device_name(device)}"
+
+
+def cache_folder(cache: str | Path | None) -> Path | None:
+    """Where a user's ``cache`` argument keeps measurements: None is the default folder, the empty text none."""
+    if cache is None:
+        return default_cache()
+    return Path(cache) if str(cache) else None
+
+
+def default_cache() -> Path:
+    """Where measurements are kept: ``$LIGHTNING_OSDP_CACHE``, else the user's cache folder."""
+    own = os.environ.get("LIGHTNING_OSDP_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(own) if own else Path(base) / "lightning_osdp"
+
+
+def measured(
+    traced: Trace, ranks: Ranks, cluster: Cluster | None, cache: Path | None, wishes: Wishes
+) -> tuple[Measurements, bool, Path | None]:
+    """Measurements, whether the cache had them, and the file that keeps them (on the first rank). Collective."""
+    here = this_cluster(ranks, NO_LINK)
+    file = cache / f"{key_of(traced, ranks.device, here, wishes)}.json" if cache is not None else None
+    known = [read(file) if ranks.is_first and file is not None else None]
+    dist.broadcast_object_list(known, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
+    stored = known[0]
+    if stored is not None and (cluster is not None or _still_true(stored, ranks)):
+        on_all_ranks(ranks.group, lambda: compute.warm_up(traced, ranks.device))
+        engine_overhead.warm_up(ranks.group, ranks.device)
+        return stored, True, file
+    with progress(ranks.is_first, ("network", "compute")) as advance:
+        link, levels = (cluster.link, cluster.levels) if cluster is not None else measure_links(ranks, advance)
+        times = on_all_ranks(
+            ranks.group,
+            lambda: compute.measure(traced, ranks.device, progress=partial(advance, "compute"), wishes=wishes),
+        )
+    engine_overhead.warm_up(ranks.group, ranks.device)
+    engine = cluster.engine if cluster is not None else engine_overhead.measure(ranks.group, ranks.device)
+    measured = Measurements(link=link, levels=levels, compute=_slowest(times, ranks), engine=engine)
+    if ranks.is_first and file is not None:
+        write(file, measured.model_dump_json())
+    return measured, False, file
+
+
+def measure_links(ranks: Ranks, advance: Callable[[str, int, int], None]) -> tuple[Link, Levels | None]:
+    """The links of all ranks together, and those of nodes where there are two levels. Collective."""
+    kinds = 2 if ranks.two_levels else 1
+
+    def link_progress(done: int, total: int) -> None:
+        advance("network", done, kinds * total)
+
+    def levels_progress(done: int, total: int) -> None:
+        advance("network", total + done, 2 * total)
+
+    link = network.measure(ranks.group, ranks.device, progress=link_progress)
+    if not ranks.two_levels:
+        return link, None
+    groups = LevelGroups.of(ranks.group, ranks.nodes)
+    levels = network.measure_levels(groups, ranks.device, progress=levels_progress)
+    groups.destroy()
+    return link, levels
+
+
+def _slowest(times: ComputeTimes, ranks: Ranks) -> ComputeTimes:
+    """Of all ranks' measurements, those of the one that takes longest: the others wait for it."""
+    everyone: list[Any] = [None] * ranks.count
+    dist.all_gather_object(everyone, times, group=ranks.group)
+
+    def total(one: ComputeTimes) -> float:
+        return sum(line.at(8) for line in [*one.operators, one.outside])
+
+    return max(everyone, key=total)  # type: ignore[no-any-return]
+
+
+def _still_true(known: Measurements, ranks: Ranks) -> bool:
+    """Whether all that is needed was measured, and one all-gather takes about as long as the cached fit says."""
+    if ranks.two_levels and known.levels is None:
+        return False
+    if ranks.count == 1:
+        return True
+    part = torch.zeros((4 << 20) // 4 // ranks.count, device=ranks.device)
+    whole = torch.empty(part.numel() * ranks.count, device=ranks.device)
+    seconds = []
+    for _ in range(4):
+        dist.barrier(group=ranks.group)
+        start = time.perf_counter()
+        collectives.all_gather(whole, part, ranks.group)
+        if ranks.device.type == "cuda":
+            torch.cuda.synchronize(ranks.device)
+        seconds.append(time.perf_counter() - start)
+    taken = torch.tensor(min(seconds[1:]), device=ranks.device)
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=ranks.group)
+    expected = known.link.all_gather.time_s(4 << 20, ranks.count)
+    return expected <= PROBE_TOLERANCE * float(taken) and float(taken) <= PROBE_TOLERANCE * expected
+
+
+def key_of(traced: Trace, device: torch.device, cluster: Cluster, wishes: Wishes, alone: bool = False) -> str:
+    """Fingerprint of hardware, versions and model: measurements are valid for exactly this.
+
+    Args:
+        traced: the model.
+        device: that is measured.
+        cluster: number of ranks and backend count, not its links.
+        wishes: say which ways to split operators are measured.
+        alone: whether one process measures, while no other rank uses the same machine.
+    """
+    name = platform.processor() or platform.machine()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    facts = {
+        "host": platform.node(),
+        "device": name,
+        "ranks": [cluster.ranks, cluster.nodes, *cluster.uneven],
+        "threads": torch.get_num_threads(),
+        "backend": cluster.backend,
+        "torch": torch.__version__,
+        "model": traced.description.fingerprint,
+        "step": traced.description.model_dump_json(),
+        "slices": str(wishes.slice_granularity),
+    }
+    if alone:
+        facts["alone"] = True
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def read(file: Path) -> Measurements | None:
+    """What ``write`` left; None if there is nothing, or nothing that can be read."""
+    if not file.exists():
+        return None
+    try:
+        return Measurements.model_validate_json(file.read_text())
+    except ValidationError:
+        warnings.warn(f"{file} is damaged and will be measured anew", OSDPWarning, stacklevel=2)
+        return None
+
+
+def write(file: Path, text: str) -> None:
+    """Written whole or not at all."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
+            temporary.write(text)
+        Path(temporary.name).replace(file)
+    except OSError as error:
+        warnings.warn(f"measurements can't be kept in {file.parent}: {error}", OSDPWarning, stacklevel=2)
+
+
+@contextmanager
+def progress(shown: bool, names: Sequence[str]) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for each kind of measurement, on the standard error stream, if ``shown``."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bars:
+        tasks = {name: bars.add_task(f"measuring the {name}", total=None) for name in names}
+
+        def advance(name: str, done: int, total: int) -> None:
+            bars.update(tasks[name], completed=done, total=total)
+
+        yield advance
+
+
+def remember(file: Path, correction: Correction) -> None:
+    """Stores what a run has taught with the measurements that its plan was made from."""
+    known = read(file)
+    if known is not None:
+        write(file, known.model_copy(update={"correction": correction}).model_dump_json())
