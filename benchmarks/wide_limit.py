@@ -1,6 +1,6 @@
 """A wide, shallow model trains under OSDP within a hard memory limit that kills FairScale FSDP at batch size 1.
 
-    sudo python benchmarks/wide_limit.py [--limit 1250M] [--layers 2] [--width 2048] [--tokens 128]
+    sudo python benchmarks/wide_limit.py [--limit 1390M] [--layers 2] [--width 2048] [--tokens 128]
 
 Each of two ranks runs in a memory cgroup; over its limit the kernel kills it (see lab.py). Four runs of the same model:
 FairScale FSDP around each block without a limit, which shows that it works and what it takes; the same under the
@@ -60,7 +60,7 @@ def main() -> int:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", default="1250M")
+    parser.add_argument("--limit", default="1390M")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=128, help="of the one sample of each rank")

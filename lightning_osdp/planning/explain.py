@@ -148,7 +148,7 @@ def _block_texts(plan: ExecutionPlan) -> list[str]:
     kinds: dict[tuple[str, str], list[BlockPlan]] = {}
     for block in plan.blocks:
         kinds.setdefault((block.kind, block.pinned), []).append(block)
-    return [f"{kind}: {_blocks_text(plan, blocks)}" for (kind, _), blocks in kinds.items()]
+    return [f"blocks of class {kind}: {_blocks_text(plan, blocks)}" for (kind, _), blocks in kinds.items()]
 
 
 def _blocks_text(plan: ExecutionPlan, blocks: Sequence[BlockPlan]) -> str:
@@ -197,7 +197,7 @@ def _reason(plan: ExecutionPlan, run: Run) -> Reason:
     text = _pinned_text(run) or _choice_text(plan, run)
     return Reason(
         operators=(run.pattern or "(the module itself)",),
-        mode=choice_words(first.choice, recomputed=first.checkpoint),
+        mode=_counted(first.choice) + (", recomputed" if first.checkpoint else ""),
         count=len(run.operators),
         num_parameters=run.num_parameters,
         text=text,
@@ -233,7 +233,13 @@ def _described(choice: Choice) -> str:
     """``zdp (sharded, gathered twice a step)``, ``4 slices (zdp x 4)``."""
     if choice.split_dim is None:
         return f"{choice_words(choice)} ({MODE_WORDS[choice.slices[0]]})"
-    return f"{len(choice.slices)} slices ({choice_words(choice)})"
+    return _counted(choice)
+
+
+def _counted(choice: Choice) -> str:
+    """``zdp``, ``4 slices (zdp x 4)``."""
+    words = choice_words(choice)
+    return words if choice.split_dim is None else f"{len(choice.slices)} slices ({words})"
 
 
 def _split_text(run: Run, others: Sequence[_Exchange], told: _Exchange, price: float, room: int) -> str:
@@ -270,8 +276,8 @@ def _trade(other: _Exchange, price: float, room_bytes: int) -> str:
     under = f"at the price of memory under this limit ({rate})"
     whole = f"by the price of memory alone ({rate}) that would pay, but {_WHOLE}"
     if other.time_s >= 0 and other.bytes > -_NOTHING_BYTES:
-        more = f" (take {memory} more)" if other.bytes >= _NOTHING_BYTES else ""
-        return f"cost {time} a step more and free no memory{more}"
+        more = f"take {memory} more" if other.bytes >= _NOTHING_BYTES else "free no memory"
+        return f"cost {time} a step more and {more}"
     if other.time_s >= 0:
         start = f"free {memory} but cost {time} a step"
         if not price:

@@ -85,9 +85,11 @@ def save(checkpoint: Mapping[str, Any], target: Path, pending: Pending, group: A
     try:
         _write(pending.sources, unfinished, group)
         on_all_ranks(group, lambda: finish() if is_first else None)
-    except BaseException:
+    except BaseException as error:
         if is_first:
             files.remove(unfinished)
+        if isinstance(error, CheckpointError):  # on every rank: none goes on while there is something left
+            dist.barrier(group=group)
         raise
 
 

@@ -35,9 +35,10 @@ ROOM = 1.01
 
 
 def fit(folder: str, wishes: tuple[Any, Any], limit_bytes: int) -> tuple[Any, Any]:
-    module = seeded()
+    module = seeded(own_rows=True)
     strategy = OSDPStrategy(limit_bytes, BATCH_SIZE, cluster=some_cluster(RANKS), cache=f"{folder}/cache")
-    made = trainer(folder, strategy, max_steps=STEPS, callbacks=[OSDPCallback(*wishes, progress_bar=False)])
+    callback = OSDPCallback(*wishes, progress_bar=False)
+    made = trainer(folder, strategy, max_steps=STEPS, callbacks=[callback], use_distributed_sampler=False)
     made.fit(module)
     return made, module
 
