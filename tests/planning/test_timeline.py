@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_osdp.planning.choices import Choice, Mode
+from lightning_osdp.planning.cost import footprint
 from lightning_osdp.planning.operators import (
     OUTSIDE,
     Line,
@@ -131,3 +132,12 @@ def test_the_peak_is_explained_largest_part_first() -> None:
     assert timeline.explain(whole([Mode.DP, Mode.DP]), batch_size=1).startswith(
         "reached in the backward of first: states 36.0"
     )
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 64 / 2 / 4), ("cuda: some", 64 / 2)])
+def test_collecting_the_gradients_of_slices(device: str, expected: float) -> None:
+    """Each slice's is freed once copied; on a CPU the whole they go to takes memory no sooner than it is written."""
+    split = Choice((Mode.ZDP,) * 4, split_dim=1)
+    found = footprint(operator("split", 64), split, some_cluster(device=device))
+    assert found.collected == expected * MIB
+    assert footprint(operator("whole", 64), Choice((Mode.ZDP,)), some_cluster(device=device)).collected == 0
