@@ -49,7 +49,7 @@ def test_a_block_as_one_operator_holds_and_computes_the_same(problem: Problem) -
     apart, together = systems.fsdp_per_operator(tight, rule), systems.fsdp_per_block(tight, rule)
     assert apart is not None
     assert together is not None
-    assert together.compute_s == pytest.approx(apart.compute_s)
+    assert together.compute_s == pytest.approx(apart.compute_s, rel=1e-3)  # biases are sharded, too
     assert together.communication_s < apart.communication_s  # fewer latencies
     assert together.peak_memory_bytes > apart.peak_memory_bytes  # a larger transient
     again = systems.fsdp_per_block(tight, rule, recomputed=True)
