@@ -161,23 +161,27 @@ def _cell(row: Row, system: str, baseline: str, sequences: int) -> str:
     one, gain = row.results[system], row.gain(system, baseline)
     if one is None:
         return "does not fit"
-    more = f" {gain:+.1%}" if gain is not None and system != baseline else ""
+    more = f" {_percent(gain)}" if gain is not None and system != baseline else ""
     return f"{one.samples_per_s * sequences:,.0f} ({one.batch_size}){more}"
 
 
 def _mean(gains: Sequence[float]) -> str:
-    return f"{sum(gains) / len(gains):+.1%}" if gains else "-"
+    return _percent(sum(gains) / len(gains)) if gains else "-"
 
 
 def _most(gains: Sequence[float]) -> str:
-    return f"{max(gains):+.1%}" if gains else "-"
+    return _percent(max(gains)) if gains else "-"
+
+
+def _percent(gain: float) -> str:
+    return f"{round(gain, 3) + 0.0:+.1%}"  # no negative zero
 
 
 def _headline(row: Row, sequences: int) -> str:
-    return "; ".join(
-        f"{system}: " + (f"{one.samples_per_s * sequences:,.0f} sequences/s" if one else "does not fit")
-        for system, one in row.results.items()
-    )
+    found = [(system, one) for system, one in row.results.items() if one is not None]
+    lost = [system for system, one in row.results.items() if one is None]
+    rates = [f"{system} {one.samples_per_s * sequences:,.0f} sequences/s" for system, one in found]
+    return f"{'; '.join(rates) or 'none'}. Without room: {'; '.join(lost) or 'none'}"
 
 
 def _stem(family: str) -> str:

@@ -14,7 +14,7 @@ from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.candidates import Candidate, Desk
 from lightning_osdp.planning.choices import Choice, Mode, legal_modes
 from lightning_osdp.planning.cluster import ComputeTimes, OperatorTime
-from lightning_osdp.planning.operators import OUTSIDE, Block, Line, Operator
+from lightning_osdp.planning.operators import OUTSIDE, Block, Line, Operator, ParameterInfo
 from lightning_osdp.planning.schedule import BatchRule, Problem, choose, make_plan
 from lightning_osdp.planning.simulate import PLAIN
 from lightning_osdp.planning.wishes import Wishes
@@ -78,7 +78,7 @@ def osdp(problem: Problem, rule: BatchRule, *, wishes: Wishes) -> Result | None:
 
 
 def blocks_as_operators(problem: Problem) -> Problem:
-    """The same problem where each block is one operator with all that its operators hold and take."""
+    """The same problem where each block is one operator that holds and takes what its operators do."""
     model, times = problem.model, problem.compute.operators
     block_of = {index: block for block in model.blocks for index in block.operators}
     operators: list[Operator] = []
@@ -102,10 +102,20 @@ def blocks_as_operators(problem: Problem) -> Problem:
 
 
 def _merged(operators: list[Operator], block: Block) -> Operator:
+    """With one flat parameter, as FSDP makes it: one collective moves it all."""
+    parameters = [p for operator in operators for p in operator.parameters]
+    assert len({(p.element_bytes, p.trainable) for p in parameters}) == 1, (
+        "minGPT is fp32 throughout, and trained whole"
+    )
+    flat = ParameterInfo(
+        name=f"{block.name}.flat",
+        shape=(sum(p.num_elements for p in parameters),),
+        optimizer_bytes=sum(p.optimizer_bytes for p in parameters),
+    )
     return Operator(
         name=block.name,
         kind=block.kind,
-        parameters=tuple(p for operator in operators for p in operator.parameters),
+        parameters=(flat,),
         flops_per_sample=sum(operator.flops_per_sample for operator in operators),
     )
 
