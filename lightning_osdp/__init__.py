@@ -7,6 +7,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_osdp import namesake
 from lightning_osdp.callbacks import OSDPCallback
 from lightning_osdp.errors import (
+    CheckpointError,
     ConfigurationError,
     InfeasibleError,
     OSDPError,
@@ -25,6 +26,7 @@ from lightning_osdp.strategy import OSDPStrategy
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "Cluster",
     "ConfigurationError",
     "ExecutionPlan",
