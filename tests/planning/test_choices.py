@@ -78,7 +78,8 @@ def test_only_one_slice_is_gathered_and_reduced_at_a_time() -> None:
     assert found.kept == MIB
     assert found.gathered == MIB
     assert found.transient == MIB + 2 * MIB / RANKS  # its gradient, beside the parts of the two others
-    assert found.updated == found.largest_update == found.collected == (1 + 3 / RANKS) * MIB
+    assert found.updated == found.largest_update == (1 + 3 / RANKS) * MIB
+    assert found.collected == MIB  # of the slices' gradients, copied one by one, the largest
     assert (found.forward_per_sample, found.backward_per_sample) == (0.0, MIB)
     outputs = footprint(linear("up"), Choice((ZDP,) * 4, 0), cluster())
     assert (outputs.forward_per_sample, outputs.backward_per_sample) == (MIB, MIB)

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 BATCH, STEPS, RANKS = 4, 3, 2
 
 SHARDABLE = {
-    "stack": 11,
+    "stack": 10,
     "gpt2": 9,
     "llama": 16,
     "bert": 15,
