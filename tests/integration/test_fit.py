@@ -52,6 +52,7 @@ def automatic(folder: str) -> dict[str, Any]:
 def measured_again(folder: str, tolerance: float) -> bool:
     """Whether another run measures anew, when cached links may be off by a factor of ``tolerance``."""
     measurements.PROBE_TOLERANCE = tolerance
+    torch.distributed.barrier()  # the first rank has stored what the run before has taught
     (file,) = Path(folder, "cache").iterdir()
     before = file.stat().st_mtime_ns
     torch.distributed.barrier()
