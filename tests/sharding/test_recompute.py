@@ -195,7 +195,7 @@ def generator_and_critic(rank: int, ranks: int, sharded: bool) -> list[Tensor]:
 def _whole_gradient(engine: FairScaleEngine, parameter: nn.Parameter) -> Tensor | None:
     if parameter.grad is None or parameter not in engine._shards.parameters:
         return None if parameter.grad is None else parameter.grad.clone()
-    return engine._shards.gather(parameter, parameter.grad)
+    return engine._shards.layout_of(parameter).gather(parameter.grad)
 
 
 def everything(rank: int, ranks: int) -> dict[str, Any]:
