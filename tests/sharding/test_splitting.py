@@ -75,7 +75,7 @@ def gradients(engine: FairScaleEngine, model: nn.Module) -> dict[str, Tensor]:
     """Whole gradients by name."""
     shards = engine._shards
     found = {name: (p, p.grad) for name, p in model.inner.named_parameters()}
-    return {n: shards.gather(p, g) if p in shards.parameters else g for n, (p, g) in found.items()}
+    return {n: shards.layout_of(p).gather(g) if p in shards.parameters else g for n, (p, g) in found.items()}
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
