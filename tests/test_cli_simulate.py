@@ -72,7 +72,8 @@ def test_bad_input_is_one_line(change: tuple[str, ...], words: str, capsys: pyte
 
 def test_plan_writes_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
-    wishes = ("--devices", "1", "--batch-size", "2", "--cache", str(tmp_path / "cache"))
+    limit = "16GiB"  # the process that runs all tests is a large one
+    wishes = ("--devices", "1", "--batch-size", "2", "--memory-limit", limit, "--cache", str(tmp_path / "cache"))
     assert cli.main(["plan", "--config", str(EXAMPLE), *wishes, "--html", str(page)]) == cli.DONE
     text = page.read_text()
     assert "parameters on 1 device<" in text

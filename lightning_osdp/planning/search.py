@@ -159,6 +159,10 @@ def frontier(menus: Sequence[Sequence[Option]], *, points: int = 32) -> tuple[Fr
     return tuple(found)
 
 
+LEAST_S = 1e-290
+"""Seconds that are not told apart: fractions of them are beyond what a double can hold."""
+
+
 class _OutOfTimeError(Exception):
     """The time limit has passed."""
 
@@ -173,7 +177,7 @@ def _solve(table: Table, budget_bytes: int, deadline: float) -> Solution:
         return _finish(table, fastest)
     caps = caps[needs <= budget_bytes]
     first = _first(table, caps, budget_bytes)
-    if first.cost <= TOLERANCE * table.least_s:
+    if first.cost <= max(TOLERANCE * table.least_s, LEAST_S):
         return _finish(table, first)
     search = _Search(table, caps, budget_bytes, first, deadline)
     finished = search.run()
