@@ -76,21 +76,16 @@ class Checkup:
             if slowest is not None and drifted(self._plan, slowest.peak_memory_bytes, DRIFT_MARGIN):
                 self.drift = slowest
 
-    def tell(self) -> MeasuredStep | None:
-        """Prints predicted beside measured on the rank that took most, if there was a step since the last time.
-
-        Returns:
-            What was measured, the same on all ranks; None if too few steps were made.
-        """
+    def tell(self) -> None:
+        """Prints predicted beside measured on the rank that took most, if there was a step since the last time."""
         measured = self._slowest()
         if measured is None or self._steps == self._reported:
-            return measured
+            return
         self._reported = self._steps
         if self._ranks.is_first:
             Console().print(report.measured_table(self._plan, measured, self._steps))
             if self._keep is not None:
                 self._keep(learn(self._correction, self._plan, measured))
-        return measured
 
     def _slowest(self) -> MeasuredStep | None:
         """The largest figures of all ranks."""

@@ -17,7 +17,7 @@ and buffers have a constant size instead of the tensor's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -39,10 +39,6 @@ PIECES_AT_ONCE = 2
 SMALL_GATHER_BYTES = 2 << 20
 """Whole tensors up to this size are gathered by the backend itself, which wakes fewer threads. [empirical, gloo,
 2 ranks, between stretches of compute: 256 KiB 3.0 -> 1.4 ms, 1 MiB 3.6 -> 2.9, 4 MiB no difference]"""
-
-PACKED_BYTES = {"cpu": SMALL_GATHER_BYTES, "cuda": 16 << 20}
-"""Several tensors that are exchanged together travel as one up to this size in all: the copies cost less than the
-latencies. On a CPU larger ones share a ring without being copied; on CUDA they are exchanged one after the other."""
 
 _TAG = 1 << 20
 """Of the first message, out of the way of a user's own point-to-point messages."""
@@ -128,31 +124,7 @@ def all_gather(output_flat: Tensor, shard: Tensor, group: dist.ProcessGroup) -> 
         if shard.device.type != "cpu" or output_flat.nbytes <= SMALL_GATHER_BYTES:
             _native_all_gather(output_flat, shard, group=group)
         else:
-            _ring_all_gather([output_flat], [shard], group)
-
-
-def all_gather_together(outputs_flat: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """``all_gather`` of several tensors of one dtype, at the latency of one where that can be had.
-
-    Args:
-        outputs_flat: as of ``all_gather``, one for each of ``shards``.
-        shards: as of ``all_gather``; the same number and sizes on all ranks.
-        group: the N ranks.
-    """
-    device, whole_bytes = shards[0].device.type, sum(output.nbytes for output in outputs_flat)
-    if len(shards) == 1 or (device != "cpu" and whole_bytes > PACKED_BYTES[device]):
-        for output, shard in zip(outputs_flat, shards, strict=True):
-            all_gather(output, shard, group)
-        return
-    with torch.no_grad(), WAITED.running():
-        if whole_bytes > PACKED_BYTES[device]:
-            _ring_all_gather(outputs_flat, shards, group)
-            return
-        packed = torch.cat([shard.flatten() for shard in shards])
-        gathered = packed.new_empty(group.size(), packed.numel())
-        _native_all_gather(gathered.view(-1), packed, group=group)
-        for output, part in zip(outputs_flat, torch.split(gathered, [s.numel() for s in shards], dim=1), strict=True):
-            output.view(group.size(), -1).copy_(part)
+            _ring_all_gather(output_flat, shard, group)
 
 
 def reduce_scatter(output_shard: Tensor, whole_flat: Tensor, group: dist.ProcessGroup) -> None:
@@ -176,31 +148,6 @@ def reduce_scatter(output_shard: Tensor, whole_flat: Tensor, group: dist.Process
             _ring_reduce_scatter(output_shard, whole_flat, group)
 
 
-def reduce_scatter_together(
-    output_shards: Sequence[Tensor], wholes_flat: Sequence[Tensor], group: dist.ProcessGroup
-) -> None:
-    """``reduce_scatter`` of several tensors of one dtype, at the latency of one where they are small.
-
-    The sums are those of ``reduce_scatter`` up to rounding: packed, tensors may be added in another order.
-
-    Args:
-        output_shards: as of ``reduce_scatter``, one for each of ``wholes_flat``.
-        wholes_flat: as of ``reduce_scatter``; the same number and sizes on all ranks.
-        group: the N ranks.
-    """
-    whole_bytes = sum(whole.nbytes for whole in wholes_flat)
-    if len(wholes_flat) == 1 or whole_bytes > PACKED_BYTES[wholes_flat[0].device.type]:
-        for output, whole in zip(output_shards, wholes_flat, strict=True):
-            reduce_scatter(output, whole, group)
-        return
-    with torch.no_grad():
-        packed = torch.cat([whole.view(group.size(), -1) for whole in wholes_flat], dim=1)  # (N, sum of parts)
-        reduced = packed.new_empty(packed.shape[1])
-        reduce_scatter(reduced, packed.view(-1), group)
-        for output, part in zip(output_shards, torch.split(reduced, [o.numel() for o in output_shards]), strict=True):
-            output.copy_(part)
-
-
 def reduce_copy(backend: str, ranks: int) -> float:
     """Memory a reduce-scatter takes beside its input and output, as a share of the whole tensor's.
 
@@ -222,7 +169,8 @@ class _Ring:
         self.ranks = group.size()
         self.rank = group.rank()
         self._group = group
-        self.pieces = _pieces(part)
+        step = max(1, PIECE_BYTES // part.element_size())
+        self.pieces = [slice(start, min(start + step, part.numel())) for start in range(0, part.numel(), step)]
 
     def send(self, tensor: Tensor, piece: int, step: int) -> Work:
         """Starts to send piece number ``piece`` on its hop number ``step`` (1 .. N - 1)."""
@@ -239,32 +187,19 @@ class _Ring:
         return work
 
 
-def _pieces(part: Tensor) -> list[slice]:
-    """A 1-D tensor in stretches of at most ``PIECE_BYTES``."""
-    step = max(1, PIECE_BYTES // part.element_size())
-    return [slice(start, min(start + step, part.numel())) for start in range(0, part.numel(), step)]
-
-
-def _ring_all_gather(outputs_flat: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Rank r receives the parts r - 1, r - 2, ... from its left and passes all but the last of them on.
-
-    The pieces of all tensors travel in one ring, so that the latency is that of one.
-    """
-    ring = _Ring(shards[0], group)
-    parts = [output.view(ring.ranks, -1) for output in outputs_flat]  # each (N, P / N)
-    pieces = [(index, where) for index, shard in enumerate(shards) for where in _pieces(shard)]
+def _ring_all_gather(output_flat: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
+    """Rank r receives the parts r - 1, r - 2, ... from its left and passes all but the last of them on."""
+    ring = _Ring(shard, group)
+    parts = output_flat.view(ring.ranks, -1)  # (N, P / N)
     arriving = [
         (step, piece, part, ring.receive(part, piece, step))
         for step in range(1, ring.ranks)
-        for piece, (index, where) in enumerate(pieces)
-        for part in (parts[index][(ring.rank - step) % ring.ranks, where],)
+        for piece, where in enumerate(ring.pieces)
+        for part in (parts[(ring.rank - step) % ring.ranks, where],)
     ]
-    leaving = [
-        ring.send(shards[index][where], piece, 1) for piece, (index, where) in enumerate(pieces) if ring.ranks > 1
-    ]
-    for own, shard in zip(parts, shards, strict=True):
-        if own[ring.rank].data_ptr() != shard.data_ptr():
-            own[ring.rank].copy_(shard)
+    leaving = [ring.send(shard[where], piece, 1) for piece, where in enumerate(ring.pieces) if ring.ranks > 1]
+    if parts[ring.rank].data_ptr() != shard.data_ptr():
+        parts[ring.rank].copy_(shard)
     for step, piece, part, work in arriving:
         work.wait()
         if step < ring.ranks - 1:

@@ -26,11 +26,6 @@ class Correction(Frozen):
     memory_bytes: int = 0
     """Added to the overhead of the process."""
 
-    @property
-    def is_none(self) -> bool:
-        """Whether it changes nothing."""
-        return self == Correction()
-
 
 @dataclass(frozen=True)
 class MeasuredStep:

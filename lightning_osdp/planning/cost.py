@@ -65,11 +65,6 @@ class TimeCost(NamedTuple):
     communication_s: float
     """What the step waits for: communication that compute does not hide."""
 
-    @property
-    def total_s(self) -> float:
-        """Their sum."""
-        return self.compute_s + self.communication_s
-
 
 class Recurring(NamedTuple):
     """Seconds by how often they are spent."""
@@ -112,13 +107,6 @@ class Footprint(NamedTuple):
     def gradients(self) -> float:
         """Those that are there after its backward."""
         return self.replicated_gradients + self.sharded_gradients
-
-
-class MemoryCost(NamedTuple):
-    """Bytes on one rank as one sum and one maximum: for people, and as a first guess."""
-
-    resident_bytes: int
-    transient_bytes: int
 
 
 def parts_of(operator: Operator, choice: Choice) -> list[Part]:
@@ -287,12 +275,6 @@ def _more_per_sample(operator: Operator, choice: Choice) -> tuple[float, float]:
     if choice.split_dim in operator.output_dims:
         return operator.output_per_sample, operator.input_per_sample
     return 0.0, operator.input_per_sample
-
-
-def memory_cost(footprint: Footprint) -> MemoryCost:
-    """What is there all the time or from forward to backward, and what comes on top while the operator itself runs."""
-    resident = footprint.states + footprint.gradients + footprint.kept
-    return MemoryCost(round(resident), round(footprint.gathered + footprint.transient))
 
 
 def compute_lines(operator_time: OperatorTime, choice: Choice) -> tuple[Line, Line]:
