@@ -27,7 +27,7 @@ from scipy.sparse import coo_array
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning import hardware
 from lightning_osdp.planning.operators import OUTSIDE, Block, Line, ModelDescription, Moment, Operator, ParameterInfo
-from lightning_osdp.planning.runs import choice_words, group_runs
+from lightning_osdp.planning.runs import group_runs, operator_words
 from lightning_osdp.planning.schedule import BatchRule, make_plan
 from lightning_osdp.planning.search import Option, Solution, solve
 from lightning_osdp.planning.simulate import problem_on
@@ -268,7 +268,7 @@ def sweep(layers: int, hidden: int, repeats: int, limit_gib: int | None = None) 
     print(f"batch size {plan.batch_size}, {again} blocks recomputed, {step_s:.2f} s a step")
     for run in group_runs(plan.operators)[:12]:
         first = run.operators[0]
-        print(f"  {run.pattern}: {choice_words(first.choice, recomputed=first.checkpoint)}")
+        print(f"  {run.pattern}: {operator_words(first)}")
 
 
 def main() -> None:

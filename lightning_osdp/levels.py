@@ -14,6 +14,7 @@ its way, the one before is gathered (or the next one summed) inside the node.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
@@ -43,6 +44,10 @@ class Communicator(Protocol):
         """See ``collectives.all_gather``."""
         ...
 
+    def all_gather_together(self, outputs_flat: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+        """See ``collectives.all_gather_together``."""
+        ...
+
     def reduce_scatter(self, output_shard: Tensor, whole_flat: Tensor) -> None:
         """See ``collectives.reduce_scatter``; the order of the sum is the communicator's own."""
         ...
@@ -65,6 +70,10 @@ class OneStage:
     def all_gather(self, output_flat: Tensor, shard: Tensor) -> None:
         """See ``collectives.all_gather``."""
         collectives.all_gather(output_flat, shard, self.group)
+
+    def all_gather_together(self, outputs_flat: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+        """See ``collectives.all_gather_together``."""
+        collectives.all_gather_together(outputs_flat, shards, self.group)
 
     def reduce_scatter(self, output_shard: Tensor, whole_flat: Tensor) -> None:
         """See ``collectives.reduce_scatter``."""
@@ -178,6 +187,11 @@ class TwoStage:
                 self._gather_in_turn(rows, shard)
             else:
                 self._gather_by_backend(rows, shard)
+
+    def all_gather_together(self, outputs_flat: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+        """One after the other: each keeps the slow link busy by itself."""
+        for output_flat, shard in zip(outputs_flat, shards, strict=True):
+            self.all_gather(output_flat, shard)
 
     def reduce_scatter(self, output_shard: Tensor, whole_flat: Tensor) -> None:
         """Sums ``whole_flat`` over all ranks and keeps this rank's part of the sum.

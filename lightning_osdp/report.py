@@ -19,7 +19,7 @@ from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.calibration import MeasuredStep
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
-from lightning_osdp.planning.runs import Run, choice_words, group_runs
+from lightning_osdp.planning.runs import Run, group_runs, operator_words
 from lightning_osdp.planning.simulate import SimulatedPoint
 from lightning_osdp.planning.units import format_bytes, format_count, format_seconds
 
@@ -151,10 +151,9 @@ def _summary(plan: ExecutionPlan, profiling_s: float | None, collectives: int | 
 def _run_table(runs: Sequence[Run]) -> Table:
     table = _table("operators", "mode", ">count", ">parameters")
     for run in runs:
-        choice = run.operators[0]
         table.add_row(
             Text(run.pattern or "(the module itself)"),  # a str would be read as markup
-            choice_words(choice.choice, recomputed=choice.checkpoint),
+            operator_words(run.operators[0]),
             str(len(run.operators)),
             format_count(run.num_parameters),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,17 @@ def hand_made_plan(
             overhead_bytes=0,
         ),
     )
+
+
+def joined(plan: ExecutionPlan, blocks: Sequence[str]) -> ExecutionPlan:
+    """The same with one unit for what is sharded in each of these modules."""
+    operators = tuple(
+        op
+        if op.slices == (Mode.DP,)
+        else op.model_copy(update={"unit": next((b for b in blocks if op.name.startswith(b + ".")), "")})
+        for op in plan.operators
+    )
+    return plan.model_copy(update={"operators": operators})
 
 
 def weighted_modules(module: nn.Module) -> list[str]:

@@ -37,6 +37,15 @@ def exercise(rank: int, world_size: int) -> list[str]:
         if not succeeded:
             failed.append(f"{name} on rank {rank}")
 
+    for sizes in ((3, 1, 1000), (70_001, 5, 600_000), (1, 1)):
+        exact = [ring_sum(inputs(world_size, size * world_size, torch.float32), rank) for size in sizes]
+        outputs = [torch.full((size * world_size,), torch.nan) for size in sizes]
+        collectives.all_gather_together(outputs, exact, group)
+        for size, output in zip(sizes, outputs, strict=True):
+            wholes = inputs(world_size, size * world_size, torch.float32)
+            expected = torch.cat([ring_sum(wholes, p) for p in range(world_size)])
+            check(f"all_gather together {sizes}", torch.equal(output, expected))
+
     for dtype in (torch.float32, torch.bfloat16):
         for size in PART_SIZES:
             case = f"{size} {dtype}"

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.choices import Group, Mode
+from lightning_osdp.planning.joining import Joined
 from lightning_osdp.planning.operators import ModelDescription
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.planning.schedule import Candidate
@@ -102,9 +103,10 @@ def memory_figure(plan: ExecutionPlan, model: ModelDescription) -> Figure:
         PlanMismatchError: the plan is for another model.
     """
     plan.check(model, plan.cluster.ranks)
-    timeline = Timeline(model, plan.cluster, plan.predicted.overhead_bytes)
+    joined = Joined.of(model, [operator.unit for operator in plan.operators])
+    timeline = Timeline(joined.model, plan.cluster, plan.predicted.overhead_bytes)
     asked = (plan.batch_size, plan.accumulate_grad_batches, plan.recomputed)
-    choices = [operator.choice for operator in plan.operators]
+    choices = joined.gathered([operator.choice for operator in plan.operators])
     curves, peak = timeline.curves(choices, *asked), timeline.peak(choices, *asked)
     phases = timeline.phases(plan.recomputed)
     total = sum(curves.values())

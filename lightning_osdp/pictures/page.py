@@ -20,7 +20,7 @@ from lightning_osdp.pictures.figures import (
 )
 from lightning_osdp.planning.operators import ModelDescription
 from lightning_osdp.planning.plan import ExecutionPlan
-from lightning_osdp.planning.runs import choice_words, group_runs
+from lightning_osdp.planning.runs import group_runs, operator_words
 from lightning_osdp.planning.schedule import Candidate
 from lightning_osdp.planning.simulate import Simulated, SimulatedPoint
 from lightning_osdp.planning.units import format_bytes, format_count, format_seconds
@@ -133,7 +133,7 @@ def _operator_table(plan: ExecutionPlan) -> str:
     rows = [
         (
             run.pattern or "(the module itself)",
-            choice_words(run.operators[0].choice, recomputed=run.operators[0].checkpoint),
+            operator_words(run.operators[0]),
             str(len(run.operators)),
             format_count(run.num_parameters),
         )

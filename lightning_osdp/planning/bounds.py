@@ -1,4 +1,4 @@
-"""A lower bound of the step time for each way to recompute blocks, without searching.
+"""A lower bound of the step time for each way to recompute blocks, without searching; and the plans of least memory.
 
 At any one moment of the step the memory constraint is a sum over the operators,
 
@@ -12,11 +12,14 @@ a menu lie in recomputed blocks, in the activations, and in the time that recomp
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
+from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.relaxation import NONE_BYTES, NONE_COST, hulls
+from lightning_osdp.planning.search import Option, solve
 from lightning_osdp.planning.space import Space, Times
 from lightning_osdp.planning.timeline import COLUMN, Floats, Ints, Lines
 
@@ -131,3 +134,28 @@ def _counts(space: Space, moments: Ints) -> _Counts:
         fixed[at] = fixed_bytes + timeline.live.fixed[moment] - flags @ (freed * timeline.saved.fixed)
         slope[at] = timeline.live.per_sample[moment] - flags @ (freed * timeline.saved.per_sample)
     return _Counts(counted.reshape(len(moments), len(flags), -1), Lines(fixed, slope))
+
+
+def smallest_rows(space: Space) -> Iterator[Ints]:
+    """Plans of least memory: everything sharded as it is, everything in its finest slices, and what is needed at least
+    if the largest transient is on top of all states.
+
+    They differ where one operator dominates: gathering it whole costs more than sharding its states saves.
+    """
+    resident = np.rint(weights(space, 0, 1)[AFTER] + space.footprints[:, COLUMN["kept"]]).astype(np.int64)
+    transient = np.rint(own_run(space, 0, 1)).astype(np.int64)
+    counts = np.bincount(space.menu_of, minlength=len(space.menus)).tolist()
+    menus = [
+        [Option(0.0, *pair) for pair in zip(resident[menu.rows].tolist(), transient[menu.rows].tolist(), strict=True)]
+        for menu in space.menus
+    ]
+    try:
+        solution = solve(menus, 0, counts=counts)
+    except InfeasibleError as error:
+        solution = solve(menus, error.needed_bytes, counts=counts)
+    rows = np.zeros(len(space.menu_of), dtype=np.int64)
+    rows[np.argsort(space.menu_of, kind="stable")] = solution.choices
+    yield rows + space.first_row[space.menu_of]
+    for first, second in ((resident, transient), (transient, resident)):
+        least = [int(np.lexsort((second[menu.rows], first[menu.rows]))[0]) for menu in space.menus]
+        yield (np.array(least, dtype=np.int64) + space.first_row)[space.menu_of]

@@ -8,15 +8,16 @@ kind are recomputed is enumerated, those of the least lower bound first (``bound
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.bounds import AFTER, BEFORE, RUNNING, Bounds, own_run, weights
-from lightning_osdp.planning.choices import Choice
+from lightning_osdp.planning.bounds import AFTER, BEFORE, RUNNING, Bounds, own_run, smallest_rows, weights
+from lightning_osdp.planning.choices import Choice, Mode
+from lightning_osdp.planning.joining import Joined, Units
 from lightning_osdp.planning.remedies import nothing_fits
 from lightning_osdp.planning.search import Option, Solution, solve
 from lightning_osdp.planning.space import Problem, Space, Times
@@ -64,6 +65,8 @@ class Candidate:
     ranks: int
     bound_s: float = 0.0
     """No plan at this batch size takes less, as far as is known."""
+    units: Units = ()
+    """Which operators share units; empty if none do."""
 
     @property
     def step_time_s(self) -> float:
@@ -91,13 +94,25 @@ class _Found:
 
 
 class Desk:
-    """Finds candidates for one problem; what does not depend on the batch size is prepared once."""
+    """Finds candidates for one problem; what does not depend on the batch size is prepared once.
 
-    def __init__(self, problem: Problem) -> None:
+    Args:
+        problem: what there is.
+        units: which operators share units (``joining``); None if none do.
+
+    Raises:
+        ConfigurationError: a wish's pattern matches nothing.
+    """
+
+    def __init__(self, problem: Problem, units: Units | None = None) -> None:
+        problem.wishes.check(problem.model)
         self.problem = problem
-        self.space = Space(problem)
+        self.units = units or ("",) * len(problem.model.operators)
+        self.joined = Joined.of(problem.model, self.units)
+        self.space = Space(replace(problem, model=self.joined.model, compute=self.joined.times(problem.compute)))
         self._bounds = Bounds(self.space)
-        self.smallest = list(_smallest_rows(self.space))
+        self._known: dict[tuple[int, int], Floats] = {}
+        self.smallest = list(smallest_rows(self.space))
 
     def best(self, batch_size: int, accumulation: int = 1, *, quick: bool = False) -> Candidate:
         """The fastest plan whose true peak is within the limit.
@@ -111,7 +126,7 @@ class Desk:
             InfeasibleError: none is.
         """
         at = AtBatchSize(self, batch_size, accumulation)
-        bounds = self._bounds.lower_s(at.times, batch_size, accumulation)
+        bounds = self._lower_s(at)
         found: dict[int, _Found] = {}
         for vector in self._ways(bounds, found, quick):
             one = at.refined(vector, QUICK_REFINEMENTS if quick else REFINEMENTS)
@@ -141,7 +156,21 @@ class Desk:
         """What a given plan costs, whether it fits or not."""
         names = [block.name for block in self.problem.model.blocks]
         flags = np.array([name in recomputed for name in names], dtype=bool)
-        return AtBatchSize(self, batch_size, accumulation).candidate(self.space.rows_of(choices), flags)
+        return AtBatchSize(self, batch_size, accumulation).candidate(self.rows_of(choices), flags)
+
+    def bound_s(self, batch_size: int, accumulation: int = 1) -> float:
+        """Seconds of an optimizer step that no plan undercuts, whether one fits or not."""
+        return float(self._lower_s(AtBatchSize(self, batch_size, accumulation)).min())
+
+    def _lower_s(self, at: AtBatchSize) -> Floats:
+        key = (at.batch_size, at.accumulation)
+        if key not in self._known:
+            self._known[key] = self._bounds.lower_s(at.times, *key)
+        return self._known[key]
+
+    def rows_of(self, choices: Sequence[Choice]) -> Ints:
+        """One row for each operator of the space, from one choice for each of the model."""
+        return self.space.rows_of(self.joined.gathered(choices))
 
     def _ways(self, bounds: Floats, found: dict[int, _Found], quick: bool) -> Iterator[int]:
         """Vectors to try: the one of least bound, then around the best one found, then any that may be better yet."""
@@ -290,16 +319,21 @@ class AtBatchSize:
         problem, again = self.desk.problem, self.space.in_recomputed(flags)
         outside = self.space.outside_s(self.batch_size, self.accumulation)
         blocks = float(self.space.block_s(self.batch_size, self.accumulation)[flags].sum())
+        choices = self.desk.joined.spread(self.space.choices_of(rows))
         return Candidate(
             batch_size=self.batch_size,
             accumulation=self.accumulation,
-            choices=self.space.choices_of(rows),
+            choices=choices,
             recomputed=tuple(block.name for block, flag in zip(problem.model.blocks, flags, strict=True) if flag),
             compute_s=outside + blocks + float(self.times.compute[again, rows].sum()),
             communication_s=float(self.times.communication[again, rows].sum()),
             peak=self.space.timeline.peak_of(self.space.footprints[rows], self.batch_size, self.accumulation, flags),
             ranks=problem.cluster.ranks,
             bound_s=bound_s,
+            units=tuple(
+                unit if any(mode != Mode.DP for mode in choice.slices) else ""
+                for unit, choice in zip(self.desk.units, choices, strict=True)
+            ),
         )
 
 
@@ -400,28 +434,3 @@ def undominated(time_s: Floats, size: Ints, transient: Ints) -> Ints:
     better = np.any([column[:, None] < column for column in columns], axis=0)
     earlier = np.arange(len(time_s))[:, None] < np.arange(len(time_s))
     return np.flatnonzero(~(no_worse & (better | earlier)).any(axis=0))
-
-
-def _smallest_rows(space: Space) -> Iterator[Ints]:
-    """Plans of least memory: everything sharded as it is, everything in its finest slices, and what is needed at least
-    if the largest transient is on top of all states.
-
-    They differ where one operator dominates: gathering it whole costs more than sharding its states saves.
-    """
-    resident = np.rint(weights(space, 0, 1)[AFTER] + space.footprints[:, COLUMN["kept"]]).astype(np.int64)
-    transient = np.rint(own_run(space, 0, 1)).astype(np.int64)
-    counts = np.bincount(space.menu_of, minlength=len(space.menus)).tolist()
-    menus = [
-        [Option(0.0, *pair) for pair in zip(resident[menu.rows].tolist(), transient[menu.rows].tolist(), strict=True)]
-        for menu in space.menus
-    ]
-    try:
-        solution = solve(menus, 0, counts=counts)
-    except InfeasibleError as error:
-        solution = solve(menus, error.needed_bytes, counts=counts)
-    rows = np.zeros(len(space.menu_of), dtype=np.int64)
-    rows[np.argsort(space.menu_of, kind="stable")] = solution.choices
-    yield rows + space.first_row[space.menu_of]
-    for first, second in ((resident, transient), (transient, resident)):
-        least = [int(np.lexsort((second[menu.rows], first[menu.rows]))[0]) for menu in space.menus]
-        yield (np.array(least, dtype=np.int64) + space.first_row)[space.menu_of]

@@ -14,12 +14,15 @@ class CollectiveFit(Frozen):
 
     latency_s: float
     s_per_byte: float
+    more_s: float = 0.0
+    """What each further tensor adds to the latency, of several that are gathered together."""
     residual: float = 0.0
     """Root mean square of (predicted - measured) / measured over the measured sizes."""
 
-    def time_s(self, whole_bytes: float, ranks: int) -> float:
-        """Seconds for a tensor of ``whole_bytes`` on ``ranks`` ranks; 0 on a single rank."""
-        return (ranks - 1) * (self.latency_s + self.s_per_byte * whole_bytes / ranks)
+    def time_s(self, whole_bytes: float, ranks: int, tensors: int = 1) -> float:
+        """Seconds for so many tensors of ``whole_bytes`` in all on ``ranks`` ranks; 0 on a single rank."""
+        latency_s = self.latency_s + (tensors - 1) * self.more_s
+        return (ranks - 1) * (latency_s + self.s_per_byte * whole_bytes / ranks)
 
 
 class Link(Frozen):

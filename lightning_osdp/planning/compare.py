@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.operators import Frozen
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan, Prediction
-from lightning_osdp.planning.runs import choice_words, group_runs
+from lightning_osdp.planning.runs import group_runs, operator_words
 from lightning_osdp.planning.units import format_bytes, format_count, format_seconds
 
 
@@ -97,7 +97,7 @@ def _prediction_changes(a: Prediction, b: Prediction) -> list[Change]:
 
 def _mode_changes(a: Sequence[OperatorPlan], b: Sequence[OperatorPlan]) -> tuple[Change, ...]:
     """Operators whose mode differs or that only one plan has, joined where both sides of neighbours agree."""
-    before, after = ({operator.name: _words(operator) for operator in side} for side in (a, b))
+    before, after = ({operator.name: operator_words(operator) for operator in side} for side in (a, b))
     everyone = {operator.name: operator for operator in (*a, *b)}
     by_change: dict[tuple[str, str], list[OperatorPlan]] = {}
     for name, operator in everyone.items():
@@ -110,10 +110,6 @@ def _mode_changes(a: Sequence[OperatorPlan], b: Sequence[OperatorPlan]) -> tuple
         for (old, new), operators in by_change.items()
         for run in group_runs(operators)
     )
-
-
-def _words(operator: OperatorPlan) -> str:
-    return choice_words(operator.choice, recomputed=operator.checkpoint)
 
 
 def _number(what: str, before: float, after: float, write: Callable[..., str] = str) -> Change:

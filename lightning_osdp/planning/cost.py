@@ -5,12 +5,14 @@ collective has its own fitted alpha and beta (``CollectiveFit``), so k is spelle
 
     dp     1 all-reduce of the gradients, once per optimizer step
     zdp2   1 all-gather and 1 reduce-scatter in every micro-batch
-    zdp    2 all-gathers and 1 reduce-scatter in every micro-batch; 3 all-gathers in a block that is recomputed
+    zdp    2 all-gathers and 1 reduce-scatter in every micro-batch; 3 all-gathers in a block that is recomputed, but
+           2 if the whole block is one unit: what is gathered for its second forward stays for its backward
 
 These are world-wide, in one stage or two, or inside a node; then an all-reduce between nodes, once per optimizer step,
 is added (``topology``).
 
-A slice has its own latencies. Small parameters (``ParameterInfo.small``) ride in the buckets of replicated gradients
+What is in one unit is gathered together; gradients are reduced one by one, as they come. A slice has its own
+latencies. Small parameters (``ParameterInfo.small``) ride in the buckets of replicated gradients
 in every mode. What the engine itself takes for each unit and each replicated parameter is measured, too.
 """
 
@@ -146,16 +148,16 @@ def sharded_elements(operator: Operator, choice: Choice) -> float:
 def communication(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: bool = False) -> Recurring:
     """Seconds of all collectives that ``operator`` causes."""
     among = exchange(cluster, choice.group, choice.two_stage)
-    once = each = 0.0
-    for part in parts_of(operator, choice):
-        if not part.sharded:
-            once += part.number * _reduction_s(part.gradient_bytes, cluster)
-            continue
-        gathers = (3 if recomputed else 2) if part.mode == Mode.ZDP else 1
-        each += part.number * gathers * among.all_gather_s(part.parameter_bytes)
-        if part.gradient_bytes:
-            each += part.number * among.reduce_scatter_s(part.gradient_bytes)
-            once += part.number * among.between_s(part.gradient_bytes)
+    parts, each = parts_of(operator, choice), 0.0
+    once = sum(part.number * _reduction_s(part.gradient_bytes, cluster) for part in parts if not part.sharded)
+    for unit in _units(parts, choice):
+        number, whole_bytes = unit[0].number, sum(part.parameter_bytes for part in unit)
+        again = recomputed and operator.joins == 1
+        gathers = (3 if again else 2) if unit[0].mode == Mode.ZDP else 1
+        each += number * gathers * among.all_gather_s(whole_bytes, len(unit))
+        for gradient_bytes in (part.gradient_bytes for part in unit if part.gradient_bytes):
+            each += number * among.reduce_scatter_s(gradient_bytes)
+            once += number * among.between_s(gradient_bytes)
     return Recurring(once, each)
 
 
@@ -220,7 +222,7 @@ def footprint(operator: Operator, choice: Choice, cluster: Cluster) -> Footprint
         sharded_gradients=pieces,
         kept=sum(part.parameter_bytes * part.number for part in sharded if part.mode == Mode.ZDP2),
         gathered=max(gathered, default=0),
-        transient=max((_reduced(unit, pieces, cluster, ranks) for unit in units), default=0.0),
+        transient=max((_transient(operator, unit, pieces, cluster, ranks) for unit in units), default=0.0),
         forward_per_sample=forward,
         backward_per_sample=backward,
         bucketed=sum(part.gradient_bytes * part.number for part in packed),
@@ -251,6 +253,22 @@ def _collected(parts: list[Part], updates: list[float], choice: Choice, cluster:
         return max(updates)
     slices = [part for part in parts if not part.aside]
     return max(part.gradient_bytes / ranks if part.sharded else float(part.gradient_bytes) for part in slices)
+
+
+def _transient(operator: Operator, unit: list[Part], pieces: float, cluster: Cluster, ranks: int) -> float:
+    """The most that reducing a unit's gradients takes on top of its gathered parameters.
+
+    Of an operator all gradients may be there at once. Those of operators that share a unit come one after the other,
+    the last one's first, and each parameter is freed then.
+    """
+    if operator.joins == 1:
+        return _reduced(unit, pieces, cluster, ranks)
+    most = freed = 0.0
+    for part in reversed(unit):
+        own = part.gradient_bytes / ranks
+        most = max(most, _reduced([part], own, cluster, ranks) - freed)
+        freed += part.parameter_bytes - own
+    return most
 
 
 def _reduced(unit: list[Part], pieces: float, cluster: Cluster, ranks: int) -> float:

@@ -148,7 +148,23 @@ def _block_texts(plan: ExecutionPlan) -> list[str]:
     kinds: dict[tuple[str, str], list[BlockPlan]] = {}
     for block in plan.blocks:
         kinds.setdefault((block.kind, block.pinned), []).append(block)
-    return [f"blocks of class {kind}: {_blocks_text(plan, blocks)}" for (kind, _), blocks in kinds.items()]
+    return [
+        f"blocks of class {kind}: {_blocks_text(plan, blocks)}{_joined_text(blocks)}"
+        for (kind, _), blocks in kinds.items()
+    ]
+
+
+def _joined_text(blocks: Sequence[BlockPlan]) -> str:
+    """What it brings that operators share units; empty if none do. Starts with a blank."""
+    joined = [block for block in blocks if block.joined]
+    if not joined:
+        return ""
+    seconds, bytes_ = sum(block.joining_s for block in joined), max(block.joining_bytes for block in joined)
+    return (
+        f" Joined: in {len(joined)} of {len(blocks)}, {joined[0].joined} operators are gathered together, which "
+        f"{'saves' if seconds >= 0 else 'costs'} {format_seconds(abs(seconds))} a step and takes "
+        f"{format_bytes(abs(bytes_))} {'more' if bytes_ >= 0 else 'less'} at the peak."
+    )
 
 
 def _blocks_text(plan: ExecutionPlan, blocks: Sequence[BlockPlan]) -> str:
@@ -197,7 +213,7 @@ def _reason(plan: ExecutionPlan, run: Run) -> Reason:
     text = _pinned_text(run) or _choice_text(plan, run)
     return Reason(
         operators=(run.pattern or "(the module itself)",),
-        mode=_counted(first.choice) + (", recomputed" if first.checkpoint else ""),
+        mode=_counted(first.choice) + ", joined" * bool(first.unit) + ", recomputed" * first.checkpoint,
         count=len(run.operators),
         num_parameters=run.num_parameters,
         text=text,
@@ -216,6 +232,9 @@ def _pinned_text(run: Run) -> str:
 
 
 def _choice_text(plan: ExecutionPlan, run: Run) -> str:
+    first = run.operators[0]
+    if first.unit and not first.alternatives:
+        return "Shares the unit of its block, whose choice is told above."
     others = _exchanges(plan, run)
     if not others:
         return "The plan does not say why."
@@ -225,8 +244,9 @@ def _choice_text(plan: ExecutionPlan, run: Run) -> str:
     together = f", for {'both' if number == 2 else f'all {number}'} together," if number > 1 else ""
     room = plan.memory_limit_bytes - plan.predicted.peak_memory_bytes
     trade = _trade(best, price, room)
-    text = f"{_role(run)}. Next best{together} is {_described(best.choice)}: it would {trade}."
-    return text + _split_text(run, others, best, price, room)
+    shared = "One unit for the whole block; times and bytes are those of all in it. " if first.unit else ""
+    text = f"{shared}{_role(run)}. Next best{together} is {_described(best.choice)}: it would {trade}."
+    return text if first.unit else text + _split_text(run, others, best, price, room)
 
 
 def _described(choice: Choice) -> str:

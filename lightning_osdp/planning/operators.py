@@ -106,6 +106,8 @@ class Operator(Frozen):
     """Bytes of its input's gradient, for each sample; known if it can be split."""
     output_per_sample: float = 0.0
     """Bytes of its output, for each sample; known if it can be split."""
+    joins: int = 1
+    """How many operators of one block it stands for: they share a unit (``joining``)."""
 
     @property
     def weight(self) -> ParameterInfo | None:
@@ -132,7 +134,7 @@ class Operator(Frozen):
     def signature(self) -> tuple[object, ...]:
         """Equal for operators that cost the same: same class, same parameters but for their names."""
         shapes = tuple((p.shape, p.element_bytes, p.trainable, p.optimizer_bytes) for p in self.parameters)
-        return (self.kind, shapes, self.calls, bool(self.pinned), self.flops_per_sample, self.split_dims)
+        return (self.kind, shapes, self.calls, bool(self.pinned), self.flops_per_sample, self.split_dims, self.joins)
 
 
 class Moment(Frozen):

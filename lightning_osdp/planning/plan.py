@@ -59,6 +59,12 @@ class BlockPlan(Frozen):
     """What recomputing it frees between its forward and its backward, at this batch size."""
     time_s: float = 0.0
     """What recomputing it adds to an optimizer step, further gathers included, with its operators as they are."""
+    joined: int = 0
+    """How many of its operators share its unit."""
+    joining_s: float = 0.0
+    """What that saves in an optimizer step, beside units of their own: an equal share for each block."""
+    joining_bytes: int = 0
+    """What joining all such blocks adds to the peak."""
 
 
 class OperatorPlan(Frozen):
@@ -73,6 +79,9 @@ class OperatorPlan(Frozen):
     """The ranks that sharded slices are spread over."""
     two_stage: bool = False
     """Whether world-wide collectives run in two stages, inside nodes and between them."""
+    unit: str = ""
+    """Name of the block whose sharded operators are gathered together, if it is one of them; empty if it is gathered by
+    itself."""
     checkpoint: bool = False
     """Whether it lies in a block that is recomputed (``ExecutionPlan.recomputed``)."""
     num_parameters: int = Field(ge=0)
@@ -89,6 +98,8 @@ class OperatorPlan(Frozen):
             raise ValueError(
                 f"{self.name}: {len(self.slices)} slices and split_dim={self.split_dim} contradict each other"
             )
+        if self.unit and (self.split_dim is not None or Mode.DP in self.slices):
+            raise ValueError(f"{self.name}: only what is sharded whole can share the unit of {self.unit}")
         return self
 
     @property
@@ -165,6 +176,14 @@ class ExecutionPlan(Frozen):
     """Seconds a step that one more byte of memory would save at this batch size, by the search's linear relaxation."""
     peak: PeakMoment | None = None
     search_end: SearchEnd | None = None
+
+    @model_validator(mode="after")
+    def _alike_in_one_unit(self) -> ExecutionPlan:
+        choices: dict[str, Choice] = {}
+        for operator in self.operators:
+            if operator.unit and choices.setdefault(operator.unit, operator.choice) != operator.choice:
+                raise ValueError(f"{operator.name} differs in mode or group from others in the unit of {operator.unit}")
+        return self
 
     def to_json(self) -> str:
         """The plan as indented JSON text."""

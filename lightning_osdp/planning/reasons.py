@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -25,14 +26,33 @@ class Reasons(NamedTuple):
 def reasons(desk: Desk, candidate: Candidate) -> Reasons:
     """What there was to choose at the candidate's batch size, with bytes as they count about when its peak is."""
     at = AtBatchSize(desk, candidate.batch_size, candidate.accumulation)
-    rows = desk.space.rows_of(candidate.choices)
+    rows = desk.rows_of(candidate.choices)
     names = set(candidate.recomputed)
     flags = np.array([block.name in names for block in desk.problem.model.blocks], dtype=bool)
     groups = Groups(at, flags, candidate.peak, wary=True)
     solution = groups.solve(groups.taken_bytes(rows))
     price = solution.price_s_per_byte if solution is not None else 0.0
     shared = [_alternatives(at, groups, group, rows) for group in range(len(groups.menus))]
-    return Reasons([shared[group] for group in groups.member.tolist()], price, _blocks(at, rows, names))
+    groups_of = [groups.member.tolist()[place] for place in desk.joined.place]
+    blocks = _with_joining(desk, candidate, _blocks(at, rows, names))
+    return Reasons([shared[group] for group in groups_of], price, blocks)
+
+
+def _with_joining(desk: Desk, candidate: Candidate, blocks: tuple[BlockPlan, ...]) -> tuple[BlockPlan, ...]:
+    """The same with what shared units bring."""
+    members = Counter(unit for unit in candidate.units if unit)
+    if not members:
+        return blocks
+    batch = (candidate.batch_size, candidate.accumulation, candidate.recomputed)
+    alone = Desk(desk.problem).candidate(candidate.choices, *batch)
+    changes = {
+        "joining_s": (alone.step_time_s - candidate.step_time_s) / len(members),
+        "joining_bytes": candidate.peak.total_bytes - alone.peak.total_bytes,
+    }
+    return tuple(
+        block.model_copy(update={"joined": members[block.name], **(changes if members[block.name] else {})})
+        for block in blocks
+    )
 
 
 def _alternatives(at: AtBatchSize, groups: Groups, group: int, rows: Ints) -> tuple[ChoiceCost, ...]:
@@ -66,7 +86,7 @@ def _cost(choice: Choice, time_s: float, resident_bytes: int, transient_bytes: i
 
 
 def _blocks(at: AtBatchSize, rows: Ints, recomputed: set[str]) -> tuple[BlockPlan, ...]:
-    space, problem = at.space, at.desk.problem
+    space, problem = at.space, at.space.problem
     saved, own = space.timeline.saved.at(at.batch_size), space.block_s(at.batch_size, at.accumulation)
     found = []
     for index, block in enumerate(problem.model.blocks):

@@ -24,13 +24,18 @@ class Run:
         return sum(op.num_parameters for op in self.operators)
 
 
-def choice_words(choice: Choice, *, recomputed: bool = False) -> str:
-    """``zdp``, ``zdp x 4`` in four slices, ``zdp x 3 + dp x 1``, ``zdp in node``, ``zdp in two stages``; and whether
-    its activations are recomputed."""
+def operator_words(operator: OperatorPlan) -> str:
+    """``choice_words``, whether it shares a unit with the rest of its block, and whether that is recomputed."""
+    notes = [", joined"] * bool(operator.unit) + [", recomputed"] * operator.checkpoint
+    return choice_words(operator.choice) + "".join(notes)
+
+
+def choice_words(choice: Choice) -> str:
+    """``zdp``, ``zdp x 4`` in four slices, ``zdp x 3 + dp x 1``, ``zdp in node``, ``zdp in two stages``."""
     counts = Counter(choice.slices)
     words = [f"{mode.value} x {count}" if len(choice.slices) > 1 else mode.value for mode, count in counts.items()]
     where = " in node" if choice.group == Group.NODE else " in two stages" if choice.two_stage else ""
-    return " + ".join(words) + where + (", recomputed" if recomputed else "")
+    return " + ".join(words) + where
 
 
 def group_runs(operators: Iterable[OperatorPlan]) -> list[Run]:
@@ -62,6 +67,7 @@ def _keys(operator: OperatorPlan) -> list[tuple[object, ...]]:
             tuple(parts[:position]),
             tuple(parts[position + 1 :]),
             operator.choice,
+            bool(operator.unit),
             operator.checkpoint,
             operator.pinned,
             int(part),

@@ -7,10 +7,12 @@ a lower bound of its step time first; only those that may still be chosen are se
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.batches import BatchRule
 from lightning_osdp.planning.candidates import WORTH_TRYING, Candidate, Desk
+from lightning_osdp.planning.joining import ways
 from lightning_osdp.planning.plan import (
     ExecutionPlan,
     FrontierPoint,
@@ -39,7 +41,7 @@ def make_plan(problem: Problem, rule: BatchRule) -> ExecutionPlan:
             and what would fit.
         ConfigurationError: the batch sizes of ``rule`` contradict each other, or a wish matches nothing.
     """
-    desk = Desk(problem)
+    desk = Desks(problem)
     found: list[Candidate] = []
     end: SearchEnd | None = None
     for batch_size, accumulation in rule.pairs(problem.cluster.ranks):
@@ -51,7 +53,31 @@ def make_plan(problem: Problem, rule: BatchRule) -> ExecutionPlan:
             end = SearchEnd(reason="memory", batch_size=batch_size, needed_bytes=error.needed_bytes)
             break
     candidates = _finished(desk, found)
-    return _to_plan(desk, choose(candidates), candidates, end or rule.end())
+    return _to_plan(problem, choose(candidates), candidates, end or rule.end())
+
+
+class Desks:
+    """A desk for each way in which operators may share units."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._desks = [Desk(problem, units) for units in ways(problem.model, problem.wishes)]
+
+    def best(self, batch_size: int, accumulation: int = 1, *, quick: bool = False) -> Candidate:
+        """See ``Desk.best``: the fastest of all desks."""
+        bounds = {desk: desk.bound_s(batch_size, accumulation) for desk in self._desks}
+        found: list[Candidate] = []
+        errors: list[InfeasibleError] = []
+        for desk in sorted(bounds, key=bounds.__getitem__):
+            if found and bounds[desk] >= min(one.step_time_s for one in found) * (1 - WORTH_TRYING):
+                break
+            try:
+                found.append(desk.best(batch_size, accumulation, quick=quick))
+            except InfeasibleError as error:
+                errors.append(error)
+        if not found:
+            raise min(errors, key=lambda error: error.needed_bytes)
+        return replace(min(found, key=lambda one: one.step_time_s), bound_s=min(bounds.values()))
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:
@@ -68,7 +94,7 @@ def best_candidate(problem: Problem, batch_size: int, accumulation: int = 1) -> 
         InfeasibleError: none is.
         ConfigurationError: a wish matches nothing.
     """
-    return Desk(problem).best(batch_size, accumulation)
+    return Desks(problem).best(batch_size, accumulation)
 
 
 def least_bytes(problem: Problem, batch_size: int, accumulation: int = 1) -> int:
@@ -76,7 +102,7 @@ def least_bytes(problem: Problem, batch_size: int, accumulation: int = 1) -> int
     return Desk(problem).least(batch_size, accumulation).peak.total_bytes
 
 
-def _finished(desk: Desk, found: Sequence[Candidate]) -> list[Candidate]:
+def _finished(desk: Desks, found: Sequence[Candidate]) -> list[Candidate]:
     """The same with those searched to the end that may be chosen, or that decide what is chosen."""
     candidates = list(found)
     open_ = {index for index, one in enumerate(candidates) if one.step_time_s > one.bound_s * (1 + WORTH_TRYING)}
@@ -104,8 +130,10 @@ def _finished(desk: Desk, found: Sequence[Candidate]) -> list[Candidate]:
     return candidates
 
 
-def _to_plan(desk: Desk, chosen: Candidate, candidates: Sequence[Candidate], end: SearchEnd) -> ExecutionPlan:
-    problem, peak = desk.problem, chosen.peak
+def _to_plan(problem: Problem, chosen: Candidate, candidates: Sequence[Candidate], end: SearchEnd) -> ExecutionPlan:
+    desk = Desk(problem, chosen.units)
+    chosen = desk.candidate(chosen.choices, chosen.batch_size, chosen.accumulation, chosen.recomputed)
+    peak, place = chosen.peak, desk.joined.place
     model, recomputed = problem.model, set(chosen.recomputed)
     inside = {index for block in model.blocks if block.name in recomputed for index in block.operators}
     known = reasons(desk, chosen)
@@ -127,11 +155,12 @@ def _to_plan(desk: Desk, chosen: Candidate, candidates: Sequence[Candidate], end
                 split_dim=choice.split_dim,
                 sharding_group=choice.group,
                 two_stage=choice.two_stage,
+                unit=chosen.units[index],
                 checkpoint=index in inside,
                 num_parameters=operator.num_parameters,
                 pinned=operator.pinned,
                 unsplittable=operator.unsplittable,
-                alternatives=known.alternatives[index],
+                alternatives=known.alternatives[index] if place.index(place[index]) == index else (),
             )
             for index, (operator, choice) in enumerate(zip(model.operators, chosen.choices, strict=True))
         ),

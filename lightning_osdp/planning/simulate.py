@@ -19,7 +19,7 @@ from lightning_osdp.planning.hardware import USABLE_MEMORY, Hardware, cluster_of
 from lightning_osdp.planning.operators import Frozen, ModelDescription
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.roofline import compute_times
-from lightning_osdp.planning.schedule import BatchRule, Problem, choose, make_plan
+from lightning_osdp.planning.schedule import BatchRule, Problem, best_candidate, choose, make_plan
 from lightning_osdp.planning.wishes import Wishes
 
 PLAIN = Wishes(slice_granularity=1, activation_checkpointing=False)
@@ -168,7 +168,7 @@ def tradeoff(problem: Problem, batch_size: int, accumulation: int = 1, points: i
     found: list[Candidate] = []
     limits = np.append(np.linspace(least, most, points).astype(np.int64), problem.memory_limit_bytes)
     for limit in np.unique(limits[limits >= least]).tolist():
-        candidate = Desk(replace(problem, memory_limit_bytes=limit)).best(batch_size, accumulation)
+        candidate = best_candidate(replace(problem, memory_limit_bytes=limit), batch_size, accumulation)
         if not found or candidate.step_time_s < found[-1].step_time_s:
             found.append(candidate)
     return tuple(found)

@@ -80,13 +80,9 @@ class Space:
         menu_of: index of each operator's menu.
         footprints: of each row, (rows, fields of ``Footprint``).
         vectors: how many blocks of each kind are recomputed, (vectors, kinds): one row is one way to recompute.
-
-    Raises:
-        ConfigurationError: a wish's pattern matches nothing.
     """
 
     def __init__(self, problem: Problem) -> None:
-        problem.wishes.check(problem.model)
         self.problem = problem
         self.timeline = Timeline(problem.model, problem.cluster, problem.overhead_bytes)
         self._set_menus()

@@ -35,9 +35,9 @@ class Exchange(NamedTuple):
     nodes: int = 1
     """That ``between`` joins."""
 
-    def all_gather_s(self, whole_bytes: float) -> float:
-        """Seconds of one all-gather."""
-        return self.gather.time_s(whole_bytes, self.ranks)
+    def all_gather_s(self, whole_bytes: float, tensors: int = 1) -> float:
+        """Seconds of one all-gather of so many tensors together, ``whole_bytes`` in all."""
+        return self.gather.time_s(whole_bytes, self.ranks, tensors)
 
     def reduce_scatter_s(self, whole_bytes: float) -> float:
         """Seconds of one reduce-scatter inside the group."""

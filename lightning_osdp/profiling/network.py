@@ -31,6 +31,9 @@ REPEATS_BY_BUDGET_S = 0.5
 FEWEST_REPEATS = 5
 MOST_REPEATS = 30
 
+TOGETHER, TOGETHER_SIZES = 4, slice(1, 3)
+"""Tensors of a gather of several, and at which of the sizes it is timed: those at which latencies matter."""
+
 COMPUTE_SIDE, COMPUTE_PRODUCTS = 192, 16
 """Matrix products before a collective that interrupts compute: some milliseconds on one core, like a small layer."""
 
@@ -47,6 +50,8 @@ class _Subject(NamedTuple):
     """That take part in one of it: N of the paper's equation 2."""
     before: Collective
     """What comes right before it."""
+    make_together: Callable[[int], Collective] | None = None
+    """The same of ``TOGETHER`` tensors, so many elements in all; None where there is no such thing."""
 
 
 def measure(
@@ -132,6 +137,12 @@ def _subjects(prefix: str, by: Communicator, group: dist.ProcessGroup, device: t
         part = torch.zeros(numel // by.size(), device=device)
         return lambda: by.all_gather(torch.empty(numel, device=device), part)
 
+    def gather_together(numel: int) -> Collective:
+        parts = [torch.zeros(-(-numel // (by.size() * TOGETHER)), device=device) for _ in range(TOGETHER)]
+        return lambda: by.all_gather_together(
+            [torch.empty(part.numel() * by.size(), device=device) for part in parts], parts
+        )
+
     def reduce_scatter(numel: int) -> Collective:
         whole = torch.zeros(numel, device=device)
         return lambda: by.reduce_scatter(torch.empty(numel // by.size(), device=device), whole)
@@ -139,7 +150,7 @@ def _subjects(prefix: str, by: Communicator, group: dist.ProcessGroup, device: t
     compute = _compute(device)
     return {
         f"{prefix}all_reduce": _Subject(lambda numel: _all_reduce(numel, group, device), by.size(), lambda: None),
-        f"{prefix}all_gather": _Subject(all_gather, by.size(), compute),
+        f"{prefix}all_gather": _Subject(all_gather, by.size(), compute, gather_together),
         f"{prefix}reduce_scatter": _Subject(reduce_scatter, by.size(), compute),
     }
 
@@ -164,7 +175,23 @@ def _fits(
             if progress is not None:
                 progress(sum(map(len, times_s.values())), len(sizes) * len(times_s))
     whole_bytes = [numel * 4 for numel in sizes]
-    return {name: fit(whole_bytes, times_s[name], subject.ranks) for name, subject in subjects.items()}
+    fits = {name: fit(whole_bytes, times_s[name], subject.ranks) for name, subject in subjects.items()}
+    for name, subject in subjects.items():
+        more_s = _more_s(subject, sizes[TOGETHER_SIZES], world, device)
+        fits[name] = fits[name].model_copy(update={"more_s": more_s})
+    return fits
+
+
+def _more_s(subject: _Subject, sizes: Sequence[int], world: dist.ProcessGroup, device: torch.device) -> float:
+    """What each further tensor adds to a hop's latency. Both sides are timed one right after the other."""
+    if subject.make_together is None:
+        return 0.0
+    more = [
+        _time_s(subject.make_together(numel), world, device, subject.before)
+        - _time_s(subject.make(numel), world, device, subject.before)
+        for numel in sizes
+    ]
+    return max(0.0, float(np.mean(more))) / ((TOGETHER - 1) * (subject.ranks - 1)) if more else 0.0
 
 
 def _affordable(

@@ -16,7 +16,8 @@ from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.sharding import state as states
 from lightning_osdp.sharding.initialise import Initialiser, check_initialisable
 from lightning_osdp.sharding.layout import Layout
-from lightning_osdp.sharding.lines import sharded_operators
+from lightning_osdp.sharding.lines import sharded_operators, sharded_units
+from lightning_osdp.sharding.norms import count_whole_gradients
 from lightning_osdp.sharding.pending import Pending
 from lightning_osdp.sharding.recompute import check_recomputed, recompute
 from lightning_osdp.sharding.replicas import Replicas
@@ -83,6 +84,7 @@ class FairScaleEngine:
                         f"{operator.name} and {owner[parameter]} share a parameter: both can't shard it"
                     )
                 owner[parameter] = operator.name
+        _check_joined(plan, modules)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             home = owner.get(parameter)
             if home is not None and not name.startswith(home + "."):
@@ -96,12 +98,12 @@ class FairScaleEngine:
         self._module = module
         self._shared = Shared(self._device, self._group, plan)
         initialiser = Initialiser(module, self._device, self._group)
-        for operator in sharded_operators(plan):
-            body = module.get_submodule(operator.name)
-            initialiser.fill(body)
-            for parameter in large_parameters(body):
-                self._place(parameter)
-            self._shard(operator, plan)
+        for unit, operators in sharded_units(plan).items():
+            for body in (module.get_submodule(operator.name) for operator in operators):
+                initialiser.fill(body)
+                for parameter in large_parameters(body):
+                    self._place(parameter)
+            self._shard(unit, operators, plan)
         initialiser.fill(module)
         sharded = {parameter for one in self._operators.values() for parameter in one.layouts}
         for tensor in [p for p in module.parameters() if p not in sharded] + list(module.buffers()):
@@ -126,12 +128,15 @@ class FairScaleEngine:
             undo()
         self._shared = Shared(self._device, self._group, plan)
         before, self._operators = self._operators, {}
-        wanted = {operator.name for operator in sharded_operators(plan)}
-        for planned in plan.operators:
-            if planned.name in before:
-                before.pop(planned.name).undo(optimizers)
-            if planned.name in wanted:
-                layouts = self._shard(planned, plan)
+        wanted = sharded_units(plan)
+        holder = {parameter: name for name, one in before.items() for parameter in one.layouts}
+        for unit in [*wanted, *before]:
+            members = [self._module.get_submodule(operator.name) for operator in wanted.get(unit, [])]
+            held = {holder.get(parameter) for member in members for parameter in member.parameters()}
+            for name in [name for name in before if name in held or name == unit]:
+                before.pop(name).undo(optimizers)
+            if unit in wanted and unit not in self._operators:
+                layouts = self._shard(unit, wanted[unit], plan)
                 for optimizer in optimizers:
                     Shards(layouts, self._group).shard_existing_state(optimizer)
         self._join(plan)
@@ -145,14 +150,17 @@ class FairScaleEngine:
                 as_it_was.enter_context(operator.own_forward())
             self.check(self._module, plan)
 
-    def _shard(self, operator: OperatorPlan, plan: ExecutionPlan) -> Mapping[nn.Parameter, Layout]:
-        """Makes units of one operator, whose parameters are whole and on the device. Returns how they lie."""
+    def _shard(self, unit: str, operators: list[OperatorPlan], plan: ExecutionPlan) -> Mapping[nn.Parameter, Layout]:
+        """Makes units of what lies in the module ``unit``, whole and on the device. Returns how the parameters lie."""
         assert self._module is not None
         assert self._shared is not None
-        again = any(operator.name == name or operator.name.startswith(name + ".") for name in plan.recomputed)
-        line = self._shared.lines.of(operator.choice)
-        made = ShardedOperator(self._module.get_submodule(operator.name), operator, line, self._shared, again)
-        self._operators[operator.name] = made
+        joined = bool(operators[0].unit)
+        again = any(unit.startswith(name + ".") or (unit == name and not joined) for name in plan.recomputed)
+        line, module = self._shared.lines.of(operators[0].choice), self._module.get_submodule(unit)
+        bodies = [self._module.get_submodule(operator.name) for operator in operators]
+        parameters = [parameter for body in bodies for parameter in large_parameters(body)]
+        made = ShardedOperator(module, parameters, operators[0], line, self._shared, again)
+        self._operators[unit] = made
         return made.layouts
 
     def _join(self, plan: ExecutionPlan) -> None:
@@ -165,6 +173,7 @@ class FairScaleEngine:
         self._splits = [one.split for one in operators if one.split is not None]
         layouts = {parameter: layout for one in operators for parameter, layout in one.layouts.items()}
         self._shards = Shards(layouts, self._group)
+        count_whole_gradients(self._shards)
         slices = {split.handle: split.replicated for split in self._splits}
         whole = self._module.parameters()
         replicated = [r for p in whole for r in slices.get(p, [p] if p not in layouts else [])]
@@ -245,7 +254,7 @@ class FairScaleEngine:
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """See ``Engine.clip_grad_norm``."""
         with_gradient = [p for p in parameters if p.grad is not None]
-        total = self._shards.grad_norm(with_gradient, norm_type, self._device)
+        total = self._shards.norm([(p, p.grad) for p in with_gradient if p.grad is not None], norm_type, self._device)
         torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, total)
         return total
 
@@ -291,3 +300,18 @@ class FairScaleEngine:
         """Moves a parameter or buffer to the device, in place, with rank 0's values."""
         tensor.data = tensor.data.to(self._device)
         dist.broadcast(tensor.data, src=dist.get_global_rank(self._group, 0), group=self._group)
+
+
+def _check_joined(plan: ExecutionPlan, modules: Mapping[str, nn.Module]) -> None:
+    """Refuses units that lie around something else than a module that runs, or that hold several types."""
+    for unit, operators in sharded_units(plan).items():
+        if not operators[0].unit:
+            continue
+        if unit not in modules or type(modules[unit]).forward is nn.Module.forward:
+            raise ShardingError(f"the plan joins operators of {unit!r}, which is no submodule that is called")
+        outside = [operator.name for operator in operators if not operator.name.startswith(unit + ".")]
+        if outside:
+            raise ShardingError(f"the plan joins {outside[0]} with operators of {unit}, where it does not lie")
+        dtypes = sorted({str(p.dtype) for operator in operators for p in large_parameters(modules[operator.name])})
+        if len(dtypes) > 1:
+            raise ShardingError(f"{unit} holds {' and '.join(dtypes)}: a unit's parameters are of one type")

@@ -34,6 +34,14 @@ def sharded_operators(plan: ExecutionPlan) -> list[OperatorPlan]:
     ]
 
 
+def sharded_units(plan: ExecutionPlan) -> dict[str, list[OperatorPlan]]:
+    """The same by the module that a unit lies around: an operator's own, or the block whose operators share one."""
+    units: dict[str, list[OperatorPlan]] = {}
+    for operator in sharded_operators(plan):
+        units.setdefault(operator.unit or operator.name, []).append(operator)
+    return units
+
+
 @dataclass(frozen=True)
 class Line:
     """How one unit is joined with its like.

@@ -1,4 +1,4 @@
-"""One operator as units, and back."""
+"""One operator, or several that share a unit, as units, and back."""
 
 from __future__ import annotations
 
@@ -23,18 +23,26 @@ def large_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 class ShardedOperator:
-    """Makes units of an operator's large parameters: a single one, or one for each sharded slice.
+    """Makes units of large parameters: a single one, or one for each sharded slice.
 
     Args:
-        module: the operator, its parameters whole and on the device.
-        plan: what was decided for it.
+        module: the operator, or the block whose operators share a unit.
+        parameters: the large ones of all of them, whole and on the device.
+        plan: what was decided for the operator, or for each of them alike.
         line: how its units are joined with their like.
         shared: what all units have in common.
         recomputed: whether it lies in a block that is recomputed.
     """
 
-    def __init__(self, module: nn.Module, plan: OperatorPlan, line: Line, shared: Shared, recomputed: bool) -> None:
-        parameters = large_parameters(module)
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: list[nn.Parameter],
+        plan: OperatorPlan,
+        line: Line,
+        shared: Shared,
+        recomputed: bool,
+    ) -> None:
         self._module = module
         self._forward = vars(module).get("forward")
         self._attributes = {parameter: set(vars(parameter)) for parameter in parameters}

@@ -92,17 +92,23 @@ class Shards:
                 if isinstance(value, Tensor) and value.shape == layout.shape:
                     optimizer.state[parameter][key] = layout.part_of(value).to(parameter.device)
 
-    def grad_norm(self, parameters: Iterable[nn.Parameter], norm_type: float, device: torch.device) -> Tensor:
-        """Norm over all gradients, each element counted once however its parameter lies over the ranks."""
+    def norm(
+        self, gradients: Iterable[tuple[nn.Parameter | None, Tensor]], norm_type: float, device: torch.device
+    ) -> Tensor:
+        """Norm over all gradients, each element counted once however its parameter lies over the ranks. Collective.
+
+        Args:
+            gradients: with the parameter that each is for; None for one that is not sharded.
+            norm_type: p of the p-norm; may be inf.
+            device: where the norm is to be.
+        """
         by_group: dict[Any, list[Tensor]] = {group: [] for group in self._groups()}  # the same keys on every rank
-        for parameter in parameters:
-            if parameter.grad is None:
-                continue
-            for group, gradient in self._by_group(parameter, parameter.grad.detach()):
+        for parameter, whole_or_part in gradients:
+            for group, gradient in self._by_group(parameter, whole_or_part.detach()):
                 by_group[group].append(gradient)
         total = torch.zeros((), device=device)
-        for group, gradients in by_group.items():
-            ours = _power_sum(gradients, norm_type, device)
+        for group, ours_of_it in by_group.items():
+            ours = _power_sum(ours_of_it, norm_type, device)
             if group is not None:
                 operation = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
                 dist.all_reduce(ours, op=operation, group=group)
@@ -114,8 +120,8 @@ class Shards:
         groups = {piece.group: None for layout in self._layouts.values() for piece in layout.slices}
         return list(groups | {None: None})
 
-    def _by_group(self, parameter: nn.Parameter, gradient: Tensor) -> Iterator[tuple[Any, Tensor]]:
-        layout = self._layouts.get(parameter)
+    def _by_group(self, parameter: nn.Parameter | None, gradient: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        layout = self._layouts.get(parameter) if parameter is not None else None
         if layout is None:
             yield None, gradient
             return

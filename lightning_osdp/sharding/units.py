@@ -8,9 +8,10 @@ access and parameter names stay what the user wrote.
 Note [each unit is its own root]: a wrapper around the whole LightningModule breaks manual optimization and forward
 redirection. Streams, the reducer and the bound on gathers are therefore shared by hand.
 
-Note [one collective per parameter]: units are not flattened, so a ``Parameter`` keeps its identity (its ``.data``
+Note [one layout per parameter]: units are not flattened, so a ``Parameter`` keeps its identity (its ``.data``
 changes between shard and whole), an optimizer made before sharding stays valid, and parameter groups need no care.
-Small parameters stay outside, so an operator usually has a single sharded weight.
+Small parameters stay outside, so an operator usually has a single sharded weight. Where a unit has several, they are
+gathered together (``Together``) and reduced one by one, as their gradients come.
 
 Note [groups]: FairScale asks a process group for its rank and size and hands it on to the collectives. A unit gives it
 a ``Communicator`` instead, which knows whether to run in one stage or two. In group sharding that one spans the
@@ -22,6 +23,10 @@ that is run again gathers, runs, leaves everything as it found it, and registers
 middle of its own backward by then, and its whole parameters must stay; and often the second run ends early, by an
 exception, once the last tensor that is needed has been saved. (Reentrant checkpoint has no graph of the first run:
 there the second run is an ordinary forward.)
+
+Note [several outputs]: FairScale prepares a unit's backward at each of its outputs. Where a later one's turn comes only
+when gradients of the unit have come already (what T5's first block hands on to all others), parameters that are still
+needed are still whole; those that are done must not be gathered again.
 """
 
 from __future__ import annotations
@@ -86,6 +91,34 @@ def _seen_as_float16(parameters: list[nn.Parameter]) -> Iterator[None]:
         parameter.data = parameter.data.view(torch.bfloat16)
 
 
+class Together:
+    """A communicator that holds all-gathers back, to run those of a unit's parameters as one.
+
+    FairScale asks for one after the other and looks at none before the last.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self.held: list[tuple[Tensor, Tensor]] = []
+
+    def rank(self) -> int:
+        """See ``Communicator.rank``."""
+        return self._communicator.rank()
+
+    def size(self) -> int:
+        """See ``Communicator.size``."""
+        return self._communicator.size()
+
+    def all_gather(self, output_flat: Tensor, shard: Tensor) -> None:
+        """To be run with the next ``run``."""
+        self.held.append((output_flat, shard))
+
+    def run(self) -> None:
+        """Gathers what was held back."""
+        held, self.held = self.held, []
+        self._communicator.all_gather_together(*zip(*held, strict=True))
+
+
 class Unit(FullyShardedDataParallel):  # type: ignore[misc]
     """One FairScale instance around one operator, sharing streams, reducer and the bound on gathers with all others."""
 
@@ -101,11 +134,12 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
         recomputed: bool = False,
     ) -> None:
         body = _Body(stage.forward, parameters)
+        self._gather = Together(line.gather) if len(parameters) > 1 else line.gather
         dtype = parameters[0].dtype
         with _seen_as_float16(parameters):
             super().__init__(
                 body,
-                process_group=line.gather,
+                process_group=self._gather,
                 process_group_reduce_scatter=line.reduce,
                 reshard_after_forward=mode == Mode.ZDP,
                 disable_reshard_on_root=False,
@@ -130,7 +164,8 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
 
     @property
     def num_collectives(self) -> int:
-        """In one step: a gather for each pass that needs one, a reduce-scatter, and an all-reduce between nodes.
+        """In one step: a gather for each pass that needs one, and for each parameter a reduce-scatter and an all-reduce
+        between nodes.
 
         Of a recomputed block, the unit with which its backward begins gathers once less: see the note above.
         """
@@ -138,7 +173,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
             return 0
         gathers = 2 + int(self._recomputed) if self._orig_reshard_after_forward else 1
         reductions = 2 if self._between is not None else 1
-        return sum(gathers + reductions * int(p.requires_grad) for p in self.params)
+        return gathers + reductions * sum(int(p.requires_grad) for p in self.params)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The operator's forward with whole parameters; outside of training they are freed at once in every mode."""
@@ -156,7 +191,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
     def _run_again(self, *args: Any, **kwargs: Any) -> Any:
         """See Note [a forward inside the backward]."""
         was_whole, amid_backward = self.has_full_params, self.training_state == TrainingState.BACKWARD_PRE
-        self._rebuild_full_params()
+        self._gather_all()
         try:
             return self.module(*args, **kwargs)
         finally:
@@ -176,14 +211,19 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
         self._backward_done = True
 
     def _use_full_params(self) -> None:
+        if self.training_state == TrainingState.BACKWARD_POST:  # see Note [several outputs]
+            return
         # Freed where another backward pass ended between this unit's forward and its backward.
         self._rebuild_full_params()
         super()._use_full_params()
 
     @property
     def in_use(self) -> bool:
-        """Whether its parameters are whole now."""
-        return bool(self.has_full_params and self.world_size > 1)
+        """Whether any of its parameters is whole now: after a backward pass, those that it did not reach are."""
+        if self.world_size == 1:
+            return False
+        wholes = [getattr(parameter, "_full_param_padded", None) for parameter in self.params]
+        return any(whole is not None and whole.untyped_storage().size() > 0 for whole in wholes)
 
     def let_go(self) -> None:
         """To be called when the unit's parameters become another's: they no longer lead to it."""
@@ -194,7 +234,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
 
     def release(self) -> None:
         """Frees the whole parameters if they are still there, and makes the unit ready for its next forward."""
-        if self.has_full_params and self.world_size > 1:
+        if self.in_use:
             self._free_full_params()
             self._use_fp32_param_shard()
         self._pre_backward_hook_has_run = False
@@ -207,9 +247,20 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
             super()._wait_for_previous_optim_step()
 
     def _rebuild_full_params(self, force_full_precision: bool = False) -> Any:
+        if self.training_state == TrainingState.BACKWARD_POST:  # see Note [several outputs]
+            return []
+        return self._gather_all(force_full_precision)
+
+    def _gather_all(self, force_full_precision: bool = False) -> Any:
         if not self.has_full_params:
             self._shared.gathers.before_gather()
-        return super()._rebuild_full_params(force_full_precision)
+        found = super()._rebuild_full_params(force_full_precision)
+        if isinstance(self._gather, Together) and self._gather.held:
+            cuda = fairscale_module.torch.cuda
+            with cuda.stream(self._streams["all_gather"]):
+                self._gather.run()
+            cuda.current_stream().wait_stream(self._streams["all_gather"])
+        return found
 
     def _register_post_backward_hooks(self) -> None:
         # FairScale's registers one more hook in every forward, and all of them are called in every backward: the

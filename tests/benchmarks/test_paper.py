@@ -41,10 +41,7 @@ def test_a_sample_of_many_sequences_takes_what_they_take(description: ModelDescr
     assert problem.model.flops_per_sample == pytest.approx(models.SEQUENCES * description.flops_per_sample)
 
 
-def test_a_block_as_one_operator_holds_and_computes_the_same(problem: Problem) -> None:
-    merged = systems.blocks_as_operators(problem)
-    assert merged.model.num_parameters == problem.model.num_parameters
-    assert len(merged.model.operators) == len(problem.model.operators) - 7 * len(SETTING.widths)
+def test_fsdp_per_block_computes_the_same_and_waits_less(problem: Problem) -> None:
     tight, rule = replace(problem, memory_limit_bytes=4 * GIB), BatchRule(batch_size=2)
     apart, together = systems.fsdp_per_operator(tight, rule), systems.fsdp_per_block(tight, rule)
     assert apart is not None

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_
 
 from lightning_osdp import OSDPStrategy
 from tests.integration.contract import (
@@ -108,10 +109,11 @@ class Clipped(Net):
         self.norms: list[float] = []
 
     def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
-        if self.way == "override":
-            norm = self.trainer.strategy.clip_grad_norm(self.first.parameters(), 0.1, 1.0)
+        clip = {"override": self.trainer.strategy.clip_grad_norm, "torch's own": clip_grad_norm_}.get(self.way)
+        if clip is not None:
+            norm = clip(self.first.parameters(), 0.1, 1.0)
             rest = [*self.second.parameters(), *self.last.parameters()]
-            self.norms += [float(norm), float(self.trainer.strategy.clip_grad_norm(rest, 1e9))]
+            self.norms += [float(norm), float(clip(rest, 1e9))]
             self.clip_gradients(optimizer, 0.2, "value")
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -119,7 +121,7 @@ class Clipped(Net):
 
 def clipped(folder: str) -> dict[str, Any]:
     """(norms, final state) for each way to clip."""
-    ways = {"norm": {"gradient_clip_val": 0.3}, "value": {"gradient_clip_val": 0.05}, "override": {}}
+    ways = {"norm": {"gradient_clip_val": 0.3}, "value": {"gradient_clip_val": 0.05}, "override": {}, "torch's own": {}}
     ways["value"]["gradient_clip_algorithm"] = "value"  # type: ignore[assignment]
     found = {}
     for way, options in ways.items():
@@ -211,7 +213,7 @@ def test_an_inf_on_one_rank_skips_the_step_on_all(results: list[dict[str, Any]])
         assert saved == 8.0
 
 
-@pytest.mark.parametrize("way", ["norm", "value", "override"])
+@pytest.mark.parametrize("way", ["norm", "value", "override", "torch's own"])
 def test_clipping_is_that_of_plain_pytorch(results: list[dict[str, Any]], way: str) -> None:
     norms, expected = plain_clipped(way)
     for result in results:

@@ -9,14 +9,14 @@ import torch
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.sharding.fairscale import FairScaleEngine
-from tests.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups
+from tests.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, joined, modes_for, two_groups
 from tests.ranks import run_ranks
 
-STEPS, BATCH, EACH = 12, 8, 3
+STEPS, BATCH, EACH = 18, 8, 3
 
 
 def plans(model: torch.nn.Module, ranks: int) -> list[ExecutionPlan]:
-    """Replicated; mixed; split, sharded and recomputed; the other way round."""
+    """Replicated; mixed; split, sharded and recomputed; joined, one block recomputed; joined otherwise; by itself."""
     split = hand_made_plan(modes_for(model, "zdp"), ranks)
     cut = tuple(
         OperatorPlan(name=op.name, slices=(Mode.ZDP, Mode.DP, Mode.ZDP2), split_dim=1, num_parameters=0)
@@ -28,6 +28,8 @@ def plans(model: torch.nn.Module, ranks: int) -> list[ExecutionPlan]:
         hand_made_plan(modes_for(model, "dp"), ranks),
         hand_made_plan(modes_for(model, "mixed"), ranks),
         split.model_copy(update={"operators": cut, "recomputed": ("blocks.0", "blocks.1")}),
+        joined(split, ("blocks.0", "blocks.1")).model_copy(update={"recomputed": ("blocks.0",)}),
+        joined(hand_made_plan(modes_for(model, "zdp2"), ranks), ("blocks.1",)),
         hand_made_plan(modes_for(model, "zdp2"), ranks),
     ]
 
@@ -80,4 +82,4 @@ def test_training_goes_on_as_if_nothing_had_changed() -> None:
     for index, entries in optimizer.state_dict()["state"].items():
         for key, value in entries.items():
             torch.testing.assert_close(states["state"][index][key], value, rtol=1e-4, atol=1e-6)
-    assert len(set(collectives)) == 4, "each plan was carried out"
+    assert len(set(collectives)) == 6, "each plan was carried out"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_osdp.sharding.fairscale import FairScaleEngine
-from tests.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups
+from tests.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, joined, modes_for, two_groups
 from tests.ranks import run_ranks
 
 STEPS, BATCH = 20, 8
@@ -38,7 +38,9 @@ def train(rank: int, ranks: int, policy: str, accumulation: int) -> Any:
     names = [name for name, _ in model.named_parameters()]
     optimizer = two_groups(model)
     engine = FairScaleEngine(torch.device("cpu"))
-    engine.apply(model, hand_made_plan(modes_for(model, policy), ranks), [optimizer])
+    plan = hand_made_plan(modes_for(model, policy.removeprefix("joined ")), ranks)
+    blocks = ("blocks.0", "blocks.1") if policy.startswith("joined ") else ()
+    engine.apply(model, joined(plan, blocks), [optimizer])
     assert [name for name, _ in model.named_parameters()] == names
     losses = []
     for batch in gpt_batches(STEPS, BATCH):
@@ -60,7 +62,11 @@ def train(rank: int, ranks: int, policy: str, accumulation: int) -> Any:
     return losses, engine.model_state(), engine.optimizer_state(optimizer), engine.collectives_per_step
 
 
-CASES = [(policy, accumulation) for policy in ("dp", "zdp2", "zdp", "mixed") for accumulation in (1, 2)]
+CASES = [
+    (policy, accumulation)
+    for policy in ("dp", "zdp2", "zdp", "mixed", "joined zdp2", "joined zdp")
+    for accumulation in (1, 2)
+]
 
 
 def train_all(rank: int, ranks: int) -> Any:
@@ -92,5 +98,12 @@ def test_losses_and_weights_equal_plain_training(
 
 def test_collectives_are_counted(runs: dict[tuple[str, int], list[Any]]) -> None:
     sharded = len(modes_for(TinyGPT(), "zdp"))
-    counted = {policy: runs[policy, 1][0][3] for policy in ("dp", "zdp2", "zdp")}
-    assert counted == {"dp": 1, "zdp2": 2 * sharded + 1, "zdp": 3 * sharded + 1}
+    counted = {policy: runs[policy, 1][0][3] for policy in ("dp", "zdp2", "zdp", "joined zdp2", "joined zdp")}
+    together = 2 + len(("embed", "head"))  # units: two blocks of four operators each, and two operators
+    assert counted == {
+        "dp": 1,
+        "zdp2": 2 * sharded + 1,
+        "zdp": 3 * sharded + 1,
+        "joined zdp2": together + sharded + 1,
+        "joined zdp": 2 * together + sharded + 1,
+    }

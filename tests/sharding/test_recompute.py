@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.sharding.fairscale import FairScaleEngine
 from lightning_osdp.sharding.recompute import recompute
+from tests.models import joined
 from tests.ranks import run_ranks
 from tests.sharding.split_plans import Split, split_all, split_plan
 
@@ -111,30 +112,30 @@ def train(rank: int, ranks: int, k: int, recomputed: bool, own: str = "", autoca
     return losses, engine.model_state()
 
 
-def gathers_of_a_step(rank: int, ranks: int) -> dict[str, int]:
-    """All-gathers in one step by operator, all of them zdp and whole, both blocks recomputed; and what was expected."""
+def gathers_of_a_step(rank: int, ranks: int, together: bool = False) -> dict[str, int]:
+    """All-gathers in one step by unit, all of them zdp and whole, both blocks recomputed."""
     torch.manual_seed(0)
     model = Model()
     names = [f"blocks.{i}.{n}" for i in range(2) for n in ("up", "down")] + ["head"]
     engine = FairScaleEngine(torch.device("cpu"))
     plan = split_plan(dict.fromkeys(names, ((Mode.ZDP,), None)), ranks, ("blocks.0", "blocks.1"))
-    engine.apply(model, plan)
+    engine.apply(model, joined(plan, ("blocks.0", "blocks.1")) if together else plan)
     counts: Counter[str] = Counter()
-    for unit, name in zip(engine._units, names, strict=True):
-        _count(unit, name, counts)
+    for name, operator in engine._operators.items():
+        _count(operator.units[0], name, counts)
     model(inputs(rank, 0)).sum().backward()
     engine.finish_backward()
     return dict(counts)
 
 
 def _count(unit: Any, name: str, counts: Counter[str]) -> None:
-    rebuild = unit._rebuild_full_params
+    rebuild = unit._gather_all
 
     def counting(force_full_precision: bool = False) -> Any:
         counts[name] += not unit.has_full_params
         return rebuild(force_full_precision)
 
-    unit._rebuild_full_params = counting
+    unit._gather_all = counting
 
 
 class WholeAtOnce:
@@ -201,6 +202,7 @@ def _whole_gradient(engine: FairScaleEngine, parameter: nn.Parameter) -> Tensor 
 def everything(rank: int, ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "gathers": gathers_of_a_step(rank, ranks),
+        "gathers together": gathers_of_a_step(rank, ranks, together=True),
         "whole": whole_at_once(rank, ranks),
         "two graphs": generator_and_critic(rank, ranks, True),
     }
@@ -234,6 +236,7 @@ def test_a_recomputed_unit_gathers_three_times(results: list[dict[str, Any]]) ->
     """The blocks end in dropout, whose backward makes the block run again before any unit is gathered for its own."""
     inside = {f"blocks.{i}.{name}": 3 for i in range(2) for name in ("up", "down")}
     assert results[0]["gathers"] == {**inside, "head": 2}
+    assert results[0]["gathers together"] == {"blocks.0": 2, "blocks.1": 2, "head": 2}, "one unit around the block"
 
 
 def test_one_slice_is_whole_at_a_time(results: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Training with split operators and recomputed blocks equals training the plain model on the same global batches."""
+"""Training with split or joined operators and recomputed blocks equals training the plain model on the same batches."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_osdp.planning.choices import Mode
 from lightning_osdp.sharding.fairscale import FairScaleEngine
-from tests.models import VOCABULARY, TinyGPT, gpt_batches, gpt_loss
+from tests.models import VOCABULARY, TinyGPT, gpt_batches, gpt_loss, joined
 from tests.ranks import run_ranks
 from tests.sharding.split_plans import split_all, split_plan
 
 STEPS, BATCH = 20, 8
-KS = (1, 2, 3, 4, 8)
+JOINED = 0
+KS = (JOINED, 1, 2, 3, 4, 8)
+"""Numbers of slices; JOINED: whole, all operators of a block in one unit."""
 
 
 def gpt2() -> nn.Module:
@@ -97,9 +100,9 @@ def train(rank: int, ranks: int, name: str, k: int, again: bool) -> tuple[list[f
     model = build()
     optimizer = optimizer_of(model)
     engine = FairScaleEngine(torch.device("cpu"))
-    engine.apply(
-        model, split_plan(split_all(model, k, every * ranks // 2), ranks, blocks if again else ()), [optimizer]
-    )
+    splits = split_all(model, k, every * ranks // 2) if k else dict.fromkeys(split_all(model, 1), ((Mode.ZDP,), None))
+    plan = split_plan(splits, ranks, blocks if again else ())
+    engine.apply(model, plan if k else joined(plan, blocks), [optimizer])
     accumulation = 2 if again else 1
     losses = []
     for batch in gpt_batches(STEPS, BATCH):

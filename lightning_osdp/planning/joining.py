@@ -1,0 +1,146 @@
+"""Operators of a block that share one unit: gathered by one collective, as FSDP around each block does it.
+
+That saves latencies, and a whole gather where the block is recomputed (``cost``); the price is a larger transient. For
+the search a joined block is one operator with the parameters of all: its choices are those of an operator that can't
+be split. Blocks that are alike are joined all or none, so there are few ways to try (``ways``); what such a plan keeps
+replicated has no unit to share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations
+
+from lightning_osdp.planning.choices import Choice, Mode, legal_modes
+from lightning_osdp.planning.cluster import ComputeTimes, OperatorTime
+from lightning_osdp.planning.operators import OUTSIDE, Block, Line, ModelDescription, Operator
+from lightning_osdp.planning.wishes import Wishes
+
+MOST_KINDS = 2
+"""Kinds of blocks that are joined or not independently of each other; where there are more, all of them or none."""
+
+Units = tuple[str, ...]
+"""Of each operator, the block whose unit it shares; empty if it has its own."""
+
+
+def ways(model: ModelDescription, wishes: Wishes) -> list[Units]:
+    """Which operators may share units, none first."""
+    kinds: dict[tuple[object, ...], list[Block]] = {}
+    for block in model.blocks:
+        members = _members(model, block, wishes)
+        if len(members) > 1:
+            signatures = tuple(model.operators[index].signature for index in members)
+            kinds.setdefault((block.kind, signatures), []).append(block)
+    families = list(kinds.values())
+    sizes = range(1, len(families) + 1) if len(families) <= MOST_KINDS else [len(families)]
+    chosen = chain.from_iterable(combinations(families, size) for size in sizes)
+    joined = ([block for family in families for block in family] for families in chosen)
+    return [("",) * len(model.operators), *(_units(model, blocks, wishes) for blocks in joined)]
+
+
+def _units(model: ModelDescription, blocks: Iterable[Block], wishes: Wishes) -> Units:
+    names = {index: block.name for block in blocks for index in _members(model, block, wishes)}
+    return tuple(names.get(index, "") for index in range(len(model.operators)))
+
+
+def _members(model: ModelDescription, block: Block, wishes: Wishes) -> list[int]:
+    """Those that may share the block's unit.
+
+    What is not trained would stay gathered to the end of the backward pass, and a unit holds one type.
+    """
+    if block.pinned:
+        return []
+    found = [index for index in block.operators if _may_join(model.operators[index], wishes)]
+    sizes = {p.element_bytes for index in found for p in model.operators[index].sharded_parameters}
+    return found if len(sizes) == 1 else []
+
+
+def _may_join(operator: Operator, wishes: Wishes) -> bool:
+    whole = 1 in (wishes.granularities(operator.name) or (1,))
+    return whole and Mode.ZDP in legal_modes(operator) and all(p.trainable for p in operator.sharded_parameters)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A model in which operators that share a unit are one.
+
+    Attributes:
+        model: the same, with fewer operators.
+        place: of each operator as it was, which one of ``model`` it has become (part of).
+    """
+
+    model: ModelDescription
+    place: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: ModelDescription, units: Sequence[str]) -> Joined:
+        """
+        Args:
+            model: as it was traced.
+            units: as ``Units``.
+        """
+        if not any(units):
+            return cls(model, tuple(range(len(model.operators))))
+        operators: list[list[int]] = []
+        known: dict[str, int] = {}
+        place = []
+        for index, unit in enumerate(units):
+            at = known.get(unit, len(operators)) if unit else len(operators)
+            if at == len(operators):
+                operators.append([])
+                known |= {unit: at}
+            operators[at].append(index)
+            place.append(at)
+        kinds = {block.name: block.kind for block in model.blocks}
+        merged = tuple(
+            _merged(units[members[0]], kinds, [model.operators[index] for index in members]) for members in operators
+        )
+        moved = {OUTSIDE: OUTSIDE, **dict(enumerate(place))}
+        moments = tuple(one.model_copy(update={"operator": moved[one.operator]}) for one in model.moments)
+        blocks = tuple(
+            one.model_copy(update={"operators": tuple(dict.fromkeys(place[index] for index in one.operators))})
+            for one in model.blocks
+        )
+        changes = {"operators": merged, "moments": moments, "blocks": blocks}
+        return cls(model.model_copy(update=changes), tuple(place))
+
+    def times(self, compute: ComputeTimes) -> ComputeTimes:
+        """Those of what has been joined, together."""
+        together: list[list[OperatorTime]] = [[] for _ in self.model.operators]
+        for at, time in zip(self.place, compute.operators, strict=True):
+            together[at].append(time)
+        return compute.model_copy(update={"operators": tuple(map(_sum, together))})
+
+    def gathered(self, choices: Sequence[Choice]) -> tuple[Choice, ...]:
+        """One choice for each operator of ``model``, from those of the operators as they were."""
+        first = dict(zip(reversed(self.place), reversed(choices), strict=True))
+        return tuple(first[at] for at in range(len(self.model.operators)))
+
+    def spread(self, choices: Sequence[Choice]) -> tuple[Choice, ...]:
+        """The other way round: a joined operator's choice is that of all its members."""
+        return tuple(choices[at] for at in self.place)
+
+
+def _merged(unit: str, kinds: dict[str, str], members: list[Operator]) -> Operator:
+    if not unit:
+        return members[0]
+    return Operator(
+        name=unit,
+        kind=kinds.get(unit, unit),
+        parameters=tuple(p for member in members for p in member.parameters),
+        flops_per_sample=sum(member.flops_per_sample for member in members),
+        unsplittable="it shares a unit with its neighbours",
+        joins=len(members),
+    )
+
+
+def _sum(times: list[OperatorTime]) -> OperatorTime:
+    if len(times) == 1:
+        return times[0]
+
+    def total(of: Callable[[OperatorTime], Line]) -> Line:
+        lines = [of(time) for time in times]
+        return Line(fixed=sum(line.fixed for line in lines), per_sample=sum(line.per_sample for line in lines))
+
+    return OperatorTime(forward=total(lambda time: time.forward), backward=total(lambda time: time.backward))
