@@ -7,6 +7,7 @@ never come, is ended after a grace period by a thread of its own.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import sys
@@ -38,6 +39,19 @@ _LOST = ("peer", "Connection", "connection", "gloo", "NCCL", "Broken pipe", "Tim
 """Words of backends in errors that only say that another rank is not there."""
 
 
+_failed = threading.Event()
+"""Whether a run of this process has failed."""
+
+
+def _leave() -> None:
+    """Ends the process group before the interpreter goes: gloo's threads may abort a process that ends around them.
+
+    Not after a failure: what is still under way might never end.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo" and not _failed.is_set():
+        dist.destroy_process_group()
+
+
 class Watch:
     """One run's view of the other ranks. All methods may be called by any thread.
 
@@ -54,15 +68,20 @@ class Watch:
         self._store = PrefixStore(f"lightning_osdp/{next(_numbers)}", connection.clone())
         self._fetched: dict[str, int] = {}
         self._ended = threading.Event()
-        threading.Thread(target=self._run, daemon=True, name="osdp-watch").start()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="osdp-watch")
+        self._thread.start()
+        atexit.unregister(_leave)
+        atexit.register(_leave)
 
     def stop(self) -> None:
         """The run is over on this rank."""
         self._ended.set()
+        self._thread.join(SILENT_S)  # one that still talks to the store while the interpreter ends may crash it
 
     def tell(self, exception: BaseException) -> None:
         """Leaves this rank's cause for the others; where the error only says that another rank is gone, its cause
         is put into the error's message instead."""
+        _failed.set()
         cause = self._cause_elsewhere() if _is_lost_connection(exception) else None
         if cause is not None:
             exception.args = (f"{cause}\nThis rank saw only: {exception}", *exception.args[1:])

@@ -1,4 +1,8 @@
-"""Runs a function on several ranks of a real gloo process group, one spawned process each."""
+"""Runs a function on several ranks of a real gloo process group, each a process of its own.
+
+They are forked from a server that has imported the libraries and done nothing else: importing takes seconds of each
+process, and most tests need two to four.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+PRELOADED = [
+    "lightning_osdp.sharding.fairscale",
+    "tests.integration.modules",
+    "tests.zoo",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.t5.modeling_t5",
+]
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 GRACE_S = 5.0
@@ -45,7 +57,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
     Raises:
         RankError: a rank raised, died without a result, or was not done after ``timeout_s``.
     """
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     deadline = time.monotonic() + timeout_s
     processes, receivers = [], []
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -53,7 +66,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
             for rank in range(world_size):
                 receiver, sender = context.Pipe(duplex=False)
                 receivers.append(receiver)
-                process = context.Process(target=_run_rank, args=(fn, rank, world_size, args, folder, sender))
+                process = context.Process(target=_run_rank, args=(fn, rank, world_size, args, folder, dict(os.environ), sender))
                 processes.append(process)
                 process.start()
                 sender.close()
@@ -103,9 +116,16 @@ def _raise_failures(replies: dict[int, tuple[bool, Any]], exit_codes: list[int |
 
 
 def _run_rank(
-    fn: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...], folder: str, sender: Connection
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: tuple[Any, ...],
+    folder: str,
+    environment: dict[str, str],
+    sender: Connection,
 ) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.update(environment)  # the server's is that of the first call
     _set_environment(rank, world_size)
     torch.set_num_threads(1)
     try:

@@ -175,9 +175,9 @@ def survive(kills: int, folder: Path, save_format: str, seed: int) -> list[str]:
             break
         story.append(kill_once(folder, save_format, chance))
         print(story[-1], flush=True)
-    for process in start(folder, save_format):
+    for rank, process in enumerate(start(folder, save_format)):
         code = process.wait(RUN_S)
-        assert code == 0, (folder / "log-0").read_text()[-3000:]
+        assert code == 0, f"rank {rank} ended with {code}:\n{(folder / f'log-{rank}').read_text()[-3000:]}"
     expected = expected_losses()
     found = losses_of(folder)
     assert found
