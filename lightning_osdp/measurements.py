@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +43,7 @@ from lightning_osdp.profiling.memory import control_group
 from lightning_osdp.profiling.trace import Trace
 from lightning_osdp.sharding import overhead as engine_overhead
 
+PROBE_BYTES = 4 << 20
 PROBE_TOLERANCE = 3.0
 """Cached measurements of the network are used only if a fresh all-gather agrees with them within this factor: the same
 host may reach its peers over another link today. Busy machines are off by a factor of 2 at times."""
@@ -179,7 +179,8 @@ def measured(
             lambda: compute.measure(traced, ranks.device, progress=partial(advance, "compute"), wishes=wishes),
         )
     engine_overhead.warm_up(ranks.group, ranks.device)
-    engine = cluster.engine if cluster is not None else engine_overhead.measure(ranks.group, ranks.device)
+    here = cluster or this_cluster(ranks, link, levels)
+    engine = here.engine if cluster is not None else engine_overhead.measure(ranks.group, ranks.device, here)
     measured = Measurements(link=link, levels=levels, compute=_slowest(times, ranks), engine=engine)
     if ranks.is_first and file is not None:
         write(file, measured.model_dump_json())
@@ -222,20 +223,9 @@ def _still_true(known: Measurements, ranks: Ranks) -> bool:
         return False
     if ranks.count == 1:
         return True
-    part = torch.zeros((4 << 20) // 4 // ranks.count, device=ranks.device)
-    whole = torch.empty(part.numel() * ranks.count, device=ranks.device)
-    seconds = []
-    for _ in range(4):
-        dist.barrier(group=ranks.group)
-        start = time.perf_counter()
-        collectives.all_gather(whole, part, ranks.group)
-        if ranks.device.type == "cuda":
-            torch.cuda.synchronize(ranks.device)
-        seconds.append(time.perf_counter() - start)
-    taken = torch.tensor(min(seconds[1:]), device=ranks.device)
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=ranks.group)
-    expected = known.link.all_gather.time_s(4 << 20, ranks.count)
-    return expected <= PROBE_TOLERANCE * float(taken) and float(taken) <= PROBE_TOLERANCE * expected
+    taken = network.all_gather_s(ranks.group, ranks.device, PROBE_BYTES)
+    expected = known.link.all_gather.time_s(PROBE_BYTES, ranks.count)
+    return expected <= PROBE_TOLERANCE * taken and taken <= PROBE_TOLERANCE * expected
 
 
 def key_of(traced: Trace, device: torch.device, cluster: Cluster, wishes: Wishes, alone: bool = False) -> str:

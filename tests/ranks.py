@@ -66,7 +66,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
             for rank in range(world_size):
                 receiver, sender = context.Pipe(duplex=False)
                 receivers.append(receiver)
-                process = context.Process(target=_run_rank, args=(fn, rank, world_size, args, folder, dict(os.environ), sender))
+                process = context.Process(
+                    target=_run_rank, args=(fn, rank, world_size, args, folder, dict(os.environ), sender)
+                )
                 processes.append(process)
                 process.start()
                 sender.close()

@@ -64,7 +64,8 @@ class ModeOverhead(Frozen):
 
 
 class EngineOverhead(Frozen):
-    """The engine's own time by mode, as measured where it runs."""
+    """The engine's own time by mode, as measured where it runs. It may be negative where the collectives' fits are too
+    high: what counts is the sum of both."""
 
     dp: ModeOverhead = ModeOverhead()
     """Of a parameter that rides in a bucket."""

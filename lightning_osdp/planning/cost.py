@@ -35,6 +35,10 @@ ALONE_BYTES = {"cpu": 1 << 20, "cuda": BUCKET_BYTES}
 latency from about 1 MiB on; on CUDA copies are nearly free and large messages are faster."""
 
 
+FURTHER = 0.5
+"""What each further parameter of a unit adds to what the engine takes for the unit, as a share of that: its gradient's
+hooks and reduction, but no gather."""
+
 AGAIN = 1.5
 """By how much more often the engine is at work for a unit in a block that is recomputed: a forward more than a forward
 and a backward."""
@@ -190,8 +194,8 @@ def engine(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: 
     each = 0.0
     for unit in _units(parts, choice):
         own = cluster.engine.zdp if unit[0].mode == Mode.ZDP else cluster.engine.zdp2
-        seconds = unit[0].number * own.time_s(sum(part.parameter_bytes for part in unit))
-        each += seconds * (AGAIN if recomputed else 1.0)
+        seconds = own.time_s(sum(part.parameter_bytes for part in unit)) + FURTHER * (len(unit) - 1) * own.fixed_s
+        each += unit[0].number * seconds * (AGAIN if recomputed else 1.0)
     return Recurring(once, each)
 
 

@@ -134,7 +134,7 @@ class Space:
         own = self._engine[..., 0] + accumulation * self._engine[..., 1]
         exposed = np.maximum(0.0, everything - self.problem.cluster.overlap * passes)
         update = self.problem.compute.optimizer_s_per_byte * self.footprints[:, COLUMN["updated"]]
-        return Times(passes + update + own, exposed)
+        return Times(np.maximum(0.0, passes + update + own), exposed)
 
     def rows_of(self, choices: Sequence[Choice]) -> Ints:
         """The row of each operator's choice.

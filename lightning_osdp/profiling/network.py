@@ -87,6 +87,13 @@ def measure(
     return Link(**_fits(subjects, sizes, group, device, progress))
 
 
+def all_gather_s(group: dist.ProcessGroup, device: torch.device, whole_bytes: int) -> float:
+    """Seconds of one all-gather, timed as ``measure`` does it. Collective; every rank gets the same number."""
+    subject = _subjects("", OneStage(group), group, device)["all_gather"]
+    numel = -(-whole_bytes // (4 * group.size())) * group.size()
+    return _time_s(subject.make(numel), group, device, subject.before)
+
+
 def measure_levels(
     levels: Levels,
     device: torch.device,

@@ -1,11 +1,14 @@
 """Measures what carrying out a mode takes beside compute and collectives: the engine's own Python, copies, page faults.
 
-A few small operators are trained through the engine, and beside that the same operators as plain modules with the same
-collectives called by hand. The difference, at two sizes, gives seconds per operator and seconds per byte.
+A few operators are trained through the engine, and as plain modules that communicate nothing. The difference is what
+a mode costs in all; less what the planner counts for its collectives, it is the engine's own. So the planner's sum is
+right at the measured sizes, whatever the errors of the collectives' fits (and the engine's own may be negative, where
+they are too high). Replicated gradients share one all-reduce: what counts of it is what more operators add.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,32 +18,47 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_osdp import collectives
-from lightning_osdp.planning.choices import Mode
+from lightning_osdp.planning.choices import Choice, Mode
 from lightning_osdp.planning.cluster import NO_OVERHEAD, Cluster, CollectiveFit, EngineOverhead, Link, ModeOverhead
+from lightning_osdp.planning.cost import communication
+from lightning_osdp.planning.operators import Operator, ParameterInfo
 from lightning_osdp.planning.plan import ExecutionPlan, ModelIdentity, OperatorPlan, Prediction
 from lightning_osdp.sharding.fairscale import FairScaleEngine
 
-WIDTHS = (128, 448)
-"""Of the square weights: 64 KiB and 784 KiB, both small enough to ride in buckets when replicated."""
+WIDTHS = {Mode.DP: (128, 448), Mode.ZDP2: (128, 768), Mode.ZDP: (128, 768)}
+"""Of the square weights: 64 KiB, and 784 KiB, small enough to ride in buckets when replicated, or 2.25 MiB."""
+
+Step = Callable[[], None]
 
 OPERATORS = 6
 """How many are run one after the other: a single one would be lost in the clock's noise."""
 
+FLOPS = {"cpu": 1 << 25, "cuda": 0}
+"""Of each operator's forward. On a CPU, collectives between stretches of compute take longer than in a row; on CUDA
+they must not hide behind it."""
+
 REPEATS, WARM_UP = 15, 2
 
 
-def measure(group: dist.ProcessGroup, device: torch.device) -> EngineOverhead:
+def measure(group: dist.ProcessGroup, device: torch.device, cluster: Cluster) -> EngineOverhead:
     """What each mode takes for an operator in one micro-batch. Collective: all ranks call it alike.
 
+    Args:
+        group: the ranks.
+        device: of this rank.
+        cluster: with the links as measured.
+
     Returns:
-        The slowest rank's numbers, the same on every rank; zeros on a single rank, where nothing is sharded.
+        The same numbers on every rank; zeros on a single rank, where nothing is sharded.
     """
     if group.size() == 1:
         return NO_OVERHEAD
-    found = {mode: [_per_operator_s(mode, width, group, device) for width in WIDTHS] for mode in Mode}
-    sizes = [4 * width * width for width in WIDTHS]
-    fits = {mode: _line(sizes, times) for mode, times in found.items()}
+    fits = {}
+    for mode, widths in WIDTHS.items():
+        own_s = [_per_operator_s(mode, width, group, device) - _counted_s(mode, width, cluster) for width in widths]
+        fits[mode] = _line([4 * width * width for width in widths], own_s)
+    # Counted for each norm and bias, so an error would add up; and a gradient's hook can't take less than nothing.
+    fits[Mode.DP] = fits[Mode.DP].model_copy(update={"fixed_s": max(0.0, fits[Mode.DP].fixed_s)})
     return EngineOverhead(dp=fits[Mode.DP], zdp2=fits[Mode.ZDP2], zdp=fits[Mode.ZDP])
 
 
@@ -52,27 +70,38 @@ def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
     """
     if group.size() > 1:
         for mode in Mode:
-            _with_engine(mode, WIDTHS[0], group, device)()
+            _with_engine(mode, OPERATORS, WIDTHS[mode][0], group, device)()
 
 
 def _line(sizes: list[int], times_s: list[float]) -> ModeOverhead:
-    """Through two points, with neither part below zero."""
+    """Through two points; level where the larger one takes less."""
     slope = max(0.0, (times_s[1] - times_s[0]) / (sizes[1] - sizes[0]))
-    return ModeOverhead(fixed_s=max(0.0, min(times_s[0] - slope * sizes[0], times_s[1])), s_per_byte=slope)
+    rests = [seconds - slope * size for seconds, size in zip(times_s, sizes, strict=True)]
+    return ModeOverhead(fixed_s=sum(rests) / len(rests), s_per_byte=slope)
+
+
+def _counted_s(mode: Mode, width: int, cluster: Cluster) -> float:
+    """What the planner adds for the collectives of such an operator."""
+    weight = ParameterInfo(name="weight", shape=(width, width))
+    operator = Operator(name="operator", kind="Linear", parameters=(weight,))
+    return sum(communication(operator, Choice((mode,)), cluster))
 
 
 def _per_operator_s(mode: Mode, width: int, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Difference between the engine and doing the same by hand, each at its quickest, on the slowest rank."""
-    steps = (_with_engine(mode, width, group, device), _by_hand(mode, width, group, device))
+    """What the mode adds to an operator's compute, medians of the slowest rank."""
+    steps: tuple[Step, ...] = _steps(mode, OPERATORS, width, group, device)
+    fewer = OPERATORS // 2 if mode == Mode.DP else 0
+    steps += _steps(mode, fewer, width, group, device) if fewer else ()
     seconds = [[_once_s(step, group, device) for step in steps] for _ in range(WARM_UP + REPEATS)]
-    # The quickest of each: what others do on the machine meanwhile only ever adds.
-    ours, theirs = (min(each) for each in zip(*seconds[WARM_UP:], strict=True))
-    slowest = torch.tensor((ours - theirs) / OPERATORS, dtype=torch.float64, device=device)
+    medians = [statistics.median(each) for each in zip(*seconds[WARM_UP:], strict=True)]
+    slowest = torch.tensor(medians, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return float(slowest)
+    engine_s, plain_s, *less = map(float, slowest.tolist())
+    without_s = less[0] - less[1] if less else 0.0
+    return (engine_s - plain_s - without_s) / (OPERATORS - fewer)
 
 
-def _once_s(step: Callable[[], None], group: dist.ProcessGroup, device: torch.device) -> float:
+def _once_s(step: Step, group: dist.ProcessGroup, device: torch.device) -> float:
     _synchronize(device)
     dist.barrier(group)
     start = time.perf_counter()
@@ -81,16 +110,26 @@ def _once_s(step: Callable[[], None], group: dist.ProcessGroup, device: torch.de
     return time.perf_counter() - start
 
 
-def _operators(width: int, device: torch.device) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(width, width, bias=False, device=device) for _ in range(OPERATORS)))
+def _steps(mode: Mode, count: int, width: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Step, Step]:
+    """The same compute with and without sharing."""
+    return _with_engine(mode, count, width, group, device), _plain(count, width, device)
+
+
+def _operators(count: int, width: int, device: torch.device) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(width, width, bias=False, device=device) for _ in range(count)))
+
+
+def _sample(width: int, device: torch.device) -> Tensor:
+    rows = FLOPS.get(device.type, 0) // (2 * width * width)
+    return torch.ones(max(1, rows), width, device=device)
 
 
 def _train(model: nn.Module, sample: Tensor) -> None:
     model(sample).sum().backward()
 
 
-def _with_engine(mode: Mode, width: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], None]:
-    model, sample = _operators(width, device), torch.ones(1, width, device=device)
+def _with_engine(mode: Mode, count: int, width: int, group: dist.ProcessGroup, device: torch.device) -> Step:
+    model, sample = _operators(count, width, device), _sample(width, device)
     engine = FairScaleEngine(device, group)
     engine.apply(model, _plan(mode, len(model), group))
 
@@ -104,24 +143,12 @@ def _with_engine(mode: Mode, width: int, group: dist.ProcessGroup, device: torch
     return step
 
 
-def _by_hand(mode: Mode, width: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], None]:
-    """The same compute and the same collectives."""
-    model, sample = _operators(width, device), torch.ones(1, width, device=device)
-    ranks, numel = group.size(), width * width
-    part = torch.zeros(-(-numel // ranks), device=device)
-    whole = torch.zeros(part.numel() * ranks, device=device)
-    every = torch.zeros(numel * OPERATORS, device=device)
+def _plain(count: int, width: int, device: torch.device) -> Step:
+    model, sample = _operators(count, width, device), _sample(width, device)
 
     def step() -> None:
         _train(model, sample)
         model.zero_grad(set_to_none=True)
-        if mode == Mode.DP:
-            collectives.all_reduce_mean(every, group)
-            return
-        for _ in range(OPERATORS):
-            for _ in range(2 if mode == Mode.ZDP else 1):
-                collectives.all_gather(torch.empty_like(whole), part, group)
-            collectives.reduce_scatter(torch.empty_like(part), whole, group)
 
     return step
 

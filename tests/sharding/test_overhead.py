@@ -7,13 +7,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_osdp.planning.choices import Choice, Mode
-from lightning_osdp.planning.cluster import Cluster, EngineOverhead, ModeOverhead
+from lightning_osdp.planning.cluster import Cluster, CollectiveFit, EngineOverhead, Link, ModeOverhead
 from lightning_osdp.planning.cost import engine
 from lightning_osdp.planning.operators import Operator, ParameterInfo
 from lightning_osdp.sharding import overhead
 from tests.models import some_cluster
 from tests.ranks import run_ranks
 
+NOTHING = CollectiveFit(latency_s=0.0, s_per_byte=0.0)
 OWN = EngineOverhead(
     dp=ModeOverhead(fixed_s=1e-3, s_per_byte=1e-9),
     zdp2=ModeOverhead(fixed_s=2e-3, s_per_byte=2e-9),
@@ -27,17 +28,24 @@ def engine_s(operator: Operator, mode: Mode, cluster: Cluster, accumulation: int
     return once + accumulation * each
 
 
-def measure(rank: int, ranks: int) -> EngineOverhead:
-    return overhead.measure(dist.group.WORLD, torch.device("cpu"))
+def measure(rank: int, ranks: int) -> tuple[EngineOverhead, EngineOverhead]:
+    """With collectives that are said to take nothing, and with some that are said to take an hour."""
+    dear = CollectiveFit(latency_s=3600.0, s_per_byte=0.0)
+    clusters = (
+        some_cluster(ranks, link=Link(all_reduce=fit, all_gather=fit, reduce_scatter=fit)) for fit in (NOTHING, dear)
+    )
+    free, dearly = (overhead.measure(dist.group.WORLD, torch.device("cpu"), cluster) for cluster in clusters)
+    return free, dearly
 
 
-def test_every_rank_gets_the_same_numbers_and_none_is_negative() -> None:
+def test_every_rank_gets_the_same_numbers_and_collectives_are_left_out() -> None:
     first, second = run_ranks(measure, 2)
     assert first == second
-    parts = [first.dp, first.zdp2, first.zdp]
-    assert all(part.fixed_s >= 0 and part.s_per_byte >= 0 for part in parts)
-    # A unit's hooks run some hundred lines of Python, whatever the machine.
-    assert all(part.time_s(1 << 20) > 0 for part in parts[1:])
+    free, dearly = first
+    # Collectives and a unit's hooks take some time, whatever the machine.
+    assert all(part.time_s(1 << 20) > 0 for part in (free.zdp2, free.zdp))
+    assert dearly.zdp2.time_s(1 << 20) == pytest.approx(-2 * 3600, abs=1)
+    assert dearly.zdp.time_s(1 << 20) == pytest.approx(-3 * 3600, abs=1)
 
 
 @pytest.mark.parametrize(
