@@ -133,7 +133,7 @@ class Node:
         rows, options = np.nonzero(self.useful)
         columns = (rows, options, *(values[rows, options] for values in (self.weight, self.added, self.excess)))
         best: tuple[int, Deviations] = (0, {})
-        for digit in range(max(1, len(self.useful).bit_length())):
+        for digit in range(max(1, (len(self.useful) - 1).bit_length())):
             half = (rows >> digit) & 1 == 1
             left, right = (leaf(*(column[part] for column in columns)) for part in (half, ~half))
             pair = best_pair(left, right, self.left)

@@ -134,13 +134,16 @@ def table_of(menus: Sequence[Sequence[Option]], counts: Sequence[int] | None = N
         ValueError: a menu is empty, or a time or a number of bytes is negative, not finite or too large.
     """
     groups: dict[tuple[Option, ...], list[int]] = {}
+    known: dict[int, list[int]] = {}  # the same menu again need not be hashed
     first = 0
     for menu, number in zip(menus, counts or [1] * len(menus), strict=True):
-        groups.setdefault(tuple(menu), []).extend(range(first, first + number))
+        members = known.get(id(menu))
+        if members is None:
+            members = known[id(menu)] = groups.setdefault(tuple(menu), [])
+        members.extend(range(first, first + number))
         first += number
-    for menu, members in groups.items():
-        if not menu:
-            raise ValueError(f"the menu of operator {members[0]} is empty")
+    if () in groups:
+        raise ValueError(f"the menu of operator {groups[()][0]} is empty")
     count = np.array([len(members) for members in groups.values()], dtype=np.int64)
     sizes = np.array([len(menu) for menu in groups])
     valid = np.arange(sizes.max()) < sizes[:, None]
@@ -217,21 +220,26 @@ def hulls(cost: NDArray[Any], weight: Ints, valid: NDArray[np.bool_]) -> Hulls:
     lightest = valid & (weight == np.where(valid, weight, NONE_BYTES).min(axis=1, keepdims=True))
     start = np.where(lightest, cost, worst).argmin(axis=1)
     rows, at = np.arange(len(start)), start
+    # What is out weighs nothing, so that no edge leads to it.
+    heavy, left = np.where(valid, weight, 0), np.where(valid, cost, 0)
     edges: list[tuple[NDArray[Any], ...]] = []
     last = np.full(len(start), np.inf)
     while len(rows):
-        more = weight[rows] - weight[rows, at][:, None]
-        saved = cost[rows, at][:, None] - np.where(valid[rows], cost[rows], cost[rows, at][:, None])
-        ahead = valid[rows] & (more > 0) & (saved > 0)
-        slope = np.where(ahead, saved / np.where(ahead, more, 1), 0.0)
-        steepest = slope.max(axis=1)
-        going = steepest > 0
-        target = np.where(slope == steepest[:, None], more, -1).argmax(axis=1)
         here = np.arange(len(rows))
+        more = heavy - heavy[here, at][:, None]
+        saved = left[here, at][:, None] - left
+        slope = np.where((more > 0) & (saved > 0), saved / np.maximum(more, 1), 0.0)
+        steepest = slope.max(axis=1)
+        target = np.where(slope == steepest[:, None], more, -1).argmax(axis=1)
         # A hull's slopes fall; rounding must not let a later edge overtake an earlier one.
         last = np.minimum(last, steepest)
-        edges.append(tuple(v[going] for v in (rows, at, target, more[here, target], saved[here, target], last)))
-        rows, at, last = rows[going], target[going], last[going]
+        edge = (rows, at, target, more[here, target], saved[here, target], last)
+        going = steepest > 0
+        if not going.all():
+            edge = tuple(column[going] for column in edge)
+            heavy, left = heavy[going], left[going]
+        edges.append(edge)
+        rows, _, at, *_, last = edge
     row, origin, target, heavier, saved, slope = (np.concatenate(column) for column in zip(*edges, strict=True))
     return Hulls(start, row, origin, target, heavier, saved, slope, np.argsort(-slope, kind="stable"))
 

@@ -218,7 +218,7 @@ def _fastest(table: Table, budget_bytes: int) -> Found | None:
 def _first(table: Table, caps: Ints, budget_bytes: int) -> Found:
     """A good solution to start from: the best of the rounded relaxations at a few caps. Its cost is in seconds."""
     found: list[Found] = []
-    looks = 5 if table.time_s.size > SMALL_TABLE else 2
+    looks = 5 if table.time_s.size > SMALL_TABLE else 1
     for cap in np.unique(caps[np.linspace(0, len(caps) - 1, looks).astype(int)]).tolist():
         room = budget_bytes - cap - table.least_bytes
         relaxed = relax(table, table.time_s, table.transient <= cap, room)
