@@ -94,15 +94,17 @@ def network(cluster: Cluster) -> Iterator[None]:
         for node in range(cluster.nodes):
             host = cluster.host(node)
             sh(f"ip netns add {host}")
-            cleanup.callback(sh, f"ip netns del {host}")  # its end of the cable goes with it, and so does the other
+            cleanup.callback(sh, f"ip netns del {host}")
             sh(f"ip -n {host} link set lo up")
             if cluster.nodes > 1:
-                connect(cluster, node, bridge)
+                plug = connect(cluster, node, bridge)
+                # Both ends at once; those that go with their namespace take a moment, and the name stays taken.
+                cleanup.callback(sh, f"ip link del {plug}")
         yield
 
 
-def connect(cluster: Cluster, node: int, bridge: str) -> None:
-    """Lays the cable from a node to the bridge and limits what the node may send over it."""
+def connect(cluster: Cluster, node: int, bridge: str) -> str:
+    """Lays the cable from a node to the bridge and limits what the node may send over it. Returns the bridge's end."""
     host, plug = cluster.host(node), f"{cluster.name}p{node}"
     sh(f"ip link add {plug} type veth peer name eth0 netns {host}")
     sh(f"ip link set {plug} master {bridge} up")
@@ -111,6 +113,7 @@ def connect(cluster: Cluster, node: int, bridge: str) -> None:
     if cluster.rate:
         # The burst covers what 1 ms lets through at 4 Gbit/s; a smaller one would throttle below the rate.
         sh(f"ip netns exec {host} tc qdisc add dev eth0 root tbf rate {cluster.rate} burst 512kb latency 200ms")
+    return plug
 
 
 @contextmanager

@@ -18,7 +18,6 @@ rank, "two-stage" is "world" and "node" replicates. Needs root (see lab.py).
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import statistics
@@ -45,8 +44,6 @@ COLUMNS = "{:>5} {:>7} {:<10} | {:>9} {:>9} {:>6} | {:>9} {:>9} {:>6} | {:>9} {:
 LINK_TOLERANCE = 0.05
 CLOSE_TO_FASTEST = 0.03
 GROUP_SPEED_UP = 1.5
-
-_runs = itertools.count()
 
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
@@ -135,8 +132,7 @@ def run(args: argparse.Namespace, setting: tuple[int, int, str], plan: str | Non
     own = {"nodes": nodes, "per-node": per_node, "folder": folder, "layers": args.layers, "width": args.width}
     own |= {"batch-size": args.batch_size, "steps": args.steps, "limit": args.limit} | ({"plan": plan} if plan else {})
     command = [sys.executable, __file__, "--worker", *(f"--{name}={value}" for name, value in own.items())]
-    # A name of its own: the interfaces of the run before may take a moment to go.
-    cluster = lab.Cluster(f"mn{os.getpid()}x{next(_runs)}", nodes, per_node, rate, None)
+    cluster = lab.Cluster(f"mn{os.getpid()}", nodes, per_node, rate, None)
     outcomes = lab.run(cluster, command, timeout_s=args.timeout)
     failed = [rank for rank, outcome in enumerate(outcomes) if outcome.status]
     if failed:
