@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -55,16 +55,24 @@ NO_CORRECTION = Correction()
 """Of measurements that no run has followed yet."""
 
 
-class Measurements(Frozen):
-    """What is kept on disk between runs."""
+class Connections(Frozen):
+    """What is measured of the ranks, whatever they train."""
 
     link: Link
     levels: Levels | None = None
     """Where there are several nodes of several ranks."""
-    compute: ComputeTimes
     engine: EngineOverhead = NO_OVERHEAD
+
+
+class Measurements(Connections):
+    """All that a plan is made from."""
+
+    compute: ComputeTimes
     correction: Correction = NO_CORRECTION
     """What runs with these measurements have taught since."""
+
+
+Kept = TypeVar("Kept", bound=Connections)
 
 
 @dataclass(frozen=True)
@@ -165,26 +173,47 @@ def measured(
     """Measurements, whether the cache had them, and the file that keeps them (on the first rank). Collective."""
     here = this_cluster(ranks, NO_LINK)
     file = cache / f"{key_of(traced, ranks.device, here, wishes)}.json" if cache is not None else None
-    known = [read(file) if ranks.is_first and file is not None else None]
-    dist.broadcast_object_list(known, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
-    stored = known[0]
+    stored = _stored(file, Measurements, ranks)
+    engine_overhead.warm_up(ranks.group, ranks.device)
     if stored is not None and (cluster is not None or _still_true(stored, ranks)):
         on_all_ranks(ranks.group, lambda: compute.warm_up(traced, ranks.device))
-        engine_overhead.warm_up(ranks.group, ranks.device)
         return stored, True, file
     with progress(ranks.is_first, ("network", "compute")) as advance:
-        link, levels = (cluster.link, cluster.levels) if cluster is not None else measure_links(ranks, advance)
+        connections = _connections(ranks, cluster, cache, advance)
         times = on_all_ranks(
             ranks.group,
             lambda: compute.measure(traced, ranks.device, progress=partial(advance, "compute"), wishes=wishes),
         )
-    engine_overhead.warm_up(ranks.group, ranks.device)
-    here = cluster or this_cluster(ranks, link, levels)
-    engine = here.engine if cluster is not None else engine_overhead.measure(ranks.group, ranks.device, here)
-    measured = Measurements(link=link, levels=levels, compute=_slowest(times, ranks), engine=engine)
+    measured = Measurements(**dict(connections), compute=_slowest(times, ranks))
     if ranks.is_first and file is not None:
         write(file, measured.model_dump_json())
     return measured, False, file
+
+
+def _stored(file: Path | None, kind: type[Kept], ranks: Ranks) -> Kept | None:
+    """What the first rank's disk holds, on every rank."""
+    known = [read(file, kind) if ranks.is_first and file is not None else None]
+    dist.broadcast_object_list(known, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
+    return known[0]
+
+
+def _connections(
+    ranks: Ranks, cluster: Cluster | None, cache: Path | None, advance: Callable[[str, int, int], None]
+) -> Connections:
+    """As given, as they were measured for another model, or measured now. Collective."""
+    if cluster is not None:
+        return Connections(link=cluster.link, levels=cluster.levels, engine=cluster.engine)
+    here = this_cluster(ranks, NO_LINK)
+    file = cache / f"ranks-{_hash(_facts(ranks.device, here))}.json" if cache is not None else None
+    stored = _stored(file, Connections, ranks)
+    if stored is not None and _still_true(stored, ranks):
+        return stored
+    link, levels = measure_links(ranks, advance)
+    engine = engine_overhead.measure(ranks.group, ranks.device, this_cluster(ranks, link, levels))
+    connections = Connections(link=link, levels=levels, engine=engine)
+    if ranks.is_first and file is not None:
+        write(file, connections.model_dump_json())
+    return connections
 
 
 def measure_links(ranks: Ranks, advance: Callable[[str, int, int], None]) -> tuple[Link, Levels | None]:
@@ -217,7 +246,7 @@ def _slowest(times: ComputeTimes, ranks: Ranks) -> ComputeTimes:
     return max(everyone, key=total)  # type: ignore[no-any-return]
 
 
-def _still_true(known: Measurements, ranks: Ranks) -> bool:
+def _still_true(known: Connections, ranks: Ranks) -> bool:
     """Whether all that is needed was measured, and one all-gather takes about as long as the cached fit says."""
     if ranks.two_levels and known.levels is None:
         return False
@@ -238,31 +267,41 @@ def key_of(traced: Trace, device: torch.device, cluster: Cluster, wishes: Wishes
         wishes: say which ways to split operators are measured.
         alone: whether one process measures, while no other rank uses the same machine.
     """
-    name = platform.processor() or platform.machine()
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    facts = {
-        "host": platform.node(),
-        "device": name,
-        "ranks": [cluster.ranks, cluster.nodes, *cluster.uneven],
-        "threads": torch.get_num_threads(),
-        "backend": cluster.backend,
-        "torch": torch.__version__,
+    facts = _facts(device, cluster) | {
         "model": traced.description.fingerprint,
         "step": traced.description.model_dump_json(),
         "slices": str(wishes.slice_granularity),
     }
     if alone:
         facts["alone"] = True
+    return _hash(facts)
+
+
+def _facts(device: torch.device, cluster: Cluster) -> dict[str, Any]:
+    """What all measurements depend on."""
+    name = platform.processor() or platform.machine()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    return {
+        "host": platform.node(),
+        "device": name,
+        "ranks": [cluster.ranks, cluster.nodes, *cluster.uneven],
+        "threads": torch.get_num_threads(),
+        "backend": cluster.backend,
+        "torch": torch.__version__,
+    }
+
+
+def _hash(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def read(file: Path) -> Measurements | None:
+def read(file: Path, kind: type[Kept]) -> Kept | None:
     """What ``write`` left; None if there is nothing, or nothing that can be read."""
     if not file.exists():
         return None
     try:
-        return Measurements.model_validate_json(file.read_text())
+        return kind.model_validate_json(file.read_text())
     except ValidationError:
         warnings.warn(f"{file} is damaged and will be measured anew", OSDPWarning, stacklevel=2)
         return None
@@ -294,6 +333,6 @@ def progress(shown: bool, names: Sequence[str]) -> Iterator[Callable[[str, int, 
 
 def remember(file: Path, correction: Correction) -> None:
     """Stores what a run has taught with the measurements that its plan was made from."""
-    known = read(file)
+    known = read(file, Measurements)
     if known is not None:
         write(file, known.model_copy(update={"correction": correction}).model_dump_json())

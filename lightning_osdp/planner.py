@@ -213,7 +213,8 @@ def plan_alone(
         if cache
         else []
     )
-    known = next((found for found in map(measurements.read, files) if found is not None), None)
+    stored = (measurements.read(file, Measurements) for file in files)
+    known = next((found for found in stored if found is not None), None)
     if known is None:
         with measurements.progress(True, ("compute",)) as advance:
             shown = partial(advance, "compute")
