@@ -43,6 +43,10 @@ from lightning_osdp.profiling.memory import control_group
 from lightning_osdp.profiling.trace import Trace
 from lightning_osdp.sharding import overhead as engine_overhead
 
+ROOM_FOR_LARGEST = 3
+"""Of the memory that is free, the largest tensor that links are measured with takes one part in so many: there are two
+of it."""
+
 PROBE_BYTES = 4 << 20
 PROBE_TOLERANCE = 3.0
 """Cached measurements of the network are used only if a fresh all-gather agrees with them within this factor: the same
@@ -168,9 +172,18 @@ def default_cache() -> Path:
 
 
 def measured(
-    traced: Trace, ranks: Ranks, cluster: Cluster | None, cache: Path | None, wishes: Wishes
+    traced: Trace, ranks: Ranks, cluster: Cluster | None, cache: Path | None, wishes: Wishes, room_bytes: int
 ) -> tuple[Measurements, bool, Path | None]:
-    """Measurements, whether the cache had them, and the file that keeps them (on the first rank). Collective."""
+    """Measurements, whether the cache had them, and the file that keeps them (on the first rank). Collective.
+
+    Args:
+        traced: the model.
+        ranks: who trains together.
+        cluster: hardware that is known already.
+        cache: folder of measurements.
+        wishes: what is not left to the search.
+        room_bytes: that measuring may take on this rank.
+    """
     here = this_cluster(ranks, NO_LINK)
     file = cache / f"{key_of(traced, ranks.device, here, wishes)}.json" if cache is not None else None
     stored = _stored(file, Measurements, ranks)
@@ -179,7 +192,7 @@ def measured(
         on_all_ranks(ranks.group, lambda: compute.warm_up(traced, ranks.device))
         return stored, True, file
     with progress(ranks.is_first, ("network", "compute")) as advance:
-        connections = _connections(ranks, cluster, cache, advance)
+        connections = _connections(ranks, cluster, cache, advance, room_bytes)
         times = on_all_ranks(
             ranks.group,
             lambda: compute.measure(traced, ranks.device, progress=partial(advance, "compute"), wishes=wishes),
@@ -198,7 +211,7 @@ def _stored(file: Path | None, kind: type[Kept], ranks: Ranks) -> Kept | None:
 
 
 def _connections(
-    ranks: Ranks, cluster: Cluster | None, cache: Path | None, advance: Callable[[str, int, int], None]
+    ranks: Ranks, cluster: Cluster | None, cache: Path | None, advance: Callable[[str, int, int], None], room_bytes: int
 ) -> Connections:
     """As given, as they were measured for another model, or measured now. Collective."""
     if cluster is not None:
@@ -208,7 +221,7 @@ def _connections(
     stored = _stored(file, Connections, ranks)
     if stored is not None and _still_true(stored, ranks):
         return stored
-    link, levels = measure_links(ranks, advance)
+    link, levels = measure_links(ranks, advance, room_bytes)
     engine = engine_overhead.measure(ranks.group, ranks.device, this_cluster(ranks, link, levels))
     connections = Connections(link=link, levels=levels, engine=engine)
     if ranks.is_first and file is not None:
@@ -216,8 +229,17 @@ def _connections(
     return connections
 
 
-def measure_links(ranks: Ranks, advance: Callable[[str, int, int], None]) -> tuple[Link, Levels | None]:
-    """The links of all ranks together, and those of nodes where there are two levels. Collective."""
+def measure_links(
+    ranks: Ranks, advance: Callable[[str, int, int], None], room_bytes: int | None = None
+) -> tuple[Link, Levels | None]:
+    """The links of all ranks together, and those of nodes where there are two levels. Collective.
+
+    Args:
+        ranks: who trains together.
+        advance: called as ``advance("network", done, total)``.
+        room_bytes: that it may take on this rank; None: as much as it likes.
+    """
+    max_bytes = None if room_bytes is None else room_bytes // ROOM_FOR_LARGEST
     kinds = 2 if ranks.two_levels else 1
 
     def link_progress(done: int, total: int) -> None:
@@ -226,11 +248,11 @@ def measure_links(ranks: Ranks, advance: Callable[[str, int, int], None]) -> tup
     def levels_progress(done: int, total: int) -> None:
         advance("network", total + done, 2 * total)
 
-    link = network.measure(ranks.group, ranks.device, progress=link_progress)
+    link = network.measure(ranks.group, ranks.device, max_bytes=max_bytes, progress=link_progress)
     if not ranks.two_levels:
         return link, None
     groups = LevelGroups.of(ranks.group, ranks.nodes)
-    levels = network.measure_levels(groups, ranks.device, progress=levels_progress)
+    levels = network.measure_levels(groups, ranks.device, max_bytes=max_bytes, progress=levels_progress)
     groups.destroy()
     return link, levels
 

@@ -27,7 +27,7 @@ from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling import compute
-from lightning_osdp.profiling.memory import overhead
+from lightning_osdp.profiling.memory import memory_in_use, overhead
 from lightning_osdp.profiling.trace import Trace, trace, trace_real
 
 Result = TypeVar("Result")
@@ -82,7 +82,7 @@ def measure_and_plan(
     traced: Trace,
     ranks: Ranks,
     rule: BatchRule,
-    memory_limit_bytes: int,
+    memory_limit: Callable[[], int],
     model_bytes: int,
     *,
     cluster: Cluster | None = None,
@@ -95,7 +95,8 @@ def measure_and_plan(
         traced: the model, the same on every rank.
         ranks: who trains together.
         rule: which batch sizes to try.
-        memory_limit_bytes: per device; the smallest over the ranks counts.
+        memory_limit: gives bytes per device; the smallest over the ranks counts. Asked for when all is measured: it
+            may count pages of libraries, which grow by what measuring runs.
         model_bytes: of parameters and buffers on the device now.
         cluster: hardware that is known already; its links are not measured.
         cache: folder of measurements; None to keep none.
@@ -109,9 +110,11 @@ def measure_and_plan(
     if cluster is not None and cluster.ranks != ranks.count:
         raise ConfigurationError(f"cluster describes {cluster.ranks} ranks, this run has {ranks.count}")
     start = time.monotonic()
-    measured, from_cache, file = measurements.measured(traced, ranks, cluster, cache, wishes)
+    room_bytes = max(0, memory_limit() - memory_in_use(ranks.device))
+    measured, from_cache, file = measurements.measured(traced, ranks, cluster, cache, wishes, room_bytes)
     profiling_s = time.monotonic() - start
-    numbers = torch.tensor([-memory_limit_bytes, not_for_the_model(traced, ranks.device, model_bytes)])
+    used_bytes = not_for_the_model(traced, ranks.device, model_bytes)
+    numbers = torch.tensor([-memory_limit(), used_bytes])
     numbers = numbers.to(ranks.device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=ranks.group)
     limit, used = -int(numbers[0]), int(numbers[1])

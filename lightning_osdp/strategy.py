@@ -250,8 +250,12 @@ class OSDPStrategy(RanksStrategy):
         cluster = planner.on_all_ranks(ranks, lambda: settings.read_cluster(self._given_cluster))
         tensors = [*module.parameters(), *module.buffers()]
         model_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
-        limit = self._memory_limit or memory.memory_limit(device, self.num_processes, measurements.sharers(ranks))
-        earlier = planner.still_right(self.earlier_plan, traced, ranks, rule, limit)
+        sharers = measurements.sharers(ranks)
+
+        def limit() -> int:
+            return self._memory_limit or memory.memory_limit(device, self.num_processes, sharers)
+
+        earlier = planner.still_right(self.earlier_plan, traced, ranks, rule, limit())
         if earlier is not None and self._replan == "never":
             return planner.Outcome(earlier)
         return planner.measure_and_plan(

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,20 @@ from lightning_osdp.sharding.fairscale import FairScaleEngine
 WIDTHS = {Mode.DP: (128, 448), Mode.ZDP2: (128, 768), Mode.ZDP: (128, 768)}
 """Of the square weights: 64 KiB, and 784 KiB, small enough to ride in buckets when replicated, or 2.25 MiB."""
 
-Step = Callable[[], None]
+
+class Step(NamedTuple):
+    """One training step of some operators."""
+
+    run: Callable[[], None]
+    model: nn.Module
+
+    def forget(self) -> None:
+        """Frees the model's memory. FairScale's hooks tie its parameters to autograd's nodes, where Python's collector
+        does not see them: they would stay."""
+        for parameter in self.model.parameters():
+            vars(parameter).clear()
+            parameter.data = parameter.data.new_empty(0)
+
 
 OPERATORS = 6
 """How many are run one after the other: a single one would be lost in the clock's noise."""
@@ -70,7 +83,9 @@ def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
     """
     if group.size() > 1:
         for mode in Mode:
-            _with_engine(mode, OPERATORS, WIDTHS[mode][0], group, device)()
+            step = _with_engine(mode, OPERATORS, WIDTHS[mode][0], group, device)
+            step.run()
+            step.forget()
 
 
 def _line(sizes: list[int], times_s: list[float]) -> ModeOverhead:
@@ -96,6 +111,8 @@ def _per_operator_s(mode: Mode, width: int, group: dist.ProcessGroup, device: to
     medians = [statistics.median(each) for each in zip(*seconds[WARM_UP:], strict=True)]
     slowest = torch.tensor(medians, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    for step in steps:
+        step.forget()
     engine_s, plain_s, *less = map(float, slowest.tolist())
     without_s = less[0] - less[1] if less else 0.0
     return (engine_s - plain_s - without_s) / (OPERATORS - fewer)
@@ -105,7 +122,7 @@ def _once_s(step: Step, group: dist.ProcessGroup, device: torch.device) -> float
     _synchronize(device)
     dist.barrier(group)
     start = time.perf_counter()
-    step()
+    step.run()
     _synchronize(device)
     return time.perf_counter() - start
 
@@ -140,7 +157,7 @@ def _with_engine(mode: Mode, count: int, width: int, group: dist.ProcessGroup, d
         engine.after_optimizer_step()
         model.zero_grad(set_to_none=True)
 
-    return step
+    return Step(step, model)
 
 
 def _plain(count: int, width: int, device: torch.device) -> Step:
@@ -150,7 +167,7 @@ def _plain(count: int, width: int, device: torch.device) -> Step:
         _train(model, sample)
         model.zero_grad(set_to_none=True)
 
-    return step
+    return Step(step, model)
 
 
 def _plan(mode: Mode, operators: int, group: Any) -> ExecutionPlan:
