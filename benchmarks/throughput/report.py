@@ -100,8 +100,12 @@ def _ratios(pairs: Iterable[tuple[Comparison, Row | None]]) -> tuple[float, ...]
 
 
 def alone_alive(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Cells in which OSDP trains and nothing else does."""
-    return [c for c in comparisons if c.osdp.status == "ok" and c.best() is None]
+    """Cells in which OSDP trains and nothing else does. What was not run, being too slow anyway, may train."""
+    return [c for c in comparisons if c.osdp.status == "ok" and not any(_lives(row) for row in c.rows)]
+
+
+def _lives(row: Row) -> bool:
+    return row.system != OSDP and row.status in ("ok", "bounded")
 
 
 def lost(comparisons: Sequence[Comparison]) -> list[Comparison]:

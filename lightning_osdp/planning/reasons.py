@@ -23,8 +23,14 @@ class Reasons(NamedTuple):
     blocks: tuple[BlockPlan, ...]
 
 
-def reasons(desk: Desk, candidate: Candidate) -> Reasons:
-    """What there was to choose at the candidate's batch size, with bytes as they count about when its peak is."""
+def reasons(desk: Desk, candidate: Candidate, apart: Desk) -> Reasons:
+    """What there was to choose at the candidate's batch size, with bytes as they count about when its peak is.
+
+    Args:
+        desk: at which operators share units as the candidate has it.
+        candidate: the plan.
+        apart: the desk at which none do.
+    """
     at = AtBatchSize(desk, candidate.batch_size, candidate.accumulation)
     rows = desk.rows_of(candidate.choices)
     names = set(candidate.recomputed)
@@ -34,17 +40,17 @@ def reasons(desk: Desk, candidate: Candidate) -> Reasons:
     price = solution.price_s_per_byte if solution is not None else 0.0
     shared = [_alternatives(at, groups, group, rows) for group in range(len(groups.menus))]
     groups_of = [groups.member.tolist()[place] for place in desk.joined.place]
-    blocks = _with_joining(desk, candidate, _blocks(at, rows, names))
+    blocks = _with_joining(apart, candidate, _blocks(at, rows, names))
     return Reasons([shared[group] for group in groups_of], price, blocks)
 
 
-def _with_joining(desk: Desk, candidate: Candidate, blocks: tuple[BlockPlan, ...]) -> tuple[BlockPlan, ...]:
+def _with_joining(apart: Desk, candidate: Candidate, blocks: tuple[BlockPlan, ...]) -> tuple[BlockPlan, ...]:
     """The same with what shared units bring."""
     members = Counter(unit for unit in candidate.units if unit)
     if not members:
         return blocks
     batch = (candidate.batch_size, candidate.accumulation, candidate.recomputed)
-    alone = Desk(desk.problem).candidate(candidate.choices, *batch)
+    alone = apart.candidate(candidate.choices, *batch)
     changes = {
         "joining_s": (alone.step_time_s - candidate.step_time_s) / len(members),
         "joining_bytes": candidate.peak.total_bytes - alone.peak.total_bytes,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.batches import BatchRule
 from lightning_osdp.planning.candidates import WORTH_TRYING, Candidate, Desk
-from lightning_osdp.planning.joining import ways
+from lightning_osdp.planning.joining import Units, ways
 from lightning_osdp.planning.plan import (
     ExecutionPlan,
     FrontierPoint,
@@ -41,31 +41,42 @@ def make_plan(problem: Problem, rule: BatchRule) -> ExecutionPlan:
             and what would fit.
         ConfigurationError: the batch sizes of ``rule`` contradict each other, or a wish matches nothing.
     """
-    desk = Desks(problem)
+    desks = Desks(problem)
     found: list[Candidate] = []
     end: SearchEnd | None = None
     for batch_size, accumulation in rule.pairs(problem.cluster.ranks):
         try:
-            found.append(desk.best(batch_size, accumulation, quick=True))
+            found.append(desks.best(batch_size, accumulation, quick=True))
         except InfeasibleError as error:
             if not found:
                 raise with_remedies(error, problem, rule, least_bytes) from None
             end = SearchEnd(reason="memory", batch_size=batch_size, needed_bytes=error.needed_bytes)
             break
-    candidates = _finished(desk, found)
-    return _to_plan(problem, choose(candidates), candidates, end or rule.end())
+    candidates = _finished(desks, found)
+    return _to_plan(desks, choose(candidates), candidates, end or rule.end())
 
 
 class Desks:
     """A desk for each way in which operators may share units."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._desks = [Desk(problem, units) for units in ways(problem.model, problem.wishes)]
+        self.problem = problem
+        self._desks = {units: Desk(problem, units) for units in ways(problem.model, problem.wishes)}
+
+    @property
+    def apart(self) -> Desk:
+        """The one at which no operators share units."""
+        return next(iter(self._desks.values()))
+
+    def of(self, units: Units) -> Desk:
+        """The one at which exactly these share units."""
+        if units not in self._desks:
+            self._desks[units] = Desk(self.problem, units)
+        return self._desks[units]
 
     def best(self, batch_size: int, accumulation: int = 1, *, quick: bool = False) -> Candidate:
         """See ``Desk.best``: the fastest of all desks."""
-        bounds = {desk: desk.bound_s(batch_size, accumulation) for desk in self._desks}
+        bounds = {desk: desk.bound_s(batch_size, accumulation) for desk in self._desks.values()}
         found: list[Candidate] = []
         errors: list[InfeasibleError] = []
         for desk in sorted(bounds, key=bounds.__getitem__):
@@ -102,7 +113,7 @@ def least_bytes(problem: Problem, batch_size: int, accumulation: int = 1) -> int
     return Desk(problem).least(batch_size, accumulation).peak.total_bytes
 
 
-def _finished(desk: Desks, found: Sequence[Candidate]) -> list[Candidate]:
+def _finished(desks: Desks, found: Sequence[Candidate]) -> list[Candidate]:
     """The same with those searched to the end that may be chosen, or that decide what is chosen."""
     candidates = list(found)
     open_ = {index for index, one in enumerate(candidates) if one.step_time_s > one.bound_s * (1 + WORTH_TRYING)}
@@ -125,18 +136,18 @@ def _finished(desk: Desks, found: Sequence[Candidate]) -> list[Candidate]:
             break
         index = max(likely, key=optimistic)
         open_.discard(index)
-        better = desk.best(candidates[index].batch_size, candidates[index].accumulation)
+        better = desks.best(candidates[index].batch_size, candidates[index].accumulation)
         candidates[index] = min(candidates[index], better, key=lambda one: one.step_time_s)
     return candidates
 
 
-def _to_plan(problem: Problem, chosen: Candidate, candidates: Sequence[Candidate], end: SearchEnd) -> ExecutionPlan:
-    desk = Desk(problem, chosen.units)
+def _to_plan(desks: Desks, chosen: Candidate, candidates: Sequence[Candidate], end: SearchEnd) -> ExecutionPlan:
+    problem, desk = desks.problem, desks.of(chosen.units)
     chosen = desk.candidate(chosen.choices, chosen.batch_size, chosen.accumulation, chosen.recomputed)
     peak, place = chosen.peak, desk.joined.place
     model, recomputed = problem.model, set(chosen.recomputed)
     inside = {index for block in model.blocks if block.name in recomputed for index in block.operators}
-    known = reasons(desk, chosen)
+    known = reasons(desk, chosen, desks.apart)
     return ExecutionPlan(
         model=ModelIdentity(
             fingerprint=model.fingerprint,
