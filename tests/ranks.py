@@ -22,6 +22,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from lightning_osdp.profiling import compute, network
+from lightning_osdp.sharding import overhead
+
 PRELOADED = [
     "lightning_osdp.sharding.fairscale",
     "tests.integration.modules",
@@ -130,6 +133,7 @@ def _run_rank(
     os.environ.update(environment)  # the server's is that of the first call
     _set_environment(rank, world_size)
     torch.set_num_threads(1)
+    _measure_quickly()
     try:
         dist.init_process_group(
             "gloo", f"file://{folder}/store", rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
@@ -143,6 +147,12 @@ def _run_rank(
         reply = pickle.dumps((False, traceback.format_exc()))
     sender.send_bytes(reply)
     sender.close()
+
+
+def _measure_quickly() -> None:
+    """Tests look at what comes of measurements, not at how precise they are."""
+    network.REPEATS_BY_BUDGET_S, network.FEWEST_REPEATS = 0.05, 2
+    overhead.REPEATS = compute.MAX_REPEATS = 3
 
 
 def _set_environment(rank: int, world_size: int) -> None:

@@ -77,7 +77,7 @@ def _allocate_too_much(rank: int, world_size: int) -> str:
     """Under a real limit of this process's address space."""
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (in_use + (64 << 20), hard))
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + (1 << 30), hard))  # some of it is for threads
     try:
         with shortage.explained(make_plan(), 0, lambda: 1 << 30):
             torch.zeros(1 << 30)
