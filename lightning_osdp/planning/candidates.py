@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -66,7 +67,7 @@ class Candidate:
     bound_s: float = 0.0
     """No plan at this batch size takes less, as far as is known."""
     units: Units = ()
-    """Which operators share units; empty if none do."""
+    """Which operators share units; what is replicated shares none."""
 
     @property
     def step_time_s(self) -> float:
@@ -110,8 +111,8 @@ class Desk:
         self.units = units or ("",) * len(problem.model.operators)
         self.joined = Joined.of(problem.model, self.units)
         self.space = Space(replace(problem, model=self.joined.model, compute=self.joined.times(problem.compute)))
-        self._bounds = Bounds(self.space)
-        self._known: dict[tuple[int, int], Floats] = {}
+        self.bounds = Bounds(self.space)
+        self._at: dict[tuple[int, int], AtBatchSize] = {}
         self.smallest = list(smallest_rows(self.space))
 
     def best(self, batch_size: int, accumulation: int = 1, *, quick: bool = False) -> Candidate:
@@ -125,8 +126,8 @@ class Desk:
         Raises:
             InfeasibleError: none is.
         """
-        at = AtBatchSize(self, batch_size, accumulation)
-        bounds = self._lower_s(at)
+        at = self.at(batch_size, accumulation)
+        bounds = at.lower_s
         found: dict[int, _Found] = {}
         for vector in self._ways(bounds, found, quick):
             one = at.refined(vector, QUICK_REFINEMENTS if quick else REFINEMENTS)
@@ -143,7 +144,7 @@ class Desk:
 
     def least(self, batch_size: int, accumulation: int = 1) -> Candidate:
         """The plan that takes least memory, whatever the limit."""
-        at = AtBatchSize(self, batch_size, accumulation)
+        at = self.at(batch_size, accumulation)
         vectors = self.space.vectors
         ways = {0, int(vectors.sum(axis=1).argmax())}
         plans = [(rows, self.space.recomputed(way)) for way in sorted(ways) for rows in self.smallest]
@@ -156,17 +157,18 @@ class Desk:
         """What a given plan costs, whether it fits or not."""
         names = [block.name for block in self.problem.model.blocks]
         flags = np.array([name in recomputed for name in names], dtype=bool)
-        return AtBatchSize(self, batch_size, accumulation).candidate(self.rows_of(choices), flags)
+        return self.at(batch_size, accumulation).candidate(self.rows_of(choices), flags)
 
     def bound_s(self, batch_size: int, accumulation: int = 1) -> float:
         """Seconds of an optimizer step that no plan undercuts, whether one fits or not."""
-        return float(self._lower_s(AtBatchSize(self, batch_size, accumulation)).min())
+        return float(self.at(batch_size, accumulation).lower_s.min())
 
-    def _lower_s(self, at: AtBatchSize) -> Floats:
-        key = (at.batch_size, at.accumulation)
-        if key not in self._known:
-            self._known[key] = self._bounds.lower_s(at.times, *key)
-        return self._known[key]
+    def at(self, batch_size: int, accumulation: int = 1) -> AtBatchSize:
+        """The desk at one batch size, made once."""
+        key = (batch_size, accumulation)
+        if key not in self._at:
+            self._at[key] = AtBatchSize(self, *key)
+        return self._at[key]
 
     def rows_of(self, choices: Sequence[Choice]) -> Ints:
         """One row for each operator of the space, from one choice for each of the model."""
@@ -220,6 +222,11 @@ class AtBatchSize:
         self.bytes = np.rint(weights(desk.space, batch_size, accumulation)).astype(np.int64)
         self.transient = np.rint(own_run(desk.space, batch_size, accumulation)).astype(np.int64)
         self.kept = np.rint(desk.space.footprints[:, COLUMN["kept"]]).astype(np.int64)
+
+    @cached_property
+    def lower_s(self) -> Floats:
+        """See ``Bounds.lower_s``."""
+        return self.desk.bounds.lower_s(self.times, self.batch_size, self.accumulation)
 
     def refined(self, vector: int, refinements: int) -> _Found | None:
         """The fastest plan that fits with these blocks recomputed; None if none does."""

@@ -31,7 +31,7 @@ def reasons(desk: Desk, candidate: Candidate, apart: Desk) -> Reasons:
         candidate: the plan.
         apart: the desk at which none do.
     """
-    at = AtBatchSize(desk, candidate.batch_size, candidate.accumulation)
+    at = desk.at(candidate.batch_size, candidate.accumulation)
     rows = desk.rows_of(candidate.choices)
     names = set(candidate.recomputed)
     flags = np.array([block.name in names for block in desk.problem.model.blocks], dtype=bool)

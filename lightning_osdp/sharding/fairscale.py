@@ -73,18 +73,13 @@ class FairScaleEngine:
             parameters = large_parameters(modules[operator.name])
             if not parameters:
                 raise ShardingError(f"{operator.name} can't be sharded: all its parameters are small")
-            dtypes = sorted({str(parameter.dtype) for parameter in parameters})
-            if len(dtypes) > 1:
-                raise ShardingError(
-                    f"{operator.name} holds {' and '.join(dtypes)}: a unit's parameters are of one type"
-                )
             for parameter in parameters:
                 if parameter in owner:
                     raise ShardingError(
                         f"{operator.name} and {owner[parameter]} share a parameter: both can't shard it"
                     )
                 owner[parameter] = operator.name
-        _check_joined(plan, modules)
+        _check_units(plan, modules)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             home = owner.get(parameter)
             if home is not None and not name.startswith(home + "."):
@@ -302,15 +297,14 @@ class FairScaleEngine:
         dist.broadcast(tensor.data, src=dist.get_global_rank(self._group, 0), group=self._group)
 
 
-def _check_joined(plan: ExecutionPlan, modules: Mapping[str, nn.Module]) -> None:
-    """Refuses units that lie around something else than a module that runs, or that hold several types."""
+def _check_units(plan: ExecutionPlan, modules: Mapping[str, nn.Module]) -> None:
+    """Refuses units that hold several types, or that operators share which do not lie in a module that runs."""
     for unit, operators in sharded_units(plan).items():
-        if not operators[0].unit:
-            continue
-        if unit not in modules or type(modules[unit]).forward is nn.Module.forward:
+        shared = bool(operators[0].unit)
+        if shared and (unit not in modules or type(modules[unit]).forward is nn.Module.forward):
             raise ShardingError(f"the plan joins operators of {unit!r}, which is no submodule that is called")
         outside = [operator.name for operator in operators if not operator.name.startswith(unit + ".")]
-        if outside:
+        if shared and outside:
             raise ShardingError(f"the plan joins {outside[0]} with operators of {unit}, where it does not lie")
         dtypes = sorted({str(p.dtype) for operator in operators for p in large_parameters(modules[operator.name])})
         if len(dtypes) > 1:
