@@ -2,8 +2,9 @@
 
 Each is found by the exact search (``search.solve``) on the bytes that count at one moment of the step, the one where a
 first plan has its peak. The timeline then gives the true peak; what it leaves unused is given back to the search, what
-it exceeds is taken away, and where another moment turns out to be worse that one takes its place. How many blocks of a
-kind are recomputed is enumerated, those of the least lower bound first (``bounds``).
+it exceeds is taken away, and where another moment turns out to be worse that one takes its place. Where operators are
+few, all moments are then looked at together (``labels``). How many blocks of a kind are recomputed is enumerated, those
+of the least lower bound first (``bounds``).
 """
 
 from __future__ import annotations
@@ -11,18 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
-from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.bounds import AFTER, BEFORE, RUNNING, Bounds, own_run, smallest_rows, weights
+from lightning_osdp.planning.bounds import Bounds, smallest_rows
 from lightning_osdp.planning.choices import Choice, Mode
+from lightning_osdp.planning.groups import Groups, RowCosts
 from lightning_osdp.planning.joining import Joined, Units
+from lightning_osdp.planning.labels import Rows, plans
 from lightning_osdp.planning.remedies import nothing_fits
-from lightning_osdp.planning.search import Option, Solution, solve
-from lightning_osdp.planning.space import Problem, Space, Times
-from lightning_osdp.planning.timeline import COLUMN, Flags, Floats, Ints, Peak
+from lightning_osdp.planning.space import Problem, Space
+from lightning_osdp.planning.timeline import Flags, Floats, Ints, Peak
 
 REFINEMENTS = 12
 """Solutions at most, while budget and true peak are brought together."""
@@ -45,10 +45,6 @@ many more over the number of operators. Where these are few, each one counts, an
 
 WORTH_TRYING = 1e-3
 """Relative: other ways to recompute blocks are not tried for less than this."""
-
-
-STATES = 3
-"""Of an operator at a moment: ``BEFORE``, ``RUNNING`` or ``AFTER`` its backward."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +134,9 @@ class Desk:
         ranking = sorted(found, key=lambda vector: found[vector].seconds)
         few = len(self.space.menu_of) <= FEW_OPERATORS
         for vector in ranking[: 0 if quick else POLISHED_WAYS if few else 1]:
-            found[vector] = at.polished(found[vector], self.space.recomputed(vector))
+            flags = self.space.recomputed(vector)
+            known_s = min(one.seconds for one in found.values())
+            found[vector] = at.faster(at.polished(found[vector], flags), flags, known_s)
         vector = min(found, key=lambda vector: found[vector].seconds)
         return at.candidate(found[vector].rows, self.space.recomputed(vector), float(bounds.min()))
 
@@ -212,16 +210,12 @@ class Desk:
                 yield int(near.argmin())
 
 
-class AtBatchSize:
+class AtBatchSize(RowCosts):
     """The desk at one batch size."""
 
     def __init__(self, desk: Desk, batch_size: int, accumulation: int) -> None:
-        self.desk, self.space = desk, desk.space
-        self.batch_size, self.accumulation = batch_size, accumulation
-        self.times: Times = desk.space.times(batch_size, accumulation)
-        self.bytes = np.rint(weights(desk.space, batch_size, accumulation)).astype(np.int64)
-        self.transient = np.rint(own_run(desk.space, batch_size, accumulation)).astype(np.int64)
-        self.kept = np.rint(desk.space.footprints[:, COLUMN["kept"]]).astype(np.int64)
+        super().__init__(desk.space, batch_size, accumulation)
+        self.desk = desk
 
     @cached_property
     def lower_s(self) -> Floats:
@@ -291,6 +285,17 @@ class AtBatchSize:
                     break
         return plan
 
+    def faster(self, plan: _Found, flags: Flags, known_s: float) -> _Found:
+        """The fastest of all plans if it is faster than this one and than what is known; where operators are few."""
+        limit, again = self.desk.problem.memory_limit_bytes, self.space.in_recomputed(flags)
+        rows = Rows.of(self.space, self.times, self.batch_size, self.accumulation, flags)
+        if rows is None:
+            return plan
+        other_s = plan.seconds - float(self.times.total[again, plan.rows].sum())
+        under_s = (min(plan.seconds, known_s) - other_s) * (1 - 1e-9)
+        faster = (self.found(chosen, flags) for chosen in plans(rows, under_s))
+        return next((one for one in faster if one.peak.total_bytes <= limit), plan)
+
     def _exchanges(self, rows: Ints, again: Ints, most: int) -> list[tuple[tuple[int, int], ...]]:
         """One or two of (operator, row), those that save most first."""
         _, first, inverse = np.unique(rows * 2 + again, return_index=True, return_inverse=True)
@@ -342,102 +347,3 @@ class AtBatchSize:
                 for unit, choice in zip(self.desk.units, choices, strict=True)
             ),
         )
-
-
-class GroupCosts(NamedTuple):
-    """What the rows of a group's menu cost.
-
-    Attributes:
-        choices: what each row stands for.
-        first_row: of the menu, in the space.
-        time_s, resident, transient: by row.
-    """
-
-    choices: tuple[Choice, ...]
-    first_row: int
-    time_s: Floats
-    resident: Ints
-    transient: Ints
-
-
-class Groups:
-    """Operators that are alike at the moment of a plan's peak: same menu, recomputed or not, before, in or after their
-    backward.
-
-    Attributes:
-        member: the group of each operator.
-        menus: what the search may choose from, of each group.
-    """
-
-    def __init__(self, at: AtBatchSize, flags: Flags, peak: Peak, *, wary: bool = False) -> None:
-        """
-        Args:
-            at: the batch size.
-            flags: which blocks are recomputed.
-            peak: gives the moment.
-            wary: whether parameters that stay from forward to backward count at every moment, as if the peak might be
-                in between: what an exchange of rows would cost then holds at other moments, too.
-        """
-        self._at, space = at, at.space
-        after, kept = at.bytes[AFTER], at.kept  # which are there until the operator's own backward ends
-        self._bytes = np.array([at.bytes[BEFORE], after + kept, after + kept if wary else after])
-        again = space.in_recomputed(flags)
-        backward = space.timeline.backward
-        state = np.where(backward.start <= peak.moment, RUNNING, BEFORE)
-        state[backward.stop <= peak.moment] = AFTER
-        self._codes, self.member, count = np.unique(
-            (space.menu_of * 2 + again) * STATES + state, return_inverse=True, return_counts=True
-        )
-        self._order = np.argsort(self.member, kind="stable")
-        self._counts = count.tolist()
-        self._other = peak.activations + peak.overhead + space.problem.model.buffer_bytes
-        self._rows: list[Ints] = []
-        self.menus: list[list[Option]] = []
-        for group in range(len(self._codes)):
-            costs = self.costs(group)
-            rows = undominated(costs.time_s, costs.resident, costs.transient)
-            self._rows.append(rows + costs.first_row)
-            columns = (values[rows].tolist() for values in (costs.time_s, costs.resident, costs.transient))
-            self.menus.append([Option(*values) for values in zip(*columns, strict=True)])
-
-    def costs(self, group: int) -> GroupCosts:
-        """All rows of a group's menu."""
-        code = int(self._codes[group])
-        code, state = divmod(code, STATES)
-        menu = self._at.space.menus[code // 2]
-        time_s = self._at.times.total[code % 2, menu.rows]
-        resident, transient = self._bytes[state, menu.rows], self._at.transient[menu.rows]
-        return GroupCosts(menu.choices, menu.rows.start, time_s, resident, transient)
-
-    def budget(self, limit_bytes: int) -> int:
-        """What the moment leaves to operators."""
-        return int(limit_bytes - self._other)
-
-    def taken_bytes(self, rows: Ints) -> int:
-        """The budget that just admits a row for each operator."""
-        state = self._codes[self.member] % STATES
-        return int(self._bytes[state, rows].sum() + self._at.transient[rows].max(initial=0))
-
-    def solve(self, budget_bytes: int) -> Solution | None:
-        """The fastest rows within the budget; None if nothing fits."""
-        try:
-            return solve(self.menus, budget_bytes, counts=self._counts)
-        except InfeasibleError:
-            return None
-
-    def rows(self, solution: Solution) -> Ints:
-        """The solution as one row for each operator."""
-        groups = np.repeat(np.arange(len(self._counts)), self._counts)
-        chosen = [self._rows[group][choice] for group, choice in zip(groups, solution.choices, strict=True)]
-        rows = np.zeros(len(chosen), dtype=np.int64)
-        rows[self._order] = chosen
-        return rows
-
-
-def undominated(time_s: Floats, size: Ints, transient: Ints) -> Ints:
-    """Rows that no other matches or betters in everything; of equals the first."""
-    columns = (time_s, size, transient)
-    no_worse = np.all([column[:, None] <= column for column in columns], axis=0)
-    better = np.any([column[:, None] < column for column in columns], axis=0)
-    earlier = np.arange(len(time_s))[:, None] < np.arange(len(time_s))
-    return np.flatnonzero(~(no_worse & (better | earlier)).any(axis=0))

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_osdp.planning.candidates import AtBatchSize, Candidate, Desk, Groups, undominated
+from lightning_osdp.planning.candidates import AtBatchSize, Candidate, Desk
 from lightning_osdp.planning.choices import Choice
+from lightning_osdp.planning.groups import Groups, undominated
 from lightning_osdp.planning.plan import BlockPlan, ChoiceCost
 from lightning_osdp.planning.timeline import Ints
 

@@ -20,7 +20,7 @@ forward runs once more, with its own moments: operators are gathered again, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -90,6 +90,10 @@ class Spans(NamedTuple):
 
     start: Ints
     stop: Ints
+
+    def of(self, which: Ints | slice) -> Spans:
+        """Those of some of them."""
+        return Spans(self.start[which], self.stop[which])
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,31 @@ class Timeline:
         worst = int(np.argmax(total))
         parts = {name: float(curve[worst]) for name, curve in curves.items()}
         return Peak(where=self._name_of(worst), moment=worst, **parts)
+
+    def added(
+        self, operators: Ints, footprints: Floats, batch_size: int, accumulation: int, recomputed: Flags
+    ) -> Floats:
+        """Bytes that each footprint adds at each moment, (footprints, moments); what only the largest of all operators
+        adds, one bucket's copy and some optimizers' temporaries, is left out.
+
+        Args:
+            operators: of each footprint, its operator's index.
+            footprints: (footprints, fields).
+            batch_size: samples per micro-batch.
+            accumulation: micro-batches per optimizer step.
+            recomputed: a flag for each block.
+        """
+        changes = np.zeros((len(operators), len(self._moments.source) + 2))
+        every = np.arange(len(operators))
+        for _, spans, amounts in self._held(operators, footprints, batch_size, accumulation, recomputed):
+            changes[every, spans.start] += amounts
+            changes[every, spans.stop] -= amounts
+        return np.asarray(np.cumsum(changes, axis=1)[:, :-1], dtype=np.float64)
+
+    def rest(self, batch_size: int, recomputed: Flags) -> Floats:
+        """Bytes at each moment that belong to no operator."""
+        nothing = np.zeros((len(self._model.operators), len(COLUMN)))
+        return np.asarray(sum(self._curves(nothing, batch_size, 1, recomputed).values()), dtype=np.float64)
 
     def explain(
         self, choices: Sequence[Choice], batch_size: int, accumulation: int = 1, recomputed: Iterable[str] = ()
@@ -266,52 +295,63 @@ class Timeline:
 
     def _curves(self, footprints: Floats, batch_size: int, accumulation: int, recomputed: Flags) -> dict[str, Floats]:
         count = len(self._moments.source) + 1
+        found = {name: np.zeros(count) for name in ("states", "gradients", "gathered", "transient")}
+        for name, spans, amounts in self._held(slice(None), footprints, batch_size, accumulation, recomputed):
+            found[name] += _sums(spans, amounts, count)
+        ends = [float(footprints[:, COLUMN["collected"]].max(initial=0.0)), 0.0]
+        if self._model.optimizer_step.of == "largest":
+            largest = float(footprints[:, COLUMN["largest_update"]].max(initial=0.0))
+            ends[1] = self._model.optimizer_step.temporary_factor * largest
+        found["transient"][-2:] += np.array(ends)[-count:]
+        found["states"] += self._model.buffer_bytes
+        found["activations"] = np.append(self._activations(batch_size, recomputed), 0.0)
+        found["overhead"] = np.full(count, self._overhead)
+        return found
+
+    def _held(
+        self, operators: Ints | slice, footprints: Floats, batch_size: int, accumulation: int, recomputed: Flags
+    ) -> Iterator[tuple[str, Spans, Floats]]:
+        """What is there of footprints of these operators: category, from when to when, and bytes of each.
+
+        All but what only the largest of all operators adds: one bucket's copy, an optimizer's temporaries.
+        """
         column = {name: footprints[:, index] for name, index in COLUMN.items()}
-        backward = np.where(self._differentiated, 1.0, 0.0)
-        redone = np.append(recomputed, False)[self.block_of]
-        gathered, transient = _Steps(count), _Steps(count)
-        gathered.add(Spans(self.forward.start, self.backward.stop), column["kept"])
-        for spans, share in ((self.forward, 1.0), (self._again, redone), (self.backward, backward)):
-            gathered.add(spans, column["gathered"] * share)
-        transient.add(self.forward, column["forward_per_sample"] * batch_size)
-        transient.add(self._again, column["forward_per_sample"] * batch_size * redone)
-        transient.add(self.backward, (column["transient"] + column["backward_per_sample"] * batch_size) * backward)
+        forward, again, backward = (spans.of(operators) for spans in (self.forward, self._again, self.backward))
+        runs_backward = np.where(self._differentiated[operators], 1.0, 0.0)
+        redone = np.append(recomputed, False)[self.block_of[operators]].astype(np.float64)
+        last = len(self._moments.source)
+        first, end = np.zeros(len(footprints), dtype=np.int64), np.full(len(footprints), last + 1)
+
+        yield "states", Spans(first, end), column["states"]
+        yield "gathered", Spans(forward.start, backward.stop), column["kept"]
+        own = column["forward_per_sample"] * batch_size
+        for spans, share in ((forward, 1.0), (again, redone)):
+            yield "gathered", spans, column["gathered"] * share
+            yield "transient", spans, own * share
+        yield "gathered", backward, column["gathered"] * runs_backward
+        own = column["transient"] + column["backward_per_sample"] * batch_size
+        yield "transient", backward, own * runs_backward
         whole, pieces = column["replicated_gradients"], column["sharded_gradients"]
-        gradients = np.full(count, whole.sum() + pieces.sum())
         if accumulation > 1:  # the new gradient stands beside the accumulated one until it is added
-            transient.add(self.backward, whole)
+            yield "gradients", Spans(first, end), whole + pieces
+            yield "transient", backward, whole
         else:
-            changes = np.bincount(self.backward.start, whole, count) + np.bincount(self.backward.stop, pieces, count)
-            gradients = np.cumsum(changes[:count])
-        temporary = transient.sums()
-        ends = [
-            float(column["bucketed"].sum() + column["collected"].max(initial=0.0)),
-            self._optimizer_temporaries(column["updated"], column["largest_update"]),
-        ]
-        temporary[-2:] += np.array(ends)[-count:]
-        return {
-            "states": np.full(count, column["states"].sum() + self._model.buffer_bytes),
-            "gradients": gradients,
-            "gathered": gathered.sums(),
-            "transient": temporary,
-            "activations": np.append(self._activations(batch_size, recomputed), 0.0),
-            "overhead": np.full(count, self._overhead),
-        }
+            yield "gradients", Spans(backward.start, end), whole
+            yield "gradients", Spans(backward.stop, end), pieces
+        if last:
+            yield "transient", Spans(first + last - 1, first + last), column["bucketed"]
+        if self._model.optimizer_step.of != "largest":
+            updated = self._model.optimizer_step.temporary_factor * column["updated"]
+            yield "transient", Spans(first + last, end), updated
 
     def _activations(self, batch_size: int, recomputed: Flags) -> Floats:
         live = self.live.at(batch_size)
         if recomputed.any():
             owner = self._moments.block[self._second]
             live[self._second] = np.where(recomputed[owner], self._redone.at(batch_size), live[self._second])
-            freed = _Steps(len(live))
-            spans = Spans(self.released.start[recomputed], self.released.stop[recomputed])
-            freed.add(spans, np.maximum(0.0, self.saved.at(batch_size)[recomputed]))
-            live -= freed.sums()
+            freed = np.maximum(0.0, self.saved.at(batch_size)[recomputed])
+            live -= _sums(self.released.of(np.flatnonzero(recomputed)), freed, len(live))
         return np.maximum(0.0, live)
-
-    def _optimizer_temporaries(self, updated: Floats, largest: Floats) -> float:
-        step = self._model.optimizer_step
-        return step.temporary_factor * float(largest.max(initial=0.0) if step.of == "largest" else updated.sum())
 
     def _name_of(self, index: int) -> str:
         if index == len(self._moments.source):
@@ -326,15 +366,7 @@ class Timeline:
         return f"{phase} of {self._model.operators[moment.operator].name or 'the whole model'}"
 
 
-class _Steps:
-    """A sum of amounts that are there from one moment to another."""
-
-    def __init__(self, count: int) -> None:
-        self._changes = np.zeros(count + 1)
-
-    def add(self, spans: Spans, amounts: Floats) -> None:
-        length = len(self._changes)
-        self._changes += np.bincount(spans.start, amounts, length) - np.bincount(spans.stop, amounts, length)
-
-    def sums(self) -> Floats:
-        return np.cumsum(self._changes)[:-1]
+def _sums(spans: Spans, amounts: Floats, count: int) -> Floats:
+    """Of amounts that are there from one moment to another, at each of ``count`` moments."""
+    changes = np.bincount(spans.start, amounts, count + 1) - np.bincount(spans.stop, amounts, count + 1)
+    return np.asarray(np.cumsum(changes)[:-1], dtype=np.float64)

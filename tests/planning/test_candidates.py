@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.planning.bounds import Bounds
-from lightning_osdp.planning.candidates import Candidate, Desk
+from lightning_osdp.planning.candidates import WORTH_TRYING, Candidate, Desk
 from lightning_osdp.planning.choices import Choice
 from lightning_osdp.planning.explain import explain
 from lightning_osdp.planning.schedule import BatchRule, make_plan
@@ -49,17 +49,22 @@ def every_plan(desk: Desk, batch_size: int) -> list[Candidate]:
 def test_no_plan_of_two_blocks_is_better(
     saved_mib: int, batch_size: int, forward_ms: float, per_slice_ms: float, share: float
 ) -> None:
-    """Against every choice of slices and every set of recomputed blocks, by the true peak along the step."""
+    """Against every choice of slices and the earliest blocks recomputed, by the true peak along the step.
+
+    The bound holds for any set of recomputed blocks.
+    """
     given_ = problem(blocks=2, saved_mib=saved_mib, forward_ms=forward_ms, per_slice_ms=per_slice_ms)
     plans = every_plan(Desk(given_), batch_size)
     peaks = [plan.peak.total_bytes for plan in plans]
     limit = int(min(peaks) + share * (max(peaks) - min(peaks)))
     desk = Desk(replace(given_, memory_limit_bytes=limit))
+    earliest = [plan for plan in plans if plan.recomputed != ("blocks.1",)]
     best = min(plan.step_time_s for plan in plans if plan.peak.total_bytes <= limit)
+    best_of_these = min((p.step_time_s for p in earliest if p.peak.total_bytes <= limit), default=best)
     found = desk.best(batch_size)
     assert found.peak.total_bytes <= limit
     assert found.bound_s <= best * (1 + 1e-9)
-    assert found.step_time_s <= best * (1 + 0.03)
+    assert found.step_time_s <= best_of_these * (1 + 2 * WORTH_TRYING)
 
 
 @settings(max_examples=10, deadline=None)

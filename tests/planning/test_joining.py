@@ -6,12 +6,12 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.candidates import Candidate, Desk
+from lightning_osdp.planning.candidates import WORTH_TRYING, Candidate, Desk
 from lightning_osdp.planning.choices import Choice, Mode
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.cost import communication, footprint
@@ -180,6 +180,7 @@ def test_a_plan_keeps_its_units_and_says_why() -> None:
 
 
 @settings(max_examples=40, deadline=None)
+@example(limit_mib=67, latency_ms=0.0, saved_mib=0, sizes=(11, 8))  # the best shards what the peak's moment can't tell
 @given(
     limit_mib=st.integers(30, 260),
     latency_ms=st.sampled_from([0.0, 0.2, 5.0]),
@@ -189,7 +190,7 @@ def test_a_plan_keeps_its_units_and_says_why() -> None:
 def test_no_plan_with_or_without_shared_units_is_better(
     limit_mib: int, latency_ms: float, saved_mib: int, sizes: tuple[int, int]
 ) -> None:
-    """Of those in which alike blocks are joined all or none, which are all that is looked at."""
+    """Of those in which alike blocks are joined all or none, and the earliest recomputed, which are all looked at."""
     given_ = problem(limit_mib, slow(latency_ms), blocks_of_two(2, saved_mib, sizes))
     best = min(
         (one for one in _every_plan(given_) if one.peak.total_bytes <= given_.memory_limit_bytes),
@@ -203,7 +204,7 @@ def test_no_plan_with_or_without_shared_units_is_better(
     found = best_candidate(given_, 1)
     assert found.peak.total_bytes <= given_.memory_limit_bytes
     assert found.bound_s <= best.step_time_s * (1 + 1e-9)
-    assert found.step_time_s <= best.step_time_s * (1 + 2e-2)
+    assert found.step_time_s <= best.step_time_s * (1 + 2 * WORTH_TRYING)
 
 
 def _every_plan(given_: Problem) -> list[Candidate]:
@@ -213,8 +214,6 @@ def _every_plan(given_: Problem) -> list[Candidate]:
         desk = Desk(given_, units)
         menus = [desk.space.menus[menu].choices for menu in desk.space.menu_of]
         for choices in itertools.product(*menus):
-            found += [
-                desk.candidate(desk.joined.spread(choices), 1, recomputed=tuple(itertools.compress(names, flags)))
-                for flags in itertools.product((False, True), repeat=len(names))
-            ]
+            spread = desk.joined.spread(choices)
+            found += [desk.candidate(spread, 1, recomputed=tuple(names[:count])) for count in range(len(names) + 1)]
     return found
