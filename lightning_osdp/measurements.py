@@ -41,6 +41,7 @@ from lightning_osdp.planning.wishes import Wishes
 from lightning_osdp.profiling import compute, network
 from lightning_osdp.profiling.memory import control_group
 from lightning_osdp.profiling.trace import Trace
+from lightning_osdp.rehearsal import Stage, rehearse
 from lightning_osdp.sharding import overhead as engine_overhead
 
 ROOM_FOR_LARGEST = 3
@@ -172,7 +173,13 @@ def default_cache() -> Path:
 
 
 def measured(
-    traced: Trace, ranks: Ranks, cluster: Cluster | None, cache: Path | None, wishes: Wishes, room_bytes: int
+    traced: Trace,
+    ranks: Ranks,
+    cluster: Cluster | None,
+    cache: Path | None,
+    wishes: Wishes,
+    room_bytes: int,
+    stage: Stage | None = None,
 ) -> tuple[Measurements, bool, Path | None]:
     """Measurements, whether the cache had them, and the file that keeps them (on the first rank). Collective.
 
@@ -183,6 +190,7 @@ def measured(
         cache: folder of measurements.
         wishes: what is not left to the search.
         room_bytes: that measuring may take on this rank.
+        stage: to rehearse the step on; None to leave it at the parts.
     """
     here = this_cluster(ranks, NO_LINK)
     file = cache / f"{key_of(traced, ranks.device, here, wishes)}.json" if cache is not None else None
@@ -197,7 +205,12 @@ def measured(
             ranks.group,
             lambda: compute.measure(traced, ranks.device, progress=partial(advance, "compute"), wishes=wishes),
         )
-    measured = Measurements(**dict(connections), compute=_slowest(times, ranks))
+    times = _slowest(times, ranks)
+    if stage is not None:
+        hardware = cluster or this_cluster(ranks, connections.link, connections.levels, connections.engine)
+        times, engine = rehearse(stage, traced, ranks.group, hardware, times, room_bytes)
+        connections = connections.model_copy(update={"engine": engine})
+    measured = Measurements(**dict(connections), compute=times)
     if ranks.is_first and file is not None:
         write(file, measured.model_dump_json())
     return measured, False, file

@@ -29,6 +29,7 @@ from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.memory import memory_in_use, overhead
 from lightning_osdp.profiling.trace import Trace, trace, trace_real
+from lightning_osdp.rehearsal import Stage
 
 Result = TypeVar("Result")
 
@@ -88,6 +89,7 @@ def measure_and_plan(
     cluster: Cluster | None = None,
     cache: Path | None = None,
     wishes: Wishes = NO_WISHES,
+    stage: Stage | None = None,
 ) -> Outcome:
     """Measures what is not known yet and plans on the first rank; the same plan comes back on every rank.
 
@@ -101,6 +103,7 @@ def measure_and_plan(
         cluster: hardware that is known already; its links are not measured.
         cache: folder of measurements; None to keep none.
         wishes: what is not left to the search.
+        stage: to rehearse the step on; None to leave it at times that are measured in parts.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -111,7 +114,7 @@ def measure_and_plan(
         raise ConfigurationError(f"cluster describes {cluster.ranks} ranks, this run has {ranks.count}")
     start = time.monotonic()
     room_bytes = max(0, memory_limit() - memory_in_use(ranks.device))
-    measured, from_cache, file = measurements.measured(traced, ranks, cluster, cache, wishes, room_bytes)
+    measured, from_cache, file = measurements.measured(traced, ranks, cluster, cache, wishes, room_bytes, stage)
     profiling_s = time.monotonic() - start
     used_bytes = not_for_the_model(traced, ranks.device, model_bytes)
     numbers = torch.tensor([-memory_limit(), used_bytes])
@@ -125,7 +128,8 @@ def measure_and_plan(
         def first_rank() -> str:
             if not ranks.is_first:
                 return ""
-            hardware = cluster or measurements.this_cluster(ranks, known.link, known.levels, known.engine)
+            hardware = cluster or measurements.this_cluster(ranks, known.link, known.levels)
+            hardware = hardware.model_copy(update={"engine": known.engine})
             return make_plan(_problem(traced, hardware, known, limit, used, wishes), rule).to_json()
 
         text = [on_all_ranks(ranks, first_rank)]

@@ -40,6 +40,7 @@ from lightning_osdp.planning.units import parse_bytes
 from lightning_osdp.planning.wishes import Wishes
 from lightning_osdp.processes import RanksStrategy
 from lightning_osdp.profiling import memory
+from lightning_osdp.rehearsal import Stage
 from lightning_osdp.sharding.checkpoint import Checkpoints
 from lightning_osdp.sharding.fairscale import FairScaleEngine
 from lightning_osdp.sharding.initialise import Initialiser, check_initialisable, is_meta
@@ -267,6 +268,7 @@ class OSDPStrategy(RanksStrategy):
             cluster=cluster,
             cache=self._cache,
             wishes=self.search_wishes,
+            stage=Stage(module, batch, batch_size, device, context),
         )
 
     def _given(self, trainer: pl.Trainer) -> ExecutionPlan | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.operators import Frozen, Line
 
 
@@ -57,6 +58,8 @@ class ModeOverhead(Frozen):
     fixed_s: float = 0.0
     s_per_byte: float = 0.0
     """Of its parameters: copies into buckets, memory touched for the first time."""
+    factor: float = 1.0
+    """On this and the collectives together, where a rehearsal of the module's own step has shown it (``rehearsed``)."""
 
     def time_s(self, parameter_bytes: float) -> float:
         """Seconds for an operator of that size."""
@@ -71,6 +74,10 @@ class EngineOverhead(Frozen):
     """Of a parameter that rides in a bucket."""
     zdp2: ModeOverhead = ModeOverhead()
     zdp: ModeOverhead = ModeOverhead()
+
+    def of(self, mode: Mode) -> ModeOverhead:
+        """That of a mode."""
+        return {Mode.DP: self.dp, Mode.ZDP2: self.zdp2, Mode.ZDP: self.zdp}[mode]
 
 
 NO_OVERHEAD = EngineOverhead()

@@ -181,10 +181,22 @@ def _alone_bytes(cluster: Cluster) -> int:
 def engine(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: bool = False) -> Recurring:
     """Seconds that the engine itself takes for ``operator`` (``Cluster.engine``), by unit and replicated parameter.
 
-    Replicated gradients are packed once, and only those that are not reduced where they are.
+    Replicated gradients are packed once, and only those that are not reduced where they are. Where a rehearsal has
+    shown what a mode takes in all, the difference is counted here (``ModeOverhead.factor``), by the choice's last mode.
     """
     if cluster.ranks == 1:
         return Recurring(0.0, 0.0)
+    once, each = _engine_parts(operator, choice, cluster, recomputed)
+    mode = max(choice.slices, key=list(Mode).index)
+    more = cluster.engine.of(mode).factor - 1.0
+    if more:
+        together = communication(operator, choice, cluster, recomputed=recomputed)
+        once, each = once + more * (once + together.once_s), each + more * (each + together.each_s)
+    return Recurring(once, each)
+
+
+def _engine_parts(operator: Operator, choice: Choice, cluster: Cluster, recomputed: bool) -> tuple[float, float]:
+    """Once and in each micro-batch, as measured by itself."""
     parts, alone_bytes = parts_of(operator, choice), _alone_bytes(cluster)
     packed = [part for part in parts if not part.sharded and part.gradient_bytes]
     once = sum(
@@ -196,7 +208,7 @@ def engine(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: 
         own = cluster.engine.zdp if unit[0].mode == Mode.ZDP else cluster.engine.zdp2
         seconds = own.time_s(sum(part.parameter_bytes for part in unit)) + FURTHER * (len(unit) - 1) * own.fixed_s
         each += unit[0].number * seconds * (AGAIN if recomputed else 1.0)
-    return Recurring(once, each)
+    return once, each
 
 
 def _units(parts: list[Part], choice: Choice) -> list[list[Part]]:

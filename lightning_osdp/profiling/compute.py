@@ -24,9 +24,9 @@ from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.choices import granularities
 from lightning_osdp.planning.cluster import ComputeTimes, OperatorTime, SplitTime
 from lightning_osdp.planning.operators import OUTSIDE, Line, Phase
+from lightning_osdp.planning.rehearsed import rising
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling.kernels import Kernel, Spec, TensorSpec, tensor_specs
-from lightning_osdp.profiling.moments import line
 from lightning_osdp.profiling.splits import product_of
 from lightning_osdp.profiling.standins import kept_randomness
 from lightning_osdp.profiling.trace import Trace
@@ -214,7 +214,7 @@ def _operator_time(
     times = []
     for split in splits:
         first, second = (
-            _rising(
+            rising(
                 [
                     (size, max(0.0, whole.at(size) + _more_s(split, size, phase, seconds, overhead)))
                     for size in sorted(select.sizes)
@@ -236,24 +236,12 @@ def _more_s(split: _Split, size: int, phase: int, seconds: Mapping[object, float
 
 def _time_along(kernels: Selected, seconds: Mapping[object, float], per_node_s: float) -> Line:
     """Seconds of some kernels over the batch size."""
-    return _rising(
+    return rising(
         [
             (size, sum(seconds[kernel.key] * kernel.count + per_node_s * kernel.num_nodes for kernel in found))
             for size, found in sorted(kernels.items())
         ]
     )
-
-
-def _rising(points: list[tuple[int, float]]) -> Line:
-    """The line through one or two points with neither slope nor intercept below zero, least squares of the rest."""
-    if len(points) == 1:
-        return Line(fixed=points[0][1])
-    through = line(points[0], points[1])
-    if through.per_sample < 0:
-        return Line(fixed=(points[0][1] + points[1][1]) / 2)
-    if through.fixed < 0:
-        return Line(per_sample=sum(b * t for b, t in points) / sum(b * b for b, _ in points))
-    return through
 
 
 # -- timing ------------------------------------------------------------------------------------------------------------

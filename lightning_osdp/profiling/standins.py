@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,13 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+
+from lightning_osdp.errors import TraceError
 
 if TYPE_CHECKING:
     from lightning_osdp.profiling.recorder import Recorder
@@ -100,6 +103,13 @@ def fake_copy(module: LightningModule, fake_mode: FakeTensorMode, device: torch.
     return found
 
 
+def real_copy(module: LightningModule) -> LightningModule:
+    """A copy of ``module`` with values of its own, attached to the same trainer."""
+    trainer: Any = module._trainer
+    kept = [] if trainer is None else [trainer, getattr(trainer, "datamodule", None)]
+    return copy.deepcopy(module, {id(each): each for each in kept})
+
+
 # -- batches ---------------------------------------------------------------------------------------------------------
 
 
@@ -146,6 +156,30 @@ def transferred(module: LightningModule, batch: Any, device: torch.device) -> An
     batch = hook("on_before_batch_transfer")(batch, 0)
     batch = hook("transfer_batch_to_device")(batch, device, 0)
     return hook("on_after_batch_transfer")(batch, 0)
+
+
+def step_arguments(module: LightningModule, batch: Any) -> list[Any]:
+    """What ``training_step`` is called with.
+
+    Raises:
+        TraceError: it draws its batches itself.
+    """
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise TraceError("training_step takes a dataloader_iter: its batches can't be resized")
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    return [batch, 0] if takes_index else [batch]
+
+
+def loss_of(output: Any) -> Tensor:
+    """Of what ``training_step`` gave.
+
+    Raises:
+        TraceError: there is none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise TraceError("training_step gave no loss for the traced batch")
+    return loss
 
 
 def _has_rows(tensor: Tensor, batch_size: int) -> bool:

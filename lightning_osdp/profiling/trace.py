@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
@@ -37,9 +36,11 @@ from lightning_osdp.profiling.standins import (
     fake_batch,
     fake_copy,
     kept_randomness,
+    loss_of,
     real_batch,
     scales,
     silenced,
+    step_arguments,
     transferred,
 )
 from lightning_osdp.splittable import matrix_input_dim, split_dims
@@ -168,9 +169,9 @@ def _record(
     try:
         with torch.enable_grad(), recorder.running(), HostReads(recorder.note_read) if real else nullcontext():
             with step_context():
-                output = module.training_step(*_step_arguments(module, batch))
+                output = module.training_step(*step_arguments(module, batch))
             if module.automatic_optimization:
-                loss = _loss(output)
+                loss = loss_of(output)
                 with recorder.backward():
                     module.backward(loss)
     finally:
@@ -180,20 +181,6 @@ def _record(
         for parameter in module.parameters():
             parameter.grad = None
     return recorder.recording
-
-
-def _step_arguments(module: LightningModule, batch: Any) -> list[Any]:
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise TraceError("training_step takes a dataloader_iter: its batches can't be resized")
-    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    return [batch, 0] if takes_index else [batch]
-
-
-def _loss(output: Any) -> Tensor:
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if not isinstance(loss, Tensor):
-        raise TraceError("training_step gave no loss for the traced batch")
-    return loss
 
 
 @contextmanager

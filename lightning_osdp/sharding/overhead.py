@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,20 +28,6 @@ WIDTHS = {Mode.DP: (128, 448), Mode.ZDP2: (128, 768), Mode.ZDP: (128, 768)}
 """Of the square weights: 64 KiB, and 784 KiB, small enough to ride in buckets when replicated, or 2.25 MiB."""
 
 
-class Step(NamedTuple):
-    """One training step of some operators."""
-
-    run: Callable[[], None]
-    model: nn.Module
-
-    def forget(self) -> None:
-        """Frees the model's memory. FairScale's hooks tie its parameters to autograd's nodes, where Python's collector
-        does not see them: they would stay."""
-        for parameter in self.model.parameters():
-            vars(parameter).clear()
-            parameter.data = parameter.data.new_empty(0)
-
-
 OPERATORS = 6
 """How many are run one after the other: a single one would be lost in the clock's noise."""
 
@@ -51,6 +36,21 @@ FLOPS = {"cpu": 1 << 25, "cuda": 0}
 they must not hide behind it."""
 
 REPEATS, WARM_UP = 9, 2
+
+
+class Step(NamedTuple):
+    """One training step of some operators."""
+
+    run: Callable[[], None]
+    model: nn.Module
+
+
+def forget(model: nn.Module) -> None:
+    """Frees a model's memory. FairScale's hooks tie its parameters to autograd's nodes, where Python's collector does
+    not see them: they would stay."""
+    for parameter in model.parameters():
+        vars(parameter).clear()
+        parameter.data = parameter.data.new_empty(0)
 
 
 def measure(group: dist.ProcessGroup, device: torch.device, cluster: Cluster) -> EngineOverhead:
@@ -85,7 +85,7 @@ def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
         for mode in Mode:
             step = _with_engine(mode, OPERATORS, WIDTHS[mode][0], group, device)
             step.run()
-            step.forget()
+            forget(step.model)
 
 
 def _line(sizes: list[int], times_s: list[float]) -> ModeOverhead:
@@ -112,18 +112,18 @@ def _per_operator_s(mode: Mode, width: int, group: dist.ProcessGroup, device: to
     slowest = torch.tensor(medians, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     for step in steps:
-        step.forget()
+        forget(step.model)
     engine_s, plain_s, *less = map(float, slowest.tolist())
     without_s = less[0] - less[1] if less else 0.0
     return (engine_s - plain_s - without_s) / (OPERATORS - fewer)
 
 
 def _once_s(step: Step, group: dist.ProcessGroup, device: torch.device) -> float:
-    _synchronize(device)
+    synchronize(device)
     dist.barrier(group)
     start = time.perf_counter()
     step.run()
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start
 
 
@@ -148,7 +148,8 @@ def _train(model: nn.Module, sample: Tensor) -> None:
 def _with_engine(mode: Mode, count: int, width: int, group: dist.ProcessGroup, device: torch.device) -> Step:
     model, sample = _operators(count, width, device), _sample(width, device)
     engine = FairScaleEngine(device, group)
-    engine.apply(model, _plan(mode, len(model), group))
+    operators = [OperatorPlan(name=str(index), slices=(mode,), num_parameters=0) for index in range(len(model))]
+    engine.apply(model, bare_plan(operators, group.size()))
 
     def step() -> None:
         engine.before_forward()
@@ -170,22 +171,21 @@ def _plain(count: int, width: int, device: torch.device) -> Step:
     return Step(step, model)
 
 
-def _plan(mode: Mode, operators: int, group: Any) -> ExecutionPlan:
-    """That keeps all operators of a ``Sequential`` in one mode."""
+def bare_plan(operators: Iterable[OperatorPlan], ranks: int) -> ExecutionPlan:
+    """A plan that says what is done with operators, and nothing else."""
     nothing = CollectiveFit(latency_s=0.0, s_per_byte=0.0)
-    plan = partial(OperatorPlan, slices=(mode,), num_parameters=0)
     return ExecutionPlan(
         model=ModelIdentity(fingerprint="", num_parameters=0),
         cluster=Cluster(
-            devices_per_node=group.size(),
+            devices_per_node=ranks,
             device="",
             backend="",
             link=Link(all_reduce=nothing, all_gather=nothing, reduce_scatter=nothing),
         ),
         memory_limit_bytes=1,
         batch_size=1,
-        global_batch_size=group.size(),
-        operators=tuple(plan(name=str(index)) for index in range(operators)),
+        global_batch_size=ranks,
+        operators=tuple(operators),
         predicted=Prediction(
             step_time_s=0.0,
             compute_time_s=0.0,
@@ -197,6 +197,7 @@ def _plan(mode: Mode, operators: int, group: Any) -> ExecutionPlan:
     )
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Waits for what the device still does."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.operators import OUTSIDE
+from lightning_osdp.planning.rehearsed import rising
 from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.compute import measure
 from lightning_osdp.profiling.kernels import Kernel, TensorSpec, spec_of
@@ -108,7 +109,7 @@ def test_kernel_that_cannot_run_alone_is_estimated_with_one_warning() -> None:
 def test_lines_have_neither_slope_nor_intercept_below_zero(
     points: list[tuple[int, float]], fixed: float, per_sample: float
 ) -> None:
-    line = compute._rising(points)
+    line = rising(points)
     assert (line.fixed, line.per_sample) == (pytest.approx(fixed), pytest.approx(per_sample))
 
 
