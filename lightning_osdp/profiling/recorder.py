@@ -128,6 +128,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._in_backward = False
         self._last_site: tuple[str, ...] = ()
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        self._sums: dict[int, int] = {}
         self._parameters = parameters
         self._parameter_of: dict[int, tuple[int, ...]] = {}
         self._ignored = {_key(buffer) for buffer in module.buffers() if buffer.layout == torch.strided}
@@ -229,6 +230,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.recording.writers.add(op.site[-1])
         out = fakes.call(func, args, kwargs)
         fresh = [self.track(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if op.accumulation:
+            self._note_sum(args[0], out)
         op.view = not any(fresh) and not func._schema.is_mutable
         op.flops = _flops(func, args, kwargs, out)
         return out
@@ -275,11 +278,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         serial, _ = self._live.pop(key)
         self.recording.events.append((len(self.recording.ops) - 1, serial, -1))
 
+    def _note_sum(self, first: Tensor, total: Tensor) -> None:
+        """Autograd adds to the first gradient in place: what are two storages here is one."""
+        keys = _key(first), _key(total)
+        if all(key in self._live for key in keys):
+            before, after = (self._live[key][0] for key in keys)
+            self._sums[after] = before
+
     def _exclude_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None and parameter.grad.layout == torch.strided:
             known = self._live.get(_key(parameter.grad))
-            if known is not None:
-                self.recording.excluded.add(known[0])
+            serial = known[0] if known is not None else None
+            while serial is not None:
+                self.recording.excluded.add(serial)
+                serial = self._sums.get(serial)
         if self._free_gradients:
             parameter.grad = None
 

@@ -76,6 +76,17 @@ def test_tied_embedding_belongs_to_the_whole_model() -> None:
     assert not whole.shardable
 
 
+def test_the_gradient_of_a_tied_weight_is_one_while_it_is_added_up() -> None:
+    """The head's part is what the embedding's is added to: it is a gradient from the start, not an activation."""
+    description = describe(TinyGPT(vocabulary=1 << 14, tied=True), tokens())
+    weight = next(p.parameter_bytes for one in description.operators for p in one.parameters if p.aliases)
+    backward = [moment for moment in description.moments if moment.phase == "backward"]
+    inside = [m.live.fixed for m in backward if m.operator != OUTSIDE and description.operators[m.operator].name]
+    assert max(inside) < weight / 2
+    most = max(moment.live.fixed for moment in backward)
+    assert weight <= most < 1.5 * weight, "the embedding's part, before it is added"
+
+
 class BareParameter(Regression):
     def __init__(self) -> None:
         super().__init__(nn.Linear(8, 8))
