@@ -41,10 +41,10 @@ from lightning_osdp.profiling.trace import Trace
 from lightning_osdp.sharding.fairscale import FairScaleEngine
 from lightning_osdp.sharding.overhead import bare_plan, forget, synchronize
 
-SECONDS = 2.0
+SECONDS = 2.5
 """About how long each rehearsal takes."""
 
-FEWEST, MOST, WARM_UP = 3, 9, 1
+FEWEST, MOST, WARM_UP = 5, 9, 1
 """Steps that are timed within that, and those before them."""
 
 
