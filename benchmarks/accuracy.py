@@ -166,6 +166,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write the cases there")
     parser.add_argument("--write", type=Path, help="write the table there, as Markdown")
+    parser.add_argument("--earlier", type=Path, help="what --json wrote: of the models that are not run now")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
     args = parser.parse_args()
@@ -173,6 +174,10 @@ def main() -> None:
         parser.error("the searched plan's limit lies between dp and zdp: name all of dp zdp2 zdp before it")
     print_rows([HEAD])
     cases = [case for model in args.only for case in run_model(args, model, lambda case: print_rows([row(case)]))]
+    if args.earlier:
+        known = [Case(**case) for case in json.loads(args.earlier.read_text())]
+        every = cases + [case for case in known if case.model not in args.only]
+        cases = sorted(every, key=lambda case: list(SUBJECTS | OPTIONS).index(case.model))
     print(summary(cases))
     if args.json:
         args.json.write_text(json.dumps([asdict(case) for case in cases], indent=1))

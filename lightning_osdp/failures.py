@@ -42,14 +42,19 @@ _LOST = ("peer", "Connection", "connection", "gloo", "NCCL", "Broken pipe", "Tim
 _failed = threading.Event()
 """Whether a run of this process has failed."""
 
+SETTLE_S = 0.1
+"""For gloo's threads to let go of the tensors of the last collectives, when a process ends."""
+
 
 def _leave() -> None:
-    """Ends the process group before the interpreter goes: gloo's threads may abort a process that ends around them.
+    """Ends the process group before the interpreter goes, and gives its threads the time to notice.
 
-    Not after a failure: what is still under way might never end.
+    A thread of gloo's that frees a tensor asks for the interpreter's lock; if the interpreter is going just then, the
+    process aborts (PyTorch issue 190489). Not after a failure: what is still under way might never end.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo" and not _failed.is_set():
         dist.destroy_process_group()
+        time.sleep(SETTLE_S)
 
 
 class Watch:

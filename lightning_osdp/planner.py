@@ -175,7 +175,7 @@ def _problem(
 ) -> Problem:
     correction = measured.correction
     return Problem(
-        traced.description,
+        measured.compute.with_scratch(traced.description),
         corrected_cluster(cluster, correction),
         corrected_compute(measured.compute, correction),
         limit_bytes,

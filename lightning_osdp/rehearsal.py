@@ -24,9 +24,11 @@ from lightning_osdp.collectives import on_all_ranks
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes, EngineOverhead
+from lightning_osdp.planning.joining import Units, ways
 from lightning_osdp.planning.operators import ModelDescription
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
-from lightning_osdp.planning.rehearsed import alike, compute_s, rehearsed_compute, rehearsed_engine
+from lightning_osdp.planning.rehearsed import JOINED_MODE, alike, compute_s, rehearsed_compute, rehearsed_engine
+from lightning_osdp.planning.wishes import NO_WISHES
 from lightning_osdp.profiling.optimizers import configured
 from lightning_osdp.profiling.standins import (
     kept_randomness,
@@ -110,16 +112,34 @@ def rehearse(
     try:
         with kept_randomness(stage.device):
             rehearsed = rehearsed_compute(compute, on_all_ranks(group, partial(_timed, stage, sizes, group, None)))
-            middle = sum(sizes) // len(sizes)
-            added = {}
-            for mode in Mode if group.size() > 1 else ():
-                plan = _plan(traced.description, mode, group.size())
-                whole = on_all_ranks(group, partial(_timed, stage, [middle], group, plan))
-                added[mode] = whole[middle] - compute_s(rehearsed, middle)
+            if group.size() == 1:
+                return rehearsed, cluster.engine
+            return rehearsed, _rehearsed_modes(stage, traced.description, sizes, group, cluster, rehearsed)
     except Exception as error:  # whatever the user's code raises: it will in training, too, or it minds being copied
         warnings.warn(f"the step can't be rehearsed, so its time is less sure: {error}", OSDPWarning, stacklevel=2)
         return compute, cluster.engine
-    return rehearsed, rehearsed_engine(traced.description.operators, cluster, added)
+
+
+def _rehearsed_modes(
+    stage: Stage,
+    description: ModelDescription,
+    sizes: Sequence[int],
+    group: dist.ProcessGroup,
+    cluster: Cluster,
+    compute: ComputeTimes,
+) -> EngineOverhead:
+    """All operators in each mode, and blocks that share units where there are such, at a batch size in between."""
+    size = sum(sizes) // len(sizes)
+    apart, *joined = ways(description, NO_WISHES)
+
+    def added_s(mode: Mode, units: Units) -> float:
+        plan = _plan(description, mode, units, group.size())
+        return on_all_ranks(group, partial(_timed, stage, [size], group, plan))[size] - compute_s(compute, size)
+
+    seconds = {mode: added_s(mode, apart) for mode in Mode}
+    if not joined:
+        return rehearsed_engine(description, cluster, seconds)
+    return rehearsed_engine(description, cluster, seconds, joined[-1], added_s(JOINED_MODE, joined[-1]))
 
 
 def _timed(
@@ -181,17 +201,18 @@ def _medians(steps: Sequence[Callable[[], None]], group: dist.ProcessGroup, devi
     return slowest([statistics.median(each) for each in zip(*(once() for _ in range(repeats)), strict=True)])
 
 
-def _plan(description: ModelDescription, mode: Mode, ranks: int) -> ExecutionPlan:
+def _plan(description: ModelDescription, mode: Mode, units: Units, ranks: int) -> ExecutionPlan:
     """All operators in one mode, as far as they can."""
     return bare_plan(
         (
             OperatorPlan(
                 name=operator.name,
                 slices=alike(operator, mode).slices,
+                unit=unit,
                 num_parameters=operator.num_parameters,
                 pinned=operator.pinned,
             )
-            for operator in description.operators
+            for operator, unit in zip(description.operators, units, strict=True)
         ),
         ranks,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_osdp.planning.choices import Mode
-from lightning_osdp.planning.operators import Frozen, Line
+from lightning_osdp.planning.operators import OUTSIDE, Frozen, Line, ModelDescription
 
 
 class CollectiveFit(Frozen):
@@ -74,6 +74,8 @@ class EngineOverhead(Frozen):
     """Of a parameter that rides in a bucket."""
     zdp2: ModeOverhead = ModeOverhead()
     zdp: ModeOverhead = ModeOverhead()
+    joined: float = 1.0
+    """Factor on units that operators share, on top of their mode's (``ModeOverhead.factor``)."""
 
     def of(self, mode: Mode) -> ModeOverhead:
         """That of a mode."""
@@ -140,6 +142,14 @@ class OperatorTime(Frozen):
         return self.forward.at(batch_size) + self.backward.at(batch_size)
 
 
+class Scratch(Frozen):
+    """Bytes that an operator's kernels take while they run, beside what they are given and what they give: weights and
+    images in a library's own layout, workspaces. By batch size, the most of its kernels."""
+
+    forward: Line = Line()
+    backward: Line = Line()
+
+
 class ComputeTimes(Frozen):
     """Measured compute (the paper's gamma): per operator, and everything that belongs to none."""
 
@@ -151,3 +161,16 @@ class ComputeTimes(Frozen):
     blocks: tuple[Line, ...] = ()
     """Aligned with ``ModelDescription.blocks``: forward seconds of the work in each that belongs to no operator. It is
     part of ``outside``, too."""
+    scratch: tuple[Scratch, ...] = ()
+    """Aligned with ``operators``, where it was measured."""
+
+    def with_scratch(self, model: ModelDescription) -> ModelDescription:
+        """The model with its operators' scratch memory at their moments."""
+        if not self.scratch:
+            return model
+        moments = []
+        for moment in model.moments:
+            own = Line() if moment.operator == OUTSIDE else getattr(self.scratch[moment.operator], moment.phase)
+            live = Line(fixed=moment.live.fixed + own.fixed, per_sample=moment.live.per_sample + own.per_sample)
+            moments.append(moment.model_copy(update={"live": live}))
+        return model.model_copy(update={"moments": tuple(moments)})

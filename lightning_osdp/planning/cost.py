@@ -188,7 +188,8 @@ def engine(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: 
         return Recurring(0.0, 0.0)
     once, each = _engine_parts(operator, choice, cluster, recomputed)
     mode = max(choice.slices, key=list(Mode).index)
-    more = cluster.engine.of(mode).factor - 1.0
+    shared = cluster.engine.joined if operator.joins > 1 and mode != Mode.DP else 1.0
+    more = cluster.engine.of(mode).factor * shared - 1.0
     if more:
         together = communication(operator, choice, cluster, recomputed=recomputed)
         once, each = once + more * (once + together.once_s), each + more * (each + together.each_s)

@@ -80,7 +80,7 @@ def plans(rows: Rows, under_s: float) -> Iterator[Ints]:
     """Plans that take less than ``under_s``, the fastest first: one row of the space for each operator.
 
     None is missed unless more partial plans than ``rows.labels`` are worth following; then those of the least bounds
-    are. What only the largest of all operators holds is not counted (``Timeline.added``): some plans may not fit.
+    are. What operators do not hold one by one is not counted (``Timeline.added``): some plans may not fit.
     """
     prices, bound_s = _prices(rows, under_s)
     if bound_s >= under_s:

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from lightning_osdp.planning.choices import Choice, Mode, legal_modes
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes, EngineOverhead, OperatorTime, SplitTime
 from lightning_osdp.planning.cost import communication, engine
-from lightning_osdp.planning.operators import Line, Operator
+from lightning_osdp.planning.joining import Joined, Units
+from lightning_osdp.planning.operators import Line, ModelDescription, Operator
 
 MOST = 3.0
 """Parts are changed by this factor at most: a machine that was busy for a moment teaches nothing."""
@@ -30,6 +31,10 @@ def rising(points: Sequence[tuple[int, float]]) -> Line:
     if first < slope * low:
         return Line(per_sample=sum(b * t for b, t in points) / sum(b * b for b, _ in points))
     return Line(fixed=first - slope * low, per_sample=slope)
+
+
+JOINED_MODE = Mode.ZDP2
+"""Of all operators when shared units are rehearsed."""
 
 
 def compute_s(compute: ComputeTimes, batch_size: int) -> float:
@@ -74,25 +79,45 @@ def alike(operator: Operator, mode: Mode) -> Choice:
     return Choice((mode if mode in legal else legal[-1],))
 
 
-def rehearsed_engine(operators: Sequence[Operator], cluster: Cluster, seconds: Mapping[Mode, float]) -> EngineOverhead:
+def rehearsed_engine(
+    model: ModelDescription,
+    cluster: Cluster,
+    seconds: Mapping[Mode, float],
+    units: Units = (),
+    joined_s: float | None = None,
+) -> EngineOverhead:
     """The engine's time with a factor for each mode, so that all operators in it add what was rehearsed.
 
     Args:
-        operators: of the model.
+        model: whose step it was.
         cluster: with links and engine as measured in parts.
         seconds: that each mode, all operators in it, adds to a step of one micro-batch.
+        units: which operators shared units in one more rehearsal.
+        joined_s: what that one added, all operators in ``JOINED_MODE``.
     """
     found = cluster.engine
     for mode in sorted(seconds, key=list(Mode).index):  # replicated first: some operators can't be sharded
-        now = cluster.model_copy(update={"engine": found})
-        own = others = 0.0
-        for operator in operators:
-            choice = alike(operator, mode)
-            added = sum(communication(operator, choice, now)) + sum(engine(operator, choice, now))
-            own, others = (own + added, others) if choice.slices == (mode,) else (own, others + added)
-        parts = found.of(mode).model_copy(update={"factor": _within(seconds[mode] - others, own)})
-        found = found.model_copy(update={mode.value: parts})
-    return found
+        own, others = _parts_s(model.operators, mode, cluster.model_copy(update={"engine": found}))
+        factor = _within(seconds[mode] - others, own)
+        found = found.model_copy(update={mode.value: found.of(mode).model_copy(update={"factor": factor})})
+    if joined_s is None:
+        return found
+    operators = Joined.of(model, units).model.operators
+    shared = [operator for operator in operators if operator.joins > 1]
+    alone = [operator for operator in operators if operator.joins == 1]
+    now = cluster.model_copy(update={"engine": found})
+    own, others = sum(_parts_s(shared, JOINED_MODE, now)), sum(_parts_s(alone, JOINED_MODE, now))
+    return found.model_copy(update={"joined": _within(joined_s - others, own)})
+
+
+def _parts_s(operators: Sequence[Operator], mode: Mode, cluster: Cluster) -> tuple[float, float]:
+    """Seconds that operators add to a step of one micro-batch: of those that can be in ``mode``, and of the others."""
+    seconds = {True: 0.0, False: 0.0}
+    for operator in operators:
+        choice = alike(operator, mode)
+        added = sum(communication(operator, choice, cluster)) + sum(engine(operator, choice, cluster))
+        seconds[choice.slices == (mode,)] += added
+    return seconds[True], seconds[False]
 
 
 def _within(rehearsed_s: float, parts_s: float) -> float:

@@ -7,7 +7,7 @@ At each moment of the step the sum of
     gathered     whole parameters of sharded slices that are there: of zdp the largest while the operator runs, of
                  zdp2 all from its forward to its backward
     transient    the whole gradient of the sharded slice that runs backward, the copy that its reduction makes, the
-                 buckets of replicated gradients, the optimizer's temporaries
+                 buckets of replicated gradients from when they are full, the optimizer's temporaries
     activations  what was traced: tensors kept for backward and temporaries, at this batch size
     overhead     the process before the model
 
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from lightning_osdp.planning.choices import Choice
 from lightning_osdp.planning.cluster import Cluster
-from lightning_osdp.planning.cost import Footprint, footprint
+from lightning_osdp.planning.cost import BUCKET_BYTES, Footprint, footprint
 from lightning_osdp.planning.operators import OUTSIDE, Line, ModelDescription
 from lightning_osdp.planning.peak import explain_peak
 
@@ -175,8 +175,7 @@ class Timeline:
     def added(
         self, operators: Ints, footprints: Floats, batch_size: int, accumulation: int, recomputed: Flags
     ) -> Floats:
-        """Bytes that each footprint adds at each moment, (footprints, moments); what only the largest of all operators
-        adds, one bucket's copy and some optimizers' temporaries, is left out.
+        """Bytes that each footprint adds at each moment, (footprints, moments), as far as they add up (``_held``).
 
         Args:
             operators: of each footprint, its operator's index.
@@ -303,17 +302,32 @@ class Timeline:
             largest = float(footprints[:, COLUMN["largest_update"]].max(initial=0.0))
             ends[1] = self._model.optimizer_step.temporary_factor * largest
         found["transient"][-2:] += np.array(ends)[-count:]
+        found["transient"] += self._full_buckets(footprints[:, COLUMN["bucketed"]], count)
         found["states"] += self._model.buffer_bytes
         found["activations"] = np.append(self._activations(batch_size, recomputed), 0.0)
         found["overhead"] = np.full(count, self._overhead)
         return found
+
+    def _full_buckets(self, bucketed: Floats, count: int) -> Floats:
+        """Buckets that are full before the backward ends: gradients are copied into them then, and both stay.
+
+        At the end of the backward all are, which ``_held`` knows.
+        """
+        total = np.zeros(count)
+        if bucketed.sum() < BUCKET_BYTES:
+            return total
+        total[:] = np.cumsum(np.bincount(self.backward.stop, bucketed, count)[:count])
+        full = np.floor(total / BUCKET_BYTES) * BUCKET_BYTES
+        full[-2:] = 0.0
+        return np.asarray(full, dtype=np.float64)
 
     def _held(
         self, operators: Ints | slice, footprints: Floats, batch_size: int, accumulation: int, recomputed: Flags
     ) -> Iterator[tuple[str, Spans, Floats]]:
         """What is there of footprints of these operators: category, from when to when, and bytes of each.
 
-        All but what only the largest of all operators adds: one bucket's copy, an optimizer's temporaries.
+        All but what operators do not add one by one: buckets that are full, and what only the largest adds (a copy of
+        a split operator's gradients, some optimizers' temporaries).
         """
         column = {name: footprints[:, index] for name, index in COLUMN.items()}
         forward, again, backward = (spans.of(operators) for spans in (self.forward, self._again, self.backward))

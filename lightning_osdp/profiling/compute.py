@@ -14,19 +14,20 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.choices import granularities
-from lightning_osdp.planning.cluster import ComputeTimes, OperatorTime, SplitTime
+from lightning_osdp.planning.cluster import ComputeTimes, OperatorTime, Scratch, SplitTime
 from lightning_osdp.planning.operators import OUTSIDE, Line, Phase
 from lightning_osdp.planning.rehearsed import rising
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
-from lightning_osdp.profiling.kernels import Kernel, Spec, TensorSpec, tensor_specs
+from lightning_osdp.profiling.arguments import copied, made_up
+from lightning_osdp.profiling.kernels import Kernel, TensorSpec
+from lightning_osdp.profiling.memory import memory_in_use, peak_memory, reset_peak
 from lightning_osdp.profiling.splits import product_of
 from lightning_osdp.profiling.standins import kept_randomness
 from lightning_osdp.profiling.trace import Trace
@@ -46,6 +47,9 @@ and backward are 0.95 to 1.03 of the measured with it, 0.88 to 0.95 on one set o
 
 MAX_COPIES = 16
 """Most copies of one kernel's arguments."""
+
+LEAST_SCRATCH_BYTES = 1 << 20
+"""Less is not looked for: the process's own counters move by as much."""
 
 OPAQUE_ARGUMENTS = frozenset({"workspace", "reserve", "reservespace"})
 """Names in aten's schemas of buffers that a library's forward leaves to its backward."""
@@ -87,8 +91,9 @@ def measure(
     select = _Selection(trace.kernels)
     kernels = [*(kernel for size in trace.kernels.values() for kernel in size), *trace.optimizer_kernels]
     kernels += [kernel for split in splits for phases in split.kernels.values() for phase in phases for kernel in phase]
+    scratch: dict[object, int] = {}
     with kept_randomness(device), torch.no_grad():
-        seconds = _time_all(kernels, _Clock(device), progress, time_budget_s)
+        seconds = _time_all(kernels, _Clock(device), progress, time_budget_s, scratch)
     with kept_randomness(device):
         overhead = _node_overhead_s(_Clock(device))
     operators = [
@@ -104,6 +109,13 @@ def measure(
         blocks=tuple(
             _time_along(select.of_block(index), seconds, overhead.forward_s)
             for index in range(len(trace.description.blocks))
+        ),
+        scratch=tuple(
+            Scratch(
+                forward=_most_along(select.of(index, "forward"), scratch),
+                backward=_most_along(select.of(index, "backward"), scratch),
+            )
+            for index in range(len(operators))
         ),
     )
 
@@ -244,6 +256,13 @@ def _time_along(kernels: Selected, seconds: Mapping[object, float], per_node_s: 
     )
 
 
+def _most_along(kernels: Selected, scratch: Mapping[object, int]) -> Line:
+    """Scratch bytes of the kernel that takes most, over the batch size."""
+    return rising(
+        [(size, max((scratch.get(one.key, 0) for one in found), default=0)) for size, found in sorted(kernels.items())]
+    )
+
+
 # -- timing ------------------------------------------------------------------------------------------------------------
 
 
@@ -266,11 +285,29 @@ class _Clock:
         torch.cuda.synchronize(self.device)
         return float(begin.elapsed_time(end)) / 1e3
 
+    def scratch_bytes(self, call: Callable[[], object]) -> int:
+        """What a call takes at most beside its result; 0 if that is next to nothing."""
+        reset_peak(self.device)
+        before = memory_in_use(self.device)
+        result = call()
+        made = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes() for leaf in tensors_of(result)}
+        scratch = peak_memory(self.device) - before - sum(made.values())
+        return scratch if scratch >= LEAST_SCRATCH_BYTES else 0
+
+
+def tensors_of(value: object) -> list[Tensor]:
+    """All tensors in a result that may hold any."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
 
 def _time_all(
-    kernels: Iterable[Kernel], clock: _Clock, progress: Progress | None, budget_s: float
+    kernels: Iterable[Kernel],
+    clock: _Clock,
+    progress: Progress | None,
+    budget_s: float,
+    scratch: dict[object, int] | None = None,
 ) -> dict[object, float]:
-    """Seconds of one call of each different kernel, by its key."""
+    """Seconds of one call of each different kernel, by its key; ``scratch`` is filled with bytes."""
     unique = {kernel.key: kernel for kernel in kernels}
     seconds: dict[object, float] = {}
     failed: list[Kernel] = []
@@ -282,7 +319,7 @@ def _time_all(
             if _takes_opaque_state(kernel):
                 failed.append(kernel)
             else:
-                seconds[kernel.key] = _time(kernel, clock, share)
+                seconds[kernel.key] = _time(kernel, clock, share, scratch)
         except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
             failed.append(kernel)
         if progress is not None:
@@ -292,6 +329,8 @@ def _time_all(
         forward = _forward_of(kernel, unique.values())
         if forward is not None and forward.key in seconds:
             seconds[kernel.key] = BACKWARD_RATIO * seconds[forward.key]
+            if scratch is not None:
+                scratch[kernel.key] = scratch.get(forward.key, 0)
         else:
             unknown.append(kernel)
     if unknown:
@@ -329,16 +368,18 @@ def _forward_of(kernel: Kernel, kernels: Iterable[Kernel]) -> Kernel | None:
     return next(alike, None)
 
 
-def _time(kernel: Kernel, clock: _Clock, share_s: float) -> float:
+def _time(kernel: Kernel, clock: _Clock, share_s: float, scratch: dict[object, int] | None = None) -> float:
     """Median seconds of one call, in about ``share_s`` in all, on arguments that are not in the cache."""
     start = time.perf_counter()
-    args, kwargs = _arguments(kernel, clock.device)
+    args, kwargs = made_up(kernel, clock.device)
     func = kernel.func
     first = clock.time_s(lambda: func(*args, **kwargs))
+    if scratch is not None and kernel.num_bytes >= LEAST_SCRATCH_BYTES:
+        scratch[kernel.key] = clock.scratch_bytes(lambda: func(*args, **kwargs))
     if time.perf_counter() - start > share_s:
         return min(first, clock.time_s(lambda: func(*args, **kwargs)))
     copies = min(MAX_COPIES, math.ceil(COLD_BYTES / max(1, kernel.num_bytes)))
-    sets = [(args, kwargs), *(tree_map_only(Tensor, _copy, (args, kwargs)) for _ in range(copies - 1))]
+    sets = [(args, kwargs), *(tree_map_only(Tensor, copied, (args, kwargs)) for _ in range(copies - 1))]
     rotation = itertools.cycle(sets)
 
     def call() -> float:
@@ -378,60 +419,3 @@ def _node_overhead_s(clock: _Clock) -> _Overhead:
         forward_s=max(0.0, statistics.median(forwards) - plain) / OVERHEAD_OPS,
         backward_s=max(0.0, statistics.median(backwards) - plain) / OVERHEAD_OPS,
     )
-
-
-# -- made-up arguments -------------------------------------------------------------------------------------------------
-
-
-def _arguments(kernel: Kernel, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments that ``kernel`` accepts: positive floats, integers that are in range as indices of any of its tensors.
-
-    Absolute values of normal floats, because the square root of a negative number takes seven times as long.
-    """
-    bound = _index_bound(kernel)
-
-    def build(spec: Spec) -> Any:
-        if isinstance(spec, TensorSpec):
-            return _tensor(spec, bound, device)
-        if isinstance(spec, tuple):
-            return [build(item) for item in spec]
-        return device if isinstance(spec, torch.device) and spec.type != "cpu" else spec
-
-    return tuple(build(spec) for spec in kernel.args), {name: build(spec) for name, spec in kernel.kwargs}
-
-
-def _index_bound(kernel: Kernel) -> int:
-    """Integers below it are safe indices: a known table's rows, or else the smallest size of any float tensor."""
-    packet = kernel.func.overloadpacket
-    if packet is aten.embedding:
-        (table,) = tensor_specs(kernel.args[0])
-        return table.shape[0]
-    if packet is aten.embedding_dense_backward and isinstance(kernel.args[2], int):
-        return kernel.args[2]
-    specs = tensor_specs((kernel.args, kernel.kwargs))
-    floats = [spec for spec in specs if spec.dtype.is_floating_point]
-    return min((size for spec in floats or specs for size in spec.shape if size > 0), default=1)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, even where these overlap."""
-    extent = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.as_strided((extent,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
-
-
-def _tensor(spec: TensorSpec, bound: int, device: torch.device) -> Tensor:
-    """A tensor of that shape, dtype and stride whose elements are drawn at random."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
-    extent = 0 if math.prod(spec.shape) == 0 else extent
-    if spec.dtype.is_complex:
-        flat = torch.randn(extent, dtype=spec.dtype, device=device)
-    elif spec.dtype.is_floating_point:
-        wide = torch.float32 if spec.dtype.itemsize < 4 else spec.dtype
-        flat = torch.randn(extent, dtype=wide, device=device).abs_().to(spec.dtype)
-    elif spec.dtype == torch.bool:
-        flat = torch.ones(extent, dtype=torch.bool, device=device)
-    else:
-        flat = torch.randint(0, max(1, min(bound, torch.iinfo(spec.dtype).max)), (extent,), device=device).to(
-            spec.dtype
-        )
-    return flat.as_strided(spec.shape, spec.stride)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from lightning_osdp.planning.choices import Choice, Mode
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes, EngineOverhead, ModeOverhead
 from lightning_osdp.planning.cost import communication, engine
-from lightning_osdp.planning.operators import Line, Operator
+from lightning_osdp.planning.joining import Joined
+from lightning_osdp.planning.operators import Line, ModelDescription, Operator
 from lightning_osdp.planning.rehearsed import MOST, alike, compute_s, rehearsed_compute, rehearsed_engine, rising
 from tests.planning.small import blocks_of_one, cluster, compute, linear
 
@@ -19,6 +20,7 @@ OPERATORS = (
     linear("pinned").model_copy(update={"pinned": "made so"}),
     linear("twice").model_copy(update={"calls": 2}),
 )
+MODEL = ModelDescription(fingerprint="", operators=OPERATORS, moments=(), batch_size=1)
 PARTS = cluster().model_copy(
     update={
         "engine": EngineOverhead(
@@ -72,7 +74,7 @@ def test_each_mode_adds_what_was_rehearsed() -> None:
     modes = {mode: [alike(operator, mode) for operator in OPERATORS] for mode in Mode}
     assert modes[Mode.ZDP][2:] == [Choice(), Choice((Mode.ZDP2,))]
     wanted = {mode: factor * added_s(modes[mode], PARTS) for mode, factor in zip(Mode, (1.3, 1.1, 0.8), strict=True)}
-    found = PARTS.model_copy(update={"engine": rehearsed_engine(OPERATORS, PARTS, wanted)})
+    found = PARTS.model_copy(update={"engine": rehearsed_engine(MODEL, PARTS, wanted)})
     for mode in Mode:
         assert added_s(modes[mode], found) == pytest.approx(wanted[mode])
         assert communication(OPERATORS[0], Choice((mode,)), found) == communication(
@@ -81,15 +83,32 @@ def test_each_mode_adds_what_was_rehearsed() -> None:
     assert found.engine.dp.fixed_s == PARTS.engine.dp.fixed_s
 
 
+def test_units_that_are_shared_have_a_factor_of_their_own() -> None:
+    model = ModelDescription(
+        fingerprint="", operators=(linear("free"), linear("b.0"), linear("b.1")), moments=(), batch_size=1
+    )
+    units = ("", "b", "b")
+    alone, shared = Joined.of(model, units).model.operators
+    kept = Choice((Mode.ZDP2,))
+    seconds = {mode: 1.5 * added_s([Choice((mode,))] * 3, PARTS, model.operators) for mode in Mode}
+    joined_s = 1.5 * added_s([kept], PARTS, (alone,)) + 1.2 * added_s([kept], PARTS, (shared,))
+    found = PARTS.model_copy(update={"engine": rehearsed_engine(model, PARTS, seconds, units, joined_s)})
+    assert found.engine.joined == pytest.approx(1.2 / 1.5)
+    assert added_s([kept] * 2, found, (alone, shared)) == pytest.approx(joined_s)
+    assert added_s([kept], found, (alone,)) == pytest.approx(1.5 * added_s([kept], PARTS, (alone,)))
+    dp = Choice()
+    assert added_s([dp], found, (shared,)) == pytest.approx(1.5 * added_s([dp], PARTS, (shared,)))
+
+
 def test_slices_and_second_forwards_go_with_their_mode() -> None:
     wanted = {mode: 2 * added_s([alike(operator, mode) for operator in OPERATORS], PARTS) for mode in Mode}
-    found = PARTS.model_copy(update={"engine": rehearsed_engine(OPERATORS, PARTS, wanted)})
+    found = PARTS.model_copy(update={"engine": rehearsed_engine(MODEL, PARTS, wanted)})
     for choice in (Choice((Mode.ZDP, Mode.ZDP), 1), Choice((Mode.DP,)), Choice((Mode.ZDP2,))):
         before, after = added_s([choice], PARTS, OPERATORS[:1]), added_s([choice], found, OPERATORS[:1])
         assert after == pytest.approx(2 * before)
 
 
 def test_what_can_not_be_true_changes_little() -> None:
-    nothing = rehearsed_engine(OPERATORS, PARTS, dict.fromkeys(Mode, 0.0))
+    nothing = rehearsed_engine(MODEL, PARTS, dict.fromkeys(Mode, 0.0))
     assert [nothing.of(mode).factor for mode in Mode] == [pytest.approx(1 / MOST)] * 3
-    assert rehearsed_engine((), PARTS, dict.fromkeys(Mode, 1.0)) == PARTS.engine
+    assert rehearsed_engine(MODEL.model_copy(update={"operators": ()}), PARTS, dict.fromkeys(Mode, 1.0)) == PARTS.engine

@@ -7,12 +7,16 @@ import torch
 from torch import nn
 
 from lightning_osdp.errors import OSDPWarning
-from lightning_osdp.planning.operators import OUTSIDE
+from lightning_osdp.planning.cluster import Scratch
+from lightning_osdp.planning.operators import OUTSIDE, Line
 from lightning_osdp.planning.rehearsed import rising
-from lightning_osdp.profiling import compute
+from lightning_osdp.profiling import arguments, compute
 from lightning_osdp.profiling.compute import measure
 from lightning_osdp.profiling.kernels import Kernel, TensorSpec, spec_of
+from lightning_osdp.profiling.memory import fix_cpu_allocator
 from lightning_osdp.profiling.trace import Trace, trace
+from tests.planning.small import blocks_of_one
+from tests.planning.small import compute as times_of
 from tests.profiling.models import Regression, TinyGPT, tokens
 
 CPU = torch.device("cpu")
@@ -44,7 +48,7 @@ def test_every_different_kernel_is_timed_once(monkeypatch: pytest.MonkeyPatch) -
     found = traced()
     times: list[Kernel] = []
 
-    def count(kernel: Kernel, clock: object, share_s: float) -> float:
+    def count(kernel: Kernel, clock: object, share_s: float, scratch: object) -> float:
         times.append(kernel)
         return 1.0
 
@@ -116,10 +120,30 @@ def test_lines_have_neither_slope_nor_intercept_below_zero(
 def test_made_up_arguments_have_the_strides_and_the_range_that_the_kernel_needs() -> None:
     table, index = torch.ones(50, 4), torch.zeros(3, 2, dtype=torch.long)
     kernel = Kernel(aten.embedding.default, (spec_of(table), spec_of(index.t())))
-    args, _ = compute._arguments(kernel, CPU)
+    args, _ = arguments.made_up(kernel, CPU)
     assert args[1].stride() == index.t().stride()
     assert 0 <= int(args[1].min()) <= int(args[1].max()) < 50
-    expanded = compute._tensor(TensorSpec((5, 4), (0, 1), torch.float32), 1, CPU)
+    expanded = arguments._tensor(TensorSpec((5, 4), (0, 1), torch.float32), 1, CPU)
     assert expanded.untyped_storage().nbytes() == 16
-    assert torch.equal(compute._copy(expanded), expanded)
-    assert compute._copy(expanded).data_ptr() != expanded.data_ptr()
+    assert torch.equal(arguments.copied(expanded), expanded)
+    assert arguments.copied(expanded).data_ptr() != expanded.data_ptr()
+
+
+def test_scratch_is_what_a_call_takes_beside_its_result() -> None:
+    fix_cpu_allocator()
+    clock, elements = compute._Clock(CPU), 8 << 20
+    clock.scratch_bytes(lambda: torch.ones(elements))
+    assert clock.scratch_bytes(lambda: torch.ones(elements)) == 0
+    inside = clock.scratch_bytes(lambda: torch.ones(elements).sum())
+    assert 4 * elements <= inside + compute.LEAST_SCRATCH_BYTES < 4.5 * elements
+
+
+def test_scratch_counts_at_its_operators_moments() -> None:
+    model = blocks_of_one(2, 1)
+    times = times_of(model)
+    assert times.with_scratch(model) == model
+    some = Scratch(forward=Line(fixed=5.0), backward=Line(per_sample=7.0))
+    found = times.model_copy(update={"scratch": (Scratch(), some)}).with_scratch(model)
+    for before, after in zip(model.moments, found.moments, strict=True):
+        more = after.live.at(3) - before.live.at(3)
+        assert more == (0 if before.operator != 1 else 5 if before.phase == "forward" else 21)
