@@ -43,11 +43,14 @@ from lightning_osdp.profiling.trace import Trace
 from lightning_osdp.sharding.fairscale import FairScaleEngine
 from lightning_osdp.sharding.overhead import bare_plan, forget, synchronize
 
-SECONDS = 2.5
-"""About how long each rehearsal takes."""
+SECONDS, LONGEST_S = 2.5, 8.0
+"""About how long each rehearsal takes, and at most. Where the plain steps take longer, there is none."""
 
 FEWEST, MOST, WARM_UP = 5, 9, 1
-"""Steps that are timed within that, and those before them."""
+"""Steps that are timed within that, if time allows, and those before them."""
+
+MARGIN = 1.1
+"""Room for a rehearsal, as a multiple of what it is thought to need."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,11 @@ class Stage:
 
 
 def needed_bytes(description: ModelDescription, batch_size: int) -> int:
-    """Of a replicated copy: parameters, gradients, buffers, activations."""
-    states = sum(p.parameter_bytes + p.gradient_bytes for one in description.operators for p in one.parameters)
+    """Of a replicated copy at most: parameters, gradients and their copies in buckets, buffers, activations; and some
+    more for what is not counted, since a control group's limit ends the process."""
+    states = sum(p.parameter_bytes + 2 * p.gradient_bytes for one in description.operators for p in one.parameters)
     live = max((moment.live.at(batch_size) for moment in description.moments), default=0.0)
-    return int(states + description.buffer_bytes + live)
+    return int(MARGIN * (states + description.buffer_bytes + live))
 
 
 def rehearse(
@@ -102,7 +106,7 @@ def rehearse(
         room_bytes: that a rehearsal may take on this rank.
 
     Returns:
-        Both as they were where a rehearsal is not possible.
+        Both as they were where a rehearsal is not possible, or would take too long.
     """
     sizes = sorted(traced.kernels)
     reasons: list[str] = [""] * group.size()
@@ -111,7 +115,10 @@ def rehearse(
         return compute, cluster.engine
     try:
         with kept_randomness(stage.device):
-            rehearsed = rehearsed_compute(compute, on_all_ranks(group, partial(_timed, stage, sizes, group, None)))
+            plain = on_all_ranks(group, partial(_timed, stage, sizes, group, None))
+            if sum(plain.values()) > LONGEST_S:
+                return compute, cluster.engine
+            rehearsed = rehearsed_compute(compute, plain)
             if group.size() == 1:
                 return rehearsed, cluster.engine
             return rehearsed, _rehearsed_modes(stage, traced.description, sizes, group, cluster, rehearsed)
@@ -196,8 +203,11 @@ def _medians(steps: Sequence[Callable[[], None]], group: dist.ProcessGroup, devi
         return [float(number) for number in numbers]
 
     for _ in range(WARM_UP):
-        (first,) = slowest([sum(once())])
-    repeats = max(FEWEST, min(MOST, int(SECONDS / first)))
+        first = slowest(once())
+    least = min(FEWEST, int(LONGEST_S / sum(first)))
+    repeats = min(MOST, max(least, int(SECONDS / sum(first))))
+    if not repeats:
+        return first
     return slowest([statistics.median(each) for each in zip(*(once() for _ in range(repeats)), strict=True)])
 
 

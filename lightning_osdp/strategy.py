@@ -72,6 +72,8 @@ class OSDPStrategy(RanksStrategy):
         save_format: ``"full"`` saves one ordinary file; ``"sharded"`` a folder that every rank writes its part of.
         replan: ``"on_drift"`` makes a new plan, at the same batch size and with nothing lost, when the measured peak of
             memory leaves the predicted one by more than 5 % or exceeds the limit; ``"never"`` only reports it.
+        rehearse: whether the module's own step is run some 30 times on a copy before planning, where there is room for
+            it. False where ``training_step`` does things that can't be repeated; predicted times are less sure then.
         cache: folder for measurements; None for the user's cache folder, ``""`` to keep none.
         timeout: of the process group; 30 minutes if None.
         process_group_backend: default: NCCL on CUDA, gloo on the CPU.
@@ -97,6 +99,7 @@ class OSDPStrategy(RanksStrategy):
         engine: str = "fairscale",
         save_format: str = "full",
         replan: str = "never",
+        rehearse: bool = True,
         cache: str | Path | None = None,
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
@@ -127,6 +130,7 @@ class OSDPStrategy(RanksStrategy):
         self._engine: FairScaleEngine | None = None
         self._cache = measurements.cache_folder(cache)
         self._replan = settings.one_of("replan", replan, REPLAN)
+        self._rehearse = rehearse
         self._plan: ExecutionPlan | None = None
         self._checkup: Checkup | None = None
         self._outcome: planner.Outcome | None = None
@@ -268,7 +272,7 @@ class OSDPStrategy(RanksStrategy):
             cluster=cluster,
             cache=self._cache,
             wishes=self.search_wishes,
-            stage=Stage(module, batch, batch_size, device, context),
+            stage=Stage(module, batch, batch_size, device, context) if self._rehearse else None,
         )
 
     def _given(self, trainer: pl.Trainer) -> ExecutionPlan | None:

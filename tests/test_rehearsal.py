@@ -94,6 +94,13 @@ def test_the_module_stays_as_it_was_and_its_times_are_those_of_the_step() -> Non
         assert all(engine.of(mode).factor > 1 for mode in Mode)
 
 
+def test_steps_that_take_long_are_not_rehearsed() -> None:
+    for same, parts, times, engine, messages in run_ranks(rehearsed, 2, {2: rehearsal.LONGEST_S}, ROOM, False):
+        assert same
+        assert not messages
+        assert (times, engine) == (parts, some_cluster().engine)
+
+
 def test_real_steps_give_factors_within_reason() -> None:
     for same, _, times, engine, messages in run_ranks(rehearsed, 2, None, ROOM, False):
         assert same

@@ -29,6 +29,7 @@ ARGUMENTS: dict[str, Any] = {
     "sharding_group": "world",
     "save_format": "sharded",
     "replan": "on_drift",
+    "rehearse": False,
     "engine": "fairscale",
     "cache": "measurements",
     "timeout": "0:05:00",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_osdp import OSDPStrategy, measurements
 from lightning_osdp.errors import OSDPWarning
@@ -148,6 +149,28 @@ def untraceable(folder: str) -> list[int]:
     return module.batch_sizes
 
 
+class Counted(GPTModule):
+    """Counts its real steps, those of its copies included."""
+
+    steps: ClassVar[list[int]] = []
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        loss = super().training_step(batch, batch_index)
+        if not isinstance(loss, torch._subclasses.FakeTensor):
+            Counted.steps.append(batch_index)
+        return loss
+
+
+def rehearsing(folder: str) -> list[int]:
+    """Real steps of runs of two steps, with and without a rehearsal."""
+    counts = []
+    for rehearse in (True, False):
+        Counted.steps.clear()
+        fit(f"{folder}/{rehearse}", seeded(Counted), rehearse=rehearse, batch_size=4, options={"max_steps": 2})
+        counts.append(len(Counted.steps))
+    return counts
+
+
 def half_precision(folder: str) -> tuple[list[float], list[float], str]:
     """Losses with and without autocast, and the dtype of the weights."""
     exact, half = seeded(), seeded()
@@ -182,7 +205,7 @@ def everything(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     import os
 
     os.environ["LIGHTNING_OSDP_CACHE"] = f"{folder}/cache"
-    runs = (automatic, with_plan, half_precision, batch_sizes, untraceable, several)
+    runs = (automatic, with_plan, half_precision, batch_sizes, untraceable, rehearsing, several)
     return {run.__name__: run(folder) for run in runs}
 
 
@@ -190,6 +213,12 @@ def everything(rank: int, ranks: int, folder: str) -> dict[str, Any]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank returned."""
     return run_ranks(everything, RANKS, str(tmp_path_factory.mktemp("runs")), timeout_s=280)
+
+
+def test_the_step_is_rehearsed_unless_that_is_not_wanted(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        with_rehearsal, without = result["rehearsing"]
+        assert with_rehearsal > without == 2
 
 
 def test_plan_is_the_same_everywhere_and_written(results: list[dict[str, Any]]) -> None:
