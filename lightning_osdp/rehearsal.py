@@ -27,7 +27,14 @@ from lightning_osdp.planning.cluster import Cluster, ComputeTimes, EngineOverhea
 from lightning_osdp.planning.joining import Units, ways
 from lightning_osdp.planning.operators import ModelDescription
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
-from lightning_osdp.planning.rehearsed import JOINED_MODE, alike, compute_s, rehearsed_compute, rehearsed_engine
+from lightning_osdp.planning.rehearsed import (
+    JOINED_MODE,
+    added_s,
+    alike,
+    compute_s,
+    rehearsed_compute,
+    rehearsed_engine,
+)
 from lightning_osdp.planning.wishes import NO_WISHES
 from lightning_osdp.profiling.optimizers import configured
 from lightning_osdp.profiling.standins import (
@@ -48,6 +55,10 @@ SECONDS, LONGEST_S = 2.5, 8.0
 
 FEWEST, MOST, WARM_UP = 5, 9, 1
 """Steps that are timed within that, if time allows, and those before them."""
+
+ODD = 1.4
+"""Factor between parts and a rehearsal from which on it is made once more, and the less counts: other work on the
+machine lasts for some seconds at times."""
 
 MARGIN = 1.1
 """Room for a rehearsal, as a multiple of what it is thought to need."""
@@ -139,14 +150,20 @@ def _rehearsed_modes(
     size = sum(sizes) // len(sizes)
     apart, *joined = ways(description, NO_WISHES)
 
-    def added_s(mode: Mode, units: Units) -> float:
+    def rehearsed_s(mode: Mode, units: Units) -> float:
         plan = _plan(description, mode, units, group.size())
         return on_all_ranks(group, partial(_timed, stage, [size], group, plan))[size] - compute_s(compute, size)
 
-    seconds = {mode: added_s(mode, apart) for mode in Mode}
+    def sure_s(mode: Mode, units: Units) -> float:
+        found, parts = rehearsed_s(mode, units), added_s(description, cluster, mode, units)
+        if parts / ODD <= found <= parts * ODD:
+            return found
+        return min(found, rehearsed_s(mode, units))
+
+    seconds = {mode: sure_s(mode, apart) for mode in Mode}
     if not joined:
         return rehearsed_engine(description, cluster, seconds)
-    return rehearsed_engine(description, cluster, seconds, joined[-1], added_s(JOINED_MODE, joined[-1]))
+    return rehearsed_engine(description, cluster, seconds, joined[-1], sure_s(JOINED_MODE, joined[-1]))
 
 
 def _timed(

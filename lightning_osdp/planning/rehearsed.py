@@ -110,6 +110,11 @@ def rehearsed_engine(
     return found.model_copy(update={"joined": _within(joined_s - others, own)})
 
 
+def added_s(model: ModelDescription, cluster: Cluster, mode: Mode, units: Units) -> float:
+    """Seconds that all operators in one mode add to a step of one micro-batch, as a sum of parts."""
+    return sum(_parts_s(Joined.of(model, units).model.operators, mode, cluster))
+
+
 def _parts_s(operators: Sequence[Operator], mode: Mode, cluster: Cluster) -> tuple[float, float]:
     """Seconds that operators add to a step of one micro-batch: of those that can be in ``mode``, and of the others."""
     seconds = {True: 0.0, False: 0.0}
