@@ -53,7 +53,9 @@ def fit(folder: str, strategy: OSDPStrategy, **options: Any) -> tuple[Any, GPTMo
 
 def runs(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     on_two_nodes(rank)
-    node, module = fit(folder, OSDPStrategy(cache="", batch_size=4, cluster=cluster(), sharding_group="node"))
+    node, module = fit(
+        folder, OSDPStrategy(cache="", rehearse=False, batch_size=4, cluster=cluster(), sharding_group="node")
+    )
     plan = node.strategy.execution_plan
     sampler = node.strategy.distributed_sampler_kwargs
     state = node.strategy.lightning_module_state_dict()
@@ -84,7 +86,7 @@ def refused(rank: int, folder: str, plan: ExecutionPlan) -> dict[str, Any]:
         warnings.simplefilter("always", OSDPWarning)
         for name, (error, settings) in wanted.items():
             with pytest.raises(error) as found:
-                fit(folder, OSDPStrategy(cache="", batch_size=4, **settings), **uneven)
+                fit(folder, OSDPStrategy(cache="", rehearse=False, batch_size=4, **settings), **uneven)
             said[name] = str(found.value)
     said["warnings"] = [str(one.message) for one in caught if issubclass(one.category, OSDPWarning)]
     return said
