@@ -24,6 +24,10 @@ middle of its own backward by then, and its whole parameters must stay; and ofte
 exception, once the last tensor that is needed has been saved. (Reentrant checkpoint has no graph of the first run:
 there the second run is an ordinary forward.)
 
+Note [frozen parameters]: FairScale frees whole parameters once their gradient has come. Those that are not trained have
+none, so they would stay whole to the end of the backward pass: of a large frozen model with adapters, all of it. A node
+in the graph on the inputs' side is reached when the unit's own backward is over.
+
 Note [several outputs]: FairScale prepares a unit's backward at each of its outputs. Where a later one's turn comes only
 when gradients of the unit have come already (what T5's first block hands on to all others), parameters that are still
 needed are still whole; those that are done must not be gathered again.
@@ -41,6 +45,7 @@ import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel, TrainingState
 from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_module
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.levels import Communicator, duplicate
@@ -119,6 +124,31 @@ class Together:
         self._communicator.all_gather_together(*zip(*held, strict=True))
 
 
+class _BackwardOver(torch.autograd.Function):
+    """Hands tensors on, and their gradients back, calling ``done`` on the way."""
+
+    @staticmethod
+    def forward(ctx: Any, done: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.done = done
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.done()
+        return None, *gradients
+
+
+def _noting_backward(inputs: Any, done: Callable[[], None]) -> Any:
+    """``inputs`` as they are; ``done`` is called once the gradients of all tensors in them have come."""
+    leaves, tree = tree_flatten(inputs)
+    at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if at:
+        noted = _BackwardOver.apply(done, *(leaves[index] for index in at))  # type: ignore[no-untyped-call]
+        for index, tensor in zip(at, noted, strict=True):
+            leaves[index] = tensor
+    return tree_unflatten(leaves, tree)
+
+
 class Unit(FullyShardedDataParallel):  # type: ignore[misc]
     """One FairScale instance around one operator, sharing streams, reducer and the bound on gathers with all others."""
 
@@ -160,6 +190,10 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
         self._output_pre_backward_hook_registered: list[int] = []
         self._recomputed = recomputed
         self._in_graph = self._backward_done = False
+        self._is_slice = isinstance(stage, Stage)
+        # The node's tensors are views, which must not be changed in place: who knows what a user's own module does.
+        keeps_inputs = self._is_slice or type(stage).__module__.startswith(("torch.nn.", "transformers."))
+        self._freed_by_inputs = keeps_inputs and mode == Mode.ZDP
         stage.forward = self.forward
 
     @property
@@ -181,6 +215,8 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
             raise ShardingError("the model can't run while its parameters are shown whole: leave that context first")
         if self._in_graph and torch._C._current_graph_task_id() != -1:  # -1: no backward pass is going on
             return self._run_again(*args, **kwargs)
+        if self._freed_by_inputs and torch.is_grad_enabled() and not any(p.requires_grad for p in self.params):
+            args, kwargs = self._noting_backward(args, kwargs)
         outputs = super().forward(*args, **kwargs)
         if torch.is_grad_enabled():
             self._in_graph, self._backward_done = True, False
@@ -200,6 +236,17 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
             if not amid_backward:
                 self._use_fp32_param_shard()
             torch.clear_autocast_cache()
+
+    def _noting_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._is_slice:  # which adds to its other input in place
+            return (_noting_backward(args[0], self._free_amid_backward), *args[1:]), kwargs
+        noted: tuple[tuple[Any, ...], dict[str, Any]] = _noting_backward((args, kwargs), self._free_amid_backward)
+        return noted
+
+    def _free_amid_backward(self) -> None:
+        """See Note [frozen parameters]."""
+        self._free_full_params()
+        self._use_fp32_param_shard()
 
     def end_backward(self) -> None:
         """To be called when a backward pass is over, whether or not it reached this unit."""

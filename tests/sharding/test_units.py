@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.sharding.fairscale import FairScaleEngine
@@ -13,6 +15,7 @@ from lightning_osdp.sharding.gathers import GATHERS_IN_FLIGHT, GatherBound
 from lightning_osdp.sharding.units import Unit, joined
 from tests.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups
 from tests.ranks import run_ranks
+from tests.sharding.split_plans import split_plan
 
 
 class Device:
@@ -129,3 +132,58 @@ def hook_calls(rank: int, ranks: int) -> list[int]:
 def test_hooks_do_not_pile_up() -> None:
     (counts,) = run_ranks(hook_calls, 1)
     assert len(set(counts)) == 1
+
+
+class Adapted(nn.Module):
+    """Frozen layers with small trained ones beside them, in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.frozen = nn.ModuleList(nn.Linear(16, 16) for _ in range(4)).requires_grad_(False)
+        self.adapters = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, recompute: bool) -> Tensor:
+        for pair in zip(self.frozen, self.adapters, strict=True):
+            x = checkpoint(self.layer, x, *pair, use_reentrant=False) if recompute else self.layer(x, *pair)
+        return x
+
+    def layer(self, x: Tensor, frozen: nn.Module, adapter: nn.Module) -> Tensor:
+        return torch.tanh(frozen(x) + adapter(x))
+
+
+def frozen_units(rank: int, ranks: int, slices: int, recompute: bool) -> tuple[int, bool]:
+    """How many units are whole at once in a step, and whether gradients are those of the plain module."""
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(rank))
+    plain, ours = Adapted(), Adapted()
+    plain(x, recompute).square().sum().backward()
+    gradients = [parameter.grad for parameter in plain.adapters.parameters()]
+    for gradient in gradients:
+        torch.distributed.all_reduce(gradient)
+    names = dict.fromkeys((f"frozen.{index}" for index in range(4)), ((Mode.ZDP,) * slices, 1 if slices > 1 else None))
+    engine = FairScaleEngine(torch.device("cpu"))
+    engine.apply(ours, split_plan(names, ranks, ()))
+    most, gather = 0, Unit._gather_all
+
+    def noted(self: Unit, *args: Any) -> Any:
+        nonlocal most
+        found = gather(self, *args)
+        most = max(most, sum(unit.in_use for unit in engine._units))
+        return found
+
+    Unit._gather_all = noted
+    engine.before_forward()
+    ours(x, recompute).square().sum().backward()
+    engine.finish_backward()
+    most = max(most, sum(unit.in_use for unit in engine._units) * 100)
+    own = [parameter.grad for parameter in ours.adapters.parameters()]
+    same = all(torch.allclose(one, other / ranks, atol=1e-6) for one, other in zip(own, gradients, strict=True))
+    return most, same
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("slices", [1, 2])
+def test_frozen_parameters_are_freed_as_the_backward_goes_on(slices: int, recompute: bool) -> None:
+    for most, same in run_ranks(frozen_units, 2, slices, recompute):
+        assert most == 1
+        assert same
