@@ -95,6 +95,9 @@ SPLIT = {
 
 EVERYTHING = SUBJECTS | OPTIONS | SPLIT
 
+ALLOWANCES: list[int] = []
+"""What the planner has added to the memory of this process for the first steps, latest last."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -159,6 +162,7 @@ def work(rank: int, order: Order) -> None:
     measurements.remember = lambda *_: (
         None
     )  # each case is predicted from measurements alone, not from the cases before it
+    note_allowances()
     slices = tuple(Mode(mode) for mode in order.slices or [order.plan] if order.plan != "searched")
     if slices:
         only(slices)
@@ -173,6 +177,17 @@ def work(rank: int, order: Order) -> None:
     os._exit(0)  # gloo's threads may abort a process that ends in the usual way
 
 
+def note_allowances() -> None:
+    """Keeps what ``memory.allowance`` says."""
+    allowance = memory.allowance
+
+    def noted(*args: Any) -> int:
+        ALLOWANCES.append(allowance(*args))
+        return ALLOWANCES[-1]
+
+    memory.allowance = noted
+
+
 def tell(strategy: OSDPStrategy, order: Order) -> None:
     """The slowest rank's time and the largest peak, beside what was predicted."""
     plan, step, device = strategy.execution_plan, strategy.measured, strategy.root_device
@@ -181,7 +196,7 @@ def tell(strategy: OSDPStrategy, order: Order) -> None:
     assert step is not None
     measured = torch.tensor([step.step_time_s, step.peak_memory_bytes], dtype=torch.float64, device=device)
     dist.all_reduce(measured, op=dist.ReduceOp.MAX)
-    baseline = plan.predicted.overhead_bytes - memory.FIRST_STEP_BYTES.get(device.type, 0)
+    baseline = plan.predicted.overhead_bytes - ALLOWANCES[-1]
     case = Case(
         order.model,
         order.plan,
@@ -215,7 +230,7 @@ def guessed(ranks: int) -> Cluster:
     """Hardware that is not measured: its times mean nothing, but the memory along the step does not depend on them."""
     measure = planner.compute.measure
     planner.compute.measure = lambda *args, **kwargs: measure(*args, **kwargs, time_budget_s=0.0)
-    measurements.rehearse = lambda stage, traced, group, cluster, compute, room: (compute, cluster.engine)
+    measurements.rehearse = lambda stage, traced, group, cluster, compute, room: (compute, ())
     fit = CollectiveFit(latency_s=1e-3, s_per_byte=1e-9)
     link = Link(all_reduce=fit, all_gather=fit, reduce_scatter=fit)
     copy = collectives.reduce_copy("gloo", ranks)

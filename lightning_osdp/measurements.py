@@ -37,6 +37,7 @@ from lightning_osdp.planning.cluster import (
     Link,
 )
 from lightning_osdp.planning.operators import Frozen
+from lightning_osdp.planning.rehearsed import Rehearsal
 from lightning_osdp.planning.wishes import Wishes
 from lightning_osdp.profiling import compute, network
 from lightning_osdp.profiling.memory import control_group
@@ -52,6 +53,9 @@ PROBE_BYTES = 4 << 20
 PROBE_TOLERANCE = 3.0
 """Cached measurements of the network are used only if a fresh all-gather agrees with them within this factor: the same
 host may reach its peers over another link today. Busy machines are off by a factor of 2 at times."""
+
+FORMAT = 2
+"""Of what is kept. To be raised when what is measured changes its meaning: older files are left alone then."""
 
 NO_LINK = Link(**{name: CollectiveFit(latency_s=0.0, s_per_byte=0.0) for name in Link.model_fields})
 """Of a single rank, or of ranks that are not measured yet."""
@@ -73,6 +77,8 @@ class Measurements(Connections):
     """All that a plan is made from."""
 
     compute: ComputeTimes
+    rehearsals: tuple[Rehearsal, ...] = ()
+    """Of whole steps, with these measurements."""
     correction: Correction = NO_CORRECTION
     """What runs with these measurements have taught since."""
 
@@ -205,12 +211,11 @@ def measured(
             ranks.group,
             lambda: compute.measure(traced, ranks.device, progress=partial(advance, "compute"), wishes=wishes),
         )
-    times = _slowest(times, ranks)
+    measured = Measurements(**dict(connections), compute=_slowest(times, ranks))
     if stage is not None:
         hardware = cluster or this_cluster(ranks, connections.link, connections.levels, connections.engine)
-        times, engine = rehearse(stage, traced, ranks.group, hardware, times, room_bytes)
-        connections = connections.model_copy(update={"engine": engine})
-    measured = Measurements(**dict(connections), compute=times)
+        times, rehearsals = rehearse(stage, traced, ranks.group, hardware, measured.compute, room_bytes)
+        measured = measured.model_copy(update={"compute": times, "rehearsals": rehearsals})
     if ranks.is_first and file is not None:
         write(file, measured.model_dump_json())
     return measured, False, file
@@ -324,6 +329,7 @@ def _facts(device: torch.device, cluster: Cluster) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "backend": cluster.backend,
         "torch": torch.__version__,
+        "format": FORMAT,
     }
 
 

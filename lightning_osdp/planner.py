@@ -16,22 +16,30 @@ import torch
 import torch.distributed as dist
 
 from lightning_osdp import collectives, measurements
-from lightning_osdp.errors import ConfigurationError, OSDPWarning, PlanMismatchError, TraceError
+from lightning_osdp.errors import (
+    ConfigurationError,
+    InfeasibleError,
+    OSDPWarning,
+    PlanMismatchError,
+    TraceError,
+)
 from lightning_osdp.measurements import NO_CORRECTION, NO_LINK, Measurements, Ranks
 from lightning_osdp.planning.caching_allocator import margin_bytes, staying_tensors
 from lightning_osdp.planning.calibration import Correction, corrected_cluster, corrected_compute
-from lightning_osdp.planning.cluster import (
-    Cluster,
-)
+from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.planning.rehearsed import Rehearsal, decided, with_excess
 from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.memory import memory_in_use, overhead
 from lightning_osdp.profiling.trace import Trace, trace, trace_real
-from lightning_osdp.rehearsal import Stage
+from lightning_osdp.rehearsal import Stage, rehearse_chosen
 
 Result = TypeVar("Result")
+
+CHOSEN_REHEARSALS = 2
+"""Of plans that were found, at most: a rehearsal may show that another plan is faster."""
 
 
 @dataclass(frozen=True)
@@ -113,31 +121,78 @@ def measure_and_plan(
     if cluster is not None and cluster.ranks != ranks.count:
         raise ConfigurationError(f"cluster describes {cluster.ranks} ranks, this run has {ranks.count}")
     start = time.monotonic()
-    room_bytes = max(0, memory_limit() - memory_in_use(ranks.device))
-    measured, from_cache, file = measurements.measured(traced, ranks, cluster, cache, wishes, room_bytes, stage)
-    profiling_s = time.monotonic() - start
-    used_bytes = not_for_the_model(traced, ranks.device, model_bytes)
-    numbers = torch.tensor([-memory_limit(), used_bytes])
-    numbers = numbers.to(ranks.device)
-    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=ranks.group)
-    limit, used = -int(numbers[0]), int(numbers[1])
+    team = _Team(traced, ranks, cluster, memory_limit, model_bytes, wishes)
+    measured, from_cache, file = measurements.measured(traced, ranks, cluster, cache, wishes, team.free_bytes(), stage)
+    known_bytes = team.limit_and_used(stepped=bool(measured.rehearsals) and not from_cache)
+    plan = team.decide(measured, rule, *known_bytes)
+    for _ in range(CHOSEN_REHEARSALS):
+        shown = team.rehearsed(stage, measured, plan)
+        if shown is None:
+            break
+        measured = measured.model_copy(update={"rehearsals": (*measured.rehearsals, shown)})
+        if ranks.is_first and file is not None:
+            measurements.write(file, measured.model_dump_json())
+        known_bytes = team.limit_and_used(stepped=True)
+        try:
+            plan = team.decide(measured, rule, *known_bytes)
+        except InfeasibleError:  # for what the rehearsal has left behind: the plan was the last that fits
+            break
 
-    def decide(correction: Correction, rule: BatchRule) -> ExecutionPlan:
-        known = measured.model_copy(update={"correction": correction})
+    def again(correction: Correction, rule: BatchRule) -> ExecutionPlan:
+        return team.decide(measured.model_copy(update={"correction": correction}), rule, *known_bytes)
+
+    return Outcome(plan, time.monotonic() - start, from_cache, measured.correction, file, again)
+
+
+@dataclass(frozen=True)
+class _Team:
+    """Ranks that plan together; what stays the same while they do."""
+
+    traced: Trace
+    ranks: Ranks
+    cluster: Cluster | None
+    memory_limit: Callable[[], int]
+    model_bytes: int
+    wishes: Wishes
+
+    def free_bytes(self) -> int:
+        """What this rank may take now."""
+        return max(0, self.memory_limit() - memory_in_use(self.ranks.device))
+
+    def limit_and_used(self, stepped: bool) -> tuple[int, int]:
+        """The smallest limit of all ranks, and the most that is in use now and not the model's. Collective."""
+        used_bytes = not_for_the_model(self.traced, self.ranks.device, self.model_bytes, stepped)
+        numbers = torch.tensor([-self.memory_limit(), used_bytes]).to(self.ranks.device)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.ranks.group)
+        return -int(numbers[0]), int(numbers[1])
+
+    def hardware(self, measured: Measurements) -> Cluster:
+        """As measured, rehearsals apart."""
+        known = self.cluster or measurements.this_cluster(self.ranks, measured.link, measured.levels)
+        return known.model_copy(update={"engine": measured.engine})
+
+    def decide(self, measured: Measurements, rule: BatchRule, limit_bytes: int, used_bytes: int) -> ExecutionPlan:
+        """The first rank's plan, on every rank. Collective."""
 
         def first_rank() -> str:
-            if not ranks.is_first:
+            if not self.ranks.is_first:
                 return ""
-            hardware = cluster or measurements.this_cluster(ranks, known.link, known.levels)
-            hardware = hardware.model_copy(update={"engine": known.engine})
-            return make_plan(_problem(traced, hardware, known, limit, used, wishes), rule).to_json()
+            engine = with_excess(measured.engine, measured.rehearsals)
+            hardware = self.hardware(measured).model_copy(update={"engine": engine})
+            problem = _problem(self.traced, hardware, measured, limit_bytes, used_bytes, self.wishes)
+            return make_plan(problem, rule).to_json()
 
-        text = [on_all_ranks(ranks, first_rank)]
-        dist.broadcast_object_list(text, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
+        text = [on_all_ranks(self.ranks, first_rank)]
+        dist.broadcast_object_list(text, src=dist.get_global_rank(self.ranks.group, 0), group=self.ranks.group)
         return ExecutionPlan.from_json(text[0])
 
-    plan = decide(measured.correction, rule)
-    return Outcome(plan, profiling_s, from_cache, measured.correction, file, again=decide)
+    def rehearsed(self, stage: Stage | None, measured: Measurements, plan: ExecutionPlan) -> Rehearsal | None:
+        """What ``plan`` takes; None if that is known, or can't be. Collective."""
+        if stage is None or not measured.rehearsals or any(one.decided == decided(plan) for one in measured.rehearsals):
+            return None
+        return rehearse_chosen(
+            stage, self.traced, self.ranks.group, self.hardware(measured), measured.compute, plan, self.free_bytes()
+        )
 
 
 def still_right(
@@ -238,7 +293,7 @@ def plan_alone(
     return Outcome(make_plan(problem, rule), profiling_s, from_cache, known.correction, problem=problem)
 
 
-def not_for_the_model(traced: Trace, device: torch.device, model_bytes: int) -> int:
+def not_for_the_model(traced: Trace, device: torch.device, model_bytes: int, stepped: bool = False) -> int:
     """The process's own memory, and on CUDA what the caching allocator can't use of the segments that it takes."""
     margin = margin_bytes(staying_tensors(traced.description)) if device.type == "cuda" else 0
-    return overhead(device, model_bytes) + margin
+    return overhead(device, model_bytes, stepped) + margin

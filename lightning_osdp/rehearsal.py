@@ -1,6 +1,6 @@
-"""Rehearses the module's own training step, on a copy: as it is, and with all operators in each mode.
+"""Rehearses the module's own training step, on a copy: as it is, with all operators in one mode, and as it was planned.
 
-What was measured in parts (kernels, collectives, the engine) is then scaled to what the step really takes
+What was measured in parts (kernels, collectives, the engine) is then changed to what the step really takes
 (``planning.rehearsed``). The copy needs memory for its parameters, gradients and activations, but no optimizer states;
 where there is no room for it, the parts are all that is known.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,18 +23,11 @@ from lightning.pytorch import LightningModule
 from lightning_osdp.collectives import on_all_ranks
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.choices import Mode
-from lightning_osdp.planning.cluster import Cluster, ComputeTimes, EngineOverhead
+from lightning_osdp.planning.cluster import Cluster, ComputeTimes
 from lightning_osdp.planning.joining import Units, ways
 from lightning_osdp.planning.operators import ModelDescription
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
-from lightning_osdp.planning.rehearsed import (
-    JOINED_MODE,
-    added_s,
-    alike,
-    compute_s,
-    rehearsed_compute,
-    rehearsed_engine,
-)
+from lightning_osdp.planning.rehearsed import CHOSEN_ERROR, Rehearsal, alike, copy_bytes, foreseen, rehearsed_compute
 from lightning_osdp.planning.wishes import NO_WISHES
 from lightning_osdp.profiling.optimizers import configured
 from lightning_osdp.profiling.standins import (
@@ -50,15 +43,15 @@ from lightning_osdp.profiling.trace import Trace
 from lightning_osdp.sharding.fairscale import FairScaleEngine
 from lightning_osdp.sharding.overhead import bare_plan, forget, synchronize
 
-SECONDS, LONGEST_S = 2.5, 8.0
+SECONDS, LONGEST_S = 2.0, 8.0
 """About how long each rehearsal takes, and at most. Where the plain steps take longer, there is none."""
 
-FEWEST, MOST, WARM_UP = 5, 9, 1
+FEWEST, MOST, WARM_UP = 4, 9, 1
 """Steps that are timed within that, if time allows, and those before them."""
 
-ODD = 1.4
-"""Factor between parts and a rehearsal from which on it is made once more, and the less counts: other work on the
-machine lasts for some seconds at times."""
+ODD = 0.3
+"""Share by which a rehearsal may differ from what was foreseen. Beyond it is made once more, and the less counts: other
+work on the machine lasts for some seconds at times."""
 
 MARGIN = 1.1
 """Room for a rehearsal, as a multiple of what it is thought to need."""
@@ -82,17 +75,20 @@ class Stage:
     device: torch.device
     step_context: Callable[[], AbstractContextManager[Any]]
 
-    def why_not(self, description: ModelDescription, sizes: Sequence[int], room_bytes: int) -> str:
-        """Why there is no rehearsal; empty if there may be one."""
-        if not self.module.automatic_optimization:
-            return "the module steps its optimizers itself"
-        if any(parameter.is_meta for parameter in self.module.parameters()):
-            return "the module has no values yet"
-        if any(isinstance(each, torch._dynamo.OptimizedModule) for each in self.module.modules()):
-            return "compiling the copy would take too long"
-        if needed_bytes(description, max(sizes)) > room_bytes:
-            return "a copy of the module does not fit"
-        return ""
+    def room(self, room_bytes: int, group: dist.ProcessGroup) -> int:
+        """The least of what each rank may take; 0 where the step can't be repeated. Collective."""
+        rooms: list[int] = [0] * group.size()
+        dist.all_gather_object(rooms, room_bytes if self.repeatable else 0, group=group)
+        return min(rooms)
+
+    @property
+    def repeatable(self) -> bool:
+        """Not if the module steps its optimizers itself, has no values yet, or would have to be compiled again."""
+        return (
+            self.module.automatic_optimization
+            and not any(parameter.is_meta for parameter in self.module.parameters())
+            and not any(isinstance(each, torch._dynamo.OptimizedModule) for each in self.module.modules())
+        )
 
 
 def needed_bytes(description: ModelDescription, batch_size: int) -> int:
@@ -105,65 +101,110 @@ def needed_bytes(description: ModelDescription, batch_size: int) -> int:
 
 def rehearse(
     stage: Stage, traced: Trace, group: dist.ProcessGroup, cluster: Cluster, compute: ComputeTimes, room_bytes: int
-) -> tuple[ComputeTimes, EngineOverhead]:
-    """Times whose sums are those of the step. Collective: all ranks call it alike.
+) -> tuple[ComputeTimes, tuple[Rehearsal, ...]]:
+    """Compute whose sums are those of the plain step, and what the step takes with all operators in one mode.
+
+    Collective: all ranks call it alike.
 
     Args:
         stage: what to rehearse.
-        traced: the step, at one or two batch sizes: those are rehearsed.
+        traced: the step, at one or two batch sizes: those that fit are rehearsed, and the modes at one in between.
         group: the ranks.
         cluster: with links and engine as measured.
         compute: as measured in parts.
         room_bytes: that a rehearsal may take on this rank.
 
     Returns:
-        Both as they were where a rehearsal is not possible, or would take too long.
+        ``compute`` as it was, and nothing, where a rehearsal is not possible or would take too long.
     """
-    sizes = sorted(traced.kernels)
-    reasons: list[str] = [""] * group.size()
-    dist.all_gather_object(reasons, stage.why_not(traced.description, sizes, room_bytes), group=group)
-    if any(reasons):
-        return compute, cluster.engine
+    room = stage.room(room_bytes, group)
+    sizes = [size for size in sorted(traced.kernels) if needed_bytes(traced.description, size) <= room]
+    if not sizes:
+        return compute, ()
     try:
         with kept_randomness(stage.device):
             plain = on_all_ranks(group, partial(_timed, stage, sizes, group, None))
             if sum(plain.values()) > LONGEST_S:
-                return compute, cluster.engine
-            rehearsed = rehearsed_compute(compute, plain)
+                return compute, ()
+            times = rehearsed_compute(compute, plain)
             if group.size() == 1:
-                return rehearsed, cluster.engine
-            return rehearsed, _rehearsed_modes(stage, traced.description, sizes, group, cluster, rehearsed)
-    except Exception as error:  # whatever the user's code raises: it will in training, too, or it minds being copied
-        warnings.warn(f"the step can't be rehearsed, so its time is less sure: {error}", OSDPWarning, stacklevel=2)
-        return compute, cluster.engine
+                return times, ()
+            size = sum(sizes) // len(sizes)
+
+            def shown(plan: ExecutionPlan) -> Rehearsal:
+                expected = foreseen(traced.description, times, cluster, plan, size)
+                return _rehearsed(stage, expected, plan, size, group)
+
+            return times, tuple(map(shown, _uniform(traced.description, group.size())))
+    except Exception as error:
+        _warn(error)
+        return compute, ()
 
 
-def _rehearsed_modes(
+def rehearse_chosen(
     stage: Stage,
-    description: ModelDescription,
-    sizes: Sequence[int],
+    traced: Trace,
     group: dist.ProcessGroup,
     cluster: Cluster,
     compute: ComputeTimes,
-) -> EngineOverhead:
-    """All operators in each mode, and blocks that share units where there are such, at a batch size in between."""
-    size = sum(sizes) // len(sizes)
+    plan: ExecutionPlan,
+    room_bytes: int,
+) -> Rehearsal | None:
+    """What the step takes under a plan that was found; None where that can't be rehearsed. Collective.
+
+    Args:
+        stage: what to rehearse.
+        traced: the step.
+        group: the ranks.
+        cluster: with links and engine as measured.
+        compute: as measured, its sums as rehearsed.
+        plan: at its batch size, or a smaller one that was traced, if that takes too long or too much.
+        room_bytes: that a rehearsal may take on this rank.
+    """
+    sizes = sorted(traced.kernels)
+    wanted = dict.fromkeys([plan.batch_size, sum(sizes) // len(sizes), sizes[0]] if len(sizes) > 1 else sizes)
+    room, model = stage.room(room_bytes, group), traced.description
+    fitting = (size for size in wanted if MARGIN * copy_bytes(model, cluster, plan, size) <= room)
+    expected = ((size, foreseen(model, compute, cluster, plan, size)) for size in fitting)
+    possible = ((size, one) for size, one in expected if one.foreseen_s * (WARM_UP + FEWEST) < LONGEST_S)
+    size, one = next(possible, (0, None))
+    if one is None:
+        return None
+    try:
+        with kept_randomness(stage.device):
+            shown = _rehearsed(stage, one, plan, size, group)
+    except Exception as error:
+        _warn(error)
+        return None
+    return shown.model_copy(update={"error": CHOSEN_ERROR})
+
+
+def _warn(error: Exception) -> None:
+    """Whatever the user's code has raised: it will in training, too, or it minds being copied."""
+    text = f"the step can't be rehearsed, so its time is less sure: {error}"
+    warnings.warn(text, OSDPWarning, stacklevel=3)
+
+
+def _uniform(description: ModelDescription, ranks: int) -> Iterator[ExecutionPlan]:
+    """All operators in one mode, as far as they can; where blocks may share units, kept parameters do."""
     apart, *joined = ways(description, NO_WISHES)
+    yield _plan(description, Mode.DP, apart, ranks)
+    yield _plan(description, Mode.ZDP2, joined[-1] if joined else apart, ranks)
+    yield _plan(description, Mode.ZDP, apart, ranks)
 
-    def rehearsed_s(mode: Mode, units: Units) -> float:
-        plan = _plan(description, mode, units, group.size())
-        return on_all_ranks(group, partial(_timed, stage, [size], group, plan))[size] - compute_s(compute, size)
 
-    def sure_s(mode: Mode, units: Units) -> float:
-        found, parts = rehearsed_s(mode, units), added_s(description, cluster, mode, units)
-        if parts / ODD <= found <= parts * ODD:
-            return found
-        return min(found, rehearsed_s(mode, units))
+def _rehearsed(
+    stage: Stage, expected: Rehearsal, plan: ExecutionPlan, size: int, group: dist.ProcessGroup
+) -> Rehearsal:
+    """With what it took, of two tries where one is odd."""
 
-    seconds = {mode: sure_s(mode, apart) for mode in Mode}
-    if not joined:
-        return rehearsed_engine(description, cluster, seconds)
-    return rehearsed_engine(description, cluster, seconds, joined[-1], sure_s(JOINED_MODE, joined[-1]))
+    def took_s() -> float:
+        return on_all_ranks(group, partial(_timed, stage, [size], group, plan))[size]
+
+    seconds = took_s()
+    if abs(seconds / expected.foreseen_s - 1) > ODD:
+        seconds = min(seconds, took_s())
+    return expected.model_copy(update={"took_s": seconds})
 
 
 def _timed(
@@ -229,7 +270,6 @@ def _medians(steps: Sequence[Callable[[], None]], group: dist.ProcessGroup, devi
 
 
 def _plan(description: ModelDescription, mode: Mode, units: Units, ranks: int) -> ExecutionPlan:
-    """All operators in one mode, as far as they can."""
     return bare_plan(
         (
             OperatorPlan(

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from lightning_osdp import rehearsal
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.choices import Mode
-from lightning_osdp.planning.cluster import ComputeTimes, EngineOverhead
-from lightning_osdp.planning.rehearsed import compute_s
+from lightning_osdp.planning.cluster import ComputeTimes
+from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.planning.rehearsed import CHOSEN_ERROR, Rehearsal, compute_s, decided, with_excess
+from lightning_osdp.planning.wishes import Wishes
 from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.trace import trace
-from lightning_osdp.rehearsal import Stage, needed_bytes, rehearse
-from tests.models import some_cluster
+from lightning_osdp.rehearsal import Stage, needed_bytes, rehearse, rehearse_chosen
+from tests.models import hand_made_plan, some_cluster
 from tests.ranks import run_ranks
 
 CPU, ROOM = torch.device("cpu"), 1 << 40
@@ -54,8 +56,8 @@ def stage(module: pl.LightningModule) -> Stage:
 
 def rehearsed(
     rank: int, ranks: int, medians: dict[int, float] | None, room_bytes: int, fails: bool
-) -> tuple[bool, ComputeTimes, ComputeTimes, EngineOverhead, list[str]]:
-    """Whether the module is as it was, times before and after, the engine's, and warnings."""
+) -> tuple[bool, ComputeTimes, ComputeTimes, tuple[Rehearsal, ...], list[str]]:
+    """Whether the module is as it was, times before and after, rehearsals, and warnings."""
     torch.manual_seed(1)
     module = Module(fails)
     traced = trace(module, BATCH, 4, device=CPU)
@@ -74,64 +76,132 @@ def rehearsed(
         rehearsal._medians = given
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OSDPWarning)
-        times, engine = rehearse(stage(module), traced, dist.group.WORLD, some_cluster(ranks), everyone[0], room_bytes)
+        hardware = some_cluster(ranks)
+        times, shown = rehearse(stage(module), traced, dist.group.WORLD, hardware, everyone[0], room_bytes)
     same = all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     same &= all(parameter.grad is None for parameter in module.parameters()) and module._trainer is None
     same &= module.steps == steps and torch.equal(random, torch.get_rng_state())
     messages = [str(one.message) for one in caught if issubclass(one.category, OSDPWarning)]
-    return same, everyone[0], times, engine, messages
+    return same, everyone[0], times, shown, messages
 
 
 def test_the_module_stays_as_it_was_and_its_times_are_those_of_the_step() -> None:
     # One second for the plain step at both sizes, two with all operators in any mode.
     first, second = run_ranks(rehearsed, 2, {2: 1.0, 1: 2.0}, ROOM, False)
     assert first[1:] == second[1:]
-    for same, parts, times, engine, messages in (first, second):
+    for same, parts, times, shown, messages in (first, second):
         assert same
         assert not messages
         limits = [min(1.0, 3 * compute_s(parts, size)) for size in (2, 8)]
         assert [compute_s(times, size) for size in (2, 8)] == pytest.approx(limits, rel=0.3)
-        assert all(engine.of(mode).factor > 1 for mode in Mode)
+        assert [set(one.added_s) - {"dp", "joined"} for one in shown] == [set(), {"zdp2"}, {"zdp"}]
+        assert {one.took_s for one in shown} == {2.0}
+        excess = with_excess(some_cluster().engine, shown).excess
+        assert all(excess.of([mode.value]) > 0 for mode in Mode)
 
 
 def test_steps_that_take_long_are_not_rehearsed() -> None:
-    for same, parts, times, engine, messages in run_ranks(rehearsed, 2, {2: rehearsal.LONGEST_S}, ROOM, False):
+    for same, parts, times, shown, messages in run_ranks(rehearsed, 2, {2: rehearsal.LONGEST_S}, ROOM, False):
         assert same
         assert not messages
-        assert (times, engine) == (parts, some_cluster().engine)
+        assert (times, shown) == (parts, ())
 
 
-def test_real_steps_give_factors_within_reason() -> None:
-    for same, _, times, engine, messages in run_ranks(rehearsed, 2, None, ROOM, False):
+def test_real_steps_take_some_time() -> None:
+    for same, _, times, shown, messages in run_ranks(rehearsed, 2, None, ROOM, False):
         assert same
         assert not messages
         assert compute_s(times, 8) > 0
-        assert {engine.of(mode).factor for mode in Mode} != {1.0}
+        assert len({one.took_s for one in shown} - {0.0}) == len(Mode)
+
+
+def test_where_only_the_smaller_batch_fits_it_alone_is_rehearsed() -> None:
+    description = trace(Module(), BATCH, 4, device=CPU).description
+    assert needed_bytes(description, 2) < needed_bytes(description, 8)
+    for same, parts, times, shown, _ in run_ranks(rehearsed, 2, {1: 1.0}, needed_bytes(description, 2), False):
+        assert same
+        assert compute_s(times, 2) == pytest.approx(min(1.0, 3 * compute_s(parts, 2)))
+        assert len(shown) == len(Mode)
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_without_room_or_where_it_fails_parts_are_all_that_is_known(fails: bool) -> None:
-    for same, parts, times, engine, messages in run_ranks(rehearsed, 2, None, ROOM if fails else 1 << 10, fails):
+    for same, parts, times, shown, messages in run_ranks(rehearsed, 2, None, ROOM if fails else 1 << 10, fails):
         assert same
-        assert times == parts
-        assert engine == some_cluster().engine
+        assert (times, shown) == (parts, ())
         assert [("can't be rehearsed" in message and "not for real" in message) for message in messages] == [
             True
         ] * fails
 
 
-def test_why_there_is_no_rehearsal() -> None:
+def chosen(rank: int, ranks: int, room_bytes: int) -> tuple[str, list[tuple[int, Rehearsal | None]], bool]:
+    """The plan's name, rehearsals of a mixed plan at two batch sizes, and whether the module is as it was."""
+    module = Module()
+    traced = trace(module, BATCH, 4, device=CPU)
+    parts = compute.measure(traced, CPU, time_budget_s=0.0, wishes=Wishes(slice_granularity={"net.3": 2}))
+    times: list[Any] = [parts] * ranks
+    dist.all_gather_object(times, parts)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    sizes: list[int] = []
+    run = rehearsal._timed
+
+    def noted(stage: Stage, which: Any, *args: Any) -> dict[int, float]:
+        sizes.extend(which)
+        return run(stage, which, *args)
+
+    rehearsal._timed = noted
+    found: list[tuple[int, Rehearsal | None]] = []
+    for batch_size in (6, 1 << 30):  # the second would take too long
+        plan = mixed(ranks).model_copy(update={"batch_size": batch_size})
+        hardware, group = some_cluster(ranks), dist.group.WORLD
+        one = rehearse_chosen(stage(module), traced, group, hardware, times[0], plan, room_bytes)
+        found.append((sizes[-1] if sizes else 0, one))
+    same = all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    return decided(mixed(ranks).model_copy(update={"batch_size": 6})), found, same
+
+
+def mixed(ranks: int) -> ExecutionPlan:
+    """Every mode, and one operator in slices."""
+    module = Module()
+    names = [operator.name for operator in trace(module, BATCH, 4, device=CPU).description.operators]
+    modes = {name: Mode.ZDP if name == "net.0" else Mode.DP for name in names}
+    plan = hand_made_plan(modes, ranks)
+    cut = {"slices": (Mode.ZDP2, Mode.DP), "split_dim": 1}
+    operators = tuple(op.model_copy(update=cut) if op.name == "net.3" else op for op in plan.operators)
+    return plan.model_copy(update={"operators": operators})
+
+
+def test_the_chosen_plan_is_rehearsed_at_its_batch_size_or_one_that_takes_less() -> None:
+    (name, found, same), (_, others, _) = run_ranks(chosen, 2, 1 << 60)
+    assert same
+    (size, one), (smaller, other) = found
+    assert [each for _, each in others] == [one, other]
+    assert size == 6
+    assert one is not None
+    assert (one.decided, one.error) == (name, CHOSEN_ERROR)
+    assert one.took_s > 0
+    assert set(one.added_s) >= {"zdp", "zdp2", "split"}
+    assert smaller < 1 << 30
+    assert other is not None
+
+
+def test_the_chosen_plan_is_not_rehearsed_without_room() -> None:
+    for _, found, same in run_ranks(chosen, 2, 1 << 10):
+        assert same
+        assert found == [(0, None), (0, None)]
+
+
+def test_what_can_not_be_repeated() -> None:
     module = Module()
     description = trace(module, BATCH, 4, device=CPU).description
     needed = needed_bytes(description, 8)
     weights = 4 * sum(parameter.numel() for parameter in module.parameters())
     assert needed > 2 * weights
-    assert stage(module).why_not(description, (2, 8), needed) == ""
-    assert "does not fit" in stage(module).why_not(description, (2, 8), needed - 1)
+    assert stage(module).repeatable
     module.automatic_optimization = False
-    assert "itself" in stage(module).why_not(description, (2, 8), ROOM)
+    assert not stage(module).repeatable
     module = Module()
     module.net = torch.compile(module.net, backend="eager")
-    assert "compiling" in stage(module).why_not(description, (2, 8), ROOM)
+    assert not stage(module).repeatable
     with torch.device("meta"):
-        assert "no values" in stage(Module()).why_not(description, (2, 8), ROOM)
+        assert not stage(Module()).repeatable

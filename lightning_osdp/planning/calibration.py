@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import TypeVar
 
-from lightning_osdp.planning.cluster import Cluster, CollectiveFit, ComputeTimes, OperatorTime
+from lightning_osdp.planning.cluster import Cluster, CollectiveFit, ComputeTimes
 from lightning_osdp.planning.operators import Frozen, Line
 from lightning_osdp.planning.plan import ExecutionPlan
 
@@ -75,25 +75,8 @@ def drifted(plan: ExecutionPlan, peak_memory_bytes: int, margin: float) -> bool:
 def corrected_compute(compute: ComputeTimes, correction: Correction) -> ComputeTimes:
     """The same times, each by the factor on compute."""
     factor = correction.compute
-
-    return compute.model_copy(
-        update={
-            "operators": tuple(_scaled_time(one, factor) for one in compute.operators),
-            "outside": _scaled_time(compute.outside, factor),
-            "optimizer_s_per_byte": compute.optimizer_s_per_byte * factor,
-            "blocks": tuple(_scaled(one, factor) for one in compute.blocks),
-        }
-    )
-
-
-def _scaled_time(time: OperatorTime, factor: float) -> OperatorTime:
-    splits = tuple(
-        split.model_copy(
-            update={"forward": _scaled(split.forward, factor), "backward": _scaled(split.backward, factor)}
-        )
-        for split in time.splits
-    )
-    return OperatorTime(forward=_scaled(time.forward, factor), backward=_scaled(time.backward, factor), splits=splits)
+    changed = compute.changed(lambda line: Line(fixed=line.fixed * factor, per_sample=line.per_sample * factor))
+    return changed.model_copy(update={"optimizer_s_per_byte": compute.optimizer_s_per_byte * factor})
 
 
 def corrected_cluster(cluster: Cluster, correction: Correction) -> Cluster:
@@ -110,10 +93,6 @@ def _slower(value: FrozenValue, factor: float) -> FrozenValue:
     return value.model_copy(
         update={name: _slower(one, factor) for name, one in inner.items() if isinstance(one, Frozen)}
     )
-
-
-def _scaled(line: Line, factor: float) -> Line:
-    return Line(fixed=line.fixed * factor, per_sample=line.per_sample * factor)
 
 
 def _half_way(factor: float) -> float:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from lightning_osdp.planning.choices import Mode
+from collections.abc import Callable, Iterable
+
 from lightning_osdp.planning.operators import OUTSIDE, Frozen, Line, ModelDescription
+
+MOST_FACTOR = 3.0
+"""What was measured in parts is changed by this factor at most."""
 
 
 class CollectiveFit(Frozen):
@@ -58,12 +62,28 @@ class ModeOverhead(Frozen):
     fixed_s: float = 0.0
     s_per_byte: float = 0.0
     """Of its parameters: copies into buckets, memory touched for the first time."""
-    factor: float = 1.0
-    """On this and the collectives together, where a rehearsal of the module's own step has shown it (``rehearsed``)."""
 
     def time_s(self, parameter_bytes: float) -> float:
         """Seconds for an operator of that size."""
         return self.fixed_s + self.s_per_byte * parameter_bytes
+
+
+class Excess(Frozen):
+    """By what share the collectives and the engine take more in the module's own step than in parts, as rehearsals have
+    shown (``rehearsed``). Shares of the same operator add up; below 0 they take less."""
+
+    dp: float = 0.0
+    zdp2: float = 0.0
+    zdp: float = 0.0
+    joined: float = 0.0
+    """Of units that operators share."""
+    split: float = 0.0
+    """Of slices."""
+
+    def of(self, kinds: Iterable[str]) -> float:
+        """Of an operator of these kinds (``cost.kinds``), within reason: a machine that was busy teaches nothing."""
+        factor: float = 1.0 + sum(getattr(self, kind) for kind in kinds)
+        return min(MOST_FACTOR, max(1 / MOST_FACTOR, factor)) - 1.0
 
 
 class EngineOverhead(Frozen):
@@ -74,12 +94,7 @@ class EngineOverhead(Frozen):
     """Of a parameter that rides in a bucket."""
     zdp2: ModeOverhead = ModeOverhead()
     zdp: ModeOverhead = ModeOverhead()
-    joined: float = 1.0
-    """Factor on units that operators share, on top of their mode's (``ModeOverhead.factor``)."""
-
-    def of(self, mode: Mode) -> ModeOverhead:
-        """That of a mode."""
-        return {Mode.DP: self.dp, Mode.ZDP2: self.zdp2, Mode.ZDP: self.zdp}[mode]
+    excess: Excess = Excess()
 
 
 NO_OVERHEAD = EngineOverhead()
@@ -141,6 +156,14 @@ class OperatorTime(Frozen):
         """Forward and backward together, in seconds."""
         return self.forward.at(batch_size) + self.backward.at(batch_size)
 
+    def changed(self, change: Callable[[Line], Line]) -> OperatorTime:
+        """The same with every line changed."""
+        splits = (
+            one.model_copy(update={"forward": change(one.forward), "backward": change(one.backward)})
+            for one in self.splits
+        )
+        return OperatorTime(forward=change(self.forward), backward=change(self.backward), splits=tuple(splits))
+
 
 class Scratch(Frozen):
     """Bytes that an operator's kernels take while they run, beside what they are given and what they give: weights and
@@ -163,6 +186,16 @@ class ComputeTimes(Frozen):
     part of ``outside``, too."""
     scratch: tuple[Scratch, ...] = ()
     """Aligned with ``operators``, where it was measured."""
+
+    def changed(self, change: Callable[[Line], Line]) -> ComputeTimes:
+        """The same with every line of forward and backward changed."""
+        return self.model_copy(
+            update={
+                "operators": tuple(one.changed(change) for one in self.operators),
+                "outside": self.outside.changed(change),
+                "blocks": tuple(map(change, self.blocks)),
+            }
+        )
 
     def with_scratch(self, model: ModelDescription) -> ModelDescription:
         """The model with its operators' scratch memory at their moments."""

@@ -181,19 +181,24 @@ def _alone_bytes(cluster: Cluster) -> int:
 def engine(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: bool = False) -> Recurring:
     """Seconds that the engine itself takes for ``operator`` (``Cluster.engine``), by unit and replicated parameter.
 
-    Replicated gradients are packed once, and only those that are not reduced where they are. Where a rehearsal has
-    shown what a mode takes in all, the difference is counted here (``ModeOverhead.factor``), by the choice's last mode.
+    Replicated gradients are packed once, and only those that are not reduced where they are. What rehearsals have shown
+    beyond the parts (``Excess``) is counted here, that of the collectives, too.
     """
     if cluster.ranks == 1:
         return Recurring(0.0, 0.0)
     once, each = _engine_parts(operator, choice, cluster, recomputed)
-    mode = max(choice.slices, key=list(Mode).index)
-    shared = cluster.engine.joined if operator.joins > 1 and mode != Mode.DP else 1.0
-    more = cluster.engine.of(mode).factor * shared - 1.0
+    more = cluster.engine.excess.of(kinds(operator, choice))
     if more:
         together = communication(operator, choice, cluster, recomputed=recomputed)
         once, each = once + more * (once + together.once_s), each + more * (each + together.each_s)
     return Recurring(once, each)
+
+
+def kinds(operator: Operator, choice: Choice) -> list[str]:
+    """What counts of ``Excess``: the choice's last mode, and how it comes to be gathered."""
+    mode = max(choice.slices, key=list(Mode).index)
+    joined, split = operator.joins > 1 and mode != Mode.DP, choice.split_dim is not None
+    return [mode.value] + ["joined"] * joined + ["split"] * split
 
 
 def _engine_parts(operator: Operator, choice: Choice, cluster: Cluster, recomputed: bool) -> tuple[float, float]:

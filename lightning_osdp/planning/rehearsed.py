@@ -1,22 +1,37 @@
-"""What a rehearsal of the whole step says of times that were measured in parts.
+"""What rehearsals of the whole step say of times that were measured in parts.
 
 Kernels that are timed one by one find other data in the caches than in a step, and collectives between operators of
-another size, ranks that are out of step in other ways. A rehearsal gives the sums: forward and backward of the plain
-module at one or two batch sizes, and what each mode adds to it. The parts keep their shares.
+another size, ranks that are out of step in other ways. Rehearsals give the sums: of forward and backward of the plain
+module at one or two batch sizes, and of the step under some plans. The parts keep their shares.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from lightning_osdp.planning.choices import Choice, Mode, legal_modes
-from lightning_osdp.planning.cluster import Cluster, ComputeTimes, EngineOverhead, OperatorTime, SplitTime
-from lightning_osdp.planning.cost import communication, engine
-from lightning_osdp.planning.joining import Joined, Units
-from lightning_osdp.planning.operators import Line, ModelDescription, Operator
+import numpy as np
 
-MOST = 3.0
-"""Parts are changed by this factor at most: a machine that was busy for a moment teaches nothing."""
+from lightning_osdp.planning.choices import Choice, Mode, legal_modes
+from lightning_osdp.planning.cluster import MOST_FACTOR, Cluster, ComputeTimes, EngineOverhead, Excess
+from lightning_osdp.planning.cost import communication, engine, kinds, time_cost
+from lightning_osdp.planning.joining import Joined
+from lightning_osdp.planning.operators import Frozen, Line, ModelDescription, Operator, OptimizerStep
+from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.planning.timeline import Timeline
+
+STEP_ERROR = 0.03
+"""Relative standard error of a rehearsal's seconds: the same step comes out as differently when it is run again."""
+
+CHOSEN_ERROR = 0.015
+"""The same where the plan that was chosen is rehearsed. It is not surer, but what counts is that plan."""
+
+PART_ERROR = 0.25
+"""How far parts are thought to be off: the standard deviation of all together, and of each kind (``Excess``)."""
+
+MODES = tuple(mode.value for mode in Mode)
 
 
 def rising(points: Sequence[tuple[int, float]]) -> Line:
@@ -31,10 +46,6 @@ def rising(points: Sequence[tuple[int, float]]) -> Line:
     if first < slope * low:
         return Line(per_sample=sum(b * t for b, t in points) / sum(b * b for b, _ in points))
     return Line(fixed=first - slope * low, per_sample=slope)
-
-
-JOINED_MODE = Mode.ZDP2
-"""Of all operators when shared units are rehearsed."""
 
 
 def compute_s(compute: ComputeTimes, batch_size: int) -> float:
@@ -57,20 +68,13 @@ def rehearsed_compute(compute: ComputeTimes, seconds: Mapping[int, float]) -> Co
             return Line(fixed=line.fixed * factor, per_sample=line.per_sample * factor)
         return rising([(size, factor * line.at(size)) for size, factor in factors.items()])
 
-    def split(one: SplitTime) -> SplitTime:
-        return one.model_copy(update={"forward": scaled(one.forward), "backward": scaled(one.backward)})
+    return compute.changed(scaled)
 
-    def whole(one: OperatorTime) -> OperatorTime:
-        splits = tuple(map(split, one.splits))
-        return OperatorTime(forward=scaled(one.forward), backward=scaled(one.backward), splits=splits)
 
-    return compute.model_copy(
-        update={
-            "operators": tuple(map(whole, compute.operators)),
-            "outside": whole(compute.outside),
-            "blocks": tuple(map(scaled, compute.blocks)),
-        }
-    )
+def _within(rehearsed_s: float, parts_s: float) -> float:
+    if parts_s <= 0:
+        return 1.0
+    return min(MOST_FACTOR, max(1 / MOST_FACTOR, rehearsed_s / parts_s))
 
 
 def alike(operator: Operator, mode: Mode) -> Choice:
@@ -79,53 +83,85 @@ def alike(operator: Operator, mode: Mode) -> Choice:
     return Choice((mode if mode in legal else legal[-1],))
 
 
-def rehearsed_engine(
-    model: ModelDescription,
-    cluster: Cluster,
-    seconds: Mapping[Mode, float],
-    units: Units = (),
-    joined_s: float | None = None,
-) -> EngineOverhead:
-    """The engine's time with a factor for each mode, so that all operators in it add what was rehearsed.
+class Rehearsal(Frozen):
+    """The step under one plan, forward and backward of one micro-batch: foreseen from the parts, and as it was."""
+
+    decided: str
+    """Which plan (``decided``)."""
+    foreseen_s: float
+    took_s: float
+    added_s: dict[str, float]
+    """Part of ``foreseen_s`` that collectives and the engine add, by kind of operator (``cost.kinds``)."""
+    error: float = STEP_ERROR
+
+
+def decided(plan: ExecutionPlan) -> str:
+    """A name for what is decided in a plan, the same for plans that do the same at the same batch size."""
+    choices = [[*op.choice, op.unit, op.checkpoint] for op in plan.operators]
+    return hashlib.sha256(json.dumps([choices, plan.recomputed, plan.batch_size]).encode()).hexdigest()[:16]
+
+
+def foreseen(
+    model: ModelDescription, compute: ComputeTimes, cluster: Cluster, plan: ExecutionPlan, batch_size: int
+) -> Rehearsal:
+    """A rehearsal that has not been yet: ``took_s`` is what was foreseen.
 
     Args:
-        model: whose step it was.
-        cluster: with links and engine as measured in parts.
-        seconds: that each mode, all operators in it, adds to a step of one micro-batch.
-        units: which operators shared units in one more rehearsal.
-        joined_s: what that one added, all operators in ``JOINED_MODE``.
+        model: whose step it is.
+        compute: sums as rehearsed with the plain module.
+        cluster: with links and engine; its ``Excess`` does not count.
+        plan: what is to be rehearsed.
+        batch_size: at which.
     """
-    found = cluster.engine
-    for mode in sorted(seconds, key=list(Mode).index):  # replicated first: some operators can't be sharded
-        own, others = _parts_s(model.operators, mode, cluster.model_copy(update={"engine": found}))
-        factor = _within(seconds[mode] - others, own)
-        found = found.model_copy(update={mode.value: found.of(mode).model_copy(update={"factor": factor})})
-    if joined_s is None:
-        return found
-    operators = Joined.of(model, units).model.operators
-    shared = [operator for operator in operators if operator.joins > 1]
-    alone = [operator for operator in operators if operator.joins == 1]
-    now = cluster.model_copy(update={"engine": found})
-    own, others = sum(_parts_s(shared, JOINED_MODE, now)), sum(_parts_s(alone, JOINED_MODE, now))
-    return found.model_copy(update={"joined": _within(joined_s - others, own)})
+    parts = cluster.model_copy(update={"engine": cluster.engine.model_copy(update={"excess": Excess()})})
+    joined = Joined.of(model, [op.unit for op in plan.operators])
+    again = {at for at, op in zip(joined.place, plan.operators, strict=True) if op.checkpoint}
+    choices = joined.gathered([op.choice for op in plan.operators])
+    passes = joined.times(compute).model_copy(update={"optimizer_s_per_byte": 0.0})
+    seconds, added_s = passes.outside.at(batch_size), Counter[str]()
+    for at, (operator, choice) in enumerate(zip(joined.model.operators, choices, strict=True)):
+        recomputed, time = at in again, passes.operators[at]
+        seconds += sum(time_cost(operator, choice, parts, passes, time, batch_size, recomputed=recomputed))
+        own = communication(operator, choice, parts, recomputed=recomputed)
+        own_s = sum(own) + sum(engine(operator, choice, parts, recomputed=recomputed))
+        added_s.update(dict.fromkeys(kinds(operator, choice), own_s))
+    blocks = zip(model.blocks, passes.blocks, strict=False)  # times that were not measured are none
+    seconds += sum(line.at(batch_size) for block, line in blocks if block.name in plan.recomputed)
+    return Rehearsal(decided=decided(plan), foreseen_s=seconds, took_s=seconds, added_s=dict(added_s))
 
 
-def added_s(model: ModelDescription, cluster: Cluster, mode: Mode, units: Units) -> float:
-    """Seconds that all operators in one mode add to a step of one micro-batch, as a sum of parts."""
-    return sum(_parts_s(Joined.of(model, units).model.operators, mode, cluster))
+def copy_bytes(model: ModelDescription, cluster: Cluster, plan: ExecutionPlan, batch_size: int) -> int:
+    """Peak of a copy in forward and backward under ``plan``, which begins whole; it has no optimizer."""
+    free = tuple(_without_states(operator) for operator in model.operators)
+    model = model.model_copy(update={"operators": free, "optimizer_step": OptimizerStep()})
+    joined = Joined.of(model, [op.unit for op in plan.operators])
+    choices = joined.gathered([op.choice for op in plan.operators])
+    peak = Timeline(joined.model, cluster, 0).peak(choices, batch_size, recomputed=plan.recomputed)
+    whole = sum(p.parameter_bytes for operator in free for p in operator.parameters)
+    return max(whole + model.buffer_bytes, round(peak.total_bytes))
 
 
-def _parts_s(operators: Sequence[Operator], mode: Mode, cluster: Cluster) -> tuple[float, float]:
-    """Seconds that operators add to a step of one micro-batch: of those that can be in ``mode``, and of the others."""
-    seconds = {True: 0.0, False: 0.0}
-    for operator in operators:
-        choice = alike(operator, mode)
-        added = sum(communication(operator, choice, cluster)) + sum(engine(operator, choice, cluster))
-        seconds[choice.slices == (mode,)] += added
-    return seconds[True], seconds[False]
+def _without_states(operator: Operator) -> Operator:
+    parameters = tuple(p.model_copy(update={"optimizer_bytes": 0}) for p in operator.parameters)
+    return operator.model_copy(update={"parameters": parameters})
 
 
-def _within(rehearsed_s: float, parts_s: float) -> float:
-    if parts_s <= 0:
-        return 1.0
-    return min(MOST, max(1 / MOST, rehearsed_s / parts_s))
+def with_excess(engine_overhead: EngineOverhead, rehearsals: Sequence[Rehearsal]) -> EngineOverhead:
+    """The engine's time with what rehearsals have shown of all collectives and the engine: the most likely ``Excess``.
+
+    All rehearsals were of sums, so kinds of operators can't be told apart for sure, nor is the clock. A least squares
+    fit weighs what the rehearsals took, each with its error, against the parts, with theirs.
+    """
+    if not rehearsals:
+        return engine_overhead
+    names = list(Excess.model_fields)
+    rows, values = [], []
+    for one in rehearsals:
+        together = sum(one.added_s.get(mode, 0.0) for mode in MODES)
+        error_s = one.error * one.took_s
+        rows.append(np.array([together, *(one.added_s.get(name, 0.0) for name in names)]) / error_s)
+        values.append((one.took_s - one.foreseen_s) / error_s)
+    parts = np.eye(1 + len(names)) / PART_ERROR
+    common, *own = np.linalg.lstsq(np.vstack([*rows, parts]), np.append(values, np.zeros(len(parts))), rcond=None)[0]
+    shares = {name: float(share + common * (name in MODES)) for name, share in zip(names, own, strict=True)}
+    return engine_overhead.model_copy(update={"excess": Excess(**shares)})

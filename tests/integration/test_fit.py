@@ -162,9 +162,10 @@ class Counted(GPTModule):
 
 
 def rehearsing(folder: str) -> list[int]:
-    """Real steps of runs of two steps, with and without a rehearsal."""
+    """Real steps of runs of two steps: with a rehearsal, once more with its measurements, and without."""
     counts = []
-    for rehearse in (True, False):
+    measurements.PROBE_TOLERANCE = 1e9  # a busy machine's links are not measured again
+    for rehearse in (True, True, False):
         Counted.steps.clear()
         fit(f"{folder}/{rehearse}", seeded(Counted), rehearse=rehearse, batch_size=4, options={"max_steps": 2})
         counts.append(len(Counted.steps))
@@ -217,8 +218,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_the_step_is_rehearsed_unless_that_is_not_wanted(results: list[dict[str, Any]]) -> None:
     for result in results:
-        with_rehearsal, without = result["rehearsing"]
-        assert with_rehearsal > without == 2
+        with_rehearsal, once_more, without = result["rehearsing"]
+        assert with_rehearsal > once_more == without == 2
 
 
 def test_plan_is_the_same_everywhere_and_written(results: list[dict[str, Any]]) -> None:

@@ -58,6 +58,39 @@ def blocks_of_one(count: int, saved_mib: int, *, splittable: bool = True) -> Mod
     return ModelDescription(fingerprint="", operators=operators, moments=tuple(moments), blocks=blocks, batch_size=1)
 
 
+def blocks_of_two(count: int, saved_mib: int = 2, sizes: tuple[int, int] = (4, 8)) -> ModelDescription:
+    """``count`` blocks of two operators; each keeps ``saved_mib`` a sample beside the block's output of 1 MiB."""
+    operators = tuple(
+        linear(f"blocks.{index}.{name}", size, splittable=False)
+        for index in range(count)
+        for name, size in zip(("up", "down"), sizes, strict=True)
+    )
+    grows = 1 + saved_mib
+    forward = [
+        Moment(phase="forward", operator=index, live=mib(1 + grows * (index // 2) + (grows if index % 2 else 1)))
+        for index in range(2 * count)
+    ]
+    backward = [
+        Moment(phase="backward", operator=index, live=mib(1 + grows * (index // 2 + 1)))
+        for index in reversed(range(2 * count))
+    ]
+    blocks = tuple(
+        Block(
+            name=f"blocks.{index}",
+            kind="Block in blocks",
+            operators=(2 * index, 2 * index + 1),
+            forward=(2 * index, 2 * index + 1),
+            backward=(4 * count - 2 * index - 2, 4 * count - 2 * index - 1),
+            saved=mib(saved_mib),
+            before_forward=mib(1 + grows * index),
+            before_backward=mib(1 + grows * (index + 1)),
+        )
+        for index in range(count)
+    )
+    moments = (*forward, *backward)
+    return ModelDescription(fingerprint="", operators=operators, moments=moments, blocks=blocks, batch_size=1)
+
+
 def mib(per_sample: float) -> Line:
     return Line(per_sample=per_sample * MIB)
 

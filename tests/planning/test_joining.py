@@ -17,48 +17,15 @@ from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.cost import communication, footprint
 from lightning_osdp.planning.explain import explain
 from lightning_osdp.planning.joining import Joined, ways
-from lightning_osdp.planning.operators import Block, ModelDescription, Moment
+from lightning_osdp.planning.operators import ModelDescription
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule, Problem, best_candidate, make_plan
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
-from tests.planning.small import MIB, RANKS, cluster, compute, linear, mib
+from tests.planning.small import MIB, RANKS, blocks_of_two, cluster, compute
 
 ZDP = Choice((Mode.ZDP,))
 GATHER_MS = 1.0
 """Of a tensor of 4 MiB, latency apart."""
-
-
-def blocks_of_two(count: int, saved_mib: int = 2, sizes: tuple[int, int] = (4, 8)) -> ModelDescription:
-    """``count`` blocks of two operators; each keeps ``saved_mib`` a sample beside the block's output of 1 MiB."""
-    operators = tuple(
-        linear(f"blocks.{index}.{name}", size, splittable=False)
-        for index in range(count)
-        for name, size in zip(("up", "down"), sizes, strict=True)
-    )
-    grows = 1 + saved_mib
-    forward = [
-        Moment(phase="forward", operator=index, live=mib(1 + grows * (index // 2) + (grows if index % 2 else 1)))
-        for index in range(2 * count)
-    ]
-    backward = [
-        Moment(phase="backward", operator=index, live=mib(1 + grows * (index // 2 + 1)))
-        for index in reversed(range(2 * count))
-    ]
-    blocks = tuple(
-        Block(
-            name=f"blocks.{index}",
-            kind="Block in blocks",
-            operators=(2 * index, 2 * index + 1),
-            forward=(2 * index, 2 * index + 1),
-            backward=(4 * count - 2 * index - 2, 4 * count - 2 * index - 1),
-            saved=mib(saved_mib),
-            before_forward=mib(1 + grows * index),
-            before_backward=mib(1 + grows * (index + 1)),
-        )
-        for index in range(count)
-    )
-    moments = (*forward, *backward)
-    return ModelDescription(fingerprint="", operators=operators, moments=moments, blocks=blocks, batch_size=1)
 
 
 def problem(

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
+from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.choices import Choice, Mode
-from lightning_osdp.planning.cluster import Cluster, ComputeTimes, EngineOverhead, ModeOverhead
-from lightning_osdp.planning.cost import communication, engine
-from lightning_osdp.planning.joining import Joined
+from lightning_osdp.planning.cluster import (
+    MOST_FACTOR,
+    Cluster,
+    ComputeTimes,
+    EngineOverhead,
+    Excess,
+    ModeOverhead,
+)
+from lightning_osdp.planning.cost import communication, engine, kinds
 from lightning_osdp.planning.operators import Line, ModelDescription, Operator
-from lightning_osdp.planning.rehearsed import MOST, alike, compute_s, rehearsed_compute, rehearsed_engine, rising
-from tests.planning.small import blocks_of_one, cluster, compute, linear
+from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.planning.rehearsed import (
+    Rehearsal,
+    alike,
+    compute_s,
+    copy_bytes,
+    decided,
+    foreseen,
+    rehearsed_compute,
+    rising,
+    with_excess,
+)
+from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
+from tests.models import hand_made_plan, joined
+from tests.planning.small import MIB, RANKS, blocks_of_one, blocks_of_two, cluster, compute, linear
 
 OPERATORS = (
     linear("free.0"),
@@ -28,10 +50,12 @@ PARTS = cluster().model_copy(
         )
     }
 )
+TIMES = compute(MODEL)
 PLAIN: ComputeTimes = compute(blocks_of_one(3, 2))
 
 
 def added_s(choices: list[Choice], hardware: Cluster, operators: tuple[Operator, ...] = OPERATORS) -> float:
+    """Of collectives and the engine."""
     pairs = list(zip(operators, choices, strict=True))
     return sum(sum(communication(*pair, hardware)) + sum(engine(*pair, hardware)) for pair in pairs)
 
@@ -58,7 +82,7 @@ def test_one_batch_size_is_enough_and_nonsense_is_limited() -> None:
     assert compute_s(twice, 4) == pytest.approx(2 * compute_s(PLAIN, 4))
     assert compute_s(twice, 8) == pytest.approx(2 * compute_s(PLAIN, 8))
     absurd = rehearsed_compute(PLAIN, {4: 100 * compute_s(PLAIN, 4)})
-    assert compute_s(absurd, 4) == pytest.approx(MOST * compute_s(PLAIN, 4))
+    assert compute_s(absurd, 4) == pytest.approx(MOST_FACTOR * compute_s(PLAIN, 4))
 
 
 def test_rising_lines_are_never_below_nothing() -> None:
@@ -70,45 +94,122 @@ def test_rising_lines_are_never_below_nothing() -> None:
     assert through_nothing.per_sample == pytest.approx(1.6)
 
 
-def test_each_mode_adds_what_was_rehearsed() -> None:
-    modes = {mode: [alike(operator, mode) for operator in OPERATORS] for mode in Mode}
-    assert modes[Mode.ZDP][2:] == [Choice(), Choice((Mode.ZDP2,))]
-    wanted = {mode: factor * added_s(modes[mode], PARTS) for mode, factor in zip(Mode, (1.3, 1.1, 0.8), strict=True)}
-    found = PARTS.model_copy(update={"engine": rehearsed_engine(MODEL, PARTS, wanted)})
+def searched(model: ModelDescription, limit_mib: int, hardware: Cluster) -> ExecutionPlan:
+    try:
+        return make_plan(Problem(model, hardware, compute(model), limit_mib * MIB), BatchRule(batch_size=2))
+    except InfeasibleError:
+        reject()
+
+
+@given(
+    count=st.integers(1, 4),
+    several=st.booleans(),
+    limit_mib=st.integers(16, 120),
+    latency_ms=st.sampled_from([0.0, 5.0]),
+    overlap=st.sampled_from([0.0, 0.5]),
+)
+def test_what_is_foreseen_is_what_the_planner_predicts(
+    count: int, several: bool, limit_mib: int, latency_ms: float, overlap: float
+) -> None:
+    """With slices, units that operators share, and blocks that are recomputed, whatever the search takes."""
+    model = blocks_of_two(count) if several else blocks_of_one(count, 2)
+    hardware = cluster(latency_ms=latency_ms).model_copy(update={"engine": PARTS.engine, "overlap": overlap})
+    plan = searched(model, limit_mib, hardware)
+    found = foreseen(model, compute(model), hardware, plan, 2)
+    assert found.took_s == found.foreseen_s == pytest.approx(plan.predicted.step_time_s)
+    biased = hardware.model_copy(update={"engine": EngineOverhead(**dict(PARTS.engine) | {"excess": Excess(dp=1.0)})})
+    assert foreseen(model, compute(model), biased, plan, 2) == found, "what is known already does not count"
+
+
+@given(count=st.integers(1, 4), several=st.booleans(), limit_mib=st.integers(16, 120))
+def test_a_copy_without_optimizer_takes_less_than_training(count: int, several: bool, limit_mib: int) -> None:
+    model = blocks_of_two(count) if several else blocks_of_one(count, 2)
+    plan = searched(model, limit_mib, cluster())
+    needed = copy_bytes(model, plan.cluster, plan, 2)
+    whole = sum(p.parameter_bytes for operator in model.operators for p in operator.parameters)
+    assert whole <= needed <= max(whole, plan.predicted.peak_memory_bytes)
+
+
+def rehearsal(plan: ExecutionPlan, shares: Mapping[str, float], error: float) -> Rehearsal:
+    """Kinds of operators took more than their parts by ``shares``."""
+    expected = foreseen(MODEL, TIMES, PARTS, plan, 1)
+    more_s = sum(seconds * shares.get(kind, 0.0) for kind, seconds in expected.added_s.items())
+    return expected.model_copy(update={"took_s": expected.foreseen_s + more_s, "error": error})
+
+
+def uniform(mode: Mode) -> ExecutionPlan:
+    return hand_made_plan({operator.name: alike(operator, mode).slices[0] for operator in OPERATORS}, RANKS)
+
+
+def split(plan: ExecutionPlan) -> ExecutionPlan:
+    """The first operator in two slices."""
+    first, *others = plan.operators
+    cut = first.model_copy(update={"slices": first.slices * 2, "split_dim": 1})
+    return plan.model_copy(update={"operators": (cut, *others)})
+
+
+def known(*rehearsals: Rehearsal) -> Cluster:
+    return PARTS.model_copy(update={"engine": with_excess(PARTS.engine, rehearsals)})
+
+
+def test_sure_rehearsals_decide_what_each_mode_adds() -> None:
+    shares = {"dp": 0.3, "zdp2": 0.1, "zdp": -0.2}
+    hardware = known(*(rehearsal(uniform(mode), shares, 1e-5) for mode in Mode))
     for mode in Mode:
-        assert added_s(modes[mode], found) == pytest.approx(wanted[mode])
-        assert communication(OPERATORS[0], Choice((mode,)), found) == communication(
+        choices = [alike(operator, mode) for operator in OPERATORS]
+        pairs = zip(OPERATORS, choices, strict=True)
+        wanted = sum(added_s([one], PARTS, (operator,)) * (1 + shares[one.slices[0]]) for operator, one in pairs)
+        assert added_s(choices, hardware) == pytest.approx(wanted, rel=1e-3)
+        assert communication(OPERATORS[0], Choice((mode,)), hardware) == communication(
             OPERATORS[0], Choice((mode,)), PARTS
         )
-    assert found.engine.dp.fixed_s == PARTS.engine.dp.fixed_s
 
 
-def test_units_that_are_shared_have_a_factor_of_their_own() -> None:
-    model = ModelDescription(
-        fingerprint="", operators=(linear("free"), linear("b.0"), linear("b.1")), moments=(), batch_size=1
-    )
-    units = ("", "b", "b")
-    alone, shared = Joined.of(model, units).model.operators
-    kept = Choice((Mode.ZDP2,))
-    seconds = {mode: 1.5 * added_s([Choice((mode,))] * 3, PARTS, model.operators) for mode in Mode}
-    joined_s = 1.5 * added_s([kept], PARTS, (alone,)) + 1.2 * added_s([kept], PARTS, (shared,))
-    found = PARTS.model_copy(update={"engine": rehearsed_engine(model, PARTS, seconds, units, joined_s)})
-    assert found.engine.joined == pytest.approx(1.2 / 1.5)
-    assert added_s([kept] * 2, found, (alone, shared)) == pytest.approx(joined_s)
-    assert added_s([kept], found, (alone,)) == pytest.approx(1.5 * added_s([kept], PARTS, (alone,)))
-    dp = Choice()
-    assert added_s([dp], found, (shared,)) == pytest.approx(1.5 * added_s([dp], PARTS, (shared,)))
+def test_slices_and_shared_units_are_told_apart_from_their_mode() -> None:
+    uniform_ones = [rehearsal(uniform(mode), {}, 1e-3) for mode in Mode]
+    cut = rehearsal(split(uniform(Mode.ZDP)), {"split": 0.5}, 1e-3)
+    excess = known(*uniform_ones, cut).engine.excess
+    assert excess.split > 0.3
+    assert max(abs(excess.dp), abs(excess.zdp2), abs(excess.zdp)) < 0.1
+    together = joined(uniform(Mode.ZDP2), ["free"])
+    excess = known(*uniform_ones, rehearsal(together, {"joined": -0.4}, 1e-3)).engine.excess
+    assert excess.joined < -0.25
+    assert excess.split == pytest.approx(0.0, abs=1e-6)
 
 
-def test_slices_and_second_forwards_go_with_their_mode() -> None:
-    wanted = {mode: 2 * added_s([alike(operator, mode) for operator in OPERATORS], PARTS) for mode in Mode}
-    found = PARTS.model_copy(update={"engine": rehearsed_engine(MODEL, PARTS, wanted)})
-    for choice in (Choice((Mode.ZDP, Mode.ZDP), 1), Choice((Mode.DP,)), Choice((Mode.ZDP2,))):
-        before, after = added_s([choice], PARTS, OPERATORS[:1]), added_s([choice], found, OPERATORS[:1])
-        assert after == pytest.approx(2 * before)
+@given(factor=st.floats(0.5, 2.0))
+def test_a_noisy_clock_changes_little_and_several_alike_more(factor: float) -> None:
+    one = foreseen(MODEL, TIMES, PARTS, uniform(Mode.ZDP), 1)
+    noisy = one.model_copy(update={"took_s": one.took_s * factor, "error": 100.0})
+    assert known(noisy).engine.excess.zdp == pytest.approx(0.0, abs=1e-2)
+    usual = noisy.model_copy(update={"error": 0.3})
+    once, thrice = (known(*[usual] * times).engine.excess.zdp for times in (1, 3))
+    assert abs(once) <= abs(thrice) + 1e-9
+    assert once * (factor - 1) >= 0
+
+
+def test_nothing_rehearsed_is_nothing_learnt() -> None:
+    assert known() == PARTS
+    right = foreseen(MODEL, TIMES, PARTS, uniform(Mode.DP), 1)
+    assert set(dict(known(right).engine.excess).values()) == {0.0}
 
 
 def test_what_can_not_be_true_changes_little() -> None:
-    nothing = rehearsed_engine(MODEL, PARTS, dict.fromkeys(Mode, 0.0))
-    assert [nothing.of(mode).factor for mode in Mode] == [pytest.approx(1 / MOST)] * 3
-    assert rehearsed_engine(MODEL.model_copy(update={"operators": ()}), PARTS, dict.fromkeys(Mode, 1.0)) == PARTS.engine
+    assert Excess(dp=100.0).of(["dp"]) == MOST_FACTOR - 1
+    assert Excess(zdp=-5.0, split=1.0).of(["zdp", "split"]) == 1 / MOST_FACTOR - 1
+
+
+def test_kinds_of_operators() -> None:
+    shared = linear("block").model_copy(update={"joins": 2})
+    assert kinds(shared, Choice((Mode.DP,))) == ["dp"]
+    assert kinds(shared, Choice((Mode.ZDP2,))) == ["zdp2", "joined"]
+    assert kinds(OPERATORS[0], Choice((Mode.DP, Mode.ZDP2), 1)) == ["zdp2", "split"]
+
+
+def test_plans_that_do_the_same_have_one_name() -> None:
+    plan = uniform(Mode.ZDP2)
+    same = plan.model_copy(update={"memory_limit_bytes": 5, "predicted": uniform(Mode.DP).predicted})
+    assert decided(same) == decided(plan)
+    others = [plan.model_copy(update=change) for change in ({"batch_size": 2}, {"recomputed": ("free",)})]
+    others += [split(plan), joined(plan, ["free"]), uniform(Mode.DP)]
+    assert len({decided(one) for one in (plan, *others)}) == len(others) + 1
