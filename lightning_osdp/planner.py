@@ -28,7 +28,7 @@ from lightning_osdp.planning.caching_allocator import margin_bytes, staying_tens
 from lightning_osdp.planning.calibration import Correction, corrected_cluster, corrected_compute
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.plan import ExecutionPlan
-from lightning_osdp.planning.rehearsed import Rehearsal, decided, with_excess
+from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, as_rehearsed, decided, with_excess
 from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling import compute
@@ -133,10 +133,14 @@ def measure_and_plan(
         if ranks.is_first and file is not None:
             measurements.write(file, measured.model_dump_json())
         known_bytes = team.limit_and_used(stepped=True)
+        plan = as_rehearsed(plan, measured.rehearsals)
         try:
-            plan = team.decide(measured, rule, *known_bytes)
+            other = team.decide(measured, rule, *known_bytes)
         except InfeasibleError:  # for what the rehearsal has left behind: the plan was the last that fits
             break
+        if other.predicted.samples_per_s <= plan.predicted.samples_per_s * (1 + STEP_ERROR):
+            break  # a promise that is not worth more than the clock's error
+        plan = other
 
     def again(correction: Correction, rule: BatchRule) -> ExecutionPlan:
         return team.decide(measured.model_copy(update={"correction": correction}), rule, *known_bytes)
@@ -180,7 +184,7 @@ class _Team:
             engine = with_excess(measured.engine, measured.rehearsals)
             hardware = self.hardware(measured).model_copy(update={"engine": engine})
             problem = _problem(self.traced, hardware, measured, limit_bytes, used_bytes, self.wishes)
-            return make_plan(problem, rule).to_json()
+            return as_rehearsed(make_plan(problem, rule), measured.rehearsals).to_json()
 
         text = [on_all_ranks(self.ranks, first_rank)]
         dist.broadcast_object_list(text, src=dist.get_global_rank(self.ranks.group, 0), group=self.ranks.group)

@@ -165,3 +165,27 @@ def with_excess(engine_overhead: EngineOverhead, rehearsals: Sequence[Rehearsal]
     common, *own = np.linalg.lstsq(np.vstack([*rows, parts]), np.append(values, np.zeros(len(parts))), rcond=None)[0]
     shares = {name: float(share + common * (name in MODES)) for name, share in zip(names, own, strict=True)}
     return engine_overhead.model_copy(update={"excess": Excess(**shares)})
+
+
+def as_rehearsed(plan: ExecutionPlan, rehearsals: Sequence[Rehearsal]) -> ExecutionPlan:
+    """The plan with the time that it took where it was rehearsed itself: one ``Excess`` for all plans leaves a rest,
+    which counts as waiting for others."""
+    own = [one for one in rehearsals if one.decided == decided(plan)]
+    if not own:
+        return plan
+    more_s = sum(one.took_s - _fitted_s(one, plan.cluster.engine.excess) for one in own) / len(own)
+    before = plan.predicted
+    more_s = max(more_s * plan.accumulate_grad_batches, -before.communication_time_s)
+    step_s = before.step_time_s + more_s
+    update = {
+        "step_time_s": step_s,
+        "communication_time_s": before.communication_time_s + more_s,
+        "samples_per_s": before.samples_per_s * before.step_time_s / step_s,
+    }
+    return plan.model_copy(update={"predicted": before.model_copy(update=update)})
+
+
+def _fitted_s(one: Rehearsal, excess: Excess) -> float:
+    """What is foreseen with ``excess``, as far as each kind of operators has it."""
+    more_s: float = sum(seconds * getattr(excess, kind) for kind, seconds in one.added_s.items())
+    return one.foreseen_s + more_s

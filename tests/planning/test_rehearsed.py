@@ -24,6 +24,7 @@ from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import (
     Rehearsal,
     alike,
+    as_rehearsed,
     compute_s,
     copy_bytes,
     decided,
@@ -186,6 +187,24 @@ def test_a_noisy_clock_changes_little_and_several_alike_more(factor: float) -> N
     once, thrice = (known(*[usual] * times).engine.excess.zdp for times in (1, 3))
     assert abs(once) <= abs(thrice) + 1e-9
     assert once * (factor - 1) >= 0
+
+
+def test_a_plan_that_was_rehearsed_itself_takes_what_it_took() -> None:
+    """However many others say something else."""
+    plan = split(uniform(Mode.ZDP)).model_copy(update={"cluster": PARTS, "accumulate_grad_batches": 2})
+    expected = foreseen(MODEL, TIMES, PARTS, plan, 1)
+    others = [rehearsal(uniform(mode), {}, 1e-3) for mode in Mode]
+    slower = expected.model_copy(update={"took_s": 1.5 * expected.foreseen_s, "error": 0.5})
+    known_plan = plan.model_copy(update={"cluster": known(*others, slower)})
+    assert as_rehearsed(known_plan, others) == known_plan
+    found, before = as_rehearsed(known_plan, [*others, slower]).predicted, plan.predicted
+    rest_s = 2 * 0.5 * expected.foreseen_s
+    assert found.step_time_s - before.step_time_s == pytest.approx(rest_s, rel=0.1)
+    assert found.compute_time_s == before.compute_time_s
+    assert found.step_time_s == pytest.approx(found.compute_time_s + found.communication_time_s)
+    assert found.samples_per_s * found.step_time_s == pytest.approx(before.samples_per_s * before.step_time_s)
+    faster = slower.model_copy(update={"took_s": 0.0})
+    assert as_rehearsed(known_plan, [faster]).predicted.communication_time_s == 0.0
 
 
 def test_nothing_rehearsed_is_nothing_learnt() -> None:
