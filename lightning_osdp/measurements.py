@@ -159,6 +159,12 @@ def this_cluster(
     )
 
 
+def hardware(ranks: Ranks, cluster: Cluster | None, known: Connections) -> Cluster:
+    """The cluster that was given, or this run's, with its engine as it is known."""
+    found = cluster or this_cluster(ranks, known.link, known.levels)
+    return found.model_copy(update={"engine": known.engine})
+
+
 def device_name(device: torch.device) -> str:
     """As a cluster names it: ``cpu``, ``cuda: NVIDIA H200``."""
     return "cpu" if device.type == "cpu" else f"cuda: {torch.cuda.get_device_name(device)}"
@@ -213,8 +219,8 @@ def measured(
         )
     measured = Measurements(**dict(connections), compute=_slowest(times, ranks))
     if stage is not None:
-        hardware = cluster or this_cluster(ranks, connections.link, connections.levels, connections.engine)
-        times, rehearsals = rehearse(stage, traced, ranks.group, hardware, measured.compute, room_bytes)
+        known = hardware(ranks, cluster, measured)
+        times, rehearsals = rehearse(stage, traced, ranks.group, known, measured.compute, room_bytes)
         measured = measured.model_copy(update={"compute": times, "rehearsals": rehearsals})
     if ranks.is_first and file is not None:
         write(file, measured.model_dump_json())

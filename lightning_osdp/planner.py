@@ -16,13 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_osdp import collectives, measurements
-from lightning_osdp.errors import (
-    ConfigurationError,
-    InfeasibleError,
-    OSDPWarning,
-    PlanMismatchError,
-    TraceError,
-)
+from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPWarning, PlanMismatchError, TraceError
 from lightning_osdp.measurements import NO_CORRECTION, NO_LINK, Measurements, Ranks
 from lightning_osdp.planning.caching_allocator import margin_bytes, staying_tensors
 from lightning_osdp.planning.calibration import Correction, corrected_cluster, corrected_compute
@@ -170,11 +164,6 @@ class _Team:
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.ranks.group)
         return -int(numbers[0]), int(numbers[1])
 
-    def hardware(self, measured: Measurements) -> Cluster:
-        """As measured, rehearsals apart."""
-        known = self.cluster or measurements.this_cluster(self.ranks, measured.link, measured.levels)
-        return known.model_copy(update={"engine": measured.engine})
-
     def decide(self, measured: Measurements, rule: BatchRule, limit_bytes: int, used_bytes: int) -> ExecutionPlan:
         """The first rank's plan, on every rank. Collective."""
 
@@ -182,7 +171,7 @@ class _Team:
             if not self.ranks.is_first:
                 return ""
             engine = with_excess(measured.engine, measured.rehearsals)
-            hardware = self.hardware(measured).model_copy(update={"engine": engine})
+            hardware = measurements.hardware(self.ranks, self.cluster, measured.model_copy(update={"engine": engine}))
             problem = _problem(self.traced, hardware, measured, limit_bytes, used_bytes, self.wishes)
             return as_rehearsed(make_plan(problem, rule), measured.rehearsals).to_json()
 
@@ -194,9 +183,8 @@ class _Team:
         """What ``plan`` takes; None if that is known, or can't be. Collective."""
         if stage is None or not measured.rehearsals or any(one.decided == decided(plan) for one in measured.rehearsals):
             return None
-        return rehearse_chosen(
-            stage, self.traced, self.ranks.group, self.hardware(measured), measured.compute, plan, self.free_bytes()
-        )
+        known = measurements.hardware(self.ranks, self.cluster, measured)
+        return rehearse_chosen(stage, self.traced, self.ranks.group, known, measured.compute, plan, self.free_bytes())
 
 
 def still_right(

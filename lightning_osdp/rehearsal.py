@@ -161,18 +161,19 @@ def rehearse_chosen(
         plan: at its batch size, or a smaller one that was traced, if that takes too long or too much.
         room_bytes: that a rehearsal may take on this rank.
     """
-    sizes = sorted(traced.kernels)
-    wanted = dict.fromkeys([plan.batch_size, sum(sizes) // len(sizes), sizes[0]] if len(sizes) > 1 else sizes)
-    room, model = stage.room(room_bytes, group), traced.description
-    fitting = (size for size in wanted if MARGIN * copy_bytes(model, cluster, plan, size) <= room)
-    expected = ((size, foreseen(model, compute, cluster, plan, size)) for size in fitting)
-    possible = ((size, one) for size, one in expected if one.foreseen_s * (WARM_UP + FEWEST) < LONGEST_S)
-    size, one = next(possible, (0, None))
-    if one is None:
+    sizes, model = sorted(traced.kernels), traced.description
+    wanted = [plan.batch_size, sum(sizes) // len(sizes), sizes[0]] if len(sizes) > 1 else sizes
+    room = stage.room(room_bytes, group)
+    for size in wanted:
+        expected = foreseen(model, compute, cluster, plan, size)
+        fits = MARGIN * copy_bytes(model, cluster, plan, size) <= room
+        if fits and expected.foreseen_s * (WARM_UP + FEWEST) < LONGEST_S:
+            break
+    else:
         return None
     try:
         with kept_randomness(stage.device):
-            shown = _rehearsed(stage, one, plan, size, group)
+            shown = _rehearsed(stage, expected, plan, size, group)
     except Exception as error:
         _warn(error)
         return None

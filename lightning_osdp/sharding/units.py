@@ -216,7 +216,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
         if self._in_graph and torch._C._current_graph_task_id() != -1:  # -1: no backward pass is going on
             return self._run_again(*args, **kwargs)
         if self._freed_by_inputs and torch.is_grad_enabled() and not any(p.requires_grad for p in self.params):
-            args, kwargs = self._noting_backward(args, kwargs)
+            args, kwargs = self._with_end_of_backward(args, kwargs)
         outputs = super().forward(*args, **kwargs)
         if torch.is_grad_enabled():
             self._in_graph, self._backward_done = True, False
@@ -237,11 +237,11 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
                 self._use_fp32_param_shard()
             torch.clear_autocast_cache()
 
-    def _noting_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self._is_slice:  # which adds to its other input in place
-            return (_noting_backward(args[0], self._free_amid_backward), *args[1:]), kwargs
-        noted: tuple[tuple[Any, ...], dict[str, Any]] = _noting_backward((args, kwargs), self._free_amid_backward)
-        return noted
+    def _with_end_of_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See Note [frozen parameters]. Of a slice the input alone: it adds to its other argument in place."""
+        noted, rest = (args[:1], args[1:]) if self._is_slice else (args, ())
+        noted, kwargs = _noting_backward((noted, kwargs), self._free_amid_backward)
+        return (*noted, *rest), kwargs
 
     def _free_amid_backward(self) -> None:
         """See Note [frozen parameters]."""
