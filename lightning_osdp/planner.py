@@ -181,7 +181,7 @@ class _Team:
 
     def rehearsed(self, stage: Stage | None, measured: Measurements, plan: ExecutionPlan) -> Rehearsal | None:
         """What ``plan`` takes; None if that is known, or can't be. Collective."""
-        if stage is None or not measured.rehearsals or any(one.decided == decided(plan) for one in measured.rehearsals):
+        if stage is None or any(one.decided == decided(plan) for one in measured.rehearsals):
             return None
         known = measurements.hardware(self.ranks, self.cluster, measured)
         return rehearse_chosen(stage, self.traced, self.ranks.group, known, measured.compute, plan, self.free_bytes())

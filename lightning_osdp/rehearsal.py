@@ -1,8 +1,8 @@
 """Rehearses the module's own training step, on a copy: as it is, with all operators in one mode, and as it was planned.
 
 What was measured in parts (kernels, collectives, the engine) is then changed to what the step really takes
-(``planning.rehearsed``). The copy needs memory for its parameters, gradients and activations, but no optimizer states;
-where there is no room for it, the parts are all that is known.
+(``planning.rehearsed``). The copy needs memory for gradients, activations and what is sharded, but it shares whole
+parameters with the module and has no optimizer states; where there is no room for it, the parts are all that is known.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,8 +29,10 @@ from lightning_osdp.planning.operators import ModelDescription
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.planning.rehearsed import CHOSEN_ERROR, Rehearsal, alike, copy_bytes, foreseen, rehearsed_compute
 from lightning_osdp.planning.wishes import NO_WISHES
+from lightning_osdp.profiling.memory import allowance
 from lightning_osdp.profiling.optimizers import configured
 from lightning_osdp.profiling.standins import (
+    copied_bytes,
     kept_randomness,
     loss_of,
     real_batch,
@@ -44,12 +46,15 @@ from lightning_osdp.sharding.fairscale import FairScaleEngine
 from lightning_osdp.sharding.overhead import bare_plan, forget, synchronize
 
 SECONDS, LONGEST_S = 2.0, 8.0
-"""About how long each rehearsal takes, and at most. Where the plain steps take longer, there is none."""
+"""About how long each rehearsal takes; and from how long plain steps on there is none."""
 
-FEWEST, MOST, WARM_UP = 4, 9, 1
-"""Steps that are timed within that, if time allows, and those before them."""
+FEWEST, MOST, WARM_UP = 3, 9, 1
+"""Steps that are timed within that, if they take no more than twice as long, and those before them."""
 
-ODD = 0.3
+CHOSEN_SECONDS = 3.0
+"""How long the plan that was found is rehearsed: its time is what people are told."""
+
+ODD = 0.2
 """Share by which a rehearsal may differ from what was foreseen. Beyond it is made once more, and the less counts: other
 work on the machine lasts for some seconds at times."""
 
@@ -76,9 +81,11 @@ class Stage:
     step_context: Callable[[], AbstractContextManager[Any]]
 
     def room(self, room_bytes: int, group: dist.ProcessGroup) -> int:
-        """The least of what each rank may take; 0 where the step can't be repeated. Collective."""
+        """The least that a step may take on any rank beside the copy and a process's first steps; below 0 where it
+        can't be repeated. Collective."""
+        own = room_bytes - copied_bytes(self.module, self.device) - allowance(self.device, stepped=False)
         rooms: list[int] = [0] * group.size()
-        dist.all_gather_object(rooms, room_bytes if self.repeatable else 0, group=group)
+        dist.all_gather_object(rooms, own if self.repeatable else -1, group=group)
         return min(rooms)
 
     @property
@@ -91,14 +98,6 @@ class Stage:
         )
 
 
-def needed_bytes(description: ModelDescription, batch_size: int) -> int:
-    """Of a replicated copy at most: parameters, gradients and their copies in buckets, buffers, activations; and some
-    more for what is not counted, since a control group's limit ends the process."""
-    states = sum(p.parameter_bytes + 2 * p.gradient_bytes for one in description.operators for p in one.parameters)
-    live = max((moment.live.at(batch_size) for moment in description.moments), default=0.0)
-    return int(MARGIN * (states + description.buffer_bytes + live))
-
-
 def rehearse(
     stage: Stage, traced: Trace, group: dist.ProcessGroup, cluster: Cluster, compute: ComputeTimes, room_bytes: int
 ) -> tuple[ComputeTimes, tuple[Rehearsal, ...]]:
@@ -108,7 +107,8 @@ def rehearse(
 
     Args:
         stage: what to rehearse.
-        traced: the step, at one or two batch sizes: those that fit are rehearsed, and the modes at one in between.
+        traced: the step, at one or two batch sizes: those that fit are rehearsed, and the modes at the smallest, where
+            what they add is most of the step.
         group: the ranks.
         cluster: with links and engine as measured.
         compute: as measured in parts.
@@ -117,25 +117,21 @@ def rehearse(
     Returns:
         ``compute`` as it was, and nothing, where a rehearsal is not possible or would take too long.
     """
-    room = stage.room(room_bytes, group)
-    sizes = [size for size in sorted(traced.kernels) if needed_bytes(traced.description, size) <= room]
-    if not sizes:
-        return compute, ()
+    room, model, smallest = stage.room(room_bytes, group), traced.description, min(traced.kernels)
     try:
         with kept_randomness(stage.device):
-            plain = on_all_ranks(group, partial(_timed, stage, sizes, group, None))
+            uniform = _uniform(model, group.size())
+            sizes = [size for size in sorted(traced.kernels) if _fits(model, cluster, uniform[0], size, room)]
+            plain = on_all_ranks(group, partial(_timed, stage, sizes, group, None)) if sizes else {}
             if sum(plain.values()) > LONGEST_S:
                 return compute, ()
-            times = rehearsed_compute(compute, plain)
-            if group.size() == 1:
-                return times, ()
-            size = sum(sizes) // len(sizes)
-
-            def shown(plan: ExecutionPlan) -> Rehearsal:
-                expected = foreseen(traced.description, times, cluster, plan, size)
-                return _rehearsed(stage, expected, plan, size, group)
-
-            return times, tuple(map(shown, _uniform(traced.description, group.size())))
+            times = rehearsed_compute(compute, plain) if plain else compute
+            shown = []
+            for plan in uniform if group.size() > 1 else ():
+                expected = foreseen(model, times, cluster, plan, smallest)
+                if _short(expected) and _fits(model, cluster, plan, smallest, room):
+                    shown.append(_rehearsed(stage, expected, plan, smallest, group))
+            return times, tuple(shown)
     except Exception as error:
         _warn(error)
         return compute, ()
@@ -166,18 +162,27 @@ def rehearse_chosen(
     room = stage.room(room_bytes, group)
     for size in wanted:
         expected = foreseen(model, compute, cluster, plan, size)
-        fits = MARGIN * copy_bytes(model, cluster, plan, size) <= room
-        if fits and expected.foreseen_s * (WARM_UP + FEWEST) < LONGEST_S:
+        if _short(expected) and _fits(model, cluster, plan, size, room):
             break
     else:
         return None
     try:
         with kept_randomness(stage.device):
-            shown = _rehearsed(stage, expected, plan, size, group)
+            shown = _rehearsed(stage, expected, plan, size, group, CHOSEN_SECONDS)
     except Exception as error:
         _warn(error)
         return None
     return shown.model_copy(update={"error": CHOSEN_ERROR})
+
+
+def _fits(model: ModelDescription, cluster: Cluster, plan: ExecutionPlan, size: int, room: int) -> bool:
+    """Whether there is room for the step, and some more for what is not counted: a control group's limit ends the
+    process."""
+    return MARGIN * copy_bytes(model, cluster, plan, size) <= room
+
+
+def _short(expected: Rehearsal) -> bool:
+    return expected.foreseen_s * (WARM_UP + FEWEST) < LONGEST_S
 
 
 def _warn(error: Exception) -> None:
@@ -186,34 +191,43 @@ def _warn(error: Exception) -> None:
     warnings.warn(text, OSDPWarning, stacklevel=3)
 
 
-def _uniform(description: ModelDescription, ranks: int) -> Iterator[ExecutionPlan]:
-    """All operators in one mode, as far as they can; where blocks may share units, kept parameters do."""
+def _uniform(description: ModelDescription, ranks: int) -> tuple[ExecutionPlan, ...]:
+    """All operators replicated, and in the other modes, as far as they can; where blocks may share units, kept
+    parameters do."""
     apart, *joined = ways(description, NO_WISHES)
-    yield _plan(description, Mode.DP, apart, ranks)
-    yield _plan(description, Mode.ZDP2, joined[-1] if joined else apart, ranks)
-    yield _plan(description, Mode.ZDP, apart, ranks)
+    return (
+        _plan(description, Mode.DP, apart, ranks),
+        _plan(description, Mode.ZDP2, joined[-1] if joined else apart, ranks),
+        _plan(description, Mode.ZDP, apart, ranks),
+    )
 
 
 def _rehearsed(
-    stage: Stage, expected: Rehearsal, plan: ExecutionPlan, size: int, group: dist.ProcessGroup
+    stage: Stage,
+    expected: Rehearsal,
+    plan: ExecutionPlan,
+    size: int,
+    group: dist.ProcessGroup,
+    seconds: float = SECONDS,
 ) -> Rehearsal:
     """With what it took, of two tries where one is odd."""
 
     def took_s() -> float:
-        return on_all_ranks(group, partial(_timed, stage, [size], group, plan))[size]
+        return on_all_ranks(group, partial(_timed, stage, [size], group, plan, seconds))[size]
 
-    seconds = took_s()
-    if abs(seconds / expected.foreseen_s - 1) > ODD:
-        seconds = min(seconds, took_s())
-    return expected.model_copy(update={"took_s": seconds})
+    least_s = took_s()
+    if abs(least_s / expected.foreseen_s - 1) > ODD:
+        least_s = min(least_s, took_s())
+    return expected.model_copy(update={"took_s": least_s})
 
 
 def _timed(
-    stage: Stage, sizes: Sequence[int], group: dist.ProcessGroup, plan: ExecutionPlan | None
+    stage: Stage, sizes: Sequence[int], group: dist.ProcessGroup, plan: ExecutionPlan | None, seconds: float = SECONDS
 ) -> dict[int, float]:
-    """Median seconds of forward and backward of the slowest rank, by batch size; as a plain module without a plan."""
+    """Median seconds of forward and backward of the slowest rank, by batch size; as a plain module without a plan.
+    It takes about ``seconds``."""
     twin = real_copy(stage.module)
-    engine = None if plan is None else FairScaleEngine(stage.device, group)
+    engine = None if plan is None else FairScaleEngine(stage.device, group, broadcast=False)
     if engine is None or plan is None:
         twin.to(stage.device)
     else:
@@ -224,9 +238,10 @@ def _timed(
         with engine.whole_shapes() if engine is not None else nullcontext():
             optimizers[:], schedulers[:] = configured(twin)
         batches = [transferred(twin, real_batch(stage.batch, stage.batch_size, size), stage.device) for size in sizes]
-        seconds = _medians([partial(_step, stage, twin, batch, engine) for batch in batches], group, stage.device)
+        steps = [partial(_step, stage, twin, batch, engine) for batch in batches]
+        medians = _medians(steps, group, stage.device, seconds)
     forget(twin)
-    return dict(zip(sizes, seconds, strict=True))
+    return dict(zip(sizes, medians, strict=True))
 
 
 def _step(stage: Stage, twin: LightningModule, batch: Any, engine: FairScaleEngine | None) -> None:
@@ -242,31 +257,31 @@ def _step(stage: Stage, twin: LightningModule, batch: Any, engine: FairScaleEngi
     twin.zero_grad(set_to_none=True)
 
 
-def _medians(steps: Sequence[Callable[[], None]], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+def _medians(
+    steps: Sequence[Callable[[], None]], group: dist.ProcessGroup, device: torch.device, seconds: float
+) -> list[float]:
     """Of some repetitions in turn, on the slowest rank."""
 
     def once() -> list[float]:
-        seconds = []
+        took = []
         for step in steps:
             synchronize(device)
             dist.barrier(group)
             start = time.perf_counter()
             step()
             synchronize(device)
-            seconds.append(time.perf_counter() - start)
-        return seconds
+            took.append(time.perf_counter() - start)
+        return took
 
-    def slowest(seconds: list[float]) -> list[float]:
-        numbers = torch.tensor(seconds, dtype=torch.float64, device=device)
+    def slowest(took: list[float]) -> list[float]:
+        numbers = torch.tensor(took, dtype=torch.float64, device=device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
         return [float(number) for number in numbers]
 
     for _ in range(WARM_UP):
         first = slowest(once())
-    least = min(FEWEST, int(LONGEST_S / sum(first)))
-    repeats = min(MOST, max(least, int(SECONDS / sum(first))))
-    if not repeats:
-        return first
+    least = max(1, min(FEWEST, int(2 * seconds / sum(first))))
+    repeats = min(MOST, max(least, int(seconds / sum(first))))
     return slowest([statistics.median(each) for each in zip(*(once() for _ in range(repeats)), strict=True)])
 
 

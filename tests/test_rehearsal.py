@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,11 +19,13 @@ from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.cluster import ComputeTimes
 from lightning_osdp.planning.plan import ExecutionPlan
-from lightning_osdp.planning.rehearsed import CHOSEN_ERROR, Rehearsal, compute_s, decided, with_excess
+from lightning_osdp.planning.rehearsed import CHOSEN_ERROR, Rehearsal, compute_s, copy_bytes, decided, with_excess
 from lightning_osdp.planning.wishes import Wishes
 from lightning_osdp.profiling import compute
+from lightning_osdp.profiling.memory import FIRST_STEP_BYTES
+from lightning_osdp.profiling.standins import copied_bytes, real_copy
 from lightning_osdp.profiling.trace import trace
-from lightning_osdp.rehearsal import Stage, needed_bytes, rehearse, rehearse_chosen
+from lightning_osdp.rehearsal import Stage, rehearse, rehearse_chosen
 from tests.models import hand_made_plan, some_cluster
 from tests.ranks import run_ranks
 
@@ -115,13 +119,48 @@ def test_real_steps_take_some_time() -> None:
         assert len({one.took_s for one in shown} - {0.0}) == len(Mode)
 
 
-def test_where_only_the_smaller_batch_fits_it_alone_is_rehearsed() -> None:
-    description = trace(Module(), BATCH, 4, device=CPU).description
-    assert needed_bytes(description, 2) < needed_bytes(description, 8)
-    for same, parts, times, shown, _ in run_ranks(rehearsed, 2, {1: 1.0}, needed_bytes(description, 2), False):
+def needed_bytes(mode: Mode, size: int) -> int:
+    """Of rehearsing all operators in one mode."""
+    module = Module()
+    model = trace(module, BATCH, 4, device=CPU).description
+    plan = rehearsal._uniform(model, 2)[list(Mode).index(mode)]
+    step = rehearsal.MARGIN * copy_bytes(model, some_cluster(2), plan, size)
+    return math.ceil(step) + copied_bytes(module, CPU) + FIRST_STEP_BYTES["cpu"]
+
+
+def test_what_there_is_no_room_for_is_not_rehearsed() -> None:
+    room = needed_bytes(Mode.DP, 2)  # the copy shares parameters that stay whole
+    assert room < min(needed_bytes(Mode.DP, 8), needed_bytes(Mode.ZDP2, 2), needed_bytes(Mode.ZDP, 2))
+    for same, parts, times, shown, _ in run_ranks(rehearsed, 2, {1: 1.0}, room, False):
         assert same
         assert compute_s(times, 2) == pytest.approx(min(1.0, 3 * compute_s(parts, 2)))
-        assert len(shown) == len(Mode)
+        assert [set(one.added_s) for one in shown] == [{"dp"}]
+
+
+def test_a_copy_shares_parameters_until_either_is_written() -> None:
+    module = Module()
+    twin = real_copy(module)
+    weights, theirs = (dict(one.named_parameters()) for one in (module, twin))
+    before = {name: value.detach().clone() for name, value in weights.items()}
+    twin.net(BATCH).sum().backward()
+    assert all(map(torch._C._is_cow_tensor, theirs.values()))
+    assert copied_bytes(module, CPU) == sum(buffer.nbytes for buffer in module.buffers())
+    with torch.no_grad():
+        theirs["net.0.weight"].data.zero_()
+        weights["net.3.weight"].fill_(2.0)
+    assert torch.equal(weights["net.0.weight"], before["net.0.weight"])
+    assert torch.equal(theirs["net.3.weight"], before["net.3.weight"])
+
+
+def test_what_can_not_be_shared_is_copied() -> None:
+    module = Module()
+    module.net[0].weight = nn.Parameter(torch.from_numpy(np.ones((128, 64), dtype=np.float32)))  # numpy's memory
+    module.body = nn.LSTM(64, 32)  # its backward asks for weights to write to
+    own = [module.net[0].weight, *module.body.parameters(), *module.buffers()]
+    assert copied_bytes(module, CPU) == sum(tensor.nbytes for tensor in own)
+    twin = real_copy(module)
+    assert torch.equal(twin.net[0].weight, module.net[0].weight)
+    assert twin.net[0].weight.data_ptr() != module.net[0].weight.data_ptr()
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -193,10 +232,6 @@ def test_the_chosen_plan_is_not_rehearsed_without_room() -> None:
 
 def test_what_can_not_be_repeated() -> None:
     module = Module()
-    description = trace(module, BATCH, 4, device=CPU).description
-    needed = needed_bytes(description, 8)
-    weights = 4 * sum(parameter.numel() for parameter in module.parameters())
-    assert needed > 2 * weights
     assert stage(module).repeatable
     module.automatic_optimization = False
     assert not stage(module).repeatable

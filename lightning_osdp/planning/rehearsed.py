@@ -131,14 +131,16 @@ def foreseen(
 
 
 def copy_bytes(model: ModelDescription, cluster: Cluster, plan: ExecutionPlan, batch_size: int) -> int:
-    """Peak of a copy in forward and backward under ``plan``, which begins whole; it has no optimizer."""
+    """Peak of a copy in forward and backward under ``plan``: it has no optimizer, and shares whole parameters that stay
+    replicated with the module."""
     free = tuple(_without_states(operator) for operator in model.operators)
     model = model.model_copy(update={"operators": free, "optimizer_step": OptimizerStep()})
     joined = Joined.of(model, [op.unit for op in plan.operators])
     choices = joined.gathered([op.choice for op in plan.operators])
     peak = Timeline(joined.model, cluster, 0).peak(choices, batch_size, recomputed=plan.recomputed)
-    whole = sum(p.parameter_bytes for operator in free for p in operator.parameters)
-    return max(whole + model.buffer_bytes, round(peak.total_bytes))
+    pairs = zip(free, plan.operators, strict=True)
+    shared = sum(p.parameter_bytes for own, op in pairs if op.slices == (Mode.DP,) for p in own.parameters)
+    return max(0, round(peak.total_bytes) - shared - model.buffer_bytes)
 
 
 def _without_states(operator: Operator) -> Operator:

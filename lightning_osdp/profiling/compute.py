@@ -71,7 +71,7 @@ def measure(
     device: torch.device,
     *,
     progress: Progress | None = None,
-    time_budget_s: float = 10.0,
+    time_budget_s: float = 6.0,
     wishes: Wishes = NO_WISHES,
 ) -> ComputeTimes:
     """Times every different kernel of ``trace`` on ``device``, and those that operators would run if they were split.

@@ -25,7 +25,7 @@ DEFAULT_SIZES_BYTES = (16 << 10, 128 << 10, 1 << 20, 4 << 20, 16 << 20, 32 << 20
 """Of the whole tensor: from a small layer's weights to a large embedding's."""
 
 WARM_UP = 2
-REPEATS_BY_BUDGET_S = 0.5
+REPEATS_BY_BUDGET_S = 0.3
 """Seconds to spend on one collective at one size, as far as the bounds below allow."""
 
 FEWEST_REPEATS = 5

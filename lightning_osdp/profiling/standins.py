@@ -104,10 +104,36 @@ def fake_copy(module: LightningModule, fake_mode: FakeTensorMode, device: torch.
 
 
 def real_copy(module: LightningModule) -> LightningModule:
-    """A copy of ``module`` with values of its own, attached to the same trainer."""
+    """A copy of ``module`` with values of its own, attached to the same trainer.
+
+    Parameters take no memory until either side writes to them, where torch can do that (copy on write).
+    """
     trainer: Any = module._trainer
     kept = [] if trainer is None else [trainer, getattr(trainer, "datamodule", None)]
-    return copy.deepcopy(module, {id(each): each for each in kept})
+    memo: dict[int, Any] = {id(each): each for each in kept}
+    for parameter in module.parameters():
+        values = _shared_values(parameter)
+        if values is not None:
+            memo[id(parameter)] = torch.nn.Parameter(values, parameter.requires_grad)
+    return copy.deepcopy(module, memo)
+
+
+def copied_bytes(module: LightningModule, device: torch.device) -> int:
+    """What ``real_copy`` takes on ``device`` at last: buffers, and parameters that come from elsewhere, that can't be
+    shared, or that are asked for to be written: by the backward of recurrent layers."""
+    written = {p for inner in module.modules() if isinstance(inner, torch.nn.RNNBase) for p in inner.parameters()}
+    own = [p for p in module.parameters() if p.device != device or p in written or _shared_values(p) is None]
+    return sum(tensor.nbytes for tensor in (*own, *module.buffers()))
+
+
+def _shared_values(parameter: torch.nn.Parameter) -> Tensor | None:
+    """The same values in the same memory until either is written; None where torch can't do that."""
+    if type(parameter) is not torch.nn.Parameter:
+        return None
+    try:
+        return torch._lazy_clone(parameter.detach())
+    except (AttributeError, RuntimeError):  # memory that is not torch's own, another layout, another torch
+        return None
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------

@@ -33,10 +33,12 @@ class FairScaleEngine:
     Args:
         device: where the rank computes; ``cpu`` needs a gloo process group, ``cuda`` an NCCL one.
         group: the ranks to shard over; the whole world if None.
+        broadcast: whether all ranks get rank 0's values. If not, each keeps its own.
     """
 
-    def __init__(self, device: torch.device, group: Any = None) -> None:
+    def __init__(self, device: torch.device, group: Any = None, broadcast: bool = True) -> None:
         self._device = device
+        self._broadcast = broadcast
         self._group: Any = group if group is not None else dist.group.WORLD
         self._operators: dict[str, ShardedOperator] = {}
         self._units: list[Unit] = []
@@ -294,7 +296,8 @@ class FairScaleEngine:
     def _place(self, tensor: Tensor) -> None:
         """Moves a parameter or buffer to the device, in place, with rank 0's values."""
         tensor.data = tensor.data.to(self._device)
-        dist.broadcast(tensor.data, src=dist.get_global_rank(self._group, 0), group=self._group)
+        if self._broadcast:
+            dist.broadcast(tensor.data, src=dist.get_global_rank(self._group, 0), group=self._group)
 
 
 def _check_units(plan: ExecutionPlan, modules: Mapping[str, nn.Module]) -> None:
