@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from accuracy import MIB, free_port, run_case
 from cases import WIDTHS, Case, Order
 
-from lightning_osdp.profiling.memory import FIRST_STEP_BYTES
+from lightning_osdp.profiling.memory import LATER_STEPS_BYTES
 
-ALLOWANCE_BYTES = FIRST_STEP_BYTES["cpu"]
+ALLOWANCE_BYTES = LATER_STEPS_BYTES["cpu"]
 
 KINDS = ("attention", "MLP")
 SLICES = (1, 2, 4, 8, 16)

@@ -22,8 +22,9 @@ from lightning_osdp.planning.caching_allocator import margin_bytes, staying_tens
 from lightning_osdp.planning.calibration import Correction, corrected_cluster, corrected_compute
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.plan import ExecutionPlan
-from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, as_rehearsed, decided, with_excess
+from lightning_osdp.planning.rehearsed import Rehearsal, as_rehearsed, decided, with_excess
 from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
+from lightning_osdp.planning.settled import MOST_REHEARSED, settled
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.memory import memory_in_use, overhead
@@ -31,9 +32,6 @@ from lightning_osdp.profiling.trace import Trace, trace, trace_real
 from lightning_osdp.rehearsal import Stage, rehearse_chosen
 
 Result = TypeVar("Result")
-
-CHOSEN_REHEARSALS = 2
-"""Of plans that were found, at most: a rehearsal may show that another plan is faster."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ def measure_and_plan(
     measured, from_cache, file = measurements.measured(traced, ranks, cluster, cache, wishes, team.free_bytes(), stage)
     known_bytes = team.limit_and_used(stepped=bool(measured.rehearsals) and not from_cache)
     plan = team.decide(measured, rule, *known_bytes)
-    for _ in range(CHOSEN_REHEARSALS):
+    for _ in range(MOST_REHEARSED):
         shown = team.rehearsed(stage, measured, plan)
         if shown is None:
             break
@@ -127,14 +125,11 @@ def measure_and_plan(
         if ranks.is_first and file is not None:
             measurements.write(file, measured.model_dump_json())
         known_bytes = team.limit_and_used(stepped=True)
-        plan = as_rehearsed(plan, measured.rehearsals)
         try:
-            other = team.decide(measured, rule, *known_bytes)
+            plan = team.decide(measured, rule, *known_bytes)
         except InfeasibleError:  # for what the rehearsal has left behind: the plan was the last that fits
+            plan = as_rehearsed(plan, measured.rehearsals)
             break
-        if other.predicted.samples_per_s <= plan.predicted.samples_per_s * (1 + STEP_ERROR):
-            break  # a promise that is not worth more than the clock's error
-        plan = other
 
     def again(correction: Correction, rule: BatchRule) -> ExecutionPlan:
         return team.decide(measured.model_copy(update={"correction": correction}), rule, *known_bytes)
@@ -173,7 +168,7 @@ class _Team:
             engine = with_excess(measured.engine, measured.rehearsals)
             hardware = measurements.hardware(self.ranks, self.cluster, measured.model_copy(update={"engine": engine}))
             problem = _problem(self.traced, hardware, measured, limit_bytes, used_bytes, self.wishes)
-            return as_rehearsed(make_plan(problem, rule), measured.rehearsals).to_json()
+            return settled(problem, rule, make_plan(problem, rule), measured.rehearsals).to_json()
 
         text = [on_all_ranks(self.ranks, first_rank)]
         dist.broadcast_object_list(text, src=dist.get_global_rank(self.ranks.group, 0), group=self.ranks.group)

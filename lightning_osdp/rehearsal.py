@@ -172,7 +172,7 @@ def rehearse_chosen(
     except Exception as error:
         _warn(error)
         return None
-    return shown.model_copy(update={"error": CHOSEN_ERROR})
+    return shown.model_copy(update={"error": CHOSEN_ERROR, "plan": plan.without_reasons()})
 
 
 def _fits(model: ModelDescription, cluster: Cluster, plan: ExecutionPlan, size: int, room: int) -> bool:

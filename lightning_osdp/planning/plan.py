@@ -185,6 +185,11 @@ class ExecutionPlan(Frozen):
                 raise ValueError(f"{operator.name} differs in mode or group from others in the unit of {operator.unit}")
         return self
 
+    def without_reasons(self) -> ExecutionPlan:
+        """What was decided, without what else there was."""
+        operators = tuple(operator.model_copy(update={"alternatives": ()}) for operator in self.operators)
+        return self.model_copy(update={"operators": operators, "blocks": (), "frontier": ()})
+
     def to_json(self) -> str:
         """The plan as indented JSON text."""
         return self.model_dump_json(indent=2)

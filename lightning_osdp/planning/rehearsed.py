@@ -93,6 +93,8 @@ class Rehearsal(Frozen):
     added_s: dict[str, float]
     """Part of ``foreseen_s`` that collectives and the engine add, by kind of operator (``cost.kinds``)."""
     error: float = STEP_ERROR
+    plan: ExecutionPlan | None = None
+    """The plan without reasons, if the search has found it."""
 
 
 def decided(plan: ExecutionPlan) -> str:

@@ -26,7 +26,7 @@ from lightning_osdp.planning.reasons import reasons
 from lightning_osdp.planning.remedies import with_remedies
 from lightning_osdp.planning.space import Problem
 
-__all__ = ["BatchRule", "Candidate", "Problem", "best_candidate", "choose", "least_bytes", "make_plan"]
+__all__ = ["BatchRule", "Candidate", "Problem", "best_candidate", "choose", "least_bytes", "make_plan", "to_plan"]
 
 THROUGHPUT_TOLERANCE = 0.01
 """Of the batch sizes whose throughput is within this share of the best, the smallest is chosen: communication is
@@ -53,7 +53,11 @@ def make_plan(problem: Problem, rule: BatchRule) -> ExecutionPlan:
             end = SearchEnd(reason="memory", batch_size=batch_size, needed_bytes=error.needed_bytes)
             break
     candidates = _finished(desks, found)
-    return _to_plan(desks, choose(candidates), candidates, end or rule.end())
+    frontier = tuple(
+        FrontierPoint(batch_size=c.batch_size, samples_per_s=c.samples_per_s, peak_memory_bytes=c.peak.total_bytes)
+        for c in candidates
+    )
+    return to_plan(desks, choose(candidates), frontier, end or rule.end())
 
 
 class Desks:
@@ -141,7 +145,17 @@ def _finished(desks: Desks, found: Sequence[Candidate]) -> list[Candidate]:
     return candidates
 
 
-def _to_plan(desks: Desks, chosen: Candidate, candidates: Sequence[Candidate], end: SearchEnd) -> ExecutionPlan:
+def to_plan(
+    desks: Desks, chosen: Candidate, frontier: tuple[FrontierPoint, ...], end: SearchEnd | None
+) -> ExecutionPlan:
+    """A candidate with the reasons for its choices.
+
+    Args:
+        desks: of the problem that it solves.
+        chosen: the candidate.
+        frontier: the best plan at each batch size.
+        end: why there are no larger ones.
+    """
     problem, desk = desks.problem, desks.of(chosen.units)
     chosen = desk.candidate(chosen.choices, chosen.batch_size, chosen.accumulation, chosen.recomputed)
     peak, place = chosen.peak, desk.joined.place
@@ -185,10 +199,7 @@ def _to_plan(desks: Desks, chosen: Candidate, candidates: Sequence[Candidate], e
             peak_memory_bytes=chosen.peak.total_bytes,
             overhead_bytes=problem.overhead_bytes,
         ),
-        frontier=tuple(
-            FrontierPoint(batch_size=c.batch_size, samples_per_s=c.samples_per_s, peak_memory_bytes=c.peak.total_bytes)
-            for c in candidates
-        ),
+        frontier=frontier,
         price_s_per_byte=known.price_s_per_byte,
         peak=PeakMoment(
             where=peak.where,

@@ -1,0 +1,62 @@
+"""Which plan to take where some were rehearsed: one that was found, or one of those.
+
+A search among plans that nobody has run picks those that are predicted too cheap. So a plan that was rehearsed is taken
+again, at the next start too, unless another promises more than the clock's error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, as_rehearsed
+from lightning_osdp.planning.schedule import BatchRule, Desks, Problem, to_plan
+
+MOST_REHEARSED = 2
+"""Plans that are found and rehearsed for one problem: after so many the best of them is taken."""
+
+
+def settled(problem: Problem, rule: BatchRule, found: ExecutionPlan, rehearsals: Sequence[Rehearsal]) -> ExecutionPlan:
+    """``found``, or the best of the plans that were rehearsed and still may be had, as they are predicted now.
+
+    Args:
+        problem: that ``found`` solves.
+        rule: which batch sizes there are.
+        found: what the search says.
+        rehearsals: all that there were.
+    """
+    found = as_rehearsed(found, rehearsals)
+    earlier = (predicted_now(problem, rule, one.plan, found) for one in rehearsals if one.plan is not None)
+    known = [as_rehearsed(plan, rehearsals) for plan in earlier if plan is not None]
+    if not known:
+        return found
+    best = max(known, key=lambda plan: plan.predicted.samples_per_s)
+    promised, shown = found.predicted.samples_per_s, best.predicted.samples_per_s
+    return found if len(known) < MOST_REHEARSED and promised > shown * (1 + STEP_ERROR) else best
+
+
+def predicted_now(
+    problem: Problem, rule: BatchRule, earlier: ExecutionPlan, found: ExecutionPlan
+) -> ExecutionPlan | None:
+    """A plan of earlier, as it is predicted now; None where the limit, ``rule`` or a wish no longer allows it.
+
+    Args:
+        problem: what there is now.
+        rule: which batch sizes there are.
+        earlier: for the same model and ranks.
+        found: what the search says now: the other batch sizes are as it has them.
+    """
+    pair = (earlier.batch_size, earlier.accumulate_grad_batches)
+    wishes = ((block, problem.wishes.recompute(block.name)) for block in problem.model.blocks if not block.pinned)
+    as_wished = all(wish in (None, block.name in earlier.recomputed) for block, wish in wishes)
+    if not as_wished or pair not in set(rule.pairs(problem.cluster.ranks)):
+        return None
+    desks = Desks(problem)
+    desk = desks.of(tuple(op.unit for op in earlier.operators))
+    try:
+        candidate = desk.candidate(tuple(op.choice for op in earlier.operators), *pair, earlier.recomputed)
+    except ValueError:  # no menu has that choice any more
+        return None
+    if candidate.peak.total_bytes > problem.memory_limit_bytes:
+        return None
+    return to_plan(desks, candidate, found.frontier, found.search_end)

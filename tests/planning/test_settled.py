@@ -1,0 +1,98 @@
+"""A plan that was rehearsed is kept unless another promises clearly more, and only while it may still be had."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, reject
+from hypothesis import strategies as st
+
+from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, foreseen
+from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
+from lightning_osdp.planning.settled import MOST_REHEARSED, predicted_now, settled
+from lightning_osdp.planning.wishes import Wishes
+from tests.planning.small import MIB, blocks_of_one, blocks_of_two, cluster, compute
+
+MODEL = blocks_of_one(3, 2)
+ROOMY, TIGHT, TIGHTER, TIGHTEST = 1 << 10, 55, 40, 28
+RULE = BatchRule(batch_size=2)
+
+
+def problem(limit_mib: int = ROOMY, wishes: Wishes | None = None) -> Problem:
+    return Problem(MODEL, cluster(latency_ms=5.0), compute(MODEL), limit_mib * MIB, 0, wishes or Wishes())
+
+
+def slow(limit_mib: int = TIGHT) -> ExecutionPlan:
+    """What there is under a limit: it shards and recomputes, under the tightest in slices."""
+    plan = make_plan(problem(limit_mib), RULE)
+    assert plan.predicted.samples_per_s < make_plan(problem(), RULE).predicted.samples_per_s
+    return plan
+
+
+def rehearsed(plan: ExecutionPlan, samples_per_s: float) -> Rehearsal:
+    """It has taken as long as makes such a throughput."""
+    expected = foreseen(MODEL, compute(MODEL), plan.cluster, plan, plan.batch_size)
+    more_s = plan.global_batch_size / samples_per_s - plan.predicted.step_time_s
+    return expected.model_copy(update={"took_s": expected.foreseen_s + more_s, "plan": plan.without_reasons()})
+
+
+@given(count=st.integers(1, 3), several=st.booleans(), limit_mib=st.integers(16, 120))
+def test_what_was_found_is_predicted_as_it_was(count: int, several: bool, limit_mib: int) -> None:
+    model = blocks_of_two(count) if several else blocks_of_one(count, 2)
+    whole = Problem(model, cluster(), compute(model), limit_mib * MIB)
+    try:
+        plan = make_plan(whole, BatchRule(max_batch_size=4))
+    except InfeasibleError:
+        reject()
+    assert predicted_now(whole, BatchRule(max_batch_size=4), plan.without_reasons(), plan) == plan
+
+
+def test_without_rehearsals_the_search_decides() -> None:
+    found = make_plan(problem(), RULE)
+    assert settled(problem(), RULE, found, []) == found
+    uniform = rehearsed(slow(), 1e9).model_copy(update={"plan": None})  # it says how to predict, not what to take
+    assert settled(problem(), RULE, found, [uniform]) == found
+
+
+@pytest.mark.parametrize(("more", "kept"), [(STEP_ERROR / 2, True), (2 * STEP_ERROR, False)])
+def test_another_plan_has_to_promise_more_than_the_clocks_error(more: float, kept: bool) -> None:
+    found = make_plan(problem(), RULE)
+    shown = found.predicted.samples_per_s / (1 + more)
+    plan = settled(problem(), RULE, found, [rehearsed(slow(), shown)])
+    assert (plan.operators != found.operators) == kept
+    assert plan.predicted.samples_per_s == pytest.approx(shown if kept else found.predicted.samples_per_s)
+    assert plan.frontier == found.frontier
+
+
+def test_after_some_rehearsals_the_best_of_them_is_taken() -> None:
+    found, plans = make_plan(problem(), RULE), [slow(TIGHT), slow(TIGHTER)]
+    assert len({plan.operators for plan in plans}) == len(plans) == MOST_REHEARSED
+    most = found.predicted.samples_per_s
+    for shares in ((0.5, 0.6), (0.6, 0.5)):
+        shown = [rehearsed(plan, share * most) for plan, share in zip(plans, shares, strict=True)]
+        plan = settled(problem(), RULE, found, shown)
+        assert plan.predicted.samples_per_s == pytest.approx(0.6 * most)
+        assert [op.slices for op in plan.operators] == [op.slices for op in plans[shares.index(0.6)].operators]
+
+
+def test_what_may_no_longer_be_had_is_not_taken() -> None:
+    earlier = slow(TIGHTEST)
+    shown = [rehearsed(earlier, 1e9)]
+    assert max(len(op.slices) for op in earlier.operators) > 1
+    kept = settled(problem(), RULE, make_plan(problem(), RULE), shown)
+    assert [op.choice for op in kept.operators] == [op.choice for op in earlier.operators]
+    for whole, rule in (
+        (problem(TIGHT), BatchRule(batch_size=1)),
+        (problem(), BatchRule(batch_size=2, accumulation=2)),
+        (problem(wishes=Wishes(activation_checkpointing=False)), RULE),
+        (problem(wishes=Wishes(slice_granularity=1)), RULE),
+    ):
+        found = make_plan(whole, rule)
+        assert settled(whole, rule, found, shown) == found
+
+
+def test_what_no_longer_fits_is_not_taken() -> None:
+    whole = problem(TIGHTER)
+    found = make_plan(whole, RULE)
+    assert settled(whole, RULE, found, [rehearsed(slow(TIGHT), 1e9)]) == found
