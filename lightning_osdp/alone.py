@@ -34,6 +34,7 @@ from lightning_osdp.planning.schedule import BatchRule
 from lightning_osdp.planning.units import parse_bytes
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling import memory
+from lightning_osdp.rehearsal import Stage
 
 SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
 """What counts of the file; ``ckpt_path`` and the like say how to run, not what."""
@@ -51,7 +52,16 @@ NOT_HERE: dict[str, Any] = {
 }
 """Settings of the Trainer that would leave traces, or that speak of processes that are not there."""
 
-WISHES = ("memory_limit", "batch_size", "max_batch_size", "global_batch_size", "cluster", "sharding_group", "cache")
+WISHES = (
+    "memory_limit",
+    "batch_size",
+    "max_batch_size",
+    "global_batch_size",
+    "cluster",
+    "sharding_group",
+    "cache",
+    "rehearse",
+)
 """Arguments of ``OSDPStrategy`` that say what to plan."""
 
 
@@ -157,7 +167,7 @@ def plan_recipe(recipe: Recipe, devices: int | None = None, **wishes: Any) -> pl
     search = replace(recipe.callback_wishes, sharding_group=wanted.get("sharding_group") or "auto")
 
     def work(trainer: pl.Trainer) -> planner.Outcome:
-        return _plan(trainer, cluster, device, rule, limit_bytes, folder, search)
+        return _plan(trainer, cluster, device, rule, limit_bytes, folder, search, wanted.get("rehearse", True))
 
     outcome = _up_to_training(recipe, device, work)
     assert isinstance(outcome, planner.Outcome)
@@ -203,6 +213,7 @@ def _plan(
     limit_bytes: int,
     cache: Path | None,
     search: Wishes,
+    rehearse: bool,
 ) -> planner.Outcome:
     """What ``OSDPStrategy`` does before training, with a cluster that is known."""
     module, precision = trainer.lightning_module, trainer.precision_plugin
@@ -216,7 +227,10 @@ def _plan(
     allowed = data.batch_rule(batch_size, wished, cluster.ranks)
     model_bytes = traced.description.parameter_bytes + traced.description.buffer_bytes
     on_device = model_bytes if device.type == "cpu" else 0
-    return planner.plan_alone(traced, cluster, device, allowed, limit_bytes, on_device, cache=cache, wishes=search)
+    stage = Stage(module, batch, batch_size, device, precision.train_step_context) if rehearse else None
+    return planner.plan_alone(
+        traced, cluster, device, allowed, limit_bytes, on_device, cache=cache, wishes=search, stage=stage
+    )
 
 
 class _Planning(SingleDeviceStrategy):

@@ -204,7 +204,7 @@ def _plan(given: Namespace) -> None:
     # Python finds a script's neighbours; so the configuration's module is found as it would be in training.
     sys.path[:0] = [str(Path.cwd()), str(path.resolve().parent)]
     devices = settings.positive("devices", given.devices)
-    outcome = alone.plan_recipe(recipe, devices, **{name: given[name] for name in alone.WISHES})
+    outcome = alone.plan_recipe(recipe, devices, **{name: given[name] for name in alone.WISHES if name in given})
     if given.out is not None:
         _write(given.out, outcome.plan.to_json())
     if given.html is not None:

@@ -27,9 +27,9 @@ from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
 from lightning_osdp.planning.settled import MOST_REHEARSED, settled
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling import compute
-from lightning_osdp.profiling.memory import memory_in_use, overhead
+from lightning_osdp.profiling.memory import memory_in_use, memory_limit, overhead
 from lightning_osdp.profiling.trace import Trace, trace, trace_real
-from lightning_osdp.rehearsal import Stage, rehearse_chosen
+from lightning_osdp.rehearsal import Stage, rehearse_alone, rehearse_chosen
 
 Result = TypeVar("Result")
 
@@ -236,6 +236,7 @@ def plan_alone(
     *,
     cache: Path | None = None,
     wishes: Wishes = NO_WISHES,
+    stage: Stage | None = None,
 ) -> Outcome:
     """Plans for a known cluster in this one process, without a process group.
 
@@ -251,6 +252,7 @@ def plan_alone(
         model_bytes: of parameters and buffers on the device now.
         cache: folder of measurements; None to keep none.
         wishes: what is not left to the search.
+        stage: to rehearse the plain step on; None to leave its compute at times that are measured in parts.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -268,6 +270,9 @@ def plan_alone(
         with measurements.progress(True, ("compute",)) as advance:
             shown = partial(advance, "compute")
             times = compute.measure(traced, device, progress=shown, wishes=wishes)
+        if stage is not None:
+            room_bytes = max(0, memory_limit(device, cluster.devices_per_node) - memory_in_use(device))
+            times = rehearse_alone(stage, traced, cluster, times, room_bytes)
         known, from_cache = Measurements(link=cluster.link, levels=cluster.levels, compute=times), False
         if files:
             measurements.write(files[-1], known.model_dump_json())

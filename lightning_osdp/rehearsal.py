@@ -80,12 +80,13 @@ class Stage:
     device: torch.device
     step_context: Callable[[], AbstractContextManager[Any]]
 
-    def room(self, room_bytes: int, group: dist.ProcessGroup) -> int:
-        """The least that a step may take on any rank beside the copy and a process's first steps; below 0 where it
-        can't be repeated. Collective."""
+    def room(self, room_bytes: int, group: dist.ProcessGroup | None) -> int:
+        """The least that a step may take on any rank of ``room_bytes``, beside the copy and a process's first steps;
+        below 0 where it can't be repeated. Collective."""
         own = room_bytes - copied_bytes(self.module, self.device) - allowance(self.device, stepped=False)
-        rooms: list[int] = [0] * group.size()
-        dist.all_gather_object(rooms, own if self.repeatable else -1, group=group)
+        rooms: list[int] = [own if self.repeatable else -1]
+        if group is not None:
+            dist.all_gather_object(rooms := rooms * group.size(), rooms[0], group=group)
         return min(rooms)
 
     @property
@@ -120,12 +121,11 @@ def rehearse(
     room, model, smallest = stage.room(room_bytes, group), traced.description, min(traced.kernels)
     try:
         with kept_randomness(stage.device):
-            uniform = _uniform(model, group.size())
-            sizes = [size for size in sorted(traced.kernels) if _fits(model, cluster, uniform[0], size, room)]
-            plain = on_all_ranks(group, partial(_timed, stage, sizes, group, None)) if sizes else {}
+            plain = on_all_ranks(group, partial(_plain, stage, traced, group, cluster, room))
             if sum(plain.values()) > LONGEST_S:
                 return compute, ()
             times = rehearsed_compute(compute, plain) if plain else compute
+            uniform = _uniform(model, group.size())
             shown = []
             for plan in uniform if group.size() > 1 else ():
                 expected = foreseen(model, times, cluster, plan, smallest)
@@ -135,6 +135,21 @@ def rehearse(
     except Exception as error:
         _warn(error)
         return compute, ()
+
+
+def rehearse_alone(
+    stage: Stage, traced: Trace, cluster: Cluster, compute: ComputeTimes, room_bytes: int
+) -> ComputeTimes:
+    """Compute whose sums are those of the plain step, in a process without others; ``compute`` where that is not
+    possible. Arguments as in ``rehearse``."""
+    room = stage.room(room_bytes, None)
+    try:
+        with kept_randomness(stage.device):
+            plain = _plain(stage, traced, None, cluster, room)
+    except Exception as error:
+        _warn(error)
+        return compute
+    return rehearsed_compute(compute, plain) if plain else compute
 
 
 def rehearse_chosen(
@@ -173,6 +188,16 @@ def rehearse_chosen(
         _warn(error)
         return None
     return shown.model_copy(update={"error": CHOSEN_ERROR, "plan": plan.without_reasons()})
+
+
+def _plain(
+    stage: Stage, traced: Trace, group: dist.ProcessGroup | None, cluster: Cluster, room: int
+) -> dict[int, float]:
+    """Seconds of the plain step, of those traced batch sizes that there is room for."""
+    model = traced.description
+    replicated = _uniform(model, cluster.ranks)[0]
+    sizes = [size for size in sorted(traced.kernels) if _fits(model, cluster, replicated, size, room)]
+    return _timed(stage, sizes, group, None) if sizes else {}
 
 
 def _fits(model: ModelDescription, cluster: Cluster, plan: ExecutionPlan, size: int, room: int) -> bool:
@@ -222,7 +247,11 @@ def _rehearsed(
 
 
 def _timed(
-    stage: Stage, sizes: Sequence[int], group: dist.ProcessGroup, plan: ExecutionPlan | None, seconds: float = SECONDS
+    stage: Stage,
+    sizes: Sequence[int],
+    group: dist.ProcessGroup | None,
+    plan: ExecutionPlan | None,
+    seconds: float = SECONDS,
 ) -> dict[int, float]:
     """Median seconds of forward and backward of the slowest rank, by batch size; as a plain module without a plan.
     It takes about ``seconds``."""
@@ -258,7 +287,7 @@ def _step(stage: Stage, twin: LightningModule, batch: Any, engine: FairScaleEngi
 
 
 def _medians(
-    steps: Sequence[Callable[[], None]], group: dist.ProcessGroup, device: torch.device, seconds: float
+    steps: Sequence[Callable[[], None]], group: dist.ProcessGroup | None, device: torch.device, seconds: float
 ) -> list[float]:
     """Of some repetitions in turn, on the slowest rank."""
 
@@ -266,7 +295,8 @@ def _medians(
         took = []
         for step in steps:
             synchronize(device)
-            dist.barrier(group)
+            if group is not None:
+                dist.barrier(group)
             start = time.perf_counter()
             step()
             synchronize(device)
@@ -274,6 +304,8 @@ def _medians(
         return took
 
     def slowest(took: list[float]) -> list[float]:
+        if group is None:
+            return took
         numbers = torch.tensor(took, dtype=torch.float64, device=device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
         return [float(number) for number in numbers]

@@ -25,7 +25,7 @@ from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.memory import FIRST_STEP_BYTES
 from lightning_osdp.profiling.standins import copied_bytes, real_copy
 from lightning_osdp.profiling.trace import trace
-from lightning_osdp.rehearsal import Stage, rehearse, rehearse_chosen
+from lightning_osdp.rehearsal import Stage, rehearse, rehearse_alone, rehearse_chosen
 from tests.models import hand_made_plan, some_cluster
 from tests.ranks import run_ranks
 
@@ -171,6 +171,26 @@ def test_without_room_or_where_it_fails_parts_are_all_that_is_known(fails: bool)
         assert [("can't be rehearsed" in message and "not for real" in message) for message in messages] == [
             True
         ] * fails
+
+
+def test_a_process_alone_rehearses_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, run = Module(), rehearsal._medians
+    traced = trace(module, BATCH, 4, device=CPU)
+    parts = compute.measure(traced, CPU, time_budget_s=0.0)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+
+    def a_second_each(steps: Any, *args: Any) -> list[float]:
+        run(steps, *args)
+        return [1.0] * len(steps)
+
+    monkeypatch.setattr(rehearsal, "_medians", a_second_each)
+    times = rehearse_alone(stage(module), traced, some_cluster(4), parts, ROOM)
+    limits = [min(1.0, 3 * compute_s(parts, size)) for size in (2, 8)]
+    assert [compute_s(times, size) for size in (2, 8)] == pytest.approx(limits, rel=0.3)
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert rehearse_alone(stage(module), traced, some_cluster(4), parts, 1 << 10) == parts
+    with pytest.warns(OSDPWarning, match=r"can't be rehearsed.*not for real"):
+        assert rehearse_alone(stage(Module(fails=True)), traced, some_cluster(4), parts, ROOM) == parts
 
 
 def chosen(rank: int, ranks: int, room_bytes: int) -> tuple[str, list[tuple[int, Rehearsal | None]], bool]:

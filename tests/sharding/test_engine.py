@@ -207,6 +207,19 @@ def refusals(rank: int, ranks: int) -> None:
         engine.before_optimizer_step(torch.optim.SGD([*model.parameters(), late], lr=0.1))
 
 
+def own_values(rank: int, ranks: int) -> list[bool]:
+    """Whether this rank's values are there still, with and without rank 0's being sent to all."""
+    found = []
+    for broadcast in (True, False):
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(64, 64))
+        before = model[0].weight.detach().clone()
+        engine = FairScaleEngine(torch.device("cpu"), broadcast=broadcast)
+        engine.apply(model, hand_made_plan({"0": Mode.DP, "1": Mode.ZDP}, ranks))
+        found.append(torch.equal(model[0].weight, before))
+    return found
+
+
 def everything(rank: int, ranks: int) -> dict[str, Any]:
     """All of the above in the same processes, since starting them takes longest."""
     results = {"models": run_models(rank, ranks), "saved": save_and_load(rank, ranks), "norms": norms(rank, ranks)}
@@ -242,6 +255,10 @@ def test_state_moves_between_plans_and_to_plain_pytorch(results: dict[str, Any])
         optimizer.step()
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(final[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_all_ranks_get_the_first_ones_values_unless_told_otherwise() -> None:
+    assert run_ranks(own_values, 2) == [[True, True], [False, True]]
 
 
 def test_gradient_norms_count_each_element_once(results: dict[str, Any]) -> None:
