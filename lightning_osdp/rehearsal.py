@@ -121,11 +121,11 @@ def rehearse(
     room, model, smallest = stage.room(room_bytes, group), traced.description, min(traced.kernels)
     try:
         with kept_randomness(stage.device):
-            plain = on_all_ranks(group, partial(_plain, stage, traced, group, cluster, room))
+            uniform = _uniform(model, group.size())
+            plain = on_all_ranks(group, partial(_plain, stage, traced, group, cluster, uniform[0], room))
             if sum(plain.values()) > LONGEST_S:
                 return compute, ()
             times = rehearsed_compute(compute, plain) if plain else compute
-            uniform = _uniform(model, group.size())
             shown = []
             for plan in uniform if group.size() > 1 else ():
                 expected = foreseen(model, times, cluster, plan, smallest)
@@ -145,7 +145,8 @@ def rehearse_alone(
     room = stage.room(room_bytes, None)
     try:
         with kept_randomness(stage.device):
-            plain = _plain(stage, traced, None, cluster, room)
+            replicated = _uniform(traced.description, cluster.ranks)[0]
+            plain = _plain(stage, traced, None, cluster, replicated, room)
     except Exception as error:
         _warn(error)
         return compute
@@ -191,11 +192,15 @@ def rehearse_chosen(
 
 
 def _plain(
-    stage: Stage, traced: Trace, group: dist.ProcessGroup | None, cluster: Cluster, room: int
+    stage: Stage,
+    traced: Trace,
+    group: dist.ProcessGroup | None,
+    cluster: Cluster,
+    replicated: ExecutionPlan,
+    room: int,
 ) -> dict[int, float]:
-    """Seconds of the plain step, of those traced batch sizes that there is room for."""
+    """Seconds of the plain step, of those traced batch sizes at which all replicated operators fit."""
     model = traced.description
-    replicated = _uniform(model, cluster.ranks)[0]
     sizes = [size for size in sorted(traced.kernels) if _fits(model, cluster, replicated, size, room)]
     return _timed(stage, sizes, group, None) if sizes else {}
 

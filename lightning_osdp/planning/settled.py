@@ -26,7 +26,11 @@ def settled(problem: Problem, rule: BatchRule, found: ExecutionPlan, rehearsals:
         rehearsals: all that there were.
     """
     found = as_rehearsed(found, rehearsals)
-    earlier = (predicted_now(problem, rule, one.plan, found) for one in rehearsals if one.plan is not None)
+    plans = [one.plan for one in rehearsals if one.plan is not None]
+    if not plans:
+        return found
+    desks = Desks(problem)
+    earlier = (predicted_now(desks, rule, plan, found) for plan in plans)
     known = [as_rehearsed(plan, rehearsals) for plan in earlier if plan is not None]
     if not known:
         return found
@@ -35,23 +39,20 @@ def settled(problem: Problem, rule: BatchRule, found: ExecutionPlan, rehearsals:
     return found if len(known) < MOST_REHEARSED and promised > shown * (1 + STEP_ERROR) else best
 
 
-def predicted_now(
-    problem: Problem, rule: BatchRule, earlier: ExecutionPlan, found: ExecutionPlan
-) -> ExecutionPlan | None:
+def predicted_now(desks: Desks, rule: BatchRule, earlier: ExecutionPlan, found: ExecutionPlan) -> ExecutionPlan | None:
     """A plan of earlier, as it is predicted now; None where the limit, ``rule`` or a wish no longer allows it.
 
     Args:
-        problem: what there is now.
+        desks: of the problem that there is now.
         rule: which batch sizes there are.
         earlier: for the same model and ranks.
         found: what the search says now: the other batch sizes are as it has them.
     """
-    pair = (earlier.batch_size, earlier.accumulate_grad_batches)
+    problem, pair = desks.problem, (earlier.batch_size, earlier.accumulate_grad_batches)
     wishes = ((block, problem.wishes.recompute(block.name)) for block in problem.model.blocks if not block.pinned)
     as_wished = all(wish in (None, block.name in earlier.recomputed) for block, wish in wishes)
     if not as_wished or pair not in set(rule.pairs(problem.cluster.ranks)):
         return None
-    desks = Desks(problem)
     desk = desks.of(tuple(op.unit for op in earlier.operators))
     try:
         candidate = desk.candidate(tuple(op.choice for op in earlier.operators), *pair, earlier.recomputed)

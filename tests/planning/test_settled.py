@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, foreseen
-from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
+from lightning_osdp.planning.schedule import BatchRule, Desks, Problem, make_plan
 from lightning_osdp.planning.settled import MOST_REHEARSED, predicted_now, settled
 from lightning_osdp.planning.wishes import Wishes
 from tests.planning.small import MIB, blocks_of_one, blocks_of_two, cluster, compute
@@ -45,7 +45,7 @@ def test_what_was_found_is_predicted_as_it_was(count: int, several: bool, limit_
         plan = make_plan(whole, BatchRule(max_batch_size=4))
     except InfeasibleError:
         reject()
-    assert predicted_now(whole, BatchRule(max_batch_size=4), plan.without_reasons(), plan) == plan
+    assert predicted_now(Desks(whole), BatchRule(max_batch_size=4), plan.without_reasons(), plan) == plan
 
 
 def test_without_rehearsals_the_search_decides() -> None:
