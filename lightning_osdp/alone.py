@@ -29,7 +29,7 @@ from lightning_osdp import measurements, planner, settings
 from lightning_osdp.data import TrainData
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning
 from lightning_osdp.planning.cluster import Cluster
-from lightning_osdp.planning.operators import ModelDescription
+from lightning_osdp.planning.operators import BetweenSteps, ModelDescription, Saving
 from lightning_osdp.planning.schedule import BatchRule
 from lightning_osdp.planning.units import parse_bytes
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
@@ -83,13 +83,23 @@ class Recipe:
         return self.sections.get("trainer") or {}
 
     @property
-    def wishes(self) -> dict[str, Any]:
-        """What it asks of OSDPStrategy, where that is its strategy."""
+    def strategy(self) -> Mapping[str, Any]:
+        """The arguments of OSDPStrategy, where that is its strategy."""
         strategy = self.trainer.get("strategy")
         if not isinstance(strategy, Mapping) or not str(strategy.get("class_path")).endswith("OSDPStrategy"):
             return {}
-        given = strategy.get("init_args") or {}
-        return {name: given[name] for name in WISHES if given.get(name) is not None}
+        return strategy.get("init_args") or {}
+
+    @property
+    def wishes(self) -> dict[str, Any]:
+        """What it asks of OSDPStrategy, as far as that says what to plan."""
+        return {name: self.strategy[name] for name in WISHES if self.strategy.get(name) is not None}
+
+    @property
+    def saving(self) -> Saving:
+        """How it saves checkpoints, whatever its callbacks want to see of them."""
+        whole = self.trainer.get("enable_checkpointing") is not False and self.strategy.get("save_format") != "sharded"
+        return "streamed" if whole else "nothing"
 
     @property
     def callback_wishes(self) -> Wishes:
@@ -167,7 +177,8 @@ def plan_recipe(recipe: Recipe, devices: int | None = None, **wishes: Any) -> pl
     search = replace(recipe.callback_wishes, sharding_group=wanted.get("sharding_group") or "auto")
 
     def work(trainer: pl.Trainer) -> planner.Outcome:
-        return _plan(trainer, cluster, device, rule, limit_bytes, folder, search, wanted.get("rehearse", True))
+        rehearse = wanted.get("rehearse", True)
+        return _plan(trainer, cluster, device, rule, limit_bytes, folder, search, rehearse, recipe.saving)
 
     outcome = _up_to_training(recipe, device, work)
     assert isinstance(outcome, planner.Outcome)
@@ -214,6 +225,7 @@ def _plan(
     cache: Path | None,
     search: Wishes,
     rehearse: bool,
+    saving: Saving,
 ) -> planner.Outcome:
     """What ``OSDPStrategy`` does before training, with a cluster that is known."""
     module, precision = trainer.lightning_module, trainer.precision_plugin
@@ -228,8 +240,18 @@ def _plan(
     model_bytes = traced.description.parameter_bytes + traced.description.buffer_bytes
     on_device = model_bytes if device.type == "cpu" else 0
     stage = Stage(module, batch, batch_size, device, precision.train_step_context) if rehearse else None
+    between = BetweenSteps(saving=saving, evaluation_batch_size=data.evaluation_batch_size())
     return planner.plan_alone(
-        traced, cluster, device, allowed, limit_bytes, on_device, cache=cache, wishes=search, stage=stage
+        traced,
+        cluster,
+        device,
+        allowed,
+        limit_bytes,
+        on_device,
+        cache=cache,
+        wishes=search,
+        between=between,
+        stage=stage,
     )
 
 

@@ -10,7 +10,9 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_osdp.errors import ConfigurationError, OSDPWarning
@@ -99,6 +101,25 @@ class TrainData:
         if most is None and self.num_samples is not None:
             most = max(1, self.num_samples // ranks)
         return replace(wished, batch_size=fixed, max_batch_size=most)
+
+    def evaluation_batch_size(self) -> int:
+        """Samples in the largest batch that the validation loaders give; 0 if there are none, or none tells a size
+        other than the module's own ``batch_size``, which the train loader follows, too."""
+        source, module = self._trainer.fit_loop.epoch_loop.val_loop._data_source, self._module
+        if (
+            not source.is_defined()
+            or not is_overridden("validation_step", module)
+            or not self._trainer.limit_val_batches
+        ):
+            return 0
+        try:
+            loaders = tree_leaves(source.dataloader())
+        except Exception:  # of the user's code, which may count on what has not happened yet
+            return 0
+        sizes = {loader.batch_size or 0 for loader in loaders if isinstance(loader, DataLoader)}
+        if source.is_module() and lightning_hasattr(module, "batch_size"):
+            sizes.discard(lightning_getattr(module, "batch_size"))
+        return max(sizes, default=0)
 
     def set_batch_size(self, batch_size: int) -> None:
         """Makes the Trainer's loops get batches of ``batch_size`` per device.

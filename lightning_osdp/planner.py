@@ -21,6 +21,7 @@ from lightning_osdp.measurements import NO_CORRECTION, NO_LINK, Measurements, Ra
 from lightning_osdp.planning.caching_allocator import margin_bytes, staying_tensors
 from lightning_osdp.planning.calibration import Correction, corrected_cluster, corrected_compute
 from lightning_osdp.planning.cluster import Cluster
+from lightning_osdp.planning.operators import NOTHING_BETWEEN, BetweenSteps
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import Rehearsal, as_rehearsed, decided, with_excess
 from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
@@ -89,6 +90,7 @@ def measure_and_plan(
     cluster: Cluster | None = None,
     cache: Path | None = None,
     wishes: Wishes = NO_WISHES,
+    between: BetweenSteps = NOTHING_BETWEEN,
     stage: Stage | None = None,
 ) -> Outcome:
     """Measures what is not known yet and plans on the first rank; the same plan comes back on every rank.
@@ -103,6 +105,7 @@ def measure_and_plan(
         cluster: hardware that is known already; its links are not measured.
         cache: folder of measurements; None to keep none.
         wishes: what is not left to the search.
+        between: what the run does between steps.
         stage: to rehearse the step on; None to leave it at times that are measured in parts.
 
     Raises:
@@ -113,7 +116,7 @@ def measure_and_plan(
     if cluster is not None and cluster.ranks != ranks.count:
         raise ConfigurationError(f"cluster describes {cluster.ranks} ranks, this run has {ranks.count}")
     start = time.monotonic()
-    team = _Team(traced, ranks, cluster, memory_limit, model_bytes, wishes)
+    team = _Team(traced, ranks, cluster, memory_limit, model_bytes, wishes, between)
     measured, from_cache, file = measurements.measured(traced, ranks, cluster, cache, wishes, team.free_bytes(), stage)
     known_bytes = team.limit_and_used(stepped=bool(measured.rehearsals) and not from_cache)
     plan = team.decide(measured, rule, *known_bytes)
@@ -147,6 +150,7 @@ class _Team:
     memory_limit: Callable[[], int]
     model_bytes: int
     wishes: Wishes
+    between: BetweenSteps
 
     def free_bytes(self) -> int:
         """What this rank may take now."""
@@ -167,7 +171,7 @@ class _Team:
                 return ""
             engine = with_excess(measured.engine, measured.rehearsals)
             hardware = measurements.hardware(self.ranks, self.cluster, measured.model_copy(update={"engine": engine}))
-            problem = _problem(self.traced, hardware, measured, limit_bytes, used_bytes, self.wishes)
+            problem = _problem(self.traced, hardware, measured, limit_bytes, used_bytes, self.wishes, self.between)
             return settled(problem, rule, make_plan(problem, rule), measured.rehearsals).to_json()
 
         text = [on_all_ranks(self.ranks, first_rank)]
@@ -207,13 +211,19 @@ def still_right(
     except PlanMismatchError:
         return None
     same = all(getattr(here, name) == getattr(there, name) for name in ("nodes", "device", "backend"))
-    fits = earlier.predicted.peak_memory_bytes <= -int(limit)
+    fits = earlier.predicted.most_memory_bytes <= -int(limit)
     allowed = (earlier.batch_size, earlier.accumulate_grad_batches) in set(rule.pairs(ranks.count))
     return earlier if same and fits and allowed else None
 
 
 def _problem(
-    traced: Trace, cluster: Cluster, measured: Measurements, limit_bytes: int, overhead_bytes: int, wishes: Wishes
+    traced: Trace,
+    cluster: Cluster,
+    measured: Measurements,
+    limit_bytes: int,
+    overhead_bytes: int,
+    wishes: Wishes,
+    between: BetweenSteps,
 ) -> Problem:
     correction = measured.correction
     return Problem(
@@ -223,6 +233,7 @@ def _problem(
         limit_bytes,
         max(0, overhead_bytes + correction.memory_bytes),
         wishes,
+        between,
     )
 
 
@@ -236,6 +247,7 @@ def plan_alone(
     *,
     cache: Path | None = None,
     wishes: Wishes = NO_WISHES,
+    between: BetweenSteps = NOTHING_BETWEEN,
     stage: Stage | None = None,
 ) -> Outcome:
     """Plans for a known cluster in this one process, without a process group.
@@ -252,6 +264,7 @@ def plan_alone(
         model_bytes: of parameters and buffers on the device now.
         cache: folder of measurements; None to keep none.
         wishes: what is not left to the search.
+        between: what the run does between steps.
         stage: to rehearse the plain step on; None to leave its compute at times that are measured in parts.
 
     Raises:
@@ -281,7 +294,7 @@ def plan_alone(
         from_cache = True
     profiling_s = time.monotonic() - start
     used = not_for_the_model(traced, device, model_bytes)
-    problem = _problem(traced, cluster, known, memory_limit_bytes, used, wishes)
+    problem = _problem(traced, cluster, known, memory_limit_bytes, used, wishes, between)
     return Outcome(make_plan(problem, rule), profiling_s, from_cache, known.correction, problem=problem)
 
 

@@ -138,6 +138,9 @@ def _summary(plan: ExecutionPlan, profiling_s: float | None, collectives: int | 
         f"{_bar(predicted.peak_memory_bytes / limit)}",
         "": f"{format_bytes(predicted.overhead_bytes)} of it before the model",
     }
+    between = [f"{format_bytes(size)} for {what}" for what, size in predicted.between_steps.items()]
+    if between:
+        rows["between steps"] = ", ".join(between)
     if collectives is not None:
         rows["collectives"] = f"{collectives} per step"
     if profiling_s is not None:

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_osdp.collectives import on_all_ranks
 from lightning_osdp.errors import ConfigurationError, OSDPWarning
+from lightning_osdp.planning.operators import Saving
 from lightning_osdp.sharding.checkpoint import Checkpoints
 from lightning_osdp.sharding.engine import Engine
 from lightning_osdp.sharding.state import Shards, load_model_state
@@ -174,6 +175,15 @@ class SavingStrategy(WatchedStrategy):
 
         save_checkpoint.collects = True  # type: ignore[attr-defined]
         trainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+
+    def _saving(self, trainer: pl.Trainer) -> Saving:
+        """What a rank makes whole on its device while the Trainer's callbacks save checkpoints."""
+        callbacks = trainer.checkpoint_callbacks
+        if self._checkpoints.is_sharded or not callbacks:
+            return "nothing"
+        places = [getattr(callback, "dirpath", None) or trainer.default_root_dir for callback in callbacks]
+        at_once = _hooks_look(trainer) or not all(is_ours(self.checkpoint_io, place) for place in places)
+        return "gathered" if at_once and self.root_device.type == "cpu" else "streamed"
 
     def _all_ranks_save(self) -> bool:
         """Whether all ranks come to save after an error, where some may be gone or wait for something else."""

@@ -34,6 +34,7 @@ from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPWarni
 from lightning_osdp.failures import check_same
 from lightning_osdp.planning.calibration import Correction, MeasuredStep, learn
 from lightning_osdp.planning.cluster import Cluster
+from lightning_osdp.planning.operators import BetweenSteps
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule
 from lightning_osdp.planning.units import parse_bytes
@@ -272,6 +273,7 @@ class OSDPStrategy(RanksStrategy):
             cluster=cluster,
             cache=self._cache,
             wishes=self.search_wishes,
+            between=BetweenSteps(saving=self._saving(trainer), evaluation_batch_size=data.evaluation_batch_size()),
             stage=Stage(module, batch, batch_size, device, context) if self._rehearse else None,
         )
 

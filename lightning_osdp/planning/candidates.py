@@ -147,7 +147,7 @@ class Desk:
         ways = {0, int(vectors.sum(axis=1).argmax())}
         plans = [(rows, self.space.recomputed(way)) for way in sorted(ways) for rows in self.smallest]
         found = [at.candidate(rows, flags) for rows, flags in plans]
-        return min(found, key=lambda candidate: candidate.peak.total_bytes)
+        return min(found, key=lambda candidate: candidate.peak.most_bytes)
 
     def candidate(
         self, choices: tuple[Choice, ...], batch_size: int, accumulation: int = 1, recomputed: tuple[str, ...] = ()
@@ -226,8 +226,8 @@ class AtBatchSize(RowCosts):
         """The fastest plan that fits with these blocks recomputed; None if none does."""
         flags, limit = self.space.recomputed(vector), self.desk.problem.memory_limit_bytes
         smallest = [self.found(rows, flags) for rows in self.desk.smallest]
-        best = min(smallest, key=lambda one: one.peak.total_bytes)
-        if best.peak.total_bytes > limit:
+        best = min(smallest, key=lambda one: one.peak.most_bytes)
+        if best.peak.most_bytes > limit:
             return None
         moments = {best.peak.moment}
         groups = Groups(self, flags, best.peak)
@@ -241,7 +241,7 @@ class AtBatchSize(RowCosts):
                 low, budget = budget, (budget + high) // 2
                 continue
             found = self.found(groups.rows(solution), flags)
-            slack = limit - found.peak.total_bytes
+            slack = limit - found.peak.most_bytes
             if slack >= 0:
                 best = min(best, found, key=lambda one: one.seconds)
                 if not solution.price_s_per_byte:
@@ -280,7 +280,7 @@ class AtBatchSize(RowCosts):
                 for operator, row in exchange:
                     rows[operator] = row
                 other = self.found(rows, flags)
-                if other.peak.total_bytes <= self.desk.problem.memory_limit_bytes:
+                if other.peak.most_bytes <= self.desk.problem.memory_limit_bytes:
                     plan, gaining = other, True
                     break
         return plan
@@ -294,7 +294,7 @@ class AtBatchSize(RowCosts):
         other_s = plan.seconds - float(self.times.total[again, plan.rows].sum())
         under_s = (min(plan.seconds, known_s) - other_s) * (1 - 1e-9)
         faster = (self.found(chosen, flags) for chosen in plans(rows, under_s))
-        return next((one for one in faster if one.peak.total_bytes <= limit), plan)
+        return next((one for one in faster if one.peak.most_bytes <= limit), plan)
 
     def _exchanges(self, rows: Ints, again: Ints, most: int) -> list[tuple[tuple[int, int], ...]]:
         """One or two of (operator, row), those that save most first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from lightning_osdp.planning.operators import OUTSIDE, Frozen, Line, ModelDescription
+from lightning_osdp.planning.operators import OUTSIDE, Frozen, Line, ModelDescription, Moment
 
 MOST_FACTOR = 3.0
 """What was measured in parts is changed by this factor at most."""
@@ -201,9 +201,11 @@ class ComputeTimes(Frozen):
         """The model with its operators' scratch memory at their moments."""
         if not self.scratch:
             return model
-        moments = []
-        for moment in model.moments:
+
+        def more(moment: Moment) -> Moment:
             own = Line() if moment.operator == OUTSIDE else getattr(self.scratch[moment.operator], moment.phase)
             live = Line(fixed=moment.live.fixed + own.fixed, per_sample=moment.live.per_sample + own.per_sample)
-            moments.append(moment.model_copy(update={"live": live}))
-        return model.model_copy(update={"moments": tuple(moments)})
+            return moment.model_copy(update={"live": live})
+
+        moments, evaluation = (tuple(map(more, each)) for each in (model.moments, model.evaluation))
+        return model.model_copy(update={"moments": moments, "evaluation": evaluation})

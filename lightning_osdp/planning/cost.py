@@ -54,6 +54,8 @@ class Part(NamedTuple):
     optimizer_bytes: int
     number: int = 1
     """How many slices; each is a unit of its own."""
+    turn: int = 0
+    """``ParameterInfo.turn``."""
     aside: bool = False
     """Whether it is a unit of its own beside the slices: a large bias, sharded like the first slice that is."""
 
@@ -108,6 +110,12 @@ class Footprint(NamedTuple):
     """Of trainable parameters: what a rank's optimizer works on."""
     largest_update: float
     """The largest of these by itself."""
+    alone: float
+    """Whole parameters while its forward runs without autograd, in every mode."""
+    streamed: float
+    """While the largest of its sharded tensors is made whole to be saved, the slice under way beside it."""
+    whole: float
+    """All of its sharded parameters and optimizer states when whole."""
 
     @property
     def gradients(self) -> float:
@@ -129,7 +137,8 @@ def parts_of(operator: Operator, choice: Choice) -> list[Part]:
 
 def _whole(parameter: ParameterInfo, mode: Mode, *, aside: bool = False) -> Part:
     size = parameter.parameter_bytes
-    return Part(mode, size, size if parameter.trainable else 0, parameter.optimizer_bytes, aside=aside)
+    gradient_bytes = size if parameter.trainable else 0
+    return Part(mode, size, gradient_bytes, parameter.optimizer_bytes, turn=parameter.turn, aside=aside)
 
 
 def _slices(weight: ParameterInfo, choice: Choice) -> Iterator[Part]:
@@ -237,6 +246,7 @@ def footprint(operator: Operator, choice: Choice, cluster: Cluster) -> Footprint
     packed = [part for part in replicated if part.gradient_bytes < _alone_bytes(cluster) and cluster.ranks > 1]
     updates = _updates(parts, choice, ranks)
     forward, backward = _more_per_sample(operator, choice)
+    saved = operator.sharded_parameters if units else ()
     return Footprint(
         states=sum((part.parameter_bytes + part.optimizer_bytes) * part.number for part in replicated)
         + sum(-(-(part.parameter_bytes + part.optimizer_bytes) // ranks) * part.number for part in sharded),
@@ -251,7 +261,19 @@ def footprint(operator: Operator, choice: Choice, cluster: Cluster) -> Footprint
         collected=_collected(parts, updates, choice, cluster, ranks),
         updated=sum(updates),
         largest_update=max(updates, default=0.0),
+        alone=max((copies * sum(part.parameter_bytes for part in unit) for unit in units), default=0),
+        streamed=max((p.parameter_bytes + _slice_bytes(operator, p, choice) for p in saved), default=0),
+        whole=sum(p.parameter_bytes + p.optimizer_bytes for p in saved),
     )
+
+
+def _slice_bytes(operator: Operator, parameter: ParameterInfo, choice: Choice) -> int:
+    """Of the largest sharded slice of a parameter that is put together from slices."""
+    if choice.split_dim is None or parameter is not operator.weight:
+        return 0
+    length = parameter.shape[choice.split_dim]
+    sizes = zip(choice.slices, slice_sizes(length, len(choice.slices)), strict=True)
+    return max(parameter.parameter_bytes * size // length for mode, size in sizes if mode != Mode.DP)
 
 
 def _updates(parts: list[Part], choice: Choice, ranks: int) -> list[float]:
@@ -280,16 +302,20 @@ def _collected(parts: list[Part], updates: list[float], choice: Choice, cluster:
 def _transient(operator: Operator, unit: list[Part], pieces: float, cluster: Cluster, ranks: int) -> float:
     """The most that reducing a unit's gradients takes on top of its gathered parameters.
 
-    Of an operator all gradients may be there at once. Those of operators that share a unit come one after the other,
-    the last one's first, and each parameter is freed then.
+    Gradients come in turns, and each parameter is freed then. Of operators that share a unit they come one after the
+    other, the last one's first.
     """
-    if operator.joins == 1:
+    if operator.joins > 1:
+        turns = [[part] for part in reversed(unit)]
+    else:
+        turns = [[part for part in unit if part.turn == turn] for turn in sorted({part.turn for part in unit})]
+    if len(turns) == 1:
         return _reduced(unit, pieces, cluster, ranks)
     most = freed = 0.0
-    for part in reversed(unit):
-        own = part.gradient_bytes / ranks
-        most = max(most, _reduced([part], own, cluster, ranks) - freed)
-        freed += part.parameter_bytes - own
+    for together in turns:
+        own = sum(part.gradient_bytes for part in together) / ranks
+        most = max(most, _reduced(together, own, cluster, ranks) - freed)
+        freed += sum(part.parameter_bytes for part in together) - own
     return most
 
 

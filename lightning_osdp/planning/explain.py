@@ -125,10 +125,11 @@ def _end_text(plan: ExecutionPlan) -> str:
 def _memory_text(plan: ExecutionPlan) -> str:
     used = format_bytes(plan.predicted.peak_memory_bytes)
     start = f"memory: {used} of {format_bytes(plan.memory_limit_bytes)}"
-    peak = plan.peak
-    if peak is None:
-        return f"{start}."
-    return f"{start}, {explain_peak(peak)}."
+    peak = f", {explain_peak(plan.peak)}" if plan.peak is not None else ""
+    between = [
+        f" Between steps, {what} takes {format_bytes(size)}." for what, size in plan.predicted.between_steps.items()
+    ]
+    return f"{start}{peak}.{''.join(between)}"
 
 
 def _price_text(plan: ExecutionPlan) -> str:

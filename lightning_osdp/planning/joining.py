@@ -97,12 +97,15 @@ class Joined:
             _merged(units[members[0]], kinds, [model.operators[index] for index in members]) for members in operators
         )
         moved = {OUTSIDE: OUTSIDE, **dict(enumerate(place))}
-        moments = tuple(one.model_copy(update={"operator": moved[one.operator]}) for one in model.moments)
+        moments, evaluation = (
+            tuple(one.model_copy(update={"operator": moved[one.operator]}) for one in each)
+            for each in (model.moments, model.evaluation)
+        )
         blocks = tuple(
             one.model_copy(update={"operators": tuple(dict.fromkeys(place[index] for index in one.operators))})
             for one in model.blocks
         )
-        changes = {"operators": merged, "moments": moments, "blocks": blocks}
+        changes = {"operators": merged, "moments": moments, "evaluation": evaluation, "blocks": blocks}
         return cls(model.model_copy(update=changes), tuple(place))
 
     def times(self, compute: ComputeTimes) -> ComputeTimes:

@@ -51,6 +51,8 @@ class ParameterInfo(Frozen):
     trainable: bool = True
     optimizer_bytes: int = 0
     """Bytes of optimizer state for the whole parameter, as the module's own optimizer allocates them."""
+    turn: int = 0
+    """When its gradient is made, among those of its operator: of the same turn all are there at once."""
 
     @property
     def num_elements(self) -> int:
@@ -133,7 +135,7 @@ class Operator(Frozen):
     @property
     def signature(self) -> tuple[object, ...]:
         """Equal for operators that cost the same: same class, same parameters but for their names."""
-        shapes = tuple((p.shape, p.element_bytes, p.trainable, p.optimizer_bytes) for p in self.parameters)
+        shapes = tuple((p.shape, p.element_bytes, p.trainable, p.optimizer_bytes, p.turn) for p in self.parameters)
         return (self.kind, shapes, self.calls, bool(self.pinned), self.flops_per_sample, self.split_dims, self.joins)
 
 
@@ -173,6 +175,22 @@ class Block(Frozen):
     """Why it can't be recomputed, in words for the user; empty if it can."""
 
 
+Saving = Literal["nothing", "streamed", "gathered"]
+"""What a rank makes whole of sharded tensors to save a checkpoint: nothing, one after the other, or all at once."""
+
+
+class BetweenSteps(Frozen):
+    """What a run does between its training steps, as far as that takes memory."""
+
+    saving: Saving = "nothing"
+    evaluation_batch_size: int = 0
+    """Samples per device in the largest batch that is evaluated, if that does not follow from the plan's batch size;
+    else 0, or if nothing is evaluated."""
+
+
+NOTHING_BETWEEN = BetweenSteps()
+
+
 class OptimizerStep(Frozen):
     """Temporaries of the optimizer's step, as bytes per byte of parameter."""
 
@@ -197,6 +215,8 @@ class ModelDescription(Frozen):
     """Of forward and backward together, for work that belongs to no operator: attention's products above all."""
     blocks: tuple[Block, ...] = ()
     """Repeated blocks, in the order in which they run; none lies in another."""
+    evaluation: tuple[Moment, ...] = ()
+    """Moments of the same forward without autograd, which keeps nothing for a backward; empty if it is not known."""
 
     @property
     def num_parameters(self) -> int:

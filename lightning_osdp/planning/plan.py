@@ -120,6 +120,21 @@ class Prediction(Frozen):
     """What the device's own counter will show for a rank while it trains."""
     overhead_bytes: int
     """The part of the peak that was there before the model."""
+    saving_memory_bytes: int = 0
+    """What a rank holds between steps while it saves a checkpoint; 0 if none is, or nothing becomes whole for that."""
+    evaluation_memory_bytes: int = 0
+    """The same while it evaluates; 0 if that takes no more than a step's forward."""
+
+    @property
+    def between_steps(self) -> dict[str, int]:
+        """Bytes by what is done between steps, in words; without what is not done or takes no more than a step."""
+        known = {"saving a checkpoint": self.saving_memory_bytes, "evaluation": self.evaluation_memory_bytes}
+        return {what: size for what, size in known.items() if size}
+
+    @property
+    def most_memory_bytes(self) -> int:
+        """In steps and between them: what must fit."""
+        return max(self.peak_memory_bytes, self.saving_memory_bytes, self.evaluation_memory_bytes)
 
 
 class FrontierPoint(Frozen):

@@ -20,18 +20,21 @@ LeastBytes = Callable[[Problem, int, int], int]
 
 def nothing_fits(problem: Problem, peak: Peak, batch_size: int) -> InfeasibleError:
     """The error for a problem whose smallest plan has ``peak``."""
-    operators = problem.model.operators
+    operators, saving = problem.model.operators, ""
+    if peak.most_bytes > peak.total_bytes:
+        what = "saving a checkpoint" if peak.saving_bytes == peak.most_bytes else "evaluation"
+        saving = f" for {what} ({_whole_mib(peak.total_bytes)} for a step)"
     largest = max(range(len(operators)), key=lambda i: sum(p.state_bytes for p in operators[i].parameters))
     operator = operators[largest]
     whole = f"; it can't be split: {operator.unsplittable}" if operator.unsplittable else ""
     return InfeasibleError(
-        f"nothing fits: batch size {batch_size} needs at least {_whole_mib(peak.total_bytes)} per device, the "
-        f"limit is {_mib(problem.memory_limit_bytes)}. Of that peak (in the {peak.where}), the process takes "
+        f"nothing fits: batch size {batch_size} needs at least {_whole_mib(peak.most_bytes)} per device{saving}, "
+        f"the limit is {_mib(problem.memory_limit_bytes)}. Of the step's peak (in the {peak.where}), the process takes "
         f"{_mib(peak.overhead)}, states and gradients {_mib(peak.states + peak.gradients)}, gathered parameters and "
         f"transients {_mib(peak.gathered + peak.transient)}, activations {_mib(peak.activations)}. The largest "
         f"operator is {operator.name or 'the whole model'} ({operator.kind}, {operator.num_parameters:,} parameters"
         f"{whole})",
-        needed_bytes=peak.total_bytes,
+        needed_bytes=peak.most_bytes,
         budget_bytes=problem.memory_limit_bytes,
         largest=largest,
     )
@@ -74,8 +77,13 @@ def with_remedies(
 
 
 def _lifted(problem: Problem) -> Iterator[tuple[str, Problem]]:
-    """The same problem with splitting or recomputing left to the search, where a wish keeps it from that."""
+    """The same problem with splitting or recomputing left to the search, where a wish keeps it from that, or with
+    checkpoints for which nothing becomes whole."""
     wishes = problem.wishes
+    if problem.between.saving != "nothing":
+        between = problem.between.model_copy(update={"saving": "nothing"})
+        words = "checkpoints of which every rank saves its part (save_format='sharded')"
+        yield words, replace(problem, between=between)
     splitting = wishes.slice_granularity != "auto"
     recomputing = wishes.activation_checkpointing != "auto" and wishes.activation_checkpointing is not True
     if splitting:

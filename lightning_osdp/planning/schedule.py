@@ -114,7 +114,7 @@ def best_candidate(problem: Problem, batch_size: int, accumulation: int = 1) -> 
 
 def least_bytes(problem: Problem, batch_size: int, accumulation: int = 1) -> int:
     """Peak of the plan that takes least memory at one batch size, whatever the limit."""
-    return Desk(problem).least(batch_size, accumulation).peak.total_bytes
+    return Desk(problem).least(batch_size, accumulation).peak.most_bytes
 
 
 def _finished(desks: Desks, found: Sequence[Candidate]) -> list[Candidate]:
@@ -198,6 +198,8 @@ def to_plan(
             samples_per_s=chosen.samples_per_s,
             peak_memory_bytes=chosen.peak.total_bytes,
             overhead_bytes=problem.overhead_bytes,
+            saving_memory_bytes=chosen.peak.saving_bytes,
+            evaluation_memory_bytes=chosen.peak.evaluation_bytes,
         ),
         frontier=frontier,
         price_s_per_byte=known.price_s_per_byte,

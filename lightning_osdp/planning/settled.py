@@ -58,6 +58,6 @@ def predicted_now(desks: Desks, rule: BatchRule, earlier: ExecutionPlan, found: 
         candidate = desk.candidate(tuple(op.choice for op in earlier.operators), *pair, earlier.recomputed)
     except ValueError:  # no menu has that choice any more
         return None
-    if candidate.peak.total_bytes > problem.memory_limit_bytes:
+    if candidate.peak.most_bytes > problem.memory_limit_bytes:
         return None
     return to_plan(desks, candidate, found.frontier, found.search_end)

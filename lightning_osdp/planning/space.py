@@ -18,7 +18,7 @@ import numpy as np
 from lightning_osdp.planning.choices import Choice, Group, menu
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes, OperatorTime
 from lightning_osdp.planning.cost import communication, compute_lines, engine, footprint
-from lightning_osdp.planning.operators import ModelDescription, Operator
+from lightning_osdp.planning.operators import NOTHING_BETWEEN, BetweenSteps, ModelDescription, Operator
 from lightning_osdp.planning.timeline import COLUMN, Flags, Floats, Ints, Lines, Timeline
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 
@@ -35,6 +35,7 @@ class Problem:
         memory_limit_bytes: per device; no plan's predicted peak exceeds it.
         overhead_bytes: of the process before the model.
         wishes: what is not left to the search.
+        between: what is done between steps.
     """
 
     model: ModelDescription
@@ -43,6 +44,7 @@ class Problem:
     memory_limit_bytes: int
     overhead_bytes: int = 0
     wishes: Wishes = NO_WISHES
+    between: BetweenSteps = NOTHING_BETWEEN
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Space:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.timeline = Timeline(problem.model, problem.cluster, problem.overhead_bytes)
+        self.timeline = Timeline(problem.model, problem.cluster, problem.overhead_bytes, problem.between)
         self._set_menus()
         self._set_kinds()
 

@@ -12,6 +12,10 @@ At each moment of the step the sum of
     overhead     the process before the model
 
 Gradients are freed after each optimizer step, so they are absent from the forward unless micro-batches accumulate.
+Between steps there are the states alone. While a checkpoint is saved, tensors that are sharded become whole one after
+the other, or all at once. Evaluation keeps no activations, and frees an operator's parameters after it ran: at the same
+batch size it never takes more than the step's forward.
+
 Transients occur at one moment each: the peak is a maximum over moments, not their sum.
 
 A block that is recomputed keeps nothing from its forward to its backward but its input. Before its backward begins its
@@ -30,7 +34,7 @@ from numpy.typing import NDArray
 from lightning_osdp.planning.choices import Choice
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.cost import BUCKET_BYTES, Footprint, footprint
-from lightning_osdp.planning.operators import OUTSIDE, Line, ModelDescription
+from lightning_osdp.planning.operators import NOTHING_BETWEEN, OUTSIDE, BetweenSteps, Line, ModelDescription
 from lightning_osdp.planning.peak import explain_peak
 
 Floats = NDArray[np.float64]
@@ -58,12 +62,21 @@ class Peak:
     overhead: float
     moment: int = 0
     """Its index into the moments of the timeline."""
+    saving_bytes: int = 0
+    """What is held between steps while a checkpoint is saved; 0 if none is."""
+    evaluation_bytes: int = 0
+    """The same in evaluation, if its batch size is known and not the step's."""
 
     @property
     def total_bytes(self) -> int:
-        """Sum of all categories."""
+        """Sum of all categories: the peak of the step."""
         parts = (self.states, self.gradients, self.gathered, self.transient, self.activations, self.overhead)
         return round(sum(parts))
+
+    @property
+    def most_bytes(self) -> int:
+        """In steps and between them."""
+        return max(self.total_bytes, self.saving_bytes, self.evaluation_bytes)
 
 
 class Lines(NamedTuple):
@@ -139,9 +152,19 @@ class Timeline:
         model: the traced model.
         cluster: number of ranks and what a reduction copies.
         overhead_bytes: the process before the model.
+        between: what is done between steps.
     """
 
-    def __init__(self, model: ModelDescription, cluster: Cluster, overhead_bytes: int) -> None:
+    def __init__(
+        self,
+        model: ModelDescription,
+        cluster: Cluster,
+        overhead_bytes: int,
+        between: BetweenSteps = NOTHING_BETWEEN,
+    ) -> None:
+        self._between = between
+        self._evaluated = Lines.of([moment.live for moment in model.evaluation]).at(between.evaluation_batch_size)
+        self._evaluates = np.array([moment.operator for moment in model.evaluation], dtype=np.int64)
         self._model = model
         self._cluster = cluster
         self._overhead = float(overhead_bytes)
@@ -153,7 +176,7 @@ class Timeline:
     def peak(
         self, choices: Sequence[Choice], batch_size: int, accumulation: int = 1, recomputed: Iterable[str] = ()
     ) -> Peak:
-        """The largest sum along the step.
+        """The largest sum along the step, and what is held between steps.
 
         Args:
             choices: one for each operator of the model.
@@ -170,7 +193,9 @@ class Timeline:
         assert isinstance(total, np.ndarray)
         worst = int(np.argmax(total))
         parts = {name: float(curve[worst]) for name, curve in curves.items()}
-        return Peak(where=self._name_of(worst), moment=worst, **parts)
+        saving, evaluation = self._saving_bytes(footprints), self._evaluation_bytes(footprints)
+        where = self._name_of(worst)
+        return Peak(where=where, moment=worst, saving_bytes=saving, evaluation_bytes=evaluation, **parts)
 
     def added(
         self, operators: Ints, footprints: Floats, batch_size: int, accumulation: int, recomputed: Flags
@@ -291,6 +316,24 @@ class Timeline:
         return np.append(recomputed, True)[self._moments.block]
 
     # -- one plan ------------------------------------------------------------------------------------------------------
+
+    def _saving_bytes(self, footprints: Floats) -> int:
+        if self._between.saving == "nothing":
+            return 0
+        largest, every = footprints[:, COLUMN["streamed"]].max(initial=0.0), footprints[:, COLUMN["whole"]].sum()
+        return round(self._resting(footprints) + float(largest if self._between.saving == "streamed" else every))
+
+    def _evaluation_bytes(self, footprints: Floats) -> int:
+        batch_size = self._between.evaluation_batch_size
+        if not batch_size or not len(self._evaluates):
+            return 0
+        own = footprints[:, COLUMN["alone"]] + footprints[:, COLUMN["forward_per_sample"]] * batch_size
+        running = np.append(own, 0.0)[self._evaluates]  # OUTSIDE, the last, is no operator
+        return round(self._resting(footprints) + float((self._evaluated + running).max()))
+
+    def _resting(self, footprints: Floats) -> float:
+        """What is held between steps whatever is done."""
+        return float(self._overhead + self._model.buffer_bytes + footprints[:, COLUMN["states"]].sum())
 
     def _curves(self, footprints: Floats, batch_size: int, accumulation: int, recomputed: Flags) -> dict[str, Floats]:
         count = len(self._moments.source) + 1

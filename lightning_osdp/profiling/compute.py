@@ -40,6 +40,9 @@ WARMUPS = 2
 MAX_REPEATS = 15
 """Timed runs of one kernel; their median counts."""
 
+AUTOGRAD_REPEATS = 5
+"""Timed runs of a backward that is run by autograd."""
+
 COLD_BYTES = 1 << 25
 """Copies of a kernel's arguments are taken in turn until they fill this much, because a step's tensors have left the
 cache by the time they are read. [32 MiB; empirical, AMD EPYC with 32 MiB of cache, GPT of 4 layers: predicted forward
@@ -55,7 +58,7 @@ OPAQUE_ARGUMENTS = frozenset({"workspace", "reserve", "reservespace"})
 """Names in aten's schemas of buffers that a library's forward leaves to its backward."""
 
 BACKWARD_RATIO = 2.0
-"""Time of a backward that can't be run alone against its forward: two matrix products for each one there."""
+"""Time of a backward that can't be run at all against its forward: two matrix products for each one there."""
 
 COPY_BYTES = 1 << 26
 """Size of the copy that gives the memory bandwidth: beyond any cache. [64 MiB]"""
@@ -328,9 +331,7 @@ def _time_all(
     for kernel in failed:
         forward = _forward_of(kernel, unique.values())
         if forward is not None and forward.key in seconds:
-            seconds[kernel.key] = BACKWARD_RATIO * seconds[forward.key]
-            if scratch is not None:
-                scratch[kernel.key] = scratch.get(forward.key, 0)
+            seconds[kernel.key] = _time_after(forward, kernel, clock, scratch) or BACKWARD_RATIO * seconds[forward.key]
         else:
             unknown.append(kernel)
     if unknown:
@@ -390,6 +391,28 @@ def _time(kernel: Kernel, clock: _Clock, share_s: float, scratch: dict[object, i
         call()
     left = share_s - (time.perf_counter() - start)
     return statistics.median(call() for _ in range(max(3, min(MAX_REPEATS, int(left / max(first, 1e-6))))))
+
+
+def _time_after(
+    forward: Kernel, backward: Kernel, clock: _Clock, scratch: dict[object, int] | None = None
+) -> float | None:
+    """Seconds of a backward that only its forward can prepare, by autograd; None where that does not work."""
+    try:
+        with torch.enable_grad():
+            args, kwargs = made_up(forward, clock.device)
+            inputs = [leaf.requires_grad_() for leaf in tensors_of((args, kwargs)) if leaf.is_floating_point()]
+            first = next(made for made in tensors_of(forward.func(*args, **kwargs)) if made.requires_grad)
+            gradient = torch.ones_like(first)
+
+        def call() -> object:
+            return torch.autograd.grad(first, inputs, gradient, retain_graph=True, allow_unused=True)
+
+        call()
+        if scratch is not None:
+            scratch[backward.key] = clock.scratch_bytes(call)
+        return statistics.median(clock.time_s(call) for _ in range(AUTOGRAD_REPEATS))
+    except (RuntimeError, StopIteration):
+        return None
 
 
 def _copy_bytes_per_s(clock: _Clock) -> float:

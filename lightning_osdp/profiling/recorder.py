@@ -82,6 +82,8 @@ class Recording:
     storage_bytes: list[int] = field(default_factory=list)
     excluded: set[int] = field(default_factory=set)
     """Storages that turned out to be gradients of parameters."""
+    gradients: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of each parameter's gradient: indices of the op that began to make it and of the last one before it was whole."""
     calls: Counter[str] = field(default_factory=Counter)
     """How often each module ran in forward, recomputation left out."""
     module_calls: list[ModuleCall] = field(default_factory=list)
@@ -129,6 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._last_site: tuple[str, ...] = ()
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._sums: dict[int, int] = {}
+        self._made: list[int] = []
         self._parameters = parameters
         self._parameter_of: dict[int, tuple[int, ...]] = {}
         self._ignored = {_key(buffer) for buffer in module.buffers() if buffer.layout == torch.strided}
@@ -145,9 +148,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             torch_module.register_module_forward_pre_hook(self._push),
             torch_module.register_module_forward_hook(self._pop, always_call=True),
         ]
-        for parameter in self._parameters:
+        for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad and parameter.is_leaf:
-                handle = parameter.register_post_accumulate_grad_hook(self._exclude_gradient)  # type: ignore[no-untyped-call]
+                handle = parameter.register_post_accumulate_grad_hook(partial(self._note_gradient, index))  # type: ignore[no-untyped-call]
                 handles.append(handle)
         try:
             with self:
@@ -270,6 +273,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return False
         serial = len(self.recording.storage_bytes)
         self.recording.storage_bytes.append(storage.nbytes())
+        self._made.append(len(self.recording.ops) - 1)
         self._live[key] = (serial, weakref.ref(storage, partial(self._freed, key)))
         self.recording.events.append((len(self.recording.ops) - 1, serial, 1))
         return True
@@ -285,13 +289,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             before, after = (self._live[key][0] for key in keys)
             self._sums[after] = before
 
-    def _exclude_gradient(self, parameter: Tensor) -> None:
+    def _note_gradient(self, index: int, parameter: Tensor) -> None:
+        """Leaves the gradient out of what is live: it is counted by its parameter."""
+        made = now = len(self.recording.ops) - 1
         if parameter.grad is not None and parameter.grad.layout == torch.strided:
             known = self._live.get(_key(parameter.grad))
             serial = known[0] if known is not None else None
             while serial is not None:
                 self.recording.excluded.add(serial)
+                made = min(made, self._made[serial])
                 serial = self._sums.get(serial)
+        self.recording.gradients[index] = (made, now)
         if self._free_gradients:
             parameter.grad = None
 

@@ -95,14 +95,14 @@ def trace(
                 found = configured(twin)
             optimizers += found[0]
             schedulers += [_still(scheduler) for scheduler in found[1]]
-            recordings = {}
-            for size in rows:
-                resized = fake_batch(batch, batch_size, size, fake_mode)
-                with fake_mode:
-                    recordings[size] = _record(twin, resized, device, step_context)
+            batches = {size: fake_batch(batch, batch_size, size, fake_mode) for size in rows}
+            with fake_mode:
+                recordings = {size: _record(twin, resized, device, step_context) for size, resized in batches.items()}
             twins = [parameter.tensor for parameter in named_parameters(twin)]
+            with fake_mode:
+                evaluated = _without_autograd(twin, batches, device, step_context)
             stepped = trace_optimizers(optimizers, twins, fake_mode, Clipping.of(module._trainer))
-    return _assemble(module, batch_size, recordings, stepped)
+    return _assemble(module, batch_size, recordings, stepped, evaluated)
 
 
 def trace_real(
@@ -134,14 +134,15 @@ def trace_real(
             found = configured(module)
             optimizers += found[0]
             schedulers += [_still(scheduler) for scheduler in found[1]]
-            recordings = {}
-            for size in rows:
-                resized = real_batch(batch, batch_size, size)
-                recordings[size] = _record(module, resized, device, step_context, real=True)
+            batches = {size: real_batch(batch, batch_size, size) for size in rows}
+            recordings = {
+                size: _record(module, each, device, step_context, real=True) for size, each in batches.items()
+            }
+            evaluated = _without_autograd(module, batches, device, step_context, real=True)
         copies, fakes = fake_optimizers(optimizers, fake_mode, device)
         stand_ins = [fakes.get(id(parameter.tensor)) for parameter in named_parameters(module)]
         stepped = trace_optimizers(copies, stand_ins, fake_mode, Clipping.of(module._trainer))
-    return _assemble(module, batch_size, recordings, stepped)
+    return _assemble(module, batch_size, recordings, stepped, evaluated)
 
 
 # -- one step ----------------------------------------------------------------------------------------------------------
@@ -154,8 +155,10 @@ def _record(
     step_context: StepContext,
     *,
     real: bool = False,
+    autograd: bool = True,
 ) -> Recording:
-    """Forward and backward of one batch; gradients of ``real`` tensors are freed as they come."""
+    """Forward and backward of one batch; gradients of ``real`` tensors are freed as they come. No backward without
+    ``autograd``."""
     batch = transferred(module, batch, device)
     parameters = [parameter.tensor for parameter in named_parameters(module)]
     recorder = Recorder(module, parameters, free_gradients=real)
@@ -167,10 +170,11 @@ def _record(
     enabled = gc.isenabled()
     gc.disable()  # garbage cycles would be freed at moments that depend on what else the process does
     try:
-        with torch.enable_grad(), recorder.running(), HostReads(recorder.note_read) if real else nullcontext():
+        reads = HostReads(recorder.note_read) if real else nullcontext()
+        with torch.set_grad_enabled(autograd), recorder.running(), reads:
             with step_context():
                 output = module.training_step(*step_arguments(module, batch))
-            if module.automatic_optimization:
+            if module.automatic_optimization and autograd:
                 loss = loss_of(output)
                 with recorder.backward():
                     module.backward(loss)
@@ -181,6 +185,29 @@ def _record(
         for parameter in module.parameters():
             parameter.grad = None
     return recorder.recording
+
+
+def _without_autograd(
+    module: LightningModule,
+    batches: Mapping[int, Any],
+    device: torch.device,
+    step_context: StepContext,
+    *,
+    real: bool = False,
+) -> dict[int, Recording]:
+    """The training step's forward as evaluation runs it, by batch size; empty where it needs gradients.
+
+    In training mode: it takes no less, and no shortcut that the engine turns off.
+    """
+    if not module.automatic_optimization:
+        return {}
+    try:
+        return {
+            size: _record(module, batch, device, step_context, real=real, autograd=False)
+            for size, batch in batches.items()
+        }
+    except Exception:  # of the user's code
+        return {}
 
 
 @contextmanager
@@ -243,7 +270,11 @@ def _kept_buffers_and_modes(module: LightningModule) -> Iterator[None]:
 
 
 def _assemble(
-    module: LightningModule, batch_size: int, recordings: Mapping[int, Recording], stepped: OptimizerTrace
+    module: LightningModule,
+    batch_size: int,
+    recordings: Mapping[int, Recording],
+    stepped: OptimizerTrace,
+    evaluated: Mapping[int, Recording],
 ) -> Trace:
     parameters = named_parameters(module)
     largest = max(recordings)
@@ -252,7 +283,8 @@ def _assemble(
     flops = [0.0] * (len(scopes) + 1)
     for op, owner in zip(recordings[largest].ops, owners[largest], strict=True):
         flops[owner] += op.flops
-    infos = [_info(each, stepped.state_bytes[index]) for index, each in enumerate(parameters)]
+    turns = _turns(scopes, recordings[largest].gradients)
+    infos = [_info(each, stepped.state_bytes[index], turns.get(index, 0)) for index, each in enumerate(parameters)]
     modules = dict(module.named_modules(remove_duplicate=False))
     products = _products(recordings[largest], owners[largest])
     operators = tuple(
@@ -272,6 +304,10 @@ def _assemble(
     stretches = {size: stretches_of(each, owners[size], placed[size]) for size, each in recordings.items()}
     blocks = blocks_of(repeated, recordings, stretches, owners[largest])
     index_of = {block.name: index for index, block in enumerate(blocks)}
+    outside = {size: [OUTSIDE] * len(each.ops) for size, each in evaluated.items()}
+    evaluation = {
+        size: stretches_of(each, operators_of(each, scopes), outside[size]) for size, each in evaluated.items()
+    }
     kept = [*(index_of.get(one.name, OUTSIDE) for one in repeated), OUTSIDE]
     description = ModelDescription(
         fingerprint=_fingerprint(operators, parameters),
@@ -282,6 +318,7 @@ def _assemble(
         batch_size=batch_size,
         outside_flops_per_sample=flops[OUTSIDE] / largest,
         blocks=blocks,
+        evaluation=moments_of(evaluation) if evaluation else (),
     )
     kernels = {
         size: kernels_of(recording, owners[size], [kept[block] for block in placed[size]])
@@ -321,7 +358,20 @@ def _why_whole(scope: Scope, stepped: OptimizerTrace) -> str:
     return f"its optimizer ({', '.join(mixing)}) looks at whole tensors" if mixing else ""
 
 
-def _info(parameter: NamedParameter, optimizer_bytes: int) -> ParameterInfo:
+def _turns(scopes: Sequence[Scope], gradients: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+    """``ParameterInfo.turn`` of each parameter that has a gradient: the next one begins where all before are whole."""
+    turns: dict[int, int] = {}
+    for scope in scopes:
+        turn, end = -1, -1
+        own = [(*gradients[index], index) for index in scope.parameters if index in gradients]
+        for made, whole, index in sorted(own):
+            turn += made > end
+            end = max(end, whole)
+            turns[index] = turn
+    return turns
+
+
+def _info(parameter: NamedParameter, optimizer_bytes: int, turn: int) -> ParameterInfo:
     return ParameterInfo(
         name=parameter.names[0],
         aliases=parameter.names[1:],
@@ -329,6 +379,7 @@ def _info(parameter: NamedParameter, optimizer_bytes: int) -> ParameterInfo:
         element_bytes=parameter.tensor.element_size(),
         trainable=parameter.tensor.requires_grad,
         optimizer_bytes=optimizer_bytes,
+        turn=turn,
     )
 
 

@@ -7,7 +7,15 @@ import pytest
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.cluster import Cluster, CollectiveFit, ComputeTimes, Link, OperatorTime
-from lightning_osdp.planning.operators import OUTSIDE, Line, ModelDescription, Moment, Operator, ParameterInfo
+from lightning_osdp.planning.operators import (
+    OUTSIDE,
+    BetweenSteps,
+    Line,
+    ModelDescription,
+    Moment,
+    Operator,
+    ParameterInfo,
+)
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule, Problem, choose, make_plan
 
@@ -60,6 +68,20 @@ def plan_for(limit_mib: float, rule: BatchRule | None = None, **changes: object)
 
 def modes(plan: ExecutionPlan) -> list[Mode]:
     return [op.slices[0] for op in plan.operators]
+
+
+def test_a_plan_leaves_room_to_save_a_checkpoint() -> None:
+    # Nothing sharded: 4 x 12 MiB between steps, and nothing becomes whole. One is: 3 x 12 + 3, and 12 beside it.
+    between = BetweenSteps(saving="gathered")
+    plan = plan_for(64, between=between)
+    assert modes(plan) == [Mode.DP] * 4
+    assert plan.predicted.saving_memory_bytes == 48 * MIB
+    # Without saving, 40 MiB are enough for states of 12 + 3 x 3, and what a step makes whole.
+    assert plan_for(40).predicted.peak_memory_bytes <= 40 * MIB
+    with pytest.raises(InfeasibleError, match=r"for saving a checkpoint \(.*save_format='sharded'\)"):
+        plan_for(40, between=between)
+    streamed = plan_for(40, between=BetweenSteps(saving="streamed"))
+    assert max(streamed.predicted.between_steps.values()) <= streamed.predicted.most_memory_bytes <= 40 * MIB
 
 
 def test_plenty_of_memory_replicates_everything() -> None:

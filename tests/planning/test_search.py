@@ -127,6 +127,12 @@ def test_times_of_very_different_size() -> None:
     assert solve(menus, 0).choices == (0, 1)
 
 
+def test_a_bad_first_solution_does_not_blur_small_times() -> None:
+    menu = [Option(0.0, 2, 1), Option(1e6, 0, 0), Option(1e-7, 0, 1), Option(1e-38, 0, 2)]
+    assert solve([menu], 2).choices == (3,)
+    assert solve([menu] * 3, 2).choices == (3, 3, 3)
+
+
 # --- the maximum ------------------------------------------------------------------------------------------------------
 
 

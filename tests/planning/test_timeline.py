@@ -8,6 +8,7 @@ from lightning_osdp.planning.choices import Choice, Mode
 from lightning_osdp.planning.cost import footprint
 from lightning_osdp.planning.operators import (
     OUTSIDE,
+    BetweenSteps,
     Line,
     ModelDescription,
     Moment,
@@ -110,6 +111,53 @@ def test_small_gradients_stand_twice_while_their_bucket_is_reduced() -> None:
     bias = ParameterInfo(name="second.bias", shape=(MIB // 8,))  # 0.5 MiB
     operators = (operator("first", 4), operator("second", 8).model_copy(update={"parameters": (bias,)}))
     assert curves([Mode.DP, Mode.DP], operators=operators)["transient"] == [0, 0, 0, 0, 0.5, 0]
+
+
+def test_saving_makes_sharded_tensors_whole_one_by_one_or_at_once() -> None:
+    def saving_mib(how: str, choices: list[Choice]) -> float:
+        between = BetweenSteps(saving=how)  # type: ignore[arg-type]
+        timeline = Timeline(model(buffer_bytes=3 * MIB), some_cluster(N, reduce_copy=0.0), 7 * MIB, between)
+        return timeline.peak(choices, batch_size=1).saving_bytes / MIB
+
+    sharded, half = whole([Mode.ZDP, Mode.ZDP2]), whole([Mode.ZDP, Mode.DP])
+    assert saving_mib("nothing", sharded) == 0
+    assert saving_mib("streamed", sharded) == 7 + 3 + 18 + 8  # of parameters and moments the largest tensor
+    assert saving_mib("gathered", sharded) == 7 + 3 + 18 + 36
+    assert saving_mib("streamed", half) == 7 + 3 + 6 + 24 + 4
+    assert saving_mib("gathered", half) == 7 + 3 + 6 + 24 + 12
+    split = [Choice((Mode.ZDP,)), Choice((Mode.ZDP, Mode.DP), split_dim=1)]  # whole, and a slice beside it
+    assert saving_mib("streamed", split) == 7 + 3 + 6 + (6 + 12) + 8 + 4
+
+
+def test_evaluation_keeps_nothing_but_what_runs() -> None:
+    moments = (
+        Moment(phase="forward", operator=0, live=Line(per_sample=1 * MIB)),
+        Moment(phase="forward", operator=OUTSIDE, live=Line(per_sample=3 * MIB)),
+        Moment(phase="forward", operator=1, live=Line(fixed=MIB)),
+    )
+
+    def evaluation_mib(batch_size: int, modes: list[Mode]) -> float:
+        between = BetweenSteps(evaluation_batch_size=batch_size)
+        timeline = Timeline(model(evaluation=moments), some_cluster(N, reduce_copy=0.0), 7 * MIB, between)
+        return timeline.peak(whole(modes), batch_size=1).evaluation_bytes / MIB
+
+    assert evaluation_mib(0, [Mode.DP, Mode.DP]) == 0
+    assert evaluation_mib(2, [Mode.DP, Mode.DP]) == 7 + 36 + 6
+    assert evaluation_mib(2, [Mode.ZDP, Mode.ZDP2]) == 7 + 18 + 1 + 8  # kept parameters are freed, too
+    assert evaluation_mib(9, [Mode.ZDP, Mode.ZDP2]) == 7 + 18 + 27
+
+
+def test_gradients_of_an_operator_that_come_in_turns_are_not_there_at_once() -> None:
+    def transient(turns: tuple[int, int]) -> float:
+        parameters = tuple(
+            ParameterInfo(name=f"first.{turn}{n}", shape=(4, MIB // 4), turn=turn) for n, turn in enumerate(turns)
+        )
+        operators = (operator("first", 4).model_copy(update={"parameters": parameters}), operator("second", 8))
+        return curves([Mode.ZDP, Mode.ZDP], operators=operators)["transient"][4]
+
+    assert transient((0, 0)) == 4 + 4
+    # The first is freed but for a part of its gradient, so what the second makes is less.
+    assert transient((1, 0)) == 4
 
 
 def test_peak_says_where_and_what() -> None:
