@@ -254,7 +254,7 @@ def footprint(operator: Operator, choice: Choice, cluster: Cluster) -> Footprint
         sharded_gradients=pieces,
         kept=sum(part.parameter_bytes * part.number for part in sharded if part.mode == Mode.ZDP2),
         gathered=max(gathered, default=0),
-        transient=max((_transient(operator, unit, pieces, cluster, ranks) for unit in units), default=0.0),
+        transient=max((_transient(operator, choice, unit, pieces, cluster, ranks) for unit in units), default=0.0),
         forward_per_sample=forward,
         backward_per_sample=backward,
         bucketed=sum(part.gradient_bytes * part.number for part in packed),
@@ -299,12 +299,17 @@ def _collected(parts: list[Part], updates: list[float], choice: Choice, cluster:
     return max(part.gradient_bytes / ranks if part.sharded else float(part.gradient_bytes) for part in slices)
 
 
-def _transient(operator: Operator, unit: list[Part], pieces: float, cluster: Cluster, ranks: int) -> float:
+def _transient(
+    operator: Operator, choice: Choice, unit: list[Part], pieces: float, cluster: Cluster, ranks: int
+) -> float:
     """The most that reducing a unit's gradients takes on top of its gathered parameters.
 
+    A slice is freed before its gradient is made.
     Gradients come in turns, and each parameter is freed then. Of operators that share a unit they come one after the
     other, the last one's first.
     """
+    if choice.split_dim is not None and not unit[0].aside:
+        return _reduced(unit, pieces, cluster, ranks, freed=True)
     if operator.joins > 1:
         turns = [[part] for part in reversed(unit)]
     else:
@@ -319,15 +324,15 @@ def _transient(operator: Operator, unit: list[Part], pieces: float, cluster: Clu
     return most
 
 
-def _reduced(unit: list[Part], pieces: float, cluster: Cluster, ranks: int) -> float:
+def _reduced(unit: list[Part], pieces: float, cluster: Cluster, ranks: int, *, freed: bool = False) -> float:
     """While a unit's gradient is reduced to a piece: it, what that takes, and the pieces of the operator's other units.
 
-    The whole parameter is freed before: the larger of the two counts.
+    The whole parameter is freed before, if not before the gradient was made (``freed``): the larger of the two counts.
     """
     gradient = sum(part.gradient_bytes for part in unit)
     own = gradient / ranks
     reduction = own + gradient * cluster.reduce_copy - sum(part.parameter_bytes for part in unit)
-    return gradient + max(0.0, reduction) + pieces - own
+    return (max(0.0, gradient + reduction) if freed else gradient + max(0.0, reduction)) + pieces - own
 
 
 def _more_per_sample(operator: Operator, choice: Choice) -> tuple[float, float]:

@@ -118,7 +118,8 @@ def trace_real(
 
     The module must lie on ``device``. Gradients are freed as they come, so it takes the parameters and the activations
     of ``max(sizes)`` samples, which are rows of ``batch``. Afterwards buffers, training modes and random states are
-    as before and gradients are None; parameters are not touched, nor is the trainer. Arguments as in ``trace``.
+    as before and gradients are None; parameters are not touched, nor is the trainer. What evaluation takes is not
+    looked at. Arguments as in ``trace``.
 
     Raises:
         ConfigurationError: nothing in the module is trainable.
@@ -134,15 +135,14 @@ def trace_real(
             found = configured(module)
             optimizers += found[0]
             schedulers += [_still(scheduler) for scheduler in found[1]]
-            batches = {size: real_batch(batch, batch_size, size) for size in rows}
-            recordings = {
-                size: _record(module, each, device, step_context, real=True) for size, each in batches.items()
-            }
-            evaluated = _without_autograd(module, batches, device, step_context, real=True)
+            recordings = {}
+            for size in rows:
+                resized = real_batch(batch, batch_size, size)
+                recordings[size] = _record(module, resized, device, step_context, real=True)
         copies, fakes = fake_optimizers(optimizers, fake_mode, device)
         stand_ins = [fakes.get(id(parameter.tensor)) for parameter in named_parameters(module)]
         stepped = trace_optimizers(copies, stand_ins, fake_mode, Clipping.of(module._trainer))
-    return _assemble(module, batch_size, recordings, stepped, evaluated)
+    return _assemble(module, batch_size, recordings, stepped, {})
 
 
 # -- one step ----------------------------------------------------------------------------------------------------------
@@ -188,12 +188,7 @@ def _record(
 
 
 def _without_autograd(
-    module: LightningModule,
-    batches: Mapping[int, Any],
-    device: torch.device,
-    step_context: StepContext,
-    *,
-    real: bool = False,
+    module: LightningModule, batches: Mapping[int, Any], device: torch.device, step_context: StepContext
 ) -> dict[int, Recording]:
     """The training step's forward as evaluation runs it, by batch size; empty where it needs gradients.
 
@@ -202,10 +197,7 @@ def _without_autograd(
     if not module.automatic_optimization:
         return {}
     try:
-        return {
-            size: _record(module, batch, device, step_context, real=real, autograd=False)
-            for size, batch in batches.items()
-        }
+        return {size: _record(module, batch, device, step_context, autograd=False) for size, batch in batches.items()}
     except Exception:  # of the user's code
         return {}
 

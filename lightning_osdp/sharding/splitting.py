@@ -10,32 +10,39 @@ view of the handle's, if there is one, so that accumulation adds in place. When 
 copied to the handle's slice by slice, each freed at once.
 
 Note [one slice at a time]: a cut along the input multiplies the slices one after the other into the same output. The
-backward pass visits them in reverse, and takes a slice's weight gradient before it goes on to the next slice.
+backward pass visits them in reverse, and takes a slice's weight gradient before it goes on to the next slice. A slice
+is freed before its gradient is made (``products``), once the last of the operator's runs has come so far.
 ``torch.split`` once, not ``narrow`` for each slice: the backward of ``narrow`` makes a full-size zero gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.choices import Mode, slice_sizes
 from lightning_osdp.planning.operators import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.plan import OperatorPlan
+from lightning_osdp.sharding import products
 from lightning_osdp.sharding.layout import Layout
 from lightning_osdp.splittable import matrix_input_dim, split_dims
 
 
 class Stage:
-    """A part of an operator's forward with parameters of its own; a unit that runs it replaces ``forward``."""
+    """A part of an operator's forward with parameters of its own; a unit that runs it replaces ``forward``.
+
+    Attributes:
+        free: frees the whole parameters amid a backward pass; the unit sets it.
+    """
 
     def __init__(self, forward: Callable[..., Tensor]) -> None:
         self.forward = forward
+        self.free: Callable[[], None] | None = None
 
 
 MakeUnit = Callable[[Stage, list[nn.Parameter], Mode], None]
@@ -48,7 +55,7 @@ class WeightSlice(Stage):
     Args:
         handle: the whole operator's weight.
         weight: this slice of it, whole.
-        product: (weight, *inputs) -> outputs.
+        product: (weight, *inputs, over=...) -> outputs, as in ``products``.
     """
 
     def __init__(self, handle: nn.Parameter, weight: Tensor, product: Callable[..., Tensor]) -> None:
@@ -58,6 +65,7 @@ class WeightSlice(Stage):
         self._product = product
         self._range = slice(0, 0)
         self._reached = False
+        self._runs = 0
 
     def move_in(self, first: int, last: int) -> None:
         """Makes the weight a view of elements ``first`` to ``last`` of the handle, which get its values."""
@@ -79,7 +87,7 @@ class WeightSlice(Stage):
 
     def give_gradient(self) -> None:
         """Copies the gradient to the handle's, unless it lies there already, and lets go of it."""
-        gradient, self.weight.grad, self._reached = self.weight.grad, None, False
+        gradient, self.weight.grad, self._reached, self._runs = self.weight.grad, None, False, 0
         if gradient is None:
             return
         assert self._handle.grad is not None
@@ -91,11 +99,18 @@ class WeightSlice(Stage):
         return flat.detach().view(-1)[self._range].view(self.weight.shape)
 
     def _run(self, *inputs: Any) -> Tensor:
-        output = self._product(self.weight, *inputs)
+        output = self._product(self.weight, *inputs, over=self._over)
         if output.requires_grad:
+            self._runs += 1
             # Before the unit's own hook, which is registered when this returns: hooks run in that order.
             output.register_hook(self.take_gradient)  # type: ignore[no-untyped-call]
         return output
+
+    def _over(self) -> None:
+        """The backward of one run needs the weight no longer."""
+        self._runs -= 1
+        if self._runs <= 0 and self.free is not None and self.weight.requires_grad:
+            self.free()
 
 
 class SplitOperator:
@@ -155,13 +170,11 @@ class SplitOperator:
         """The forward as a whole and the product with one slice."""
         if isinstance(operator, nn.Embedding):
             padding, by_frequency = operator.padding_idx, operator.scale_grad_by_freq
-            return self._look_up, lambda weight, ids: functional.embedding(
-                ids, weight, padding, scale_grad_by_freq=by_frequency
-            )
+            return self._look_up, partial(products.look_up, padding=padding, by_frequency=by_frequency)
         input_dim = matrix_input_dim(operator)
         return (
             self._multiply_inputs if self.layout.dim == input_dim else self._multiply_outputs,
-            _multiply if input_dim == 0 else _multiply_transposed,
+            partial(products.multiply, transposed=input_dim != 0),
         )
 
     def _cut(self, product: Callable[..., Tensor], modes: Sequence[Mode], make_unit: MakeUnit) -> list[WeightSlice]:
@@ -237,15 +250,3 @@ def _as_autocast(x: Tensor) -> Tensor:
     if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(kind))
     return x
-
-
-def _multiply(weight: Tensor, x: Tensor, y: Tensor | None) -> Tensor:
-    """x (n, in) times weight (in, out), added to y (n, out) in place if there is one."""
-    if torch.is_autocast_enabled(x.device.type):
-        weight = weight.to(x.dtype)  # y.addmm_ is not on autocast's list
-    return torch.mm(x, weight) if y is None else y.addmm_(x, weight)
-
-
-def _multiply_transposed(weight: Tensor, x: Tensor, y: Tensor | None) -> Tensor:
-    """The same with weight (out, in)."""
-    return _multiply(weight.t(), x, y)

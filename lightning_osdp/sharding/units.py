@@ -195,6 +195,8 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
         keeps_inputs = self._is_slice or type(stage).__module__.startswith(("torch.nn.", "transformers."))
         self._freed_by_inputs = keeps_inputs and mode == Mode.ZDP
         stage.forward = self.forward
+        if isinstance(stage, Stage):
+            stage.free = self._free_full_params
 
     @property
     def num_collectives(self) -> int:

@@ -77,7 +77,7 @@ def test_only_one_slice_is_gathered_and_reduced_at_a_time() -> None:
     assert found.sharded_gradients == 3 * MIB / RANKS
     assert found.kept == MIB
     assert found.gathered == MIB
-    assert found.transient == MIB + 2 * MIB / RANKS  # its gradient, beside the parts of the two others
+    assert found.transient == 3 * MIB / RANKS  # parts; the gradient takes the place of the whole slice
     assert found.updated == found.largest_update == (1 + 3 / RANKS) * MIB
     assert found.collected == MIB  # of the slices' gradients, copied one by one, the largest
     assert (found.forward_per_sample, found.backward_per_sample) == (0.0, MIB)
@@ -140,6 +140,7 @@ def test_slices_lower_the_peak() -> None:
     split = [Choice((ZDP,) * 4, 1)] * 2
     found = curves(split)
     assert found["gathered"] == [1, 0, 1, 0, 0, 1, 0, 1, 0]
-    # A slice's gradient, the parts of the three others, and the pieces of the input's gradient (1 MiB a sample).
-    assert found["transient"][5] == 1 + 3 / RANKS + 1
-    assert curves(split, batch_size=3)["transient"][5] == 1 + 3 / RANKS + 3
+    # The parts of all slices' gradients (a slice's own takes the place of the slice), and the pieces of the input's
+    # gradient (1 MiB a sample).
+    assert found["transient"][5] == 4 / RANKS + 1
+    assert curves(split, batch_size=3)["transient"][5] == 4 / RANKS + 3

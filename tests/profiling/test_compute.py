@@ -90,6 +90,17 @@ def test_all_kernels_of_common_layers_run_by_themselves(recwarn: pytest.Warnings
     assert [str(warning.message) for warning in recwarn if issubclass(warning.category, OSDPWarning)] == []
 
 
+def test_a_backward_that_only_its_forward_can_prepare_runs_by_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    fix_cpu_allocator()
+    net = trace(Regression(nn.LSTM(512, 512, batch_first=True)), torch.ones(4, 8, 512), 4, device=CPU)
+    (scratch,) = measure(net, CPU, time_budget_s=0.1).scratch
+    # oneDNN packs the weights anew: 8 MiB of them.
+    assert scratch.backward.at(2) > 8 << 20
+    monkeypatch.setattr(compute, "_time_after", lambda *_: None)
+    (time,) = measure(net, CPU, time_budget_s=0.1).operators
+    assert time.backward.at(2) > time.forward.at(2)  # where that is not possible, a multiple of the forward's
+
+
 def test_kernel_that_cannot_run_alone_is_estimated_with_one_warning() -> None:
     broken = Kernel(aten.mm.default, (spec_of(torch.ones(2, 3)), spec_of(torch.ones(2, 3))), (), OUTSIDE, "forward")
     good = traced()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import resource
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -452,7 +453,41 @@ def test_a_real_step_gives_the_same_description_and_kernels() -> None:
     module = TinyGPT()
     fake = trace(module, tokens(), 4, device=CPU)
     real = trace_real(module, tokens(), 4, device=CPU)
-    assert real == fake
+    trained = fake.description.model_copy(update={"evaluation": ()})
+    assert real == replace(fake, description=trained)
+
+
+def test_evaluation_holds_what_runs_and_nothing_for_a_backward() -> None:
+    chain = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
+    description = describe(Regression(chain), torch.ones(4, 8))
+    row = 8 * 4  # bytes of a sample in any layer
+    assert [moment.operator for moment in description.evaluation if moment.operator >= 0] == list(range(5))
+    assert {moment.phase for moment in description.evaluation} == {"forward"}
+    for moment in description.evaluation[1:5]:  # the batch, a layer's input and its output
+        assert moment.live.at(4) == 3 * row * 4
+    assert max(moment.live.at(4) for moment in description.moments) > 6 * row * 4
+
+
+def test_a_step_that_needs_gradients_is_not_evaluated() -> None:
+    class Penalised(Regression):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            (gradient,) = torch.autograd.grad(loss, next(self.parameters()), create_graph=True)
+            return loss + gradient.square().sum()
+
+    description = describe(Penalised(nn.Linear(8, 8)), torch.ones(4, 8))
+    assert description.moments
+    assert description.evaluation == ()
+
+
+def test_gradients_of_an_operator_come_in_turns() -> None:
+    stacked = describe(Regression(nn.LSTM(8, 6, 2, batch_first=True)), torch.ones(4, 5, 8)).operators[0]
+    assert {p.name.rpartition(".")[2]: p.turn for p in stacked.parameters} == {
+        f"{kind}_{where}_l{layer}": 1 - layer  # of a layer all at once, of the last one first
+        for layer in range(2)
+        for kind in ("weight", "bias")
+        for where in ("ih", "hh")
+    }
 
 
 class DataDependent(Regression):

@@ -347,3 +347,25 @@ def test_what_training_loops_do_on_two_ranks() -> None:
     torch.testing.assert_close(ours, dict(model.state_dict()), rtol=1e-4, atol=1e-5)
     for index, entries in optimizer.state_dict()["state"].items():
         torch.testing.assert_close(optimizer_state["state"][index], entries, rtol=1e-4, atol=1e-5)
+
+
+def whole_bytes_beside_gradients(rank: int, ranks: int, embedding: bool) -> list[int]:
+    """What is whole of each slice when its gradient has just been made."""
+    model = Wrapped(nn.Embedding(16, 24) if embedding else nn.Linear(24, 16))
+    engine = FairScaleEngine(CPU)
+    engine.apply(model, split_plan({"inner": ((Mode.ZDP, Mode.ZDP2, Mode.ZDP), 1)}, ranks))
+    found: list[int] = []
+    for unit in engine._units:
+        (weight,) = unit.params
+        weight.register_post_accumulate_grad_hook(
+            lambda p: found.append(p._full_param_padded.untyped_storage().size())  # type: ignore[attr-defined]
+        )
+    x = torch.arange(8) if embedding else torch.randn(4, 24, requires_grad=True)
+    model(x).sum().backward()
+    engine.finish_backward()
+    return found
+
+
+@pytest.mark.parametrize("embedding", [False, True], ids=["linear", "embedding"])
+def test_a_slice_is_freed_before_its_gradient_is_made(embedding: bool) -> None:
+    assert run_ranks(whole_bytes_beside_gradients, 2, embedding) == [[0, 0, 0]] * 2

@@ -1,0 +1,84 @@
+"""Products with a slice of a weight. Their backward holds the slice or its gradient, never both.
+
+PyTorch's own gives the gradients of all inputs at once, and the weight can be freed only afterwards. These take the
+input's first, for which alone the weight is needed, and say so (``over``) before they make the weight's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+Over = Callable[[], None]
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor, y: Tensor | None, transposed: bool, over: Over) -> Tensor:
+        weight_trained, x_differentiated = ctx.needs_input_grad[:2]
+        # A tensor of its own on the weight's memory: the parameter's shape is a shard's when it is not whole.
+        ctx.save_for_backward(weight.detach() if x_differentiated else None, x if weight_trained else None)
+        ctx.transposed, ctx.over, ctx.dtype = transposed, over, weight.dtype
+        matrix = _matrix(weight, transposed, x.dtype)
+        if y is None:
+            return torch.mm(x, matrix)
+        ctx.mark_dirty(y)
+        return y.addmm_(x, matrix)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        weight, x = ctx.saved_tensors
+        of_x = of_weight = None
+        if weight is not None:
+            of_x = gradient.mm(_matrix(weight, ctx.transposed, gradient.dtype).t())
+        ctx.over()
+        if x is not None:
+            of_weight = (gradient.t().mm(x) if ctx.transposed else x.t().mm(gradient)).to(ctx.dtype)
+        return of_weight, of_x, gradient if ctx.needs_input_grad[2] else None, None, None
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int | None, by_frequency: bool, over: Over) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.over, ctx.options = over, (weight.shape[0], -1 if padding is None else padding, by_frequency)
+        return functional.embedding(ids, weight, padding, scale_grad_by_freq=by_frequency)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,) = ctx.saved_tensors
+        ctx.over()
+        return torch.ops.aten.embedding_dense_backward(gradient, ids, *ctx.options), None, None, None, None
+
+
+def multiply(weight: Tensor, x: Tensor, y: Tensor | None, *, transposed: bool, over: Over) -> Tensor:
+    """x (n, in) times weight, added to y (n, out) in place if there is one.
+
+    Args:
+        weight: (in, out), or (out, in) if ``transposed``; under autocast it is cast to the type of ``x``.
+        x: (n, in).
+        y: (n, out), or None.
+        transposed: as ``nn.Linear`` has its weight.
+        over: called in the backward pass when the weight is no longer needed.
+    """
+    product: Tensor = _Product.apply(weight, x, y, transposed, over)  # type: ignore[no-untyped-call]
+    return product
+
+
+def look_up(weight: Tensor, ids: Tensor, *, padding: int | None, by_frequency: bool, over: Over) -> Tensor:
+    """Rows of weight (rows, embedding) as ``torch.nn.functional.embedding`` gives them: (..., embedding)."""
+    rows: Tensor = _LookUp.apply(weight, ids, padding, by_frequency, over)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def _matrix(weight: Tensor, transposed: bool, dtype: torch.dtype) -> Tensor:
+    """(in, out)"""
+    matrix = weight if weight.dtype == dtype or not torch.is_floating_point(weight) else weight.to(dtype)
+    return matrix.t() if transposed else matrix
