@@ -232,7 +232,9 @@ def _plan(
     settings.refuse(trainer, precision)
     data = TrainData(trainer, module)
     batch, batch_size = data.first_batch()
-    traced = planner.describe(module, batch, batch_size, device, precision.train_step_context)
+    between = BetweenSteps(saving=saving, evaluation_batch_size=data.evaluation_batch_size())
+    evaluates = between.evaluation_batch_size > 0
+    traced = planner.describe(module, batch, batch_size, device, precision.train_step_context, evaluates)
     wished = BatchRule(
         rule.batch_size, rule.max_batch_size, rule.global_batch_size, int(trainer.accumulate_grad_batches)
     )
@@ -240,7 +242,6 @@ def _plan(
     model_bytes = traced.description.parameter_bytes + traced.description.buffer_bytes
     on_device = model_bytes if device.type == "cpu" else 0
     stage = Stage(module, batch, batch_size, device, precision.train_step_context) if rehearse else None
-    between = BetweenSteps(saving=saving, evaluation_batch_size=data.evaluation_batch_size())
     return planner.plan_alone(
         traced,
         cluster,

@@ -315,7 +315,7 @@ def key_of(traced: Trace, device: torch.device, cluster: Cluster, wishes: Wishes
     """
     facts = _facts(device, cluster) | {
         "model": traced.description.fingerprint,
-        "step": traced.description.model_dump_json(),
+        "step": traced.description.model_dump_json(exclude={"evaluation"}),  # nothing is measured of that
         "slices": str(wishes.slice_granularity),
     }
     if alone:

@@ -64,10 +64,12 @@ def describe(
     batch_size: int,
     device: torch.device,
     step_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    evaluation: bool = False,
 ) -> Trace:
-    """Reads the module's training step on fake tensors, or by one real step on a small batch where it can't be."""
+    """Reads the module's training step on fake tensors, or by one real step on a small batch where it can't be; if
+    asked, with what ``evaluation`` takes, as far as that can be told."""
     try:
-        return trace(module, batch, batch_size, device=device, step_context=step_context)
+        return trace(module, batch, batch_size, device=device, step_context=step_context, evaluation=evaluation)
     except TraceError as error:
         if any(parameter.is_meta for parameter in module.parameters()):
             raise  # a module without values can't run for real

@@ -247,7 +247,13 @@ class OSDPStrategy(RanksStrategy):
         module, context = self.lightning_module, self.precision_plugin.train_step_context
         assert module is not None
         device = self.root_device
-        traced = planner.on_all_ranks(ranks, lambda: planner.describe(module, batch, batch_size, device, context))
+        between = BetweenSteps()
+        if given is None:
+            between = BetweenSteps(saving=self._saving(trainer), evaluation_batch_size=data.evaluation_batch_size())
+        evaluates = between.evaluation_batch_size > 0
+        traced = planner.on_all_ranks(
+            ranks, lambda: planner.describe(module, batch, batch_size, device, context, evaluates)
+        )
         check_same(ranks.group, "the model (fingerprint)", traced.description.fingerprint[:12])
         if given is not None:
             planner.on_all_ranks(ranks, lambda: given.check(traced.description, ranks.count, ranks.nodes))
@@ -273,7 +279,7 @@ class OSDPStrategy(RanksStrategy):
             cluster=cluster,
             cache=self._cache,
             wishes=self.search_wishes,
-            between=BetweenSteps(saving=self._saving(trainer), evaluation_batch_size=data.evaluation_batch_size()),
+            between=between,
             stage=Stage(module, batch, batch_size, device, context) if self._rehearse else None,
         )
 

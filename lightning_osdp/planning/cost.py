@@ -136,9 +136,8 @@ def parts_of(operator: Operator, choice: Choice) -> list[Part]:
 
 
 def _whole(parameter: ParameterInfo, mode: Mode, *, aside: bool = False) -> Part:
-    size = parameter.parameter_bytes
-    gradient_bytes = size if parameter.trainable else 0
-    return Part(mode, size, gradient_bytes, parameter.optimizer_bytes, turn=parameter.turn, aside=aside)
+    sizes = (parameter.parameter_bytes, parameter.gradient_bytes, parameter.optimizer_bytes)
+    return Part(mode, *sizes, turn=parameter.turn, aside=aside)
 
 
 def _slices(weight: ParameterInfo, choice: Choice) -> Iterator[Part]:
@@ -240,40 +239,34 @@ def footprint(operator: Operator, choice: Choice, cluster: Cluster) -> Footprint
     replicated, units = [part for part in parts if not part.sharded], _units(parts, choice)
     sharded = [part for unit in units for part in unit]
     copies = 1 + gather_copy(cluster, choice.group, choice.two_stage)
-    gathered = [copies * sum(p.parameter_bytes for p in unit) if unit[0].mode == Mode.ZDP else 0 for unit in units]
+    gathered = [copies * sum(part.parameter_bytes for part in unit) for unit in units]
     whole = sum(part.gradient_bytes * part.number for part in replicated)
     pieces = sum(part.gradient_bytes * part.number for part in sharded) / ranks
     packed = [part for part in replicated if part.gradient_bytes < _alone_bytes(cluster) and cluster.ranks > 1]
     updates = _updates(parts, choice, ranks)
     forward, backward = _more_per_sample(operator, choice)
     saved = operator.sharded_parameters if units else ()
+    slice_ = max(
+        (part.parameter_bytes for part in sharded if choice.split_dim is not None and not part.aside), default=0
+    )
     return Footprint(
         states=sum((part.parameter_bytes + part.optimizer_bytes) * part.number for part in replicated)
         + sum(-(-(part.parameter_bytes + part.optimizer_bytes) // ranks) * part.number for part in sharded),
         replicated_gradients=whole,
         sharded_gradients=pieces,
         kept=sum(part.parameter_bytes * part.number for part in sharded if part.mode == Mode.ZDP2),
-        gathered=max(gathered, default=0),
-        transient=max((_transient(operator, choice, unit, pieces, cluster, ranks) for unit in units), default=0.0),
+        gathered=max((size for unit, size in zip(units, gathered, strict=True) if unit[0].mode == Mode.ZDP), default=0),
+        transient=max((_transient(choice, unit, pieces, cluster, ranks) for unit in units), default=0.0),
         forward_per_sample=forward,
         backward_per_sample=backward,
         bucketed=sum(part.gradient_bytes * part.number for part in packed),
         collected=_collected(parts, updates, choice, cluster, ranks),
         updated=sum(updates),
         largest_update=max(updates, default=0.0),
-        alone=max((copies * sum(part.parameter_bytes for part in unit) for unit in units), default=0),
-        streamed=max((p.parameter_bytes + _slice_bytes(operator, p, choice) for p in saved), default=0),
+        alone=max(gathered, default=0),
+        streamed=max((p.parameter_bytes + (slice_ if p is operator.weight else 0) for p in saved), default=0),
         whole=sum(p.parameter_bytes + p.optimizer_bytes for p in saved),
     )
-
-
-def _slice_bytes(operator: Operator, parameter: ParameterInfo, choice: Choice) -> int:
-    """Of the largest sharded slice of a parameter that is put together from slices."""
-    if choice.split_dim is None or parameter is not operator.weight:
-        return 0
-    length = parameter.shape[choice.split_dim]
-    sizes = zip(choice.slices, slice_sizes(length, len(choice.slices)), strict=True)
-    return max(parameter.parameter_bytes * size // length for mode, size in sizes if mode != Mode.DP)
 
 
 def _updates(parts: list[Part], choice: Choice, ranks: int) -> list[float]:
@@ -299,21 +292,14 @@ def _collected(parts: list[Part], updates: list[float], choice: Choice, cluster:
     return max(part.gradient_bytes / ranks if part.sharded else float(part.gradient_bytes) for part in slices)
 
 
-def _transient(
-    operator: Operator, choice: Choice, unit: list[Part], pieces: float, cluster: Cluster, ranks: int
-) -> float:
+def _transient(choice: Choice, unit: list[Part], pieces: float, cluster: Cluster, ranks: int) -> float:
     """The most that reducing a unit's gradients takes on top of its gathered parameters.
 
-    A slice is freed before its gradient is made.
-    Gradients come in turns, and each parameter is freed then. Of operators that share a unit they come one after the
-    other, the last one's first.
+    Gradients come in turns, and each parameter is freed then; a slice is freed before its gradient is made.
     """
     if choice.split_dim is not None and not unit[0].aside:
         return _reduced(unit, pieces, cluster, ranks, freed=True)
-    if operator.joins > 1:
-        turns = [[part] for part in reversed(unit)]
-    else:
-        turns = [[part for part in unit if part.turn == turn] for turn in sorted({part.turn for part in unit})]
+    turns = [[part for part in unit if part.turn == turn] for turn in sorted({part.turn for part in unit})]
     if len(turns) == 1:
         return _reduced(unit, pieces, cluster, ranks)
     most = freed = 0.0

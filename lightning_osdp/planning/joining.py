@@ -128,10 +128,12 @@ class Joined:
 def _merged(unit: str, kinds: dict[str, str], members: list[Operator]) -> Operator:
     if not unit:
         return members[0]
+    parameters = [p for member in members for p in member.parameters]
+    backwards = reversed(range(len(parameters)))  # gradients come one after the other, the last one's first
     return Operator(
         name=unit,
         kind=kinds.get(unit, unit),
-        parameters=tuple(p for member in members for p in member.parameters),
+        parameters=tuple(p.model_copy(update={"turn": turn}) for p, turn in zip(parameters, backwards, strict=True)),
         flops_per_sample=sum(member.flops_per_sample for member in members),
         unsplittable="it shares a unit with its neighbours",
         joins=len(members),

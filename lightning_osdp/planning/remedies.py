@@ -20,15 +20,15 @@ LeastBytes = Callable[[Problem, int, int], int]
 
 def nothing_fits(problem: Problem, peak: Peak, batch_size: int) -> InfeasibleError:
     """The error for a problem whose smallest plan has ``peak``."""
-    operators, saving = problem.model.operators, ""
+    operators, between = problem.model.operators, ""
     if peak.most_bytes > peak.total_bytes:
         what = "saving a checkpoint" if peak.saving_bytes == peak.most_bytes else "evaluation"
-        saving = f" for {what} ({_whole_mib(peak.total_bytes)} for a step)"
+        between = f" for {what} ({_whole_mib(peak.total_bytes)} for a step)"
     largest = max(range(len(operators)), key=lambda i: sum(p.state_bytes for p in operators[i].parameters))
     operator = operators[largest]
     whole = f"; it can't be split: {operator.unsplittable}" if operator.unsplittable else ""
     return InfeasibleError(
-        f"nothing fits: batch size {batch_size} needs at least {_whole_mib(peak.most_bytes)} per device{saving}, "
+        f"nothing fits: batch size {batch_size} needs at least {_whole_mib(peak.most_bytes)} per device{between}, "
         f"the limit is {_mib(problem.memory_limit_bytes)}. Of the step's peak (in the {peak.where}), the process takes "
         f"{_mib(peak.overhead)}, states and gradients {_mib(peak.states + peak.gradients)}, gathered parameters and "
         f"transients {_mib(peak.gathered + peak.transient)}, activations {_mib(peak.activations)}. The largest "

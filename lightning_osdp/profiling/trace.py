@@ -67,6 +67,7 @@ def trace(
     device: torch.device,
     sizes: tuple[int, int] = (2, 8),
     step_context: StepContext = nullcontext,
+    evaluation: bool = False,
 ) -> Trace:
     """Reads ``module`` on fake tensors.
 
@@ -77,6 +78,7 @@ def trace(
         device: that the module is to train on.
         sizes: the two batch sizes to trace at.
         step_context: makes what ``training_step`` runs in (autocast).
+        evaluation: whether to look at what evaluation takes, too.
 
     Raises:
         ConfigurationError: nothing in the module is trainable.
@@ -98,9 +100,8 @@ def trace(
             batches = {size: fake_batch(batch, batch_size, size, fake_mode) for size in rows}
             with fake_mode:
                 recordings = {size: _record(twin, resized, device, step_context) for size, resized in batches.items()}
+                evaluated = _without_autograd(twin, batches, device, step_context) if evaluation else {}
             twins = [parameter.tensor for parameter in named_parameters(twin)]
-            with fake_mode:
-                evaluated = _without_autograd(twin, batches, device, step_context)
             stepped = trace_optimizers(optimizers, twins, fake_mode, Clipping.of(module._trainer))
     return _assemble(module, batch_size, recordings, stepped, evaluated)
 
@@ -296,9 +297,9 @@ def _assemble(
     stretches = {size: stretches_of(each, owners[size], placed[size]) for size, each in recordings.items()}
     blocks = blocks_of(repeated, recordings, stretches, owners[largest])
     index_of = {block.name: index for index, block in enumerate(blocks)}
-    outside = {size: [OUTSIDE] * len(each.ops) for size, each in evaluated.items()}
     evaluation = {
-        size: stretches_of(each, operators_of(each, scopes), outside[size]) for size, each in evaluated.items()
+        size: stretches_of(each, operators_of(each, scopes), [OUTSIDE] * len(each.ops))
+        for size, each in evaluated.items()
     }
     kept = [*(index_of.get(one.name, OUTSIDE) for one in repeated), OUTSIDE]
     description = ModelDescription(

@@ -18,13 +18,16 @@ Over = Callable[[], None]
 
 
 class _Product(torch.autograd.Function):
+    """See ``multiply``."""
+
     @staticmethod
     def forward(ctx: Any, weight: Tensor, x: Tensor, y: Tensor | None, transposed: bool, over: Over) -> Tensor:
         weight_trained, x_differentiated = ctx.needs_input_grad[:2]
         # A tensor of its own on the weight's memory: the parameter's shape is a shard's when it is not whole.
         ctx.save_for_backward(weight.detach() if x_differentiated else None, x if weight_trained else None)
         ctx.transposed, ctx.over, ctx.dtype = transposed, over, weight.dtype
-        matrix = _matrix(weight, transposed, x.dtype)
+        cast = torch.is_autocast_enabled(x.device.type)  # addmm_ is not on autocast's list
+        matrix = _matrix(weight, transposed, x.dtype if cast else weight.dtype)
         if y is None:
             return torch.mm(x, matrix)
         ctx.mark_dirty(y)
@@ -44,6 +47,8 @@ class _Product(torch.autograd.Function):
 
 
 class _LookUp(torch.autograd.Function):
+    """See ``look_up``."""
+
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int | None, by_frequency: bool, over: Over) -> Tensor:
         ctx.save_for_backward(ids)
@@ -80,5 +85,5 @@ def look_up(weight: Tensor, ids: Tensor, *, padding: int | None, by_frequency: b
 
 def _matrix(weight: Tensor, transposed: bool, dtype: torch.dtype) -> Tensor:
     """(in, out)"""
-    matrix = weight if weight.dtype == dtype or not torch.is_floating_point(weight) else weight.to(dtype)
+    matrix = weight.to(dtype)
     return matrix.t() if transposed else matrix

@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.profiling.memory import fix_cpu_allocator, memory_in_use, peak_memory
+from lightning_osdp.profiling.memory import fix_cpu_allocator, memory_in_use, peak_memory, reset_peak
 from tests.integration.modules import trainer
 from tests.ranks import run_ranks
 
+CPU = torch.device("cpu")
 MIB = 1 << 20
 WIDTH, WIDER = 1024, 4096
 EVALUATED = 1024
@@ -60,11 +61,11 @@ class Peaks(pl.Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _begin_anew()
+        reset_peak(CPU)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.evaluation.append(peak_memory(torch.device("cpu")))
+        self.evaluation.append(peak_memory(CPU))
 
 
 class Measured(OSDPStrategy):
@@ -76,13 +77,9 @@ class Measured(OSDPStrategy):
 
     @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        _begin_anew()
+        reset_peak(CPU)
         super().save_checkpoint(*args, **kwargs)
-        self.saving.append(peak_memory(torch.device("cpu")))
-
-
-def _begin_anew() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
+        self.saving.append(peak_memory(CPU))
 
 
 def rows(count: int, batch_size: int) -> DataLoader[Any]:
@@ -93,7 +90,7 @@ def fitted(rank: int, ranks: int, folder: str, save_format: str) -> dict[str, An
     fix_cpu_allocator()
     torch.manual_seed(1)
     module, peaks = Wide(), Peaks()
-    limit = memory_in_use(torch.device("cpu")) - sum(p.nbytes for p in module.parameters()) + ROOM_BYTES
+    limit = memory_in_use(CPU) - sum(p.nbytes for p in module.parameters()) + ROOM_BYTES
     strategy = Measured(batch_size=2, memory_limit=limit, cache="", rehearse=False, save_format=save_format)
     options = {"max_steps": -1, "max_epochs": 2, "limit_val_batches": 1.0, "enable_checkpointing": True}
     made = trainer(folder, strategy, callbacks=[peaks], **options)

@@ -105,6 +105,15 @@ def test_values_and_gradients_are_those_of_the_whole(kind: str, k: int, autocast
         torch.testing.assert_close(ours[name].view(parameter.shape), parameter.grad, **tolerance)
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_an_input_of_another_type_is_refused_as_by_the_whole(dim: int) -> None:
+    whole = nn.Linear(IN, OUT)
+    _, model = split(whole, mixed(4), dim)
+    for module in (whole, model):
+        with pytest.raises(RuntimeError, match="dtype"):
+            module(rows().double())
+
+
 def test_one_dimensional_and_empty_inputs() -> None:
     whole = nn.Linear(IN, OUT)
     for dim in (0, 1):
