@@ -51,9 +51,6 @@ SECONDS, LONGEST_S = 2.0, 10.0
 FEWEST, MOST, WARM_UP = 3, 9, 1
 """Steps that are timed within that, if they take no more than twice as long, and those before them."""
 
-CHOSEN_SECONDS = 3.0
-"""How long the plan that was found is rehearsed: its time is what people are told."""
-
 ODD = 0.2
 """Share by which a rehearsal may differ from what was foreseen. Beyond it is made once more, and the less counts: other
 work on the machine lasts for some seconds at times."""
@@ -184,7 +181,7 @@ def rehearse_chosen(
         return None
     try:
         with kept_randomness(stage.device):
-            shown = _rehearsed(stage, expected, plan, size, group, CHOSEN_SECONDS)
+            shown = _rehearsed(stage, expected, plan, size, group)
     except Exception as error:
         _warn(error)
         return None
@@ -233,21 +230,16 @@ def _uniform(description: ModelDescription, ranks: int) -> tuple[ExecutionPlan, 
 
 
 def _rehearsed(
-    stage: Stage,
-    expected: Rehearsal,
-    plan: ExecutionPlan,
-    size: int,
-    group: dist.ProcessGroup,
-    seconds: float = SECONDS,
+    stage: Stage, expected: Rehearsal, plan: ExecutionPlan, size: int, group: dist.ProcessGroup
 ) -> Rehearsal:
     """With what it took, of two tries where one is odd."""
 
-    def took_s() -> float:
+    def took_s(seconds: float) -> float:
         return on_all_ranks(group, partial(_timed, stage, [size], group, plan, seconds))[size]
 
-    least_s = took_s()
+    least_s = took_s(SECONDS)
     if abs(least_s / expected.foreseen_s - 1) > ODD:
-        least_s = min(least_s, took_s())
+        least_s = min(least_s, took_s(SECONDS / 2))
     return expected.model_copy(update={"took_s": least_s})
 
 
@@ -261,6 +253,20 @@ def _timed(
     """Median seconds of forward and backward of the slowest rank, by batch size; as a plain module without a plan.
     It takes about ``seconds``."""
     twin = real_copy(stage.module)
+    try:
+        return _timed_on(twin, stage, sizes, group, plan, seconds)
+    finally:
+        forget(twin)
+
+
+def _timed_on(
+    twin: LightningModule,
+    stage: Stage,
+    sizes: Sequence[int],
+    group: dist.ProcessGroup | None,
+    plan: ExecutionPlan | None,
+    seconds: float,
+) -> dict[int, float]:
     engine = None if plan is None else FairScaleEngine(stage.device, group, broadcast=False)
     if engine is None or plan is None:
         twin.to(stage.device)
@@ -273,9 +279,7 @@ def _timed(
             optimizers[:], schedulers[:] = configured(twin)
         batches = [transferred(twin, real_batch(stage.batch, stage.batch_size, size), stage.device) for size in sizes]
         steps = [partial(_step, stage, twin, batch, engine) for batch in batches]
-        medians = _medians(steps, group, stage.device, seconds)
-    forget(twin)
-    return dict(zip(sizes, medians, strict=True))
+        return dict(zip(sizes, _medians(steps, group, stage.device, seconds), strict=True))
 
 
 def _step(stage: Stage, twin: LightningModule, batch: Any, engine: FairScaleEngine | None) -> None:

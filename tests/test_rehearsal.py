@@ -189,8 +189,23 @@ def test_a_process_alone_rehearses_the_plain_step(monkeypatch: pytest.MonkeyPatc
     assert [compute_s(times, size) for size in (2, 8)] == pytest.approx(limits, rel=0.3)
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     assert rehearse_alone(stage(module), traced, some_cluster(4), parts, 1 << 10) == parts
+
+
+def test_a_copy_whose_step_fails_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[pl.LightningModule] = []
+
+    def noted(module: pl.LightningModule) -> pl.LightningModule:
+        copies.append(real_copy(module))
+        return copies[-1]
+
+    monkeypatch.setattr(rehearsal, "real_copy", noted)
+    module = Module(fails=True)
+    traced = trace(module, BATCH, 4, device=CPU)
+    parts = compute.measure(traced, CPU, time_budget_s=0.0)
     with pytest.warns(OSDPWarning, match=r"can't be rehearsed.*not for real"):
-        assert rehearse_alone(stage(Module(fails=True)), traced, some_cluster(4), parts, ROOM) == parts
+        assert rehearse_alone(stage(module), traced, some_cluster(4), parts, ROOM) == parts
+    assert copies
+    assert {parameter.numel() for copy in copies for parameter in copy.parameters()} == {0}
 
 
 def chosen(rank: int, ranks: int, room_bytes: int) -> tuple[str, list[tuple[int, Rehearsal | None]], bool]:

@@ -38,9 +38,7 @@ that of DDP (at batch size 8 where replicating is to be possible, else at 1), bo
 lies at {small} of the way for models that can be replicated, at {large} for the others.
 
 "Allocator set" means the glibc setting that OSDP makes, which keeps freed tensors from staying in the heap.
-"Recomputed" is activation checkpointing of every block. OSDP is `OSDPStrategy(memory_limit=...)` with the cgroup's
-limit and nothing else. (Library pages come on top, as `"auto"` has it, where network namespaces don't hide the
-cgroup.)
+"Recomputed" is activation checkpointing of every block. OSDP is `OSDPStrategy()`: it finds the cgroup's limit itself.
 
 Lightning refuses its FSDPStrategy on a CPU; a subclass that passes the device on trains there, and is what is shown.
 """.strip()

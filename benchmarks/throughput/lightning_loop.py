@@ -105,9 +105,8 @@ def shares_a_gpu(job: Job) -> bool:
 
 
 def osdp(job: Job, cache: Path) -> Strategy:
-    """OSDP with the limit as its one setting. A given batch size is for ``--verify`` alone: the loader fixes it."""
+    """OSDP as it is; it finds the control group's limit itself. On CUDA it is told how much of the device it has."""
     from lightning_osdp import InfeasibleError, OSDPStrategy
-    from lightning_osdp.profiling.memory import file_pages
 
     class OrExit(OSDPStrategy):
         """Ends the rank with a status that tells "nothing fits" from a failure."""
@@ -120,7 +119,7 @@ def osdp(job: Job, cache: Path) -> Strategy:
                 os._exit(INFEASIBLE_STATUS)
 
     backend = {"process_group_backend": "gloo"} if shares_a_gpu(job) else {}
-    limit = job.memory_bytes + file_pages() if job.memory_bytes else "auto"  # what "auto" would find, see the document
+    limit = job.memory_bytes if job.device == "cuda" and job.memory_bytes else "auto"
     return OrExit(memory_limit=limit, cache=cache, **backend)
 
 

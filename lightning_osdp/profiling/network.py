@@ -25,11 +25,11 @@ DEFAULT_SIZES_BYTES = (16 << 10, 128 << 10, 1 << 20, 4 << 20, 16 << 20, 32 << 20
 """Of the whole tensor: from a small layer's weights to a large embedding's."""
 
 WARM_UP = 2
-REPEATS_BY_BUDGET_S = 0.3
+REPEATS_BY_BUDGET_S = 0.2
 """Seconds to spend on one collective at one size, as far as the bounds below allow."""
 
-FEWEST_REPEATS = 5
-MOST_REPEATS = 30
+FEWEST_REPEATS = 3
+MOST_REPEATS = 15
 
 TOGETHER, TOGETHER_SIZES = 4, slice(1, 3)
 """Tensors of a gather of several, and at which of the sizes it is timed: those at which latencies matter."""

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_osdp.planning.operators import OUTSIDE, OptimizerStep
 from lightning_osdp.profiling.kernels import Kernel
 from lightning_osdp.profiling.moments import kernels_of
-from lightning_osdp.profiling.recorder import Recorder, Recording
+from lightning_osdp.profiling.recorder import Op, Recorder, Recording
 from lightning_osdp.profiling.standins import FakeCopy
 
 aten = torch.ops.aten
@@ -154,22 +154,21 @@ def trace_optimizers(
     with fake_mode:
         _step(optimizers, everything)
         states = {id(p): _state_bytes(optimizer.state.get(p)) for optimizer in optimizers for p in optimizer.state}
-        whole = _step(optimizers, everything, clipping)
+        whole, updates = _step(optimizers, everything, clipping)
         largest = max(everything, key=lambda p: p.nbytes)
-        alone = _step(optimizers, [largest], clipping)
-        mixing = {id(p): type(each).__name__ for each in optimizers if _mixes(each) for p in _trainable([each])}
+        alone, _ = _step(optimizers, [largest], clipping)
+    mixing = {
+        id(p): type(each).__name__
+        for each, ops in zip(optimizers, updates, strict=True)
+        if any(op.func.overloadpacket.__name__ in ACROSS_ELEMENTS for op in ops)
+        for p in _trainable([each])
+    }
     step = _temporaries(
         _peak(whole), _peak(alone), largest_bytes=largest.nbytes, total_bytes=sum(p.nbytes for p in everything)
     )
     kernels = tuple(_as_step(kernel) for kernel in kernels_of(whole, [OUTSIDE] * len(whole.ops)))
     sizes = tuple(states.get(id(p), 0) for p in parameters)
     return OptimizerTrace(sizes, step, kernels, tuple(mixing.get(id(p), "") for p in parameters))
-
-
-def _mixes(optimizer: Optimizer) -> bool:
-    """Whether the update of an element depends on others of its tensor."""
-    recording = _step([optimizer], _trainable([optimizer]))
-    return any(op.func.overloadpacket.__name__ in ACROSS_ELEMENTS for op in recording.ops)
 
 
 def _as_step(kernel: Kernel) -> Kernel:
@@ -190,8 +189,10 @@ def _trainable(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     return [p for p in found.values() if p.requires_grad]
 
 
-def _step(optimizers: Sequence[Optimizer], updated: Sequence[Tensor], clipping: Clipping = NO_CLIPPING) -> Recording:
-    """One step in which only ``updated`` have gradients."""
+def _step(
+    optimizers: Sequence[Optimizer], updated: Sequence[Tensor], clipping: Clipping = NO_CLIPPING
+) -> tuple[Recording, list[Sequence[Op]]]:
+    """One step in which only ``updated`` have gradients; also what of it is each optimizer's own."""
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
     for parameter in updated:
@@ -199,11 +200,15 @@ def _step(optimizers: Sequence[Optimizer], updated: Sequence[Tensor], clipping: 
     known = [p.grad for p in updated if p.grad is not None]
     states = [t for each in optimizers for t in tree_leaves(list(each.state.values())) if isinstance(t, Tensor)]
     recorder = StepRecorder(nn.Module(), [*updated, *known, *states])
+    ops = recorder.recording.ops
+    own: list[Sequence[Op]] = []
     with recorder:
         clipping.apply(updated)
         for optimizer in optimizers:
+            before = len(ops)
             optimizer.step()
-    return recorder.recording
+            own.append(ops[before:])
+    return recorder.recording, own
 
 
 def _state_bytes(state: Any) -> int:

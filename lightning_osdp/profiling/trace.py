@@ -167,7 +167,8 @@ def _record(
         if isinstance(leaf, Tensor):
             recorder.track(leaf)
     module.__dict__["manual_backward"] = backward_hook(module, recorder)
-    gc.collect()
+    if real:
+        gc.collect()  # garbage may hold memory that the step needs
     enabled = gc.isenabled()
     gc.disable()  # garbage cycles would be freed at moments that depend on what else the process does
     try:
