@@ -12,6 +12,7 @@ PYTHON ?= $(shell \
 
 .PHONY: help train test lint format clean test-limit test-slurm test-kill bench bench-quick bench-gpu bench-verify
 .PHONY: test-limit-wide bench-splitting lab bench-engine bench-collectives bench-search bench-paper accuracy bench-huge
+.PHONY: bench-allocator
 
 help:
 	@echo "make train   train a small GPT on two CPU processes under a memory limit (examples/train_gpt.py)"
@@ -27,6 +28,7 @@ help:
 	@echo "make bench-splitting   memory and time of split operators, predicted and measured (the paper's figures 6 to 8)"
 	@echo "make bench-engine, bench-collectives, bench-search   figures, each against what it is compared with"
 	@echo "make accuracy   predicted beside measured, for many models and plans: writes docs/accuracy.md"
+	@echo "make bench-allocator   what handing freed tensors back to the system costs on a CPU"
 	@echo "make bench-huge   seconds and memory that reading a LLaMA of 7 B parameters takes"
 	@echo "make bench-paper   plans the settings of the OSDP paper on its machine and writes docs/paper.md (minutes)"
 	@echo "make format  let ruff rewrite what it can"
@@ -91,6 +93,9 @@ bench-splitting: $(INSTALLED)
 
 accuracy: $(INSTALLED)
 	$(BIN)/python benchmarks/accuracy.py --write docs/accuracy.md
+
+bench-allocator: $(INSTALLED)
+	$(BIN)/python benchmarks/allocator.py $(OPTIONS)
 
 bench-huge: $(INSTALLED)
 	$(BIN)/python benchmarks/huge.py

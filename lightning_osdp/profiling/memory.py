@@ -32,8 +32,9 @@ def fix_cpu_allocator() -> None:
     """Makes glibc hand freed tensors back to the system, so that a rank's memory is what its live tensors take.
 
     glibc raises its mmap threshold as large blocks are freed, and freed tensors then stay in the heap. Measured on a
-    GPT of 78 M parameters: peaks fell from 1317-1412 MiB to 870 at no cost in time. Where there is no glibc (macOS,
-    musl), nothing is done and predictions of peak memory are too low there: a warning says so.
+    GPT of 78 M parameters: peaks fell from 1317-1412 MiB to 870. It costs time, as every tensor's pages are then new
+    ones (``benchmarks/allocator.py``). Where there is no glibc (macOS, musl), nothing is done and predictions of peak
+    memory are too low there: a warning says so.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")
