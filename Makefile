@@ -37,9 +37,9 @@ help:
 train: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py
 
-# Two at a time, each file by one of them: ranks mostly wait for each other.
+# Three at a time, each file by one of them: ranks often wait for each other.
 test: lint
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 3 --dist loadfile
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
