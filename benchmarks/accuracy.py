@@ -21,6 +21,7 @@ import json
 import multiprocessing
 import os
 import platform
+import signal
 import socket
 import statistics
 import sys
@@ -164,7 +165,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="the memory alone: one batch size, few steps, nothing timed"
     )
-    parser.add_argument("--json", type=Path, help="write the cases there")
+    parser.add_argument("--json", type=Path, help="write the cases there, after each model")
     parser.add_argument("--write", type=Path, help="write the table there, as Markdown")
     parser.add_argument("--earlier", type=Path, help="what --json wrote: of the models that are not run now")
     parser.add_argument("--ranks", type=int, default=2)
@@ -172,15 +173,16 @@ def main() -> None:
     args = parser.parse_args()
     if "searched" in args.plans and args.plans[:3] != list(PLANS[:3]):
         parser.error("the searched plan's limit lies between dp and zdp: name all of dp zdp2 zdp before it")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: no rank is left behind
+    earlier = [Case(**case) for case in json.loads(args.earlier.read_text())] if args.earlier else []
+    cases = [case for case in earlier if case.model not in args.only]
     print_rows([HEAD])
-    cases = [case for model in args.only for case in run_model(args, model, lambda case: print_rows([row(case)]))]
-    if args.earlier:
-        known = [Case(**case) for case in json.loads(args.earlier.read_text())]
-        every = cases + [case for case in known if case.model not in args.only]
-        cases = sorted(every, key=lambda case: list(SUBJECTS | OPTIONS).index(case.model))
+    for model in args.only:
+        cases += run_model(args, model, lambda case: print_rows([row(case)]))
+        cases.sort(key=lambda case: list(SUBJECTS | OPTIONS).index(case.model))
+        if args.json:  # after each model: an hour's work may be stopped
+            args.json.write_text(json.dumps([asdict(case) for case in cases], indent=1))
     print(summary(cases))
-    if args.json:
-        args.json.write_text(json.dumps([asdict(case) for case in cases], indent=1))
     if args.write:
         args.write.write_text(markdown(cases))
 
