@@ -43,7 +43,7 @@ class RankError(AssertionError):
     """A rank raised, died or took too long; the message holds every traceback that came back."""
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 560.0) -> list[Any]:
     """Runs ``fn(rank, world_size, *args)`` on ``world_size`` processes joined by gloo and returns what they returned.
 
     Each process has one thread and the environment that torchrun would give it. ``fn`` must be a module-level function;
@@ -53,7 +53,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
         fn: what to run.
         world_size: how many ranks, all on this machine.
         *args: handed to every rank.
-        timeout_s: for all ranks together, starting up included.
+        timeout_s: for all ranks together, starting up included. Less than the limit of a test (pyproject.toml).
 
     Returns:
         The results in the order of ranks.

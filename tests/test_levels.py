@@ -86,7 +86,7 @@ def everything(rank: int, world_size: int) -> tuple[dict[int, list[str]], dict[s
 
 @pytest.fixture(scope="module")
 def results() -> list[tuple[dict[int, list[str]], dict[str, NodeLayout]]]:
-    return run_ranks(everything, 6, timeout_s=240)
+    return run_ranks(everything, 6)
 
 
 def test_two_stages_give_what_one_stage_gives(results):

@@ -106,7 +106,7 @@ def attempts(rank: int, ranks: int, folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank saw."""
-    return run_ranks(attempts, 2, str(tmp_path_factory.mktemp("bad")), timeout_s=280)
+    return run_ranks(attempts, 2, str(tmp_path_factory.mktemp("bad")))
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def fitted(rank: int, ranks: int, folder: str, save_format: str) -> dict[str, An
 
 @pytest.mark.parametrize("save_format", ["full", "sharded"])
 def test_evaluation_and_saving_take_what_was_predicted(tmp_path: Path, save_format: str) -> None:
-    for found in run_ranks(fitted, 2, str(tmp_path), save_format, timeout_s=240):
+    for found in run_ranks(fitted, 2, str(tmp_path), save_format):
         predicted = found["predicted"]
         assert "dp" not in found["modes"]
         assert predicted.most_memory_bytes <= found["limit"]

@@ -205,7 +205,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def two(folder: str) -> list[dict[str, Any]]:
-    return run_ranks(on_two, 2, folder, timeout_s=280)
+    return run_ranks(on_two, 2, folder)
 
 
 @pytest.fixture(scope="module")
@@ -278,15 +278,15 @@ def test_a_folder_holds_each_element_once_and_both_ranks_write(two: list[dict[st
 
 
 def test_two_to_four_to_one_rank(two: list[dict[str, Any]], plain: Plain, folder: str) -> None:
-    four = run_ranks(on_any, 4, folder, 0, timeout_s=280)
-    one = run_ranks(on_any, 1, folder, 1, timeout_s=280)
+    four = run_ranks(on_any, 4, folder, 0)
+    one = run_ranks(on_any, 1, folder, 1)
     for kind in ("full", "sharded"):
         losses = mean(four, kind) + mean(one, kind)
         assert losses == pytest.approx(plain[0][2:], rel=1e-5 if kind == "full" else 1e-4)
 
 
 def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(two: list[dict[str, Any]], folder: str) -> None:
-    results = run_ranks(mistakes, 2, folder, timeout_s=280)
+    results = run_ranks(mistakes, 2, folder)
     for result in results:
         for name, error, words in (
             ("cut", CheckpointError, "cut.ckpt is damaged or cut short"),

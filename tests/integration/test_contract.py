@@ -478,7 +478,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
     """What each rank returned."""
-    return run_ranks(everything, RANKS, str(folder), timeout_s=280)
+    return run_ranks(everything, RANKS, str(folder))
 
 
 def assert_same(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -213,7 +213,7 @@ def everything(rank: int, ranks: int, folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank returned."""
-    return run_ranks(everything, RANKS, str(tmp_path_factory.mktemp("runs")), timeout_s=280)
+    return run_ranks(everything, RANKS, str(tmp_path_factory.mktemp("runs")))
 
 
 def test_the_step_is_rehearsed_unless_that_is_not_wanted(results: list[dict[str, Any]]) -> None:

@@ -110,7 +110,7 @@ def everything(rank: int, ranks: int, folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank returned."""
-    return run_ranks(everything, RANKS, str(tmp_path_factory.mktemp("late")), timeout_s=200)
+    return run_ranks(everything, RANKS, str(tmp_path_factory.mktemp("late")))
 
 
 def test_first_values_do_not_depend_on_the_plan(results: list[dict[str, Any]]) -> None:

@@ -94,7 +94,7 @@ def refused(rank: int, folder: str, plan: ExecutionPlan) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(runs, RANKS, str(tmp_path_factory.mktemp("nodes")), timeout_s=280)
+    return run_ranks(runs, RANKS, str(tmp_path_factory.mktemp("nodes")))
 
 
 def test_operators_are_sharded_inside_nodes_and_train_as_replicated_ones(results: list[dict[str, Any]]) -> None:

@@ -180,7 +180,7 @@ def everything(rank: int, ranks: int, folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank returned."""
-    return run_ranks(everything, RANKS, str(tmp_path_factory.mktemp("precision")), timeout_s=200)
+    return run_ranks(everything, RANKS, str(tmp_path_factory.mktemp("precision")))
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])

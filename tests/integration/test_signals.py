@@ -91,7 +91,7 @@ def everything(rank: int, ranks: int, folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank returned."""
-    return run_ranks(everything, RANKS, str(tmp_path_factory.mktemp("signals")), timeout_s=200)
+    return run_ranks(everything, RANKS, str(tmp_path_factory.mktemp("signals")))
 
 
 def test_all_ranks_save_at_the_same_batch_between_optimizer_steps(results: list[dict[str, Any]]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from lightning_osdp import OSDPStrategy
@@ -54,9 +53,8 @@ def fit(rank: int, ranks: int, folder: str) -> Any:
     return module.seen
 
 
-@pytest.mark.timeout(300)
 def test_a_split_model_trains_and_its_checkpoint_is_plain(tmp_path: Any) -> None:
-    seen = run_ranks(fit, RANKS, str(tmp_path), timeout_s=240)
+    seen = run_ranks(fit, RANKS, str(tmp_path))
     torch.manual_seed(1)
     module = GPTModule()
     optimizer = two_groups(module)

@@ -74,7 +74,7 @@ def everything(rank: int, ranks: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(everything, RANKS, str(tmp_path_factory.mktemp("split")), timeout_s=200)
+    return run_ranks(everything, RANKS, str(tmp_path_factory.mktemp("split")))
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(saving, 2, str(folder), timeout_s=200)
+    return run_ranks(saving, 2, str(folder))
 
 
 def test_saving_takes_no_more_than_the_largest_operator(results: list[dict[str, Any]]) -> None:

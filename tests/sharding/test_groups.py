@@ -200,7 +200,7 @@ def everything(rank: int, ranks: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs() -> list[dict[str, Any]]:
-    return run_ranks(everything, RANKS, timeout_s=240)
+    return run_ranks(everything, RANKS)
 
 
 def assert_same_weights(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
