@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from lightning_osdp.sharding.folder import Folder
 from tests.integration.modules import GPTModule, trainer
 from tests.integration.plans import plan_for
 from tests.models import gpt_batches, gpt_loss, two_groups
+from tests.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 RANKS, STEPS, GLOBAL_BATCH = 2, 60, 8
@@ -101,11 +101,8 @@ def expected_losses() -> list[float]:
 
 
 def start(folder: Path, save_format: str) -> list[subprocess.Popen[bytes]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     world = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "kills"}
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
     command = [sys.executable, "-m", "tests.integration.kills", "train", str(folder), save_format]
     processes = []
     for rank in range(RANKS):

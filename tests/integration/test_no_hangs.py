@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240.0
@@ -27,13 +28,11 @@ def command(how: str, folder: Path) -> list[str]:
 
 def as_ranks(how: str, folder: Path) -> list[tuple[int, str]]:
     """Runs two ranks as torchrun starts them. Returns the exit status and the standard error of each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "tests"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     processes = []
     for rank in range(2):
-        values = world | {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RUN_ID": "tests"}
+        values = world | where | {"RANK": rank, "LOCAL_RANK": rank}
         env = environment() | {name: str(value) for name, value in values.items()}
         with Path(folder, f"err-{rank}").open("w") as err, Path(folder, "out").open("a") as out:
             processes.append(
