@@ -56,8 +56,8 @@ class Part(NamedTuple):
     """How many slices; each is a unit of its own."""
     turn: int = 0
     """``ParameterInfo.turn``."""
-    aside: bool = False
-    """Whether it is a unit of its own beside the slices: a large bias, sharded like the first slice that is."""
+    sliced: bool = False
+    """Whether it is a slice; else a whole parameter, a unit of its own where it lies beside slices."""
 
     @property
     def sharded(self) -> bool:
@@ -131,13 +131,14 @@ def parts_of(operator: Operator, choice: Choice) -> list[Part]:
     weight = operator.weight
     assert weight is not None, "only operators with a weight are split"
     first = next((mode for mode in choice.slices if mode != Mode.DP), Mode.DP)
-    others = [_whole(p, Mode.DP if p.small else first, aside=True) for p in operator.parameters if p is not weight]
+    # A large bias is sharded like the first slice that is.
+    others = [_whole(p, Mode.DP if p.small else first) for p in operator.parameters if p is not weight]
     return [*others, *_slices(weight, choice)]
 
 
-def _whole(parameter: ParameterInfo, mode: Mode, *, aside: bool = False) -> Part:
+def _whole(parameter: ParameterInfo, mode: Mode) -> Part:
     sizes = (parameter.parameter_bytes, parameter.gradient_bytes, parameter.optimizer_bytes)
-    return Part(mode, *sizes, turn=parameter.turn, aside=aside)
+    return Part(mode, *sizes, turn=parameter.turn)
 
 
 def _slices(weight: ParameterInfo, choice: Choice) -> Iterator[Part]:
@@ -147,7 +148,8 @@ def _slices(weight: ParameterInfo, choice: Choice) -> Iterator[Part]:
     counts = Counter(zip(choice.slices, slice_sizes(length, len(choice.slices)), strict=True))
     for (mode, size), count in counts.items():
         own = whole * size // length
-        yield Part(mode, own, own if weight.trainable else 0, weight.optimizer_bytes * size // length, count)
+        gradient_bytes, optimizer_bytes = own if weight.trainable else 0, weight.optimizer_bytes * size // length
+        yield Part(mode, own, gradient_bytes, optimizer_bytes, count, sliced=True)
 
 
 def sharded_elements(operator: Operator, choice: Choice) -> float:
@@ -243,12 +245,10 @@ def footprint(operator: Operator, choice: Choice, cluster: Cluster) -> Footprint
     whole = sum(part.gradient_bytes * part.number for part in replicated)
     pieces = sum(part.gradient_bytes * part.number for part in sharded) / ranks
     packed = [part for part in replicated if part.gradient_bytes < _alone_bytes(cluster) and cluster.ranks > 1]
-    updates = _updates(parts, choice, ranks)
+    updates = _updates(parts, ranks)
     forward, backward = _more_per_sample(operator, choice)
     saved = operator.sharded_parameters if units else ()
-    slice_ = max(
-        (part.parameter_bytes for part in sharded if choice.split_dim is not None and not part.aside), default=0
-    )
+    slice_ = max((part.parameter_bytes for part in sharded if part.sliced), default=0)
     return Footprint(
         states=sum((part.parameter_bytes + part.optimizer_bytes) * part.number for part in replicated)
         + sum(-(-(part.parameter_bytes + part.optimizer_bytes) // ranks) * part.number for part in sharded),
@@ -256,11 +256,11 @@ def footprint(operator: Operator, choice: Choice, cluster: Cluster) -> Footprint
         sharded_gradients=pieces,
         kept=sum(part.parameter_bytes * part.number for part in sharded if part.mode == Mode.ZDP2),
         gathered=max((size for unit, size in zip(units, gathered, strict=True) if unit[0].mode == Mode.ZDP), default=0),
-        transient=max((_transient(choice, unit, pieces, cluster, ranks) for unit in units), default=0.0),
+        transient=max((_transient(unit, pieces, cluster, ranks) for unit in units), default=0.0),
         forward_per_sample=forward,
         backward_per_sample=backward,
         bucketed=sum(part.gradient_bytes * part.number for part in packed),
-        collected=_collected(parts, updates, choice, cluster, ranks),
+        collected=_collected(parts, updates, cluster, ranks),
         updated=sum(updates),
         largest_update=max(updates, default=0.0),
         alone=max(gathered, default=0),
@@ -269,35 +269,34 @@ def footprint(operator: Operator, choice: Choice, cluster: Cluster) -> Footprint
     )
 
 
-def _updates(parts: list[Part], choice: Choice, ranks: int) -> list[float]:
+def _updates(parts: list[Part], ranks: int) -> list[float]:
     """Bytes of gradients as the optimizer sees them: a weight's slices together, other parameters by themselves."""
     local = [part.gradient_bytes * part.number / (ranks if part.sharded else 1) for part in parts]
-    if choice.split_dim is None:
-        return local
-    aside = [size for size, part in zip(local, parts, strict=True) if part.aside]
-    return [*aside, sum(size for size, part in zip(local, parts, strict=True) if not part.aside)]
+    whole = [size for size, part in zip(local, parts, strict=True) if not part.sliced]
+    slices = [size for size, part in zip(local, parts, strict=True) if part.sliced]
+    return [*whole, sum(slices)] if slices else whole
 
 
-def _collected(parts: list[Part], updates: list[float], choice: Choice, cluster: Cluster, ranks: int) -> float:
+def _collected(parts: list[Part], updates: list[float], cluster: Cluster, ranks: int) -> float:
     """While the gradients of slices are copied into the weight's, each freed at once.
 
     On a CPU memory is taken as it is written to, so that a slice's is there twice; an allocator like CUDA's takes all
     of it at once.
     """
-    if choice.split_dim is None:
+    slices = [part for part in parts if part.sliced]
+    if not slices:
         return 0.0
     if cluster.device.split(":")[0] != "cpu":
         return max(updates)
-    slices = [part for part in parts if not part.aside]
     return max(part.gradient_bytes / ranks if part.sharded else float(part.gradient_bytes) for part in slices)
 
 
-def _transient(choice: Choice, unit: list[Part], pieces: float, cluster: Cluster, ranks: int) -> float:
+def _transient(unit: list[Part], pieces: float, cluster: Cluster, ranks: int) -> float:
     """The most that reducing a unit's gradients takes on top of its gathered parameters.
 
     Gradients come in turns, and each parameter is freed then; a slice is freed before its gradient is made.
     """
-    if choice.split_dim is not None and not unit[0].aside:
+    if unit[0].sliced:
         return _reduced(unit, pieces, cluster, ranks, freed=True)
     turns = [[part for part in unit if part.turn == turn] for turn in sorted({part.turn for part in unit})]
     if len(turns) == 1:
