@@ -22,7 +22,6 @@ import multiprocessing
 import os
 import platform
 import signal
-import socket
 import statistics
 import sys
 import tempfile
@@ -34,6 +33,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of the ranks, before any of them loads to
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from cases import OPTIONS, SUBJECTS, Case, Order, work
+
+from tests.ports import free_port
 
 PLANS = ("dp", "zdp2", "zdp", "searched")
 MIB = 1 << 20
@@ -53,6 +54,7 @@ def run_case(context: multiprocessing.context.ForkServerContext, order: Order) -
     Raises:
         SystemExit: a rank failed; its log is the message.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: no rank is left behind
     ranks = [context.Process(target=work, args=(rank, order)) for rank in range(order.ranks)]
     try:
         for rank in ranks:
@@ -85,13 +87,6 @@ def run_model(args: argparse.Namespace, model: str, show: Callable[[Case], None]
                 cases.append(case)
                 show(case)
     return cases
-
-
-def free_port() -> int:
-    """A TCP port that nobody uses now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -173,7 +168,6 @@ def main() -> None:
     args = parser.parse_args()
     if "searched" in args.plans and args.plans[:3] != list(PLANS[:3]):
         parser.error("the searched plan's limit lies between dp and zdp: name all of dp zdp2 zdp before it")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: no rank is left behind
     earlier = [Case(**case) for case in json.loads(args.earlier.read_text())] if args.earlier else []
     cases = [case for case in earlier if case.model not in args.only]
     print_rows([HEAD])

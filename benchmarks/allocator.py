@@ -82,7 +82,7 @@ def elsewhere(args: argparse.Namespace, name: str) -> Figures:
     command = [sys.executable, __file__, "--one", *(["--handed-back"] if handed_back else [])]
     command += [f"--width={args.width}", f"--batch-size={args.batch_size}"]
     env = os.environ | {"OMP_NUM_THREADS": "1", LARGE_PAGES: large_pages}
-    done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True)
     return Figures(**json.loads(done.stdout.splitlines()[-1]))
 
 

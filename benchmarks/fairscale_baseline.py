@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.ports import free_port  # noqa: E402
+
 STEPS, SKIPPED = 12, 3
 
 
@@ -150,8 +153,6 @@ def write_plan(args: argparse.Namespace, file: Path) -> None:
     from lightning_osdp.planning.choices import Mode, legal_modes
     from lightning_osdp.planning.plan import ModelIdentity, OperatorPlan
     from lightning_osdp.profiling.trace import trace
-
-    sys.path.insert(0, str(ROOT))
     from tests.models import hand_made_plan
 
     model = gpt(args)
@@ -168,12 +169,9 @@ def write_plan(args: argparse.Namespace, file: Path) -> None:
 
 def run_side(side: str, args: argparse.Namespace, plan: Path) -> float:
     """Median step time of one side in processes of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     own = ["--ranks", args.ranks, "--layers", args.layers, "--width", args.width, "--batch-size", args.batch_size]
     command = [sys.executable, __file__, "--side", side, "--plan", str(plan), *map(str, own)]
-    names = {"WORLD_SIZE": args.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    names = {"WORLD_SIZE": args.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
     names |= {"LOCAL_WORLD_SIZE": args.ranks, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "bench"}
     ranks = [
         subprocess.Popen(

@@ -23,10 +23,11 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # of the ranks, before any of them loads torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from accuracy import MIB, free_port, run_case
+from accuracy import MIB, run_case
 from cases import WIDTHS, Case, Order
 
 from lightning_osdp.profiling.memory import LATER_STEPS_BYTES
+from tests.ports import free_port
 
 ALLOWANCE_BYTES = LATER_STEPS_BYTES["cpu"]
 

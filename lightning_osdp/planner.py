@@ -64,10 +64,11 @@ def describe(
     batch_size: int,
     device: torch.device,
     step_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    evaluation: bool = False,
+    between: BetweenSteps = NOTHING_BETWEEN,
 ) -> Trace:
-    """Reads the module's training step on fake tensors, or by one real step on a small batch where it can't be; if
-    asked, with what ``evaluation`` takes, as far as that can be told."""
+    """Reads the module's training step on fake tensors, or by one real step on a small batch where it can't be; where
+    ``between`` steps something is evaluated in batches of its own, what that takes, too, as far as it can be told."""
+    evaluation = between.evaluation_batch_size > 0
     try:
         return trace(module, batch, batch_size, device=device, step_context=step_context, evaluation=evaluation)
     except TraceError as error:

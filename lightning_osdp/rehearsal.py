@@ -242,8 +242,8 @@ def _rehearsed(
 ) -> Rehearsal:
     """With what it took, of two tries where one is odd, the second a shorter one."""
 
-    def took_s(seconds: float) -> float:
-        return on_all_ranks(group, partial(_timed, stage, [size], group, plan, seconds))[size]
+    def took_s(about_s: float) -> float:
+        return on_all_ranks(group, partial(_timed, stage, [size], group, plan, about_s))[size]
 
     least_s = took_s(seconds)
     if abs(least_s / expected.foreseen_s - 1) > ODD:

@@ -34,7 +34,7 @@ from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPWarni
 from lightning_osdp.failures import check_same
 from lightning_osdp.planning.calibration import Correction, MeasuredStep, learn
 from lightning_osdp.planning.cluster import Cluster
-from lightning_osdp.planning.operators import BetweenSteps
+from lightning_osdp.planning.operators import NOTHING_BETWEEN, BetweenSteps
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule
 from lightning_osdp.planning.units import parse_bytes
@@ -247,12 +247,11 @@ class OSDPStrategy(RanksStrategy):
         module, context = self.lightning_module, self.precision_plugin.train_step_context
         assert module is not None
         device = self.root_device
-        between = BetweenSteps()
+        between = NOTHING_BETWEEN
         if given is None:
             between = BetweenSteps(saving=self._saving(trainer), evaluation_batch_size=data.evaluation_batch_size())
-        evaluates = between.evaluation_batch_size > 0
         traced = planner.on_all_ranks(
-            ranks, lambda: planner.describe(module, batch, batch_size, device, context, evaluates)
+            ranks, lambda: planner.describe(module, batch, batch_size, device, context, between)
         )
         check_same(ranks.group, "the model (fingerprint)", traced.description.fingerprint[:12])
         if given is not None:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import os
 import pickle
-import random
 import socket
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -39,20 +37,6 @@ PRELOADED = [
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 GRACE_S = 5.0
 """How long the other ranks may go on after one failed: their tracebacks often say more than the first."""
-
-
-PORTS = range(20000, 30000)
-"""Below those that the system gives to connections (32768 and up on Linux): what is free now is still free when a
-process that has to import its libraries first comes to listen."""
-
-
-def free_port() -> int:
-    """A TCP port of ``PORTS`` that nobody listens on."""
-    for port in random.SystemRandom().sample(PORTS, 100):
-        with socket.socket() as trial, suppress(OSError):
-            trial.bind(("", port))
-            return port
-    raise RankError(f"none of 100 ports in {PORTS} is free")
 
 
 class RankError(AssertionError):

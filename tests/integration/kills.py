@@ -28,7 +28,7 @@ from lightning_osdp.sharding.folder import Folder
 from tests.integration.modules import GPTModule, trainer
 from tests.integration.plans import plan_for
 from tests.models import gpt_batches, gpt_loss, two_groups
-from tests.ranks import free_port
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 RANKS, STEPS, GLOBAL_BATCH = 2, 60, 8

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import free_port
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240.0
