@@ -57,8 +57,11 @@ from lightning_osdp.sharding.splitting import Stage
 from lightning_osdp.sharding.without_cuda import NO_STREAM, View, run_without_cuda
 
 
-def _all_gather(output_flat: Tensor, shard: Tensor, group: Communicator) -> None:
-    group.all_gather(output_flat, shard)
+def _all_gather(output_flat: Tensor, shard: Tensor, group: Communicator | dist.ProcessGroup) -> None:
+    if isinstance(group, dist.ProcessGroup):  # of a user's own FairScale units in this process
+        dist.all_gather_into_tensor(output_flat, shard, group=group)
+    else:
+        group.all_gather(output_flat, shard)
 
 
 # FairScale calls a private, deprecated name; this is the same collective, and the one that is measured.
