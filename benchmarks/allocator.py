@@ -1,10 +1,11 @@
-"""What glibc's allocator costs on a CPU: as it is, as OSDP sets it, and with PyTorch's large pages.
+"""What glibc's allocator costs on a CPU: as it is, as OSDP sets it, with PyTorch's large pages, and with a fused Adam.
 
     python benchmarks/allocator.py [--width 512] [--batch-size 8] [--repeats 3]
 
 OSDP has glibc hand freed tensors back to the system (``profiling.memory.fix_cpu_allocator``), so that a process takes
 what its live tensors take, as predicted. Every tensor's pages are then new ones, which the kernel clears at their first
-touch. ``THP_MEM_ALLOC_ENABLE=1`` in the environment, read by PyTorch at its first tensor, asks for pages of 2 MiB.
+touch. ``THP_MEM_ALLOC_ENABLE=1`` in the environment, read by PyTorch at its first tensor, asks for pages of 2 MiB. The
+optimizer has its part in it: a loop over parameters makes temporaries for each, the fused form (``fusing.py``) none.
 
 Four layers of ``nn.TransformerEncoderLayer`` train with AdamW in one thread, in processes of their own that take turns.
 """
@@ -26,11 +27,13 @@ LAYERS, HEADS, TOKENS = 4, 8, 64
 WARM_UP, STEPS = 3, 8
 LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 SETTINGS = {
-    "glibc as it is": (False, "0"),
-    "freed tensors handed back": (True, "0"),
-    "handed back, large pages": (True, "1"),
+    "glibc as it is": (False, False, "0"),
+    "glibc as it is, fused": (False, True, "0"),
+    "freed tensors handed back": (True, False, "0"),
+    "handed back, fused": (True, True, "0"),
+    "handed back, fused, large pages": (True, True, "1"),
 }
-"""Name: (whether OSDP's setting is made, the environment's variable)."""
+"""Name: (whether OSDP's setting is made, whether the optimizer is fused, the environment's variable)."""
 MIB = 1 << 20
 
 
@@ -46,7 +49,7 @@ class Figures:
     """Pages touched for the first time, in a step."""
 
 
-def one(width: int, batch_size: int, handed_back: bool) -> Figures:
+def one(width: int, batch_size: int, handed_back: bool, fused: bool) -> Figures:
     """Trains in this process."""
     import torch
 
@@ -61,7 +64,7 @@ def one(width: int, batch_size: int, handed_back: bool) -> Figures:
         torch.nn.TransformerEncoderLayer(width, HEADS, 4 * width, dropout=0.0, batch_first=True) for _ in range(LAYERS)
     ]
     model, x = torch.nn.Sequential(*layers), torch.randn(batch_size, TOKENS, width)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     seconds, faults = [], []
     for step in range(WARM_UP + STEPS):
         if step == WARM_UP:
@@ -78,8 +81,9 @@ def one(width: int, batch_size: int, handed_back: bool) -> Figures:
 
 def elsewhere(args: argparse.Namespace, name: str) -> Figures:
     """``one`` in a process of its own."""
-    handed_back, large_pages = SETTINGS[name]
-    command = [sys.executable, __file__, "--one", *(["--handed-back"] if handed_back else [])]
+    handed_back, fused, large_pages = SETTINGS[name]
+    command = [sys.executable, __file__, "--one"]
+    command += [*(["--handed-back"] if handed_back else []), *(["--fused"] if fused else [])]
     command += [f"--width={args.width}", f"--batch-size={args.batch_size}"]
     env = os.environ | {"OMP_NUM_THREADS": "1", LARGE_PAGES: large_pages}
     done = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True)
@@ -92,7 +96,7 @@ def row(name: str, figures: Sequence[Figures], first: Sequence[Figures]) -> str:
     slower = statistics.median(a.step_s / b.step_s for a, b in zip(figures, first, strict=True))
     larger = statistics.median(a.peak_bytes / b.peak_bytes for a, b in zip(figures, first, strict=True))
     return (
-        f"{name:28} {step_s * 1e3:6.0f} ms ({slower:.2f}x)  peak {peak_bytes / MIB:5.0f} MiB ({larger:.2f}x)  "
+        f"{name:32} {step_s * 1e3:6.0f} ms ({slower:.2f}x)  peak {peak_bytes / MIB:5.0f} MiB ({larger:.2f}x)  "
         f"{faults:7.0f} page faults a step"
     )
 
@@ -104,9 +108,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--handed-back", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--fused", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(asdict(one(args.width, args.batch_size, args.handed_back))))
+        print(json.dumps(asdict(one(args.width, args.batch_size, args.handed_back, args.fused))))
         return
     found: dict[str, list[Figures]] = {name: [] for name in SETTINGS}
     for _ in range(args.repeats):

@@ -165,7 +165,7 @@ def arguments() -> argparse.Namespace:
     """What the command line asks for."""
     parser = argparse.ArgumentParser(description="Train a small GPT under a memory limit.")
     parser.add_argument("--strategy", choices=["osdp", "ddp"], default="osdp")
-    parser.add_argument("--memory-limit", help="per process: 700MiB, auto; default: 240 MiB more than it takes now")
+    parser.add_argument("--memory-limit", help="per process: 700MiB, auto; default: 200 MiB more than it takes now")
     parser.add_argument("--batch-size", default="auto", help="per process; auto: what trains fastest within the limit")
     parser.add_argument("--devices", type=int, default=2, help="number of processes")
     parser.add_argument("--layers", type=int, default=6)
@@ -182,7 +182,7 @@ def strategy(args: argparse.Namespace) -> Strategy:
     batch_size = args.batch_size if args.batch_size == "auto" else int(args.batch_size)
     # Libraries take more on some machines than on others; what is left for the training makes the plan interesting.
     now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    limit = args.memory_limit or now + (240 << 20)
+    limit = args.memory_limit or now + (200 << 20)
     return lightning_osdp.OSDPStrategy(memory_limit=limit, batch_size=batch_size, max_batch_size=8)
 
 

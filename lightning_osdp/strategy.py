@@ -32,6 +32,7 @@ from lightning_osdp.checkup import Checkup
 from lightning_osdp.data import TrainData, read_data, resize
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPWarning
 from lightning_osdp.failures import check_same
+from lightning_osdp.fusing import fused
 from lightning_osdp.planning.calibration import Correction, MeasuredStep, learn
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.operators import NOTHING_BETWEEN, BetweenSteps
@@ -387,7 +388,7 @@ class OSDPStrategy(RanksStrategy):
         assert self._checkup is not None
         assert self.lightning_module is not None
         self._engine.before_optimizer_step(optimizer)
-        with self._shortage_explained():
+        with self._shortage_explained(), fused(optimizer):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._engine.after_optimizer_step()
         if self.lightning_module.automatic_optimization:

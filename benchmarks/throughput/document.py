@@ -22,10 +22,10 @@ from benchmarks.throughput.systems import OSDP
 
 METHOD = """
 Every system trains the same LightningModule with the same weights on the same text (the source of Python's standard
-library, byte by byte) with AdamW in float32, one thread a rank. A figure is the median over the steps after warm-up
-of a process of its own, times the ranks; a step's time runs from the end of one to the end of the next, loop and data
-included. All but FairScale's run in Lightning's Trainer and differ by the strategy alone; FairScale's run in a bare
-loop, which has less overhead and so favours them.
+library, byte by byte) with fused AdamW in float32, one thread a rank. A figure is the median over the steps after
+warm-up of a process of its own, times the ranks; a step's time runs from the end of one to the end of the next, loop
+and data included. All but FairScale's run in Lightning's Trainer and differ by the strategy alone; FairScale's run in
+a bare loop, which has less overhead and so favours them.
 
 Each rank lives in a memory cgroup. Over its limit the kernel kills it, and the batch size counts as too large. For
 each system the batch size is doubled until a rank is killed or throughput stops growing, then narrowed to an eighth.

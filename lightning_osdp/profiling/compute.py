@@ -13,7 +13,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from lightning_osdp.planning.operators import OUTSIDE, Line, Phase
 from lightning_osdp.planning.rehearsed import rising
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling.arguments import copied, made_up
-from lightning_osdp.profiling.kernels import Kernel, TensorSpec
+from lightning_osdp.profiling.kernels import Kernel, TensorSpec, list_length, some_of_lists
 from lightning_osdp.profiling.memory import memory_in_use, peak_memory, reset_peak
 from lightning_osdp.profiling.splits import product_of
 from lightning_osdp.profiling.standins import kept_randomness
@@ -59,6 +59,9 @@ OPAQUE_ARGUMENTS = frozenset({"workspace", "reserve", "reservespace"})
 
 BACKWARD_RATIO = 2.0
 """Time of a backward that can't be run at all against its forward: two matrix products for each one there."""
+
+LIST_BYTES = 1 << 28
+"""Lists of tensors that a kernel works on together are cut to about as much."""
 
 COPY_BYTES = 1 << 26
 """Size of the copy that gives the memory bandwidth: beyond any cache. [64 MiB]"""
@@ -371,6 +374,9 @@ def _forward_of(kernel: Kernel, kernels: Iterable[Kernel]) -> Kernel | None:
 
 def _time(kernel: Kernel, clock: _Clock, share_s: float, scratch: dict[object, int] | None = None) -> float:
     """Median seconds of one call, in about ``share_s`` in all, on arguments that are not in the cache."""
+    sample = _sample(kernel)
+    if sample is not kernel:
+        return _time(sample, clock, share_s) * kernel.num_bytes / sample.num_bytes
     start = time.perf_counter()
     args, kwargs = made_up(kernel, clock.device)
     func = kernel.func
@@ -391,6 +397,15 @@ def _time(kernel: Kernel, clock: _Clock, share_s: float, scratch: dict[object, i
         call()
     left = share_s - (time.perf_counter() - start)
     return statistics.median(call() for _ in range(max(3, min(MAX_REPEATS, int(left / max(first, 1e-6))))))
+
+
+def _sample(kernel: Kernel) -> Kernel:
+    """A kernel on long lists of tensors (all parameters, in an optimizer's foreach or fused form) on some of them:
+    there may be no room for the model once more."""
+    every = math.ceil(kernel.num_bytes / LIST_BYTES)
+    if every <= 1 or list_length(kernel.func, kernel.args) == 1:
+        return kernel
+    return replace(kernel, args=some_of_lists(kernel.args, slice(None, None, every)))
 
 
 def _time_after(

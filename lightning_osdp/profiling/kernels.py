@@ -81,6 +81,19 @@ def tensor_specs(spec: Spec) -> list[TensorSpec]:
     return []
 
 
+def list_length(func: torch._ops.OpOverload, args: tuple[Spec, ...]) -> int:
+    """How many tensors an optimizer's foreach or fused kernel takes at once; 1 for all other kernels, whose lists (of
+    indices, of what is joined) mean something as a whole."""
+    if not func.overloadpacket.__name__.startswith(("_foreach_", "_fused_")):
+        return 1
+    return max((len(arg) for arg in args if isinstance(arg, tuple) and tensor_specs(arg)), default=1)
+
+
+def some_of_lists(args: tuple[Spec, ...], which: slice) -> tuple[Spec, ...]:
+    """The arguments of such a kernel for some of its tensors."""
+    return tuple(arg[which] if isinstance(arg, tuple) else arg for arg in args)
+
+
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:
     stride, strides = 1, []
     for size in reversed(shape):

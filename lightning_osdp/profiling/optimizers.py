@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_osdp.fusing import may_fuse
 from lightning_osdp.planning.operators import OUTSIDE, OptimizerStep
-from lightning_osdp.profiling.kernels import Kernel
-from lightning_osdp.profiling.moments import kernels_of
+from lightning_osdp.profiling.kernels import Kernel, Spec, list_length, some_of_lists, spec_of
 from lightning_osdp.profiling.recorder import Op, Recorder, Recording
 from lightning_osdp.profiling.standins import FakeCopy
 
@@ -147,40 +148,149 @@ def trace_optimizers(
         fake_mode: that the parameters belong to.
         clipping: of the gradients before the step, which counts as part of it.
     """
-    _prefer_foreach(optimizers)
+    _prefer_forms(optimizers)
     everything = _trainable(optimizers)
     if not everything:
         return OptimizerTrace((0,) * len(parameters), OptimizerStep(), (), ("",) * len(parameters))
     with fake_mode:
-        _step(optimizers, everything)
-        states = {id(p): _state_bytes(optimizer.state.get(p)) for optimizer in optimizers for p in optimizer.state}
-        whole, updates = _step(optimizers, everything, clipping)
-        largest = max(everything, key=lambda p: p.nbytes)
-        alone, _ = _step(optimizers, [largest], clipping)
+        stepped = _one_by_one(optimizers, everything) or _together(optimizers, everything)
+        clipped = _clip(optimizers, everything, clipping)
     mixing = {
         id(p): type(each).__name__
-        for each, ops in zip(optimizers, updates, strict=True)
+        for each, ops in zip(optimizers, stepped.own, strict=True)
         if any(op.func.overloadpacket.__name__ in ACROSS_ELEMENTS for op in ops)
         for p in _trainable([each])
     }
     step = _temporaries(
-        _peak(whole), _peak(alone), largest_bytes=largest.nbytes, total_bytes=sum(p.nbytes for p in everything)
+        max(stepped.peak_bytes, _peak(clipped)),
+        stepped.alone_bytes,
+        largest_bytes=max(p.nbytes for p in everything),
+        total_bytes=sum(p.nbytes for p in everything),
     )
-    kernels = tuple(_as_step(kernel) for kernel in kernels_of(whole, [OUTSIDE] * len(whole.ops)))
-    sizes = tuple(states.get(id(p), 0) for p in parameters)
+    kernels = _kernels(stepped.calls + _calls(clipped))
+    sizes = tuple(stepped.state_bytes.get(id(p), 0) for p in parameters)
     return OptimizerTrace(sizes, step, kernels, tuple(mixing.get(id(p), "") for p in parameters))
 
 
-def _as_step(kernel: Kernel) -> Kernel:
-    return Kernel(kernel.func, kernel.args, kernel.kwargs, OUTSIDE, "optimizer", kernel.count, 0)
+# -- one step ----------------------------------------------------------------------------------------------------------
+
+Call = tuple[Any, tuple[Spec, ...], tuple[tuple[str, Spec], ...]]
+"""An aten call: function, arguments, keyword arguments."""
+
+OF_A_KIND = 2
+"""Parameters that are stepped of each kind where an optimizer takes them one by one: what is left over from one may
+still be there at the next."""
 
 
-def _prefer_foreach(optimizers: Sequence[Optimizer]) -> None:
-    """On CUDA torch.optim takes its foreach form by default, but not for fake tensors: asks for it by name."""
+@dataclass(frozen=True)
+class _Stepped:
+    """One step of all optimizers, whose states are there already."""
+
+    state_bytes: Mapping[int, int]
+    """By the parameter's id."""
+    calls: Counter[Call]
+    own: Sequence[Sequence[Op]]
+    """Of each optimizer: every op that it runs occurs."""
+    peak_bytes: int
+    alone_bytes: int
+    """The peak where only the largest parameter has a gradient."""
+
+
+def _together(optimizers: Sequence[Optimizer], everything: Sequence[Tensor]) -> _Stepped:
+    """All parameters at once."""
+    _step(optimizers, everything)
+    states = _state_bytes(optimizers)
+    whole, own = _step(optimizers, everything)
+    alone, _ = _step(optimizers, [max(everything, key=lambda p: p.nbytes)])
+    return _Stepped(states, _calls(whole, apart=_on_cpu(everything)), own, _peak(whole), _peak(alone))
+
+
+def _one_by_one(optimizers: Sequence[Optimizer], everything: Sequence[Tensor]) -> _Stepped | None:
+    """From a few parameters of each kind; None where what is done for several is not the sum of what is done for each,
+    or where there is nothing to save."""
+    kinds = _kinds(optimizers, everything)
+    chosen = {id(p) for kind in kinds for p in kind[:OF_A_KIND]}
+    if len(chosen) == len(everything):
+        return None
+    some = [p for p in everything if id(p) in chosen]
+    _step(optimizers, some)
+    states = _state_bytes(optimizers)
+    several, own = _step(optimizers, some)
+    apart = [_step(optimizers, kind[:1])[0] for kind in kinds]
+    if _calls(several, apart=_on_cpu(everything)) != _sum(apart, [len(kind[:OF_A_KIND]) for kind in kinds]):
+        return None
+    largest = max(range(len(kinds)), key=lambda at: kinds[at][0].nbytes)
+    return _Stepped(
+        {id(p): states.get(id(kind[0]), 0) for kind in kinds for p in kind},
+        _sum(apart, [len(kind) for kind in kinds]),
+        own,
+        _peak(several),
+        _peak(apart[largest]),
+    )
+
+
+def _kinds(optimizers: Sequence[Optimizer], everything: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Parameters of the same groups of the same optimizers that look alike, together."""
+    groups: dict[int, list[int]] = {}
+    for index, group in enumerate(group for each in optimizers for group in each.param_groups):
+        for p in group["params"]:
+            groups.setdefault(id(p), []).append(index)
+    kinds: dict[Any, list[Tensor]] = {}
+    for p in everything:
+        kinds.setdefault((*groups[id(p)], spec_of(p), p.device), []).append(p)
+    return list(kinds.values())
+
+
+def _on_cpu(parameters: Sequence[Tensor]) -> bool:
+    return all(p.device.type == "cpu" for p in parameters)
+
+
+def _sum(recordings: Sequence[Recording], times: Sequence[int]) -> Counter[Call]:
+    total: Counter[Call] = Counter()
+    for recording, factor in zip(recordings, times, strict=True):
+        total.update({call: factor * count for call, count in _calls(recording).items()})
+    return total
+
+
+def _calls(recording: Recording, apart: bool = False) -> Counter[Call]:
+    """Views cost nothing and are left out.
+
+    Args:
+        recording: of a step.
+        apart: whether a call that changes several tensors in place counts as one call for each.
+    """
+    found: Counter[Call] = Counter()
+    for op in recording.ops:
+        if not op.view:
+            found.update(_for_each(op) if apart and op.func.overloadpacket.__name__.endswith("_") else [_call(op)])
+    return found
+
+
+def _call(op: Op) -> Call:
+    return op.func, op.args, op.kwargs
+
+
+def _for_each(op: Op) -> list[Call]:
+    """A call on lists of tensors as calls on lists of one: a CPU takes them in turn anyway."""
+    length = list_length(op.func, op.args)
+    if length == 1:
+        return [_call(op)]
+    return [(op.func, some_of_lists(op.args, slice(at, at + 1)), op.kwargs) for at in range(length)]
+
+
+def _kernels(calls: Counter[Call]) -> tuple[Kernel, ...]:
+    return tuple(Kernel(*call, OUTSIDE, "optimizer", count) for call, count in calls.items())
+
+
+def _prefer_forms(optimizers: Sequence[Optimizer]) -> None:
+    """Asks by name for the form that a real step takes: fused where that may be (``fusing``), else on CUDA foreach,
+    which torch.optim takes there by default, but not for fake tensors."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             on_cuda = all(p.device.type == "cuda" for p in group["params"])
-            if on_cuda and "foreach" in group and not group["foreach"] and not group.get("fused"):
+            if may_fuse(optimizer, group):
+                group["fused"] = True
+            elif on_cuda and "foreach" in group and not group["foreach"] and not group.get("fused"):
                 group["foreach"] = True
 
 
@@ -189,21 +299,23 @@ def _trainable(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     return [p for p in found.values() if p.requires_grad]
 
 
-def _step(
-    optimizers: Sequence[Optimizer], updated: Sequence[Tensor], clipping: Clipping = NO_CLIPPING
-) -> tuple[Recording, list[Sequence[Op]]]:
-    """One step in which only ``updated`` have gradients; also what of it is each optimizer's own."""
+def _recorder(optimizers: Sequence[Optimizer], updated: Sequence[Tensor]) -> StepRecorder:
+    """Of what is done when only ``updated`` have gradients."""
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
     for parameter in updated:
         parameter.grad = torch.empty_like(parameter, requires_grad=False)
     known = [p.grad for p in updated if p.grad is not None]
     states = [t for each in optimizers for t in tree_leaves(list(each.state.values())) if isinstance(t, Tensor)]
-    recorder = StepRecorder(nn.Module(), [*updated, *known, *states])
+    return StepRecorder(nn.Module(), [*updated, *known, *states])
+
+
+def _step(optimizers: Sequence[Optimizer], updated: Sequence[Tensor]) -> tuple[Recording, list[Sequence[Op]]]:
+    """One step in which only ``updated`` have gradients; also what of it is each optimizer's own."""
+    recorder = _recorder(optimizers, updated)
     ops = recorder.recording.ops
     own: list[Sequence[Op]] = []
     with recorder:
-        clipping.apply(updated)
         for optimizer in optimizers:
             before = len(ops)
             optimizer.step()
@@ -211,8 +323,22 @@ def _step(
     return recorder.recording, own
 
 
-def _state_bytes(state: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(dict(state or {})) if isinstance(leaf, Tensor))
+def _clip(optimizers: Sequence[Optimizer], everything: Sequence[Tensor], clipping: Clipping) -> Recording:
+    if not clipping.value:
+        return Recording()
+    recorder = _recorder(optimizers, everything)
+    with recorder:
+        clipping.apply(everything)
+    return recorder.recording
+
+
+def _state_bytes(optimizers: Sequence[Optimizer]) -> dict[int, int]:
+    """Of each parameter that has a state, by its id."""
+    return {
+        id(p): sum(leaf.nbytes for leaf in tree_leaves(dict(state or {})) if isinstance(leaf, Tensor))
+        for optimizer in optimizers
+        for p, state in optimizer.state.items()
+    }
 
 
 def _peak(recording: Recording) -> int:

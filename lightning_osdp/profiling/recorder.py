@@ -131,6 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._last_site: tuple[str, ...] = ()
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._sums: dict[int, int] = {}
+        self._beside: set[int] = set()
         self._made: list[int] = []
         self._parameters = parameters
         self._parameter_of: dict[int, tuple[int, ...]] = {}
@@ -227,19 +228,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.namespace in SILENT_NAMESPACES:
             return func(*args, **kwargs)
-        op = self._describe(func, args, kwargs)
+        # autograd adds up gradients in place, unless the first is a view: a transposed product, as of a Linear's weight
+        adds_up = func is aten.add.Tensor and not kwargs and _in_engine() and _alike(args)
+        op = self._describe(func, args, kwargs, accumulation=adds_up and not args[0]._is_view())
         self.recording.ops.append(op)
         if func._schema.is_mutable and op.phase == "forward" and op.site and self._changes_buffer(func, args, kwargs):
             self.recording.writers.add(op.site[-1])
         out = fakes.call(func, args, kwargs)
         fresh = [self.track(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if op.accumulation:
-            self._note_sum(args[0], out)
+        if adds_up:
+            self._note_sum(args[0], out, beside=not op.accumulation)
         op.view = not any(fresh) and not func._schema.is_mutable
         op.flops = _flops(func, args, kwargs, out)
         return out
 
-    def _describe(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Op:
+    def _describe(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], accumulation: bool) -> Op:
         phase = self._phase()
         site, node = self._locate(phase)
         self._last_site = site
@@ -249,7 +252,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 uses.update(self._parameter_of.get(_key(leaf), ()))
         specs = tuple(spec_of(arg) for arg in args)
         keywords = tuple((name, spec_of(value)) for name, value in sorted(kwargs.items()))
-        accumulation = func is aten.add.Tensor and not keywords and _in_engine() and _alike(args)
         if accumulation:
             func = aten.add_.Tensor
         return Op(func, specs, keywords, phase, site, node, tuple(sorted(uses)), 0.0, False, accumulation)
@@ -282,12 +284,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         serial, _ = self._live.pop(key)
         self.recording.events.append((len(self.recording.ops) - 1, serial, -1))
 
-    def _note_sum(self, first: Tensor, total: Tensor) -> None:
-        """Autograd adds to the first gradient in place: what are two storages here is one."""
+    def _note_sum(self, first: Tensor, total: Tensor, *, beside: bool) -> None:
+        """What was the first gradient goes on as the sum: in its place, or ``beside`` it."""
         keys = _key(first), _key(total)
         if all(key in self._live for key in keys):
             before, after = (self._live[key][0] for key in keys)
             self._sums[after] = before
+            if beside:
+                self._beside.add(after)
 
     def _note_gradient(self, index: int, parameter: Tensor) -> None:
         """Leaves the gradient out of what is live: it is counted by its parameter."""
@@ -298,10 +302,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             while serial is not None:
                 self.recording.excluded.add(serial)
                 made = min(made, self._made[serial])
+                if serial in self._beside:
+                    self._count_twice(serial)
                 serial = self._sums.get(serial)
         self.recording.gradients[index] = (made, now)
         if self._free_gradients:
             parameter.grad = None
+
+    def _count_twice(self, serial: int) -> None:
+        """A gradient that was made beside its first part: during that op both are there, and its parameter is one."""
+        events, sizes = self.recording.events, self.recording.storage_bytes
+        at, op = next((at, op) for at, (op, each, sign) in enumerate(events) if (each, sign) == (serial, 1))
+        events[at:at] = [(op, len(sizes), 1), (op, len(sizes), -1)]
+        sizes.append(sizes[serial])
+        self._made.append(op)
 
 
 def _has_storage(tensor: Tensor) -> bool:

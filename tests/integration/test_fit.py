@@ -35,9 +35,19 @@ def fit(folder: str, module: GPTModule, data: Any = None, *, options: dict[str, 
     return made
 
 
+class Noting(GPTModule):
+    """Notes the form in which its optimizer makes each step."""
+
+    def configure_optimizers(self) -> Any:
+        self.forms: list[Any] = []
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda each, *_: self.forms.append(each.param_groups[0]["fused"]))
+        return optimizer
+
+
 def automatic(folder: str) -> dict[str, Any]:
     """``Trainer(strategy="osdp")``, then again with its measurements at hand."""
-    module = seeded()
+    module = seeded(Noting)
     first = trainer(folder, "osdp")
     first.fit(module)
     plan = first.strategy.execution_plan
@@ -46,6 +56,8 @@ def automatic(folder: str) -> dict[str, Any]:
         "plan": plan.to_json(),
         "written": written,
         "batch_sizes": module.batch_sizes,
+        "forms": module.forms,
+        "form_after": first.optimizers[0].param_groups[0]["fused"],
         "kept": [measured_again(folder, tolerance) for tolerance in (1e9, 0.0)],
     }
 
@@ -229,6 +241,8 @@ def test_plan_is_the_same_everywhere_and_written(results: list[dict[str, Any]]) 
     assert plan["predicted"]["step_time_s"] > 0
     assert plan["predicted"]["peak_memory_bytes"] <= plan["memory_limit_bytes"]
     assert set(results[0]["automatic"]["batch_sizes"]) == {plan["batch_size"]}
+    assert set(results[0]["automatic"]["forms"]) == {True}, "Adam is not stepped in its fused form"
+    assert results[0]["automatic"]["form_after"] is None
 
 
 def test_measurements_are_kept_while_the_network_agrees_with_them(results: list[dict[str, Any]]) -> None:

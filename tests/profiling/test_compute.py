@@ -158,3 +158,14 @@ def test_scratch_counts_at_its_operators_moments() -> None:
     for before, after in zip(model.moments, found.moments, strict=True):
         more = after.live.at(3) - before.live.at(3)
         assert more == (0 if before.operator != 1 else 5 if before.phase == "forward" else 21)
+
+
+def test_long_lists_are_timed_in_part_and_no_other_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only an optimizer's lists may be cut: one index less would make another kernel."""
+    monkeypatch.setattr(compute, "LIST_BYTES", 1000)
+    spec = TensorSpec((100,), (1,), torch.float32)
+    many = Kernel(aten._foreach_add_.List, ((spec,) * 10, (spec,) * 10))
+    assert compute._sample(many).args == ((spec,) * 2, (spec,) * 2)
+    places = TensorSpec((100,), (1,), torch.int64)
+    for whole in (Kernel(aten.index.Tensor, (spec, (places, places))), Kernel(aten.cat.default, ((spec,) * 10,))):
+        assert compute._sample(whole) is whole

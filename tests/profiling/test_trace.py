@@ -77,14 +77,15 @@ def test_tied_embedding_belongs_to_the_whole_model() -> None:
 
 
 def test_the_gradient_of_a_tied_weight_is_one_while_it_is_added_up() -> None:
-    """The head's part is what the embedding's is added to: it is a gradient from the start, not an activation."""
+    """The head's part is what the embedding's is added to: it is a gradient from the start, not an activation. It is a
+    transposed product, to which autograd does not add in place: for a moment there is the sum, too."""
     description = describe(TinyGPT(vocabulary=1 << 14, tied=True), tokens())
     weight = next(p.parameter_bytes for one in description.operators for p in one.parameters if p.aliases)
     backward = [moment for moment in description.moments if moment.phase == "backward"]
     inside = [m.live.fixed for m in backward if m.operator != OUTSIDE and description.operators[m.operator].name]
     assert max(inside) < weight / 2
     most = max(moment.live.fixed for moment in backward)
-    assert weight <= most < 1.5 * weight, "the embedding's part, before it is added"
+    assert 2 * weight <= most < 2.5 * weight, "the embedding's part and the sum"
 
 
 class BareParameter(Regression):
@@ -552,9 +553,19 @@ def test_tracing_a_plain_model_warns_of_nothing() -> None:
         describe(TinyGPT(), tokens())
 
 
+class LoopGPT(TinyGPT):
+    """Its optimizer's temporaries are more than clipping takes."""
+
+    def configure_optimizers(self) -> Any:
+        config = super().configure_optimizers()
+        for group in config["optimizer"].param_groups:
+            group["foreach"] = False
+        return config
+
+
 @pytest.mark.parametrize(("algorithm", "kernel"), [("norm", "linalg_vector_norm"), ("value", "clamp_")])
 def test_clipping_is_part_of_the_step_and_pins_nothing(algorithm: str, kernel: str) -> None:
-    module = TinyGPT()
+    module = LoopGPT()
     plain = trace(module, tokens(), 4, device=CPU)
     module.__dict__["_trainer"] = SimpleNamespace(
         datamodule=None, gradient_clip_val=0.5, gradient_clip_algorithm=algorithm

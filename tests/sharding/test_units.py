@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.sharding.fairscale import FairScaleEngine
 from lightning_osdp.sharding.gathers import GATHERS_IN_FLIGHT, GatherBound
-from lightning_osdp.sharding.units import Unit, joined
+from lightning_osdp.sharding.units import Unit, fairscale_module, joined
 from tests.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups
 from tests.ranks import run_ranks
 from tests.sharding.split_plans import split_plan
@@ -187,3 +188,14 @@ def test_frozen_parameters_are_freed_as_the_backward_goes_on(slices: int, recomp
     for most, same in run_ranks(frozen_units, 2, slices, recompute):
         assert most == 1
         assert same
+
+
+def gathered_by_fairscale(rank: int, ranks: int) -> list[float]:
+    """What FairScale gathers for a unit that a user has made: over a process group of torch's."""
+    whole = torch.zeros(2 * ranks)
+    fairscale_module.dist._all_gather_base(whole, torch.full((2,), float(rank + 1)), group=dist.group.WORLD)
+    return whole.tolist()
+
+
+def test_a_users_own_fairscale_units_gather_beside_ours() -> None:
+    assert run_ranks(gathered_by_fairscale, 2) == 2 * [[1.0, 1.0, 2.0, 2.0]]

@@ -1,0 +1,82 @@
+"""Adam's fused form, where the user has left the form to torch: one pass over memory and no temporaries.
+
+``torch.optim`` itself takes a loop on the CPU, whose temporaries are three times the largest parameter, and ``foreach``
+on CUDA, whose temporaries are as large as all parameters together. The fused kernels do the same arithmetic.
+[``benchmarks/allocator.py``, steps of a transformer, loop against fused: width 512 642 ms and 583, width 1024 1364 ms
+and 1095, peaks 820 MiB and 792]
+
+The form is chosen for each step and taken back after it, so that what is saved names the user's own choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+FUSED_ON = ("cpu", "cuda")
+
+
+def may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether a group of parameters can be stepped by a fused kernel, and nobody has asked for another form.
+
+    ``fused=False`` or any ``foreach`` counts as asking, and so do ``capturable`` and ``differentiable``.
+    """
+    if type(optimizer) not in (Adam, AdamW):  # a class of the user's own may step in its own way
+        return False
+    left_open = group.get("fused") is None and group.get("foreach") is None
+    if not left_open or group.get("capturable") or group.get("differentiable"):
+        return False
+    return all(p.device.type in FUSED_ON and p.is_floating_point() and p.is_contiguous() for p in group["params"])
+
+
+@contextmanager
+def fused(optimizer: Optimizer) -> Iterator[None]:
+    """Within it, ``optimizer`` steps in the fused form where that may be. This is decided when the gradients are there:
+    after the closure that the step is given."""
+    chosen: list[dict[str, Any]] = []
+
+    def choose() -> None:
+        for group in optimizer.param_groups:
+            if may_fuse(optimizer, group) and _ready(optimizer, group):
+                group["fused"] = True
+                chosen.append(group)
+
+    def before_step(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first one is the optimizer
+        if closure is None:
+            return choose()
+
+        def then_choose() -> Any:
+            result = closure()
+            choose()
+            return result
+
+        return args[:1], {**kwargs, "closure": then_choose}
+
+    handle = optimizer.register_step_pre_hook(before_step)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for group in chosen:
+            group["fused"] = None
+
+
+def _ready(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether gradients and states are laid out as the parameters, which the kernels take for granted; step counts of
+    another device (from a checkpoint) are brought along."""
+    for p in group["params"]:
+        if p.grad is None:
+            continue
+        state = optimizer.state.get(p, {})
+        tensors = [p.grad, *(value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0)]
+        if any(t.layout != torch.strided or t.dtype != p.dtype or not t.is_contiguous() for t in tensors):
+            return False
+        if "step" in state:
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=p.device)
+    return True

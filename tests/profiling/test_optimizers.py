@@ -1,0 +1,73 @@
+"""Stepping a few parameters of each kind says the same as stepping all, or is not believed."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+
+from lightning_osdp.profiling import optimizers
+from lightning_osdp.profiling.optimizers import Clipping, OptimizerTrace, trace_optimizers
+
+
+class Normed(Optimizer):
+    """Divides by the norm of all gradients: what it does for a parameter depends on the others."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        own = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        total = torch.stack([p.grad.norm() for p in own]).norm()
+        for p in own:
+            p.sub_(p.grad / total)
+
+
+def parameters() -> list[nn.Parameter]:
+    shapes = 3 * [(16, 8), (16,), (16, 8), (16,), (8, 16), (8,)]
+    return [nn.Parameter(torch.empty(shape)) for shape in shapes]
+
+
+def traced(make: Any, clipping: Clipping = optimizers.NO_CLIPPING) -> OptimizerTrace:
+    with FakeTensorMode() as mode:
+        own = parameters()
+        made = make(own)
+    return trace_optimizers([made], own, mode, clipping)
+
+
+def adam_in_groups(own: list[nn.Parameter]) -> Optimizer:
+    return torch.optim.AdamW([{"params": own[:9], "weight_decay": 0.0}, {"params": own[9:], "amsgrad": True}], lr=1e-3)
+
+
+MAKERS: dict[str, Any] = {
+    "sgd": lambda own: torch.optim.SGD(own, lr=0.1),
+    "momentum": lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "loop": lambda own: torch.optim.Adam(own, foreach=False),
+    "groups": adam_in_groups,
+    "adagrad": torch.optim.Adagrad,
+    "adafactor": torch.optim.Adafactor,
+    "foreach": lambda own: torch.optim.AdamW(own, foreach=True),
+    "normed": Normed,
+}
+
+
+@pytest.mark.parametrize("clipping", [optimizers.NO_CLIPPING, Clipping(1.0), Clipping(1.0, by_value=True)])
+@pytest.mark.parametrize("name", MAKERS)
+def test_some_of_each_kind_say_what_all_say(name: str, clipping: Clipping, monkeypatch: pytest.MonkeyPatch) -> None:
+    some = traced(MAKERS[name], clipping)
+    monkeypatch.setattr(optimizers, "_one_by_one", lambda *_: None)
+    every = traced(MAKERS[name], clipping)
+    assert set(some.kernels) == set(every.kernels)
+    assert (some.state_bytes, some.step, some.needs_whole) == (every.state_bytes, every.step, every.needs_whole)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_looks_at_several_parameters_at_once_is_stepped_with_all(name: str) -> None:
+    with FakeTensorMode():
+        own = parameters()
+        found = optimizers._one_by_one([MAKERS[name](own)], own)
+    assert (found is None) == (name in ("foreach", "normed"))
