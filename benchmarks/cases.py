@@ -29,7 +29,7 @@ from lightning_osdp.planning.wishes import Wishes  # noqa: E402
 from lightning_osdp.profiling import memory  # noqa: E402
 from tests.zoo import ZOO  # noqa: E402
 
-STEPS_S, FEWEST_STEPS, MOST_STEPS, QUICK_STEPS = 6.0, 9, 30, 5
+STEPS_S, FEWEST_STEPS, MOST_STEPS, QUICK_STEPS = 12.0, 15, 40, 5
 """How long to train: about so many seconds, but within these numbers of steps."""
 
 SKIPPED = 3

@@ -55,8 +55,8 @@ CHOSEN_SECONDS = 3.0
 """How long the plan that was found is rehearsed: its time is what people are told."""
 
 ODD = 0.2
-"""Share by which a rehearsal may differ from what was foreseen. Beyond it is made once more, and the less counts: other
-work on the machine lasts for some seconds at times."""
+"""Share by which a rehearsal may differ from what was foreseen. Beyond, it is made once more: other work on the machine
+lasts for some seconds at times."""
 
 MARGIN = 1.1
 """Room for a rehearsal, as a multiple of what it is thought to need."""
@@ -240,15 +240,25 @@ def _rehearsed(
     group: dist.ProcessGroup,
     seconds: float = SECONDS,
 ) -> Rehearsal:
-    """With what it took, of two tries where one is odd, the second a shorter one."""
+    """With what it took. Where that is odd, it is tried once more, for a shorter time: if both agree, that is it,
+    else one of them was disturbed, and the less counts."""
 
     def took_s(about_s: float) -> float:
         return on_all_ranks(group, partial(_timed, stage, [size], group, plan, about_s))[size]
 
-    least_s = took_s(seconds)
-    if abs(least_s / expected.foreseen_s - 1) > ODD:
-        least_s = min(least_s, took_s(seconds / 2))
-    return expected.model_copy(update={"took_s": least_s})
+    tries = [took_s(seconds)]
+    if _differ(tries[0], expected.foreseen_s):
+        tries.append(took_s(seconds / 2))
+    return expected.model_copy(update={"took_s": _agreed(tries)})
+
+
+def _agreed(tries: Sequence[float]) -> float:
+    """Always the least of two would be less than a step takes."""
+    return min(tries) if _differ(max(tries), min(tries)) else statistics.mean(tries)
+
+
+def _differ(took_s: float, other_s: float) -> bool:
+    return abs(took_s / other_s - 1) > ODD
 
 
 def _timed(

@@ -234,6 +234,23 @@ def chosen(rank: int, ranks: int, room_bytes: int) -> tuple[str, list[tuple[int,
     return decided(mixed(ranks).model_copy(update={"batch_size": 6})), found, same
 
 
+@pytest.mark.parametrize(
+    ("tries", "took_s", "left"),
+    [([1.1], 1.1, 0), ([1.4, 1.3], 1.35, 0), ([0.7, 0.72], 0.71, 0), ([1.9, 1.0], 1.0, 0), ([1.1, 5.0], 1.1, 1)],
+    ids=["as foreseen", "longer", "shorter", "disturbed", "no second one"],
+)
+def test_what_is_odd_is_tried_again(
+    tries: list[float], took_s: float, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tries that agree are both right: to take the less of them would foretell too little."""
+    monkeypatch.setattr(rehearsal, "on_all_ranks", lambda group, work: work())
+    monkeypatch.setattr(rehearsal, "_timed", lambda *_: {4: tries.pop(0)})
+    expected = Rehearsal(decided="", foreseen_s=1.0, took_s=1.0, added_s={})
+    found = rehearsal._rehearsed(stage(Module()), expected, mixed(2), 4, group=None)  # type: ignore[arg-type]
+    assert found.took_s == pytest.approx(took_s)
+    assert len(tries) == left
+
+
 def mixed(ranks: int) -> ExecutionPlan:
     """Every mode, and one operator in slices."""
     module = Module()
