@@ -54,7 +54,7 @@ PROBE_TOLERANCE = 3.0
 """Cached measurements of the network are used only if a fresh all-gather agrees with them within this factor: the same
 host may reach its peers over another link today. Busy machines are off by a factor of 2 at times."""
 
-FORMAT = 5
+FORMAT = 6
 """Of what is kept. To be raised when what is measured changes its meaning: older files are left alone then."""
 
 NO_LINK = Link(**{name: CollectiveFit(latency_s=0.0, s_per_byte=0.0) for name in Link.model_fields})
@@ -215,7 +215,9 @@ def measured(
         connections = _connections(ranks, cluster, cache, advance, room_bytes)
         times = on_all_ranks(
             ranks.group,
-            lambda: compute.measure(traced, ranks.device, progress=partial(advance, "compute"), wishes=wishes),
+            lambda: compute.measure(
+                traced, ranks.device, progress=partial(advance, "compute"), wishes=wishes, room_bytes=room_bytes
+            ),
         )
     measured = Measurements(**dict(connections), compute=_slowest(times, ranks))
     if stage is not None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,10 +25,10 @@ from lightning_osdp.planning.operators import NOTHING_BETWEEN, BetweenSteps
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import Rehearsal, as_rehearsed, decided, with_excess
 from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
-from lightning_osdp.planning.settled import MOST_REHEARSED, settled
+from lightning_osdp.planning.settled import MOST_REHEARSED, rehearsed_before, settled
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling import compute
-from lightning_osdp.profiling.memory import memory_in_use, memory_limit, overhead
+from lightning_osdp.profiling.memory import allowance, memory_in_use, memory_limit, overhead
 from lightning_osdp.profiling.trace import Trace, trace, trace_real
 from lightning_osdp.rehearsal import Stage, rehearse_alone, rehearse_chosen
 
@@ -121,26 +121,42 @@ def measure_and_plan(
     start = time.monotonic()
     team = _Team(traced, ranks, cluster, memory_limit, model_bytes, wishes, between)
     measured, from_cache, file = measurements.measured(traced, ranks, cluster, cache, wishes, team.free_bytes(), stage)
-    known_bytes = team.limit_and_used(stepped=bool(measured.rehearsals) and not from_cache)
-    plan = team.decide(measured, rule, *known_bytes)
-    for _ in range(MOST_REHEARSED):
+    room = team.room(stepped=bool(measured.rehearsals) and not from_cache)
+    plan = team.decide(measured, rule, room)
+    known = from_cache and rehearsed_before(plan, measured.rehearsals)
+    for _ in range(0 if known else MOST_REHEARSED):
         shown = team.rehearsed(stage, measured, plan)
         if shown is None:
             break
         measured = measured.model_copy(update={"rehearsals": (*measured.rehearsals, shown)})
         if ranks.is_first and file is not None:
             measurements.write(file, measured.model_dump_json())
-        known_bytes = team.limit_and_used(stepped=True)
+        room = team.room(stepped=True)
         try:
-            plan = team.decide(measured, rule, *known_bytes)
+            plan = team.decide(measured, rule, room)
         except InfeasibleError:  # for what the rehearsal has left behind: the plan was the last that fits
             plan = as_rehearsed(plan, measured.rehearsals)
             break
 
     def again(correction: Correction, rule: BatchRule) -> ExecutionPlan:
-        return team.decide(measured.model_copy(update={"correction": correction}), rule, *known_bytes)
+        return team.decide(measured.model_copy(update={"correction": correction}), rule, room)
 
     return Outcome(plan, time.monotonic() - start, from_cache, measured.correction, file, again)
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Bytes of the rank that has least.
+
+    Attributes:
+        limit: what a rank may take.
+        used: of that, what is not the model's.
+        guessed: of ``used``, what is not there yet but kept for the first steps.
+    """
+
+    limit: int
+    used: int
+    guessed: int
 
 
 @dataclass(frozen=True)
@@ -159,14 +175,16 @@ class _Team:
         """What this rank may take now."""
         return max(0, self.memory_limit() - memory_in_use(self.ranks.device))
 
-    def limit_and_used(self, stepped: bool) -> tuple[int, int]:
-        """The smallest limit of all ranks, and the most that is in use now and not the model's. Collective."""
-        used_bytes = not_for_the_model(self.traced, self.ranks.device, self.model_bytes, stepped)
-        numbers = torch.tensor([-self.memory_limit(), used_bytes]).to(self.ranks.device)
+    def room(self, stepped: bool) -> _Room:
+        """What there is now; ``stepped``: after steps on a copy. Collective."""
+        device = self.ranks.device
+        used = not_for_the_model(self.traced, device, self.model_bytes, stepped)
+        numbers = torch.tensor([-self.memory_limit(), used]).to(device)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.ranks.group)
-        return -int(numbers[0]), int(numbers[1])
+        limit, used = -int(numbers[0]), int(numbers[1])
+        return _Room(limit, used, min(used, allowance(device, stepped)))
 
-    def decide(self, measured: Measurements, rule: BatchRule, limit_bytes: int, used_bytes: int) -> ExecutionPlan:
+    def decide(self, measured: Measurements, rule: BatchRule, room: _Room) -> ExecutionPlan:
         """The first rank's plan, on every rank. Collective."""
 
         def first_rank() -> str:
@@ -174,8 +192,8 @@ class _Team:
                 return ""
             engine = with_excess(measured.engine, measured.rehearsals)
             hardware = measurements.hardware(self.ranks, self.cluster, measured.model_copy(update={"engine": engine}))
-            problem = _problem(self.traced, hardware, measured, limit_bytes, used_bytes, self.wishes, self.between)
-            return settled(problem, rule, make_plan(problem, rule), measured.rehearsals).to_json()
+            problem = _problem(self.traced, hardware, measured, room.limit, room.used, self.wishes, self.between)
+            return _decided(problem, rule, measured.rehearsals, room.guessed).to_json()
 
         text = [on_all_ranks(self.ranks, first_rank)]
         dist.broadcast_object_list(text, src=dist.get_global_rank(self.ranks.group, 0), group=self.ranks.group)
@@ -187,6 +205,25 @@ class _Team:
             return None
         known = measurements.hardware(self.ranks, self.cluster, measured)
         return rehearse_chosen(stage, self.traced, self.ranks.group, known, measured.compute, plan, self.free_bytes())
+
+
+def _decided(problem: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal], guessed_bytes: int) -> ExecutionPlan:
+    """The plan for ``problem``. Where nothing fits for want of no more than ``guessed_bytes``, which may not be taken,
+    the plan of least memory is tried: without it there would be no training at all."""
+    try:
+        return settled(problem, rule, make_plan(problem, rule), rehearsals)
+    except InfeasibleError as error:
+        if error.needed_bytes > problem.memory_limit_bytes + guessed_bytes:
+            raise
+        warnings.warn(
+            f"{error}. {guessed_bytes >> 20} MiB of what the process takes are kept for its first steps, which may "
+            "take less: training is tried, and ends where it does run out of memory",
+            OSDPWarning,
+            stacklevel=2,
+        )
+        least = replace(problem, memory_limit_bytes=error.needed_bytes)
+        plan = settled(least, rule, make_plan(least, rule), rehearsals)
+        return plan.model_copy(update={"memory_limit_bytes": problem.memory_limit_bytes})
 
 
 def still_right(

@@ -27,7 +27,15 @@ from lightning_osdp.planning.cluster import Cluster, ComputeTimes
 from lightning_osdp.planning.joining import Units, ways
 from lightning_osdp.planning.operators import ModelDescription
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
-from lightning_osdp.planning.rehearsed import CHOSEN_ERROR, Rehearsal, alike, copy_bytes, foreseen, rehearsed_compute
+from lightning_osdp.planning.rehearsed import (
+    CHOSEN_ERROR,
+    Rehearsal,
+    alike,
+    copy_bytes,
+    fitted_s,
+    foreseen,
+    rehearsed_compute,
+)
 from lightning_osdp.planning.wishes import NO_WISHES
 from lightning_osdp.profiling.memory import allowance
 from lightning_osdp.profiling.optimizers import configured
@@ -45,7 +53,7 @@ from lightning_osdp.profiling.trace import Trace
 from lightning_osdp.sharding.fairscale import FairScaleEngine
 from lightning_osdp.sharding.overhead import bare_plan, forget, synchronize
 
-SECONDS, LONGEST_S = 2.0, 10.0
+SECONDS, LONGEST_S = 1.5, 10.0
 """About how long each rehearsal takes; and from how long plain steps on there is none."""
 
 FEWEST, MOST, WARM_UP = 3, 9, 1
@@ -54,9 +62,9 @@ FEWEST, MOST, WARM_UP = 3, 9, 1
 CHOSEN_SECONDS = 3.0
 """How long the plan that was found is rehearsed: its time is what people are told."""
 
-ODD = 0.2
-"""Share by which a rehearsal may differ from what was foreseen. Beyond, it is made once more: other work on the machine
-lasts for some seconds at times."""
+ODD, CHOSEN_ODD = 0.2, 0.05
+"""Share by which a rehearsal may differ from what is likely: of all operators in one mode, and of a plan that was
+found. Beyond, it is made once more: other work on the machine lasts for some seconds at times."""
 
 MARGIN = 1.1
 """Room for a rehearsal, as a multiple of what it is thought to need."""
@@ -184,7 +192,8 @@ def rehearse_chosen(
         return None
     try:
         with kept_randomness(stage.device):
-            shown = _rehearsed(stage, expected, plan, size, group, CHOSEN_SECONDS)
+            likely_s = fitted_s(expected, plan.cluster.engine.excess)
+            shown = _rehearsed(stage, expected, plan, size, group, CHOSEN_SECONDS, (likely_s, CHOSEN_ODD))
     except Exception as error:
         _warn(error)
         return None
@@ -239,26 +248,21 @@ def _rehearsed(
     size: int,
     group: dist.ProcessGroup,
     seconds: float = SECONDS,
+    likely: tuple[float, float] | None = None,
 ) -> Rehearsal:
-    """With what it took. Where that is odd, it is tried once more, for a shorter time: if both agree, that is it,
-    else one of them was disturbed, and the less counts."""
+    """With what it took. Where that is not ``likely`` (seconds, and a share of them; as foreseen if None), it is tried
+    once more: if both agree, that is it, else one of them was disturbed, and the less counts."""
+    likely_s, odd = likely or (expected.foreseen_s, ODD)
 
-    def took_s(about_s: float) -> float:
-        return on_all_ranks(group, partial(_timed, stage, [size], group, plan, about_s))[size]
+    def took_s() -> float:
+        return on_all_ranks(group, partial(_timed, stage, [size], group, plan, seconds))[size]
 
-    tries = [took_s(seconds)]
-    if _differ(tries[0], expected.foreseen_s):
-        tries.append(took_s(seconds / 2))
-    return expected.model_copy(update={"took_s": _agreed(tries)})
-
-
-def _agreed(tries: Sequence[float]) -> float:
-    """Always the least of two would be less than a step takes."""
-    return min(tries) if _differ(max(tries), min(tries)) else statistics.mean(tries)
-
-
-def _differ(took_s: float, other_s: float) -> bool:
-    return abs(took_s / other_s - 1) > ODD
+    tries = [took_s()]
+    if abs(tries[0] / likely_s - 1) > odd:
+        tries.append(took_s())
+    # always the less of two would be less than a step takes
+    took = min(tries) if max(tries) / min(tries) - 1 > ODD else statistics.mean(tries)
+    return expected.model_copy(update={"took_s": took})
 
 
 def _timed(

@@ -177,7 +177,7 @@ def as_rehearsed(plan: ExecutionPlan, rehearsals: Sequence[Rehearsal]) -> Execut
     own = [one for one in rehearsals if one.decided == decided(plan)]
     if not own:
         return plan
-    more_s = sum(one.took_s - _fitted_s(one, plan.cluster.engine.excess) for one in own) / len(own)
+    more_s = sum(one.took_s - fitted_s(one, plan.cluster.engine.excess) for one in own) / len(own)
     before = plan.predicted
     more_s = max(more_s * plan.accumulate_grad_batches, -before.communication_time_s)
     step_s = before.step_time_s + more_s
@@ -189,7 +189,7 @@ def as_rehearsed(plan: ExecutionPlan, rehearsals: Sequence[Rehearsal]) -> Execut
     return plan.model_copy(update={"predicted": before.model_copy(update=update)})
 
 
-def _fitted_s(one: Rehearsal, excess: Excess) -> float:
+def fitted_s(one: Rehearsal, excess: Excess) -> float:
     """What is foreseen with ``excess``, as far as each kind of operators has it."""
     more_s: float = sum(seconds * getattr(excess, kind) for kind, seconds in one.added_s.items())
     return one.foreseen_s + more_s

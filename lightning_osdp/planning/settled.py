@@ -16,6 +16,25 @@ MOST_REHEARSED = 2
 """Plans that are found and rehearsed for one problem: after so many the best of them is taken."""
 
 
+SAME_ROOM = 0.1
+"""Share by which the memory for the model may differ between two starts of what counts as the same problem: what a
+process takes by itself is another few MiB each time."""
+
+
+def rehearsed_before(found: ExecutionPlan, rehearsals: Sequence[Rehearsal]) -> bool:
+    """Whether a plan was found and rehearsed for nearly the problem that ``found`` solves. Then the parts are as well
+    known as one more rehearsal would make them, which would take longer than all else of a start."""
+
+    def room(plan: ExecutionPlan) -> int:
+        return plan.memory_limit_bytes - plan.predicted.overhead_bytes
+
+    def same(plan: ExecutionPlan) -> bool:
+        alike = plan.search_end is None or found.search_end is None or plan.search_end.reason == found.search_end.reason
+        return alike and abs(room(plan) - room(found)) <= SAME_ROOM * room(found)
+
+    return any(same(one.plan) for one in rehearsals if one.plan is not None)
+
+
 def settled(problem: Problem, rule: BatchRule, found: ExecutionPlan, rehearsals: Sequence[Rehearsal]) -> ExecutionPlan:
     """``found``, or the best of the plans that were rehearsed and still may be had, as they are predicted now.
 
