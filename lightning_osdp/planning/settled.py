@@ -28,11 +28,14 @@ def rehearsed_before(found: ExecutionPlan, rehearsals: Sequence[Rehearsal]) -> b
     def room(plan: ExecutionPlan) -> int:
         return plan.memory_limit_bytes - plan.predicted.overhead_bytes
 
-    def same(plan: ExecutionPlan) -> bool:
-        alike = plan.search_end is None or found.search_end is None or plan.search_end.reason == found.search_end.reason
-        return alike and abs(room(plan) - room(found)) <= SAME_ROOM * room(found)
+    def asked(plan: ExecutionPlan) -> tuple[object, ...]:
+        by_memory = plan.search_end is not None and plan.search_end.reason == "memory"
+        return () if by_memory else (plan.search_end, plan.batch_size, plan.accumulate_grad_batches)
 
-    return any(same(one.plan) for one in rehearsals if one.plan is not None)
+    earlier = [one.plan for one in rehearsals if one.plan is not None]
+    return any(
+        asked(plan) == asked(found) and abs(room(plan) - room(found)) <= SAME_ROOM * room(found) for plan in earlier
+    )
 
 
 def settled(problem: Problem, rule: BatchRule, found: ExecutionPlan, rehearsals: Sequence[Rehearsal]) -> ExecutionPlan:

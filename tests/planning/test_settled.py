@@ -7,10 +7,10 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.planning.plan import ExecutionPlan, SearchEnd
 from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, foreseen
 from lightning_osdp.planning.schedule import BatchRule, Desks, Problem, make_plan
-from lightning_osdp.planning.settled import MOST_REHEARSED, predicted_now, settled
+from lightning_osdp.planning.settled import MOST_REHEARSED, SAME_ROOM, predicted_now, rehearsed_before, settled
 from lightning_osdp.planning.wishes import Wishes
 from tests.planning.small import MIB, blocks_of_one, blocks_of_two, cluster, compute
 
@@ -96,3 +96,18 @@ def test_what_no_longer_fits_is_not_taken() -> None:
     whole = problem(TIGHTER)
     found = make_plan(whole, RULE)
     assert settled(whole, RULE, found, [rehearsed(slow(TIGHT), 1e9)]) == found
+
+
+@pytest.mark.parametrize(
+    ("share", "known"), [(1.0, True), (1 + SAME_ROOM / 2, True), (1 - SAME_ROOM / 2, True), (1 + 3 * SAME_ROOM, False)]
+)
+def test_nearly_the_same_problem_needs_no_more_rehearsals(share: float, known: bool) -> None:
+    plan = slow(TIGHT)
+    found = plan.model_copy(update={"memory_limit_bytes": round(share * plan.memory_limit_bytes)})
+    shown = rehearsed(plan, 1.0)
+    assert rehearsed_before(found, [shown]) == known
+    assert not rehearsed_before(found, [])
+    assert not rehearsed_before(found, [shown.model_copy(update={"plan": None})])  # one mode for all says less
+    auto = found.model_copy(update={"search_end": SearchEnd(reason="memory", batch_size=9)})
+    assert not rehearsed_before(auto, [shown])  # its batch size was asked for
+    assert not rehearsed_before(found.model_copy(update={"batch_size": 3}), [shown])

@@ -12,7 +12,7 @@ from lightning_osdp.planning.operators import OUTSIDE, Line
 from lightning_osdp.planning.rehearsed import rising
 from lightning_osdp.profiling import arguments, compute
 from lightning_osdp.profiling.compute import measure
-from lightning_osdp.profiling.kernels import Kernel, TensorSpec, spec_of
+from lightning_osdp.profiling.kernels import Kernel, KernelPhase, TensorSpec, spec_of
 from lightning_osdp.profiling.memory import fix_cpu_allocator
 from lightning_osdp.profiling.trace import Trace, trace
 from tests.planning.small import blocks_of_one
@@ -101,6 +101,21 @@ def test_a_backward_that_only_its_forward_can_prepare_runs_by_autograd(monkeypat
     assert estimated.scratch[0].backward.at(2) == 0
     (time,) = estimated.operators
     assert time.backward.at(2) > time.forward.at(2)  # where that is not possible, a multiple of the forward's
+
+
+@pytest.mark.parametrize(
+    ("phase", "room_mib", "sets"),
+    [("forward", 1 << 20, 8), ("optimizer", 1 << 20, 16), ("optimizer", 16, 2), ("forward", 0, 1)],
+)
+def test_arguments_are_copied_until_they_have_left_the_cache_if_there_is_room(
+    phase: KernelPhase, room_mib: int, sets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[torch.Tensor] = []
+    monkeypatch.setattr(compute, "copied", lambda tensor: made.append(tensor) or tensor)
+    four_mib = TensorSpec((1 << 20,), (1,), torch.float32)
+    kernel = Kernel(aten.neg.default, (four_mib,), phase=phase)
+    assert compute._time(kernel, compute._Clock(CPU, room_mib << 20), share_s=60.0) > 0
+    assert len(made) == sets - 1
 
 
 def test_kernel_that_cannot_run_alone_is_estimated_with_one_warning() -> None:
