@@ -211,7 +211,7 @@ def _decided(problem: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal],
     """The plan for ``problem``. Where nothing fits for want of no more than ``guessed_bytes``, which may not be taken,
     the plan of least memory is tried: without it there would be no training at all."""
     try:
-        return settled(problem, rule, make_plan(problem, rule), rehearsals)
+        return settled(problem, rule, rehearsals)
     except InfeasibleError as error:
         if error.needed_bytes > problem.memory_limit_bytes + guessed_bytes:
             raise
@@ -222,7 +222,7 @@ def _decided(problem: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal],
             stacklevel=2,
         )
         least = replace(problem, memory_limit_bytes=error.needed_bytes)
-        plan = settled(least, rule, make_plan(least, rule), rehearsals)
+        plan = settled(least, rule, rehearsals)
         return plan.model_copy(update={"memory_limit_bytes": problem.memory_limit_bytes})
 
 

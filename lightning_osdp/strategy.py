@@ -213,6 +213,8 @@ class OSDPStrategy(RanksStrategy):
             batch = self.precision_plugin.convert_input(batch)
             self._outcome = self._find_plan(trainer, ranks, given, data, batch, batch_size)
             data.forget_loader()
+        if self._replan == "never":
+            self._outcome = replace(self._outcome, again=None)  # it holds all that was read of the step: some MiB
         self._plan = plan = self._outcome.plan
         check_same(ranks.group, "the plan", hashlib.sha256(plan.to_json().encode()).hexdigest()[:12])
         engine = FairScaleEngine(self.root_device, ranks.group)

@@ -44,6 +44,10 @@ Lightning refuses its FSDPStrategy on a CPU; a subclass that passes the device o
 """.strip()
 
 
+NOTES = "## What falls short, and why"
+"""Heading of what people write below the figures: it stays where the page is written anew."""
+
+
 def facts(arguments: Sequence[str], commits: set[str]) -> dict[str, Any]:
     """Machine, versions, date and command."""
     return {
@@ -62,8 +66,14 @@ def write(comparisons: Sequence[Comparison], about: dict[str, Any], repeats: int
     pictures = figures.draw(comparisons, folder)
     write_json(comparisons, about, folder / "results.json")
     page = docs / "benchmarks.md"
-    page.write_text("\n".join(_page(comparisons, about, repeats, pictures)) + "\n")
+    notes = _notes(page)
+    page.write_text("\n".join(_page(comparisons, about, repeats, pictures)) + "\n" + notes)
     return page
+
+
+def _notes(page: Path) -> str:
+    before = page.read_text() if page.exists() else ""
+    return before[before.index(NOTES) :] if NOTES in before else ""
 
 
 def write_json(comparisons: Sequence[Comparison], about: dict[str, Any], file: Path) -> None:

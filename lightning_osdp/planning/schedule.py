@@ -41,7 +41,12 @@ def make_plan(problem: Problem, rule: BatchRule) -> ExecutionPlan:
             and what would fit.
         ConfigurationError: the batch sizes of ``rule`` contradict each other, or a wish matches nothing.
     """
-    desks = Desks(problem)
+    return found_at(Desks(problem), rule)
+
+
+def found_at(desks: Desks, rule: BatchRule) -> ExecutionPlan:
+    """``make_plan`` where there are desks already."""
+    problem = desks.problem
     found: list[Candidate] = []
     end: SearchEnd | None = None
     for batch_size, accumulation in rule.pairs(problem.cluster.ranks):

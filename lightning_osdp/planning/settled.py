@@ -10,11 +10,10 @@ from collections.abc import Sequence
 
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, as_rehearsed
-from lightning_osdp.planning.schedule import BatchRule, Desks, Problem, to_plan
+from lightning_osdp.planning.schedule import BatchRule, Desks, Problem, found_at, to_plan
 
 MOST_REHEARSED = 2
 """Plans that are found and rehearsed for one problem: after so many the best of them is taken."""
-
 
 SAME_ROOM = 0.1
 """Share by which the memory for the model may differ between two starts of what counts as the same problem: what a
@@ -38,20 +37,22 @@ def rehearsed_before(found: ExecutionPlan, rehearsals: Sequence[Rehearsal]) -> b
     )
 
 
-def settled(problem: Problem, rule: BatchRule, found: ExecutionPlan, rehearsals: Sequence[Rehearsal]) -> ExecutionPlan:
-    """``found``, or the best of the plans that were rehearsed and still may be had, as they are predicted now.
+def settled(problem: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal]) -> ExecutionPlan:
+    """What the search finds, or the best of the plans that were rehearsed and still may be had, as predicted now.
 
     Args:
-        problem: that ``found`` solves.
+        problem: to solve.
         rule: which batch sizes there are.
-        found: what the search says.
         rehearsals: all that there were.
+
+    Raises:
+        InfeasibleError, ConfigurationError: as ``make_plan``.
     """
-    found = as_rehearsed(found, rehearsals)
+    desks = Desks(problem)
+    found = as_rehearsed(found_at(desks, rule), rehearsals)
     plans = [one.plan for one in rehearsals if one.plan is not None]
     if not plans:
         return found
-    desks = Desks(problem)
     earlier = (predicted_now(desks, rule, plan, found) for plan in plans)
     known = [as_rehearsed(plan, rehearsals) for plan in earlier if plan is not None]
     if not known:

@@ -165,6 +165,9 @@ def test_totals_and_page_say_what_the_cells_say(tmp_path: Path) -> None:
     assert "out of memory" in text
     assert (tmp_path / "benchmarks" / "nd-quick.svg").exists()
     assert len(json.loads((tmp_path / "benchmarks" / "results.json").read_text())["cells"]) == 4
+    page.write_text(f"of yesterday\n{document.NOTES}\n\n- Why.\n")
+    assert document.write(compared, document.facts(["--quick"], {"abc"}), 3, tmp_path) == page
+    assert page.read_text() == f"{text}{document.NOTES}\n\n- Why.\n"
 
 
 def test_systems_are_named_with_their_switches() -> None:

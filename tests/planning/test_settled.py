@@ -50,16 +50,16 @@ def test_what_was_found_is_predicted_as_it_was(count: int, several: bool, limit_
 
 def test_without_rehearsals_the_search_decides() -> None:
     found = make_plan(problem(), RULE)
-    assert settled(problem(), RULE, found, []) == found
+    assert settled(problem(), RULE, []) == found
     uniform = rehearsed(slow(), 1e9).model_copy(update={"plan": None})  # it says how to predict, not what to take
-    assert settled(problem(), RULE, found, [uniform]) == found
+    assert settled(problem(), RULE, [uniform]) == found
 
 
 @pytest.mark.parametrize(("more", "kept"), [(STEP_ERROR / 2, True), (2 * STEP_ERROR, False)])
 def test_another_plan_has_to_promise_more_than_the_clocks_error(more: float, kept: bool) -> None:
     found = make_plan(problem(), RULE)
     shown = found.predicted.samples_per_s / (1 + more)
-    plan = settled(problem(), RULE, found, [rehearsed(slow(), shown)])
+    plan = settled(problem(), RULE, [rehearsed(slow(), shown)])
     assert (plan.operators != found.operators) == kept
     assert plan.predicted.samples_per_s == pytest.approx(shown if kept else found.predicted.samples_per_s)
     assert plan.frontier == found.frontier
@@ -71,7 +71,7 @@ def test_after_some_rehearsals_the_best_of_them_is_taken() -> None:
     most = found.predicted.samples_per_s
     for shares in ((0.5, 0.6), (0.6, 0.5)):
         shown = [rehearsed(plan, share * most) for plan, share in zip(plans, shares, strict=True)]
-        plan = settled(problem(), RULE, found, shown)
+        plan = settled(problem(), RULE, shown)
         assert plan.predicted.samples_per_s == pytest.approx(0.6 * most)
         assert [op.slices for op in plan.operators] == [op.slices for op in plans[shares.index(0.6)].operators]
 
@@ -80,7 +80,7 @@ def test_what_may_no_longer_be_had_is_not_taken() -> None:
     earlier = slow(TIGHTEST)
     shown = [rehearsed(earlier, 1e9)]
     assert max(len(op.slices) for op in earlier.operators) > 1
-    kept = settled(problem(), RULE, make_plan(problem(), RULE), shown)
+    kept = settled(problem(), RULE, shown)
     assert [op.choice for op in kept.operators] == [op.choice for op in earlier.operators]
     for whole, rule in (
         (problem(TIGHT), BatchRule(batch_size=1)),
@@ -89,13 +89,13 @@ def test_what_may_no_longer_be_had_is_not_taken() -> None:
         (problem(wishes=Wishes(slice_granularity=1)), RULE),
     ):
         found = make_plan(whole, rule)
-        assert settled(whole, rule, found, shown) == found
+        assert settled(whole, rule, shown) == found
 
 
 def test_what_no_longer_fits_is_not_taken() -> None:
     whole = problem(TIGHTER)
     found = make_plan(whole, RULE)
-    assert settled(whole, RULE, found, [rehearsed(slow(TIGHT), 1e9)]) == found
+    assert settled(whole, RULE, [rehearsed(slow(TIGHT), 1e9)]) == found
 
 
 @pytest.mark.parametrize(
