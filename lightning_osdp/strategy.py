@@ -74,7 +74,7 @@ class OSDPStrategy(RanksStrategy):
         save_format: ``"full"`` saves one ordinary file; ``"sharded"`` a folder that every rank writes its part of.
         replan: ``"on_drift"`` makes a new plan, at the same batch size and with nothing lost, when the measured peak of
             memory leaves the predicted one by more than 5 % or exceeds the limit; ``"never"`` only reports it.
-        rehearse: whether the module's own step is run some 25 times on a copy while planning, where there is room for
+        rehearse: whether the module's own step is run some 30 times on a copy while planning, where there is room for
             it. False where ``training_step`` does things that can't be repeated; predicted times are less sure then.
         cache: folder for measurements; None for the user's cache folder, ``""`` to keep none.
         timeout: of the process group; 30 minutes if None.
