@@ -66,6 +66,10 @@ ODD, CHOSEN_ODD = 0.2, 0.05
 """Share by which a rehearsal may differ from what is likely: of all operators in one mode, and of a plan that was
 found. Beyond, it is made once more: other work on the machine lasts for some seconds at times."""
 
+SHORT_S = 1.0
+"""Steps that take longer are repeated only where they differ by ``ODD``: a second rehearsal of them takes long, and the
+first has lasted through more of what goes on beside it."""
+
 MARGIN = 1.1
 """Room for a rehearsal, as a multiple of what it is thought to need."""
 
@@ -258,7 +262,7 @@ def _rehearsed(
         return on_all_ranks(group, partial(_timed, stage, [size], group, plan, seconds))[size]
 
     tries = [took_s()]
-    if abs(tries[0] / likely_s - 1) > odd:
+    if abs(tries[0] / likely_s - 1) > (odd if tries[0] <= SHORT_S else ODD):
         tries.append(took_s())
     # always the less of two would be less than a step takes
     took = min(tries) if max(tries) / min(tries) - 1 > ODD else statistics.mean(tries)

@@ -234,6 +234,17 @@ def chosen(rank: int, ranks: int, room_bytes: int) -> tuple[str, list[tuple[int,
     return decided(mixed(ranks).model_copy(update={"batch_size": 6})), found, same
 
 
+def test_a_long_step_is_tried_again_only_if_it_is_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "on_all_ranks", lambda group, work: work())
+    for seconds, left in ((rehearsal.SHORT_S / 2, 0), (5 * rehearsal.SHORT_S, 1)):
+        tries = [1.1 * seconds, 1.1 * seconds]
+        monkeypatch.setattr(rehearsal, "_timed", lambda *_, tries=tries: {4: tries.pop()})
+        expected = Rehearsal(decided="", foreseen_s=seconds, took_s=seconds, added_s={})
+        likely = (seconds, rehearsal.CHOSEN_ODD)
+        rehearsal._rehearsed(stage(Module()), expected, mixed(2), 4, None, likely=likely)  # type: ignore[arg-type]
+        assert len(tries) == left
+
+
 @pytest.mark.parametrize(
     ("tries", "took_s", "left"),
     [([1.1], 1.1, 0), ([1.4, 1.3], 1.35, 0), ([0.7, 0.72], 0.71, 0), ([1.9, 1.0], 1.0, 0), ([1.1, 5.0], 1.1, 1)],
