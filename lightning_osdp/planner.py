@@ -193,7 +193,7 @@ class _Team:
             engine = with_excess(measured.engine, measured.rehearsals)
             hardware = measurements.hardware(self.ranks, self.cluster, measured.model_copy(update={"engine": engine}))
             problem = _problem(self.traced, hardware, measured, room.limit, room.used, self.wishes, self.between)
-            return _decided(problem, rule, measured.rehearsals, room.guessed).to_json()
+            return _plan_for(problem, rule, measured.rehearsals, room.guessed).to_json()
 
         text = [on_all_ranks(self.ranks, first_rank)]
         dist.broadcast_object_list(text, src=dist.get_global_rank(self.ranks.group, 0), group=self.ranks.group)
@@ -207,7 +207,7 @@ class _Team:
         return rehearse_chosen(stage, self.traced, self.ranks.group, known, measured.compute, plan, self.free_bytes())
 
 
-def _decided(problem: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal], guessed_bytes: int) -> ExecutionPlan:
+def _plan_for(problem: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal], guessed_bytes: int) -> ExecutionPlan:
     """The plan for ``problem``. Where nothing fits for want of no more than ``guessed_bytes``, which may not be taken,
     the plan of least memory is tried: without it there would be no training at all."""
     try:

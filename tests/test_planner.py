@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
-from lightning_osdp.planner import _decided
+from lightning_osdp.planner import _plan_for
 from lightning_osdp.planning.schedule import BatchRule, Problem, least_bytes, make_plan
 from tests.planning.small import MIB, blocks_of_one, cluster, compute
 
@@ -21,12 +21,12 @@ def test_what_is_short_by_no_more_than_a_guess_is_tried() -> None:
     short = replace(ROOMY, memory_limit_bytes=least - MIB)
     for guessed_bytes in (0, MIB - 1):
         with pytest.raises(InfeasibleError, match="needs at least"):
-            _decided(short, RULE, [], guessed_bytes)
+            _plan_for(short, RULE, [], guessed_bytes)
     with pytest.warns(OSDPWarning, match=r"needs at least.*What would fit.*training is tried"):
-        plan = _decided(short, RULE, [], MIB)
+        plan = _plan_for(short, RULE, [], MIB)
     assert plan.predicted.peak_memory_bytes == least
     assert plan.memory_limit_bytes == short.memory_limit_bytes
 
 
 def test_what_fits_is_as_the_search_says() -> None:
-    assert _decided(ROOMY, RULE, [], MIB) == make_plan(ROOMY, RULE)
+    assert _plan_for(ROOMY, RULE, [], MIB) == make_plan(ROOMY, RULE)

@@ -52,6 +52,9 @@ COLD_STATES_BYTES = 1 << 26
 """The same for an optimizer's kernels: a step has gone through all of the model when it comes to a parameter again.
 [64 MiB; empirical, same processor, ViT of 14 M parameters: AdamW takes 0.6 of its time in training with half of it]"""
 
+PLENTY_BYTES = 1 << 60
+"""Of memory, where nobody has said how much is free."""
+
 MAX_COPIES = 16
 """Most copies of one kernel's arguments."""
 
@@ -83,7 +86,7 @@ def measure(
     progress: Progress | None = None,
     time_budget_s: float = 6.0,
     wishes: Wishes = NO_WISHES,
-    room_bytes: int = 1 << 60,
+    room_bytes: int = PLENTY_BYTES,
 ) -> ComputeTimes:
     """Times every different kernel of ``trace`` on ``device``, and those that operators would run if they were split.
 
@@ -282,7 +285,7 @@ class _Clock:
     """Seconds of a call, waiting for the device where it works behind the host's back; copies of arguments may take
     half of ``room_bytes``."""
 
-    def __init__(self, device: torch.device, room_bytes: int = 1 << 60) -> None:
+    def __init__(self, device: torch.device, room_bytes: int = PLENTY_BYTES) -> None:
         self.device = device
         self.room_bytes = room_bytes
 
