@@ -6,8 +6,9 @@ Models: the paper's three families scaled down (narrow and deep, wide and shallo
 architectures of the tests. Each is trained by ``Trainer(strategy=OSDPStrategy(...))`` under all-dp, all-zdp2, all-zdp
 and a searched plan whose memory limit lies between the peaks of all-dp and all-zdp, at two batch sizes that were not
 profiled. Every case has processes of its own, forked from one that has imported the libraries and nothing more. They
-plan first, with measurements of this machine that the first case of a model left in a cache, and train then. On CUDA
-devices the same command counts with CUDA's own counters.
+plan first, with measurements of this machine that the first case of a model left in a cache, and train then. Plans of
+one batch size take turns with their rehearsals and with training: each is spread over some minutes, since what else a
+machine does makes it faster or slower for seconds. On CUDA devices the same command counts with CUDA's own counters.
 
 Time: median over the steps after the first ones. Memory: the largest peak of a step on any rank, above what the
 process took before the model (the plan's ``overhead_bytes`` without its allowance for the first steps).
@@ -25,9 +26,11 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of the ranks, before any of them loads torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -45,45 +48,102 @@ TIMEOUT_S = 600
 """Of one case."""
 
 
+Said = TypeVar("Said")
+
+
 # -- running -----------------------------------------------------------------------------------------------------------
 
 
+class Running:
+    """A case in processes of its own, which work when they are given a turn. To be closed."""
+
+    def __init__(self, context: multiprocessing.context.ForkServerContext, order: Order) -> None:
+        self._order = order
+        self._pipe, theirs = context.Pipe()
+        pipes = [theirs] + [None] * (order.ranks - 1)
+        self._ranks = [context.Process(target=work, args=(rank, order, pipe)) for rank, pipe in enumerate(pipes)]
+        self._theirs = theirs
+
+    def turn(self) -> Any:
+        """What the case says at the end of its turn (``work``).
+
+        Raises:
+            SystemExit: a rank failed, or takes too long; the logs are the message.
+        """
+        try:
+            if self._theirs.closed:
+                self._pipe.send("go on")
+            else:
+                for rank in self._ranks:
+                    rank.start()
+                self._theirs.close()
+            if self._pipe.poll(TIMEOUT_S):
+                return self._pipe.recv()
+        except (EOFError, OSError):
+            pass
+        logs = [
+            self._order.log(rank).read_text() for rank in range(self._order.ranks) if self._order.log(rank).exists()
+        ]
+        raise SystemExit(f"{self._order} failed:\n" + "\n".join(logs))
+
+    def close(self) -> None:
+        """Ends what still runs."""
+        for rank in self._ranks:
+            if rank.pid is not None:
+                rank.kill()
+                rank.join()
+
+
+def turns_until(kind: type[Said], running: Mapping[str, Running]) -> dict[str, Said]:
+    """Turns for all of them, round by round, until each has said something of that kind."""
+    said: dict[str, Said] = {}
+    while len(said) < len(running):
+        for name, each in running.items():
+            if name not in said and isinstance(word := each.turn(), kind):
+                said[name] = word
+    return said
+
+
 def run_case(context: multiprocessing.context.ForkServerContext, order: Order) -> Case:
-    """One case in processes of its own.
+    """One case by itself.
 
     Raises:
-        SystemExit: a rank failed; its log is the message.
+        SystemExit: a rank failed.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: no rank is left behind
-    ranks = [context.Process(target=work, args=(rank, order)) for rank in range(order.ranks)]
-    try:
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(TIMEOUT_S)
-    finally:
-        for rank in ranks:
-            rank.kill()
-    if any(rank.exitcode for rank in ranks):
-        logs = [(Path(order.folder) / f"rank{rank}.log").read_text() for rank in range(order.ranks)]
-        raise SystemExit(f"{order} failed:\n" + "\n".join(logs))
-    return Case(**json.loads((Path(order.folder) / "case.json").read_text()))
+    with closing(Running(context, order)) as running:
+        return turns_until(Case, {order.plan: running})[order.plan]
+
+
+def run_together(args: argparse.Namespace, order: Order) -> list[Case]:
+    """All plans of one model at one batch size, in turns. ``order`` is for the first of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cases"])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as in run_case
+    with ExitStack() as stack:
+
+        def started(plan: str, limit_bytes: int) -> Running:
+            own = replace(order, plan=plan, limit_bytes=limit_bytes, port=free_port())
+            return stack.enter_context(closing(Running(context, own)))
+
+        running = {plan: started(plan, order.limit_bytes) for plan in args.plans if plan != "searched"}
+        first = dict([next(iter(running.items()))])
+        peaks = turns_until(int, first)  # measures what the others find in the cache
+        peaks |= turns_until(int, {plan: each for plan, each in running.items() if plan not in first})
+        if "searched" in args.plans:
+            running["searched"] = started("searched", (peaks["dp"] + peaks["zdp"]) // 2)
+            turns_until(int, {"searched": running["searched"]})
+        return list(turns_until(Case, running).values())
 
 
 def run_model(args: argparse.Namespace, model: str, show: Callable[[Case], None]) -> list[Case]:
     """All plans and batch sizes of one model; the first case measures, the others find that in the cache."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cases"])
     cases = []
     sizes = (SUBJECTS | OPTIONS)[model].batch_sizes
     with tempfile.TemporaryDirectory() as folder:
         for batch_size in sizes[:1] if args.quick else sizes:
-            peaks: dict[str, int] = {}
-            for plan in args.plans:
-                limit = (peaks["dp"] + peaks["zdp"]) // 2 if plan == "searched" else 1 << 40
-                order = Order(model, plan, batch_size, limit, folder, args.ranks, free_port(), args.quick)
-                case = run_case(context, order)
-                peaks[plan] = case.predicted_bytes + case.baseline_bytes
+            order = Order(model, args.plans[0], batch_size, 1 << 40, folder, args.ranks, 0, args.quick)
+            for case in sorted(run_together(args, order), key=lambda case: args.plans.index(case.plan)):
                 cases.append(case)
                 show(case)
     return cases
