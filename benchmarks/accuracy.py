@@ -6,12 +6,15 @@ Models: the paper's three families scaled down (narrow and deep, wide and shallo
 architectures of the tests. Each is trained by ``Trainer(strategy=OSDPStrategy(...))`` under all-dp, all-zdp2, all-zdp
 and a searched plan whose memory limit lies between the peaks of all-dp and all-zdp, at two batch sizes that were not
 profiled. Every case has processes of its own, forked from one that has imported the libraries and nothing more. They
-plan first, with measurements of this machine that the first case of a model left in a cache, and train then. Plans of
-one batch size take turns with their rehearsals and with training: each is spread over some minutes, since what else a
-machine does makes it faster or slower for seconds. On CUDA devices the same command counts with CUDA's own counters.
+plan first, with measurements of this machine that the first case of a model left in a cache, and train then. On CUDA
+devices the same command counts with CUDA's own counters.
 
-Time: median over the steps after the first ones. Memory: the largest peak of a step on any rank, above what the
-process took before the model (the plan's ``overhead_bytes`` without its allowance for the first steps).
+All that is done in several rounds, minutes apart, each with measurements of its own: what else a machine does makes it
+faster or slower for seconds and for minutes.
+
+Time: in each round the median over the steps after the first ones; of predictions and of measurements the mean over the
+rounds. Memory: the largest peak of a step on any rank, above what the process took before the model (the plan's
+``overhead_bytes`` without its allowance for the first steps), in the round where it was predicted worst.
 """
 
 from __future__ import annotations
@@ -26,11 +29,9 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of the ranks, before any of them loads torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -48,104 +49,63 @@ TIMEOUT_S = 600
 """Of one case."""
 
 
-Said = TypeVar("Said")
-
-
 # -- running -----------------------------------------------------------------------------------------------------------
 
 
-class Running:
-    """A case in processes of its own, which work when they are given a turn. To be closed."""
-
-    def __init__(self, context: multiprocessing.context.ForkServerContext, order: Order) -> None:
-        self._order = order
-        self._pipe, theirs = context.Pipe()
-        pipes = [theirs] + [None] * (order.ranks - 1)
-        self._ranks = [context.Process(target=work, args=(rank, order, pipe)) for rank, pipe in enumerate(pipes)]
-        self._theirs = theirs
-
-    def turn(self) -> Any:
-        """What the case says at the end of its turn (``work``).
-
-        Raises:
-            SystemExit: a rank failed, or takes too long; the logs are the message.
-        """
-        try:
-            if self._theirs.closed:
-                self._pipe.send("go on")
-            else:
-                for rank in self._ranks:
-                    rank.start()
-                self._theirs.close()
-            if self._pipe.poll(TIMEOUT_S):
-                return self._pipe.recv()
-        except (EOFError, OSError):
-            pass
-        logs = [
-            self._order.log(rank).read_text() for rank in range(self._order.ranks) if self._order.log(rank).exists()
-        ]
-        raise SystemExit(f"{self._order} failed:\n" + "\n".join(logs))
-
-    def close(self) -> None:
-        """Ends what still runs."""
-        for rank in self._ranks:
-            if rank.pid is not None:
-                rank.kill()
-                rank.join()
-
-
-def turns_until(kind: type[Said], running: Mapping[str, Running]) -> dict[str, Said]:
-    """Turns for all of them, round by round, until each has said something of that kind."""
-    said: dict[str, Said] = {}
-    while len(said) < len(running):
-        for name, each in running.items():
-            if name not in said and isinstance(word := each.turn(), kind):
-                said[name] = word
-    return said
-
-
 def run_case(context: multiprocessing.context.ForkServerContext, order: Order) -> Case:
-    """One case by itself.
+    """One case in processes of its own.
 
     Raises:
-        SystemExit: a rank failed.
+        SystemExit: a rank failed; its log is the message.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: no rank is left behind
-    with closing(Running(context, order)) as running:
-        return turns_until(Case, {order.plan: running})[order.plan]
+    ranks = [context.Process(target=work, args=(rank, order)) for rank in range(order.ranks)]
+    try:
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(TIMEOUT_S)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    if any(rank.exitcode for rank in ranks):
+        logs = [(Path(order.folder) / f"rank{rank}.log").read_text() for rank in range(order.ranks)]
+        raise SystemExit(f"{order} failed:\n" + "\n".join(logs))
+    return Case(**json.loads((Path(order.folder) / "case.json").read_text()))
 
 
-def run_together(args: argparse.Namespace, order: Order) -> list[Case]:
-    """All plans of one model at one batch size, in turns. ``order`` is for the first of them."""
+def run_model(args: argparse.Namespace, model: str) -> list[Case]:
+    """All plans and batch sizes of one model, over all rounds."""
+    rounds = [run_round(args, model) for _ in range(args.rounds)]
+    return [joined(each) for each in zip(*rounds, strict=True)]
+
+
+def joined(rounds: Sequence[Case]) -> Case:
+    """One case of several rounds."""
+    worst = max(rounds, key=lambda case: abs(case.memory_error))
+    return replace(
+        worst,
+        predicted_s=statistics.mean(case.predicted_s for case in rounds),
+        measured_s=statistics.mean(case.measured_s for case in rounds),
+        rounds_s=tuple((case.predicted_s, case.measured_s) for case in rounds),
+    )
+
+
+def run_round(args: argparse.Namespace, model: str) -> list[Case]:
+    """All plans and batch sizes of one model; the first case measures, the others find that in the cache."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["cases"])
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as in run_case
-    with ExitStack() as stack:
-
-        def started(plan: str, limit_bytes: int) -> Running:
-            own = replace(order, plan=plan, limit_bytes=limit_bytes, port=free_port())
-            return stack.enter_context(closing(Running(context, own)))
-
-        running = {plan: started(plan, order.limit_bytes) for plan in args.plans if plan != "searched"}
-        first = dict([next(iter(running.items()))])
-        peaks = turns_until(int, first)  # measures what the others find in the cache
-        peaks |= turns_until(int, {plan: each for plan, each in running.items() if plan not in first})
-        if "searched" in args.plans:
-            running["searched"] = started("searched", (peaks["dp"] + peaks["zdp"]) // 2)
-            turns_until(int, {"searched": running["searched"]})
-        return list(turns_until(Case, running).values())
-
-
-def run_model(args: argparse.Namespace, model: str, show: Callable[[Case], None]) -> list[Case]:
-    """All plans and batch sizes of one model; the first case measures, the others find that in the cache."""
     cases = []
     sizes = (SUBJECTS | OPTIONS)[model].batch_sizes
     with tempfile.TemporaryDirectory() as folder:
         for batch_size in sizes[:1] if args.quick else sizes:
-            order = Order(model, args.plans[0], batch_size, 1 << 40, folder, args.ranks, 0, args.quick)
-            for case in sorted(run_together(args, order), key=lambda case: args.plans.index(case.plan)):
+            peaks: dict[str, int] = {}
+            for plan in args.plans:
+                limit = (peaks["dp"] + peaks["zdp"]) // 2 if plan == "searched" else 1 << 40
+                order = Order(model, plan, batch_size, limit, folder, args.ranks, free_port(), args.quick)
+                case = run_case(context, order)
+                peaks[plan] = case.predicted_bytes + case.baseline_bytes
                 cases.append(case)
-                show(case)
     return cases
 
 
@@ -184,14 +144,17 @@ def markdown(cases: Sequence[Case]) -> str:
     """docs/accuracy.md."""
     import torch
 
+    rounds = max(len(case.rounds_s) for case in cases)
+    single = statistics.median(abs(said / took - 1) for case in cases for said, took in case.rounds_s)
     device = "CUDA: " + torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
     lines = [
         "# Predicted and measured",
         "",
         f"`make accuracy` on {datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}: {_processor()}, {device}, 2 ranks, "
         f"torch {torch.__version__}. {'' if torch.cuda.is_available() else 'No GPU was at hand. '}Predictions were "
-        "made before each run, from measurements at batch sizes 2 and 8. Time is an optimizer step's median, memory "
-        "the peak above what the process took before the model. Below 0: predicted too little.",
+        "made before each run, from measurements at batch sizes 2 and 8. Time is an optimizer step's median, the mean "
+        f"of {rounds} rounds minutes apart (single rounds are off by {single:.1%} in the median). Memory is the peak "
+        "above what the process took before the model, of the worse round. Below 0: predicted too little.",
         "",
         "| " + " | ".join(HEAD) + " |",
         "| --- | --- |" + " ---: |" * (len(HEAD) - 2),
@@ -223,6 +186,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the cases there, after each model")
     parser.add_argument("--write", type=Path, help="write the table there, as Markdown")
     parser.add_argument("--earlier", type=Path, help="what --json wrote: of the models that are not run now")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
     args = parser.parse_args()
@@ -232,7 +196,9 @@ def main() -> None:
     cases = [case for case in earlier if case.model not in args.only]
     print_rows([HEAD])
     for model in args.only:
-        cases += run_model(args, model, lambda case: print_rows([row(case)]))
+        found = run_model(args, model)
+        print_rows(map(row, found))
+        cases += found
         cases.sort(key=lambda case: list(SUBJECTS | OPTIONS).index(case.model))
         if args.json:  # after each model: an hour's work may be stopped
             args.json.write_text(json.dumps([asdict(case) for case in cases], indent=1))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
-import statistics
 import sys
 import time
 import warnings
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,12 @@ from lightning_osdp import OSDPStrategy, collectives, measurements, planner  # n
 from lightning_osdp.planning import space  # noqa: E402
 from lightning_osdp.planning.choices import Choice, Mode, menu  # noqa: E402
 from lightning_osdp.planning.cluster import Cluster, CollectiveFit, Link  # noqa: E402
-from lightning_osdp.planning.rehearsed import Rehearsal, fitted_s  # noqa: E402
 from lightning_osdp.planning.wishes import Wishes  # noqa: E402
 from lightning_osdp.profiling import memory  # noqa: E402
 from tests.zoo import ZOO  # noqa: E402
 
-TURNS, TURN_S, FEWEST_STEPS, MOST_STEPS, QUICK_STEPS = 4, 4.0, 4, 10, 5
-"""How often a case trains, and how long each time: about so many seconds, but within these numbers of steps."""
-
-REHEARSALS = 2
-"""How often a plan is rehearsed, each time in a turn of its own; a user's start rehearses it once."""
+STEPS_S, FEWEST_STEPS, MOST_STEPS, QUICK_STEPS = 6.0, 7, 30, 5
+"""How long to train: about so many seconds, but within these numbers of steps."""
 
 SKIPPED = 3
 """First steps, which the strategy's clock leaves out."""
@@ -118,12 +113,8 @@ class Case:
     measured_bytes: int
     baseline_bytes: int
     where: str
-    turns_s: tuple[float, ...] = ()
-    """Median step of each turn of training, on the first rank: what the machine makes of the same work."""
-    likely_s: float = 0.0
-    """Forward and backward, as foreseen before this plan was rehearsed itself; 0 if it was not."""
-    rehearsed_s: tuple[float, ...] = ()
-    """The same, as rehearsed in each turn."""
+    rounds_s: tuple[tuple[float, float], ...] = ()
+    """Predicted and measured seconds of each round that this one was made of."""
 
     @property
     def time_error(self) -> float:
@@ -159,38 +150,10 @@ class Order:
     slices: tuple[str, ...] = ()
     recompute: bool = False
 
-    def log(self, rank: int) -> Path:
-        """Where a rank's output goes."""
-        return Path(self.folder) / f"{self.port}-{rank}.log"
 
-
-class Turns:
-    """When this case may work. Others wait meanwhile, as it waits for them: the machine's speed wanders by 5 % within
-    seconds, so what is compared is spread over the same minutes.
-
-    Args:
-        pipe: to who gives turns; None on all ranks but the first, which wait for that one.
-    """
-
-    def __init__(self, pipe: Connection | None) -> None:
-        self.pipe = pipe
-
-    def say(self, word: Any) -> None:
-        """The turn ends with ``word``."""
-        if self.pipe is not None:
-            self.pipe.send(word)
-
-    def wait(self) -> None:
-        """For the next turn. Collective."""
-        if self.pipe is not None:
-            self.pipe.recv()
-        dist.barrier()
-
-
-def work(rank: int, order: Order, pipe: Connection | None) -> None:
-    """One rank, in a process of its own, which ends here: with 0 if all went well. The first one says None in its
-    turns, the predicted peak in bytes once there is a plan, and the case at the end."""
-    log = os.open(order.log(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+def work(rank: int, order: Order) -> None:
+    """One rank, in a process of its own, which ends here: with 0 if all went well."""
+    log = os.open(f"{order.folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     warnings.simplefilter("ignore")
@@ -201,9 +164,7 @@ def work(rank: int, order: Order, pipe: Connection | None) -> None:
     measurements.remember = lambda *_: (
         None
     )  # each case is predicted from measurements alone, not from the cases before it
-    planner.rehearsed_before = lambda *_: False  # nor is a plan for fewer modes the same problem
-    turns, shown = Turns(pipe), list[tuple[float, tuple[float, ...]]]()
-    rehearse_in(turns, shown)
+    planner.settled_before = lambda *_: None  # nor is a plan for fewer modes the same problem
     note_allowances()
     slices = tuple(Mode(mode) for mode in order.slices or [order.plan] if order.plan != "searched")
     if slices:
@@ -213,31 +174,10 @@ def work(rank: int, order: Order, pipe: Connection | None) -> None:
         batch_size=order.batch_size, memory_limit=order.limit_bytes, cache=order.folder, cluster=hardware
     )
     strategy.wishes = Wishes(len(slices), order.recompute) if slices else Wishes()
-    medians = train(strategy, order, turns)
-    turns.say(result(strategy, order, tuple(medians), *(shown[-1] if shown else ())))
+    train(strategy, order)
+    tell(strategy, order)
     dist.barrier()
     os._exit(0)  # gloo's threads may abort a process that ends in the usual way
-
-
-def rehearse_in(turns: Turns, shown: list[tuple[float, tuple[float, ...]]]) -> None:
-    """A plan is rehearsed several times, each in a turn; ``shown`` gets what was likely before, and what it took."""
-    once = planner.rehearse_chosen
-
-    def several(*args: Any) -> Rehearsal | None:
-        all_of_them = []
-        for number in range(REHEARSALS):
-            if number:
-                turns.say(None)
-                turns.wait()
-            one = once(*args)
-            if one is None or one.plan is None:
-                return None
-            all_of_them.append(one)
-        took = tuple(each.took_s for each in all_of_them)
-        shown.append((fitted_s(one, one.plan.cluster.engine.excess), took))
-        return one.model_copy(update={"took_s": statistics.mean(took)})
-
-    planner.rehearse_chosen = several
 
 
 def note_allowances() -> None:
@@ -251,14 +191,8 @@ def note_allowances() -> None:
     memory.allowance = noted
 
 
-def result(
-    strategy: OSDPStrategy,
-    order: Order,
-    turns_s: tuple[float, ...],
-    likely_s: float = 0.0,
-    rehearsed_s: tuple[float, ...] = (),
-) -> Case:
-    """The slowest rank's time and the largest peak, beside what was predicted. Collective."""
+def tell(strategy: OSDPStrategy, order: Order) -> None:
+    """The slowest rank's time and the largest peak, beside what was predicted."""
     plan, step, device = strategy.execution_plan, strategy.measured, strategy.root_device
     assert plan is not None
     assert plan.peak is not None
@@ -266,7 +200,7 @@ def result(
     measured = torch.tensor([step.step_time_s, step.peak_memory_bytes], dtype=torch.float64, device=device)
     dist.all_reduce(measured, op=dist.ReduceOp.MAX)
     baseline = plan.predicted.overhead_bytes - ALLOWANCES[-1]
-    return Case(
+    case = Case(
         order.model,
         order.plan,
         order.batch_size,
@@ -277,10 +211,9 @@ def result(
         measured_bytes=int(measured[1]) - (baseline if device.type == "cpu" else 0),
         baseline_bytes=baseline,
         where=plan.peak.where,
-        turns_s=turns_s,
-        likely_s=likely_s,
-        rehearsed_s=rehearsed_s,
     )
+    if dist.get_rank() == 0:
+        (Path(order.folder) / "case.json").write_text(json.dumps(asdict(case)))
 
 
 def only(slices: tuple[Mode, ...]) -> None:
@@ -308,8 +241,8 @@ def guessed(ranks: int) -> Cluster:
     return Cluster(devices_per_node=ranks, device="cpu", backend="gloo", link=link, reduce_copy=copy)
 
 
-def train(strategy: OSDPStrategy, order: Order, turns: Turns) -> list[float]:
-    """Some steps through the Trainer; gives each turn's median seconds per step."""
+def train(strategy: OSDPStrategy, order: Order) -> None:
+    """Some steps through the Trainer."""
     subject = EVERYTHING[order.model]
     torch.manual_seed(1)
     module = (ZOO | OPERATORS)[subject.make](**subject.sizes)
@@ -318,14 +251,13 @@ def train(strategy: OSDPStrategy, order: Order, turns: Turns) -> list[float]:
         [p for p in module.parameters() if p.requires_grad], lr=1e-4, **subject.optimizer_options
     )
     whole = module.batch(64)
-    rows = [{key: value[index % 64] for key, value in whole.items()} for index in range(TURNS * MOST_STEPS * 64)]
-    training = InTurns(turns, order.quick)
+    rows = [{key: value[index % 64] for key, value in whole.items()} for index in range(MOST_STEPS * 64)]
     trainer = L.Trainer(
         accelerator="auto",
         devices=order.ranks,
         strategy=strategy,
-        max_steps=SKIPPED + TURNS * MOST_STEPS,
-        callbacks=[training],
+        max_steps=MOST_STEPS,
+        callbacks=[Enough(order.quick)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -333,44 +265,26 @@ def train(strategy: OSDPStrategy, order: Order, turns: Turns) -> list[float]:
         **subject.trainer,
     )
     trainer.fit(module, DataLoader(rows, batch_size=4, collate_fn=_collated))
-    return training.medians_s
 
 
 def _collated(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
 
-class InTurns(L.Callback):
-    """Trains in some turns, for the same number of steps on every rank: the first one's clock decides."""
+class Enough(L.Callback):
+    """Ends training after some steps, the same number on every rank: the first one's clock decides."""
 
-    def __init__(self, turns: Turns, quick: bool) -> None:
-        self.turns = turns
+    def __init__(self, quick: bool) -> None:
+        self.steps = QUICK_STEPS if quick else MOST_STEPS
         self.quick = quick
-        self.each = QUICK_STEPS if quick else MOST_STEPS
         self.start = 0.0
-        self.steps_s: list[float] = []
-        self.medians_s: list[float] = []
-
-    def on_train_start(self, trainer: Any, *_: Any) -> None:
-        self.turns.say(trainer.strategy.execution_plan.predicted.peak_memory_bytes)
-        self.turns.wait()
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.start = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        steps = trainer.global_step - SKIPPED
-        if steps > 0:
-            self.steps_s.append(time.perf_counter() - self.start)
-        if steps == 2 and not self.quick:
-            step_s = torch.tensor(sum(self.steps_s) / 2, device=trainer.strategy.root_device)
-            dist.broadcast(step_s, 0)
-            self.each = max(FEWEST_STEPS, min(MOST_STEPS, round(TURN_S / float(step_s))))
-        if steps < 1 or steps % self.each:
-            return
-        self.medians_s.append(statistics.median(self.steps_s))
-        self.steps_s.clear()
-        trainer.should_stop = self.quick or steps >= TURNS * self.each
-        if not trainer.should_stop:
-            self.turns.say(None)
-            self.turns.wait()
+        steps = trainer.global_step
+        if steps == SKIPPED:
+            self.start = time.perf_counter()
+        elif steps == SKIPPED + 2 and not self.quick:
+            each = torch.tensor((time.perf_counter() - self.start) / 2, device=trainer.strategy.root_device)
+            dist.broadcast(each, 0)
+            self.steps = SKIPPED + max(FEWEST_STEPS, min(MOST_STEPS, round(STEPS_S / float(each))))
+        trainer.should_stop = steps >= self.steps

@@ -38,6 +38,7 @@ from lightning_osdp.planning.cluster import (
 )
 from lightning_osdp.planning.operators import Frozen
 from lightning_osdp.planning.rehearsed import Rehearsal
+from lightning_osdp.planning.settled import Settled
 from lightning_osdp.planning.wishes import Wishes
 from lightning_osdp.profiling import compute, network
 from lightning_osdp.profiling.memory import control_group
@@ -54,7 +55,7 @@ PROBE_TOLERANCE = 3.0
 """Cached measurements of the network are used only if a fresh all-gather agrees with them within this factor: the same
 host may reach its peers over another link today. Busy machines are off by a factor of 2 at times."""
 
-FORMAT = 6
+FORMAT = 7
 """Of what is kept. To be raised when what is measured changes its meaning: older files are left alone then."""
 
 NO_LINK = Link(**{name: CollectiveFit(latency_s=0.0, s_per_byte=0.0) for name in Link.model_fields})
@@ -79,6 +80,8 @@ class Measurements(Connections):
     compute: ComputeTimes
     rehearsals: tuple[Rehearsal, ...] = ()
     """Of whole steps, with these measurements."""
+    settled: tuple[Settled, ...] = ()
+    """What starts with these measurements have come to."""
     correction: Correction = NO_CORRECTION
     """What runs with these measurements have taught since."""
 

@@ -25,7 +25,7 @@ from lightning_osdp.planning.operators import NOTHING_BETWEEN, BetweenSteps
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import Rehearsal, as_rehearsed, decided, with_excess
 from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
-from lightning_osdp.planning.settled import MOST_REHEARSED, rehearsed_before, settled
+from lightning_osdp.planning.settled import MOST_REHEARSED, Settled, asked, kept, settled, settled_before
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.memory import allowance, memory_in_use, memory_limit, overhead
@@ -33,6 +33,9 @@ from lightning_osdp.profiling.trace import Trace, trace, trace_real
 from lightning_osdp.rehearsal import Stage, rehearse_alone, rehearse_chosen
 
 Result = TypeVar("Result")
+
+REHEARSED_WITHIN_S = 20.0
+"""Only within so many seconds of the start is a second plan rehearsed: a start should not take more than 30."""
 
 
 @dataclass(frozen=True)
@@ -119,24 +122,17 @@ def measure_and_plan(
     if cluster is not None and cluster.ranks != ranks.count:
         raise ConfigurationError(f"cluster describes {cluster.ranks} ranks, this run has {ranks.count}")
     start = time.monotonic()
-    team = _Team(traced, ranks, cluster, memory_limit, model_bytes, wishes, between)
+    team = _Team(traced, ranks, cluster, memory_limit, model_bytes, wishes, between, start)
     measured, from_cache, file = measurements.measured(traced, ranks, cluster, cache, wishes, team.free_bytes(), stage)
     room = team.room(stepped=bool(measured.rehearsals) and not from_cache)
-    plan = team.decide(measured, rule, room)
-    known = from_cache and rehearsed_before(plan, measured.rehearsals)
-    for _ in range(0 if known else MOST_REHEARSED):
-        shown = team.rehearsed(stage, measured, plan)
-        if shown is None:
-            break
-        measured = measured.model_copy(update={"rehearsals": (*measured.rehearsals, shown)})
+    question = asked(rule, wishes, between, measured.correction)
+    plan = team.as_before(measured, rule, room, question) if from_cache else None
+    if plan is None:
+        plan, measured, room = team.found(measured, rule, room, stage)
+        new = Settled(asked=question, plan=plan.without_reasons())
+        measured = measured.model_copy(update={"settled": kept(measured.settled, new)})
         if ranks.is_first and file is not None:
             measurements.write(file, measured.model_dump_json())
-        room = team.room(stepped=True)
-        try:
-            plan = team.decide(measured, rule, room)
-        except InfeasibleError:  # for what the rehearsal has left behind: the plan was the last that fits
-            plan = as_rehearsed(plan, measured.rehearsals)
-            break
 
     def again(correction: Correction, rule: BatchRule) -> ExecutionPlan:
         return team.decide(measured.model_copy(update={"correction": correction}), rule, room)
@@ -170,6 +166,8 @@ class _Team:
     model_bytes: int
     wishes: Wishes
     between: BetweenSteps
+    start_s: float
+    """When planning began, on the monotonic clock."""
 
     def free_bytes(self) -> int:
         """What this rank may take now."""
@@ -184,20 +182,65 @@ class _Team:
         limit, used = -int(numbers[0]), int(numbers[1])
         return _Room(limit, used, min(used, allowance(device, stepped)))
 
+    def found(
+        self, measured: Measurements, rule: BatchRule, room: _Room, stage: Stage | None
+    ) -> tuple[ExecutionPlan, Measurements, _Room]:
+        """The plan that is found, rehearsed where it can be; the measurements with the rehearsals, and the room that
+        these have left. Collective."""
+        plan = self.decide(measured, rule, room)
+        for number in range(MOST_REHEARSED):
+            shown = None if number and self.late() else self.rehearsed(stage, measured, plan)
+            if shown is None:
+                break
+            measured = measured.model_copy(update={"rehearsals": (*measured.rehearsals, shown)})
+            room = self.room(stepped=True)
+            try:
+                plan = self.decide(measured, rule, room)
+            except InfeasibleError:  # for what the rehearsal has left behind: the plan was the last that fits
+                return as_rehearsed(plan, measured.rehearsals), measured, room
+        return plan, measured, room
+
+    def late(self) -> bool:
+        """Whether planning has taken long already, on any rank. Collective."""
+        took_s = torch.tensor(time.monotonic() - self.start_s).to(self.ranks.device)
+        dist.all_reduce(took_s, op=dist.ReduceOp.MAX, group=self.ranks.group)
+        return float(took_s) > REHEARSED_WITHIN_S
+
     def decide(self, measured: Measurements, rule: BatchRule, room: _Room) -> ExecutionPlan:
         """The first rank's plan, on every rank. Collective."""
 
-        def first_rank() -> str:
+        def search(problem: Problem) -> ExecutionPlan:
+            return _plan_for(problem, rule, measured.rehearsals, room.guessed)
+
+        plan = self._of_first_rank(search, measured, room)
+        assert plan is not None
+        return plan
+
+    def as_before(self, measured: Measurements, rule: BatchRule, room: _Room, question: str) -> ExecutionPlan | None:
+        """What an earlier start has come to, if that is still right. Collective."""
+
+        def look_up(problem: Problem) -> ExecutionPlan | None:
+            return settled_before(problem, rule, question, measured.settled, measured.rehearsals)
+
+        return self._of_first_rank(look_up, measured, room)
+
+    def _of_first_rank(
+        self, work: Callable[[Problem], ExecutionPlan | None], measured: Measurements, room: _Room
+    ) -> ExecutionPlan | None:
+        """What ``work`` makes of the problem there, on every rank. Collective."""
+
+        def first_rank() -> str | None:
             if not self.ranks.is_first:
-                return ""
+                return None
             engine = with_excess(measured.engine, measured.rehearsals)
             hardware = measurements.hardware(self.ranks, self.cluster, measured.model_copy(update={"engine": engine}))
             problem = _problem(self.traced, hardware, measured, room.limit, room.used, self.wishes, self.between)
-            return _plan_for(problem, rule, measured.rehearsals, room.guessed).to_json()
+            plan = work(problem)
+            return None if plan is None else plan.to_json()
 
         text = [on_all_ranks(self.ranks, first_rank)]
         dist.broadcast_object_list(text, src=dist.get_global_rank(self.ranks.group, 0), group=self.ranks.group)
-        return ExecutionPlan.from_json(text[0])
+        return None if text[0] is None else ExecutionPlan.from_json(text[0])
 
     def rehearsed(self, stage: Stage | None, measured: Measurements, plan: ExecutionPlan) -> Rehearsal | None:
         """What ``plan`` takes; None if that is known, or can't be. Collective."""

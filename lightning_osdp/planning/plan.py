@@ -201,9 +201,9 @@ class ExecutionPlan(Frozen):
         return self
 
     def without_reasons(self) -> ExecutionPlan:
-        """What was decided, without what else there was."""
+        """What was decided and how it came about, without what else each operator could be."""
         operators = tuple(operator.model_copy(update={"alternatives": ()}) for operator in self.operators)
-        return self.model_copy(update={"operators": operators, "blocks": (), "frontier": ()})
+        return self.model_copy(update={"operators": operators, "blocks": ()})
 
     def to_json(self) -> str:
         """The plan as indented JSON text."""

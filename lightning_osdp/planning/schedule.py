@@ -7,6 +7,7 @@ a lower bound of its step time first; only those that may still be chosen are se
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from lightning_osdp.errors import InfeasibleError
@@ -126,28 +127,30 @@ def _finished(desks: Desks, found: Sequence[Candidate]) -> list[Candidate]:
     """The same with those searched to the end that may be chosen, or that decide what is chosen."""
     candidates = list(found)
     open_ = {index for index, one in enumerate(candidates) if one.step_time_s > one.bound_s * (1 + WORTH_TRYING)}
-
-    def optimistic(index: int) -> float:
-        one = candidates[index]
-        return one.global_batch_size / one.bound_s if one.bound_s > 0 else float("inf")
-
-    while open_:
-        best = max(one.samples_per_s for one in candidates)
-        chosen = candidates.index(choose(candidates))
-        likely = [
-            index
-            for index in open_
-            if optimistic(index) > best
-            or index == chosen
-            or (index < chosen and optimistic(index) >= (1 - THROUGHPUT_TOLERANCE) * best)
-        ]
-        if not likely:
-            break
-        index = max(likely, key=optimistic)
+    while (index := _undecided(candidates, open_)) is not None:
         open_.discard(index)
         better = desks.best(candidates[index].batch_size, candidates[index].accumulation)
         candidates[index] = min(candidates[index], better, key=lambda one: one.step_time_s)
     return candidates
+
+
+def _undecided(candidates: Sequence[Candidate], open_: AbstractSet[int]) -> int | None:
+    """Which of the open ones to search to the end next: the one that would be chosen, then any that might be at its
+    best, a smaller one by being good enough, a larger one by being so good that what would be chosen is not."""
+    chosen, share = choose(candidates), 1 - THROUGHPUT_TOLERANCE
+    at = candidates.index(chosen)
+    if at in open_:
+        return at
+    best = max(one.samples_per_s for one in candidates)
+
+    def at_best(index: int) -> float:
+        one = candidates[index]
+        return one.global_batch_size / one.bound_s if one.bound_s > 0 else float("inf")
+
+    def might(index: int) -> bool:
+        return at_best(index) >= share * best if index < at else share * at_best(index) > chosen.samples_per_s
+
+    return max((index for index in open_ if might(index)), key=at_best, default=None)
 
 
 def to_plan(

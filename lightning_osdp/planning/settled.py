@@ -6,11 +6,16 @@ again, at the next start too, unless another promises more than the clock's erro
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Sequence
 
+from lightning_osdp.planning.calibration import Correction
+from lightning_osdp.planning.operators import BetweenSteps, Frozen
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, as_rehearsed
 from lightning_osdp.planning.schedule import BatchRule, Desks, Problem, found_at, to_plan
+from lightning_osdp.planning.wishes import Wishes
 
 MOST_REHEARSED = 2
 """Plans that are found and rehearsed for one problem: after so many the best of them is taken."""
@@ -19,22 +24,62 @@ SAME_ROOM = 0.1
 """Share by which the memory for the model may differ between two starts of what counts as the same problem: what a
 process takes by itself is another few MiB each time."""
 
+SAME_PACE = 0.3
+"""The same for how much slower collectives are corrected to be than compute, as a logarithm: about a third, since
+machines are noisy."""
 
-def rehearsed_before(found: ExecutionPlan, rehearsals: Sequence[Rehearsal]) -> bool:
-    """Whether a plan was found and rehearsed for nearly the problem that ``found`` solves. Then the parts are as well
-    known as one more rehearsal would make them, which would take longer than all else of a start."""
+MOST_SETTLED = 8
+"""Plans of earlier starts that are kept."""
 
-    def room(plan: ExecutionPlan) -> int:
-        return plan.memory_limit_bytes - plan.predicted.overhead_bytes
 
-    def asked(plan: ExecutionPlan) -> tuple[object, ...]:
-        by_memory = plan.search_end is not None and plan.search_end.reason == "memory"
-        return () if by_memory else (plan.search_end, plan.batch_size, plan.accumulate_grad_batches)
+class Settled(Frozen):
+    """What a start has come to."""
 
-    earlier = [one.plan for one in rehearsals if one.plan is not None]
-    return any(
-        asked(plan) == asked(found) and abs(room(plan) - room(found)) <= SAME_ROOM * room(found) for plan in earlier
-    )
+    asked: str
+    """For what (``asked``)."""
+    plan: ExecutionPlan
+
+
+def asked(rule: BatchRule, wishes: Wishes, between: BetweenSteps, correction: Correction) -> str:
+    """A name for all that a plan is made for beside the model, the ranks and their memory: the same if that is. What
+    runs have taught counts in so far as other plans may be better for it."""
+    pace = round(math.log(correction.communication / correction.compute) / SAME_PACE)
+    return hashlib.sha256(repr((rule, wishes, between, pace)).encode()).hexdigest()[:16]
+
+
+def kept(earlier: Sequence[Settled], new: Settled) -> tuple[Settled, ...]:
+    """The latest, ``new`` among them."""
+    others = (one for one in earlier if one.asked != new.asked or not _near(one.plan, _room(new.plan)))
+    return (*others, new)[-MOST_SETTLED:]
+
+
+def settled_before(
+    problem: Problem, rule: BatchRule, question: str, earlier: Sequence[Settled], rehearsals: Sequence[Rehearsal]
+) -> ExecutionPlan | None:
+    """The plan of an earlier start that solved nearly the same problem, as predicted now; None if there is none, or if
+    it may no longer be had. The parts are as well known as one more search and rehearsals would make them, which would
+    take longer than all else of a start.
+
+    Args:
+        problem: to solve.
+        rule: which batch sizes there are.
+        question: what is asked for now (``asked``).
+        earlier: what starts have come to.
+        rehearsals: all that there were.
+    """
+    room = problem.memory_limit_bytes - problem.overhead_bytes
+    near = [one.plan for one in earlier if one.asked == question and _near(one.plan, room)]
+    plan = predicted_now(Desks(problem), rule, near[-1], near[-1]) if near else None
+    return None if plan is None else as_rehearsed(plan, rehearsals)
+
+
+def _near(plan: ExecutionPlan, room: int) -> bool:
+    return abs(_room(plan) - room) <= SAME_ROOM * room
+
+
+def _room(plan: ExecutionPlan) -> int:
+    """Bytes that the model could take."""
+    return plan.memory_limit_bytes - plan.predicted.overhead_bytes
 
 
 def settled(problem: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal]) -> ExecutionPlan:
@@ -69,7 +114,7 @@ def predicted_now(desks: Desks, rule: BatchRule, earlier: ExecutionPlan, found: 
         desks: of the problem that there is now.
         rule: which batch sizes there are.
         earlier: for the same model and ranks.
-        found: what the search says now: the other batch sizes are as it has them.
+        found: what a search has said: the other batch sizes are as it has them.
     """
     problem, pair = desks.problem, (earlier.batch_size, earlier.accumulate_grad_batches)
     wishes = ((block, problem.wishes.recompute(block.name)) for block in problem.model.blocks if not block.pinned)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
+from lightning_osdp.planning.candidates import WORTH_TRYING, Candidate
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.cluster import Cluster, CollectiveFit, ComputeTimes, Link, OperatorTime
 from lightning_osdp.planning.operators import (
@@ -17,7 +22,15 @@ from lightning_osdp.planning.operators import (
     ParameterInfo,
 )
 from lightning_osdp.planning.plan import ExecutionPlan
-from lightning_osdp.planning.schedule import BatchRule, Problem, choose, make_plan
+from lightning_osdp.planning.schedule import (
+    THROUGHPUT_TOLERANCE,
+    BatchRule,
+    Problem,
+    _finished,
+    choose,
+    make_plan,
+)
+from lightning_osdp.planning.timeline import Peak
 
 MIB = 1 << 20
 RANKS = 4
@@ -205,6 +218,48 @@ def test_pinned_operators_stay_replicated() -> None:
 def test_choose_needs_no_more_than_it_is_given() -> None:
     with pytest.raises(ValueError, match="empty"):
         choose([])
+
+
+class Looks:
+    """Desks that know the best step time of each batch size, and count how many are searched to the end."""
+
+    def __init__(self, best_s: Sequence[float]) -> None:
+        self.best_s = best_s
+        self.searched: list[int] = []
+
+    def best(self, batch_size: int, accumulation: int = 1) -> Candidate:
+        self.searched.append(batch_size)
+        return look(batch_size, self.best_s[batch_size - 1], 0.0)
+
+
+def look(batch_size: int, step_s: float, bound_s: float) -> Candidate:
+    """What a first look at a batch size gives."""
+    return Candidate(batch_size, 1, (), (), step_s, 0.0, Peak("nowhere", 0, 0, 0, 0, 0, 0), RANKS, bound_s)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.9, 1.1), st.floats(1.0, 1.1), st.floats(0.9, 1.0)), min_size=1, max_size=30),
+)
+def test_what_is_chosen_is_as_good_as_if_all_were_searched_to_the_end(sizes: list[tuple[float, float, float]]) -> None:
+    best_s = [(1 + index) * pace for index, (pace, _, _) in enumerate(sizes)]
+    desks = Looks(best_s)
+    found = [look(index + 1, best_s[index] * more, best_s[index] * less) for index, (_, more, less) in enumerate(sizes)]
+    chosen = choose(_finished(desks, found))  # type: ignore[arg-type]
+    throughput = [(index + 1) * RANKS / seconds for index, seconds in enumerate(best_s)]
+    enough = (1 - THROUGHPUT_TOLERANCE) * max(throughput)
+    assert chosen.samples_per_s >= enough * (1 - 2 * WORTH_TRYING)
+    assert all(other < enough * (1 + 2 * WORTH_TRYING) for other in throughput[: chosen.batch_size - 1])
+
+
+def test_batch_sizes_that_change_nothing_are_not_searched_to_the_end() -> None:
+    """Larger ones that may be better by less than what is worth a larger batch."""
+    paces = [1.02, 1.0, *(1 - 1e-4 * index for index in range(20))]
+    best_s = [(1 + index) * pace for index, pace in enumerate(paces)]
+    desks = Looks(best_s)
+    found = [look(index + 1, 1.001 * seconds, 0.999 * seconds) for index, seconds in enumerate(best_s)]
+    chosen = choose(_finished(desks, found))  # type: ignore[arg-type]
+    assert chosen.batch_size == 2
+    assert desks.searched == [2]
 
 
 def test_plan_survives_json() -> None:

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.plan import ExecutionPlan, SearchEnd
+from lightning_osdp.planning.calibration import Correction
+from lightning_osdp.planning.operators import BetweenSteps
+from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, foreseen
 from lightning_osdp.planning.schedule import BatchRule, Desks, Problem, make_plan
-from lightning_osdp.planning.settled import MOST_REHEARSED, SAME_ROOM, predicted_now, rehearsed_before, settled
+from lightning_osdp.planning.settled import (
+    MOST_REHEARSED,
+    MOST_SETTLED,
+    SAME_ROOM,
+    Settled,
+    asked,
+    kept,
+    predicted_now,
+    settled,
+    settled_before,
+)
 from lightning_osdp.planning.wishes import Wishes
 from tests.planning.small import MIB, blocks_of_one, blocks_of_two, cluster, compute
 
@@ -98,16 +113,66 @@ def test_what_no_longer_fits_is_not_taken() -> None:
     assert settled(whole, RULE, [rehearsed(slow(TIGHT), 1e9)]) == found
 
 
-@pytest.mark.parametrize(
-    ("share", "known"), [(1.0, True), (1 + SAME_ROOM / 2, True), (1 - SAME_ROOM / 2, True), (1 + 3 * SAME_ROOM, False)]
-)
-def test_nearly_the_same_problem_needs_no_more_rehearsals(share: float, known: bool) -> None:
+NOTHING = (Wishes(), BetweenSteps(), Correction())
+
+
+def answered(plan: ExecutionPlan, rule: BatchRule = RULE) -> Settled:
+    return Settled(asked=asked(rule, *NOTHING), plan=plan.without_reasons())
+
+
+def before(limit_mib: float, earlier: Sequence[Settled], rule: BatchRule = RULE) -> ExecutionPlan | None:
+    """What an earlier start has come to, for a limit."""
+    whole = replace(problem(), memory_limit_bytes=round(limit_mib * MIB))
+    return settled_before(whole, rule, asked(rule, *NOTHING), earlier, [])
+
+
+def test_the_same_problem_is_not_searched_again() -> None:
     plan = slow(TIGHT)
-    found = plan.model_copy(update={"memory_limit_bytes": round(share * plan.memory_limit_bytes)})
-    shown = rehearsed(plan, 1.0)
-    assert rehearsed_before(found, [shown]) == known
-    assert not rehearsed_before(found, [])
-    assert not rehearsed_before(found, [shown.model_copy(update={"plan": None})])  # one mode for all says less
-    auto = found.model_copy(update={"search_end": SearchEnd(reason="memory", batch_size=9)})
-    assert not rehearsed_before(auto, [shown])  # its batch size was asked for
-    assert not rehearsed_before(found.model_copy(update={"batch_size": 3}), [shown])
+    assert before(TIGHT, [answered(plan)]) == plan
+    assert before(TIGHT, []) is None
+    assert before(TIGHT, [answered(plan)], BatchRule(batch_size=1)) is None
+    took = rehearsed(plan, plan.predicted.samples_per_s / 2)
+    again = settled_before(problem(TIGHT), RULE, asked(RULE, *NOTHING), [answered(plan)], [took])
+    assert again is not None
+    assert again.predicted.samples_per_s == pytest.approx(plan.predicted.samples_per_s / 2)
+
+
+@pytest.mark.parametrize(("share", "known"), [(1 + SAME_ROOM / 2, True), (1 + 3 * SAME_ROOM, False), (0.5, False)])
+def test_nearly_as_much_memory_is_the_same_problem_while_the_plan_fits(share: float, known: bool) -> None:
+    plan = before(share * TIGHT, [answered(slow(TIGHT))])
+    assert (plan is not None) == known
+    if plan is not None:
+        assert plan.predicted == slow(TIGHT).predicted
+        assert plan.memory_limit_bytes == round(share * TIGHT * MIB)
+
+
+def test_a_plan_that_no_longer_fits_is_searched_again() -> None:
+    plan = slow(TIGHT)
+    fits = plan.predicted.peak_memory_bytes / MIB
+    assert before(fits, [answered(plan)]) is not None
+    assert before(fits - 1, [answered(plan)]) is None
+
+
+def test_what_is_asked_for_names_all_that_a_plan_depends_on() -> None:
+    same = asked(RULE, *NOTHING)
+    assert same == asked(BatchRule(batch_size=2), Wishes(), BetweenSteps(), Correction(compute=1.05, memory_bytes=9))
+    others = [
+        asked(BatchRule(max_batch_size=2), *NOTHING),
+        asked(RULE, Wishes(activation_checkpointing=False), BetweenSteps(), Correction()),
+        asked(RULE, Wishes(), BetweenSteps(saving="gathered"), Correction()),
+        asked(RULE, Wishes(), BetweenSteps(), Correction(communication=1.5)),  # other plans may be better
+    ]
+    assert len({same, *others}) == 1 + len(others)
+
+
+def test_the_latest_answers_are_kept() -> None:
+    plan = slow(TIGHT)
+    answers: tuple[Settled, ...] = ()
+    for size in range(2 * MOST_SETTLED):
+        answers = kept(answers, answered(plan, BatchRule(batch_size=1 + size)))
+    assert [one.asked for one in answers] == [
+        asked(BatchRule(batch_size=1 + size), *NOTHING) for size in range(MOST_SETTLED, 2 * MOST_SETTLED)
+    ]
+    assert kept(answers, answers[0]) == (*answers[1:], answers[0])
+    elsewhere = answers[0].model_copy(update={"plan": plan.model_copy(update={"memory_limit_bytes": 1 << 40})})
+    assert kept(answers[:2], elsewhere) == (*answers[:2], elsewhere)
