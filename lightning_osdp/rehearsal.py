@@ -57,7 +57,7 @@ SECONDS, LONGEST_S = 1.5, 10.0
 """About how long each rehearsal takes; and from how long plain steps on there is none."""
 
 FEWEST, MOST, WARM_UP = 3, 9, 1
-"""Steps that are timed within that, if they take no more than twice as long, and those before them."""
+"""Steps that are timed within that, if they take no more than half as long again, and those before them."""
 
 CHOSEN_SECONDS = 3.0
 """How long the plan that was found is rehearsed: its time is what people are told."""
@@ -67,8 +67,8 @@ ODD, CHOSEN_ODD = 0.2, 0.05
 found. Beyond, it is made once more: other work on the machine lasts for some seconds at times."""
 
 SHORT_S = 1.0
-"""Steps that take longer are repeated only where they differ by ``ODD``: a second rehearsal of them takes long, and the
-first has lasted through more of what goes on beside it."""
+"""Rehearsals of steps that take longer are not repeated: that takes long, and the first has lasted through more of what
+goes on beside it."""
 
 MARGIN = 1.1
 """Room for a rehearsal, as a multiple of what it is thought to need."""
@@ -262,7 +262,7 @@ def _rehearsed(
         return on_all_ranks(group, partial(_timed, stage, [size], group, plan, seconds))[size]
 
     tries = [took_s()]
-    if abs(tries[0] / likely_s - 1) > (odd if tries[0] <= SHORT_S else ODD):
+    if tries[0] <= SHORT_S and abs(tries[0] / likely_s - 1) > odd:
         tries.append(took_s())
     # always the less of two would be less than a step takes
     took = min(tries) if max(tries) / min(tries) - 1 > ODD else statistics.mean(tries)
@@ -347,7 +347,7 @@ def _medians(
 
     for _ in range(WARM_UP):
         first = slowest(once())
-    least = max(1, min(FEWEST, int(2 * seconds / sum(first))))
+    least = max(1, min(FEWEST, int(1.5 * seconds / sum(first))))
     repeats = min(MOST, max(least, int(seconds / sum(first))))
     return slowest([statistics.median(each) for each in zip(*(once() for _ in range(repeats)), strict=True)])
 

@@ -122,20 +122,28 @@ class Desk:
         Raises:
             InfeasibleError: none is.
         """
+        found = self.under(np.inf, batch_size, accumulation, quick=quick)
+        if found is None:
+            raise nothing_fits(self.problem, self.least(batch_size, accumulation).peak, batch_size)
+        return found
+
+    def under(self, seconds: float, batch_size: int, accumulation: int = 1, *, quick: bool = False) -> Candidate | None:
+        """``best`` where only a plan that takes less than ``seconds`` is of use: ways to recompute blocks that can't
+        are left out. None where that leaves nothing."""
         at = self.at(batch_size, accumulation)
         bounds = at.lower_s
         found: dict[int, _Found] = {}
-        for vector in self._ways(bounds, found, quick):
+        for vector in self._ways(np.where(bounds < seconds, bounds, np.inf), found, quick):
             one = at.refined(vector, QUICK_REFINEMENTS if quick else REFINEMENTS)
             if one is not None:
                 found[vector] = one
         if not found:
-            raise nothing_fits(self.problem, self.least(batch_size, accumulation).peak, batch_size)
+            return None
         ranking = sorted(found, key=lambda vector: found[vector].seconds)
         few = len(self.space.menu_of) <= FEW_OPERATORS
         for vector in ranking[: 0 if quick else POLISHED_WAYS if few else 1]:
             flags = self.space.recomputed(vector)
-            known_s = min(one.seconds for one in found.values())
+            known_s = min(seconds, *(one.seconds for one in found.values()))
             found[vector] = at.faster(at.polished(found[vector], flags), flags, known_s)
         vector = min(found, key=lambda vector: found[vector].seconds)
         return at.candidate(found[vector].rows, self.space.recomputed(vector), float(bounds.min()))

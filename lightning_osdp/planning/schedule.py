@@ -6,6 +6,7 @@ a lower bound of its step time first; only those that may still be chosen are se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -24,7 +25,7 @@ from lightning_osdp.planning.plan import (
     SearchEnd,
 )
 from lightning_osdp.planning.reasons import reasons
-from lightning_osdp.planning.remedies import with_remedies
+from lightning_osdp.planning.remedies import nothing_fits, with_remedies
 from lightning_osdp.planning.space import Problem
 
 __all__ = ["BatchRule", "Candidate", "Problem", "best_candidate", "choose", "least_bytes", "make_plan", "to_plan"]
@@ -85,19 +86,29 @@ class Desks:
         return self._desks[units]
 
     def best(self, batch_size: int, accumulation: int = 1, *, quick: bool = False) -> Candidate:
-        """See ``Desk.best``: the fastest of all desks."""
+        """See ``Desk.best``: the fastest of all desks.
+
+        Raises:
+            InfeasibleError: nothing fits, at no desk.
+        """
+        found = self.under(math.inf, batch_size, accumulation, quick=quick)
+        if found is not None:
+            return found
+        least = (desk.least(batch_size, accumulation) for desk in self._desks.values())
+        peak = min((one.peak for one in least), key=lambda peak: peak.most_bytes)
+        raise nothing_fits(self.problem, peak, batch_size)
+
+    def under(self, seconds: float, batch_size: int, accumulation: int = 1, *, quick: bool = False) -> Candidate | None:
+        """See ``Desk.under``: of all desks."""
         bounds = {desk: desk.bound_s(batch_size, accumulation) for desk in self._desks.values()}
         found: list[Candidate] = []
-        errors: list[InfeasibleError] = []
         for desk in sorted(bounds, key=bounds.__getitem__):
             if found and bounds[desk] >= min(one.step_time_s for one in found) * (1 - WORTH_TRYING):
                 break
-            try:
-                found.append(desk.best(batch_size, accumulation, quick=quick))
-            except InfeasibleError as error:
-                errors.append(error)
+            one = desk.under(seconds, batch_size, accumulation, quick=quick)
+            found += [one] if one is not None else []
         if not found:
-            raise min(errors, key=lambda error: error.needed_bytes)
+            return None
         return replace(min(found, key=lambda one: one.step_time_s), bound_s=min(bounds.values()))
 
 
@@ -127,30 +138,35 @@ def _finished(desks: Desks, found: Sequence[Candidate]) -> list[Candidate]:
     """The same with those searched to the end that may be chosen, or that decide what is chosen."""
     candidates = list(found)
     open_ = {index for index, one in enumerate(candidates) if one.step_time_s > one.bound_s * (1 + WORTH_TRYING)}
-    while (index := _undecided(candidates, open_)) is not None:
+    while (next_ := _undecided(candidates, open_)) is not None:
+        index, seconds = next_
         open_.discard(index)
-        better = desks.best(candidates[index].batch_size, candidates[index].accumulation)
-        candidates[index] = min(candidates[index], better, key=lambda one: one.step_time_s)
+        better = desks.under(seconds, candidates[index].batch_size, candidates[index].accumulation)
+        if better is not None and better.step_time_s < candidates[index].step_time_s:
+            candidates[index] = better
     return candidates
 
 
-def _undecided(candidates: Sequence[Candidate], open_: AbstractSet[int]) -> int | None:
-    """Which of the open ones to search to the end next: the one that would be chosen, then any that might be at its
-    best, a smaller one by being good enough, a larger one by being so good that what would be chosen is not."""
+def _undecided(candidates: Sequence[Candidate], open_: AbstractSet[int]) -> tuple[int, float] | None:
+    """Which of the open ones to search to the end next, and below how many seconds that changes anything.
+
+    First the one that would be chosen, then those that might be: a smaller one by being good enough, a larger one by
+    being so good that what would be chosen is not.
+    """
     chosen, share = choose(candidates), 1 - THROUGHPUT_TOLERANCE
     at = candidates.index(chosen)
     if at in open_:
-        return at
+        return at, math.inf
     best = max(one.samples_per_s for one in candidates)
 
-    def at_best(index: int) -> float:
-        one = candidates[index]
-        return one.global_batch_size / one.bound_s if one.bound_s > 0 else float("inf")
+    def matters_s(index: int) -> float:
+        return candidates[index].global_batch_size / (share * best if index < at else chosen.samples_per_s / share)
 
-    def might(index: int) -> bool:
-        return at_best(index) >= share * best if index < at else share * at_best(index) > chosen.samples_per_s
-
-    return max((index for index in open_ if might(index)), key=at_best, default=None)
+    likely = [index for index in open_ if candidates[index].bound_s <= matters_s(index)]
+    if not likely:
+        return None
+    index = min(likely, key=lambda index: candidates[index].bound_s / candidates[index].global_batch_size)
+    return index, matters_s(index)
 
 
 def to_plan(

@@ -21,7 +21,7 @@ from lightning_osdp.planning import cluster
 from lightning_osdp.planning.cluster import CollectiveFit, Link, TwoStageLink
 from lightning_osdp.planning.fitting import fit
 
-DEFAULT_SIZES_BYTES = (16 << 10, 128 << 10, 1 << 20, 4 << 20, 16 << 20, 32 << 20)
+DEFAULT_SIZES_BYTES = (16 << 10, 128 << 10, 1 << 20, 4 << 20, 32 << 20)
 """Of the whole tensor: from a small layer's weights to a large embedding's."""
 
 WARM_UP = 2

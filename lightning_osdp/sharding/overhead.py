@@ -35,7 +35,7 @@ FLOPS = {"cpu": 1 << 25, "cuda": 0}
 """Of each operator's forward. On a CPU, collectives between stretches of compute take longer than in a row; on CUDA
 they must not hide behind it."""
 
-REPEATS, WARM_UP = 7, 1
+REPEATS, WARM_UP = 5, 1
 
 
 class Step(NamedTuple):

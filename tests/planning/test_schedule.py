@@ -227,9 +227,10 @@ class Looks:
         self.best_s = best_s
         self.searched: list[int] = []
 
-    def best(self, batch_size: int, accumulation: int = 1) -> Candidate:
+    def under(self, seconds: float, batch_size: int, accumulation: int = 1) -> Candidate | None:
         self.searched.append(batch_size)
-        return look(batch_size, self.best_s[batch_size - 1], 0.0)
+        best_s = self.best_s[batch_size - 1]
+        return look(batch_size, best_s, 0.0) if best_s < seconds else None
 
 
 def look(batch_size: int, step_s: float, bound_s: float) -> Candidate:
