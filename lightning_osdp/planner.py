@@ -129,7 +129,8 @@ def measure_and_plan(
     plan = team.as_before(measured, rule, room, question) if from_cache else None
     if plan is None:
         plan, measured, room = team.found(measured, rule, room, stage)
-        new = Settled(asked=question, plan=plan.without_reasons())
+        used_bytes = room.used if measured.rehearsals else 0
+        new = Settled(asked=question, plan=plan.without_reasons(), used_bytes=used_bytes)
         measured = measured.model_copy(update={"settled": kept(measured.settled, new)})
         if ranks.is_first and file is not None:
             measurements.write(file, measured.model_dump_json())
@@ -153,6 +154,10 @@ class _Room:
     limit: int
     used: int
     guessed: int
+
+    def as_shown(self, used: int) -> _Room:
+        """With what an earlier start has seen steps leave behind, if that is within what is guessed now."""
+        return replace(self, used=used, guessed=0) if self.used - self.guessed <= used <= self.used else self
 
 
 @dataclass(frozen=True)
@@ -222,7 +227,8 @@ class _Team:
         def look_up(problem: Problem) -> ExecutionPlan | None:
             return settled_before(problem, rule, question, measured.settled, measured.rehearsals)
 
-        return self._of_first_rank(look_up, measured, room)
+        shown = [one.used_bytes for one in measured.settled if one.asked == question]
+        return self._of_first_rank(look_up, measured, room.as_shown(shown[-1] if shown else 0))
 
     def _of_first_rank(
         self, work: Callable[[Problem], ExecutionPlan | None], measured: Measurements, room: _Room

@@ -51,7 +51,8 @@ from lightning_osdp.profiling.standins import (
 )
 from lightning_osdp.profiling.trace import Trace
 from lightning_osdp.sharding.fairscale import FairScaleEngine
-from lightning_osdp.sharding.overhead import bare_plan, forget, synchronize
+from lightning_osdp.sharding.overhead import bare_plan, synchronize
+from lightning_osdp.sharding.splitting import forget
 
 SECONDS, LONGEST_S = 1.5, 10.0
 """About how long each rehearsal takes; and from how long plain steps on there is none."""
@@ -279,21 +280,24 @@ def _timed(
     """Median seconds of forward and backward of the slowest rank, by batch size; as a plain module without a plan.
     It takes about ``seconds``."""
     twin = real_copy(stage.module)
+    engine = None if plan is None else FairScaleEngine(stage.device, group, broadcast=False)
     try:
-        return _timed_on(twin, stage, sizes, group, plan, seconds)
+        return _timed_on(twin, engine, stage, sizes, group, plan, seconds)
     finally:
-        forget(twin)
+        forget(twin.parameters())
+        if engine is not None:
+            engine.forget()
 
 
 def _timed_on(
     twin: LightningModule,
+    engine: FairScaleEngine | None,
     stage: Stage,
     sizes: Sequence[int],
     group: dist.ProcessGroup | None,
     plan: ExecutionPlan | None,
     seconds: float,
 ) -> dict[int, float]:
-    engine = None if plan is None else FairScaleEngine(stage.device, group, broadcast=False)
     if engine is None or plan is None:
         twin.to(stage.device)
     else:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
-from lightning_osdp.planner import _plan_for
+from lightning_osdp.planner import _plan_for, _Room
 from lightning_osdp.planning.schedule import BatchRule, Problem, least_bytes, make_plan
 from tests.planning.small import MIB, blocks_of_one, cluster, compute
 
@@ -26,6 +26,13 @@ def test_what_is_short_by_no_more_than_a_guess_is_tried() -> None:
         plan = _plan_for(short, RULE, [], MIB)
     assert plan.predicted.peak_memory_bytes == least
     assert plan.memory_limit_bytes == short.memory_limit_bytes
+
+
+def test_what_steps_leave_behind_is_as_an_earlier_start_has_seen_it() -> None:
+    room = _Room(limit=100, used=60, guessed=12)
+    assert room.as_shown(50) == _Room(100, 50, 0)
+    for other in (0, 47, 61):  # nothing seen, or another process than now
+        assert room.as_shown(other) == room
 
 
 def test_what_fits_is_as_the_search_says() -> None:

@@ -38,6 +38,8 @@ class Settled(Frozen):
     asked: str
     """For what (``asked``)."""
     plan: ExecutionPlan
+    used_bytes: int = 0
+    """Of the limit, what was not the model's, where steps on a copy had shown what they leave behind; 0 if none had."""
 
 
 def asked(rule: BatchRule, wishes: Wishes, between: BetweenSteps, correction: Correction) -> str:

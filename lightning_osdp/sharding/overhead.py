@@ -23,6 +23,7 @@ from lightning_osdp.planning.cost import communication
 from lightning_osdp.planning.operators import Operator, ParameterInfo
 from lightning_osdp.planning.plan import ExecutionPlan, ModelIdentity, OperatorPlan, Prediction
 from lightning_osdp.sharding.fairscale import FairScaleEngine
+from lightning_osdp.sharding.splitting import forget
 
 WIDTHS = {Mode.DP: (128, 448), Mode.ZDP2: (128, 768), Mode.ZDP: (128, 768)}
 """Of the square weights: 64 KiB, and 784 KiB, small enough to ride in buckets when replicated, or 2.25 MiB."""
@@ -43,14 +44,6 @@ class Step(NamedTuple):
 
     run: Callable[[], None]
     model: nn.Module
-
-
-def forget(model: nn.Module) -> None:
-    """Frees a model's memory. FairScale's hooks tie its parameters to autograd's nodes, where Python's collector does
-    not see them: they would stay."""
-    for parameter in model.parameters():
-        vars(parameter).clear()
-        parameter.data = parameter.data.new_empty(0)
 
 
 def measure(group: dist.ProcessGroup, device: torch.device, cluster: Cluster) -> EngineOverhead:
@@ -85,7 +78,7 @@ def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
         for mode in Mode:
             step = _with_engine(mode, OPERATORS, WIDTHS[mode][0], group, device)
             step.run()
-            forget(step.model)
+            forget(step.model.parameters())
 
 
 def _line(sizes: list[int], times_s: list[float]) -> ModeOverhead:
@@ -112,7 +105,7 @@ def _per_operator_s(mode: Mode, width: int, group: dist.ProcessGroup, device: to
     slowest = torch.tensor(medians, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     for step in steps:
-        forget(step.model)
+        forget(step.model.parameters())
     engine_s, plain_s, *less = map(float, slowest.tolist())
     without_s = less[0] - less[1] if less else 0.0
     return (engine_s - plain_s - without_s) / (OPERATORS - fewer)

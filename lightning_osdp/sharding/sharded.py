@@ -74,6 +74,8 @@ class ShardedOperator:
             parameter.grad = None
             for name in set(vars(parameter)) - self._attributes[parameter]:  # FairScale's notes
                 delattr(parameter, name)
+        if self.split is not None:
+            self.split.forget()
         self._restore_forward()
 
     @contextmanager

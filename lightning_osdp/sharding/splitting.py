@@ -17,7 +17,7 @@ is freed before its gradient is made (``products``), once the last of the operat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -113,6 +113,14 @@ class WeightSlice(Stage):
             self.free()
 
 
+def forget(parameters: Iterable[nn.Parameter]) -> None:
+    """Frees the memory of parameters that are of no use any more. FairScale's hooks tie them to autograd's nodes, where
+    Python's collector does not see them: they would stay."""
+    for parameter in parameters:
+        vars(parameter).clear()
+        parameter.data = parameter.data.new_empty(0)
+
+
 class SplitOperator:
     """Replaces the forward of an operator by one that runs its slices one after the other.
 
@@ -140,6 +148,10 @@ class SplitOperator:
     def replicated(self) -> list[nn.Parameter]:
         """The slices that every rank holds."""
         return [part.weight for part in self._replicated_slices()]
+
+    def forget(self) -> None:
+        """Frees the slices: they are views of the weight, and are in no module's parameters."""
+        forget(part.weight for part in self._slices)
 
     def follow(self) -> None:
         """To be called before a forward: slices are trained or frozen as the weight is."""

@@ -9,6 +9,7 @@ import torch
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.sharding.fairscale import FairScaleEngine
+from tests.leaks import strange_bytes
 from tests.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, joined, modes_for, two_groups
 from tests.ranks import run_ranks
 
@@ -58,7 +59,7 @@ def train(rank: int, ranks: int) -> Any:
         losses.append(float(loss.detach()))
         collectives.append(engine.collectives_per_step)
     assert [name for name, _ in model.named_parameters()] == names
-    return losses, engine.model_state(), engine.optimizer_state(optimizer), collectives
+    return losses, engine.model_state(), engine.optimizer_state(optimizer), collectives, strange_bytes(model)
 
 
 def test_training_goes_on_as_if_nothing_had_changed() -> None:
@@ -76,7 +77,8 @@ def test_training_goes_on_as_if_nothing_had_changed() -> None:
     results = run_ranks(train, 2)
     losses = [sum(pair) / 2 for pair in zip(*(one[0] for one in results), strict=True)]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-5)
-    _, state, states, collectives = results[0]
+    _, state, states, collectives, left = results[0]
+    assert not left, "slices of an earlier plan stay in memory"
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-6)
     for index, entries in optimizer.state_dict()["state"].items():
