@@ -24,9 +24,9 @@ SAME_ROOM = 0.1
 """Share by which the memory for the model may differ between two starts of what counts as the same problem: what a
 process takes by itself is another few MiB each time."""
 
-SAME_PACE = 0.3
-"""The same for how much slower collectives are corrected to be than compute, as a logarithm: about a third, since
-machines are noisy."""
+SAME_PACE = 0.6
+"""Width of what counts as the same in how much slower than compute collectives are corrected to be, as a logarithm: a
+third to either side of no correction, since machines are noisy."""
 
 MOST_SETTLED = 8
 """Plans of earlier starts that are kept."""
