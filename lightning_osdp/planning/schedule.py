@@ -140,10 +140,13 @@ def _finished(desks: Desks, found: Sequence[Candidate]) -> list[Candidate]:
     open_ = {index for index, one in enumerate(candidates) if one.step_time_s > one.bound_s * (1 + WORTH_TRYING)}
     while (next_ := _undecided(candidates, open_)) is not None:
         index, seconds = next_
-        open_.discard(index)
         better = desks.under(seconds, candidates[index].batch_size, candidates[index].accumulation)
         if better is not None and better.step_time_s < candidates[index].step_time_s:
             candidates[index] = better
+        if math.isinf(seconds) or candidates[index].step_time_s < seconds:
+            open_.discard(index)
+        else:  # it may matter yet, when a smaller one is chosen
+            candidates[index] = replace(candidates[index], bound_s=seconds)
     return candidates
 
 
@@ -162,7 +165,7 @@ def _undecided(candidates: Sequence[Candidate], open_: AbstractSet[int]) -> tupl
     def matters_s(index: int) -> float:
         return candidates[index].global_batch_size / (share * best if index < at else chosen.samples_per_s / share)
 
-    likely = [index for index in open_ if candidates[index].bound_s <= matters_s(index)]
+    likely = [index for index in open_ if candidates[index].bound_s < matters_s(index)]
     if not likely:
         return None
     index = min(likely, key=lambda index: candidates[index].bound_s / candidates[index].global_batch_size)
