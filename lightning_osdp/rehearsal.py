@@ -286,7 +286,7 @@ def _timed(
     finally:
         forget(twin.parameters())
         if engine is not None:
-            engine.forget()
+            engine.forget_slices()
 
 
 def _timed_on(

@@ -22,7 +22,7 @@ from lightning_osdp.sharding.pending import Pending
 from lightning_osdp.sharding.recompute import check_recomputed, recompute
 from lightning_osdp.sharding.replicas import Replicas
 from lightning_osdp.sharding.sharded import ShardedOperator, large_parameters
-from lightning_osdp.sharding.splitting import SplitOperator, check_split, forget
+from lightning_osdp.sharding.splitting import SplitOperator, check_split
 from lightning_osdp.sharding.state import Fill, Shards
 from lightning_osdp.sharding.units import UNIT_DTYPES, Shared, Unit
 
@@ -138,13 +138,11 @@ class FairScaleEngine:
                     Shards(layouts, self._group).shard_existing_state(optimizer)
         self._join(plan)
 
-    def forget(self) -> None:
-        """Frees the module's memory. Neither it nor the engine is of use afterwards."""
+    def forget_slices(self) -> None:
+        """Frees what is not among the module's own parameters. The engine is of no use afterwards."""
         for operator in self._operators.values():
             if operator.split is not None:
                 operator.split.forget()
-        if self._module is not None:
-            forget(self._module.parameters())
 
     def _check_change(self, plan: ExecutionPlan) -> None:
         """``check`` of the module as its user knows it."""
