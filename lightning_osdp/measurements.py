@@ -194,7 +194,8 @@ def measured(
     cache: Path | None,
     wishes: Wishes,
     room_bytes: int,
-    stage: Stage | None = None,
+    stage: Stage | None,
+    late: Callable[[], bool],
 ) -> tuple[Measurements, bool, Path | None]:
     """Measurements, whether the cache had them, and the file that keeps them (on the first rank). Collective.
 
@@ -206,6 +207,7 @@ def measured(
         wishes: what is not left to the search.
         room_bytes: that measuring may take on this rank.
         stage: to rehearse the step on; None to leave it at the parts.
+        late: whether the start has taken too long for one more rehearsal. Collective.
     """
     here = this_cluster(ranks, NO_LINK)
     file = cache / f"{key_of(traced, ranks.device, here, wishes)}.json" if cache is not None else None
@@ -225,7 +227,7 @@ def measured(
     measured = Measurements(**dict(connections), compute=_slowest(times, ranks))
     if stage is not None:
         known = hardware(ranks, cluster, measured)
-        times, rehearsals = rehearse(stage, traced, ranks.group, known, measured.compute, room_bytes)
+        times, rehearsals = rehearse(stage, traced, ranks.group, known, measured.compute, room_bytes, late)
         measured = measured.model_copy(update={"compute": times, "rehearsals": rehearsals})
     if ranks.is_first and file is not None:
         write(file, measured.model_dump_json())

@@ -34,8 +34,9 @@ from lightning_osdp.rehearsal import Stage, rehearse_alone, rehearse_chosen
 
 Result = TypeVar("Result")
 
-REHEARSED_WITHIN_S = 20.0
-"""Only within so many seconds of the start is a second plan rehearsed: a start should not take more than 30."""
+MODES_WITHIN_S, CHOSEN_WITHIN_S = 13.0, 20.0
+"""Only within so many seconds of the start is the step rehearsed in one more mode, and a plan that was found once more,
+or a second one: a start should not take more than 30."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,10 @@ def measure_and_plan(
         raise ConfigurationError(f"cluster describes {cluster.ranks} ranks, this run has {ranks.count}")
     start = time.monotonic()
     team = _Team(traced, ranks, cluster, memory_limit, model_bytes, wishes, between, start)
-    measured, from_cache, file = measurements.measured(traced, ranks, cluster, cache, wishes, team.free_bytes(), stage)
+    late = partial(team.late, MODES_WITHIN_S)
+    measured, from_cache, file = measurements.measured(
+        traced, ranks, cluster, cache, wishes, team.free_bytes(), stage, late
+    )
     room = team.room(stepped=bool(measured.rehearsals) and not from_cache)
     question = asked(rule, wishes, between, measured.correction)
     plan = team.as_before(measured, rule, room, question) if from_cache else None
@@ -194,7 +198,7 @@ class _Team:
         these have left. Collective."""
         plan = self.decide(measured, rule, room)
         for number in range(MOST_REHEARSED):
-            shown = None if number and self.late() else self.rehearsed(stage, measured, plan)
+            shown = None if number and self.late(CHOSEN_WITHIN_S) else self.rehearsed(stage, measured, plan)
             if shown is None:
                 break
             measured = measured.model_copy(update={"rehearsals": (*measured.rehearsals, shown)})
@@ -205,11 +209,11 @@ class _Team:
                 return as_rehearsed(plan, measured.rehearsals), measured, room
         return plan, measured, room
 
-    def late(self) -> bool:
-        """Whether planning has taken long already, on any rank. Collective."""
+    def late(self, within_s: float) -> bool:
+        """Whether planning has taken longer already, on any rank. Collective."""
         took_s = torch.tensor(time.monotonic() - self.start_s).to(self.ranks.device)
         dist.all_reduce(took_s, op=dist.ReduceOp.MAX, group=self.ranks.group)
-        return float(took_s) > REHEARSED_WITHIN_S
+        return float(took_s) > within_s
 
     def decide(self, measured: Measurements, rule: BatchRule, room: _Room) -> ExecutionPlan:
         """The first rank's plan, on every rank. Collective."""
@@ -252,8 +256,10 @@ class _Team:
         """What ``plan`` takes; None if that is known, or can't be. Collective."""
         if stage is None or any(one.decided == decided(plan) for one in measured.rehearsals):
             return None
-        known = measurements.hardware(self.ranks, self.cluster, measured)
-        return rehearse_chosen(stage, self.traced, self.ranks.group, known, measured.compute, plan, self.free_bytes())
+        known, late = measurements.hardware(self.ranks, self.cluster, measured), partial(self.late, CHOSEN_WITHIN_S)
+        return rehearse_chosen(
+            stage, self.traced, self.ranks.group, known, measured.compute, plan, self.free_bytes(), late
+        )
 
 
 def _plan_for(problem: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal], guessed_bytes: int) -> ExecutionPlan:

@@ -75,6 +75,10 @@ MARGIN = 1.1
 """Room for a rehearsal, as a multiple of what it is thought to need."""
 
 
+def _never() -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Stage:
     """What a step is rehearsed with.
@@ -113,7 +117,13 @@ class Stage:
 
 
 def rehearse(
-    stage: Stage, traced: Trace, group: dist.ProcessGroup, cluster: Cluster, compute: ComputeTimes, room_bytes: int
+    stage: Stage,
+    traced: Trace,
+    group: dist.ProcessGroup,
+    cluster: Cluster,
+    compute: ComputeTimes,
+    room_bytes: int,
+    late: Callable[[], bool] = _never,
 ) -> tuple[ComputeTimes, tuple[Rehearsal, ...]]:
     """Compute whose sums are those of the plain step, and what the step takes with all operators in one mode.
 
@@ -127,6 +137,7 @@ def rehearse(
         cluster: with links and engine as measured.
         compute: as measured in parts.
         room_bytes: that a rehearsal may take on this rank.
+        late: whether the start has taken so long that no more modes are to be rehearsed. Collective.
 
     Returns:
         ``compute`` as it was, and nothing, where a rehearsal is not possible or would take too long.
@@ -140,10 +151,10 @@ def rehearse(
                 return compute, ()
             times = rehearsed_compute(compute, plain) if plain else compute
             shown = []
-            for plan in uniform if group.size() > 1 else ():
+            for plan in reversed(uniform) if group.size() > 1 else ():  # first what adds most to a plain step
                 expected = foreseen(model, times, cluster, plan, smallest)
-                if _short(expected) and _fits(model, cluster, plan, smallest, room):
-                    shown.append(_rehearsed(stage, expected, plan, smallest, group))
+                if _short(expected) and _fits(model, cluster, plan, smallest, room) and not late():
+                    shown.append(_rehearsed(stage, expected, plan, smallest, group, late))
             return times, tuple(shown)
     except Exception as error:
         _warn(error)
@@ -174,6 +185,7 @@ def rehearse_chosen(
     compute: ComputeTimes,
     plan: ExecutionPlan,
     room_bytes: int,
+    late: Callable[[], bool] = _never,
 ) -> Rehearsal | None:
     """What the step takes under a plan that was found; None where that can't be rehearsed. Collective.
 
@@ -185,6 +197,7 @@ def rehearse_chosen(
         compute: as measured, its sums as rehearsed.
         plan: at its batch size, or a smaller one that was traced, if that takes too long or too much.
         room_bytes: that a rehearsal may take on this rank.
+        late: whether the start has taken so long that it is not to be made twice. Collective.
     """
     sizes, model = sorted(traced.kernels), traced.description
     wanted = [plan.batch_size, sum(sizes) // len(sizes), sizes[0]] if len(sizes) > 1 else sizes
@@ -198,7 +211,7 @@ def rehearse_chosen(
     try:
         with kept_randomness(stage.device):
             likely_s = fitted_s(expected, plan.cluster.engine.excess)
-            shown = _rehearsed(stage, expected, plan, size, group, CHOSEN_SECONDS, (likely_s, CHOSEN_ODD))
+            shown = _rehearsed(stage, expected, plan, size, group, late, CHOSEN_SECONDS, (likely_s, CHOSEN_ODD))
     except Exception as error:
         _warn(error)
         return None
@@ -252,18 +265,19 @@ def _rehearsed(
     plan: ExecutionPlan,
     size: int,
     group: dist.ProcessGroup,
+    late: Callable[[], bool],
     seconds: float = SECONDS,
     likely: tuple[float, float] | None = None,
 ) -> Rehearsal:
     """With what it took. Where that is not ``likely`` (seconds, and a share of them; as foreseen if None), it is tried
-    once more: if both agree, that is it, else one of them was disturbed, and the less counts."""
+    once more unless it is ``late``: if both agree, that is it, else one of them was disturbed, and the less counts."""
     likely_s, odd = likely or (expected.foreseen_s, ODD)
 
     def took_s() -> float:
         return on_all_ranks(group, partial(_timed, stage, [size], group, plan, seconds))[size]
 
     tries = [took_s()]
-    if tries[0] <= SHORT_S and abs(tries[0] / likely_s - 1) > odd:
+    if tries[0] <= SHORT_S and abs(tries[0] / likely_s - 1) > odd and not late():
         tries.append(took_s())
     # always the less of two would be less than a step takes
     took = min(tries) if max(tries) / min(tries) - 1 > ODD else statistics.mean(tries)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lightning_osdp import rehearsal
-from lightning_osdp.profiling import compute, network
+from lightning_osdp.profiling import network, timing
 from lightning_osdp.sharding import overhead
 
 PRELOADED = [
@@ -153,7 +153,7 @@ def _run_rank(
 def _measure_quickly() -> None:
     """Tests look at what comes of measurements, not at how precise they are."""
     network.REPEATS_BY_BUDGET_S, network.FEWEST_REPEATS = 0.05, 2
-    overhead.REPEATS = compute.MAX_REPEATS = 3
+    overhead.REPEATS = timing.MAX_REPEATS = 3
     rehearsal.FEWEST = rehearsal.MOST = 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -60,9 +61,9 @@ def stage(module: pl.LightningModule) -> Stage:
 
 
 def rehearsed(
-    rank: int, ranks: int, medians: dict[int, float] | None, room_bytes: int, fails: bool
+    rank: int, ranks: int, medians: dict[int, float] | None, room_bytes: int, fails: bool, modes: int = 99
 ) -> tuple[bool, ComputeTimes, ComputeTimes, tuple[Rehearsal, ...], list[str]]:
-    """Whether the module is as it was, times before and after, rehearsals, and warnings."""
+    """Whether the module is as it was, times before and after, rehearsals, and warnings; it is late after ``modes``."""
     torch.manual_seed(1)
     module = Module(fails)
     traced = trace(module, BATCH, 4, device=CPU)
@@ -82,7 +83,9 @@ def rehearsed(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OSDPWarning)
         hardware = some_cluster(ranks)
-        times, shown = rehearse(stage(module), traced, dist.group.WORLD, hardware, everyone[0], room_bytes)
+        group, early = dist.group.WORLD, iter([False] * modes)
+        late = partial(next, early, True)
+        times, shown = rehearse(stage(module), traced, group, hardware, everyone[0], room_bytes, late)
     same = all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     same &= all(parameter.grad is None for parameter in module.parameters()) and module._trainer is None
     same &= module.steps == steps and torch.equal(random, torch.get_rng_state())
@@ -99,10 +102,17 @@ def test_the_module_stays_as_it_was_and_its_times_are_those_of_the_step() -> Non
         assert not messages
         limits = [min(1.0, 3 * compute_s(parts, size)) for size in (2, 8)]
         assert [compute_s(times, size) for size in (2, 8)] == pytest.approx(limits, rel=0.3)
-        assert [set(one.added_s) - {"dp", "joined"} for one in shown] == [set(), {"zdp2"}, {"zdp"}]
+        assert [set(one.added_s) - {"dp", "joined"} for one in shown] == [{"zdp"}, {"zdp2"}, set()]
         assert {one.took_s for one in shown} == {2.0}
         excess = with_excess(some_cluster().engine, shown).excess
         assert all(excess.of([mode.value]) > 0 for mode in Mode)
+
+
+def test_no_more_modes_are_rehearsed_when_it_is_late() -> None:
+    for same, _, times, shown, _ in run_ranks(rehearsed, 2, {2: 1.0, 1: 2.0}, ROOM, False, 1):
+        assert same
+        assert compute_s(times, 2) > 0
+        assert [set(one.added_s) >= {"zdp"} for one in shown] == [True]
 
 
 def test_steps_that_take_long_are_not_rehearsed() -> None:
@@ -244,29 +254,38 @@ def test_a_long_step_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(rehearsal, "_timed", lambda *_, tries=tries: {4: tries.pop()})
         expected = Rehearsal(decided="", foreseen_s=seconds, took_s=seconds, added_s={})
         likely = (seconds, rehearsal.CHOSEN_ODD)
-        rehearsal._rehearsed(stage(Module()), expected, mixed(2), 4, None, likely=likely)  # type: ignore[arg-type]
+        rehearsal._rehearsed(
+            stage(Module()),
+            expected,
+            mixed(2),
+            4,
+            None,  # type: ignore[arg-type]
+            rehearsal._never,
+            likely=likely,
+        )
         assert len(tries) == left
 
 
 @pytest.mark.parametrize(
-    ("tries", "took_s", "left"),
+    ("tries", "late", "took_s", "left"),
     [
-        ([0.55], 0.55, 0),
-        ([0.7, 0.65], 0.675, 0),
-        ([0.35, 0.36], 0.355, 0),
-        ([0.95, 0.5], 0.5, 0),
-        ([0.55, 5.0], 0.55, 1),
+        ([0.55], False, 0.55, 0),
+        ([0.7, 0.65], False, 0.675, 0),
+        ([0.35, 0.36], False, 0.355, 0),
+        ([0.95, 0.5], False, 0.5, 0),
+        ([0.55, 5.0], False, 0.55, 1),
+        ([0.95, 0.5], True, 0.95, 1),
     ],
-    ids=["as foreseen", "longer", "shorter", "disturbed", "no second one"],
+    ids=["as foreseen", "longer", "shorter", "disturbed", "no second one", "no time for it"],
 )
 def test_what_is_odd_is_tried_again(
-    tries: list[float], took_s: float, left: int, monkeypatch: pytest.MonkeyPatch
+    tries: list[float], late: bool, took_s: float, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two tries that agree are both right: to take the less of them would foretell too little."""
     monkeypatch.setattr(rehearsal, "on_all_ranks", lambda group, work: work())
     monkeypatch.setattr(rehearsal, "_timed", lambda *_: {4: tries.pop(0)})
     expected = Rehearsal(decided="", foreseen_s=0.5, took_s=0.5, added_s={})
-    found = rehearsal._rehearsed(stage(Module()), expected, mixed(2), 4, group=None)  # type: ignore[arg-type]
+    found = rehearsal._rehearsed(stage(Module()), expected, mixed(2), 4, None, lambda: late)  # type: ignore[arg-type]
     assert found.took_s == pytest.approx(took_s)
     assert len(tries) == left
 

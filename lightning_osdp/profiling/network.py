@@ -31,6 +31,10 @@ REPEATS_BY_BUDGET_S = 0.2
 FEWEST_REPEATS = 3
 MOST_REPEATS = 15
 
+FEWEST_SIZES, LONG_S = 3, 0.03
+"""After so many sizes none is measured that is larger than one whose collective takes so long: there bytes are all that
+counts. [1 Gbit/s: 34 ms for 4 MiB; four more seconds for 32 MiB]"""
+
 TOGETHER, TOGETHER_SIZES = 4, slice(1, 3)
 """Tensors of a gather of several, and at which of the sizes it is timed: those at which latencies matter."""
 
@@ -174,14 +178,18 @@ def _fits(
     device: torch.device,
     progress: Progress | None,
 ) -> dict[str, CollectiveFit]:
-    """Each subject at each number of elements, one after the other, and the constants that explain the times best."""
+    """Each subject at each number of elements, one after the other, and the constants that explain the times best.
+    The times are the same on all ranks, and so is where they become long."""
     times_s: dict[str, list[float]] = {name: [] for name in subjects}
+    whole_bytes: list[int] = []
     for numel in sizes:
         for name, subject in subjects.items():
             times_s[name].append(_time_s(subject.make(numel), world, device, subject.before))
             if progress is not None:
                 progress(sum(map(len, times_s.values())), len(sizes) * len(times_s))
-    whole_bytes = [numel * 4 for numel in sizes]
+        whole_bytes.append(4 * numel)
+        if len(whole_bytes) >= FEWEST_SIZES and max(each[-1] for each in times_s.values()) > LONG_S:
+            break
     fits = {name: fit(whole_bytes, times_s[name], subject.ranks) for name, subject in subjects.items()}
     for name, subject in subjects.items():
         more_s = _more_s(subject, sizes[TOGETHER_SIZES], world, device)

@@ -10,7 +10,7 @@ from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cluster import Scratch
 from lightning_osdp.planning.operators import OUTSIDE, Line
 from lightning_osdp.planning.rehearsed import rising
-from lightning_osdp.profiling import arguments, compute
+from lightning_osdp.profiling import arguments, compute, timing
 from lightning_osdp.profiling.compute import measure
 from lightning_osdp.profiling.kernels import Kernel, KernelPhase, TensorSpec, spec_of
 from lightning_osdp.profiling.memory import fix_cpu_allocator
@@ -52,8 +52,8 @@ def test_every_different_kernel_is_timed_once(monkeypatch: pytest.MonkeyPatch) -
         times.append(kernel)
         return 1.0
 
-    monkeypatch.setattr(compute, "_time", count)
-    monkeypatch.setattr(compute, "_node_overhead_s", lambda clock: compute._Overhead(0.0, 0.0))
+    monkeypatch.setattr(timing, "_time", count)
+    monkeypatch.setattr(compute, "node_overhead", lambda clock: timing.Overhead(0.0, 0.0))
     steps: list[tuple[int, int]] = []
     result = measure(found, CPU, progress=lambda done, total: steps.append((done, total)))
     everything = [*found.kernels[2], *found.kernels[8], *found.optimizer_kernels]
@@ -92,11 +92,11 @@ def test_all_kernels_of_common_layers_run_by_themselves(recwarn: pytest.Warnings
 
 def test_a_backward_that_only_its_forward_can_prepare_runs_by_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
     # How much oneDNN takes there depends on the processor, and on what it has kept from earlier calls.
-    monkeypatch.setattr(compute._Clock, "scratch_bytes", lambda clock, call: 9 << 20 if call() else 0)
+    monkeypatch.setattr(timing.Clock, "scratch_bytes", lambda clock, call: 9 << 20 if call() else 0)
     net = trace(Regression(nn.LSTM(512, 512, batch_first=True)), torch.ones(4, 8, 512), 4, device=CPU)
     (scratch,) = measure(net, CPU, time_budget_s=0.1).scratch
     assert scratch.backward.at(2) == 9 << 20
-    monkeypatch.setattr(compute, "_time_after", lambda *_: None)
+    monkeypatch.setattr(timing, "_time_after", lambda *_: None)
     estimated = measure(net, CPU, time_budget_s=0.1)
     assert estimated.scratch[0].backward.at(2) == 0
     (time,) = estimated.operators
@@ -111,10 +111,10 @@ def test_arguments_are_copied_until_they_have_left_the_cache_if_there_is_room(
     phase: KernelPhase, room_mib: int, sets: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[torch.Tensor] = []
-    monkeypatch.setattr(compute, "copied", lambda tensor: made.append(tensor) or tensor)
+    monkeypatch.setattr(timing, "copied", lambda tensor: made.append(tensor) or tensor)
     four_mib = TensorSpec((1 << 20,), (1,), torch.float32)
     kernel = Kernel(aten.neg.default, (four_mib,), phase=phase)
-    assert compute._time(kernel, compute._Clock(CPU, room_mib << 20), share_s=60.0) > 0
+    assert timing._time(kernel, timing.Clock(CPU, room_mib << 20), share_s=60.0) > 0
     assert len(made) == sets - 1
 
 
@@ -159,11 +159,11 @@ def test_made_up_arguments_have_the_strides_and_the_range_that_the_kernel_needs(
 
 def test_scratch_is_what_a_call_takes_beside_its_result() -> None:
     fix_cpu_allocator()
-    clock, elements = compute._Clock(CPU), 8 << 20
+    clock, elements = timing.Clock(CPU), 8 << 20
     clock.scratch_bytes(lambda: torch.ones(elements))
     assert clock.scratch_bytes(lambda: torch.ones(elements)) == 0
     inside = clock.scratch_bytes(lambda: torch.ones(elements).sum())
-    assert 4 * elements <= inside + compute.LEAST_SCRATCH_BYTES < 4.5 * elements
+    assert 4 * elements <= inside + timing.LEAST_SCRATCH_BYTES < 4.5 * elements
 
 
 def test_scratch_counts_at_its_operators_moments() -> None:
@@ -179,10 +179,10 @@ def test_scratch_counts_at_its_operators_moments() -> None:
 
 def test_long_lists_are_timed_in_part_and_no_other_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only an optimizer's lists may be cut: one index less would make another kernel."""
-    monkeypatch.setattr(compute, "LIST_BYTES", 1000)
+    monkeypatch.setattr(timing, "LIST_BYTES", 1000)
     spec = TensorSpec((100,), (1,), torch.float32)
     many = Kernel(aten._foreach_add_.List, ((spec,) * 10, (spec,) * 10))
-    assert compute._sample(many).args == ((spec,) * 2, (spec,) * 2)
+    assert timing._sample(many).args == ((spec,) * 2, (spec,) * 2)
     places = TensorSpec((100,), (1,), torch.int64)
     for whole in (Kernel(aten.index.Tensor, (spec, (places, places))), Kernel(aten.cat.default, ((spec,) * 10,))):
-        assert compute._sample(whole) is whole
+        assert timing._sample(whole) is whole

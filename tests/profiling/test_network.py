@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +18,8 @@ CPU = torch.device("cpu")
 SIZES = (4 << 10, 64 << 10, 1 << 20, 2 << 20)
 
 
-def measured(rank: int, world_size: int) -> tuple[str, list[tuple[int, int]]]:
+def measured(rank: int, world_size: int, long_s: float = math.inf) -> tuple[str, list[tuple[int, int]]]:
+    network.LONG_S = long_s
     calls: list[tuple[int, int]] = []
     link = network.measure(
         dist.group.WORLD, CPU, sizes_bytes=SIZES, progress=lambda done, total: calls.append((done, total))
@@ -36,6 +39,7 @@ def measured_levels(rank: int, world_size: int) -> tuple[str, list[tuple[int, in
 
 def sizes_under(rank: int, world_size: int, limits: list[int | None]) -> int:
     """How many measurements were made."""
+    network.LONG_S = math.inf
     totals: list[int] = []
     network.measure(
         dist.group.WORLD,
@@ -66,6 +70,12 @@ def test_all_ranks_get_the_same_positive_link_and_hear_of_the_progress():
         assert fitted.time_s(16 << 20, 2) > 0
     assert calls == other_calls
     assert calls == [(done, 12) for done in range(1, 13)]
+
+
+def test_larger_sizes_are_left_out_on_a_slow_link():
+    (first, calls), (second, _) = run_ranks(measured, 2, 0.0)
+    assert first == second
+    assert calls == [(done, 12) for done in range(1, 10)]
 
 
 def test_both_levels_are_measured_and_the_same_on_all_ranks():

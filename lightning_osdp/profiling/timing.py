@@ -1,0 +1,286 @@
+"""Times kernels one by one, with made-up arguments, as they would be found in a step: with cold caches.
+
+Only one kernel's arguments are in memory at a time, so a model that does not fit can be measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_osdp.errors import OSDPWarning
+from lightning_osdp.profiling.arguments import copied, made_up
+from lightning_osdp.profiling.kernels import Kernel, TensorSpec, list_length, some_of_lists
+from lightning_osdp.profiling.memory import memory_in_use, peak_memory, reset_peak
+
+aten = torch.ops.aten
+
+WARMUPS = 2
+"""Runs before the first timed one: the allocator and the libraries' plans settle."""
+
+MAX_REPEATS = 15
+"""Timed runs of one kernel; their median counts."""
+
+AUTOGRAD_REPEATS = 5
+"""Timed runs of a backward that is run by autograd."""
+
+COLD_BYTES = 1 << 25
+"""Copies of a kernel's arguments are taken in turn until they fill this much, because a step's tensors have left the
+cache by the time they are read. [32 MiB; empirical, AMD EPYC with 32 MiB of cache, GPT of 4 layers: predicted forward
+and backward are 0.95 to 1.03 of the measured with it, 0.88 to 0.95 on one set of arguments]"""
+
+COLD_STATES_BYTES = 1 << 26
+"""The same for an optimizer's kernels: a step has gone through all of the model when it comes to a parameter again.
+[64 MiB; empirical, same processor, ViT of 14 M parameters: AdamW takes 0.6 of its time in training with half of it]"""
+
+PLENTY_BYTES = 1 << 60
+"""Of memory, where nobody has said how much is free."""
+
+MAX_COPIES = 16
+"""Most copies of one kernel's arguments."""
+
+LEAST_SCRATCH_BYTES = 1 << 20
+"""Less is not looked for: the process's own counters move by as much."""
+
+OPAQUE_ARGUMENTS = frozenset({"workspace", "reserve", "reservespace"})
+"""Names in aten's schemas of buffers that a library's forward leaves to its backward."""
+
+BACKWARD_RATIO = 2.0
+"""Time of a backward that can't be run at all against its forward: two matrix products for each one there."""
+
+LIST_BYTES = 1 << 28
+"""Lists of tensors that a kernel works on together are cut to about as much."""
+
+COPY_BYTES = 1 << 26
+"""Size of the copy that gives the memory bandwidth: beyond any cache. [64 MiB]"""
+
+OVERHEAD_OPS = 200
+"""Length of the chain of tiny ops that gives autograd's own time per node."""
+
+Progress = Callable[[int, int], None]
+"""Called with (kernels done, kernels in all)."""
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Seconds that autograd takes for each node of the graph, on top of the kernels."""
+
+    forward_s: float
+    backward_s: float
+
+
+class Clock:
+    """Times calls, waiting for the device where it works behind the host's back.
+
+    Args:
+        device: to time on.
+        room_bytes: of memory that is free: copies of a kernel's arguments may take half of it.
+    """
+
+    def __init__(self, device: torch.device, room_bytes: int = PLENTY_BYTES) -> None:
+        self.device = device
+        self.room_bytes = room_bytes
+
+    def time_s(self, call: Callable[[], object]) -> float:
+        """Of one call."""
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            call()  # what it returns is freed at once: a step frees, sooner or later, all that it allocates
+            return time.perf_counter() - start
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(self.device)
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize(self.device)
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def scratch_bytes(self, call: Callable[[], object]) -> int:
+        """What a call takes at most beside its result; 0 if that is next to nothing."""
+        reset_peak(self.device)
+        before = memory_in_use(self.device)
+        result = call()
+        made = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes() for leaf in tensors_of(result)}
+        scratch = peak_memory(self.device) - before - sum(made.values())
+        return scratch if scratch >= LEAST_SCRATCH_BYTES else 0
+
+
+def tensors_of(value: object) -> list[Tensor]:
+    """All tensors in a result that may hold any."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def time_all(
+    kernels: Iterable[Kernel],
+    clock: Clock,
+    progress: Progress | None,
+    budget_s: float,
+    scratch: dict[object, int] | None = None,
+) -> dict[object, float]:
+    """Seconds of one call of each different kernel, by its key; ``scratch`` is filled with bytes."""
+    unique = {kernel.key: kernel for kernel in kernels}
+    seconds: dict[object, float] = {}
+    failed: list[Kernel] = []
+    deadline = time.perf_counter() + budget_s
+    # Cheap ones first: what they leave of their share is for the large ones. An optimizer's at the end, on all ranks
+    # at about the same time: they take as long as the memory does, which ranks of one machine share.
+    ordered = sorted(unique.values(), key=lambda each: (each.phase == "optimizer", each.num_bytes))
+    for done, kernel in enumerate(ordered):
+        share = max(0.0, deadline - time.perf_counter()) / (len(unique) - done)
+        try:
+            if _takes_opaque_state(kernel):
+                failed.append(kernel)
+            else:
+                seconds[kernel.key] = _time(kernel, clock, share, scratch)
+        except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+            failed.append(kernel)
+        if progress is not None:
+            progress(done + 1, len(unique))
+    return seconds | _of_others(failed, unique.values(), seconds, clock, scratch)
+
+
+def _of_others(
+    failed: Sequence[Kernel],
+    kernels: Collection[Kernel],
+    seconds: Mapping[object, float],
+    clock: Clock,
+    scratch: dict[object, int] | None,
+) -> dict[object, float]:
+    """Seconds of those that can't be run by themselves: after their forwards, which were timed, or by their bytes."""
+    found: dict[object, float] = {}
+    unknown = []
+    for kernel in failed:
+        forward = _forward_of(kernel, kernels)
+        if forward is not None and forward.key in seconds:
+            found[kernel.key] = _time_after(forward, kernel, clock, scratch) or BACKWARD_RATIO * seconds[forward.key]
+        else:
+            unknown.append(kernel)
+    if unknown:
+        _warn_of_estimates(unknown, len(kernels))
+        bandwidth = _copy_bytes_per_s(clock)
+        found.update({kernel.key: kernel.num_bytes / bandwidth for kernel in unknown})
+    return found
+
+
+def _warn_of_estimates(kernels: list[Kernel], total: int) -> None:
+    names = sorted({str(kernel.func) for kernel in kernels})
+    warnings.warn(
+        f"{len(kernels)} of {total} kernels can't be timed by themselves and are estimated from their bytes: "
+        f"{', '.join(names[:5])}",
+        OSDPWarning,
+        stacklevel=5,
+    )
+
+
+def _takes_opaque_state(kernel: Kernel) -> bool:
+    """Whether it reads a buffer that only its forward can write (of cuDNN, oneDNN): made-up bytes would crash it."""
+    return any(
+        argument.name.lower() in OPAQUE_ARGUMENTS and isinstance(spec, TensorSpec)
+        for argument, spec in zip(kernel.func._schema.arguments, kernel.args, strict=False)
+    )
+
+
+def _forward_of(kernel: Kernel, kernels: Iterable[Kernel]) -> Kernel | None:
+    """The kernel that ``kernel`` is the backward of: named alike, on the same input."""
+    name = kernel.func.overloadpacket.__name__
+    forward = name.removesuffix("_backward")
+    if forward == name or not kernel.args:
+        return None
+    alike = (k for k in kernels if k.func.overloadpacket.__name__ == forward and k.args[:1] == kernel.args[:1])
+    return next(alike, None)
+
+
+def _time(kernel: Kernel, clock: Clock, share_s: float, scratch: dict[object, int] | None = None) -> float:
+    """Median seconds of one call, in about ``share_s`` in all, on arguments that are not in the cache."""
+    sample = _sample(kernel)
+    if sample is not kernel:
+        return _time(sample, clock, share_s) * kernel.num_bytes / sample.num_bytes
+    args, kwargs = made_up(kernel, clock.device)
+    func, start = kernel.func, time.perf_counter()
+    first = clock.time_s(lambda: func(*args, **kwargs))
+    if scratch is not None and kernel.num_bytes >= LEAST_SCRATCH_BYTES:
+        scratch[kernel.key] = clock.scratch_bytes(lambda: func(*args, **kwargs))
+    if time.perf_counter() - start > share_s:
+        return min(first, clock.time_s(lambda: func(*args, **kwargs)))
+    cold_bytes = COLD_STATES_BYTES if kernel.phase == "optimizer" else COLD_BYTES
+    copies = min(MAX_COPIES, math.ceil(min(cold_bytes, clock.room_bytes // 2) / max(1, kernel.num_bytes)))
+    sets = [(args, kwargs), *(tree_map_only(Tensor, copied, (args, kwargs)) for _ in range(copies - 1))]
+    rotation = itertools.cycle(sets)
+
+    def call() -> float:
+        positional, named = next(rotation)
+        return clock.time_s(lambda: func(*positional, **named))
+
+    for _ in range(WARMUPS):
+        call()
+    left = share_s - (time.perf_counter() - start)
+    return statistics.median(call() for _ in range(max(3, min(MAX_REPEATS, int(left / max(first, 1e-6))))))
+
+
+def _sample(kernel: Kernel) -> Kernel:
+    """A kernel on long lists of tensors (all parameters, in an optimizer's foreach or fused form) on some of them:
+    there may be no room for the model once more."""
+    every = math.ceil(kernel.num_bytes / LIST_BYTES)
+    if every <= 1 or list_length(kernel.func, kernel.args) == 1:
+        return kernel
+    return replace(kernel, args=some_of_lists(kernel.args, slice(None, None, every)))
+
+
+def _time_after(
+    forward: Kernel, backward: Kernel, clock: Clock, scratch: dict[object, int] | None = None
+) -> float | None:
+    """Seconds of a backward that only its forward can prepare, by autograd; None where that does not work."""
+    try:
+        with torch.enable_grad():
+            args, kwargs = made_up(forward, clock.device)
+            inputs = [leaf.requires_grad_() for leaf in tensors_of((args, kwargs)) if leaf.is_floating_point()]
+            first = next(made for made in tensors_of(forward.func(*args, **kwargs)) if made.requires_grad)
+            gradient = torch.ones_like(first)
+
+        def call() -> object:
+            return torch.autograd.grad(first, inputs, gradient, retain_graph=True, allow_unused=True)
+
+        call()
+        if scratch is not None:
+            scratch[backward.key] = clock.scratch_bytes(call)
+        return statistics.median(clock.time_s(call) for _ in range(AUTOGRAD_REPEATS))
+    except (RuntimeError, StopIteration):
+        return None
+
+
+def _copy_bytes_per_s(clock: Clock) -> float:
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=clock.device)
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / min(clock.time_s(lambda: target.copy_(source)) for _ in range(5))
+
+
+def node_overhead(clock: Clock) -> Overhead:
+    """Autograd's own time per node, from a chain of products of two tiny tensors against the same products alone."""
+    one = torch.ones(1, device=clock.device)
+    leaf = torch.ones(1, device=clock.device, requires_grad=True)
+
+    def chain(value: Tensor) -> Tensor:
+        for _ in range(OVERHEAD_OPS):
+            value = aten.neg.default(value)
+        return value
+
+    forwards, backwards, alone = [], [], []
+    for _ in range(WARMUPS + MAX_REPEATS):
+        alone.append(clock.time_s(lambda: chain(one)))
+        ends: list[Tensor] = []
+        forwards.append(clock.time_s(lambda: ends.append(chain(leaf))))  # noqa: B023
+        backwards.append(clock.time_s(lambda: torch.autograd.grad(ends[0], leaf)))  # noqa: B023
+    plain = statistics.median(alone)
+    return Overhead(
+        forward_s=max(0.0, statistics.median(forwards) - plain) / OVERHEAD_OPS,
+        backward_s=max(0.0, statistics.median(backwards) - plain) / OVERHEAD_OPS,
+    )
