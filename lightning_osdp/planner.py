@@ -23,7 +23,7 @@ from lightning_osdp.planning.calibration import Correction, corrected_cluster, c
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.operators import NOTHING_BETWEEN, BetweenSteps
 from lightning_osdp.planning.plan import ExecutionPlan
-from lightning_osdp.planning.rehearsed import Rehearsal, as_rehearsed, decided, with_excess
+from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, as_rehearsed, decided, with_excess
 from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
 from lightning_osdp.planning.settled import MOST_REHEARSED, Settled, asked, kept, settled, settled_before
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
@@ -35,8 +35,11 @@ from lightning_osdp.rehearsal import Stage, rehearse_alone, rehearse_chosen
 Result = TypeVar("Result")
 
 MODES_WITHIN_S, CHOSEN_WITHIN_S = 13.0, 20.0
-"""Only within so many seconds of the start is the step rehearsed in one more mode, and a plan that was found once more,
-or a second one: a start should not take more than 30."""
+"""Only within so many seconds of the start is the step rehearsed in one more mode, and a plan that was found once more:
+a start should not take more than 30."""
+
+LATE_GAIN = 0.1
+"""Share by which a second plan has to promise more than the one that was rehearsed, to be rehearsed later than that."""
 
 
 @dataclass(frozen=True)
@@ -197,14 +200,15 @@ class _Team:
         """The plan that is found, rehearsed where it can be; the measurements with the rehearsals, and the room that
         these have left. Collective."""
         plan = self.decide(measured, rule, room)
-        for number in range(MOST_REHEARSED):
-            shown = None if number and self.late(CHOSEN_WITHIN_S) else self.rehearsed(stage, measured, plan)
+        for _ in range(MOST_REHEARSED):
+            shown = self.rehearsed(stage, measured, plan)
             if shown is None:
                 break
             measured = measured.model_copy(update={"rehearsals": (*measured.rehearsals, shown)})
             room = self.room(stepped=True)
+            gain = LATE_GAIN if self.late(CHOSEN_WITHIN_S) else STEP_ERROR
             try:
-                plan = self.decide(measured, rule, room)
+                plan = self.decide(measured, rule, room, gain)
             except InfeasibleError:  # for what the rehearsal has left behind: the plan was the last that fits
                 return as_rehearsed(plan, measured.rehearsals), measured, room
         return plan, measured, room
@@ -215,11 +219,11 @@ class _Team:
         dist.all_reduce(took_s, op=dist.ReduceOp.MAX, group=self.ranks.group)
         return float(took_s) > within_s
 
-    def decide(self, measured: Measurements, rule: BatchRule, room: _Room) -> ExecutionPlan:
+    def decide(self, measured: Measurements, rule: BatchRule, room: _Room, gain: float = STEP_ERROR) -> ExecutionPlan:
         """The first rank's plan, on every rank. Collective."""
 
         def search(problem: Problem) -> ExecutionPlan:
-            return _plan_for(problem, rule, measured.rehearsals, room.guessed)
+            return _plan_for(problem, rule, measured.rehearsals, room.guessed, gain)
 
         plan = self._of_first_rank(search, measured, room)
         assert plan is not None
@@ -262,11 +266,17 @@ class _Team:
         )
 
 
-def _plan_for(problem: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal], guessed_bytes: int) -> ExecutionPlan:
+def _plan_for(
+    problem: Problem,
+    rule: BatchRule,
+    rehearsals: Sequence[Rehearsal],
+    guessed_bytes: int,
+    gain: float = STEP_ERROR,
+) -> ExecutionPlan:
     """The plan for ``problem``. Where nothing fits for want of no more than ``guessed_bytes``, which may not be taken,
     the plan of least memory is tried: without it there would be no training at all."""
     try:
-        return settled(problem, rule, rehearsals)
+        return settled(problem, rule, rehearsals, gain)
     except InfeasibleError as error:
         if error.needed_bytes > problem.memory_limit_bytes + guessed_bytes:
             raise
@@ -277,7 +287,7 @@ def _plan_for(problem: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal]
             stacklevel=2,
         )
         least = replace(problem, memory_limit_bytes=error.needed_bytes)
-        plan = settled(least, rule, rehearsals)
+        plan = settled(least, rule, rehearsals, gain)
         return plan.model_copy(update={"memory_limit_bytes": problem.memory_limit_bytes})
 
 

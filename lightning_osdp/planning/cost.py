@@ -191,28 +191,10 @@ def _alone_bytes(cluster: Cluster) -> int:
 def engine(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: bool = False) -> Recurring:
     """Seconds that the engine itself takes for ``operator`` (``Cluster.engine``), by unit and replicated parameter.
 
-    Replicated gradients are packed once, and only those that are not reduced where they are. What rehearsals have shown
-    beyond the parts (``Excess``) is counted here, that of the collectives, too.
+    Replicated gradients are packed once, and only those that are not reduced where they are.
     """
     if cluster.ranks == 1:
         return Recurring(0.0, 0.0)
-    once, each = _engine_parts(operator, choice, cluster, recomputed)
-    more = cluster.engine.excess.of(kinds(operator, choice))
-    if more:
-        together = communication(operator, choice, cluster, recomputed=recomputed)
-        once, each = once + more * (once + together.once_s), each + more * (each + together.each_s)
-    return Recurring(once, each)
-
-
-def kinds(operator: Operator, choice: Choice) -> list[str]:
-    """What counts of ``Excess``: the choice's last mode, and how it comes to be gathered."""
-    mode = max(choice.slices, key=list(Mode).index)
-    joined, split = operator.joins > 1 and mode != Mode.DP, choice.split_dim is not None
-    return [mode.value] + ["joined"] * joined + ["split"] * split
-
-
-def _engine_parts(operator: Operator, choice: Choice, cluster: Cluster, recomputed: bool) -> tuple[float, float]:
-    """Once and in each micro-batch, as measured by itself."""
     parts, alone_bytes = parts_of(operator, choice), _alone_bytes(cluster)
     packed = [part for part in parts if not part.sharded and part.gradient_bytes]
     once = sum(
@@ -224,7 +206,25 @@ def _engine_parts(operator: Operator, choice: Choice, cluster: Cluster, recomput
         own = cluster.engine.zdp if unit[0].mode == Mode.ZDP else cluster.engine.zdp2
         seconds = own.time_s(sum(part.parameter_bytes for part in unit)) + FURTHER * (len(unit) - 1) * own.fixed_s
         each += unit[0].number * seconds * (AGAIN if recomputed else 1.0)
-    return once, each
+    return Recurring(once, each)
+
+
+def excess(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: bool = False) -> Recurring:
+    """Seconds beyond those parts, collectives and engine together, as rehearsals have shown (``Excess``); below 0 where
+    they take less. It counts as communication: ranks wait for each other, or don't have to."""
+    more = cluster.engine.excess.of(kinds(operator, choice)) if cluster.ranks > 1 else 0.0
+    if not more:
+        return Recurring(0.0, 0.0)
+    pair = communication, engine
+    once, each = zip(*(part(operator, choice, cluster, recomputed=recomputed) for part in pair), strict=True)
+    return Recurring(more * sum(once), more * sum(each))
+
+
+def kinds(operator: Operator, choice: Choice) -> list[str]:
+    """What counts of ``Excess``: the choice's last mode, and how it comes to be gathered."""
+    mode = max(choice.slices, key=list(Mode).index)
+    joined, split = operator.joins > 1 and mode != Mode.DP, choice.split_dim is not None
+    return [mode.value] + ["joined"] * joined + ["split"] * split
 
 
 def _units(parts: list[Part], choice: Choice) -> list[list[Part]]:
@@ -364,5 +364,6 @@ def time_cost(
     once, each = communication(operator, choice, cluster, recomputed=recomputed)
     exposed = max(0.0, once + accumulation * each - cluster.overlap * passes)
     update = compute.optimizer_s_per_byte * footprint(operator, choice, cluster).updated
-    own = engine(operator, choice, cluster, recomputed=recomputed)
-    return TimeCost(passes + update + own.once_s + accumulation * own.each_s, exposed)
+    own, more = (part(operator, choice, cluster, recomputed=recomputed) for part in (engine, excess))
+    waited = max(0.0, exposed + more.once_s + accumulation * more.each_s)
+    return TimeCost(passes + update + own.once_s + accumulation * own.each_s, waited)

@@ -84,13 +84,16 @@ def _room(plan: ExecutionPlan) -> int:
     return plan.memory_limit_bytes - plan.predicted.overhead_bytes
 
 
-def settled(problem: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal]) -> ExecutionPlan:
+def settled(
+    problem: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal], gain: float = STEP_ERROR
+) -> ExecutionPlan:
     """What the search finds, or the best of the plans that were rehearsed and still may be had, as predicted now.
 
     Args:
         problem: to solve.
         rule: which batch sizes there are.
         rehearsals: all that there were.
+        gain: share by which another plan has to promise more samples a second than the best that was rehearsed.
 
     Raises:
         InfeasibleError, ConfigurationError: as ``make_plan``.
@@ -106,7 +109,7 @@ def settled(problem: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal]) 
         return found
     best = max(known, key=lambda plan: plan.predicted.samples_per_s)
     promised, shown = found.predicted.samples_per_s, best.predicted.samples_per_s
-    return found if len(known) < MOST_REHEARSED and promised > shown * (1 + STEP_ERROR) else best
+    return found if len(known) < MOST_REHEARSED and promised > shown * (1 + gain) else best
 
 
 def predicted_now(desks: Desks, rule: BatchRule, earlier: ExecutionPlan, found: ExecutionPlan) -> ExecutionPlan | None:

@@ -17,10 +17,13 @@ import numpy as np
 
 from lightning_osdp.planning.choices import Choice, Group, menu
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes, OperatorTime
-from lightning_osdp.planning.cost import communication, compute_lines, engine, footprint
+from lightning_osdp.planning.cost import communication, compute_lines, engine, excess, footprint
 from lightning_osdp.planning.operators import NOTHING_BETWEEN, BetweenSteps, ModelDescription, Operator
 from lightning_osdp.planning.timeline import COLUMN, Flags, Floats, Ints, Lines, Timeline
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
+
+PARTS = (communication, engine, excess)
+"""What sharing adds to an operator's time beside its compute."""
 
 MOST_VECTORS = 700
 """Ways to recompute blocks that are told apart. Where there are more (many kinds of blocks), the number of recomputed
@@ -110,20 +113,16 @@ class Space:
             self.menu_of[index] = known[key]
         prints, plain, again, forward, backward = zip(*columns, strict=True) if columns else ((),) * 5
         self.footprints = np.array(prints, dtype=np.float64).reshape(len(columns), len(COLUMN))
-        costs = np.array([plain, again], dtype=np.float64).reshape(2, len(columns), 2, 2)
-        self._collectives, self._engine = costs[:, :, 0], costs[:, :, 1]
+        costs = np.array([plain, again], dtype=np.float64).reshape(2, len(columns), len(PARTS), 2)
+        self._collectives, self._engine, self._excess = np.moveaxis(costs, 2, 0)
         self._forward, self._backward = Lines.of(forward), Lines.of(backward)
         self.first_row = np.array([found.rows.start for found in self.menus], dtype=np.int64)
 
     def _row(self, operator: Operator, choice: Choice, times: OperatorTime) -> tuple[object, ...]:
-        """Footprint, (collectives, engine) x (once, each) kept and recomputed, compute forward and backward."""
+        """Footprint, ``PARTS`` x (once, each) kept and recomputed, compute forward and backward."""
         cluster = self.problem.cluster
         plain, again = (
-            (
-                communication(operator, choice, cluster, recomputed=recomputed),
-                engine(operator, choice, cluster, recomputed=recomputed),
-            )
-            for recomputed in (False, True)
+            [part(operator, choice, cluster, recomputed=recomputed) for part in PARTS] for recomputed in (False, True)
         )
         return footprint(operator, choice, cluster), plain, again, *compute_lines(times, choice)
 
@@ -132,11 +131,12 @@ class Space:
         forward = np.maximum(0.0, self._forward.at(batch_size))
         backward = np.maximum(0.0, self._backward.at(batch_size))
         passes = accumulation * (np.outer([1.0, 2.0], forward) + backward)
-        everything = self._collectives[..., 0] + accumulation * self._collectives[..., 1]
-        own = self._engine[..., 0] + accumulation * self._engine[..., 1]
-        exposed = np.maximum(0.0, everything - self.problem.cluster.overlap * passes)
+        together, own, more = (
+            part[..., 0] + accumulation * part[..., 1] for part in (self._collectives, self._engine, self._excess)
+        )
+        exposed = np.maximum(0.0, together - self.problem.cluster.overlap * passes)
         update = self.problem.compute.optimizer_s_per_byte * self.footprints[:, COLUMN["updated"]]
-        return Times(np.maximum(0.0, passes + update + own), exposed)
+        return Times(np.maximum(0.0, passes + update + own), np.maximum(0.0, exposed + more))
 
     def rows_of(self, choices: Sequence[Choice]) -> Ints:
         """The row of each operator's choice.

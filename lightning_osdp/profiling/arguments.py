@@ -12,6 +12,9 @@ from lightning_osdp.profiling.kernels import Kernel, Spec, TensorSpec, tensor_sp
 
 aten = torch.ops.aten
 
+DRAWN = 1 << 16
+"""Floats that are drawn for one tensor, and repeated in longer ones: drawing takes longer than most kernels."""
+
 
 def made_up(kernel: Kernel, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments that ``kernel`` accepts: positive floats, integers that are in range as indices of any of its tensors.
@@ -57,7 +60,8 @@ def _tensor(spec: TensorSpec, bound: int, device: torch.device) -> Tensor:
         flat = torch.randn(extent, dtype=spec.dtype, device=device)
     elif spec.dtype.is_floating_point:
         wide = torch.float32 if spec.dtype.itemsize < 4 else spec.dtype
-        flat = torch.randn(extent, dtype=wide, device=device).abs_().to(spec.dtype)
+        drawn = torch.randn(min(extent, DRAWN), dtype=wide, device=device).abs_().to(spec.dtype)
+        flat = drawn if extent <= DRAWN else drawn.repeat(math.ceil(extent / DRAWN))
     elif spec.dtype == torch.bool:
         flat = torch.ones(extent, dtype=torch.bool, device=device)
     else:

@@ -28,7 +28,7 @@ def measure(
     device: torch.device,
     *,
     progress: Progress | None = None,
-    time_budget_s: float = 6.0,
+    time_budget_s: float = 4.0,
     wishes: Wishes = NO_WISHES,
     room_bytes: int = PLENTY_BYTES,
 ) -> ComputeTimes:

@@ -18,7 +18,7 @@ from lightning_osdp.planning.cluster import (
     Excess,
     ModeOverhead,
 )
-from lightning_osdp.planning.cost import communication, engine, kinds
+from lightning_osdp.planning.cost import communication, engine, excess, kinds, time_cost
 from lightning_osdp.planning.operators import Line, ModelDescription, Operator
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import (
@@ -58,7 +58,7 @@ PLAIN: ComputeTimes = compute(blocks_of_one(3, 2))
 def added_s(choices: list[Choice], hardware: Cluster, operators: tuple[Operator, ...] = OPERATORS) -> float:
     """Of collectives and the engine."""
     pairs = list(zip(operators, choices, strict=True))
-    return sum(sum(communication(*pair, hardware)) + sum(engine(*pair, hardware)) for pair in pairs)
+    return sum(sum(part(*pair, hardware)) for pair in pairs for part in (communication, engine, excess))
 
 
 @given(low=st.floats(1.4, 2.5), growth=st.floats(1.0, 4.0))
@@ -177,13 +177,13 @@ def test_sure_rehearsals_decide_what_each_mode_adds() -> None:
 def test_slices_and_shared_units_are_told_apart_from_their_mode() -> None:
     uniform_ones = [rehearsal(uniform(mode), {}, 1e-3) for mode in Mode]
     cut = rehearsal(split(uniform(Mode.ZDP)), {"split": 0.5}, 1e-3)
-    excess = known(*uniform_ones, cut).engine.excess
-    assert excess.split > 0.3
-    assert max(abs(excess.dp), abs(excess.zdp2), abs(excess.zdp)) < 0.1
+    found = known(*uniform_ones, cut).engine.excess
+    assert found.split > 0.3
+    assert max(abs(found.dp), abs(found.zdp2), abs(found.zdp)) < 0.1
     together = joined(uniform(Mode.ZDP2), ["free"])
-    excess = known(*uniform_ones, rehearsal(together, {"joined": -0.4}, 1e-3)).engine.excess
-    assert excess.joined < -0.25
-    assert excess.split == pytest.approx(0.0, abs=1e-6)
+    found = known(*uniform_ones, rehearsal(together, {"joined": -0.4}, 1e-3)).engine.excess
+    assert found.joined < -0.25
+    assert found.split == pytest.approx(0.0, abs=1e-6)
 
 
 @given(factor=st.floats(0.5, 2.0))
@@ -213,6 +213,20 @@ def test_a_plan_that_was_rehearsed_itself_takes_what_it_took() -> None:
     assert found.samples_per_s * found.step_time_s == pytest.approx(before.samples_per_s * before.step_time_s)
     faster = slower.model_copy(update={"took_s": 0.0})
     assert as_rehearsed(known_plan, [faster]).predicted.communication_time_s == 0.0
+
+
+@given(share=st.floats(-0.6, 0.6), batch_size=st.integers(1, 8), recomputed=st.booleans())
+def test_what_goes_beyond_the_parts_counts_as_communication(share: float, batch_size: int, recomputed: bool) -> None:
+    """Or a run would teach that compute is slower than it is, and collectives faster."""
+    biased = known(rehearsal(uniform(Mode.ZDP), {"zdp": share}, 1e-4))
+    for operator, time in zip(OPERATORS, TIMES.operators, strict=True):
+        given_ = operator, alike(operator, Mode.ZDP)
+        before, after = (
+            time_cost(*given_, hardware, TIMES, time, batch_size, recomputed=recomputed) for hardware in (PARTS, biased)
+        )
+        assert after.compute_s == before.compute_s
+        if given_[1].slices == (Mode.ZDP,):
+            assert (after.communication_s - before.communication_s) * share >= 0
 
 
 def test_nothing_rehearsed_is_nothing_learnt() -> None:

@@ -78,6 +78,7 @@ def test_another_plan_has_to_promise_more_than_the_clocks_error(more: float, kep
     assert (plan.operators != found.operators) == kept
     assert plan.predicted.samples_per_s == pytest.approx(shown if kept else found.predicted.samples_per_s)
     assert plan.frontier == found.frontier
+    assert settled(problem(), RULE, [rehearsed(slow(), shown)], gain=3 * STEP_ERROR).operators != found.operators
 
 
 def test_after_some_rehearsals_the_best_of_them_is_taken() -> None:

@@ -92,7 +92,7 @@ def test_all_kernels_of_common_layers_run_by_themselves(recwarn: pytest.Warnings
 
 def test_a_backward_that_only_its_forward_can_prepare_runs_by_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
     # How much oneDNN takes there depends on the processor, and on what it has kept from earlier calls.
-    monkeypatch.setattr(timing.Clock, "scratch_bytes", lambda clock, call: 9 << 20 if call() else 0)
+    monkeypatch.setattr(timing.Clock, "time_and_scratch", lambda clock, call: (1.0, 9 << 20 if call() else 0))
     net = trace(Regression(nn.LSTM(512, 512, batch_first=True)), torch.ones(4, 8, 512), 4, device=CPU)
     (scratch,) = measure(net, CPU, time_budget_s=0.1).scratch
     assert scratch.backward.at(2) == 9 << 20
@@ -160,9 +160,9 @@ def test_made_up_arguments_have_the_strides_and_the_range_that_the_kernel_needs(
 def test_scratch_is_what_a_call_takes_beside_its_result() -> None:
     fix_cpu_allocator()
     clock, elements = timing.Clock(CPU), 8 << 20
-    clock.scratch_bytes(lambda: torch.ones(elements))
-    assert clock.scratch_bytes(lambda: torch.ones(elements)) == 0
-    inside = clock.scratch_bytes(lambda: torch.ones(elements).sum())
+    clock.time_and_scratch(lambda: torch.ones(elements))
+    assert clock.time_and_scratch(lambda: torch.ones(elements))[1] == 0
+    _, inside = clock.time_and_scratch(lambda: torch.ones(elements).sum())
     assert 4 * elements <= inside + timing.LEAST_SCRATCH_BYTES < 4.5 * elements
 
 
