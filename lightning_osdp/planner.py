@@ -34,7 +34,7 @@ from lightning_osdp.rehearsal import Stage, rehearse_alone, rehearse_chosen
 
 Result = TypeVar("Result")
 
-MODES_WITHIN_S, CHOSEN_WITHIN_S = 13.0, 20.0
+MODES_WITHIN_S, CHOSEN_WITHIN_S = 15.0, 20.0
 """Only within so many seconds of the start is the step rehearsed in one more mode, and a plan that was found once more:
 a start should not take more than 30."""
 

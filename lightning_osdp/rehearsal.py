@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 
-from lightning_osdp.collectives import on_all_ranks
+from lightning_osdp.collectives import WAITED, on_all_ranks
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes
@@ -73,6 +73,14 @@ goes on beside it."""
 
 MARGIN = 1.1
 """Room for a rehearsal, as a multiple of what it is thought to need."""
+
+
+class Took(NamedTuple):
+    """Seconds of a step, medians of the rank with most."""
+
+    step_s: float
+    waited_s: float = 0.0
+    """Part of them in which it waited for collectives."""
 
 
 def _never() -> bool:
@@ -229,7 +237,8 @@ def _plain(
     """Seconds of the plain step, of those traced batch sizes at which all replicated operators fit."""
     model = traced.description
     sizes = [size for size in sorted(traced.kernels) if _fits(model, cluster, replicated, size, room)]
-    return _timed(stage, sizes, group, None) if sizes else {}
+    took = _timed(stage, sizes, group, None) if sizes else {}
+    return {size: one.step_s for size, one in took.items()}
 
 
 def _fits(model: ModelDescription, cluster: Cluster, plan: ExecutionPlan, size: int, room: int) -> bool:
@@ -273,15 +282,18 @@ def _rehearsed(
     once more unless it is ``late``: if both agree, that is it, else one of them was disturbed, and the less counts."""
     likely_s, odd = likely or (expected.foreseen_s, ODD)
 
-    def took_s() -> float:
+    def once() -> Took:
         return on_all_ranks(group, partial(_timed, stage, [size], group, plan, seconds))[size]
 
-    tries = [took_s()]
-    if tries[0] <= SHORT_S and abs(tries[0] / likely_s - 1) > odd and not late():
-        tries.append(took_s())
-    # always the less of two would be less than a step takes
-    took = min(tries) if max(tries) / min(tries) - 1 > ODD else statistics.mean(tries)
-    return expected.model_copy(update={"took_s": took})
+    tries = [once()]
+    if tries[0].step_s <= SHORT_S and abs(tries[0].step_s / likely_s - 1) > odd and not late():
+        tries.append(once())
+    if max(tries).step_s / min(tries).step_s - 1 > ODD:  # else the mean: the less would be less than a step takes
+        tries = [min(tries)]
+    took = Took(*map(statistics.mean, zip(*tries, strict=True)))
+    # on CUDA, what the host waits for is not what the device does
+    waited_s = took.waited_s if stage.device.type == "cpu" else None
+    return expected.model_copy(update={"took_s": took.step_s, "waited_s": waited_s})
 
 
 def _timed(
@@ -290,9 +302,8 @@ def _timed(
     group: dist.ProcessGroup | None,
     plan: ExecutionPlan | None,
     seconds: float = SECONDS,
-) -> dict[int, float]:
-    """Median seconds of forward and backward of the slowest rank, by batch size; as a plain module without a plan.
-    It takes about ``seconds``."""
+) -> dict[int, Took]:
+    """Of forward and backward, by batch size; as a plain module without a plan. It takes about ``seconds``."""
     twin = real_copy(stage.module)
     engine = None if plan is None else FairScaleEngine(stage.device, group, broadcast=False)
     try:
@@ -311,7 +322,7 @@ def _timed_on(
     group: dist.ProcessGroup | None,
     plan: ExecutionPlan | None,
     seconds: float,
-) -> dict[int, float]:
+) -> dict[int, Took]:
     if engine is None or plan is None:
         twin.to(stage.device)
     else:
@@ -341,33 +352,34 @@ def _step(stage: Stage, twin: LightningModule, batch: Any, engine: FairScaleEngi
 
 def _medians(
     steps: Sequence[Callable[[], None]], group: dist.ProcessGroup | None, device: torch.device, seconds: float
-) -> list[float]:
-    """Of some repetitions in turn, on the slowest rank."""
+) -> list[Took]:
+    """Of some repetitions in turn."""
 
-    def once() -> list[float]:
+    def once() -> list[Took]:
         took = []
         for step in steps:
             synchronize(device)
             if group is not None:
                 dist.barrier(group)
-            start = time.perf_counter()
+            start, waited_s = time.perf_counter(), WAITED.seconds
             step()
             synchronize(device)
-            took.append(time.perf_counter() - start)
+            took.append(Took(time.perf_counter() - start, WAITED.seconds - waited_s))
         return took
 
-    def slowest(took: list[float]) -> list[float]:
+    def most(took: Sequence[Took]) -> list[Took]:
         if group is None:
-            return took
+            return list(took)
         numbers = torch.tensor(took, dtype=torch.float64, device=device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
-        return [float(number) for number in numbers]
+        return [Took(*each) for each in numbers.tolist()]
 
     for _ in range(WARM_UP):
-        first = slowest(once())
-    least = max(1, min(FEWEST, int(1.5 * seconds / sum(first))))
-    repeats = min(MOST, max(least, int(seconds / sum(first))))
-    return slowest([statistics.median(each) for each in zip(*(once() for _ in range(repeats)), strict=True)])
+        first_s = sum(one.step_s for one in most(once()))
+    least = max(1, min(FEWEST, int(1.5 * seconds / first_s)))
+    repeats = min(MOST, max(least, int(seconds / first_s)))
+    turns = zip(*(once() for _ in range(repeats)), strict=True)
+    return most([Took(*map(statistics.median, zip(*each, strict=True))) for each in turns])
 
 
 def _plan(description: ModelDescription, mode: Mode, units: Units, ranks: int) -> ExecutionPlan:

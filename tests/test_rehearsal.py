@@ -26,7 +26,7 @@ from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.memory import FIRST_STEP_BYTES
 from lightning_osdp.profiling.standins import copied_bytes, real_copy
 from lightning_osdp.profiling.trace import trace
-from lightning_osdp.rehearsal import Stage, rehearse, rehearse_alone, rehearse_chosen
+from lightning_osdp.rehearsal import Stage, Took, rehearse, rehearse_alone, rehearse_chosen
 from tests.leaks import strange_bytes
 from tests.models import hand_made_plan, some_cluster
 from tests.ranks import run_ranks
@@ -75,9 +75,9 @@ def rehearsed(
     if medians is not None:
         run = rehearsal._medians
 
-        def given(steps: Any, *args: Any) -> list[float]:
+        def given(steps: Any, *args: Any) -> list[Took]:
             run(steps, *args)
-            return [medians[len(steps)]] * len(steps)
+            return [Took(medians[len(steps)], 0.25)] * len(steps)
 
         rehearsal._medians = given
     with warnings.catch_warnings(record=True) as caught:
@@ -103,7 +103,7 @@ def test_the_module_stays_as_it_was_and_its_times_are_those_of_the_step() -> Non
         limits = [min(1.0, 3 * compute_s(parts, size)) for size in (2, 8)]
         assert [compute_s(times, size) for size in (2, 8)] == pytest.approx(limits, rel=0.3)
         assert [set(one.added_s) - {"dp", "joined"} for one in shown] == [{"zdp"}, {"zdp2"}, set()]
-        assert {one.took_s for one in shown} == {2.0}
+        assert {(one.took_s, one.waited_s) for one in shown} == {(2.0, 0.25)}
         excess = with_excess(some_cluster().engine, shown).excess
         assert all(excess.of([mode.value]) > 0 for mode in Mode)
 
@@ -190,9 +190,9 @@ def test_a_process_alone_rehearses_the_plain_step(monkeypatch: pytest.MonkeyPatc
     parts = compute.measure(traced, CPU, time_budget_s=0.0)
     before = {name: value.clone() for name, value in module.state_dict().items()}
 
-    def a_second_each(steps: Any, *args: Any) -> list[float]:
+    def a_second_each(steps: Any, *args: Any) -> list[Took]:
         run(steps, *args)
-        return [1.0] * len(steps)
+        return [Took(1.0)] * len(steps)
 
     monkeypatch.setattr(rehearsal, "_medians", a_second_each)
     times = rehearse_alone(stage(module), traced, some_cluster(4), parts, ROOM)
@@ -231,7 +231,7 @@ def chosen(rank: int, ranks: int, room_bytes: int) -> tuple[str, list[tuple[int,
     sizes: list[int] = []
     run = rehearsal._timed
 
-    def noted(stage: Stage, which: Any, *args: Any) -> dict[int, float]:
+    def noted(stage: Stage, which: Any, *args: Any) -> dict[int, Took]:
         sizes.extend(which)
         return run(stage, which, *args)
 
@@ -251,7 +251,7 @@ def test_a_long_step_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(rehearsal, "on_all_ranks", lambda group, work: work())
     for seconds, left in ((rehearsal.SHORT_S / 2, 0), (5 * rehearsal.SHORT_S, 1)):
         tries = [1.5 * seconds, 1.5 * seconds]
-        monkeypatch.setattr(rehearsal, "_timed", lambda *_, tries=tries: {4: tries.pop()})
+        monkeypatch.setattr(rehearsal, "_timed", lambda *_, tries=tries: {4: Took(tries.pop())})
         expected = Rehearsal(decided="", foreseen_s=seconds, took_s=seconds, added_s={})
         likely = (seconds, rehearsal.CHOSEN_ODD)
         rehearsal._rehearsed(
@@ -283,7 +283,7 @@ def test_what_is_odd_is_tried_again(
 ) -> None:
     """Two tries that agree are both right: to take the less of them would foretell too little."""
     monkeypatch.setattr(rehearsal, "on_all_ranks", lambda group, work: work())
-    monkeypatch.setattr(rehearsal, "_timed", lambda *_: {4: tries.pop(0)})
+    monkeypatch.setattr(rehearsal, "_timed", lambda *_: {4: Took(tries.pop(0))})
     expected = Rehearsal(decided="", foreseen_s=0.5, took_s=0.5, added_s={})
     found = rehearsal._rehearsed(stage(Module()), expected, mixed(2), 4, None, lambda: late)  # type: ignore[arg-type]
     assert found.took_s == pytest.approx(took_s)
@@ -309,7 +309,8 @@ def test_the_chosen_plan_is_rehearsed_at_its_batch_size_or_one_that_takes_less()
     assert size == 6
     assert one is not None
     assert (one.decided, one.error) == (name, CHOSEN_ERROR)
-    assert one.took_s > 0
+    assert one.waited_s is not None
+    assert 0 < one.waited_s < one.took_s
     assert set(one.added_s) >= {"zdp", "zdp2", "split"}
     assert smaller < 1 << 30
     assert other is not None

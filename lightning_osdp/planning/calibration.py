@@ -51,7 +51,7 @@ def learn(before: Correction, plan: ExecutionPlan, measured: MeasuredStep) -> Co
     """
     predicted = plan.predicted
     communication_s = measured.communication_s
-    if communication_s is None or predicted.communication_time_s == 0:
+    if communication_s is None or 0 in (predicted.communication_time_s, predicted.compute_time_s):
         factor = measured.step_time_s / predicted.step_time_s
         compute, communication = before.compute * _half_way(factor), before.communication * _half_way(factor)
     else:

@@ -93,6 +93,8 @@ class Rehearsal(Frozen):
     took_s: float
     added_s: dict[str, float]
     """Part of ``foreseen_s`` that collectives and the engine add, by kind of operator (``cost.kinds``)."""
+    waited_s: float | None = None
+    """Part of ``took_s`` in which the rank waited for collectives; None where that is not known (CUDA)."""
     error: float = STEP_ERROR
     plan: ExecutionPlan | None = None
     """The plan without reasons, if the search has found it."""
@@ -173,18 +175,22 @@ def with_excess(engine_overhead: EngineOverhead, rehearsals: Sequence[Rehearsal]
 
 
 def as_rehearsed(plan: ExecutionPlan, rehearsals: Sequence[Rehearsal]) -> ExecutionPlan:
-    """The plan with the time that it took where it was rehearsed itself: one ``Excess`` for all plans leaves a rest,
-    which counts as waiting for others."""
+    """The plan with the time that it took where it was rehearsed itself: one ``Excess`` for all plans leaves a rest.
+    That counts as communication, unless it is known how long ranks have waited."""
     own = [one for one in rehearsals if one.decided == decided(plan)]
     if not own:
         return plan
     more_s = sum(one.took_s - fitted_s(one, plan.cluster.engine.excess) for one in own) / len(own)
     before = plan.predicted
     more_s = max(more_s * plan.accumulate_grad_batches, -before.communication_time_s)
-    step_s = before.step_time_s + more_s
+    step_s, communication_s = before.step_time_s + more_s, before.communication_time_s + more_s
+    waits = [one.waited_s for one in own if one.waited_s is not None]
+    if waits and plan.accumulate_grad_batches == 1:  # else some collectives come less often than forward and backward
+        communication_s = min(step_s, sum(waits) / len(waits))
     update = {
         "step_time_s": step_s,
-        "communication_time_s": before.communication_time_s + more_s,
+        "compute_time_s": step_s - communication_s,
+        "communication_time_s": communication_s,
         "samples_per_s": before.samples_per_s * before.step_time_s / step_s,
     }
     return plan.model_copy(update={"predicted": before.model_copy(update=update)})

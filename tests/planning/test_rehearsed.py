@@ -208,9 +208,15 @@ def test_a_plan_that_was_rehearsed_itself_takes_what_it_took() -> None:
     found, before = as_rehearsed(known_plan, [*others, slower]).predicted, plan.predicted
     rest_s = 2 * 0.5 * expected.foreseen_s
     assert found.step_time_s - before.step_time_s == pytest.approx(rest_s, rel=0.1)
-    assert found.compute_time_s == before.compute_time_s
+    assert found.compute_time_s == pytest.approx(before.compute_time_s)
     assert found.step_time_s == pytest.approx(found.compute_time_s + found.communication_time_s)
     assert found.samples_per_s * found.step_time_s == pytest.approx(before.samples_per_s * before.step_time_s)
+    once_more = known_plan.model_copy(update={"accumulate_grad_batches": 1})
+    waited = slower.model_copy(update={"waited_s": 0.125 * slower.took_s})
+    told = as_rehearsed(once_more, [waited, waited]).predicted
+    assert told.step_time_s == as_rehearsed(once_more, [slower]).predicted.step_time_s
+    assert told.communication_time_s == pytest.approx(0.125 * slower.took_s)
+    assert told.compute_time_s == pytest.approx(told.step_time_s - told.communication_time_s)
     faster = slower.model_copy(update={"took_s": 0.0})
     assert as_rehearsed(known_plan, [faster]).predicted.communication_time_s == 0.0
 
