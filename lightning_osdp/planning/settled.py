@@ -20,9 +20,9 @@ from lightning_osdp.planning.wishes import Wishes
 MOST_REHEARSED = 2
 """Plans that are found and rehearsed for one problem: after so many the best of them is taken."""
 
-SAME_ROOM = 0.1
-"""Share by which the memory for the model may differ between two starts of what counts as the same problem: what a
-process takes by itself is another few MiB each time."""
+SAME_ROOM, SAME_BYTES = 0.1, 12 << 20
+"""Share, or bytes if these are more, by which the memory for the model may differ between two starts of what counts as
+the same problem: what a process takes by itself is another few MiB each time."""
 
 SAME_PACE = 0.6
 """Width of what counts as the same in how much slower than compute collectives are corrected to be, as a logarithm: a
@@ -76,7 +76,7 @@ def settled_before(
 
 
 def _near(plan: ExecutionPlan, room: int) -> bool:
-    return abs(_room(plan) - room) <= SAME_ROOM * room
+    return abs(_room(plan) - room) <= max(SAME_ROOM * room, SAME_BYTES)
 
 
 def _room(plan: ExecutionPlan) -> int:
