@@ -77,7 +77,8 @@ def replicated(folder: str) -> str:
         f"{plan.predicted.peak_memory_bytes / MIB:.0f} MiB of {plan.memory_limit_bytes / MIB:.0f} MiB",
         flush=True,
     )
-    operators = tuple(op.model_copy(update={"slices": (Mode.DP,), "unit": ""}) for op in plan.operators)
+    whole = {"slices": (Mode.DP,), "split_dim": None, "unit": ""}
+    operators = tuple(op.model_copy(update=whole) for op in plan.operators)
     file = Path(folder) / "replicated.json"
     file.write_text(plan.model_copy(update={"operators": operators}).to_json())
     return str(file)
