@@ -232,7 +232,8 @@ class OSDPStrategy(RanksStrategy):
         else:
             planner.on_all_ranks(ranks, lambda: self.setup_optimizers(trainer))
             engine.apply(module, plan, self.optimizers)
-        memory.release_unused(self.root_device)
+        # Without new measurements, all garbage was looked for a moment ago, to see how much memory there is.
+        memory.release_unused(self.root_device, generation=1 if self._outcome.from_cache else 2)
         self._engine = engine
         summary.count_whole_parameters(trainer, engine.whole_shapes)
         self._tell(trainer, report.plan_table(plan, self._outcome.profiling_s, engine.collectives_per_step))

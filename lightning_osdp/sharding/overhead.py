@@ -76,7 +76,7 @@ def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
     """
     if group.size() > 1:
         for mode in Mode:
-            step = _with_engine(mode, OPERATORS, WIDTHS[mode][0], group, device)
+            step = _with_engine(mode, 2, WIDTHS[mode][0], group, device)
             step.run()
             forget(step.model.parameters())
 

@@ -36,9 +36,14 @@ def test_a_run_as_predicted_teaches_nothing() -> None:
 
 
 def test_times_move_half_way_and_apart() -> None:
-    correction = learn(Correction(), PLAN, MeasuredStep(0.95 * 1.21 + 0.3 / 1.44, 0.3 / 1.44, 1536 * MIB))
-    assert correction.compute == pytest.approx(1.1)
-    assert correction.communication == pytest.approx(1 / 1.2)
+    correction = learn(Correction(), PLAN, MeasuredStep(0.95 * 1.44 + 0.3 / 1.21, 0.3 / 1.21, 1536 * MIB))
+    assert correction.compute == pytest.approx(1.2)
+    assert correction.communication == pytest.approx(1 / 1.1)
+
+
+def test_a_step_that_took_what_was_predicted_says_nothing_of_its_parts() -> None:
+    correction = learn(Correction(), PLAN, MeasuredStep(1.25 * 1.05, 0.1, 1536 * MIB))
+    assert correction.compute == correction.communication == pytest.approx(1.05**0.5)
 
 
 def test_repeated_runs_converge_to_what_is_measured() -> None:
@@ -54,8 +59,8 @@ def test_repeated_runs_converge_to_what_is_measured() -> None:
         )
         plan = PLAN.model_copy(update={"predicted": predicted})
         correction = learn(correction, plan, MeasuredStep(0.95 * 1.3 + 0.3 * 0.8, 0.3 * 0.8, 1500 * MIB))
-    assert correction.compute == pytest.approx(1.3, rel=1e-3)
-    assert correction.communication == pytest.approx(0.8, rel=1e-3)
+    assert 0.95 * correction.compute + 0.3 * correction.communication == pytest.approx(1.475, rel=1e-3)
+    assert correction.communication < 1 < correction.compute
     assert correction.memory_bytes == pytest.approx(-36 * MIB, abs=MIB)
 
 
