@@ -10,10 +10,11 @@ plan first, with measurements of this machine that the first case of a model lef
 devices the same command counts with CUDA's own counters.
 
 All that is done in several rounds, minutes apart, each with measurements of its own: what else a machine does makes it
-faster or slower for seconds and for minutes.
+faster or slower for seconds and for minutes. What two rounds measure more than 10 % apart is run in a third one,
+whatever was predicted.
 
-Time: in each round the median over the steps after the first ones; of predictions and of measurements the mean over the
-rounds. Memory: the largest peak of a step on any rank, above what the process took before the model (the plan's
+Time: in each round the median over the steps after the first ones; of predictions and of measurements the median over
+the rounds. Memory: the largest peak of a step on any rank, above what the process took before the model (the plan's
 ``overhead_bytes`` without its allowance for the first steps), in the round where it was predicted worst.
 """
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import multiprocessing
 import os
@@ -41,6 +43,9 @@ from cases import OPTIONS, SUBJECTS, Case, Order, work
 from tests.ports import free_port
 
 PLANS = ("dp", "zdp2", "zdp", "searched")
+ENDS = ("dp", "zdp")
+"""The searched plan's memory limit lies in the middle between their peaks."""
+
 MIB = 1 << 20
 
 TIME_TOLERANCE, MEMORY_TOLERANCE = 0.10, 0.05
@@ -52,13 +57,25 @@ TIMEOUT_S = 600
 # -- running -----------------------------------------------------------------------------------------------------------
 
 
-def run_case(context: multiprocessing.context.ForkServerContext, order: Order) -> Case:
+@functools.cache
+def forkserver() -> multiprocessing.context.ForkServerContext:
+    """Processes are forked from one that has imported ``cases``. Python 3.11 starts it with a ``sys.path`` of its own,
+    and says nothing where it finds nothing there."""
+    here = Path(__file__).resolve().parent
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cases"])
+    return context
+
+
+def run_case(order: Order) -> Case:
     """One case in processes of its own.
 
     Raises:
         SystemExit: a rank failed; its log is the message.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: no rank is left behind
+    context = forkserver()
     ranks = [context.Process(target=work, args=(rank, order)) for rank in range(order.ranks)]
     try:
         for rank in ranks:
@@ -74,39 +91,53 @@ def run_case(context: multiprocessing.context.ForkServerContext, order: Order) -
     return Case(**json.loads((Path(order.folder) / "case.json").read_text()))
 
 
-def run_model(args: argparse.Namespace, model: str) -> list[Case]:
-    """All plans and batch sizes of one model, over all rounds."""
-    rounds = [run_round(args, model) for _ in range(args.rounds)]
-    return [joined(each) for each in zip(*rounds, strict=True)]
+Cases = dict[tuple[int, str], Case]
+"""By batch size and plan."""
 
 
-def joined(rounds: Sequence[Case]) -> Case:
-    """One case of several rounds."""
-    worst = max(rounds, key=lambda case: abs(case.memory_error))
+def run_model(args: argparse.Namespace, model: str, earlier: Iterable[Case]) -> list[Case]:
+    """All plans and batch sizes of one model, over all rounds, ``earlier`` ones among them."""
+    sizes = (SUBJECTS | OPTIONS)[model].batch_sizes
+    wanted = [(size, plan) for size in (sizes[:1] if args.quick else sizes) for plan in args.plans]
+    cases = {(case.batch_size, case.plan): case for case in earlier}
+    for _ in range(args.rounds):
+        run_round(args, model, wanted, cases)
+    if not args.quick:
+        run_round(args, model, [key for key, case in cases.items() if unsteady(case)], cases)
+    return list(cases.values())
+
+
+def run_round(args: argparse.Namespace, model: str, wanted: Iterable[tuple[int, str]], cases: Cases) -> None:
+    """Adds a round of ``wanted`` to ``cases``; the first one measures, the others find that in the cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        for size, plan in wanted:
+            limit = 1 << 40
+            if plan == "searched":
+                limit = sum(cases[size, mode].predicted_bytes + cases[size, mode].baseline_bytes for mode in ENDS) // 2
+            order = Order(model, plan, size, limit, folder, args.ranks, free_port(), args.quick)
+            case = run_case(order)
+            cases[size, plan] = joined(cases[size, plan], case) if (size, plan) in cases else case
+
+
+def joined(earlier: Case, new: Case) -> Case:
+    """One case, of the rounds of both."""
+    worst = max(earlier, new, key=lambda case: abs(case.memory_error))
+    rounds = (*rounds_of(earlier), *rounds_of(new))
+    predicted, measured = zip(*rounds, strict=True)
     return replace(
-        worst,
-        predicted_s=statistics.mean(case.predicted_s for case in rounds),
-        measured_s=statistics.mean(case.measured_s for case in rounds),
-        rounds_s=tuple((case.predicted_s, case.measured_s) for case in rounds),
+        worst, predicted_s=statistics.median(predicted), measured_s=statistics.median(measured), rounds_s=rounds
     )
 
 
-def run_round(args: argparse.Namespace, model: str) -> list[Case]:
-    """All plans and batch sizes of one model; the first case measures, the others find that in the cache."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cases"])
-    cases = []
-    sizes = (SUBJECTS | OPTIONS)[model].batch_sizes
-    with tempfile.TemporaryDirectory() as folder:
-        for batch_size in sizes[:1] if args.quick else sizes:
-            peaks: dict[str, int] = {}
-            for plan in args.plans:
-                limit = (peaks["dp"] + peaks["zdp"]) // 2 if plan == "searched" else 1 << 40
-                order = Order(model, plan, batch_size, limit, folder, args.ranks, free_port(), args.quick)
-                case = run_case(context, order)
-                peaks[plan] = case.predicted_bytes + case.baseline_bytes
-                cases.append(case)
-    return cases
+def rounds_of(case: Case) -> Sequence[tuple[float, float]]:
+    """Seconds predicted and measured, of each round."""
+    return case.rounds_s or ((case.predicted_s, case.measured_s),)
+
+
+def unsteady(case: Case) -> bool:
+    """Whether two rounds have measured so different times that a third one has to say which of them is chance."""
+    measured = [took for _, took in rounds_of(case)]
+    return len(measured) == 2 and max(measured) > min(measured) * (1 + TIME_TOLERANCE)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -144,17 +175,19 @@ def markdown(cases: Sequence[Case]) -> str:
     """docs/accuracy.md."""
     import torch
 
-    rounds = max(len(case.rounds_s) for case in cases)
-    single = statistics.median(abs(said / took - 1) for case in cases for said, took in case.rounds_s)
+    rounds = [rounds_of(case) for case in cases]
+    single = statistics.median(abs(said / took - 1) for each in rounds for said, took in each)
+    least, most = min(map(len, rounds)), max(map(len, rounds))
+    times = f"{most} rounds" if least == most else f"{least} to {most} rounds"
     device = "CUDA: " + torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
     lines = [
         "# Predicted and measured",
         "",
         f"`make accuracy` on {datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}: {_processor()}, {device}, 2 ranks, "
         f"torch {torch.__version__}. {'' if torch.cuda.is_available() else 'No GPU was at hand. '}Predictions were "
-        "made before each run, from measurements at batch sizes 2 and 8. Time is an optimizer step's median, the mean "
-        f"of {rounds} rounds minutes apart (single rounds are off by {single:.1%} in the median). Memory is the peak "
-        "above what the process took before the model, of the worse round. Below 0: predicted too little.",
+        "made before each run, from measurements at batch sizes 2, 8. Time is an optimizer step's median, the median "
+        f"of {times} minutes apart (single rounds are off by {single:.1%} in the median). Memory is the peak above "
+        "what the process took before the model, of the worst round. Below 0: predicted too little.",
         "",
         "| " + " | ".join(HEAD) + " |",
         "| --- | --- |" + " ---: |" * (len(HEAD) - 2),
@@ -185,8 +218,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write the cases there, after each model")
     parser.add_argument("--write", type=Path, help="write the table there, as Markdown")
-    parser.add_argument("--earlier", type=Path, help="what --json wrote: of the models that are not run now")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--earlier", type=Path, help="what --json wrote: its rounds count as well")
+    parser.add_argument("--rounds", type=int, default=2, help="0 with --earlier: third rounds of what was unsteady")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
     args = parser.parse_args()
@@ -196,7 +229,7 @@ def main() -> None:
     cases = [case for case in earlier if case.model not in args.only]
     print_rows([HEAD])
     for model in args.only:
-        found = run_model(args, model)
+        found = run_model(args, model, [case for case in earlier if case.model == model])
         print_rows(map(row, found))
         cases += found
         cases.sort(key=lambda case: list(SUBJECTS | OPTIONS).index(case.model))

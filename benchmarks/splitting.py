@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -55,13 +54,9 @@ def sweep(args: argparse.Namespace) -> Iterable[tuple[str, tuple[str, ...]]]:
 
 def run(args: argparse.Namespace, model: str, slices: tuple[str, ...], folder: str) -> Case:
     """One case in processes of its own. Slices that are all replicated are not cut: it would gain nothing."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cases"])
     plan = f"{len(slices)} slices, {slices.count('zdp')} sharded"
     modes = slices if "zdp" in slices else ("dp",)
-    return run_case(
-        context, Order(model, plan, args.batch_size, 1 << 40, folder, args.ranks, free_port(), args.quick, modes)
-    )
+    return run_case(Order(model, plan, args.batch_size, 1 << 40, folder, args.ranks, free_port(), args.quick, modes))
 
 
 def row(case: Case, slices: Sequence[str], whole: Case | None, quick: bool) -> tuple[str, ...]:

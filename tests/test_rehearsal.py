@@ -61,7 +61,7 @@ def stage(module: pl.LightningModule) -> Stage:
 
 
 def rehearsed(
-    rank: int, ranks: int, medians: dict[int, float] | None, room_bytes: int, fails: bool, modes: int = 99
+    rank: int, ranks: int, means: dict[int, float] | None, room_bytes: int, fails: bool, modes: int = 99
 ) -> tuple[bool, ComputeTimes, ComputeTimes, tuple[Rehearsal, ...], list[str]]:
     """Whether the module is as it was, times before and after, rehearsals, and warnings; it is late after ``modes``."""
     torch.manual_seed(1)
@@ -72,14 +72,14 @@ def rehearsed(
     dist.all_gather_object(everyone, parts)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     steps, random = module.steps, torch.get_rng_state()
-    if medians is not None:
-        run = rehearsal._medians
+    if means is not None:
+        run = rehearsal._means
 
         def given(steps: Any, *args: Any) -> list[Took]:
             run(steps, *args)
-            return [Took(medians[len(steps)], 0.25)] * len(steps)
+            return [Took(means[len(steps)], 0.25)] * len(steps)
 
-        rehearsal._medians = given
+        rehearsal._means = given
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OSDPWarning)
         hardware = some_cluster(ranks)
@@ -185,7 +185,7 @@ def test_without_room_or_where_it_fails_parts_are_all_that_is_known(fails: bool)
 
 
 def test_a_process_alone_rehearses_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, run = Module(), rehearsal._medians
+    module, run = Module(), rehearsal._means
     traced = trace(module, BATCH, 4, device=CPU)
     parts = compute.measure(traced, CPU, time_budget_s=0.0)
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -194,7 +194,7 @@ def test_a_process_alone_rehearses_the_plain_step(monkeypatch: pytest.MonkeyPatc
         run(steps, *args)
         return [Took(1.0)] * len(steps)
 
-    monkeypatch.setattr(rehearsal, "_medians", a_second_each)
+    monkeypatch.setattr(rehearsal, "_means", a_second_each)
     times = rehearse_alone(stage(module), traced, some_cluster(4), parts, ROOM)
     limits = [min(1.0, 3 * compute_s(parts, size)) for size in (2, 8)]
     assert [compute_s(times, size) for size in (2, 8)] == pytest.approx(limits, rel=0.3)
