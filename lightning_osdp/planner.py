@@ -25,7 +25,7 @@ from lightning_osdp.planning.operators import NOTHING_BETWEEN, BetweenSteps
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, as_rehearsed, decided, with_excess
 from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
-from lightning_osdp.planning.settled import MOST_REHEARSED, Settled, asked, kept, settled, settled_before
+from lightning_osdp.planning.settled import Settled, asked, kept, settled, settled_before
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.memory import allowance, memory_in_use, memory_limit, overhead
@@ -38,8 +38,13 @@ MODES_WITHIN_S, CHOSEN_WITHIN_S = 15.0, 20.0
 """Only within so many seconds of the start is the step rehearsed in one more mode, and a plan that was found once more:
 a start should not take more than 30."""
 
-LATE_GAIN = 0.1
-"""Share by which a second plan has to promise more than the one that was rehearsed, to be rehearsed later than that."""
+MOST_REHEARSED = 2
+"""Plans that one start finds and rehearses."""
+
+LATE_GAIN, UNSEEN_GAIN = 0.1, 0.25
+"""Share by which a plan has to promise more than what was rehearsed: to be rehearsed itself later than that, and to be
+taken as it is, after as many as there may be. What nobody has run is seldom predicted that much too fast; plans of
+earlier starts, which may have had less memory, can be that much slower."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,7 @@ def measure_and_plan(
             measurements.write(file, measured.model_dump_json())
 
     def again(correction: Correction, rule: BatchRule) -> ExecutionPlan:
-        return team.decide(measured.model_copy(update={"correction": correction}), rule, room)
+        return team.decide(measured.model_copy(update={"correction": correction}), rule, room, UNSEEN_GAIN)
 
     return Outcome(plan, time.monotonic() - start, from_cache, measured.correction, file, again)
 
@@ -200,13 +205,14 @@ class _Team:
         """The plan that is found, rehearsed where it can be; the measurements with the rehearsals, and the room that
         these have left. Collective."""
         plan = self.decide(measured, rule, room)
-        for _ in range(MOST_REHEARSED):
+        for left in reversed(range(MOST_REHEARSED)):
             shown = self.rehearsed(stage, measured, plan)
             if shown is None:
                 break
             measured = measured.model_copy(update={"rehearsals": (*measured.rehearsals, shown)})
             room = self.room(stepped=True)
-            gain = LATE_GAIN if self.late(CHOSEN_WITHIN_S) else STEP_ERROR
+            late = self.late(CHOSEN_WITHIN_S)
+            gain = UNSEEN_GAIN if not left else LATE_GAIN if late else STEP_ERROR
             try:
                 plan = self.decide(measured, rule, room, gain)
             except InfeasibleError:  # for what the rehearsal has left behind: the plan was the last that fits

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
-from lightning_osdp.planner import _plan_for, _Room
+from lightning_osdp.measurements import Measurements
+from lightning_osdp.planner import LATE_GAIN, MOST_REHEARSED, UNSEEN_GAIN, _plan_for, _Room, _Team
+from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, decided
 from lightning_osdp.planning.schedule import BatchRule, Problem, least_bytes, make_plan
 from tests.planning.small import MIB, blocks_of_one, cluster, compute
 
@@ -37,3 +42,47 @@ def test_what_steps_leave_behind_is_as_an_earlier_start_has_seen_it() -> None:
 
 def test_what_fits_is_as_the_search_says() -> None:
     assert _plan_for(ROOMY, RULE, [], MIB) == make_plan(ROOMY, RULE)
+
+
+class Team(_Team):
+    """Each search finds the next of some plans; the last one for good."""
+
+    def __init__(self, plans: Sequence[ExecutionPlan], late: bool = False) -> None:
+        super().__init__(*[None] * 8)  # type: ignore[arg-type]
+        self.__dict__.update(plans=list(plans), gains=[], is_late=late)
+
+    def decide(self, measured: Any, rule: Any, room: Any, gain: float = 0.0) -> ExecutionPlan:
+        self.__dict__["gains"].append(gain)
+        plans: list[ExecutionPlan] = self.__dict__["plans"]
+        return plans.pop(0) if len(plans) > 1 else plans[0]
+
+    def rehearsed(self, stage: Any, measured: Measurements, plan: ExecutionPlan) -> Rehearsal | None:
+        known = any(one.decided == decided(plan) for one in measured.rehearsals)
+        return None if known else Rehearsal(decided=decided(plan), foreseen_s=1.0, took_s=1.0, added_s={})
+
+    def room(self, stepped: bool) -> _Room:
+        return _Room(100, 50, 0)
+
+    def late(self, within_s: float) -> bool:
+        return bool(self.__dict__["is_late"])
+
+
+@pytest.mark.parametrize(
+    ("count", "late", "gains"),
+    [
+        (1, False, [STEP_ERROR]),
+        (2, False, [STEP_ERROR, UNSEEN_GAIN]),
+        (3, False, [STEP_ERROR, UNSEEN_GAIN]),
+        (2, True, [LATE_GAIN, UNSEEN_GAIN]),
+    ],
+)
+def test_what_is_found_is_rehearsed_and_what_was_not_has_to_promise_the_more(
+    count: int, late: bool, gains: list[float]
+) -> None:
+    plans = [make_plan(ROOMY, BatchRule(batch_size=1 + at)) for at in range(count)]
+    team, nothing = Team(plans, late), Measurements(compute=compute(MODEL), link=ROOMY.cluster.link)
+    plan, measured, room = team.found(nothing, RULE, _Room(100, 60, 12), stage=None)
+    assert plan == plans[-1]
+    assert [one.decided for one in measured.rehearsals] == [decided(each) for each in plans[:MOST_REHEARSED]]
+    assert team.__dict__["gains"][1:] == gains
+    assert room.used == 50

@@ -17,9 +17,6 @@ from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, as_rehearse
 from lightning_osdp.planning.schedule import BatchRule, Desks, Problem, found_at, to_plan
 from lightning_osdp.planning.wishes import Wishes
 
-MOST_REHEARSED = 2
-"""Plans that are found and rehearsed for one problem: after so many the best of them is taken."""
-
 SAME_ROOM, SAME_BYTES = 0.1, 12 << 20
 """Share, or bytes if these are more, by which the memory for the model may differ between two starts of what counts as
 the same problem: what a process takes by itself is another few MiB each time."""
@@ -109,7 +106,7 @@ def settled(
         return found
     best = max(known, key=lambda plan: plan.predicted.samples_per_s)
     promised, shown = found.predicted.samples_per_s, best.predicted.samples_per_s
-    return found if len(known) < MOST_REHEARSED and promised > shown * (1 + gain) else best
+    return found if promised > shown * (1 + gain) else best
 
 
 def predicted_now(desks: Desks, rule: BatchRule, earlier: ExecutionPlan, found: ExecutionPlan) -> ExecutionPlan | None:
