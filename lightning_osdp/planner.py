@@ -25,7 +25,7 @@ from lightning_osdp.planning.operators import NOTHING_BETWEEN, BetweenSteps
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, as_rehearsed, decided, with_excess
 from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
-from lightning_osdp.planning.settled import Settled, asked, kept, settled, settled_before
+from lightning_osdp.planning.settled import Settled, asked, kept, latest, settled, settled_before
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.memory import allowance, memory_in_use, memory_limit, overhead
@@ -209,7 +209,7 @@ class _Team:
             shown = self.rehearsed(stage, measured, plan)
             if shown is None:
                 break
-            measured = measured.model_copy(update={"rehearsals": (*measured.rehearsals, shown)})
+            measured = measured.model_copy(update={"rehearsals": latest((*measured.rehearsals, shown))})
             room = self.room(stepped=True)
             late = self.late(CHOSEN_WITHIN_S)
             gain = UNSEEN_GAIN if not left else LATE_GAIN if late else STEP_ERROR

@@ -28,6 +28,9 @@ third to either side of no correction, since machines are noisy."""
 MOST_SETTLED = 8
 """Plans of earlier starts that are kept."""
 
+MOST_FOUND = 16
+"""Rehearsals of plans that were found that are kept."""
+
 
 class Settled(Frozen):
     """What a start has come to."""
@@ -50,6 +53,13 @@ def kept(earlier: Sequence[Settled], new: Settled) -> tuple[Settled, ...]:
     """The latest, ``new`` among them."""
     others = (one for one in earlier if one.asked != new.asked or not _near(one.plan, _room(new.plan)))
     return (*others, new)[-MOST_SETTLED:]
+
+
+def latest(rehearsals: Sequence[Rehearsal]) -> tuple[Rehearsal, ...]:
+    """Those of plans that no search had found, and of the others the latest."""
+    found = [one for one in rehearsals if one.plan is not None]
+    dropped = found[: max(0, len(found) - MOST_FOUND)]
+    return tuple(one for one in rehearsals if one not in dropped)
 
 
 def settled_before(

@@ -16,11 +16,13 @@ from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, foreseen
 from lightning_osdp.planning.schedule import BatchRule, Desks, Problem, make_plan
 from lightning_osdp.planning.settled import (
+    MOST_FOUND,
     MOST_SETTLED,
     SAME_ROOM,
     Settled,
     asked,
     kept,
+    latest,
     predicted_now,
     settled,
     settled_before,
@@ -182,3 +184,10 @@ def test_the_latest_answers_are_kept() -> None:
     assert kept(answers, answers[0]) == (*answers[1:], answers[0])
     elsewhere = answers[0].model_copy(update={"plan": plan.model_copy(update={"memory_limit_bytes": 1 << 40})})
     assert kept(answers[:2], elsewhere) == (*answers[:2], elsewhere)
+
+
+def test_the_latest_rehearsals_of_what_was_found_are_kept_and_all_others() -> None:
+    found = [rehearsed(slow(TIGHT), 1.0 + at) for at in range(MOST_FOUND + 2)]
+    uniform = [one.model_copy(update={"plan": None}) for one in found[:3]]
+    assert latest([*uniform[:2], *found, uniform[2]]) == (*uniform[:2], *found[2:], uniform[2])
+    assert latest(found[:3]) == tuple(found[:3])
