@@ -10,12 +10,14 @@ plan first, with measurements of this machine that the first case of a model lef
 devices the same command counts with CUDA's own counters.
 
 All that is done in several rounds, minutes apart, each with measurements of its own: what else a machine does makes it
-faster or slower for seconds and for minutes. Cases of which two rounds measure, or predict, times more than 10 % apart
-are run in a third one, however far predictions are from measurements.
+faster or slower for seconds and for minutes. A case of which rounds are off by so different amounts that the standard
+error of their mean is above 5 % (two rounds: 10 % apart) is run once more, in five rounds at the most, however far they
+are off.
 
-Time: in each round the median over the steps after the first ones; of predictions and of measurements the median over
-the rounds. Memory: the largest peak of a step on any rank, above what the process took before the model (the plan's
-``overhead_bytes`` without its allowance for the first steps), in the round where it was predicted worst.
+Time: in each round the median over the steps after the first ones; shown is the round that is off by the median, the
+mean of two where they are even in number. Memory: the largest peak of a step on any rank, above what the process took
+before the model (the plan's ``overhead_bytes`` without its allowance for the first steps), in the round where it was
+predicted worst.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from cases import OPTIONS, SUBJECTS, Case, Order, work
 
+from benchmarks.rounds import Round, middle, off, unsteady
 from tests.ports import free_port
 
 PLANS = ("dp", "zdp2", "zdp", "searched")
@@ -102,8 +105,8 @@ def run_model(args: argparse.Namespace, model: str, earlier: Iterable[Case]) -> 
     cases = {(case.batch_size, case.plan): case for case in earlier}
     for _ in range(args.rounds):
         run_round(args, model, wanted, cases)
-    if not args.quick:
-        run_round(args, model, [key for key, case in cases.items() if unsteady(case)], cases)
+    while not args.quick and (more := [key for key, case in cases.items() if unsteady(rounds_of(case))]):
+        run_round(args, model, more, cases)
     return list(cases.values())
 
 
@@ -123,23 +126,12 @@ def joined(earlier: Case, new: Case) -> Case:
     """One case, of the rounds of both."""
     worst = max(earlier, new, key=lambda case: abs(case.memory_error))
     rounds = (*rounds_of(earlier), *rounds_of(new))
-    predicted, measured = zip(*rounds, strict=True)
-    return replace(
-        worst, predicted_s=statistics.median(predicted), measured_s=statistics.median(measured), rounds_s=rounds
-    )
+    predicted, measured = middle(rounds)
+    return replace(worst, predicted_s=predicted, measured_s=measured, rounds_s=rounds)
 
 
-def rounds_of(case: Case) -> Sequence[tuple[float, float]]:
-    """Seconds predicted and measured, of each round."""
+def rounds_of(case: Case) -> Sequence[Round]:
     return case.rounds_s or ((case.predicted_s, case.measured_s),)
-
-
-def unsteady(case: Case) -> bool:
-    """Whether two rounds have measured, or predicted, so different times that a third has to say which is chance."""
-    rounds = rounds_of(case)
-    return len(rounds) == 2 and any(
-        max(times) > min(times) * (1 + TIME_TOLERANCE) for times in zip(*rounds, strict=True)
-    )
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -178,7 +170,7 @@ def markdown(cases: Sequence[Case]) -> str:
     import torch
 
     rounds = [rounds_of(case) for case in cases]
-    single = statistics.median(abs(said / took - 1) for each in rounds for said, took in each)
+    single = statistics.median(abs(off(one)) for each in rounds for one in each)
     least, most = min(map(len, rounds)), max(map(len, rounds))
     times = f"{most} rounds" if least == most else f"{least} to {most} rounds"
     device = "CUDA: " + torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
@@ -187,9 +179,10 @@ def markdown(cases: Sequence[Case]) -> str:
         "",
         f"`make accuracy` on {datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}: {_processor()}, {device}, 2 ranks, "
         f"torch {torch.__version__}. {'' if torch.cuda.is_available() else 'No GPU was at hand. '}Predictions were "
-        "made before each run, from measurements at batch sizes 2, 8. Time is an optimizer step's median, the median "
-        f"of {times} minutes apart (single rounds are off by {single:.1%} in the median). Memory is the peak above "
-        "what the process took before the model, of the worst round. Below 0: predicted too little.",
+        "made before each run, from measurements at batch sizes 2, 8. Time is an optimizer step's median, of "
+        f"{times} minutes apart the one that is off by the median, or the mean of two (single rounds are off by "
+        f"{single:.1%} in the median). Memory is the peak above what the process took before the model, of the worst "
+        "round. Below 0: predicted too little.",
         "",
         "| " + " | ".join(HEAD) + " |",
         "| --- | --- |" + " ---: |" * (len(HEAD) - 2),
@@ -221,7 +214,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the cases there, after each model")
     parser.add_argument("--write", type=Path, help="write the table there, as Markdown")
     parser.add_argument("--earlier", type=Path, help="what --json wrote: its rounds count as well")
-    parser.add_argument("--rounds", type=int, default=2, help="0 with --earlier: third rounds of what was unsteady")
+    parser.add_argument("--rounds", type=int, default=2, help="0 with --earlier: those of what is unsteady alone")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
     args = parser.parse_args()
