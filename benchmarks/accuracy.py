@@ -179,7 +179,7 @@ def markdown(cases: Sequence[Case]) -> str:
         "",
         f"`make accuracy` on {datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}: {_processor()}, {device}, 2 ranks, "
         f"torch {torch.__version__}. {'' if torch.cuda.is_available() else 'No GPU was at hand. '}Predictions were "
-        "made before each run, from measurements at batch sizes 2, 8. Time is an optimizer step's median, of "
+        "made before each run, from measurements at batch sizes 2 and 8. Time is an optimizer step's median, of "
         f"{times} minutes apart the one that is off by the median, or the mean of two (single rounds are off by "
         f"{single:.1%} in the median). Memory is the peak above what the process took before the model, of the worst "
         "round. Below 0: predicted too little.",
