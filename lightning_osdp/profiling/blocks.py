@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -132,10 +133,11 @@ def blocks_of(
     flops = [0.0] * (len(blocks) + 1)
     for op, owner, at in zip(recordings[largest].ops, owners, placed, strict=True):
         flops[at] += op.flops if owner == OUTSIDE and op.phase == "forward" else 0.0
+    lives = {size: _Lives(recording) for size, recording in recordings.items()}
     found = []
     for at, block in enumerate(blocks):
         spans = [_spans(stretches[largest], at, phase) for phase in ("forward", "backward")]
-        sizes = {size: _held(recording, block.name) for size, recording in recordings.items()}
+        sizes = {size: each.held(block.name) for size, each in lives.items()}
         if None in spans or any(held is None for held in sizes.values()):
             continue
         saved, before_forward, before_backward = (
@@ -169,22 +171,30 @@ def _spans(stretches: Sequence[Stretch], block: int, phase: str) -> tuple[int, i
     return (at[0], at[-1]) if at else None
 
 
-def _held(recording: Recording, name: str) -> tuple[float, float, float] | None:
-    """Bytes saved by the block's forward for its backward, and live ones before each; None if it has no backward."""
-    call = next(call for call in recording.module_calls if call.name == name)
-    backward = [at for at, op in enumerate(recording.ops) if op.phase == "backward" and name in op.site]
-    if not backward:
-        return None
-    made, live = {}, [0.0, 0.0]
-    edges = (call.start, backward[0])
-    for op, storage, sign in recording.events:
-        if storage in recording.excluded:
-            continue
-        size = recording.storage_bytes[storage]
-        for edge in range(2):
-            live[edge] += sign * size if op < edges[edge] else 0
-        if sign > 0 and call.start <= op < call.stop and storage not in call.outputs:
-            made[storage] = size
-        elif sign < 0 and op < backward[0]:
-            made.pop(storage, None)
-    return float(sum(made.values())), live[0], live[1]
+class _Lives:
+    """When the storages of a recording were made and freed, gradients of parameters left out."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._calls = {call.name: call for call in reversed(recording.module_calls)}
+        self._backward: dict[str, int] = {}
+        for at, op in enumerate(recording.ops):
+            if op.phase == "backward":
+                for name in op.site:
+                    self._backward.setdefault(name, at)
+        self._sizes = np.array(recording.storage_bytes, dtype=float)
+        self._sizes[list(recording.excluded)] = 0.0
+        self._made, self._freed = (np.full(len(self._sizes), len(recording.ops)) for _ in range(2))
+        for at, storage, sign in recording.events:
+            (self._made if sign > 0 else self._freed)[storage] = at
+
+    def held(self, name: str) -> tuple[float, float, float] | None:
+        """Bytes that a block's forward saves for its backward, and live ones before each; None without a backward."""
+        call, backward = self._calls[name], self._backward.get(name)
+        if backward is None:
+            return None
+        saved = (self._made >= call.start) & (self._made < call.stop) & (self._freed >= backward)
+        saved[list(call.outputs)] = False
+        return float(self._sizes[saved].sum()), self._live(call.start), self._live(backward)
+
+    def _live(self, op: int) -> float:
+        return float(self._sizes[self._made < op].sum() - self._sizes[self._freed < op].sum())

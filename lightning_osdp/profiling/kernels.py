@@ -60,13 +60,19 @@ class Kernel:
         return sum(spec.num_bytes for spec in tensor_specs((self.args, self.kwargs)))
 
 
-def spec_of(value: object) -> Spec:
-    """Describes one argument of an aten call; a tensor without strides (sparse) counts as contiguous."""
+def spec_of(value: object, known: dict[TensorSpec, TensorSpec] | None = None) -> Spec:
+    """Describes one argument of an aten call; a tensor without strides (sparse) counts as contiguous.
+
+    Args:
+        value: the argument.
+        known: tensors that were described before: of equal ones the same object is given.
+    """
     if isinstance(value, torch.Tensor):
         stride = tuple(value.stride()) if value.layout == torch.strided else _contiguous(value.shape)
-        return TensorSpec(tuple(value.shape), stride, value.dtype)
+        spec = TensorSpec(tuple(value.shape), stride, value.dtype)
+        return spec if known is None else known.setdefault(spec, spec)
     if isinstance(value, list | tuple):
-        return tuple(spec_of(item) for item in value)
+        return tuple(spec_of(item, known) for item in value)
     if isinstance(value, torch.Generator):
         return None
     return value

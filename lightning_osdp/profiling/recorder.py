@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from lightning_osdp.planning.operators import Phase
 from lightning_osdp.profiling import fakes
-from lightning_osdp.profiling.kernels import Spec, spec_of
+from lightning_osdp.profiling.kernels import Spec, TensorSpec, spec_of
 
 aten = torch.ops.aten
 
@@ -126,9 +126,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names = _visible_names(module)
         self._stack: list[str] = []
         self._starts: list[int] = []
-        self._timeline: list[tuple[int, tuple[str, ...]]] = []
+        self._timeline: list[tuple[int, tuple[str, ...]]] = [(0, ())]
         self._in_backward = False
         self._last_site: tuple[str, ...] = ()
+        self._specs: dict[TensorSpec, TensorSpec] = {}
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._sums: dict[int, int] = {}
         self._beside: set[int] = set()
@@ -171,7 +172,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note_read(self) -> None:
         """The host reads values of a tensor."""
-        self.recording.reads.append((len(self.recording.ops), tuple(self._stack)))
+        self.recording.reads.append((len(self.recording.ops), self._running_now()))
 
     def _push(self, module: nn.Module, _args: object) -> None:
         name = self._names.get(id(module))
@@ -199,6 +200,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_site(self) -> None:
         self._timeline.append((_next_node(), tuple(self._stack)))
 
+    def _running_now(self) -> tuple[str, ...]:
+        """The stack, as one tuple for all ops of a site."""
+        return self._timeline[-1][1]
+
     def _phase(self) -> Phase:
         return "backward" if self._in_backward or torch._C._current_autograd_node() is not None else "forward"
 
@@ -208,12 +213,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         while low < high:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if self._timeline[middle][0] <= node else (low, middle)
-        return self._timeline[low - 1][1] if low else ()
+        return self._timeline[max(low, 1) - 1][1]
 
     def _locate(self, phase: Phase) -> tuple[tuple[str, ...], int]:
         """(site, node) of the op under way."""
         if phase == "forward" or self._stack:  # a stack in backward: a module is being recomputed
-            return tuple(self._stack), _next_node() - 1
+            return self._running_now(), _next_node() - 1
         current = torch._C._current_autograd_node()
         node = current._sequence_nr() if current is not None else -1
         if 0 <= node < _next_node():  # gradient accumulation has no number: it belongs to the node before
@@ -250,8 +255,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves((args, dict(kwargs))):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 uses.update(self._parameter_of.get(_key(leaf), ()))
-        specs = tuple(spec_of(arg) for arg in args)
-        keywords = tuple((name, spec_of(value)) for name, value in sorted(kwargs.items()))
+        specs = tuple(spec_of(arg, self._specs) for arg in args)
+        keywords = tuple((name, spec_of(value, self._specs)) for name, value in sorted(kwargs.items()))
         if accumulation:
             func = aten.add_.Tensor
         return Op(func, specs, keywords, phase, site, node, tuple(sorted(uses)), 0.0, False, accumulation)

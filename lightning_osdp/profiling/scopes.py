@@ -63,7 +63,8 @@ def find_scopes(module: nn.Module, parameters: Sequence[NamedParameter], recordi
         else:
             unused[parameter.owners[0]].append(index)
     order = sorted(groups, key=lambda name: min(first_use[index] for index in groups[name]))
-    inner = {name: _inner(name, modules, [*groups, *unused], recording) for name in order}
+    ran = {op.site for op in recording.ops}
+    inner = {name: _inner(name, modules, [*groups, *unused], ran) for name in order}
     scopes = []
     for name in order:
         idle = unused.pop(name, [])
@@ -101,10 +102,10 @@ def _lowest(sites: set[Site], owners: set[int], subtrees: Mapping[str, set[int]]
     return WHOLE_MODEL
 
 
-def _inner(name: str, modules: Mapping[str, nn.Module], operators: list[str], recording: Recording) -> list[str]:
-    """Other operators that lie in the module, or that ran while it did."""
+def _inner(name: str, modules: Mapping[str, nn.Module], operators: list[str], ran: set[Site]) -> list[str]:
+    """Other operators that lie in the module, or that ``ran`` while it did."""
     below = {id(m) for m in modules[name].modules()}
-    during = {inner for op in recording.ops if name in op.site for inner in op.site[op.site.index(name) + 1 :]}
+    during = {inner for site in ran if name in site for inner in site[site.index(name) + 1 :]}
     return [other for other in operators if other != name and (id(modules[other]) in below or other in during)]
 
 
@@ -140,7 +141,7 @@ def _why_conditional(name: str, members: Sequence[int], recording: Recording) ->
     Where a module has read values of tensors, what it runs afterwards may depend on them (an expert that no token
     chose, an early exit), and ranks see different data. Then some would gather while others don't.
     """
-    for position, op in enumerate(recording.ops):
+    for position, op in enumerate(recording.ops if recording.reads else ()):
         if op.phase != "forward" or not set(op.uses) & set(members):
             continue
         for before, site in recording.reads:

@@ -79,7 +79,10 @@ def mixed_plan(folder: str) -> ExecutionPlan:
     plan = ExecutionPlan.from_json(Path(folder, "osdp_plan.json").read_text())
     shardable = [op.name for op in plan.operators if op.num_parameters > 1000]
     modes = {name: list(Mode)[i % 3] for i, name in enumerate(shardable)}
-    operators = tuple(op.model_copy(update={"slices": (modes.get(op.name, Mode.DP),)}) for op in plan.operators)
+    operators = tuple(
+        op.model_copy(update={"slices": (modes.get(op.name, Mode.DP),), "split_dim": None, "unit": ""})
+        for op in plan.operators
+    )
     update = {"operators": operators, "batch_size": 4, "accumulate_grad_batches": 2, "global_batch_size": 16}
     return plan.model_copy(update=update)
 
