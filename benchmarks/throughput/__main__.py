@@ -131,7 +131,7 @@ def runner(args: argparse.Namespace) -> Callable[[Job], dict[str, Any]]:
 
     def run(job: Job) -> dict[str, Any]:
         cache = base / (f"{job.model}-{job.setting}" + ("" if args.quick else f"-{job.memory_bytes}"))
-        if job.repeat == 0 and not args.quick:
+        if job.system == systems.OSDP and job.repeat == 0 and not args.quick:
             shutil.rmtree(cache, ignore_errors=True)
         return launch.run(job, cache, work)
 
