@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.profiling.memory import fix_cpu_allocator, memory_in_use, peak_memory, reset_peak
+from lightning_osdp.profiling.memory import allowance, fix_cpu_allocator, memory_in_use, peak_memory, reset_peak
 from tests.integration.modules import trainer
 from tests.ranks import run_ranks
 
@@ -25,6 +25,9 @@ EVALUATED = 1024
 
 ROOM_BYTES = 240 * MIB
 """For the model, which takes 256 MiB replicated and half of that sharded, and for what measuring leaves behind."""
+
+KEPT = allowance(CPU, stepped=True)
+"""Of what is predicted, what is kept for the first steps, which leave less behind."""
 
 SLACK = 12 * MIB
 """Of the allocator, and of modules that are imported while something is done for the first time."""
@@ -112,9 +115,9 @@ def test_evaluation_and_saving_take_what_was_predicted(tmp_path: Path, save_form
         predicted = found["predicted"]
         assert "dp" not in found["modes"]
         assert predicted.most_memory_bytes <= found["limit"]
-        assert abs(found["evaluation"] - predicted.evaluation_memory_bytes) < SLACK
+        assert abs(found["evaluation"] + KEPT - predicted.evaluation_memory_bytes) < SLACK
         if save_format == "full":
-            assert abs(found["saving"] - predicted.saving_memory_bytes) < SLACK
+            assert abs(found["saving"] + KEPT - predicted.saving_memory_bytes) < SLACK
         else:
             assert predicted.saving_memory_bytes == 0
             assert found["saving"] < predicted.most_memory_bytes
