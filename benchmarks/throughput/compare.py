@@ -125,7 +125,8 @@ class Comparer:
         return self._search(cell, system, same_limit[0].batch_size if same_limit else None)
 
     def _search(self, cell: Cell, system: str, known: int | None) -> Row:
-        """Tries batch sizes; where the limit is ``known`` from a cell with another link, that size and its half."""
+        """Tries batch sizes; where the limit is ``known`` from a cell with another link, that size and its half, and
+        those between if it does not hold here."""
         peaks = self._peaks.setdefault((cell.model, cell.where.ranks, system), {})
         estimate, dead, status = estimate_largest(peaks, cell.memory_bytes), None, "out of memory"
         lived: dict[int, dict[str, Any]] = {}
@@ -138,7 +139,8 @@ class Comparer:
                 dead = min(size for size in sizes if size not in lived)
             elif result["outcome"] != "ok":
                 status = result["outcome"]
-            if result["outcome"] not in ("ok", "out of memory") or "stop" in result or known:
+            known_held = known is not None and dead is None
+            if result["outcome"] not in ("ok", "out of memory") or "stop" in result or known_held:
                 break
             sizes = next_sizes(max(lived, default=0), dead)
         if not lived:
