@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -128,6 +129,24 @@ def test_what_dies_or_cannot_win_in_an_easier_cell_is_not_run_in_a_harder_one(tm
     assert compared[3].row("ddp").status == "out of memory"
     assert ("shard", "2-1gbit", 700 * MIB) not in searched
     assert compared[2].row("shard").status == "bounded"
+
+
+class Cramped(Machine):
+    """Sending over a link takes memory."""
+
+    def run(self, job: Job) -> dict[str, Any]:
+        less = 60 * MIB if job.where.rate and job.memory_bytes else 0
+        found = super().run(replace(job, memory_bytes=job.memory_bytes and job.memory_bytes - less))
+        self.jobs[-1] = job
+        return found
+
+
+def test_a_size_that_fits_in_another_cell_alone_does_not_leave_a_system_at_its_half(tmp_path: Path) -> None:
+    one = comparer(Cramped(**{"fairscale-op": 0.3}), tmp_path / "r.jsonl")
+    loopback, link = (one.compare(CELLS[at]).row("fairscale-op").batch_size for at in (0, 2))
+
+    assert loopback in (17, 18)  # 18 fit
+    assert link in (15, 16)  # 16 fit
 
 
 def test_comparison_goes_on_from_its_file(tmp_path: Path) -> None:
