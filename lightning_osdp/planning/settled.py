@@ -58,7 +58,7 @@ def kept(earlier: Sequence[Settled], new: Settled) -> tuple[Settled, ...]:
 def latest(rehearsals: Sequence[Rehearsal]) -> tuple[Rehearsal, ...]:
     """Those of plans that no search had found, and of the others the latest."""
     found = [one for one in rehearsals if one.plan is not None]
-    dropped = found[: max(0, len(found) - MOST_FOUND)]
+    dropped = found[:-MOST_FOUND]
     return tuple(one for one in rehearsals if one not in dropped)
 
 

@@ -6,11 +6,13 @@ It works alike on fake and on real tensors, and never keeps a tensor alive: stor
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -209,11 +211,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _site_of_node(self, node: int) -> tuple[str, ...]:
         """Modules that were running when autograd made ``node``: the last change of the stack not after it."""
-        low, high = 0, len(self._timeline)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if self._timeline[middle][0] <= node else (low, middle)
-        return self._timeline[max(low, 1) - 1][1]
+        return self._timeline[bisect_right(self._timeline, node, key=itemgetter(0)) - 1][1]
 
     def _locate(self, phase: Phase) -> tuple[tuple[str, ...], int]:
         """(site, node) of the op under way."""
