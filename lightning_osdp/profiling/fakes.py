@@ -1,8 +1,9 @@
-"""Fake kernels where torch's own refuse what its real ones take."""
+"""Fake kernels where torch's own refuse what its real ones take, or take long."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,8 +28,12 @@ def _grouped_mm(
     return a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=dtype)
 
 
-FAKE_KERNELS: Mapping[Any, Callable[..., Tensor]] = {aten._grouped_mm.default: _grouped_mm}
-"""[torch 2.13: the fake kernel of a mixture of experts' product takes bfloat16 alone, the one for CPUs any float]"""
+FAKE_KERNELS: Mapping[Any, Callable[..., Any]] = {
+    aten._grouped_mm.default: _grouped_mm,
+    torch.ops.prim.device.default: attrgetter("fake_device"),
+}
+"""[torch 2.13: the fake kernel of a mixture of experts' product takes bfloat16 alone, the one for CPUs any float.
+Autograd asks two or three times for the device of each tensor, more often than there is anything else to fake]"""
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -230,7 +230,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace in SILENT_NAMESPACES:
-            return func(*args, **kwargs)
+            return fakes.call(func, args, kwargs)
         # autograd adds up gradients in place, unless the first is a view: a transposed product, as of a Linear's weight
         adds_up = func is aten.add.Tensor and not kwargs and _in_engine() and _alike(args)
         op = self._describe(func, args, kwargs, accumulation=adds_up and not args[0]._is_view())
