@@ -137,6 +137,8 @@ def rounds_of(case: Case) -> Sequence[Round]:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 HEAD = ("model", "plan", "batch", "predicted", "measured", "error", "predicted", "measured", "error")
+TIMES = slice(3, 6)
+"""Its columns of times."""
 
 
 def row(case: Case) -> tuple[str, ...]:
@@ -155,13 +157,20 @@ def row(case: Case) -> tuple[str, ...]:
 
 def summary(cases: Sequence[Case]) -> str:
     """The verdict: time, then memory."""
-    times, sizes = [abs(case.time_error) for case in cases], [case.memory_error for case in cases]
+    times = [abs(case.time_error) for case in cases]
     within = sum(error <= TIME_TOLERANCE for error in times) / len(times)
-    near = sum(abs(error) <= MEMORY_TOLERANCE for error in sizes)
     return (
         f"{len(cases)} cases. Step time: median error {statistics.median(times):.1%}, {within:.0%} within "
-        f"{TIME_TOLERANCE:.0%}, worst {max(times):.1%}. Peak memory: {near} within {MEMORY_TOLERANCE:.0%}, worst over "
-        f"{max(0.0, *sizes):.1%}, worst under {max(0.0, *(-error for error in sizes)):.1%}"
+        f"{TIME_TOLERANCE:.0%}, worst {max(times):.1%}. {memory_summary(cases)}"
+    )
+
+
+def memory_summary(cases: Sequence[Case]) -> str:
+    sizes = [case.memory_error for case in cases]
+    near = sum(abs(error) <= MEMORY_TOLERANCE for error in sizes)
+    return (
+        f"Peak memory: {near} of {len(cases)} within {MEMORY_TOLERANCE:.0%}, worst over {max(0.0, *sizes):.1%}, "
+        f"worst under {max(0.0, *(-error for error in sizes)):.1%}"
     )
 
 
@@ -199,9 +208,12 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def print_rows(rows: Iterable[Sequence[str]]) -> None:
+def print_rows(rows: Iterable[Sequence[str]], timed: bool) -> None:
     for each in rows:
-        first, plan, batch, *numbers = each
+        shown = list(each)
+        if not timed:
+            del shown[TIMES]
+        first, plan, batch, *numbers = shown
         print(f"{first:<18}{plan:<10}{batch:>5}" + "".join(f"{number:>11}" for number in numbers), flush=True)
 
 
@@ -220,17 +232,19 @@ def main() -> None:
     args = parser.parse_args()
     if "searched" in args.plans and args.plans[:3] != list(PLANS[:3]):
         parser.error("the searched plan's limit lies between dp and zdp: name all of dp zdp2 zdp before it")
+    if args.quick and args.write:
+        parser.error("--quick measures no times, which --write would show")
     earlier = [Case(**case) for case in json.loads(args.earlier.read_text())] if args.earlier else []
     cases = [case for case in earlier if case.model not in args.only]
-    print_rows([HEAD])
+    print_rows([HEAD], not args.quick)
     for model in args.only:
         found = run_model(args, model, [case for case in earlier if case.model == model])
-        print_rows(map(row, found))
+        print_rows(map(row, found), not args.quick)
         cases += found
         cases.sort(key=lambda case: list(SUBJECTS | OPTIONS).index(case.model))
         if args.json:  # after each model: an hour's work may be stopped
             args.json.write_text(json.dumps([asdict(case) for case in cases], indent=1))
-    print(summary(cases))
+    print(memory_summary(cases) if args.quick else summary(cases))
     if args.write:
         args.write.write_text(markdown(cases))
 

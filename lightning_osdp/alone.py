@@ -233,7 +233,7 @@ def _plan(
     data = TrainData(trainer, module)
     batch, batch_size = data.first_batch()
     between = BetweenSteps(saving=saving, evaluation_batch_size=data.evaluation_batch_size())
-    traced = planner.describe(module, batch, batch_size, device, precision.train_step_context, between)
+    traced = planner.describe(module, batch, batch_size, device, precision.train_step_context, between, cache)
     wished = BatchRule(
         rule.batch_size, rule.max_batch_size, rule.global_batch_size, int(trainer.accumulate_grad_batches)
     )

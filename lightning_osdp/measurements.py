@@ -36,7 +36,7 @@ from lightning_osdp.planning.cluster import (
     Levels,
     Link,
 )
-from lightning_osdp.planning.operators import Frozen
+from lightning_osdp.planning.operators import Frozen, ModelDescription
 from lightning_osdp.planning.rehearsed import Rehearsal
 from lightning_osdp.planning.settled import Settled
 from lightning_osdp.planning.wishes import Wishes
@@ -87,6 +87,25 @@ class Measurements(Connections):
 
 
 Kept = TypeVar("Kept", bound=Connections)
+Read = TypeVar("Read", bound=Frozen)
+
+
+@dataclass(frozen=True)
+class StepsKept:
+    """What was read of training steps, kept in a folder (``trace.KnownSteps``)."""
+
+    folder: Path
+
+    def find(self, name: str) -> ModelDescription | None:
+        """None if there is none."""
+        return read(self._file(name), ModelDescription)
+
+    def keep(self, name: str, description: ModelDescription) -> None:
+        """Every rank writes the same: they may be on machines that share no folder."""
+        write(self._file(name), description.model_dump_json())
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"step-{name}.json"
 
 
 @dataclass(frozen=True)
@@ -216,6 +235,7 @@ def measured(
     if stored is not None and (cluster is not None or _still_true(stored, ranks)):
         on_all_ranks(ranks.group, lambda: compute.warm_up(traced, ranks.device))
         return stored, True, file
+    traced = on_all_ranks(ranks.group, traced.whole)
     with progress(ranks.is_first, ("network", "compute")) as advance:
         connections = _connections(ranks, cluster, cache, advance, room_bytes)
         times = on_all_ranks(
@@ -350,7 +370,7 @@ def _hash(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def read(file: Path, kind: type[Kept]) -> Kept | None:
+def read(file: Path, kind: type[Read]) -> Read | None:
     """What ``write`` left; None if there is nothing, or nothing that can be read."""
     if not file.exists():
         return None

@@ -77,12 +77,17 @@ def describe(
     device: torch.device,
     step_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     between: BetweenSteps = NOTHING_BETWEEN,
+    cache: Path | None = None,
 ) -> Trace:
     """Reads the module's training step on fake tensors, or by one real step on a small batch where it can't be; where
-    ``between`` steps something is evaluated in batches of its own, what that takes, too, as far as it can be told."""
+    ``between`` steps something is evaluated in batches of its own, what that takes, too, as far as it can be told.
+    Steps that ``cache`` knows are only read as far as needed to know them again."""
     evaluation = between.evaluation_batch_size > 0
+    known = measurements.StepsKept(cache) if cache is not None else None
     try:
-        return trace(module, batch, batch_size, device=device, step_context=step_context, evaluation=evaluation)
+        return trace(
+            module, batch, batch_size, device=device, step_context=step_context, evaluation=evaluation, known=known
+        )
     except TraceError as error:
         if any(parameter.is_meta for parameter in module.parameters()):
             raise  # a module without values can't run for real
@@ -391,6 +396,7 @@ def plan_alone(
     stored = (measurements.read(file, Measurements) for file in files)
     known = next((found for found in stored if found is not None), None)
     if known is None:
+        traced = traced.whole()
         with measurements.progress(True, ("compute",)) as advance:
             shown = partial(advance, "compute")
             times = compute.measure(traced, device, progress=shown, wishes=wishes)

@@ -150,7 +150,7 @@ def rehearse(
     Returns:
         ``compute`` as it was, and nothing, where a rehearsal is not possible or would take too long.
     """
-    room, model, smallest = stage.room(room_bytes, group), traced.description, min(traced.kernels)
+    room, model, smallest = stage.room(room_bytes, group), traced.description, traced.sizes[0]
     try:
         with kept_randomness(stage.device):
             uniform = _uniform(model, group.size())
@@ -207,7 +207,7 @@ def rehearse_chosen(
         room_bytes: that a rehearsal may take on this rank.
         late: whether the start has taken so long that it is not to be made twice. Collective.
     """
-    sizes, model = sorted(traced.kernels), traced.description
+    sizes, model = traced.sizes, traced.description
     wanted = [plan.batch_size, sum(sizes) // len(sizes), sizes[0]] if len(sizes) > 1 else sizes
     room = stage.room(room_bytes, group)
     for size in wanted:
@@ -236,7 +236,7 @@ def _plain(
 ) -> dict[int, float]:
     """Seconds of the plain step, of those traced batch sizes at which all replicated operators fit."""
     model = traced.description
-    sizes = [size for size in sorted(traced.kernels) if _fits(model, cluster, replicated, size, room)]
+    sizes = [size for size in traced.sizes if _fits(model, cluster, replicated, size, room)]
     took = _timed(stage, sizes, group, None) if sizes else {}
     return {size: one.step_s for size, one in took.items()}
 

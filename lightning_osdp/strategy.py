@@ -255,7 +255,7 @@ class OSDPStrategy(RanksStrategy):
         if given is None:
             between = BetweenSteps(saving=self._saving(trainer), evaluation_batch_size=data.evaluation_batch_size())
         traced = planner.on_all_ranks(
-            ranks, lambda: planner.describe(module, batch, batch_size, device, context, between)
+            ranks, lambda: planner.describe(module, batch, batch_size, device, context, between, self._cache)
         )
         check_same(ranks.group, "the model (fingerprint)", traced.description.fingerprint[:12])
         if given is not None:

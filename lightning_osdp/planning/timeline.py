@@ -337,9 +337,10 @@ class Timeline:
 
     def _curves(self, footprints: Floats, batch_size: int, accumulation: int, recomputed: Flags) -> dict[str, Floats]:
         count = len(self._moments.source) + 1
-        found = {name: np.zeros(count) for name in ("states", "gradients", "gathered", "transient")}
+        changes = {name: np.zeros(count + 1) for name in ("states", "gradients", "gathered", "transient")}
         for name, spans, amounts in self._held(slice(None), footprints, batch_size, accumulation, recomputed):
-            found[name] += _sums(spans, amounts, count)
+            changes[name] += _changes(spans, amounts, count)
+        found = {name: _sums(each) for name, each in changes.items()}
         ends = [float(footprints[:, COLUMN["collected"]].max(initial=0.0)), 0.0]
         if self._model.optimizer_step.of == "largest":
             largest = float(footprints[:, COLUMN["largest_update"]].max(initial=0.0))
@@ -407,7 +408,7 @@ class Timeline:
             owner = self._moments.block[self._second]
             live[self._second] = np.where(recomputed[owner], self._redone.at(batch_size), live[self._second])
             freed = np.maximum(0.0, self.saved.at(batch_size)[recomputed])
-            live -= _sums(self.released.of(np.flatnonzero(recomputed)), freed, len(live))
+            live -= _sums(_changes(self.released.of(np.flatnonzero(recomputed)), freed, len(live)))
         return np.maximum(0.0, live)
 
     def _name_of(self, index: int) -> str:
@@ -423,7 +424,12 @@ class Timeline:
         return f"{phase} of {self._model.operators[moment.operator].name or 'the whole model'}"
 
 
-def _sums(spans: Spans, amounts: Floats, count: int) -> Floats:
-    """Of amounts that are there from one moment to another, at each of ``count`` moments."""
-    changes = np.bincount(spans.start, amounts, count + 1) - np.bincount(spans.stop, amounts, count + 1)
+def _changes(spans: Spans, amounts: Floats, count: int) -> Floats:
+    """Of amounts that are there from one moment to another: what is more at each of ``count`` moments and the end."""
+    more, less = (np.bincount(at, amounts, count + 1) for at in (spans.start, spans.stop))
+    return np.asarray(more - less, dtype=np.float64)
+
+
+def _sums(changes: Floats) -> Floats:
+    """What is there at each moment."""
     return np.asarray(np.cumsum(changes)[:-1], dtype=np.float64)

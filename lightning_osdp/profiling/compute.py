@@ -19,7 +19,7 @@ from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling.kernels import Kernel
 from lightning_osdp.profiling.splits import product_of
 from lightning_osdp.profiling.standins import kept_randomness
-from lightning_osdp.profiling.timing import PLENTY_BYTES, Clock, Overhead, Progress, node_overhead, time_all
+from lightning_osdp.profiling.timing import PLENTY_BYTES, Clock, Overhead, Progress, node_overhead, run_all, time_all
 from lightning_osdp.profiling.trace import Trace
 
 
@@ -80,13 +80,13 @@ def measure(
 
 
 def warm_up(trace: Trace, device: torch.device) -> None:
-    """Runs every different kernel of the smaller batch size once or twice and forgets the times.
+    """Runs every different kernel of the smaller batch size, as far as it can be run by itself.
 
     Libraries load their code and take their scratch memory at the first call. Where measurements come from a cache,
     this has not happened yet, and the process's overhead would be read too low.
     """
     with kept_randomness(device), torch.no_grad():
-        time_all(trace.kernels[min(trace.kernels)], Clock(device), None, 0.0)
+        run_all(trace.kernels[min(trace.kernels)], device)
 
 
 Selected = Mapping[int, Sequence[Kernel]]

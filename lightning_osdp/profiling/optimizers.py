@@ -143,7 +143,7 @@ def trace_optimizers(
     """Steps ``optimizers``, which hold fake parameters, and reads what that took.
 
     Args:
-        optimizers: with parameters that are fake tensors of ``fake_mode``; their states are lost.
+        optimizers: with parameters that are fake tensors of ``fake_mode``; their states and gradients are lost.
         parameters: those to count states for; None has none.
         fake_mode: that the parameters belong to.
         clipping: of the gradients before the step, which counts as part of it.
@@ -155,6 +155,8 @@ def trace_optimizers(
     with fake_mode:
         stepped = _one_by_one(optimizers, everything) or _together(optimizers, everything)
         clipped = _clip(optimizers, everything, clipping)
+    for parameter in everything:
+        parameter.grad = None
     mixing = {
         id(p): type(each).__name__
         for each, ops in zip(optimizers, stepped.own, strict=True)

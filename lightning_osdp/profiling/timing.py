@@ -11,6 +11,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -70,6 +71,9 @@ COPY_BYTES = 1 << 26
 OVERHEAD_OPS = 200
 """Length of the chain of tiny ops that gives autograd's own time per node."""
 
+REFUSED = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
+"""What kernels raise that don't take made-up arguments."""
+
 Progress = Callable[[int, int], None]
 """Called with (kernels done, kernels in all)."""
 
@@ -124,6 +128,20 @@ def tensors_of(value: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
+def run_all(kernels: Iterable[Kernel], device: torch.device) -> None:
+    """Runs each different kernel, as far as it can be run by itself or after its forward."""
+    unique = {kernel.key: kernel for kernel in kernels}.values()
+    for kernel in unique:
+        if _takes_opaque_state(kernel):
+            forward = _forward_of(kernel, unique)
+            if forward is not None:
+                _time_after(forward, kernel, Clock(device))
+            continue
+        with suppress(*REFUSED):
+            args, kwargs = made_up(_sample(kernel), device)
+            kernel.func(*args, **kwargs)
+
+
 def time_all(
     kernels: Iterable[Kernel],
     clock: Clock,
@@ -148,7 +166,7 @@ def time_all(
                 failed.append(kernel)
             else:
                 seconds[kernel.key] = _time(kernel, clock, share, scratch)
-        except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+        except REFUSED:
             failed.append(kernel)
         if progress is not None:
             progress(done + 1, len(unique))

@@ -12,8 +12,9 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
@@ -47,6 +48,9 @@ from lightning_osdp.splittable import matrix_input_dim, split_dims
 
 StepContext = Callable[[], AbstractContextManager[Any]]
 
+KNOWN_FORMAT = 1
+"""Of descriptions that are kept. To be raised when what they are made of changes its meaning."""
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -57,6 +61,24 @@ class Trace:
     """What forward and backward run, by traced batch size."""
     optimizer_kernels: tuple[Kernel, ...]
     """What one step of all optimizers runs."""
+    sizes: tuple[int, ...] = ()
+    """Batch sizes that the description is of, rising."""
+    reread: Callable[[], Trace] | None = None
+    """Where the description was known, and ``kernels`` are of the smaller batch size alone: reads all of it."""
+
+    def whole(self) -> Trace:
+        """With the kernels of all batch sizes."""
+        return self if self.reread is None else self.reread()
+
+
+class KnownSteps(Protocol):
+    """Descriptions of steps that were read before, by names of what the smaller batch size shows of them."""
+
+    def find(self, name: str) -> ModelDescription | None:
+        """What was kept; None if nothing was."""
+
+    def keep(self, name: str, description: ModelDescription) -> None:
+        """For later starts."""
 
 
 def trace(
@@ -68,8 +90,12 @@ def trace(
     sizes: tuple[int, int] = (2, 8),
     step_context: StepContext = nullcontext,
     evaluation: bool = False,
+    known: KnownSteps | None = None,
 ) -> Trace:
     """Reads ``module`` on fake tensors.
+
+    The smaller batch size is always read. The larger one is not where the smaller shows the same step as one that is
+    ``known``: the same operators, kernels, shapes, memory and optimizers.
 
     Args:
         module: left as it is; its trainer, if it has one, is only read.
@@ -79,6 +105,7 @@ def trace(
         sizes: the two batch sizes to trace at.
         step_context: makes what ``training_step`` runs in (autocast).
         evaluation: whether to look at what evaluation takes, too.
+        known: steps that were read before; this one is added. None: it is read anew.
 
     Raises:
         ConfigurationError: nothing in the module is trainable.
@@ -99,11 +126,22 @@ def trace(
             schedulers += [_still(scheduler) for scheduler in found[1]]
             batches = {size: fake_batch(batch, batch_size, size, fake_mode) for size in rows}
             with fake_mode:
-                recordings = {size: _record(twin, resized, device, step_context) for size, resized in batches.items()}
-                evaluated = _without_autograd(twin, batches, device, step_context) if evaluation else {}
+                recordings = {rows[0]: _record(twin, batches[rows[0]], device, step_context)}
             twins = [parameter.tensor for parameter in named_parameters(twin)]
             stepped = trace_optimizers(optimizers, twins, fake_mode, Clipping.of(module._trainer))
-    return _assemble(module, batch_size, recordings, stepped, evaluated)
+            first = _assemble(module, batch_size, recordings, stepped, {})
+            name = _name(first, rows, evaluation)
+            description = known.find(name) if known is not None else None
+            if description is not None:
+                again = partial(trace, module, batch, batch_size, device=device, sizes=sizes, step_context=step_context)
+                return replace(first, description=description, sizes=rows, reread=partial(again, evaluation=evaluation))
+            with fake_mode:
+                recordings |= {size: _record(twin, batches[size], device, step_context) for size in rows[1:]}
+                evaluated = _without_autograd(twin, batches, device, step_context) if evaluation else {}
+    found = _assemble(module, batch_size, recordings, stepped, evaluated)
+    if known is not None:
+        known.keep(name, found.description)
+    return found
 
 
 def trace_real(
@@ -318,7 +356,7 @@ def _assemble(
         size: kernels_of(recording, owners[size], [kept[block] for block in placed[size]])
         for size, recording in recordings.items()
     }
-    return Trace(description, kernels, stepped.kernels)
+    return Trace(description, kernels, stepped.kernels, tuple(sorted(recordings)))
 
 
 def _products(recording: Recording, owners: Sequence[int]) -> dict[int, Product]:
@@ -375,6 +413,12 @@ def _info(parameter: NamedParameter, optimizer_bytes: int, turn: int) -> Paramet
         optimizer_bytes=optimizer_bytes,
         turn=turn,
     )
+
+
+def _name(first: Trace, rows: Sequence[int], evaluation: bool) -> str:
+    """SHA-256 of all that the smaller batch size shows, and of what else is asked for."""
+    facts = (rows, evaluation, torch.__version__, KNOWN_FORMAT, first.kernels, first.optimizer_kernels)
+    return hashlib.sha256(f"{facts}{first.description.model_dump_json()}".encode()).hexdigest()[:32]
 
 
 def _fingerprint(operators: Sequence[Operator], parameters: Sequence[NamedParameter]) -> str:

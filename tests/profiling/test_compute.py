@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cluster import Scratch
 from lightning_osdp.planning.operators import OUTSIDE, Line
 from lightning_osdp.planning.rehearsed import rising
 from lightning_osdp.profiling import arguments, compute, timing
-from lightning_osdp.profiling.compute import measure
+from lightning_osdp.profiling.compute import measure, warm_up
 from lightning_osdp.profiling.kernels import Kernel, KernelPhase, TensorSpec, spec_of
 from lightning_osdp.profiling.memory import fix_cpu_allocator
 from lightning_osdp.profiling.trace import Trace, trace
@@ -101,6 +105,42 @@ def test_a_backward_that_only_its_forward_can_prepare_runs_by_autograd(monkeypat
     assert estimated.scratch[0].backward.at(2) == 0
     (time,) = estimated.operators
     assert time.backward.at(2) > time.forward.at(2)  # where that is not possible, a multiple of the forward's
+
+
+class Seen(TorchDispatchMode):
+    """What was called, and how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[object] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_warming_up_runs_each_kernel_of_the_smaller_batch_size_once() -> None:
+    found = traced(3)
+    with Seen() as seen:
+        warm_up(found, CPU)
+    times = Counter(key[0] for key in {kernel.key for kernel in found.kernels[2]})
+    made_of = {aten.randn.default, aten.abs_.default, aten.mul.Tensor, aten.randint.low, aten.repeat.default}
+    assert {func: seen.calls[func] for func in times if func not in made_of} == {
+        func: count for func, count in times.items() if func not in made_of
+    }
+
+
+def test_warming_up_passes_over_what_refuses_made_up_arguments() -> None:
+    lstm = trace(Regression(nn.LSTM(8, 6, batch_first=True)), torch.ones(4, 5, 8), 4, device=CPU)
+    (backward,) = [kernel for kernel in lstm.kernels[2] if timing._takes_opaque_state(kernel)]
+    with Seen() as seen:
+        warm_up(lstm, CPU)
+    assert seen.calls[backward.func] > 0  # after its forward, which alone can prepare it
+    broken = Kernel(aten.mm.default, (spec_of(torch.ones(2, 3)), spec_of(torch.ones(2, 3))))
+    good = Kernel(aten.neg.default, (spec_of(torch.ones(2, 3)),))
+    with Seen() as seen:
+        warm_up(Trace(lstm.description, {2: (broken, good)}, ()), CPU)
+    assert seen.calls[aten.neg.default] == 1
 
 
 @pytest.mark.parametrize(
