@@ -54,7 +54,7 @@ def work(file: str, in_backward: bool) -> str:
     """What code of ``file`` does. Lightning runs forward and backward inside of the optimizer's step."""
     if file.endswith("torch/autograd/graph.py"):
         return "backward (with what the reducer waits for in DDP)"
-    if any(part in file for part in ("/torch/nn/", "/transformers/", "throughput/models.py", "train_gpt.py")):
+    if any(part in file for part in ("/torch/nn/", "/transformers/", "throughput/models.py")):
         return "recomputed forward" if in_backward else "forward"
     if "/torch/optim/" in file or file.endswith("_foreach_utils.py"):
         return "optimizer"

@@ -2,8 +2,7 @@
 
 It has no place in Lightning 2.x any more, so the loop is bare: less overhead than the Trainer's, which favours it. On a
 CPU it is shown streams that do nothing and its bucketed reduce-scatter, which gloo refuses, is off; else it is as
-released. The example's model imports lightning_osdp, whose engine gives FairScale collectives of its own: they are
-taken back here.
+released: nothing here may import lightning_osdp, whose engine gives FairScale collectives of its own.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ def train(job: Job, recorder: Recorder) -> None:
 
 def wrapped(task: Task, job: Job, device: torch.device) -> nn.Module:
     """One unit for each operator or block, and one around the rest."""
-    fairscale_module.dist = dist  # as released, should lightning_osdp have been imported
     options: dict[str, Any] = {"compute_device": device} | ({"bucket_cap_mb": 0} if device.type == "cpu" else {})
     task.to(device)
     blocks = tuple(block_classes(task))

@@ -138,10 +138,10 @@ def trace(
             with fake_mode:
                 recordings |= {size: _record(twin, batches[size], device, step_context) for size in rows[1:]}
                 evaluated = _without_autograd(twin, batches, device, step_context) if evaluation else {}
-    found = _assemble(module, batch_size, recordings, stepped, evaluated)
+    whole = _assemble(module, batch_size, recordings, stepped, evaluated)
     if known is not None:
-        known.keep(name, found.description)
-    return found
+        known.keep(name, whole.description)
+    return whole
 
 
 def trace_real(

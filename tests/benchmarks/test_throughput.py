@@ -268,3 +268,11 @@ def test_time_is_attributed_to_what_runs_innermost() -> None:
     assert anatomy.work(f"{site}/torch/optim/adamw.py", in_backward=False) == "optimizer"
     assert anatomy.work(f"{site}/lightning_osdp/sharding/replicas.py", in_backward=True) == "engine: replicas.py"
     assert anatomy.classify(sys._getframe()) == "other"
+
+
+def test_no_other_system_pays_for_our_modules() -> None:
+    code = (
+        "import sys; from benchmarks.throughput import fairscale_loop, lightning_loop, models, worker; "
+        "models.build('ic-quick'); sys.exit('lightning_osdp' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
