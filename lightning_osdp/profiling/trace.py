@@ -114,30 +114,21 @@ def trace(
     _check_trainable(module)
     rows = _sizes(batch, batch_size, sizes)
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with kept_randomness(device), _as_trace_error(module), torch.compiler.set_stance("force_eager"):
-        twin = fake_copy(module, fake_mode, device)
-        optimizers: list[Any] = []
-        schedulers: list[Any] = []
-        twin.__dict__["_trainer"] = module._trainer
-        with silenced(twin, optimizers, schedulers):
-            with fake_mode:
-                found = configured(twin)
-            optimizers += found[0]
-            schedulers += [_still(scheduler) for scheduler in found[1]]
-            batches = {size: fake_batch(batch, batch_size, size, fake_mode) for size in rows}
-            with fake_mode:
-                recordings = {rows[0]: _record(twin, batches[rows[0]], device, step_context)}
-            twins = [parameter.tensor for parameter in named_parameters(twin)]
-            stepped = trace_optimizers(optimizers, twins, fake_mode, Clipping.of(module._trainer))
-            first = _assemble(module, batch_size, recordings, stepped, {})
-            name = _name(first, rows, evaluation)
-            description = known.find(name) if known is not None else None
-            if description is not None:
-                again = partial(trace, module, batch, batch_size, device=device, sizes=sizes, step_context=step_context)
-                return replace(first, description=description, sizes=rows, reread=partial(again, evaluation=evaluation))
-            with fake_mode:
-                recordings |= {size: _record(twin, batches[size], device, step_context) for size in rows[1:]}
-                evaluated = _without_autograd(twin, batches, device, step_context) if evaluation else {}
+    with _stand_in(module, fake_mode, device) as (twin, optimizers):
+        batches = {size: fake_batch(batch, batch_size, size, fake_mode) for size in rows}
+        with fake_mode:
+            recordings = {rows[0]: _record(twin, batches[rows[0]], device, step_context)}
+        twins = [parameter.tensor for parameter in named_parameters(twin)]
+        stepped = trace_optimizers(optimizers, twins, fake_mode, Clipping.of(module._trainer))
+        first = _assemble(module, batch_size, recordings, stepped, {})
+        name = _name(first, rows, evaluation)
+        description = known.find(name) if known is not None else None
+        if description is not None:
+            again = partial(trace, module, batch, batch_size, device=device, sizes=sizes, step_context=step_context)
+            return replace(first, description=description, sizes=rows, reread=partial(again, evaluation=evaluation))
+        with fake_mode:
+            recordings |= {size: _record(twin, batches[size], device, step_context) for size in rows[1:]}
+            evaluated = _without_autograd(twin, batches, device, step_context) if evaluation else {}
     whole = _assemble(module, batch_size, recordings, stepped, evaluated)
     if known is not None:
         known.keep(name, whole.description)
@@ -182,6 +173,23 @@ def trace_real(
         stand_ins = [fakes.get(id(parameter.tensor)) for parameter in named_parameters(module)]
         stepped = trace_optimizers(copies, stand_ins, fake_mode, Clipping.of(module._trainer))
     return _assemble(module, batch_size, recordings, stepped, {})
+
+
+@contextmanager
+def _stand_in(
+    module: LightningModule, fake_mode: FakeTensorMode, device: torch.device
+) -> Iterator[tuple[LightningModule, list[Any]]]:
+    """A fake copy of the module, whose steps change nothing outside of it, and its optimizers."""
+    optimizers: list[Any] = []
+    schedulers: list[Any] = []
+    with kept_randomness(device), _as_trace_error(module), torch.compiler.set_stance("force_eager"):
+        twin = fake_copy(module, fake_mode, device)
+        twin.__dict__["_trainer"] = module._trainer
+        with silenced(twin, optimizers, schedulers):
+            with fake_mode:
+                optimizers[:], found = configured(twin)
+            schedulers += [_still(scheduler) for scheduler in found]
+            yield twin, optimizers
 
 
 # -- one step ----------------------------------------------------------------------------------------------------------
