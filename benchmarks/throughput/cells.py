@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.throughput.jobs import SETTINGS, Job, Setting
 from benchmarks.throughput.models import MODELS
@@ -52,12 +52,14 @@ def limits(runs: Runs, model: str, ranks: int, device: str) -> dict[str, int]:
 
 
 def _peak(runs: Runs, model: str, ranks: int, base: str, batch_size: int, device: str) -> int:
+    """The less of two runs: whoever reads a library's pages first is charged for them, up to 30 MiB."""
     system = base + "+alloc" * (device == "cpu")
     job = Job("measure", model, f"{ranks}-loopback", system, (batch_size,), warm_up=2, steps=1, device=device)
-    result = runs.get(job)
-    if result["outcome"] != "ok":
-        raise SystemExit(f"{system} can't train {model} on {ranks} ranks without a limit: {result['error']}")
-    return int(result["peak_bytes"])
+    results = [runs.get(replace(job, repeat=repeat)) for repeat in range(2)]
+    for result in results:
+        if result["outcome"] != "ok":
+            raise SystemExit(f"{system} can't train {model} on {ranks} ranks without a limit: {result['error']}")
+    return min(int(result["peak_bytes"]) for result in results)
 
 
 def cells(
