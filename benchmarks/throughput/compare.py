@@ -126,7 +126,7 @@ class Comparer:
 
     def _search(self, cell: Cell, system: str, known: int | None) -> Row:
         """Tries batch sizes; where the limit is ``known`` from a cell with another link, that size and its half, and
-        those between if it does not hold here."""
+        those between if it does not hold here. What a process had no time for is tried in another one."""
         peaks = self._peaks.setdefault((cell.model, cell.where.ranks, system), {})
         estimate, dead, status = estimate_largest(peaks, cell.memory_bytes), None, "out of memory"
         lived: dict[int, dict[str, Any]] = {}
@@ -139,10 +139,12 @@ class Comparer:
                 dead = min(size for size in sizes if size not in lived)
             elif result["outcome"] != "ok":
                 status = result["outcome"]
-            known_held = known is not None and dead is None
-            if result["outcome"] not in ("ok", "out of memory") or "stop" in result or known_held:
+            why = result.get("stop", {}).get("why")
+            known_held = known is not None and dead is None and why is None
+            if result["outcome"] not in ("ok", "out of memory") or why == "flat" or known_held:
                 break
-            sizes = next_sizes(max(lived, default=0), dead)
+            left = tuple(size for size in sizes if size not in lived)
+            sizes = left if why == "late" and dead not in left else next_sizes(max(lived, default=0), dead)
         if not lived:
             return Row(system, status)
         best = max(lived.values(), key=lambda size: size["batch_size"] / size["step_s"])

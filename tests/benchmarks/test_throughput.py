@@ -149,6 +149,26 @@ def test_a_size_that_fits_in_another_cell_alone_does_not_leave_a_system_at_its_h
     assert link in (15, 16)  # 16 fit
 
 
+class Hurried(Machine):
+    """A process has time for one size."""
+
+    def run(self, job: Job) -> dict[str, Any]:
+        found = super().run(replace(job, sizes=job.sizes[:1]))
+        self.jobs[-1] = job
+        late = len(job.sizes) > 1 and found["outcome"] == "ok"
+        return found | ({"stop": {"event": "stop", "why": "late"}} if late else {})
+
+
+def test_what_a_process_had_no_time_for_is_tried_in_another(tmp_path: Path) -> None:
+    at_leisure, hurried = (comparer(kind(), tmp_path / f"{kind.__name__}.jsonl") for kind in (Machine, Hurried))
+
+    for cell in CELLS:
+        found = {row.system: row for row in hurried.compare(cell).rows}
+        for row in at_leisure.compare(cell).rows:
+            assert abs(found[row.system].batch_size - row.batch_size) <= max(1, row.batch_size // 8)
+            assert found[row.system].status == row.status
+
+
 def test_comparison_goes_on_from_its_file(tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     first = comparer(Machine(), file).compare(CELLS[0])
