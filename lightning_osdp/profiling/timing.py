@@ -226,7 +226,7 @@ def _forward_of(kernel: Kernel, kernels: Iterable[Kernel]) -> Kernel | None:
 
 def _time(kernel: Kernel, clock: Clock, share_s: float, scratch: dict[object, int] | None = None) -> float:
     """Median seconds of one call, in about ``share_s`` in all, on arguments that are not in the cache."""
-    sample = _sample(kernel)
+    sample = _sample(kernel, clock.room_bytes)
     if sample is not kernel:
         return _time(sample, clock, share_s) * kernel.num_bytes / sample.num_bytes
     start = time.perf_counter()
@@ -240,7 +240,8 @@ def _time(kernel: Kernel, clock: Clock, share_s: float, scratch: dict[object, in
     if time.perf_counter() - start + (WARMUPS + FEWEST_REPEATS) * second > share_s:
         return min(first, second)
     cold_bytes = COLD_STATES_BYTES if kernel.phase == "optimizer" else COLD_BYTES
-    copies = min(MAX_COPIES, math.ceil(min(cold_bytes, clock.room_bytes // 2) / max(1, kernel.num_bytes)))
+    fitting = clock.room_bytes // 2 // max(1, _held_bytes((args, kwargs)))
+    copies = min(MAX_COPIES, math.ceil(cold_bytes / max(1, kernel.num_bytes)), max(1, fitting))
     sets = [(args, kwargs), *(tree_map_only(Tensor, copied, (args, kwargs)) for _ in range(copies - 1))]
     rotation = itertools.cycle(sets)
 
@@ -256,10 +257,15 @@ def _time(kernel: Kernel, clock: Clock, share_s: float, scratch: dict[object, in
     )
 
 
-def _sample(kernel: Kernel) -> Kernel:
+def _held_bytes(arguments: object) -> int:
+    """Of all storages: those of strided tensors are larger than what a kernel reads of them."""
+    return sum({id(one): one.untyped_storage().nbytes() for one in tensors_of(arguments)}.values())
+
+
+def _sample(kernel: Kernel, room_bytes: int = PLENTY_BYTES) -> Kernel:
     """A kernel on long lists of tensors (all parameters, in an optimizer's foreach or fused form) on some of them:
     there may be no room for the model once more."""
-    every = math.ceil(kernel.num_bytes / LIST_BYTES)
+    every = math.ceil(kernel.num_bytes / max(1, min(LIST_BYTES, room_bytes // 2)))
     if every <= 1 or list_length(kernel.func, kernel.args) == 1:
         return kernel
     return replace(kernel, args=some_of_lists(kernel.args, slice(None, None, every)))

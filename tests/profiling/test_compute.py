@@ -158,6 +158,27 @@ def test_arguments_are_copied_until_they_have_left_the_cache_if_there_is_room(
     assert len(made) == sets - 1
 
 
+def test_copies_are_counted_with_all_that_their_storages_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.Tensor] = []
+    monkeypatch.setattr(timing, "copied", lambda tensor: made.append(tensor) or tensor)
+    part_of_four_mib = TensorSpec((1024, 64), (1024, 1), torch.float32)
+    kernel = Kernel(aten.neg.default, (part_of_four_mib,))
+    timing._time(kernel, timing.Clock(CPU), share_s=60.0)
+    assert len(made) == 15  # it reads 256 KiB: all copies that there may be
+    made.clear()
+    timing._time(kernel, timing.Clock(CPU, 40 << 20), share_s=60.0)
+    assert len(made) == 4  # five times 4 MiB are half of the room, but for what rows leave at the end
+
+
+def test_lists_are_cut_to_the_room_that_there_is() -> None:
+    mib = TensorSpec((1 << 18,), (1,), torch.float32)
+    kernel = Kernel(aten._foreach_neg.default, ((mib,) * 12,), phase="optimizer")
+    assert timing._sample(kernel) is kernel
+    cut = timing._sample(kernel, 8 << 20)
+    assert len(cut.args[0]) == 4  # type: ignore[arg-type]
+    assert len(timing._sample(kernel, 0).args[0]) == 1  # type: ignore[arg-type]
+
+
 def test_kernel_that_cannot_run_alone_is_estimated_with_one_warning() -> None:
     broken = Kernel(aten.mm.default, (spec_of(torch.ones(2, 3)), spec_of(torch.ones(2, 3))), (), OUTSIDE, "forward")
     good = traced()
