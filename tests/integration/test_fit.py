@@ -66,7 +66,7 @@ def measured_again(folder: str, tolerance: float) -> bool:
     """Whether another run measures anew, when cached links may be off by a factor of ``tolerance``."""
     measurements.PROBE_TOLERANCE = tolerance
     torch.distributed.barrier()  # the first rank has stored what the run before has taught
-    (file,) = (file for file in Path(folder, "cache").iterdir() if "-" not in file.name)  # not of the ranks, or the step
+    (file,) = (file for file in Path(folder, "cache").iterdir() if "-" not in file.name)  # of ranks or steps
     before = json.loads(file.read_text())["compute"]  # what was planned is written at each new search
     torch.distributed.barrier()
     trainer(folder, "osdp", max_steps=1).fit(seeded())
