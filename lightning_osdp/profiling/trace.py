@@ -120,12 +120,13 @@ def trace(
             recordings = {rows[0]: _record(twin, batches[rows[0]], device, step_context)}
         twins = [parameter.tensor for parameter in named_parameters(twin)]
         stepped = trace_optimizers(optimizers, twins, fake_mode, Clipping.of(module._trainer))
-        first = _assemble(module, batch_size, recordings, stepped, {})
-        name = _name(first, rows, evaluation)
-        description = known.find(name) if known is not None else None
-        if description is not None:
-            again = partial(trace, module, batch, batch_size, device=device, sizes=sizes, step_context=step_context)
-            return replace(first, description=description, sizes=rows, reread=partial(again, evaluation=evaluation))
+        if known is not None:
+            first = _assemble(module, batch_size, recordings, stepped, {})
+            name = _name(first, rows, evaluation)
+            description = known.find(name)
+            if description is not None:
+                again = partial(trace, module, batch, batch_size, device=device, sizes=sizes, step_context=step_context)
+                return replace(first, description=description, sizes=rows, reread=partial(again, evaluation=evaluation))
         with fake_mode:
             recordings |= {size: _record(twin, batches[size], device, step_context) for size in rows[1:]}
             evaluated = _without_autograd(twin, batches, device, step_context) if evaluation else {}
