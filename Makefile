@@ -37,9 +37,9 @@ help:
 train: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py
 
-# Three at a time, each file by one of them: ranks often wait for each other.
+# Three at a time, each file by one of them: ranks often wait for each other. In the order that tests/conftest.py gives.
 test: lint
-	$(BIN)/pytest -n 3 --dist loadfile
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

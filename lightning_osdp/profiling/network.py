@@ -92,10 +92,11 @@ def measure(
 
 
 def all_gather_s(group: dist.ProcessGroup, device: torch.device, whole_bytes: int) -> float:
-    """Seconds of one all-gather, timed as ``measure`` does it. Collective; every rank gets the same number."""
+    """Seconds of one all-gather, timed as ``measure`` does it, but as seldom as may be. Collective; every rank gets the
+    same number."""
     subject = _subjects("", OneStage(group), group, device)["all_gather"]
     numel = -(-whole_bytes // (4 * group.size())) * group.size()
-    return _time_s(subject.make(numel), group, device, subject.before)
+    return _time_s(subject.make(numel), group, device, subject.before, budget_s=0.0)
 
 
 def measure_levels(
@@ -235,11 +236,17 @@ def _compute(device: torch.device) -> Collective:
     return work
 
 
-def _time_s(collective: Collective, group: dist.ProcessGroup, device: torch.device, before: Collective) -> float:
+def _time_s(
+    collective: Collective,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    before: Collective,
+    budget_s: float = REPEATS_BY_BUDGET_S,
+) -> float:
     """The slowest rank's median over several repeats; every rank gets the same number."""
     for _ in range(WARM_UP):
         last_s = _once_s(collective, group, device, before)
-    wanted = int(REPEATS_BY_BUDGET_S / max(_slowest(last_s, group, device), 1e-6))
+    wanted = int(budget_s / max(_slowest(last_s, group, device), 1e-6))
     repeats = min(MOST_REPEATS, max(FEWEST_REPEATS, wanted))
     samples_s = [_once_s(collective, group, device, before) for _ in range(repeats)]
     return _slowest(float(np.median(samples_s)), group, device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -25,6 +27,10 @@ from lightning_osdp.sharding.sharded import ShardedOperator, large_parameters
 from lightning_osdp.sharding.splitting import SplitOperator, check_split
 from lightning_osdp.sharding.state import Fill, Shards
 from lightning_osdp.sharding.units import UNIT_DTYPES, Shared, Unit
+
+COMPARED_BYTES = 1 << 16
+"""From this size on, values on the host are compared before they are sent: most modules are made from one seed on all
+ranks. [a core hashes 1.8 GB/s; at 1 Gbit/s 110 MB took 0.9 s to send]"""
 
 
 class FairScaleEngine:
@@ -302,8 +308,21 @@ class FairScaleEngine:
     def _place(self, tensor: Tensor) -> None:
         """Moves a parameter or buffer to the device, in place, with rank 0's values."""
         tensor.data = tensor.data.to(self._device)
-        if self._broadcast:
+        if self._broadcast and not _same_on_all_ranks(tensor.data, self._group):
             dist.broadcast(tensor.data, src=dist.get_global_rank(self._group, 0), group=self._group)
+
+
+def _same_on_all_ranks(tensor: Tensor, group: Any) -> bool:
+    """Whether all ranks are known to hold the same bytes. Not asked where sending them takes no longer: of small
+    tensors, and on CUDA. Collective."""
+    if tensor.device.type != "cpu" or tensor.nbytes < COMPARED_BYTES or not tensor.is_contiguous():
+        return False
+    values = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())  # as numpy, storages can't be freed again
+    digest = hashlib.sha256(values).digest()
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    everyone = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(everyone, own, group=group)
+    return all(torch.equal(each, own) for each in everyone)
 
 
 def _check_units(plan: ExecutionPlan, modules: Mapping[str, nn.Module]) -> None:

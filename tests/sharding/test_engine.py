@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -220,9 +221,36 @@ def own_values(rank: int, ranks: int) -> list[bool]:
     return found
 
 
+def bytes_sent(rank: int, ranks: int) -> list[int]:
+    """What rank 0 sends of its values: where all have the same, where others differ in one, and in all of them."""
+    found = []
+    for seed, changed in ((0, 0), (0, rank), (rank, 0)):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 512, bias=False).bfloat16())
+        with torch.no_grad():
+            model[1].weight[-1, -1] += changed
+        sent: list[int] = []
+        real, engine = torch.distributed.broadcast, FairScaleEngine(CPU)
+
+        def counted(tensor: torch.Tensor, **more: Any) -> Any:
+            sent.append(tensor.nbytes)  # noqa: B023
+            return real(tensor, **more)  # noqa: B023
+
+        with patch("torch.distributed.broadcast", counted):
+            engine.apply(model, hand_made_plan({"0": Mode.DP, "1": Mode.ZDP}, ranks))
+        with engine.whole_parameters():
+            values = [parameter.detach().float().sum() for parameter in model.parameters()]
+        everyone: list[Any] = [None] * ranks
+        torch.distributed.all_gather_object(everyone, values)
+        assert everyone == [values] * ranks
+        found.append(sum(sent))
+    return found
+
+
 def everything(rank: int, ranks: int) -> dict[str, Any]:
     """All of the above in the same processes, since starting them takes longest."""
     results = {"models": run_models(rank, ranks), "saved": save_and_load(rank, ranks), "norms": norms(rank, ranks)}
+    results |= {"sent": bytes_sent(rank, ranks)}
     refusals(rank, ranks)
     return results
 
@@ -259,6 +287,10 @@ def test_state_moves_between_plans_and_to_plain_pytorch(results: dict[str, Any])
 
 def test_all_ranks_get_the_first_ones_values_unless_told_otherwise() -> None:
     assert run_ranks(own_values, 2) == [[True, True], [False, True]]
+
+
+def test_values_are_sent_only_where_ranks_differ(results: dict[str, Any]) -> None:
+    assert results["sent"] == [0, 2 * 512 * 256, 4 * 256 * 256 + 2 * 512 * 256]
 
 
 def test_gradient_norms_count_each_element_once(results: dict[str, Any]) -> None:
