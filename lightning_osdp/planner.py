@@ -34,17 +34,20 @@ from lightning_osdp.rehearsal import Stage, rehearse_alone, rehearse_chosen
 
 Result = TypeVar("Result")
 
-MODES_WITHIN_S, CHOSEN_WITHIN_S = 15.0, 20.0
-"""Only within so many seconds of the start is the step rehearsed in one more mode, and a plan that was found once more:
-a start should not take more than 30."""
+START_S = 30.0
+"""What a start is to take, from the beginning of the set-up to the first step."""
+
+MODES_LEFT_S, APPLYING_S = 14.0, 2.0
+"""Of that, what is kept for finding a plan and rehearsing it, while the step is rehearsed in one more mode; and for
+applying a plan."""
 
 MOST_REHEARSED = 2
 """Plans that one start finds and rehearses."""
 
-LATE_GAIN, UNSEEN_GAIN = 0.1, 0.25
-"""Share by which a plan has to promise more than what was rehearsed: to be rehearsed itself later than that, and to be
-taken as it is, after as many as there may be. What nobody has run is seldom predicted that much too fast; plans of
-earlier starts, which may have had less memory, can be that much slower."""
+UNSEEN_GAIN = 0.25
+"""Share by which a plan has to promise more than what was rehearsed, to be taken as it is where there is no time to
+rehearse it as well. What nobody has run is seldom predicted that much too fast; plans of earlier starts, which may have
+had less memory, can be that much slower."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ def measure_and_plan(
     wishes: Wishes = NO_WISHES,
     between: BetweenSteps = NOTHING_BETWEEN,
     stage: Stage | None = None,
+    began_s: float | None = None,
 ) -> Outcome:
     """Measures what is not known yet and plans on the first rank; the same plan comes back on every rank.
 
@@ -127,6 +131,7 @@ def measure_and_plan(
         wishes: what is not left to the search.
         between: what the run does between steps.
         stage: to rehearse the step on; None to leave it at times that are measured in parts.
+        began_s: when the start began (``time.monotonic``), which is to take ``START_S``; now if None.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -136,10 +141,11 @@ def measure_and_plan(
     if cluster is not None and cluster.ranks != ranks.count:
         raise ConfigurationError(f"cluster describes {cluster.ranks} ranks, this run has {ranks.count}")
     start = time.monotonic()
-    team = _Team(traced, ranks, cluster, memory_limit, model_bytes, wishes, between, start)
-    late = partial(team.late, MODES_WITHIN_S)
+    team = _Team(
+        traced, ranks, cluster, memory_limit, model_bytes, wishes, between, start if began_s is None else began_s
+    )
     measured, from_cache, file = measurements.measured(
-        traced, ranks, cluster, cache, wishes, team.free_bytes(), stage, late
+        traced, ranks, cluster, cache, wishes, team.free_bytes(), stage, lambda: team.left_s() < MODES_LEFT_S
     )
     room = team.room(stepped=bool(measured.rehearsals) and not from_cache)
     question = asked(rule, wishes, between, measured.correction)
@@ -188,8 +194,8 @@ class _Team:
     model_bytes: int
     wishes: Wishes
     between: BetweenSteps
-    start_s: float
-    """When planning began, on the monotonic clock."""
+    began_s: float
+    """When the start began, on the monotonic clock."""
 
     def free_bytes(self) -> int:
         """What this rank may take now."""
@@ -211,24 +217,27 @@ class _Team:
         these have left. Collective."""
         plan = self.decide(measured, rule, room)
         for left in reversed(range(MOST_REHEARSED)):
+            before_s = self.left_s()
             shown = self.rehearsed(stage, measured, plan)
             if shown is None:
                 break
             measured = measured.model_copy(update={"rehearsals": latest((*measured.rehearsals, shown))})
             room = self.room(stepped=True)
-            late = self.late(CHOSEN_WITHIN_S)
-            gain = UNSEEN_GAIN if not left else LATE_GAIN if late else STEP_ERROR
+            left_s = self.left_s()
+            again = left and left_s - APPLYING_S > before_s - left_s
             try:
-                plan = self.decide(measured, rule, room, gain)
+                plan = self.decide(measured, rule, room, STEP_ERROR if again else UNSEEN_GAIN)
             except InfeasibleError:  # for what the rehearsal has left behind: the plan was the last that fits
                 return as_rehearsed(plan, measured.rehearsals), measured, room
+            if not again:
+                break
         return plan, measured, room
 
-    def late(self, within_s: float) -> bool:
-        """Whether planning has taken longer already, on any rank. Collective."""
-        took_s = torch.tensor(time.monotonic() - self.start_s).to(self.ranks.device)
+    def left_s(self) -> float:
+        """Seconds that the start may still take, on the rank that has fewest. Collective."""
+        took_s = torch.tensor(time.monotonic() - self.began_s).to(self.ranks.device)
         dist.all_reduce(took_s, op=dist.ReduceOp.MAX, group=self.ranks.group)
-        return float(took_s) > within_s
+        return START_S - float(took_s)
 
     def decide(self, measured: Measurements, rule: BatchRule, room: _Room, gain: float = STEP_ERROR) -> ExecutionPlan:
         """The first rank's plan, on every rank. Collective."""
@@ -271,9 +280,13 @@ class _Team:
         """What ``plan`` takes; None if that is known, or can't be. Collective."""
         if stage is None or any(one.decided == decided(plan) for one in measured.rehearsals):
             return None
-        known, late = measurements.hardware(self.ranks, self.cluster, measured), partial(self.late, CHOSEN_WITHIN_S)
+        known = measurements.hardware(self.ranks, self.cluster, measured)
+
+        def left_s() -> float:
+            return self.left_s() - APPLYING_S
+
         return rehearse_chosen(
-            stage, self.traced, self.ranks.group, known, measured.compute, plan, self.free_bytes(), late
+            stage, self.traced, self.ranks.group, known, measured.compute, plan, self.free_bytes(), left_s
         )
 
 

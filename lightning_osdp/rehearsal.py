@@ -7,6 +7,7 @@ parameters with the module and has no optimizer states; where there is no room f
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 import warnings
@@ -61,7 +62,7 @@ FEWEST, MOST, WARM_UP = 3, 9, 1
 """Steps that are timed within that, if they take no more than half as long again, and those before them."""
 
 CHOSEN_SECONDS = 3.0
-"""How long the plan that was found is rehearsed: its time is what people are told."""
+"""How long the plan that was found is rehearsed, where there is time: its time is what people are told."""
 
 ODD, CHOSEN_ODD = 0.2, 0.05
 """Share by which a rehearsal may differ from what is likely: of all operators in one mode, and of a plan that was
@@ -85,6 +86,10 @@ class Took(NamedTuple):
 
 def _never() -> bool:
     return False
+
+
+def _forever() -> float:
+    return math.inf
 
 
 @dataclass(frozen=True)
@@ -193,7 +198,7 @@ def rehearse_chosen(
     compute: ComputeTimes,
     plan: ExecutionPlan,
     room_bytes: int,
-    late: Callable[[], bool] = _never,
+    left_s: Callable[[], float] = _forever,
 ) -> Rehearsal | None:
     """What the step takes under a plan that was found; None where that can't be rehearsed. Collective.
 
@@ -205,21 +210,25 @@ def rehearse_chosen(
         compute: as measured, its sums as rehearsed.
         plan: at its batch size, or a smaller one that was traced, if that takes too long or too much.
         room_bytes: that a rehearsal may take on this rank.
-        late: whether the start has taken so long that it is not to be made twice. Collective.
+        left_s: seconds that the start may still take. Rehearsing takes half of that at most, where it can, also when it
+            is made twice. Collective.
     """
     sizes, model = traced.sizes, traced.description
     wanted = [plan.batch_size, sum(sizes) // len(sizes), sizes[0]] if len(sizes) > 1 else sizes
-    room = stage.room(room_bytes, group)
-    for size in wanted:
+    room, half_s = stage.room(room_bytes, group), left_s() / 2
+    for size, longest_s in [*((size, min(half_s, LONGEST_S)) for size in wanted), (sizes[0], LONGEST_S)]:
         expected = foreseen(model, compute, cluster, plan, size)
-        if _short(expected) and _fits(model, cluster, plan, size, room):
+        if _short(expected, longest_s) and _fits(model, cluster, plan, size, room):
             break
     else:
         return None
     try:
         with kept_randomness(stage.device):
             likely_s = fitted_s(expected, plan.cluster.engine.excess)
-            shown = _rehearsed(stage, expected, plan, size, group, late, CHOSEN_SECONDS, (likely_s, CHOSEN_ODD))
+            seconds = min(CHOSEN_SECONDS, max(SECONDS, half_s / 2))
+            shown = _rehearsed(
+                stage, expected, plan, size, group, lambda: left_s() < half_s, seconds, (likely_s, CHOSEN_ODD)
+            )
     except Exception as error:
         _warn(error)
         return None
@@ -247,8 +256,8 @@ def _fits(model: ModelDescription, cluster: Cluster, plan: ExecutionPlan, size: 
     return MARGIN * copy_bytes(model, cluster, plan, size) <= room
 
 
-def _short(expected: Rehearsal) -> bool:
-    return expected.foreseen_s * (WARM_UP + FEWEST) < LONGEST_S
+def _short(expected: Rehearsal, longest_s: float = LONGEST_S) -> bool:
+    return expected.foreseen_s * (WARM_UP + FEWEST) < longest_s
 
 
 def _warn(error: Exception) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -203,6 +204,7 @@ class OSDPStrategy(RanksStrategy):
 
     def _set_up_training(self, trainer: pl.Trainer) -> None:
         """Recipe: find a plan, check it, resize the batch, make optimizers, apply, tell."""
+        began_s = time.monotonic()
         module = self.lightning_module
         assert module is not None
         ranks = measurements.Ranks.on_nodes(dist.group.WORLD, self.node_rank, self.root_device)
@@ -211,7 +213,7 @@ class OSDPStrategy(RanksStrategy):
         with isolate_rng():  # planning must not change what the run's own random numbers are
             data, batch, batch_size = planner.on_all_ranks(ranks, lambda: read_data(trainer, module))
             batch = self.precision_plugin.convert_input(batch)
-            self._outcome = self._find_plan(trainer, ranks, given, data, batch, batch_size)
+            self._outcome = self._find_plan(trainer, ranks, given, data, batch, batch_size, began_s)
             data.forget_loader()
         if self._replan == "never":
             self._outcome = replace(self._outcome, again=None)  # it holds all that was read of the step: some MiB
@@ -246,6 +248,7 @@ class OSDPStrategy(RanksStrategy):
         data: TrainData,
         batch: Any,
         batch_size: int,
+        began_s: float,
     ) -> planner.Outcome:
         """The plan that was given or that a checkpoint holds, once it is known to fit, or a new one."""
         module, context = self.lightning_module, self.precision_plugin.train_step_context
@@ -284,6 +287,7 @@ class OSDPStrategy(RanksStrategy):
             wishes=self.search_wishes,
             between=between,
             stage=Stage(module, batch, batch_size, device, context) if self._rehearse else None,
+            began_s=began_s,
         )
 
     def _given(self, trainer: pl.Trainer) -> ExecutionPlan | None:

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
 from lightning_osdp.measurements import Measurements
-from lightning_osdp.planner import LATE_GAIN, MOST_REHEARSED, UNSEEN_GAIN, _plan_for, _Room, _Team
+from lightning_osdp.planner import APPLYING_S, UNSEEN_GAIN, _plan_for, _Room, _Team
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, decided
 from lightning_osdp.planning.schedule import BatchRule, Problem, least_bytes, make_plan
@@ -45,11 +45,11 @@ def test_what_fits_is_as_the_search_says() -> None:
 
 
 class Team(_Team):
-    """Each search finds the next of some plans; the last one for good."""
+    """Each search finds the next of some plans, the last one for good; rehearsing one takes ten seconds."""
 
-    def __init__(self, plans: Sequence[ExecutionPlan], late: bool = False) -> None:
+    def __init__(self, plans: Sequence[ExecutionPlan], left_s: float) -> None:
         super().__init__(*[None] * 8)  # type: ignore[arg-type]
-        self.__dict__.update(plans=list(plans), gains=[], is_late=late)
+        self.__dict__.update(plans=list(plans), gains=[], seconds=left_s)
 
     def decide(self, measured: Any, rule: Any, room: Any, gain: float = 0.0) -> ExecutionPlan:
         self.__dict__["gains"].append(gain)
@@ -57,32 +57,35 @@ class Team(_Team):
         return plans.pop(0) if len(plans) > 1 else plans[0]
 
     def rehearsed(self, stage: Any, measured: Measurements, plan: ExecutionPlan) -> Rehearsal | None:
-        known = any(one.decided == decided(plan) for one in measured.rehearsals)
-        return None if known else Rehearsal(decided=decided(plan), foreseen_s=1.0, took_s=1.0, added_s={})
+        if any(one.decided == decided(plan) for one in measured.rehearsals):
+            return None
+        self.__dict__["seconds"] -= 10.0
+        return Rehearsal(decided=decided(plan), foreseen_s=1.0, took_s=1.0, added_s={})
 
     def room(self, stepped: bool) -> _Room:
         return _Room(100, 50, 0)
 
-    def late(self, within_s: float) -> bool:
-        return bool(self.__dict__["is_late"])
+    def left_s(self) -> float:
+        return float(self.__dict__["seconds"])
 
 
 @pytest.mark.parametrize(
-    ("count", "late", "gains"),
+    ("count", "left_s", "gains"),
     [
-        (1, False, [STEP_ERROR]),
-        (2, False, [STEP_ERROR, UNSEEN_GAIN]),
-        (3, False, [STEP_ERROR, UNSEEN_GAIN]),
-        (2, True, [LATE_GAIN, UNSEEN_GAIN]),
+        (1, 30.0, [STEP_ERROR]),
+        (2, 30.0, [STEP_ERROR, UNSEEN_GAIN]),
+        (3, 30.0, [STEP_ERROR, UNSEEN_GAIN]),
+        (2, 20.0 + APPLYING_S, [UNSEEN_GAIN]),
+        (2, -5.0, [UNSEEN_GAIN]),
     ],
 )
-def test_what_is_found_is_rehearsed_and_what_was_not_has_to_promise_the_more(
-    count: int, late: bool, gains: list[float]
+def test_what_is_found_is_rehearsed_while_there_is_time_and_what_was_not_has_to_promise_the_more(
+    count: int, left_s: float, gains: list[float]
 ) -> None:
     plans = [make_plan(ROOMY, BatchRule(batch_size=1 + at)) for at in range(count)]
-    team, nothing = Team(plans, late), Measurements(compute=compute(MODEL), link=ROOMY.cluster.link)
+    team, nothing = Team(plans, left_s), Measurements(compute=compute(MODEL), link=ROOMY.cluster.link)
     plan, measured, room = team.found(nothing, RULE, _Room(100, 60, 12), stage=None)
-    assert plan == plans[-1]
-    assert [one.decided for one in measured.rehearsals] == [decided(each) for each in plans[:MOST_REHEARSED]]
+    assert plan == plans[min(len(gains), count - 1)]
+    assert [one.decided for one in measured.rehearsals] == [decided(each) for each in plans[: len(gains)]]
     assert team.__dict__["gains"][1:] == gains
     assert room.used == 50

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -142,35 +142,53 @@ def run_all(kernels: Iterable[Kernel], device: torch.device) -> None:
             kernel.func(*args, **kwargs)
 
 
-def time_all(
-    kernels: Iterable[Kernel],
-    clock: Clock,
-    progress: Progress | None,
-    budget_s: float,
-    scratch: dict[object, int] | None = None,
-) -> dict[object, float]:
-    """Seconds of one call of each different kernel, by its key; ``scratch`` is filled with bytes."""
-    unique = {kernel.key: kernel for kernel in kernels}
-    seconds: dict[object, float] = {}
-    failed: list[Kernel] = []
+@dataclass(frozen=True)
+class Timed:
+    """What was found out of kernels, by their keys: seconds of one call, and scratch bytes."""
+
+    seconds: dict[object, float] = field(default_factory=dict)
+    scratch: dict[object, int] = field(default_factory=dict)
+
+
+def time_some(
+    kernels: Sequence[Kernel], clock: Clock, progress: Progress | None, budget_s: float, timed: Timed
+) -> list[Kernel]:
+    """Adds to ``timed`` what different ``kernels`` take, in about ``budget_s``; gives those that can't be run alone."""
+    refused: list[Kernel] = []
     deadline = time.perf_counter() + budget_s
-    # Cheap ones first: what they leave of their share is for the large ones. An optimizer's at the end, on all ranks
-    # at about the same time: they take as long as the memory does, which ranks of one machine share.
-    ordered = sorted(unique.values(), key=lambda each: (each.phase == "optimizer", each.num_bytes))
-    for done, kernel in enumerate(ordered):
-        share = max(0.0, deadline - time.perf_counter()) / (len(unique) - done)
+    for done, kernel in enumerate(in_order(kernels)):
+        share = max(0.0, deadline - time.perf_counter()) / (len(kernels) - done)
         if kernel.phase == "optimizer":
             share = max(share, UPDATE_S)
         try:
             if _takes_opaque_state(kernel):
-                failed.append(kernel)
+                refused.append(kernel)
             else:
-                seconds[kernel.key] = _time(kernel, clock, share, scratch)
+                timed.seconds[kernel.key] = _time(kernel, clock, share, timed.scratch)
         except REFUSED:
-            failed.append(kernel)
+            refused.append(kernel)
         if progress is not None:
-            progress(done + 1, len(unique))
-    return seconds | _of_others(failed, unique.values(), seconds, clock, scratch)
+            progress(done + 1, len(kernels))
+    return refused
+
+
+def in_order(kernels: Iterable[Kernel]) -> list[Kernel]:
+    """The same on all ranks. Cheap ones first: what they leave of their share is for the large ones. An optimizer's at
+    the end, by all ranks at about the same time: they take as long as the memory does, which ranks of one machine
+    share."""
+    return sorted(kernels, key=lambda each: (each.phase == "optimizer", each.num_bytes, each.name))
+
+
+def time_all(
+    kernels: Iterable[Kernel], clock: Clock, progress: Progress | None, budget_s: float, known: Timed | None = None
+) -> Timed:
+    """What all that are different take, beside those that are ``known``."""
+    unique = {kernel.key: kernel for kernel in kernels}
+    timed = Timed(dict(known.seconds), dict(known.scratch)) if known is not None else Timed()
+    left = [kernel for key, kernel in unique.items() if key not in timed.seconds]
+    refused = time_some(left, clock, progress, budget_s, timed)
+    timed.seconds.update(_of_others(refused, unique.values(), timed.seconds, clock, timed.scratch))
+    return timed
 
 
 def _of_others(

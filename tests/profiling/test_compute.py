@@ -15,7 +15,7 @@ from lightning_osdp.planning.cluster import Scratch
 from lightning_osdp.planning.operators import OUTSIDE, Line
 from lightning_osdp.planning.rehearsed import rising
 from lightning_osdp.profiling import arguments, compute, timing
-from lightning_osdp.profiling.compute import measure, warm_up
+from lightning_osdp.profiling.compute import measure, measure_share, warm_up
 from lightning_osdp.profiling.kernels import Kernel, KernelPhase, TensorSpec, spec_of
 from lightning_osdp.profiling.memory import fix_cpu_allocator
 from lightning_osdp.profiling.trace import Trace, trace
@@ -67,6 +67,39 @@ def test_every_different_kernel_is_timed_once(monkeypatch: pytest.MonkeyPatch) -
     assert predicted == pytest.approx(calls)
     trainable = sum(p.gradient_bytes for operator in found.description.operators for p in operator.parameters)
     assert result.optimizer_s_per_byte * trainable == pytest.approx(sum(k.count for k in found.optimizer_kernels))
+
+
+def test_ranks_that_share_the_work_know_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel of the step is timed by one of them, the optimizer's by all; what one can't time, all try again."""
+    found, times = traced(), list[Kernel]()
+    timed_ones = {kernel.name for kernel in (*found.kernels[2], *found.kernels[8])}
+    broken = min(timed_ones)
+
+    def count(kernel: Kernel, clock: object, share_s: float, scratch: dict[object, int]) -> float:
+        if kernel.name == broken and shares is None:
+            raise RuntimeError("not here")
+        times.append(kernel)
+        scratch[kernel.key] = 5
+        return float(kernel.num_bytes)
+
+    monkeypatch.setattr(timing, "_time", count)
+    monkeypatch.setattr(compute, "node_overhead", lambda clock: timing.Overhead(0.0, 0.0))
+    shares = None
+    wanted = [measure_share(found, CPU, place, 3) for place in range(3)]
+    assert sorted(name for share in wanted for name in share.seconds) == sorted(timed_ones - {broken})
+    assert max(len(share.seconds) for share in wanted) - min(len(share.seconds) for share in wanted) <= 2
+    times.clear()
+    shares = wanted
+    together = measure(found, CPU, shares=shares)
+    assert {kernel.name for kernel in times if kernel.phase != "optimizer"} == {broken}
+    assert {kernel.phase for kernel in times} >= {"optimizer"}
+    assert together == measure(found, CPU)
+
+
+def test_a_kernels_name_is_the_same_in_every_process() -> None:
+    one, other = (Kernel(aten.neg.default, (TensorSpec((rows,), (1,), torch.float32),)) for rows in (2, 3))
+    assert one.name != other.name
+    assert one.name == Kernel(aten.neg.default, one.args, operator=3, count=2).name == "c7ba0b03c874004f"
 
 
 def test_measured_times_are_aligned_and_never_negative() -> None:
