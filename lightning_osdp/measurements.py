@@ -51,6 +51,9 @@ ROOM_FOR_LARGEST = 3
 """Of the memory that is free, the largest tensor that links are measured with takes one part in so many: there are two
 of it."""
 
+TEAM = 8
+"""Most ranks that share the timing of kernels, neighbours by their numbers."""
+
 PROBE_BYTES = 4 << 20
 PROBE_TOLERANCE = 3.0
 """Cached measurements of the network are used only if a fresh all-gather agrees with them within this factor: the same
@@ -234,7 +237,6 @@ def measured(
     stored = _stored(file, Measurements, ranks)
     engine_overhead.warm_up(ranks.group, ranks.device)
     if stored is not None and (cluster is not None or _still_true(stored, ranks)):
-        on_all_ranks(ranks.group, lambda: compute.warm_up(traced, ranks.device))
         return stored, True, file
     traced = on_all_ranks(ranks.group, traced.whole)
     with progress(ranks.is_first, ("network", "compute")) as advance:
@@ -309,9 +311,9 @@ def measure_links(
 def _compute_times(
     traced: Trace, ranks: Ranks, wishes: Wishes, advance: Callable[[int, int], None], room_bytes: int
 ) -> ComputeTimes:
-    """The slowest node's. The ranks of a node share the work: what they know of one another's kernels is as good as
-    their own, and a start takes so much less. Collective."""
-    many = ranks.count // ranks.nodes
+    """Those of the slowest team. The ranks of a team share the work: they have equal devices, and the sums are those of
+    the slowest rank once the whole step is rehearsed. Collective."""
+    many = next(size for size in range(min(TEAM, ranks.count), 0, -1) if ranks.count % size == 0)
     work: dict[str, Any] = {"wishes": wishes, "room_bytes": room_bytes, "time_budget_s": compute.BUDGET_S / many}
     place = ranks.group.rank() % many
     shares: list[Any] = [None] * ranks.count

@@ -28,7 +28,7 @@ from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
 from lightning_osdp.planning.settled import Settled, asked, kept, latest, settled, settled_before
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling import compute
-from lightning_osdp.profiling.memory import allowance, memory_in_use, memory_limit, overhead
+from lightning_osdp.profiling.memory import Limit, allowance, memory_in_use, memory_limit, overhead
 from lightning_osdp.profiling.trace import Trace, trace, trace_real
 from lightning_osdp.rehearsal import Stage, rehearse_alone, rehearse_chosen
 
@@ -107,7 +107,7 @@ def measure_and_plan(
     traced: Trace,
     ranks: Ranks,
     rule: BatchRule,
-    memory_limit: Callable[[], int],
+    limit: Limit,
     model_bytes: int,
     *,
     cluster: Cluster | None = None,
@@ -123,8 +123,8 @@ def measure_and_plan(
         traced: the model, the same on every rank.
         ranks: who trains together.
         rule: which batch sizes to try.
-        memory_limit: gives bytes per device; the smallest over the ranks counts. Asked for when all is measured: it
-            may count pages of libraries, which grow by what measuring runs.
+        limit: bytes per device; the smallest over the ranks counts. Asked for when all is measured: it may count pages
+            of libraries, which grow by what measuring runs.
         model_bytes: of parameters and buffers on the device now.
         cluster: hardware that is known already; its links are not measured.
         cache: folder of measurements; None to keep none.
@@ -141,19 +141,19 @@ def measure_and_plan(
     if cluster is not None and cluster.ranks != ranks.count:
         raise ConfigurationError(f"cluster describes {cluster.ranks} ranks, this run has {ranks.count}")
     start = time.monotonic()
-    team = _Team(
-        traced, ranks, cluster, memory_limit, model_bytes, wishes, between, start if began_s is None else began_s
-    )
+    team = _Team(traced, ranks, cluster, limit, model_bytes, wishes, between, start if began_s is None else began_s)
     measured, from_cache, file = measurements.measured(
         traced, ranks, cluster, cache, wishes, team.free_bytes(), stage, lambda: team.left_s() < MODES_LEFT_S
     )
-    room = team.room(stepped=bool(measured.rehearsals) and not from_cache)
     question = asked(rule, wishes, between, measured.correction)
-    plan = team.as_before(measured, rule, room, question) if from_cache else None
+    if from_cache:
+        plan, room = team.as_before(measured, rule, question)
+    else:
+        plan, room = None, team.room(stepped=bool(measured.rehearsals))
     if plan is None:
         plan, measured, room = team.found(measured, rule, room, stage)
-        used_bytes = room.used if measured.rehearsals else 0
-        new = Settled(asked=question, plan=plan.without_reasons(), used_bytes=used_bytes)
+        seen = {"used_bytes": room.used, "file_bytes": room.files} if measured.rehearsals else {}
+        new = Settled(asked=question, plan=plan.without_reasons(), **seen)
         measured = measured.model_copy(update={"settled": kept(measured.settled, new)})
         if ranks.is_first and file is not None:
             measurements.write(file, measured.model_dump_json())
@@ -172,11 +172,13 @@ class _Room:
         limit: what a rank may take.
         used: of that, what is not the model's.
         guessed: of ``used``, what is not there yet but kept for the first steps.
+        files: of ``limit``, what stands for pages of files (``Limit.file_pages``).
     """
 
     limit: int
     used: int
     guessed: int
+    files: int = 0
 
     def as_shown(self, used: int) -> _Room:
         """With what an earlier start has seen steps leave behind, if that is within what is guessed now."""
@@ -190,7 +192,7 @@ class _Team:
     traced: Trace
     ranks: Ranks
     cluster: Cluster | None
-    memory_limit: Callable[[], int]
+    limit: Limit
     model_bytes: int
     wishes: Wishes
     between: BetweenSteps
@@ -199,16 +201,33 @@ class _Team:
 
     def free_bytes(self) -> int:
         """What this rank may take now."""
-        return max(0, self.memory_limit() - memory_in_use(self.ranks.device))
+        return max(0, self.limit.now() - memory_in_use(self.ranks.device))
 
     def room(self, stepped: bool) -> _Room:
         """What there is now; ``stepped``: after steps on a copy. Collective."""
         device = self.ranks.device
         used = not_for_the_model(self.traced, device, self.model_bytes, stepped)
-        numbers = torch.tensor([-self.memory_limit(), used]).to(device)
+        limit, files = self.limit.now(), self.limit.file_pages()
+        limit, used, files = self.least_and_most([limit], [used, files])
+        return _Room(limit, used, min(used, allowance(device, stepped)), files)
+
+    def room_seen(self, earlier: Settled) -> _Room | None:
+        """What an earlier start was left with when all was there, if this one is on its way to that: then nothing has
+        to be run and no garbage looked for to see how much memory there is. None if it has taken more already.
+        Collective."""
+        device = self.ranks.device
+        held = memory_in_use(device) - self.model_bytes + _margin(self.traced, device) + allowance(device, False)
+        limit, held = self.least_and_most([self.limit.now() - self.limit.file_pages()], [held])
+        if held > earlier.used_bytes:
+            return None
+        return _Room(limit + earlier.file_bytes, earlier.used_bytes, 0, earlier.file_bytes)
+
+    def least_and_most(self, least: Sequence[int], most: Sequence[int]) -> list[int]:
+        """The least of any rank of some numbers, then the most of others. Collective."""
+        numbers = torch.tensor([*(-each for each in least), *most]).to(self.ranks.device)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.ranks.group)
-        limit, used = -int(numbers[0]), int(numbers[1])
-        return _Room(limit, used, min(used, allowance(device, stepped)))
+        found: list[int] = numbers.tolist()
+        return [*(-each for each in found[: len(least)]), *found[len(least) :]]
 
     def found(
         self, measured: Measurements, rule: BatchRule, room: _Room, stage: Stage | None
@@ -249,14 +268,20 @@ class _Team:
         assert plan is not None
         return plan
 
-    def as_before(self, measured: Measurements, rule: BatchRule, room: _Room, question: str) -> ExecutionPlan | None:
-        """What an earlier start has come to, if that is still right. Collective."""
+    def as_before(self, measured: Measurements, rule: BatchRule, question: str) -> tuple[ExecutionPlan | None, _Room]:
+        """What an earlier start has come to, if that is still right, and the room that there is. Collective."""
 
         def look_up(problem: Problem) -> ExecutionPlan | None:
             return settled_before(problem, rule, question, measured.settled, measured.rehearsals)
 
-        shown = [one.used_bytes for one in measured.settled if one.asked == question]
-        return self._of_first_rank(look_up, measured, room.as_shown(shown[-1] if shown else 0))
+        earlier = [one for one in measured.settled if one.asked == question]
+        room = self.room_seen(earlier[-1]) if earlier else None
+        plan = self._of_first_rank(look_up, measured, room) if room is not None else None
+        if room is None or plan is None:
+            on_all_ranks(self.ranks, lambda: compute.warm_up(self.traced, self.ranks.device))
+            room = self.room(stepped=False).as_shown(earlier[-1].used_bytes if earlier else 0)
+            plan = self._of_first_rank(look_up, measured, room)
+        return plan, room
 
     def _of_first_rank(
         self, work: Callable[[Problem], ExecutionPlan | None], measured: Measurements, room: _Room
@@ -430,5 +455,8 @@ def plan_alone(
 
 def not_for_the_model(traced: Trace, device: torch.device, model_bytes: int, stepped: bool = False) -> int:
     """The process's own memory, and on CUDA what the caching allocator can't use of the segments that it takes."""
-    margin = margin_bytes(staying_tensors(traced.description)) if device.type == "cuda" else 0
-    return overhead(device, model_bytes, stepped) + margin
+    return overhead(device, model_bytes, stepped) + _margin(traced, device)
+
+
+def _margin(traced: Trace, device: torch.device) -> int:
+    return margin_bytes(staying_tensors(traced.description)) if device.type == "cuda" else 0

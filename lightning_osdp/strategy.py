@@ -234,7 +234,7 @@ class OSDPStrategy(RanksStrategy):
         else:
             planner.on_all_ranks(ranks, lambda: self.setup_optimizers(trainer))
             engine.apply(module, plan, self.optimizers)
-        # Without new measurements, all garbage was looked for a moment ago, to see how much memory there is.
+        # Without new measurements there is little garbage; it was looked for, or counted as memory that is in use.
         memory.release_unused(self.root_device, generation=1 if self._outcome.from_cache else 2)
         self._engine = engine
         summary.count_whole_parameters(trainer, engine.whole_shapes)
@@ -268,12 +268,8 @@ class OSDPStrategy(RanksStrategy):
         cluster = planner.on_all_ranks(ranks, lambda: settings.read_cluster(self._given_cluster))
         tensors = [*module.parameters(), *module.buffers()]
         model_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
-        sharers = measurements.sharers(ranks)
-
-        def limit() -> int:
-            return self._memory_limit or memory.memory_limit(device, self.num_processes, sharers)
-
-        earlier = planner.still_right(self.earlier_plan, traced, ranks, rule, limit())
+        limit = memory.Limit(device, self.num_processes, measurements.sharers(ranks), self._memory_limit)
+        earlier = planner.still_right(self.earlier_plan, traced, ranks, rule, limit.now())
         if earlier is not None and self._replan == "never":
             return planner.Outcome(earlier)
         return planner.measure_and_plan(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from lightning_osdp import planner
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
 from lightning_osdp.measurements import Measurements
 from lightning_osdp.planner import APPLYING_S, UNSEEN_GAIN, _plan_for, _Room, _Team
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, decided
 from lightning_osdp.planning.schedule import BatchRule, Problem, least_bytes, make_plan
+from lightning_osdp.planning.settled import Settled
 from tests.planning.small import MIB, blocks_of_one, cluster, compute
 
 MODEL = blocks_of_one(3, 2)
@@ -42,6 +46,39 @@ def test_what_steps_leave_behind_is_as_an_earlier_start_has_seen_it() -> None:
 
 def test_what_fits_is_as_the_search_says() -> None:
     assert _plan_for(ROOMY, RULE, [], MIB) == make_plan(ROOMY, RULE)
+
+
+class Counted:
+    """A limit that was found, 100 bytes of it pages of files."""
+
+    def now(self) -> int:
+        return 1000
+
+    def file_pages(self) -> int:
+        return 100
+
+
+class Alone(_Team):
+    """One rank without a process group."""
+
+    def least_and_most(self, least: Sequence[int], most: Sequence[int]) -> list[int]:
+        return [*least, *most]
+
+
+def test_nothing_is_run_to_see_how_much_memory_there_is_where_an_earlier_start_has_seen_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = make_plan(ROOMY, RULE)
+    monkeypatch.setattr(planner, "memory_in_use", lambda device: 50)
+    monkeypatch.setattr(planner, "allowance", lambda device, stepped: 7)
+    ranks: Any = SimpleNamespace(device=torch.device("cpu"))
+    nothing: Any = None
+    limit: Any = Counted()
+    team = Alone(nothing, ranks, None, limit, 20, nothing, nothing, 0.0)
+    # 30 bytes are not the model's, and 7 more are kept for first steps
+    assert team.room_seen(Settled(asked="", plan=plan, used_bytes=37, file_bytes=140)) == _Room(1040, 37, 0, 140)
+    assert team.room_seen(Settled(asked="", plan=plan, used_bytes=36, file_bytes=140)) is None
+    assert team.room_seen(Settled(asked="", plan=plan)) is None
 
 
 class Team(_Team):

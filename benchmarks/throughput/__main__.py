@@ -27,12 +27,12 @@ from rich.console import Console
 
 from benchmarks import lab
 from benchmarks.throughput import compare, document, launch, leftovers, models, report, systems, verify
-from benchmarks.throughput.cells import LEVELS, MIB, Cell, cells
+from benchmarks.throughput.cells import LEVELS, MIB, cells
 from benchmarks.throughput.jobs import FULL_SETTINGS, QUICK_SETTINGS, SETTINGS, Job
 from benchmarks.throughput.records import ROOT, Runs, current_commit
 from benchmarks.throughput.worker import run_rank
 
-QUICK_LEVELS = ("tight", "middle")
+QUICK_LEVELS = ("middle",)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -64,7 +64,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small models, two settings, the strongest systems")
     parser.add_argument("--only", help=f"models: {', '.join(models.MODELS)}")
     parser.add_argument("--settings", help=f"of {', '.join(SETTINGS)}")
-    parser.add_argument("--levels", help=f"of memory: {', '.join(LEVELS)}")
+    parser.add_argument("--levels", help=f"of memory: {', '.join(LEVELS)}, or MiB for each rank")
     parser.add_argument("--systems", help=f"all, strongest, or any of {', '.join(systems.BASES)}, with +ckpt, +alloc")
     parser.add_argument("--repeats", type=int, help="of each finalist, in turns with OSDP")
     parser.add_argument("--finalists", type=int, help="how many competitors are measured again beside OSDP")
@@ -90,7 +90,8 @@ def fill_in(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     settings = QUICK_SETTINGS if quick else FULL_SETTINGS
     links = tuple(name for name in settings if args.device == "cpu" or SETTINGS[name].rate is None)
     args.settings = names(parser, args.settings, SETTINGS, links)
-    args.levels = names(parser, args.levels, LEVELS, QUICK_LEVELS if quick else LEVELS)
+    mib = [level for level in (args.levels or "").split(",") if level.isdigit()]
+    args.levels = names(parser, args.levels, (*LEVELS, *mib), QUICK_LEVELS if quick else LEVELS)
     try:
         wanted = args.systems or ("strongest" if quick or args.profile else "all")
         args.systems = systems.selected(wanted, args.device)
@@ -183,10 +184,7 @@ def dissect(runs: Runs, args: argparse.Namespace, console: Console) -> int:
     from benchmarks.throughput import anatomy
 
     model, setting, level = args.profile.split(":")
-    if level in LEVELS:
-        (cell,) = cells(runs, (model,), (setting,), (level,), args.device)
-    else:
-        cell = Cell(model, setting, level, int(level) * MIB)
+    (cell,) = cells(runs, (model,), (setting,), (level,), args.device)
     for table in anatomy.profile(runs, cell, tuple(system.name for system in args.systems), args.device):
         console.print(table)
     return 0

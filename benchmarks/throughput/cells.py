@@ -65,13 +65,19 @@ def _peak(runs: Runs, model: str, ranks: int, base: str, batch_size: int, device
 def cells(
     runs: Runs, models: tuple[str, ...], settings: tuple[str, ...], levels: tuple[str, ...], device: str
 ) -> list[Cell]:
-    """All cells, easy ones first: what a system can't do there, it can't do in harder ones."""
+    """All cells, easy ones first: what a system can't do there, it can't do in harder ones. ``levels`` are of
+    ``LEVELS``, or MiB."""
     found = []
     for model in models:
-        by_ranks = {ranks: limits(runs, model, ranks, device) for ranks in {SETTINGS[s].ranks for s in settings}}
+        bytes_of = {
+            ranks: {level: int(level) * MIB for level in levels if level.isdigit()}
+            | (limits(runs, model, ranks, device) if set(levels) & set(LEVELS) else {})
+            for ranks in {SETTINGS[s].ranks for s in settings}
+        }
         for setting in sorted(settings, key=lambda s: (SETTINGS[s].ranks, _slowness(SETTINGS[s]))):
-            for level in sorted(levels, key=LEVELS.index, reverse=True):
-                found.append(Cell(model, setting, level, by_ranks[SETTINGS[setting].ranks][level]))
+            there = bytes_of[SETTINGS[setting].ranks]
+            for level in sorted(levels, key=there.__getitem__, reverse=True):
+                found.append(Cell(model, setting, "given" if level.isdigit() else level, there[level]))
     return found
 
 

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.throughput.cells import LEVELS, MIB
+from benchmarks.throughput.cells import MIB
 from benchmarks.throughput.compare import Comparison, Row
 from benchmarks.throughput.jobs import SETTINGS
 from benchmarks.throughput.systems import BASES, OSDP
@@ -50,7 +50,7 @@ def draw(comparisons: Sequence[Comparison], folder: Path) -> list[Path]:
 
 def panel(axis: Any, title: str, comparisons: Sequence[Comparison]) -> None:
     """One setting. A cross stands where nothing of a system trains; hatched bars are upper bounds."""
-    ordered = sorted(comparisons, key=lambda c: LEVELS.index(c.cell.level))
+    ordered = sorted(comparisons, key=lambda c: c.cell.memory_bytes)
     systems = [*BASES, OSDP]
     shown = [base for base in systems if any(_has(c, base) for c in ordered)]
     width = 0.84 / len(shown)

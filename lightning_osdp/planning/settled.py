@@ -40,6 +40,8 @@ class Settled(Frozen):
     plan: ExecutionPlan
     used_bytes: int = 0
     """Of the limit, what was not the model's, where steps on a copy had shown what they leave behind; 0 if none had."""
+    file_bytes: int = 0
+    """Of the limit, what stood for pages of files."""
 
 
 def asked(rule: BatchRule, wishes: Wishes, between: BetweenSteps, correction: Correction) -> str:

@@ -34,7 +34,7 @@ from lightning_osdp.profiling.timing import (
 from lightning_osdp.profiling.trace import Trace
 
 BUDGET_S = 4.0
-"""Seconds that timing kernels is to take, of all ranks of a machine together. All run twice at least."""
+"""Seconds that timing kernels is to take, of all ranks that share it together. All run twice at least."""
 
 
 def measure_share(

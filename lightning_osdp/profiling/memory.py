@@ -6,6 +6,7 @@ import ctypes
 import gc
 import re
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,29 @@ def memory_limit(device: torch.device, local_ranks: int, group_ranks: int | None
     limits = [_meminfo("MemAvailable") // local_ranks + memory_in_use(device)]
     limits += [limit // (group_ranks or local_ranks) + file_pages() for limit in _cgroup_limits()]
     return min(limits)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Bytes that one rank may use.
+
+    Attributes:
+        device, local_ranks, group_ranks: as in ``memory_limit``.
+        given: by the user; None: as found.
+    """
+
+    device: torch.device
+    local_ranks: int
+    group_ranks: int | None = None
+    given: int | None = None
+
+    def now(self) -> int:
+        """As there are now."""
+        return self.given or memory_limit(self.device, self.local_ranks, self.group_ranks)
+
+    def file_pages(self) -> int:
+        """Of those, what stands for pages of files: more are read while a process goes on."""
+        return 0 if self.given or self.device.type == "cuda" else file_pages()
 
 
 def file_pages() -> int:
