@@ -216,7 +216,7 @@ def measured(
     cluster: Cluster | None,
     cache: Path | None,
     wishes: Wishes,
-    room_bytes: int,
+    free_bytes: Callable[[], int],
     stage: Stage | None,
     late: Callable[[], bool],
 ) -> tuple[Measurements, bool, Path | None]:
@@ -228,7 +228,7 @@ def measured(
         cluster: hardware that is known already.
         cache: folder of measurements.
         wishes: what is not left to the search.
-        room_bytes: that measuring may take on this rank.
+        free_bytes: that this rank may take now.
         stage: to rehearse the step on; None to leave it at the parts.
         late: whether the start has taken too long for one more rehearsal. Collective.
     """
@@ -238,14 +238,14 @@ def measured(
     engine_overhead.warm_up(ranks.group, ranks.device)
     if stored is not None and (cluster is not None or _still_true(stored, ranks)):
         return stored, True, file
-    traced = on_all_ranks(ranks.group, traced.whole)
+    traced, room_bytes = on_all_ranks(ranks.group, traced.whole), free_bytes()
     with progress(ranks.is_first, ("network", "compute")) as advance:
         connections = _connections(ranks, cluster, cache, advance, room_bytes)
         parts = times = _compute_times(traced, ranks, wishes, partial(advance, "compute"), room_bytes)
     measured = Measurements(**dict(connections), compute=parts)
     if stage is not None:
         known = hardware(ranks, cluster, measured)
-        times, rehearsals = rehearse(stage, traced, ranks.group, known, parts, room_bytes, late)
+        times, rehearsals = rehearse(stage, traced, ranks.group, known, parts, free_bytes, late)
         measured = measured.model_copy(update={"compute": times, "rehearsals": rehearsals})
     if times is parts:  # no step was made, and each rank has run but its share of the kernels
         on_all_ranks(ranks.group, lambda: compute.warm_up(traced, ranks.device))

@@ -143,7 +143,7 @@ def measure_and_plan(
     start = time.monotonic()
     team = _Team(traced, ranks, cluster, limit, model_bytes, wishes, between, start if began_s is None else began_s)
     measured, from_cache, file = measurements.measured(
-        traced, ranks, cluster, cache, wishes, team.free_bytes(), stage, lambda: team.left_s() < MODES_LEFT_S
+        traced, ranks, cluster, cache, wishes, team.free_bytes, stage, lambda: team.left_s() < MODES_LEFT_S
     )
     question = asked(rule, wishes, between, measured.correction)
     if from_cache:

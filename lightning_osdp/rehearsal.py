@@ -38,7 +38,7 @@ from lightning_osdp.planning.rehearsed import (
     rehearsed_compute,
 )
 from lightning_osdp.planning.wishes import NO_WISHES
-from lightning_osdp.profiling.memory import allowance
+from lightning_osdp.profiling.memory import allowance, release_unused
 from lightning_osdp.profiling.optimizers import configured
 from lightning_osdp.profiling.standins import (
     copied_bytes,
@@ -71,6 +71,9 @@ found. Beyond, it is made once more: other work on the machine lasts for some se
 SHORT_S = 1.0
 """Rehearsals of steps that take longer are not repeated: that takes long, and the first has lasted through more of what
 goes on beside it."""
+
+GARBAGE = 1
+"""Generation of Python's objects up to which a copy is looked for when it is no longer needed."""
 
 MARGIN = 1.1
 """Room for a rehearsal, as a multiple of what it is thought to need."""
@@ -135,7 +138,7 @@ def rehearse(
     group: dist.ProcessGroup,
     cluster: Cluster,
     compute: ComputeTimes,
-    room_bytes: int,
+    free_bytes: Callable[[], int],
     late: Callable[[], bool] = _never,
 ) -> tuple[ComputeTimes, tuple[Rehearsal, ...]]:
     """Compute whose sums are those of the plain step, and what the step takes with all operators in one mode.
@@ -149,16 +152,18 @@ def rehearse(
         group: the ranks.
         cluster: with links and engine as measured.
         compute: as measured in parts.
-        room_bytes: that a rehearsal may take on this rank.
+        free_bytes: that this rank may take now.
         late: whether the start has taken so long that no more modes are to be rehearsed. Collective.
 
     Returns:
         ``compute`` as it was, and nothing, where a rehearsal is not possible or would take too long.
     """
-    room, model, smallest = stage.room(room_bytes, group), traced.description, traced.sizes[0]
+    model, smallest = traced.description, traced.sizes[0]
+
     try:
         with kept_randomness(stage.device):
             uniform = _uniform(model, group.size())
+            room = stage.room(free_bytes(), group)
             plain = on_all_ranks(group, partial(_plain, stage, traced, group, cluster, uniform[0], room))
             if sum(plain.values()) > LONGEST_S:
                 return compute, ()
@@ -166,6 +171,7 @@ def rehearse(
             shown = []
             for plan in reversed(uniform) if group.size() > 1 else ():  # first what adds most to a plain step
                 expected = foreseen(model, times, cluster, plan, smallest)
+                room = stage.room(free_bytes(), group)  # each copy leaves a little behind
                 if _short(expected) and _fits(model, cluster, plan, smallest, room) and not late():
                     shown.append(_rehearsed(stage, expected, plan, smallest, group, late))
             return times, tuple(shown)
@@ -321,6 +327,8 @@ def _timed(
         forget(twin.parameters())
         if engine is not None:
             engine.forget_slices()
+        del twin, engine
+        release_unused(stage.device, GARBAGE)
 
 
 def _timed_on(

@@ -61,9 +61,16 @@ def stage(module: pl.LightningModule) -> Stage:
 
 
 def rehearsed(
-    rank: int, ranks: int, means: dict[int, float] | None, room_bytes: int, fails: bool, modes: int = 99
+    rank: int,
+    ranks: int,
+    means: dict[int, float] | None,
+    room_bytes: int,
+    fails: bool,
+    modes: int = 99,
+    roomy: int = 99,
 ) -> tuple[bool, ComputeTimes, ComputeTimes, tuple[Rehearsal, ...], list[str]]:
-    """Whether the module is as it was, times before and after, rehearsals, and warnings; it is late after ``modes``."""
+    """Whether the module is as it was, times before and after, rehearsals, and warnings; it is late after ``modes``,
+    and there is no room when it is asked for more than ``roomy`` times."""
     torch.manual_seed(1)
     module = Module(fails)
     traced = trace(module, BATCH, 4, device=CPU)
@@ -84,8 +91,8 @@ def rehearsed(
         warnings.simplefilter("always", OSDPWarning)
         hardware = some_cluster(ranks)
         group, early = dist.group.WORLD, iter([False] * modes)
-        late = partial(next, early, True)
-        times, shown = rehearse(stage(module), traced, group, hardware, everyone[0], room_bytes, late)
+        late, rooms = partial(next, early, True), iter([room_bytes] * roomy)
+        times, shown = rehearse(stage(module), traced, group, hardware, everyone[0], partial(next, rooms, 0), late)
     same = all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     same &= all(parameter.grad is None for parameter in module.parameters()) and module._trainer is None
     same &= module.steps == steps and torch.equal(random, torch.get_rng_state())
@@ -111,6 +118,14 @@ def test_the_module_stays_as_it_was_and_its_times_are_those_of_the_step() -> Non
 def test_no_more_modes_are_rehearsed_when_it_is_late() -> None:
     for same, _, times, shown, _ in run_ranks(rehearsed, 2, {2: 1.0, 1: 2.0}, ROOM, False, 1):
         assert same
+        assert compute_s(times, 2) > 0
+        assert [set(one.added_s) >= {"zdp"} for one in shown] == [True]
+
+
+def test_a_mode_is_rehearsed_only_in_what_copies_have_left() -> None:
+    for _, _, times, shown, _ in run_ranks(
+        rehearsed, 2, {2: 1.0, 1: 2.0}, ROOM, False, 99, 2
+    ):  # the plain step, a mode
         assert compute_s(times, 2) > 0
         assert [set(one.added_s) >= {"zdp"} for one in shown] == [True]
 
