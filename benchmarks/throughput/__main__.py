@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small models, two settings, the strongest systems")
+    parser.add_argument("--quick", action="store_true", help="small models, one setting, the strongest systems")
     parser.add_argument("--only", help=f"models: {', '.join(models.MODELS)}")
     parser.add_argument("--settings", help=f"of {', '.join(SETTINGS)}")
     parser.add_argument("--levels", help=f"of memory: {', '.join(LEVELS)}, or MiB for each rank")

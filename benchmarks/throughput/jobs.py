@@ -45,7 +45,7 @@ SETTINGS = {
     )
 }  # fmt: skip
 FULL_SETTINGS = tuple(name for name in SETTINGS if "x" not in name)
-QUICK_SETTINGS = ("2-loopback", "2-1gbit")
+QUICK_SETTINGS = ("2-1gbit",)
 
 
 @dataclass(frozen=True)
