@@ -185,9 +185,9 @@ MODELS = {
         Model("llama-gpu", LLAMA, 256, lambda: llama(16, 2048, 32000), replicated_fits=False),
     )
 }
-QUICK_MODELS = ("nd-quick", "ws-quick", "ic-quick", "gpt2-quick")
+QUICK_MODELS = ("nd-quick", "ws-quick", "ic-quick")
 GPU_MODELS = tuple(name for name in MODELS if name.endswith("-gpu"))
-FULL_MODELS = tuple(name for name in MODELS if name not in QUICK_MODELS + GPU_MODELS)
+FULL_MODELS = tuple(name for name in MODELS if not name.endswith(("-quick", "-gpu")))
 
 
 def build(name: str, kind: type[Task] = Task) -> Task:
