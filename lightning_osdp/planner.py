@@ -115,7 +115,7 @@ def measure_and_plan(
     wishes: Wishes = NO_WISHES,
     between: BetweenSteps = NOTHING_BETWEEN,
     stage: Stage | None = None,
-    began_s: float | None = None,
+    began_s: float,
 ) -> Outcome:
     """Measures what is not known yet and plans on the first rank; the same plan comes back on every rank.
 
@@ -131,7 +131,7 @@ def measure_and_plan(
         wishes: what is not left to the search.
         between: what the run does between steps.
         stage: to rehearse the step on; None to leave it at times that are measured in parts.
-        began_s: when the start began (``time.monotonic``), which is to take ``START_S``; now if None.
+        began_s: when the start began (``time.monotonic``), which is to take ``START_S``.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -141,7 +141,7 @@ def measure_and_plan(
     if cluster is not None and cluster.ranks != ranks.count:
         raise ConfigurationError(f"cluster describes {cluster.ranks} ranks, this run has {ranks.count}")
     start = time.monotonic()
-    team = _Team(traced, ranks, cluster, limit, model_bytes, wishes, between, start if began_s is None else began_s)
+    team = _Team(traced, ranks, cluster, limit, model_bytes, wishes, between, began_s)
     measured, from_cache, file = measurements.measured(
         traced, ranks, cluster, cache, wishes, team.free_bytes, stage, lambda: team.left_s() < MODES_LEFT_S
     )
@@ -216,7 +216,9 @@ class _Team:
         to be run and no garbage looked for to see how much memory there is. None if it has taken more already.
         Collective."""
         device = self.ranks.device
-        held = memory_in_use(device) - self.model_bytes + _margin(self.traced, device) + allowance(device, False)
+        held = (
+            memory_in_use(device) - self.model_bytes + _margin(self.traced, device) + allowance(device, stepped=False)
+        )
         limit, held = self.least_and_most([self.limit.now() - self.limit.file_pages()], [held])
         if held > earlier.used_bytes:
             return None

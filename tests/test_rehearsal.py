@@ -123,9 +123,8 @@ def test_no_more_modes_are_rehearsed_when_it_is_late() -> None:
 
 
 def test_a_mode_is_rehearsed_only_in_what_copies_have_left() -> None:
-    for _, _, times, shown, _ in run_ranks(
-        rehearsed, 2, {2: 1.0, 1: 2.0}, ROOM, False, 99, 2
-    ):  # the plain step, a mode
+    plain_and_one_mode = 2
+    for _, _, times, shown, _ in run_ranks(rehearsed, 2, {2: 1.0, 1: 2.0}, ROOM, False, 99, plain_and_one_mode):
         assert compute_s(times, 2) > 0
         assert [set(one.added_s) >= {"zdp"} for one in shown] == [True]
 

@@ -92,9 +92,9 @@ def measure(
     splits = _splits(trace, wishes)
     select = _Selection(trace.kernels)
     kernels = _all_kernels(trace, splits)
-    known = _known(kernels, shares)
+    timed = _known(kernels, shares)
     with kept_randomness(device), torch.no_grad():
-        timed = time_all(kernels, Clock(device, room_bytes), progress, time_budget_s, known)
+        time_all(kernels, Clock(device, room_bytes), progress, time_budget_s, timed)
     seconds, scratch = timed.seconds, timed.scratch
     with kept_randomness(device):
         overhead = node_overhead(Clock(device))

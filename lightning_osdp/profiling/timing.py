@@ -153,10 +153,11 @@ class Timed:
 def time_some(
     kernels: Sequence[Kernel], clock: Clock, progress: Progress | None, budget_s: float, timed: Timed
 ) -> list[Kernel]:
-    """Adds to ``timed`` what different ``kernels`` take, in about ``budget_s``; gives those that can't be run alone."""
+    """Adds to ``timed`` what different ``kernels`` take, in their order and in about ``budget_s``; gives those that
+    can't be run alone."""
     refused: list[Kernel] = []
     deadline = time.perf_counter() + budget_s
-    for done, kernel in enumerate(in_order(kernels)):
+    for done, kernel in enumerate(kernels):
         share = max(0.0, deadline - time.perf_counter()) / (len(kernels) - done)
         if kernel.phase == "optimizer":
             share = max(share, UPDATE_S)
@@ -179,16 +180,12 @@ def in_order(kernels: Iterable[Kernel]) -> list[Kernel]:
     return sorted(kernels, key=lambda each: (each.phase == "optimizer", each.num_bytes, each.name))
 
 
-def time_all(
-    kernels: Iterable[Kernel], clock: Clock, progress: Progress | None, budget_s: float, known: Timed | None = None
-) -> Timed:
-    """What all that are different take, beside those that are ``known``."""
+def time_all(kernels: Iterable[Kernel], clock: Clock, progress: Progress | None, budget_s: float, timed: Timed) -> None:
+    """Adds to ``timed`` what those of ``kernels`` take that are not in it yet."""
     unique = {kernel.key: kernel for kernel in kernels}
-    timed = Timed(dict(known.seconds), dict(known.scratch)) if known is not None else Timed()
-    left = [kernel for key, kernel in unique.items() if key not in timed.seconds]
+    left = in_order(kernel for key, kernel in unique.items() if key not in timed.seconds)
     refused = time_some(left, clock, progress, budget_s, timed)
     timed.seconds.update(_of_others(refused, unique.values(), timed.seconds, clock, timed.scratch))
-    return timed
 
 
 def _of_others(
