@@ -34,37 +34,52 @@ def may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     return all(p.device.type in FUSED_ON and p.is_floating_point() and p.is_contiguous() for p in group["params"])
 
 
+def fuse(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Chooses the fused form for the groups of ``optimizer`` that may take it and whose gradients are there; these
+    groups."""
+    chosen = [group for group in optimizer.param_groups if may_fuse(optimizer, group) and _ready(optimizer, group)]
+    for group in chosen:
+        group["fused"] = True
+    return chosen
+
+
 @contextmanager
 def fused(optimizer: Optimizer) -> Iterator[None]:
     """Within it, ``optimizer`` steps in the fused form where that may be. This is decided when the gradients are there:
     after the closure that the step is given."""
-    chosen: list[dict[str, Any]] = []
-
-    def choose() -> None:
-        for group in optimizer.param_groups:
-            if may_fuse(optimizer, group) and _ready(optimizer, group):
-                group["fused"] = True
-                chosen.append(group)
-
-    def before_step(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first one is the optimizer
-        if closure is None:
-            return choose()
-
-        def then_choose() -> Any:
-            result = closure()
-            choose()
-            return result
-
-        return args[:1], {**kwargs, "closure": then_choose}
-
-    handle = optimizer.register_step_pre_hook(before_step)
+    choosing = _Choosing()
+    handle = optimizer.register_step_pre_hook(choosing)
     try:
         yield
     finally:
         handle.remove()
-        for group in chosen:
+        for group in choosing.chosen:
             group["fused"] = None
+
+
+class _Choosing:
+    """Chooses before a step, or after the closure that it is given; keeps what was chosen."""
+
+    def __init__(self) -> None:
+        self.chosen: list[dict[str, Any]] = []
+
+    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first one is the optimizer
+        if closure is None:
+            self.chosen += fuse(optimizer)
+            return None
+
+        def then_choose() -> Any:
+            result = closure()
+            self.chosen += fuse(optimizer)
+            return result
+
+        return args[:1], {**kwargs, "closure": then_choose}
+
+
+def watched(optimizer: Optimizer) -> bool:
+    """Whether hooks of others are called before ``optimizer`` steps."""
+    return any(not isinstance(hook, _Choosing) for hook in optimizer._optimizer_step_pre_hooks.values())
 
 
 def _ready(optimizer: Optimizer, group: dict[str, Any]) -> bool:

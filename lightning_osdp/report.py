@@ -141,6 +141,8 @@ def _summary(plan: ExecutionPlan, profiling_s: float | None, collectives: int | 
     between = [f"{format_bytes(size)} for {what}" for what, size in predicted.between_steps.items()]
     if between:
         rows["between steps"] = ", ".join(between)
+    if plan.update_in_backward:
+        rows["updates"] = "of sharded parameters in the backward pass, so that their gradients need not be kept"
     if collectives is not None:
         rows["collectives"] = f"{collectives} per step"
     if profiling_s is not None:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_osdp import precision
@@ -64,6 +65,51 @@ def refuse(trainer: pl.Trainer, plugin: Precision) -> None:
         raise ConfigurationError(
             f"sync_batchnorm=True: PyTorch synchronises batch norms ({norms[0]}) on GPUs only. Remove it to train on "
             "the CPU, where each rank then normalises by its own batch"
+        )
+
+
+LOOK_AT_GRADIENTS = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "optimizer_zero_grad",
+)
+"""Hooks of modules and callbacks that come when all gradients are there, or decide about the optimizer's step."""
+
+
+def why_not_in_backward(trainer: pl.Trainer, plugin: Precision) -> str:
+    """What of a run needs all gradients before the first parameter is updated, in words; empty if nothing does."""
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        return f"{type(module).__name__} optimizes by itself (automatic_optimization=False)"
+    if trainer.gradient_clip_val:
+        return f"gradient_clip_val={trainer.gradient_clip_val} takes the norm of all gradients"
+    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        return f"precision={plugin.precision!r} scales the loss, and skips steps in which a gradient overflows"
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
+        return "GradientAccumulationScheduler sums gradients of several batches"
+    for hook in LOOK_AT_GRADIENTS:
+        if is_overridden(hook, module, pl.LightningModule):
+            return f"{type(module).__name__} has its own {hook}"
+        for callback in callbacks:
+            if hasattr(pl.Callback, hook) and is_overridden(hook, callback, pl.Callback):
+                return f"{type(callback).__name__} has a hook {hook}"
+    return ""
+
+
+def check_in_backward(plan: ExecutionPlan | None, reason: str) -> None:
+    """Refuses a ``plan`` that updates parameters in the backward pass in a run that may not (``reason``).
+
+    Raises:
+        ConfigurationError: it does.
+    """
+    if plan is not None and plan.update_in_backward and reason:
+        raise ConfigurationError(
+            f"the plan updates parameters in the backward pass, which this run does not allow: {reason}. Make a new "
+            "plan"
         )
 
 

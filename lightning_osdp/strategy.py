@@ -77,6 +77,10 @@ class OSDPStrategy(RanksStrategy):
             memory leaves the predicted one by more than 5 % or exceeds the limit; ``"never"`` only reports it.
         rehearse: whether the module's own step is run some 30 times on a copy while planning, where there is room for
             it. False where ``training_step`` does things that can't be repeated; predicted times are less sure then.
+        update_in_backward: whether sharded parameters may be updated in the backward pass, each as soon as its gradient
+            is there, which then need not be kept. It is done where memory is so short that it pays, and where nothing
+            needs all gradients at once: no clipping, accumulation, loss scale, hooks that look at gradients; one
+            optimizer of ``torch.optim`` without temporaries (``fused``; Adam and AdamW are that by themselves).
         cache: folder for measurements; None for the user's cache folder, ``""`` to keep none.
         timeout: of the process group; 30 minutes if None.
         process_group_backend: default: NCCL on CUDA, gloo on the CPU.
@@ -103,6 +107,7 @@ class OSDPStrategy(RanksStrategy):
         save_format: str = "full",
         replan: str = "never",
         rehearse: bool = True,
+        update_in_backward: bool = True,
         cache: str | Path | None = None,
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
@@ -134,6 +139,7 @@ class OSDPStrategy(RanksStrategy):
         self._cache = measurements.cache_folder(cache)
         self._replan = settings.one_of("replan", replan, REPLAN)
         self._rehearse = rehearse
+        self._update_in_backward = update_in_backward
         self._plan: ExecutionPlan | None = None
         self._checkup: Checkup | None = None
         self._outcome: planner.Outcome | None = None
@@ -261,8 +267,10 @@ class OSDPStrategy(RanksStrategy):
             ranks, lambda: planner.describe(module, batch, batch_size, device, context, between, self._cache)
         )
         check_same(ranks.group, "the model (fingerprint)", traced.description.fingerprint[:12])
+        why_not = self._why_not_in_backward(trainer, traced.description.optimizer_step.separable)
         if given is not None:
             planner.on_all_ranks(ranks, lambda: given.check(traced.description, ranks.count, ranks.nodes))
+            planner.on_all_ranks(ranks, lambda: settings.check_in_backward(given, why_not))
             return planner.Outcome(given)
         rule = planner.on_all_ranks(ranks, lambda: self._batch_rule(trainer, data, batch_size))
         cluster = planner.on_all_ranks(ranks, lambda: settings.read_cluster(self._given_cluster))
@@ -270,7 +278,7 @@ class OSDPStrategy(RanksStrategy):
         model_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
         limit = memory.Limit(device, self.num_processes, measurements.sharers(ranks), self._memory_limit)
         earlier = planner.still_right(self.earlier_plan, traced, ranks, rule, limit.now())
-        if earlier is not None and self._replan == "never":
+        if earlier is not None and self._replan == "never" and not (earlier.update_in_backward and why_not):
             return planner.Outcome(earlier)
         return planner.measure_and_plan(
             traced,
@@ -280,11 +288,20 @@ class OSDPStrategy(RanksStrategy):
             model_bytes,
             cluster=cluster,
             cache=self._cache,
-            wishes=self.search_wishes,
+            wishes=replace(self.search_wishes, update_in_backward=not why_not),
             between=between,
             stage=Stage(module, batch, batch_size, device, context) if self._rehearse else None,
             began_s=began_s,
         )
+
+    def _why_not_in_backward(self, trainer: pl.Trainer, separable: bool) -> str:
+        """Why parameters may not be updated in the backward pass, in words; empty if they may."""
+        if not self._update_in_backward:
+            return "OSDPStrategy(update_in_backward=False)"
+        why_not = settings.why_not_in_backward(trainer, self.precision_plugin)
+        if why_not or separable:
+            return why_not
+        return "its optimizer is not one of torch.optim that updates each parameter by itself without temporaries"
 
     def _given(self, trainer: pl.Trainer) -> ExecutionPlan | None:
         """Refuses what can't work and reads the plan that was given, before anything else is done."""

@@ -53,12 +53,17 @@ def difference(a: ExecutionPlan, b: ExecutionPlan) -> Difference:
         _number("batch size", a.batch_size, b.batch_size),
         _number("accumulated batches", a.accumulate_grad_batches, b.accumulate_grad_batches),
         _number("global batch size", a.global_batch_size, b.global_batch_size),
+        Change(what="sharded parameters are updated", before=_when_updated(a), after=_when_updated(b)),
     ]
     return Difference(
         problem=_changed(_problem_changes(a, b)),
         decision=_changed(decision) + _mode_changes(a.operators, b.operators),
         prediction=_changed(_prediction_changes(a.predicted, b.predicted)),
     )
+
+
+def _when_updated(plan: ExecutionPlan) -> str:
+    return "in the backward pass" if plan.update_in_backward else "after it"
 
 
 def _problem_changes(a: ExecutionPlan, b: ExecutionPlan) -> list[Change]:

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lightning_osdp.planning.choices import Choice, Mode, slice_sizes
+from lightning_osdp.planning.choices import Choice, Group, Mode, slice_sizes
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes, OperatorTime
 from lightning_osdp.planning.operators import Line, Operator, ParameterInfo
 from lightning_osdp.planning.topology import exchange, gather_copy, sharding_ranks
@@ -91,7 +91,7 @@ class Footprint(NamedTuple):
     replicated_gradients: float
     """From the operator's backward on."""
     sharded_gradients: float
-    """A rank's parts: once they are reduced, so after its backward."""
+    """A rank's parts: once they are reduced, so after its backward. Not of what is updated in the backward pass."""
     kept: float
     """Whole parameters that stay from its forward to its backward (zdp2)."""
     gathered: float
@@ -235,8 +235,15 @@ def _units(parts: list[Part], choice: Choice) -> list[list[Part]]:
     return [sharded] if sharded else []
 
 
-def footprint(operator: Operator, choice: Choice, cluster: Cluster) -> Footprint:
-    """Bytes that ``operator`` takes on one rank, by when they are there."""
+def footprint(operator: Operator, choice: Choice, cluster: Cluster, *, updated_in_backward: bool = False) -> Footprint:
+    """Bytes that ``operator`` takes on one rank, by when they are there.
+
+    Args:
+        operator: of the model.
+        choice: for it.
+        cluster: the ranks.
+        updated_in_backward: whether what can be is updated as soon as its gradient is there (``waits_for_step``).
+    """
     parts, ranks = parts_of(operator, choice), sharding_ranks(cluster, choice.group)
     replicated, units = [part for part in parts if not part.sharded], _units(parts, choice)
     sharded = [part for unit in units for part in unit]
@@ -244,29 +251,38 @@ def footprint(operator: Operator, choice: Choice, cluster: Cluster) -> Footprint
     gathered = [copies * sum(part.parameter_bytes for part in unit) for unit in units]
     whole = sum(part.gradient_bytes * part.number for part in replicated)
     pieces = sum(part.gradient_bytes * part.number for part in sharded) / ranks
+    at_once = updated_in_backward and not waits_for_step(choice)
     packed = [part for part in replicated if part.gradient_bytes < _alone_bytes(cluster) and cluster.ranks > 1]
     updates = _updates(parts, ranks)
     forward, backward = _more_per_sample(operator, choice)
     saved = operator.sharded_parameters if units else ()
     slice_ = max((part.parameter_bytes for part in sharded if part.sliced), default=0)
+    transient = max((_transient(unit, pieces, cluster, ranks) for unit in units), default=0.0)
+    collected = _collected(parts, updates, cluster, ranks)
     return Footprint(
         states=sum((part.parameter_bytes + part.optimizer_bytes) * part.number for part in replicated)
         + sum(-(-(part.parameter_bytes + part.optimizer_bytes) // ranks) * part.number for part in sharded),
         replicated_gradients=whole,
-        sharded_gradients=pieces,
+        sharded_gradients=0.0 if at_once else pieces,
         kept=sum(part.parameter_bytes * part.number for part in sharded if part.mode == Mode.ZDP2),
         gathered=max((size for unit, size in zip(units, gathered, strict=True) if unit[0].mode == Mode.ZDP), default=0),
-        transient=max((_transient(unit, pieces, cluster, ranks) for unit in units), default=0.0),
+        transient=max(transient, pieces + collected) if at_once and collected else transient,
         forward_per_sample=forward,
         backward_per_sample=backward,
         bucketed=sum(part.gradient_bytes * part.number for part in packed),
-        collected=_collected(parts, updates, cluster, ranks),
+        collected=0.0 if at_once else collected,
         updated=sum(updates),
         largest_update=max(updates, default=0.0),
         alone=max(gathered, default=0),
         streamed=max((p.parameter_bytes + (slice_ if p is operator.weight else 0) for p in saved), default=0),
         whole=sum(p.parameter_bytes + p.optimizer_bytes for p in saved),
     )
+
+
+def waits_for_step(choice: Choice) -> bool:
+    """Whether gradients wait for the optimizer's step even where sharded parameters are updated in the backward pass:
+    those of weights with replicated slices, and those that are averaged between nodes, at the pass's end."""
+    return Mode.DP in choice.slices or choice.group == Group.NODE
 
 
 def _updates(parts: list[Part], ranks: int) -> list[float]:

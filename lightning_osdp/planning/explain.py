@@ -129,7 +129,13 @@ def _memory_text(plan: ExecutionPlan) -> str:
     between = [
         f" Between steps, {what} takes {format_bytes(size)}." for what, size in plan.predicted.between_steps.items()
     ]
-    return f"{start}{peak}.{''.join(between)}"
+    updates = ""
+    if plan.update_in_backward:
+        updates = (
+            " Sharded parameters are updated in the backward pass: to keep their gradients for the optimizer's step "
+            "would cost too much here."
+        )
+    return f"{start}{peak}.{updates}{''.join(between)}"
 
 
 def _price_text(plan: ExecutionPlan) -> str:

@@ -197,6 +197,10 @@ class OptimizerStep(Frozen):
     temporary_factor: float = 0.0
     of: Literal["largest", "total"] = "largest"
     """``largest``: parameters are updated one by one, so the largest counts; ``total``: all at once (foreach)."""
+    separable: bool = False
+    """Whether parameters may be updated one by one, at different times, without temporaries."""
+    in_backward: bool = False
+    """Whether that is done: sharded parameters are updated as soon as their gradients are reduced, which are freed."""
 
 
 class ModelDescription(Frozen):

@@ -185,6 +185,10 @@ class ExecutionPlan(Frozen):
     """Names of the modules (blocks) whose activations are not kept but computed again in the backward pass."""
     blocks: tuple[BlockPlan, ...] = ()
     """All repeated blocks of the model, recomputed or not; empty if the plan does not say."""
+    update_in_backward: bool = False
+    """Whether the optimizer updates sharded parameters in the backward pass, each as soon as its gradient is reduced,
+    which is freed then; others (replicated as a whole or in a slice, sharded inside nodes) wait for the optimizer's
+    step."""
     predicted: Prediction
     frontier: tuple[FrontierPoint, ...] = ()
     price_s_per_byte: float | None = None

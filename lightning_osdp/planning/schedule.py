@@ -218,6 +218,7 @@ def to_plan(
         ),
         recomputed=chosen.recomputed,
         blocks=known.blocks,
+        update_in_backward=problem.updates_in_backward,
         predicted=Prediction(
             step_time_s=chosen.step_time_s,
             compute_time_s=chosen.compute_s,

@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 
+from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.calibration import Correction
 from lightning_osdp.planning.operators import BetweenSteps, Frozen
 from lightning_osdp.planning.plan import ExecutionPlan
@@ -24,6 +25,10 @@ the same problem: what a process takes by itself is another few MiB each time.""
 SAME_PACE = 0.6
 """Width of what counts as the same in how much slower than compute collectives are corrected to be, as a logarithm: a
 third to either side of no correction, since machines are noisy."""
+
+WORTH_UPDATING = 0.05
+"""Share of samples a second that updating parameters in the backward pass has to bring: nobody can look at the
+gradients then, and a step that is broken off leaves parameters half updated."""
 
 MOST_SETTLED = 8
 """Plans of earlier starts that are kept."""
@@ -80,6 +85,8 @@ def settled_before(
     """
     room = problem.memory_limit_bytes - problem.overhead_bytes
     near = [one.plan for one in earlier if one.asked == question and _near(one.plan, room)]
+    if near and near[-1].update_in_backward:
+        problem = problem.updating_in_backward()
     plan = predicted_now(Desks(problem), rule, near[-1], near[-1]) if near else None
     return None if plan is None else as_rehearsed(plan, rehearsals)
 
@@ -96,7 +103,9 @@ def _room(plan: ExecutionPlan) -> int:
 def settled(
     problem: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal], gain: float = STEP_ERROR
 ) -> ExecutionPlan:
-    """What the search finds, or the best of the plans that were rehearsed and still may be had, as predicted now.
+    """What the search finds, or the best of the plans that were rehearsed and still may be had, as predicted now: with
+    gradients that wait for the optimizer's step, unless a plan that need not keep them is better by
+    ``WORTH_UPDATING``.
 
     Args:
         problem: to solve.
@@ -107,6 +116,32 @@ def settled(
     Raises:
         InfeasibleError, ConfigurationError: as ``make_plan``.
     """
+    may = may_update_in_backward(problem, rule)
+    try:
+        usual = _settled(problem, rule, rehearsals, gain)
+    except InfeasibleError as error:
+        if not may:
+            raise
+        try:
+            return _settled(problem.updating_in_backward(), rule, rehearsals, gain)
+        except InfeasibleError as other:
+            raise min(error, other, key=lambda each: each.needed_bytes) from None
+    if not may:
+        return usual
+    at_once = _settled(problem.updating_in_backward(), rule, rehearsals, gain)
+    pays = at_once.predicted.samples_per_s > usual.predicted.samples_per_s * (1 + WORTH_UPDATING)
+    return at_once if pays else usual
+
+
+def may_update_in_backward(problem: Problem, rule: BatchRule) -> bool:
+    """Whether sharded parameters may be updated in the backward pass: the user and the optimizer allow it, and
+    gradients are not to be summed over several passes first."""
+    step, ranks = problem.model.optimizer_step, problem.cluster.ranks
+    once = all(accumulation == 1 for _, accumulation in rule.pairs(ranks))
+    return problem.wishes.update_in_backward and step.separable and ranks > 1 and once
+
+
+def _settled(problem: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal], gain: float) -> ExecutionPlan:
     desks = Desks(problem)
     found = as_rehearsed(found_at(desks, rule), rehearsals)
     plans = [one.plan for one in rehearsals if one.plan is not None]
@@ -131,6 +166,8 @@ def predicted_now(desks: Desks, rule: BatchRule, earlier: ExecutionPlan, found: 
         found: what a search has said: the other batch sizes are as it has them.
     """
     problem, pair = desks.problem, (earlier.batch_size, earlier.accumulate_grad_batches)
+    if earlier.update_in_backward != problem.updates_in_backward:
+        return None
     wishes = ((block, problem.wishes.recompute(block.name)) for block in problem.model.blocks if not block.pinned)
     as_wished = all(wish in (None, block.name in earlier.recomputed) for block, wish in wishes)
     if not as_wished or pair not in set(rule.pairs(problem.cluster.ranks)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -48,6 +48,16 @@ class Problem:
     overhead_bytes: int = 0
     wishes: Wishes = NO_WISHES
     between: BetweenSteps = NOTHING_BETWEEN
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether sharded parameters are updated in the backward pass."""
+        return self.model.optimizer_step.in_backward
+
+    def updating_in_backward(self) -> Problem:
+        """The same, but so."""
+        step = self.model.optimizer_step.model_copy(update={"in_backward": True})
+        return replace(self, model=self.model.model_copy(update={"optimizer_step": step}))
 
 
 @dataclass(frozen=True)
@@ -120,11 +130,12 @@ class Space:
 
     def _row(self, operator: Operator, choice: Choice, times: OperatorTime) -> tuple[object, ...]:
         """Footprint, ``PARTS`` x (once, each) kept and recomputed, compute forward and backward."""
-        cluster = self.problem.cluster
+        cluster, at_once = self.problem.cluster, self.problem.model.optimizer_step.in_backward
         plain, again = (
             [part(operator, choice, cluster, recomputed=recomputed) for part in PARTS] for recomputed in (False, True)
         )
-        return footprint(operator, choice, cluster), plain, again, *compute_lines(times, choice)
+        own = footprint(operator, choice, cluster, updated_in_backward=at_once)
+        return own, plain, again, *compute_lines(times, choice)
 
     def times(self, batch_size: int, accumulation: int) -> Times:
         """What each row takes at one batch size (``cost.time_cost``, for all rows at once)."""

@@ -304,7 +304,8 @@ class Timeline:
         for operator, choice in zip(self._model.operators, choices, strict=True):
             key = (operator.signature, choice)
             if key not in self._known:
-                self._known[key] = footprint(operator, choice, self._cluster)
+                at_once = self._model.optimizer_step.in_backward
+                self._known[key] = footprint(operator, choice, self._cluster, updated_in_backward=at_once)
             rows.append(self._known[key])
         return np.array(rows, dtype=np.float64).reshape(len(rows), len(COLUMN))
 

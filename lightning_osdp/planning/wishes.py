@@ -38,6 +38,7 @@ class Wishes:
             these names and no others.
         sharding_group: the ranks that operators are sharded over: all of them, in one stage or two (``"world"``), or
             those of each node (``"node"``).
+        update_in_backward: whether sharded parameters may be updated in the backward pass, where that pays.
 
     Raises:
         ConfigurationError: a value is of another form.
@@ -46,6 +47,7 @@ class Wishes:
     slice_granularity: Literal["auto"] | int | Mapping[str, int] = "auto"
     activation_checkpointing: Literal["auto"] | bool | Sequence[str] = "auto"
     sharding_group: str = "auto"
+    update_in_backward: bool = False
 
     def __post_init__(self) -> None:
         if self.sharding_group not in SHARDING_GROUPS:

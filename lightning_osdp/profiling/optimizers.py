@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer, _configure_optimizers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.optim import Optimizer
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.fusing import may_fuse
@@ -58,6 +58,12 @@ ACROSS_ELEMENTS = frozenset(
 )
 """Names of aten ops that mix the elements of a tensor. An optimizer that runs one (Adafactor's row means, LAMB's norms,
 Muon's products) gives other results on a part of a parameter than on the whole."""
+
+SEPARABLE = frozenset([Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SGD])
+"""Optimizers whose step of one parameter neither reads nor changes anything of another."""
+
+NEXT_TO_NOTHING = 0.01
+"""Bytes of temporaries by byte of parameter up to which there are none to speak of."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +175,7 @@ def trace_optimizers(
         largest_bytes=max(p.nbytes for p in everything),
         total_bytes=sum(p.nbytes for p in everything),
     )
+    step = step.model_copy(update={"separable": _separable(optimizers, step)})
     kernels = _kernels(stepped.calls + _calls(clipped))
     sizes = tuple(stepped.state_bytes.get(id(p), 0) for p in parameters)
     return OptimizerTrace(sizes, step, kernels, tuple(mixing.get(id(p), "") for p in parameters))
@@ -341,6 +348,11 @@ def _state_bytes(optimizers: Sequence[Optimizer]) -> dict[int, int]:
         for optimizer in optimizers
         for p, state in optimizer.state.items()
     }
+
+
+def _separable(optimizers: Sequence[Optimizer], step: OptimizerStep) -> bool:
+    """See ``OptimizerStep.separable``. A class of the user's own may do anything."""
+    return len(optimizers) == 1 and type(optimizers[0]) in SEPARABLE and step.temporary_factor < NEXT_TO_NOTHING
 
 
 def _peak(recording: Recording) -> int:

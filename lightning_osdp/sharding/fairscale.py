@@ -55,6 +55,7 @@ class FairScaleEngine:
         self._shards = Shards({}, self._group)
         self._known: frozenset[nn.Parameter] = frozenset()
         self._shared: Shared | None = None
+        self._update_in_backward = False
 
     @property
     def collectives_per_step(self) -> int:
@@ -98,7 +99,7 @@ class FairScaleEngine:
     def apply(self, module: nn.Module, plan: ExecutionPlan, optimizers: Iterable[Optimizer] = ()) -> None:
         """See ``Engine.apply``. The module is never whole on the device: operators are moved and sharded in turn."""
         self.check(module, plan)
-        self._module = module
+        self._module, self._update_in_backward = module, plan.update_in_backward
         self._shared = Shared(self._device, self._group, plan)
         initialiser = Initialiser(module, self._device, self._group)
         for unit, operators in sharded_units(plan).items():
@@ -129,7 +130,7 @@ class FairScaleEngine:
         optimizers = list(optimizers)
         for undo in self._undo_recompute:
             undo()
-        self._shared = Shared(self._device, self._group, plan)
+        self._shared, self._update_in_backward = Shared(self._device, self._group, plan), plan.update_in_backward
         before, self._operators = self._operators, {}
         wanted = sharded_units(plan)
         holder = {parameter: name for name, one in before.items() for parameter in one.layouts}
@@ -143,6 +144,7 @@ class FairScaleEngine:
                 for optimizer in optimizers:
                     Shards(layouts, self._group).shard_existing_state(optimizer)
         self._join(plan)
+        self._update_with(optimizers)
 
     def forget_slices(self) -> None:
         """Frees what is not among the module's own parameters. The engine is of no use afterwards."""
@@ -191,8 +193,15 @@ class FairScaleEngine:
 
     def take_in(self, optimizers: Iterable[Optimizer]) -> None:
         """See ``Engine.take_in``."""
+        optimizers = list(optimizers)
         for optimizer in optimizers:
             self._shards.shard_existing_state(optimizer)
+        self._update_with(optimizers)
+
+    def _update_with(self, optimizers: Iterable[Optimizer]) -> None:
+        assert self._shared is not None
+        if self._update_in_backward:
+            self._shared.updates.of(optimizers)
 
     def whole_shapes(self) -> AbstractContextManager[None]:
         """See ``Engine.whole_shapes``."""
@@ -221,7 +230,7 @@ class FairScaleEngine:
         if self._replicas is None or self._shared is None:
             yield
             return
-        with self._replicas.no_sync(), self._shared.lines.between.no_sync():
+        with self._replicas.no_sync(), self._shared.lines.between.no_sync(), self._shared.updates.paused():
             yield
 
     def before_forward(self) -> None:
@@ -230,6 +239,8 @@ class FairScaleEngine:
             split.follow()
         if self._replicas is not None:
             self._replicas.refresh()
+        if self._shared is not None:
+            self._shared.updates.refresh()
 
     def finish_backward(self) -> None:
         """See ``Engine.finish_backward``. Frees units that a backward pass did not reach (frozen, or without loss)."""
@@ -243,6 +254,7 @@ class FairScaleEngine:
             unit.end_backward()
         for split in self._splits:
             split.collect()
+        self._shared.updates.finish()
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """See ``Engine.before_optimizer_step``."""
@@ -270,6 +282,12 @@ class FairScaleEngine:
     def model_state(self, pending: Pending | None = None) -> dict[str, Any]:
         """See ``Engine.model_state``."""
         assert self._module is not None
+        assert self._shared is not None
+        if self._shared.updates.amid_backward:
+            raise ShardingError(
+                "a backward pass was broken off when the optimizer had updated a part of the parameters: this state is "
+                "not saved. Go on from the last checkpoint"
+            )
         if pending is not None:
             return states.model_state(self._module, self._shards, pending)
         return states.at_once(self._shards, lambda now: self.model_state(now))

@@ -61,7 +61,9 @@ class WeightSlice(Stage):
     def __init__(self, handle: nn.Parameter, weight: Tensor, product: Callable[..., Tensor]) -> None:
         super().__init__(self._run)
         self.weight = nn.Parameter(weight, requires_grad=handle.requires_grad)
-        self._handle = handle
+        self.handle = handle
+        self.came: Callable[[], bool] = lambda: False
+        """To be called when its gradient is reduced: whether the handle's is complete now. The operator sets it."""
         self._product = product
         self._range = slice(0, 0)
         self._reached = False
@@ -70,19 +72,19 @@ class WeightSlice(Stage):
     def move_in(self, first: int, last: int) -> None:
         """Makes the weight a view of elements ``first`` to ``last`` of the handle, which get its values."""
         self._range = slice(first, last)
-        view = self._part(self._handle.data)
+        view = self._part(self.handle.data)
         view.copy_(self.weight.data)
         self.weight.data = view
 
     def follow(self) -> None:
         """Is trained or frozen as the handle is."""
-        if self.weight.requires_grad != self._handle.requires_grad:
-            self.weight.requires_grad_(self._handle.requires_grad)
+        if self.weight.requires_grad != self.handle.requires_grad:
+            self.weight.requires_grad_(self.handle.requires_grad)
 
     def take_gradient(self, *_: object) -> None:
         """Once in a backward pass, before it has a gradient: adds to what the handle has."""
-        if not self._reached and self._handle.grad is not None and self.weight.grad is None:
-            self.weight.grad = self._part(self._handle.grad)
+        if not self._reached and self.handle.grad is not None and self.weight.grad is None:
+            self.weight.grad = self._part(self.handle.grad)
         self._reached = True
 
     def give_gradient(self) -> None:
@@ -90,8 +92,8 @@ class WeightSlice(Stage):
         gradient, self.weight.grad, self._reached, self._runs = self.weight.grad, None, False, 0
         if gradient is None:
             return
-        assert self._handle.grad is not None
-        place = self._part(self._handle.grad)
+        assert self.handle.grad is not None
+        place = self._part(self.handle.grad)
         if gradient.data_ptr() != place.data_ptr():
             place.copy_(gradient)
 
@@ -141,6 +143,9 @@ class SplitOperator:
         self._forward, product = self._forms(operator)
         self._slices = self._cut(product, modes, make_unit)
         self._modes = modes
+        self._came = 0
+        for part in self._slices:
+            part.came = self._one_more_came
         self._bias = self._bias_stage(operator, next(mode for mode in modes if mode != Mode.DP), make_unit)
         operator.forward = self.forward
 
@@ -165,12 +170,22 @@ class SplitOperator:
 
     def collect(self) -> None:
         """Once reductions are complete: the slices' gradients become the weight's. Idempotent."""
+        self._came = 0
         missing = [part.weight.grad is None for part in self._slices]
         if self.handle.grad is None and not all(missing):
             new = torch.zeros_like if any(missing) else torch.empty_like
             self.handle.grad = new(self.handle.data)
         for part in self._slices:
             part.give_gradient()
+
+    def _one_more_came(self) -> bool:
+        """One more slice has its gradient, reduced; the last one's makes the weight's. Replicated ones have theirs when
+        the backward pass is over."""
+        self._came += 1
+        if self._came < len(self._slices):
+            return False
+        self.collect()
+        return True
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The operator's forward, slice by slice."""

@@ -53,7 +53,8 @@ from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.sharding.gathers import GATHERS_IN_FLIGHT, GatherBound, NoBound
 from lightning_osdp.sharding.lines import Line, Lines, sharded_operators
-from lightning_osdp.sharding.splitting import Stage
+from lightning_osdp.sharding.splitting import Stage, WeightSlice
+from lightning_osdp.sharding.updates import Updates
 from lightning_osdp.sharding.without_cuda import NO_STREAM, View, run_without_cuda
 
 
@@ -194,6 +195,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
         self._recomputed = recomputed
         self._in_graph = self._backward_done = False
         self._is_slice = isinstance(stage, Stage)
+        self._slice = stage if isinstance(stage, WeightSlice) else None
         # The node's tensors are views, which must not be changed in place: who knows what a user's own module does.
         keeps_inputs = self._is_slice or type(stage).__module__.startswith(("torch.nn.", "transformers."))
         self._freed_by_inputs = keeps_inputs and mode == Mode.ZDP
@@ -329,10 +331,23 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
     def _post_reduction_hook(self, param: nn.Parameter, reduced_grad: Tensor) -> None:
         if self._between is None:
             super()._post_reduction_hook(param, reduced_grad)
+            if self.world_size > 1:
+                self._update(param)
             return
         self._between.before_accumulation(param)
         super()._post_reduction_hook(param, reduced_grad)
         self._between.shard_ready(param, param._saved_grad_shard)  # type: ignore[attr-defined]
+
+    def _update(self, param: nn.Parameter) -> None:
+        """Where parameters are updated in the backward pass: this one, or the weight that it is the last slice of."""
+        updates, whole = self._shared.updates, self._slice.handle if self._slice is not None else param
+        if not updates.takes(whole):
+            return
+        # What FairScale would do when the pass is over.
+        param.grad = param._saved_grad_shard  # type: ignore[attr-defined]
+        del param._saved_grad_shard  # type: ignore[attr-defined]
+        if self._slice is None or self._slice.came():
+            updates.update(whole)
 
     def _free_full_params(self, params: Any = None) -> None:
         was_whole = self.has_full_params
@@ -356,6 +371,7 @@ class Shared:
         self.replica_group = duplicate(group)
         self.parameters_changed = True
         self.shown_whole = False
+        self.updates = Updates()
         self.reducer = _Reducer()
         self.lines = Lines(group, device, [op.choice for op in sharded_operators(plan)], plan.cluster)
         if device.type == "cuda":

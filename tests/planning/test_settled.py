@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.calibration import Correction
-from lightning_osdp.planning.operators import BetweenSteps
+from lightning_osdp.planning.operators import BetweenSteps, Line, OptimizerStep
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, foreseen
 from lightning_osdp.planning.schedule import BatchRule, Desks, Problem, make_plan
@@ -19,6 +19,7 @@ from lightning_osdp.planning.settled import (
     MOST_FOUND,
     MOST_SETTLED,
     SAME_ROOM,
+    WORTH_UPDATING,
     Settled,
     asked,
     kept,
@@ -191,3 +192,69 @@ def test_the_latest_rehearsals_of_what_was_found_are_kept_and_all_others() -> No
     uniform = [one.model_copy(update={"plan": None}) for one in found[:3]]
     assert latest([*uniform[:2], *found, uniform[2]]) == (*uniform[:2], *found[2:], uniform[2])
     assert latest(found[:3]) == tuple(found[:3])
+
+
+FLAT = blocks_of_one(6, 0).model_copy(
+    update={
+        "blocks": (),
+        "moments": tuple(each.model_copy(update={"live": Line()}) for each in blocks_of_one(6, 0).moments),
+    }
+)
+"""Without activations: its peak is at the end of the backward pass, when all gradients are there."""
+
+ONE = BatchRule(batch_size=1)
+
+
+def separable(limit_mib: int, allowed: bool = True) -> Problem:
+    """Of a model whose parameters may be updated one by one."""
+    model = FLAT.model_copy(update={"optimizer_step": OptimizerStep(separable=True)})
+    wishes = Wishes(update_in_backward=allowed)
+    return Problem(model, cluster(latency_ms=5.0), compute(model), limit_mib * MIB, 0, wishes)
+
+
+def least_mib(one: Problem) -> float:
+    with pytest.raises(InfeasibleError) as failure:
+        make_plan(replace(one, memory_limit_bytes=1), ONE)
+    return failure.value.needed_bytes / MIB
+
+
+def test_gradients_are_not_kept_where_nothing_fits_otherwise() -> None:
+    usual, at_once = (least_mib(one) for one in (separable(1), separable(1).updating_in_backward()))
+    assert at_once < usual - 1
+    between = int(usual + at_once) // 2
+    plan = settled(separable(between), ONE, [])
+    assert plan.update_in_backward
+    assert plan.predicted.peak_memory_bytes <= between * MIB
+    for refused in (separable(between, allowed=False), replace(separable(between), model=FLAT)):
+        with pytest.raises(InfeasibleError):
+            settled(refused, ONE, [])
+    with pytest.raises(InfeasibleError):  # gradients of several passes are summed
+        settled(separable(between), replace(ONE, accumulation=2), [])
+
+
+def test_gradients_are_kept_where_that_costs_nothing() -> None:
+    assert not settled(separable(ROOMY), ONE, []).update_in_backward
+
+
+@pytest.mark.parametrize("limit_mib", [27, 30, 40])
+def test_whether_gradients_are_kept_is_decided_by_throughput(limit_mib: int) -> None:
+    rule = BatchRule(max_batch_size=8)
+    usual = make_plan(separable(limit_mib), rule)
+    at_once = make_plan(separable(limit_mib).updating_in_backward(), rule)
+    plan = settled(separable(limit_mib), rule, [])
+    pays = at_once.predicted.samples_per_s > usual.predicted.samples_per_s * (1 + WORTH_UPDATING)
+    assert plan == (at_once if pays else usual)
+
+
+def test_an_earlier_plan_is_predicted_with_its_own_way_to_update() -> None:
+    limit_mib = int(least_mib(separable(1)))
+    wanted = separable(limit_mib)
+    question = asked(ONE, wanted.wishes, BetweenSteps(), Correction())
+    plan = settled(wanted, ONE, [])
+    assert plan.update_in_backward
+    before = [Settled(asked=question, plan=plan.without_reasons())]
+    again = settled_before(wanted, ONE, question, before, [])
+    assert again is not None
+    assert again.update_in_backward
+    assert again.predicted == plan.predicted
+    assert predicted_now(Desks(wanted), ONE, plan, plan) is None  # gradients would be kept

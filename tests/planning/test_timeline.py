@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_osdp.planning.choices import Choice, Mode
+from lightning_osdp.planning.choices import Choice, Group, Mode
+from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.cost import footprint
 from lightning_osdp.planning.operators import (
     OUTSIDE,
@@ -105,6 +106,31 @@ def test_frozen_operators_have_no_gradient_and_may_have_no_backward() -> None:
 def test_optimizer_temporaries(of: str, expected: float) -> None:
     step = OptimizerStep(temporary_factor=2.0, of=of)  # type: ignore[arg-type]
     assert curves([Mode.ZDP, Mode.DP], optimizer_step=step)["transient"][-1] == expected
+
+
+def test_updated_in_the_backward_pass_parts_of_gradients_are_not_kept() -> None:
+    step = OptimizerStep(separable=True, in_backward=True)
+    found, usual = curves([Mode.ZDP, Mode.DP], optimizer_step=step), curves([Mode.ZDP, Mode.DP])
+    assert usual["gradients"] == [0, 0, 0, 8, 8, 8 + 2]
+    assert found["gradients"] == [0, 0, 0, 8, 8, 8]  # the replicated one's waits for the step
+    assert all(found[name] == usual[name] for name in ("states", "gathered", "transient", "activations"))
+
+
+@pytest.mark.parametrize(
+    "choice", [Choice((Mode.ZDP, Mode.DP), 0), Choice((Mode.ZDP,), group=Group.NODE)], ids=["a slice", "in nodes"]
+)
+def test_what_waits_for_the_step_keeps_its_gradients(choice: Choice) -> None:
+    pair = Cluster.model_validate(some_cluster(4).model_dump() | {"nodes": 2, "devices_per_node": 2})
+    one = operator("one", 8)
+    assert footprint(one, choice, pair, updated_in_backward=True) == footprint(one, choice, pair)
+
+
+def test_slices_keep_their_gradients_until_the_weights_is_complete() -> None:
+    choice, cluster = Choice((Mode.ZDP, Mode.ZDP), 0), some_cluster(N, reduce_copy=0.0)
+    usual = footprint(operator("one", 8), choice, cluster)
+    found = footprint(operator("one", 8), choice, cluster, updated_in_backward=True)
+    assert (usual.sharded_gradients, usual.collected, usual.transient) == (4 * MIB, 2 * MIB, 4 * MIB)
+    assert (found.sharded_gradients, found.collected, found.transient) == (0, 0, (4 + 2) * MIB)
 
 
 def test_small_gradients_stand_twice_while_their_bucket_is_reduced() -> None:

@@ -1,0 +1,208 @@
+"""Parameters updated in the backward pass: planned where memory is short, and only in runs that allow it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+from lightning_osdp import ConfigurationError, InfeasibleError, OSDPCallback, OSDPStrategy, settings
+from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.profiling.memory import fix_cpu_allocator, peak_memory, reset_peak
+from tests.integration.modules import trainer
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+RANKS, BATCH, STEPS, WIDTH, LAYERS = 2, 4, 3, 1024, 12
+PARTS_BYTES = LAYERS * WIDTH * WIDTH * 4 // RANKS
+"""Of all gradients: 24 MiB."""
+
+ABOVE_LEAST = PARTS_BYTES // 3
+"""Above what the plan of least memory needs, and below what it would need with gradients."""
+
+
+class Deep(pl.LightningModule):
+    """Matrices of 4 MiB each, one after the other."""
+
+    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+        self.optimizer = optimizer
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss: Tensor = self.layers(batch[0]).square().mean()
+        if not isinstance(loss, torch._subclasses.FakeTensor):
+            self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), lr=1e-4)  # type: ignore[call-arg]
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(rows()[self.global_rank :: RANKS]), batch_size=BATCH)
+
+
+class OwnSGD(torch.optim.SGD):
+    """It may do anything."""
+
+
+class Looks(pl.Callback):
+    """At gradients."""
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pass
+
+
+class Clips(Deep):
+    """In its own way."""
+
+    def configure_gradient_clipping(self, *args: Any, **options: Any) -> None:
+        pass
+
+
+class ByHand(Deep):
+    """Steps its optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def rows() -> Tensor:
+    return torch.randn(BATCH * RANKS * STEPS, WIDTH, generator=torch.Generator().manual_seed(3))
+
+
+def plain() -> list[float]:
+    """Losses of one process on the same batches."""
+    module = Deep()
+    optimizer = module.configure_optimizers()
+    losses = []
+    for batch in rows().view(STEPS, BATCH * RANKS, WIDTH):
+        loss = module.training_step([batch], 0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def fit(folder: str, limit: int, module: Deep | None = None, plan: Any = None, **options: Any) -> tuple[Any, Deep]:
+    fix_cpu_allocator()
+    module = module or Deep()
+    strategy = OSDPStrategy(memory_limit=limit, batch_size=BATCH, rehearse=False, cache=f"{folder}/cache", plan=plan)
+    made = trainer(folder, strategy, max_steps=STEPS, use_distributed_sampler=False, **options)
+    reset_peak(CPU)
+    made.fit(module)
+    return strategy, module
+
+
+def needed_bytes(rank: int, ranks: int, folder: str) -> int:
+    """Of the plan of least memory."""
+    with pytest.raises(InfeasibleError) as failure:
+        fit(folder, MIB)
+    return failure.value.needed_bytes
+
+
+def kept_gradients(rank: int, ranks: int, folder: str, limit: int, options: dict[str, Any]) -> bool:
+    """Whether a run keeps gradients, or ends for want of room for them."""
+    try:
+        strategy, _ = fit(folder, limit, **options)
+    except InfeasibleError as error:
+        return error.needed_bytes > limit
+    return not strategy.execution_plan.update_in_backward
+
+
+def trained(rank: int, ranks: int, folder: str, limit: int, plan: ExecutionPlan | None) -> dict[str, Any]:
+    strategy, module = fit(folder, limit, plan=plan)
+    return {"plan": strategy.execution_plan, "losses": module.losses, "peak": peak_memory(CPU)}
+
+
+def given_to_one_that_clips(rank: int, ranks: int, folder: str, plan: ExecutionPlan) -> str:
+    with pytest.raises(ConfigurationError) as refused:
+        fit(folder, MIB, plan=plan, gradient_clip_val=1.0)
+    return str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("updates"))
+
+
+@pytest.fixture(scope="module")
+def limit(folder: str) -> int:
+    """There is no room for all gradients."""
+    return int(run_ranks(needed_bytes, RANKS, folder)[0]) + ABOVE_LEAST
+
+
+@pytest.fixture(scope="module")
+def runs(folder: str, limit: int) -> list[dict[str, Any]]:
+    return run_ranks(trained, RANKS, folder, limit, None)
+
+
+def test_where_memory_is_short_gradients_are_not_kept(runs: list[dict[str, Any]], limit: int) -> None:
+    plan: ExecutionPlan = runs[0]["plan"]
+    assert plan.update_in_backward
+    assert plan.predicted.peak_memory_bytes <= limit
+    assert all(found["peak"] <= limit for found in runs)
+    losses = torch.tensor([found["losses"] for found in runs]).mean(0)
+    torch.testing.assert_close(losses, torch.tensor(plain()), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"gradient_clip_val": 1.0}, {"module": Deep(OwnSGD)}, {"callbacks": [Looks()]}],
+    ids=["clipping", "optimizer", "hook"],
+)
+def test_runs_that_need_all_gradients_keep_them(folder: str, limit: int, options: dict[str, Any]) -> None:
+    assert all(run_ranks(kept_gradients, RANKS, folder, limit, options))
+
+
+def test_such_a_plan_is_used_where_it_may_be(runs: list[dict[str, Any]], folder: str) -> None:
+    plan = runs[0]["plan"]
+    again = run_ranks(trained, RANKS, folder, MIB, plan)
+    assert [found["losses"] for found in again] == [found["losses"] for found in runs]
+    for said in run_ranks(given_to_one_that_clips, RANKS, folder, plan):
+        assert "this run does not allow: gradient_clip_val=1.0 takes the norm of all gradients" in said
+
+
+def run_of(module: pl.LightningModule, **changes: Any) -> Any:
+    """What ``why_not_in_backward`` asks of a trainer."""
+    return SimpleNamespace(**({"lightning_module": module, "gradient_clip_val": None, "callbacks": []} | changes))
+
+
+@pytest.mark.parametrize(
+    ("module", "changes", "expected"),
+    [
+        (ByHand(), {}, "automatic_optimization=False"),
+        (Deep(), {"gradient_clip_val": 0.5}, "gradient_clip_val=0.5"),
+        (Clips(), {}, "Clips has its own configure_gradient_clipping"),
+        (Deep(), {"callbacks": [Looks()]}, "Looks has a hook on_after_backward"),
+        (Deep(), {"callbacks": [GradientAccumulationScheduler({4: 2})]}, "GradientAccumulationScheduler"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_needs_all_gradients_is_named(module: pl.LightningModule, changes: Any, expected: str) -> None:
+    assert expected in settings.why_not_in_backward(run_of(module, **changes), Precision())
+
+
+def test_usual_runs_allow_it() -> None:
+    usual = run_of(Deep(), callbacks=[LearningRateMonitor(), OSDPCallback(), pl.callbacks.ModelCheckpoint()])
+    assert settings.why_not_in_backward(usual, Precision()) == ""
+    assert settings.why_not_in_backward(usual, MixedPrecision("bf16-mixed", "cpu")) == ""
+
+
+def test_a_scaled_loss_does_not() -> None:
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    assert "scales the loss" in settings.why_not_in_backward(run_of(Deep()), scaled)
