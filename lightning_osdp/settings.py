@@ -69,6 +69,7 @@ def refuse(trainer: pl.Trainer, plugin: Precision) -> None:
 
 
 LOOK_AT_GRADIENTS = (
+    "backward",
     "on_after_backward",
     "on_before_optimizer_step",
     "on_before_zero_grad",
@@ -76,7 +77,8 @@ LOOK_AT_GRADIENTS = (
     "optimizer_step",
     "optimizer_zero_grad",
 )
-"""Hooks of modules and callbacks that come when all gradients are there, or decide about the optimizer's step."""
+"""Hooks of modules and callbacks that come when all gradients are there, decide about the optimizer's step, or may add up
+the gradients of several backward passes."""
 
 
 def why_not_in_backward(trainer: pl.Trainer, plugin: Precision) -> str:

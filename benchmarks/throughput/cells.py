@@ -9,9 +9,10 @@ from benchmarks.throughput.models import MODELS
 from benchmarks.throughput.records import Runs
 
 MIB = 1 << 20
-LEVELS = ("tight", "middle", "plenty")
-SHARES = {True: (0.08, 0.5, 1.05), False: (0.05, 0.35, 0.7)}
-"""Where a limit lies between the least and the most (see ``limits``): if the model can be replicated, and if not."""
+LEVELS = ("below", "tight", "middle", "plenty")
+SHARES = {True: (-0.02, 0.08, 0.5, 1.05), False: (-0.06, 0.05, 0.35, 0.7)}
+"""Where a limit lies between the least and the most (see ``limits``): if the model can be replicated, and if not. Below
+the least, FairScale's FSDP does not train."""
 REPLICATED_BATCH_SIZE = 8
 
 

@@ -35,7 +35,8 @@ there is shown as an upper bound.
 
 Limits are set without asking OSDP: the least is the peak of FairScale's FSDP per operator at batch size 1, the most
 that of DDP (at batch size 8 where replicating is to be possible, else at 1), both with the allocator setting. A limit
-lies at {small} of the way for models that can be replicated, at {large} for the others.
+lies at {small} of the way for models that can be replicated, at {large} for the others; below
+the least, that is, for the first of them, to see who trains there at all.
 
 "Allocator set" means the glibc setting that OSDP makes, which keeps freed tensors from staying in the heap.
 "Recomputed" is activation checkpointing of every block. OSDP is `OSDPStrategy()`: it finds the cgroup's limit itself.
