@@ -77,8 +77,8 @@ LOOK_AT_GRADIENTS = (
     "optimizer_step",
     "optimizer_zero_grad",
 )
-"""Hooks of modules and callbacks that come when all gradients are there, decide about the optimizer's step, or may add up
-the gradients of several backward passes."""
+"""Hooks of modules and callbacks that come when all gradients are there, decide about the optimizer's step, or may add
+up the gradients of several backward passes."""
 
 
 def why_not_in_backward(trainer: pl.Trainer, plugin: Precision) -> str:

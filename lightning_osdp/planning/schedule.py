@@ -48,6 +48,13 @@ def make_plan(problem: Problem, rule: BatchRule) -> ExecutionPlan:
 
 def found_at(desks: Desks, rule: BatchRule) -> ExecutionPlan:
     """``make_plan`` where there are desks already."""
+    plan = found_above(0.0, desks, rule)
+    assert plan is not None
+    return plan
+
+
+def found_above(samples_per_s: float, desks: Desks, rule: BatchRule) -> ExecutionPlan | None:
+    """The same; None if no plan makes more than ``samples_per_s``, which is known before the search ends."""
     problem = desks.problem
     found: list[Candidate] = []
     end: SearchEnd | None = None
@@ -59,6 +66,8 @@ def found_at(desks: Desks, rule: BatchRule) -> ExecutionPlan:
                 raise with_remedies(error, problem, rule, least_bytes) from None
             end = SearchEnd(reason="memory", batch_size=batch_size, needed_bytes=error.needed_bytes)
             break
+    if max(one.global_batch_size / one.bound_s for one in found) <= samples_per_s:
+        return None
     candidates = _finished(desks, found)
     frontier = tuple(
         FrontierPoint(batch_size=c.batch_size, samples_per_s=c.samples_per_s, peak_memory_bytes=c.peak.total_bytes)

@@ -14,8 +14,8 @@ from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.calibration import Correction
 from lightning_osdp.planning.operators import BetweenSteps, Frozen
 from lightning_osdp.planning.plan import ExecutionPlan
-from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, as_rehearsed
-from lightning_osdp.planning.schedule import BatchRule, Desks, Problem, found_at, to_plan
+from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, as_rehearsed, decided
+from lightning_osdp.planning.schedule import BatchRule, Desks, Problem, found_above, found_at, to_plan
 from lightning_osdp.planning.wishes import Wishes
 
 SAME_ROOM, SAME_BYTES = 0.1, 12 << 20
@@ -128,9 +128,24 @@ def settled(
             raise min(error, other, key=lambda each: each.needed_bytes) from None
     if not may:
         return usual
-    at_once = _settled(problem.updating_in_backward(), rule, rehearsals, gain)
-    pays = at_once.predicted.samples_per_s > usual.predicted.samples_per_s * (1 + WORTH_UPDATING)
-    return at_once if pays else usual
+    return _better_at_once(usual, problem, rule, rehearsals, gain) or usual
+
+
+def _better_at_once(
+    usual: ExecutionPlan, problem: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal], gain: float
+) -> ExecutionPlan | None:
+    """A plan that updates in the backward pass, if one is enough better than the ``usual``. Where only one of the two
+    was rehearsed, the other has to promise more by ``gain``, as everywhere."""
+    desks, samples_per_s = Desks(problem.updating_in_backward()), usual.predicted.samples_per_s
+    seen = any(one.plan is not None and one.plan.update_in_backward for one in rehearsals)
+    found = found_above(0.0 if seen else samples_per_s * (1 + WORTH_UPDATING), desks, rule)
+    if found is None:
+        return None
+    at_once = _best(desks, rule, found, rehearsals, gain)
+    margin = WORTH_UPDATING
+    if _is_rehearsed(usual, rehearsals) != _is_rehearsed(at_once, rehearsals):
+        margin = max(margin, gain) if _is_rehearsed(usual, rehearsals) else -gain
+    return at_once if at_once.predicted.samples_per_s > samples_per_s * (1 + margin) else None
 
 
 def may_update_in_backward(problem: Problem, rule: BatchRule) -> bool:
@@ -141,9 +156,20 @@ def may_update_in_backward(problem: Problem, rule: BatchRule) -> bool:
     return problem.wishes.update_in_backward and step.separable and ranks > 1 and once
 
 
+def _is_rehearsed(plan: ExecutionPlan, rehearsals: Sequence[Rehearsal]) -> bool:
+    return any(one.decided == decided(plan) for one in rehearsals)
+
+
 def _settled(problem: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal], gain: float) -> ExecutionPlan:
     desks = Desks(problem)
-    found = as_rehearsed(found_at(desks, rule), rehearsals)
+    return _best(desks, rule, found_at(desks, rule), rehearsals, gain)
+
+
+def _best(
+    desks: Desks, rule: BatchRule, found: ExecutionPlan, rehearsals: Sequence[Rehearsal], gain: float
+) -> ExecutionPlan:
+    """What a search has ``found``, or the best of those that were rehearsed."""
+    found = as_rehearsed(found, rehearsals)
     plans = [one.plan for one in rehearsals if one.plan is not None]
     if not plans:
         return found

@@ -258,3 +258,26 @@ def test_an_earlier_plan_is_predicted_with_its_own_way_to_update() -> None:
     assert again.update_in_backward
     assert again.predicted == plan.predicted
     assert predicted_now(Desks(wanted), ONE, plan, plan) is None  # gradients would be kept
+
+
+@pytest.mark.parametrize("gain", [STEP_ERROR, 1.0])
+def test_a_rehearsed_plan_that_keeps_gradients_is_left_for_the_gain_alone(gain: float) -> None:
+    tight, rule = separable(30), BatchRule(max_batch_size=8)
+    usual = make_plan(tight, rule)
+    expected = foreseen(tight.model, tight.compute, usual.cluster, usual, usual.batch_size)
+    shown = expected.model_copy(update={"plan": usual.without_reasons()})
+    promised = make_plan(tight.updating_in_backward(), rule).predicted.samples_per_s
+    more = promised / settled(replace(tight, wishes=Wishes()), rule, [shown]).predicted.samples_per_s - 1
+    assert WORTH_UPDATING < more < 1.0
+    assert settled(tight, rule, [shown], gain).update_in_backward == (gain < 1.0)
+
+
+def test_a_rehearsed_plan_that_updates_in_the_backward_pass_is_kept() -> None:
+    tight, rule = separable(40), BatchRule(max_batch_size=8)
+    assert not settled(tight, rule, []).update_in_backward
+    at_once = make_plan(tight.updating_in_backward(), rule)
+    expected = foreseen(tight.model, tight.compute, at_once.cluster, at_once, at_once.batch_size)
+    shown = expected.model_copy(update={"plan": at_once.without_reasons()})
+    assert settled(tight, rule, [shown]).update_in_backward
+    slow = shown.model_copy(update={"took_s": 2 * shown.took_s})
+    assert not settled(tight, rule, [slow]).update_in_backward
