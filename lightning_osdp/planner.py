@@ -236,16 +236,18 @@ class _Team:
     ) -> tuple[ExecutionPlan, Measurements, _Room]:
         """The plan that is found, rehearsed where it can be; the measurements with the rehearsals, and the room that
         these have left. Collective."""
+        began_s = self.left_s()
         plan = self.decide(measured, rule, room)
+        search_s = began_s - self.left_s()
         for left in reversed(range(MOST_REHEARSED)):
             before_s = self.left_s()
-            shown = self.rehearsed(stage, measured, plan)
+            shown = self.rehearsed(stage, measured, plan, search_s)
             if shown is None:
                 break
             measured = measured.model_copy(update={"rehearsals": latest((*measured.rehearsals, shown))})
             room = self.room(stepped=True)
             left_s = self.left_s()
-            again = left and left_s - APPLYING_S > before_s - left_s
+            again = left and left_s - APPLYING_S - 2 * search_s > before_s - left_s  # it would search before and after
             try:
                 plan = self.decide(measured, rule, room, STEP_ERROR if again else UNSEEN_GAIN)
             except InfeasibleError:  # for what the rehearsal has left behind: the plan was the last that fits
@@ -303,14 +305,17 @@ class _Team:
         dist.broadcast_object_list(text, src=dist.get_global_rank(self.ranks.group, 0), group=self.ranks.group)
         return None if text[0] is None else ExecutionPlan.from_json(text[0])
 
-    def rehearsed(self, stage: Stage | None, measured: Measurements, plan: ExecutionPlan) -> Rehearsal | None:
-        """What ``plan`` takes; None if that is known, or can't be. Collective."""
+    def rehearsed(
+        self, stage: Stage | None, measured: Measurements, plan: ExecutionPlan, search_s: float
+    ) -> Rehearsal | None:
+        """What ``plan`` takes; None if that is known, or can't be. Collective. One more search comes after it, of
+        ``search_s``."""
         if stage is None or any(one.decided == decided(plan) for one in measured.rehearsals):
             return None
         known = measurements.hardware(self.ranks, self.cluster, measured)
 
         def left_s() -> float:
-            return self.left_s() - APPLYING_S
+            return self.left_s() - search_s - APPLYING_S
 
         return rehearse_chosen(
             stage, self.traced, self.ranks.group, known, measured.compute, plan, self.free_bytes(), left_s

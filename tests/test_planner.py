@@ -84,16 +84,18 @@ def test_nothing_is_run_to_see_how_much_memory_there_is_where_an_earlier_start_h
 class Team(_Team):
     """Each search finds the next of some plans, the last one for good; rehearsing one takes ten seconds."""
 
-    def __init__(self, plans: Sequence[ExecutionPlan], left_s: float) -> None:
+    def __init__(self, plans: Sequence[ExecutionPlan], left_s: float, search_s: float) -> None:
         super().__init__(*[None] * 8)  # type: ignore[arg-type]
-        self.__dict__.update(plans=list(plans), gains=[], seconds=left_s)
+        self.__dict__.update(plans=list(plans), gains=[], seconds=left_s, search_s=search_s)
 
     def decide(self, measured: Any, rule: Any, room: Any, gain: float = 0.0) -> ExecutionPlan:
         self.__dict__["gains"].append(gain)
+        self.__dict__["seconds"] -= self.__dict__["search_s"]
         plans: list[ExecutionPlan] = self.__dict__["plans"]
         return plans.pop(0) if len(plans) > 1 else plans[0]
 
-    def rehearsed(self, stage: Any, measured: Measurements, plan: ExecutionPlan) -> Rehearsal | None:
+    def rehearsed(self, stage: Any, measured: Measurements, plan: ExecutionPlan, search_s: float) -> Rehearsal | None:
+        assert search_s == self.__dict__["search_s"]
         if any(one.decided == decided(plan) for one in measured.rehearsals):
             return None
         self.__dict__["seconds"] -= 10.0
@@ -107,20 +109,22 @@ class Team(_Team):
 
 
 @pytest.mark.parametrize(
-    ("count", "left_s", "gains"),
+    ("count", "left_s", "search_s", "gains"),
     [
-        (1, 30.0, [STEP_ERROR]),
-        (2, 30.0, [STEP_ERROR, UNSEEN_GAIN]),
-        (3, 30.0, [STEP_ERROR, UNSEEN_GAIN]),
-        (2, 20.0 + APPLYING_S, [UNSEEN_GAIN]),
-        (2, -5.0, [UNSEEN_GAIN]),
+        (1, 30.0, 0.0, [STEP_ERROR]),
+        (2, 30.0, 0.0, [STEP_ERROR, UNSEEN_GAIN]),
+        (3, 30.0, 0.0, [STEP_ERROR, UNSEEN_GAIN]),
+        (2, 20.0 + APPLYING_S, 0.0, [UNSEEN_GAIN]),
+        (2, 27.0 + APPLYING_S, 2.0, [STEP_ERROR, UNSEEN_GAIN]),
+        (2, 26.0 + APPLYING_S, 2.0, [UNSEEN_GAIN]),
+        (2, -5.0, 0.0, [UNSEEN_GAIN]),
     ],
 )
 def test_what_is_found_is_rehearsed_while_there_is_time_and_what_was_not_has_to_promise_the_more(
-    count: int, left_s: float, gains: list[float]
+    count: int, left_s: float, search_s: float, gains: list[float]
 ) -> None:
     plans = [make_plan(ROOMY, BatchRule(batch_size=1 + at)) for at in range(count)]
-    team, nothing = Team(plans, left_s), Measurements(compute=compute(MODEL), link=ROOMY.cluster.link)
+    team, nothing = Team(plans, left_s, search_s), Measurements(compute=compute(MODEL), link=ROOMY.cluster.link)
     plan, measured, room = team.found(nothing, RULE, _Room(100, 60, 12), stage=None)
     assert plan == plans[min(len(gains), count - 1)]
     assert [one.decided for one in measured.rehearsals] == [decided(each) for each in plans[: len(gains)]]
