@@ -23,7 +23,7 @@ from lightning_osdp.planning.calibration import Correction, corrected_cluster, c
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.operators import NOTHING_BETWEEN, BetweenSteps
 from lightning_osdp.planning.plan import ExecutionPlan
-from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, as_rehearsed, decided, with_excess
+from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, as_rehearsed, of_plan, with_excess
 from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
 from lightning_osdp.planning.settled import Settled, asked, kept, latest, settled, settled_before
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
@@ -236,9 +236,9 @@ class _Team:
     ) -> tuple[ExecutionPlan, Measurements, _Room]:
         """The plan that is found, rehearsed where it can be; the measurements with the rehearsals, and the room that
         these have left. Collective."""
-        began_s = self.left_s()
+        before_s = self.left_s()
         plan = self.decide(measured, rule, room)
-        search_s = began_s - self.left_s()
+        search_s = before_s - self.left_s()
         for left in reversed(range(MOST_REHEARSED)):
             before_s = self.left_s()
             shown = self.rehearsed(stage, measured, plan, search_s)
@@ -310,7 +310,7 @@ class _Team:
     ) -> Rehearsal | None:
         """What ``plan`` takes; None if that is known, or can't be. Collective. One more search comes after it, of
         ``search_s``."""
-        if stage is None or any(one.decided == decided(plan) for one in measured.rehearsals):
+        if stage is None or of_plan(plan, measured.rehearsals):
             return None
         known = measurements.hardware(self.ranks, self.cluster, measured)
 

@@ -174,10 +174,16 @@ def with_excess(engine_overhead: EngineOverhead, rehearsals: Sequence[Rehearsal]
     return engine_overhead.model_copy(update={"excess": Excess(**shares)})
 
 
+def of_plan(plan: ExecutionPlan, rehearsals: Sequence[Rehearsal]) -> list[Rehearsal]:
+    """Those in which this very plan was run."""
+    name = decided(plan)
+    return [one for one in rehearsals if one.decided == name]
+
+
 def as_rehearsed(plan: ExecutionPlan, rehearsals: Sequence[Rehearsal]) -> ExecutionPlan:
     """The plan with the time that it took where it was rehearsed itself: one ``Excess`` for all plans leaves a rest.
     That counts as communication, unless it is known how long ranks have waited."""
-    own = [one for one in rehearsals if one.decided == decided(plan)]
+    own = of_plan(plan, rehearsals)
     if not own:
         return plan
     more_s = sum(one.took_s - fitted_s(one, plan.cluster.engine.excess) for one in own) / len(own)

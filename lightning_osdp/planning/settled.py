@@ -14,7 +14,7 @@ from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.calibration import Correction
 from lightning_osdp.planning.operators import BetweenSteps, Frozen
 from lightning_osdp.planning.plan import ExecutionPlan
-from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, as_rehearsed, decided
+from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, as_rehearsed, of_plan
 from lightning_osdp.planning.schedule import BatchRule, Desks, Problem, found_above, found_at, to_plan
 from lightning_osdp.planning.wishes import Wishes
 
@@ -116,7 +116,7 @@ def settled(
     Raises:
         InfeasibleError, ConfigurationError: as ``make_plan``.
     """
-    may = may_update_in_backward(problem, rule)
+    may = _may_update_in_backward(problem, rule)
     try:
         usual = _settled(problem, rule, rehearsals, gain)
     except InfeasibleError as error:
@@ -142,22 +142,19 @@ def _better_at_once(
     if found is None:
         return None
     at_once = _best(desks, rule, found, rehearsals, gain)
+    usual_was, at_once_was = (bool(of_plan(plan, rehearsals)) for plan in (usual, at_once))
     margin = WORTH_UPDATING
-    if _is_rehearsed(usual, rehearsals) != _is_rehearsed(at_once, rehearsals):
-        margin = max(margin, gain) if _is_rehearsed(usual, rehearsals) else -gain
+    if usual_was != at_once_was:
+        margin = max(margin, gain) if usual_was else -gain
     return at_once if at_once.predicted.samples_per_s > samples_per_s * (1 + margin) else None
 
 
-def may_update_in_backward(problem: Problem, rule: BatchRule) -> bool:
+def _may_update_in_backward(problem: Problem, rule: BatchRule) -> bool:
     """Whether sharded parameters may be updated in the backward pass: the user and the optimizer allow it, and
     gradients are not to be summed over several passes first."""
     step, ranks = problem.model.optimizer_step, problem.cluster.ranks
     once = all(accumulation == 1 for _, accumulation in rule.pairs(ranks))
     return problem.wishes.update_in_backward and step.separable and ranks > 1 and once
-
-
-def _is_rehearsed(plan: ExecutionPlan, rehearsals: Sequence[Rehearsal]) -> bool:
-    return any(one.decided == decided(plan) for one in rehearsals)
 
 
 def _settled(problem: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal], gain: float) -> ExecutionPlan:

@@ -55,7 +55,6 @@ class FairScaleEngine:
         self._shards = Shards({}, self._group)
         self._known: frozenset[nn.Parameter] = frozenset()
         self._shared: Shared | None = None
-        self._update_in_backward = False
 
     @property
     def collectives_per_step(self) -> int:
@@ -99,7 +98,7 @@ class FairScaleEngine:
     def apply(self, module: nn.Module, plan: ExecutionPlan, optimizers: Iterable[Optimizer] = ()) -> None:
         """See ``Engine.apply``. The module is never whole on the device: operators are moved and sharded in turn."""
         self.check(module, plan)
-        self._module, self._update_in_backward = module, plan.update_in_backward
+        self._module = module
         self._shared = Shared(self._device, self._group, plan)
         initialiser = Initialiser(module, self._device, self._group)
         for unit, operators in sharded_units(plan).items():
@@ -130,7 +129,7 @@ class FairScaleEngine:
         optimizers = list(optimizers)
         for undo in self._undo_recompute:
             undo()
-        self._shared, self._update_in_backward = Shared(self._device, self._group, plan), plan.update_in_backward
+        self._shared = Shared(self._device, self._group, plan)
         before, self._operators = self._operators, {}
         wanted = sharded_units(plan)
         holder = {parameter: name for name, one in before.items() for parameter in one.layouts}
@@ -200,7 +199,7 @@ class FairScaleEngine:
 
     def _update_with(self, optimizers: Iterable[Optimizer]) -> None:
         assert self._shared is not None
-        if self._update_in_backward:
+        if self._shared.update_in_backward:
             self._shared.updates.of(optimizers)
 
     def whole_shapes(self) -> AbstractContextManager[None]:

@@ -371,6 +371,7 @@ class Shared:
         self.replica_group = duplicate(group)
         self.parameters_changed = True
         self.shown_whole = False
+        self.update_in_backward = plan.update_in_backward
         self.updates = Updates()
         self.reducer = _Reducer()
         self.lines = Lines(group, device, [op.choice for op in sharded_operators(plan)], plan.cluster)
