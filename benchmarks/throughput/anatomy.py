@@ -22,6 +22,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks import lab
 from benchmarks.throughput.cells import Cell
 from benchmarks.throughput.jobs import Job
 from benchmarks.throughput.records import Runs
@@ -30,6 +31,8 @@ from benchmarks.throughput.worker import Recorder, run_rank
 
 INTERVAL_S = 0.004
 TIMED_STEPS, COUNTED_STEPS = 8, 2
+PROFILER_BYTES = 1 << 30
+"""What a rank gets beside its limit once it has its plan: that takes all there is, and profilers need some as well."""
 MOVES = ("copy_", "cat", "zeros", "zero_", "empty", "clone", "add_", "mul_", "div_", "_foreach_", "split", "narrow")
 COUNTED = ("c10d::", "gloo:", "nccl:", *(f"aten::{name}" for name in MOVES))
 
@@ -87,6 +90,8 @@ class Anatomist(Recorder):
 
     def ready(self) -> None:
         super().ready()
+        if self.device.type == "cpu" and self.job.memory_bytes is not None:
+            lab.raise_limit(PROFILER_BYTES)
         self._step, self._calls = 0, 0
         self._sampler = Sampler(threading.get_ident())
         self._counter: Any = None

@@ -238,6 +238,7 @@ ballast = bytearray(os.urandom(64 << 20))  # what a rank inherits
 
 def work(job, folder, cache):
     rank = int(os.environ["RANK"])
+    lab.raise_limit(int(sys.argv[3]) << 20)
     took = os.urandom(job.sizes[0] << 20)
     (folder / f"rank{rank}.jsonl").write_text(json.dumps({"event": "pid", "pid": os.getpid()}) + "\\n")
     return len(took) < 0
@@ -250,8 +251,8 @@ print(json.dumps(launch.run(job, Path("/nonexistent"), work)))
 @pytest.mark.lab
 @pytest.mark.skipif(os.geteuid() != 0 or not lab.CGROUPS.joinpath("memory.limit_in_bytes").exists(), reason="lab")
 def test_a_rank_pays_for_what_it_inherits_and_dies_at_its_limit() -> None:
-    def run(setting: str, mebibytes: int) -> dict[str, Any]:
-        call = [sys.executable, "-c", TOUCH, setting, str(mebibytes)]
+    def run(setting: str, mebibytes: int, raised: int = 0) -> dict[str, Any]:
+        call = [sys.executable, "-c", TOUCH, setting, str(mebibytes), str(raised)]
         done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, timeout=120, check=True)
         return json.loads(done.stdout.splitlines()[-1])
 
@@ -267,6 +268,7 @@ def test_a_rank_pays_for_what_it_inherits_and_dies_at_its_limit() -> None:
     assert more["outcome"] == "ok"
     assert 15 * MIB < more["peak_bytes"] - alive["peak_bytes"] < 25 * MIB
     assert dead["outcome"] == "out of memory"
+    assert run("2-loopback", 640, raised=640)["outcome"] == "ok", "the profiler's room"
     assert left_over() <= before
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_osdp import ConfigurationError, InfeasibleError, OSDPCallback, OSDPStrategy, explain, planner
+from lightning_osdp import ConfigurationError, InfeasibleError, OSDPCallback, OSDPStrategy, explain, team
 from lightning_osdp.planning.plan import ExecutionPlan
 from tests.integration.modules import dataset, trainer
 from tests.integration.test_fit import seeded
@@ -65,8 +65,8 @@ def mistaken(folder: str, name: str) -> str:
 
 def everything(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     # What the process takes by itself is a thousand times what this model does, and differs from run to run.
-    planner.not_for_the_model = lambda *_: 0
-    planner.compute.BUDGET_S = 0.0
+    team.not_for_the_model = lambda *_: 0
+    team.compute.BUDGET_S = 0.0
     runs = {name: trained(folder, name) for name in WISHES}
     return runs | {name: mistaken(folder, name) for name in MISTAKES}
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_osdp import planner
+from lightning_osdp import team as planning_team
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
 from lightning_osdp.measurements import Measurements
-from lightning_osdp.planner import APPLYING_S, UNSEEN_GAIN, _plan_for, _Room, _Team
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, decided
 from lightning_osdp.planning.schedule import BatchRule, Problem, least_bytes, make_plan
 from lightning_osdp.planning.settled import Settled
+from lightning_osdp.team import APPLYING_S, UNSEEN_GAIN, Room, Team, plan_for
 from tests.planning.small import MIB, blocks_of_one, cluster, compute
 
 MODEL = blocks_of_one(3, 2)
@@ -30,22 +30,22 @@ def test_what_is_short_by_no_more_than_a_guess_is_tried() -> None:
     short = replace(ROOMY, memory_limit_bytes=least - MIB)
     for guessed_bytes in (0, MIB - 1):
         with pytest.raises(InfeasibleError, match="needs at least"):
-            _plan_for(short, RULE, [], guessed_bytes)
+            plan_for(short, RULE, [], guessed_bytes)
     with pytest.warns(OSDPWarning, match=r"needs at least.*What would fit.*training is tried"):
-        plan = _plan_for(short, RULE, [], MIB)
+        plan = plan_for(short, RULE, [], MIB)
     assert plan.predicted.peak_memory_bytes == least
     assert plan.memory_limit_bytes == short.memory_limit_bytes
 
 
 def test_what_steps_leave_behind_is_as_an_earlier_start_has_seen_it() -> None:
-    room = _Room(limit=100, used=60, guessed=12)
-    assert room.as_shown(50) == _Room(100, 50, 0)
+    room = Room(limit=100, used=60, guessed=12)
+    assert room.as_shown(50) == Room(100, 50, 0)
     for other in (0, 47, 61):  # nothing seen, or another process than now
         assert room.as_shown(other) == room
 
 
 def test_what_fits_is_as_the_search_says() -> None:
-    assert _plan_for(ROOMY, RULE, [], MIB) == make_plan(ROOMY, RULE)
+    assert plan_for(ROOMY, RULE, [], MIB) == make_plan(ROOMY, RULE)
 
 
 class Counted:
@@ -58,7 +58,7 @@ class Counted:
         return 100
 
 
-class Alone(_Team):
+class Alone(Team):
     """One rank without a process group."""
 
     def least_and_most(self, least: Sequence[int], most: Sequence[int]) -> list[int]:
@@ -69,19 +69,19 @@ def test_nothing_is_run_to_see_how_much_memory_there_is_where_an_earlier_start_h
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan = make_plan(ROOMY, RULE)
-    monkeypatch.setattr(planner, "memory_in_use", lambda device: 50)
-    monkeypatch.setattr(planner, "allowance", lambda device, stepped: 7)
+    monkeypatch.setattr(planning_team, "memory_in_use", lambda device: 50)
+    monkeypatch.setattr(planning_team, "allowance", lambda device, stepped: 7)
     ranks: Any = SimpleNamespace(device=torch.device("cpu"))
     nothing: Any = None
     limit: Any = Counted()
     team = Alone(nothing, ranks, None, limit, 20, nothing, nothing, 0.0)
     # 30 bytes are not the model's, and 7 more are kept for first steps
-    assert team.room_seen(Settled(asked="", plan=plan, used_bytes=37, file_bytes=140)) == _Room(1040, 37, 0, 140)
+    assert team.room_seen(Settled(asked="", plan=plan, used_bytes=37, file_bytes=140)) == Room(1040, 37, 0, 140)
     assert team.room_seen(Settled(asked="", plan=plan, used_bytes=36, file_bytes=140)) is None
     assert team.room_seen(Settled(asked="", plan=plan)) is None
 
 
-class Team(_Team):
+class Timed(Team):
     """Each search finds the next of some plans, the last one for good; rehearsing one takes ten seconds."""
 
     def __init__(self, plans: Sequence[ExecutionPlan], left_s: float, search_s: float) -> None:
@@ -101,8 +101,8 @@ class Team(_Team):
         self.__dict__["seconds"] -= 10.0
         return Rehearsal(decided=decided(plan), foreseen_s=1.0, took_s=1.0, added_s={})
 
-    def room(self, stepped: bool) -> _Room:
-        return _Room(100, 50, 0)
+    def room(self, stepped: bool) -> Room:
+        return Room(100, 50, 0)
 
     def left_s(self) -> float:
         return float(self.__dict__["seconds"])
@@ -124,8 +124,8 @@ def test_what_is_found_is_rehearsed_while_there_is_time_and_what_was_not_has_to_
     count: int, left_s: float, search_s: float, gains: list[float]
 ) -> None:
     plans = [make_plan(ROOMY, BatchRule(batch_size=1 + at)) for at in range(count)]
-    team, nothing = Team(plans, left_s, search_s), Measurements(compute=compute(MODEL), link=ROOMY.cluster.link)
-    plan, measured, room = team.found(nothing, RULE, _Room(100, 60, 12), stage=None)
+    team, nothing = Timed(plans, left_s, search_s), Measurements(compute=compute(MODEL), link=ROOMY.cluster.link)
+    plan, measured, room = team.found(nothing, RULE, Room(100, 60, 12), stage=None)
     assert plan == plans[min(len(gains), count - 1)]
     assert [one.decided for one in measured.rehearsals] == [decided(each) for each in plans[: len(gains)]]
     assert team.__dict__["gains"][1:] == gains

@@ -1,0 +1,259 @@
+"""Ranks that plan together: how much memory they have, the first one's plan on all of them, and that a start ends in
+time."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from lightning_osdp import measurements
+from lightning_osdp.collectives import on_all_ranks
+from lightning_osdp.errors import InfeasibleError, OSDPWarning
+from lightning_osdp.measurements import Measurements, Ranks
+from lightning_osdp.planning.caching_allocator import margin_bytes, staying_tensors
+from lightning_osdp.planning.calibration import corrected_cluster, corrected_compute
+from lightning_osdp.planning.cluster import Cluster
+from lightning_osdp.planning.operators import BetweenSteps
+from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, as_rehearsed, of_plan, with_excess
+from lightning_osdp.planning.schedule import BatchRule, Problem
+from lightning_osdp.planning.settled import Settled, latest, settled, settled_before
+from lightning_osdp.planning.wishes import Wishes
+from lightning_osdp.profiling import compute
+from lightning_osdp.profiling.memory import Limit, allowance, memory_in_use, overhead
+from lightning_osdp.profiling.trace import Trace
+from lightning_osdp.rehearsal import Stage, rehearse_chosen
+
+START_S = 30.0
+"""What a start is to take, from the beginning of the set-up to the first step."""
+
+MODES_LEFT_S, APPLYING_S = 14.0, 2.0
+"""Of that, what is kept for finding a plan and rehearsing it, while the step is rehearsed in one more mode; and for
+applying a plan."""
+
+MOST_REHEARSED = 2
+"""Plans that one start finds and rehearses."""
+
+UNSEEN_GAIN = 0.25
+"""Share by which a plan has to promise more than what was rehearsed, to be taken as it is where there is no time to
+rehearse it as well. What nobody has run is seldom predicted that much too fast; plans of earlier starts, which may have
+had less memory, can be that much slower."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes of the rank that has least.
+
+    Attributes:
+        limit: what a rank may take.
+        used: of that, what is not the model's.
+        guessed: of ``used``, what is not there yet but kept for the first steps.
+        files: of ``limit``, what stands for pages of files (``Limit.file_pages``).
+    """
+
+    limit: int
+    used: int
+    guessed: int
+    files: int = 0
+
+    def as_shown(self, used: int) -> Room:
+        """With what an earlier start has seen steps leave behind, if that is within what is guessed now."""
+        return replace(self, used=used, guessed=0) if self.used - self.guessed <= used <= self.used else self
+
+
+@dataclass(frozen=True)
+class Team:
+    """Ranks that plan together; what stays the same while they do."""
+
+    traced: Trace
+    ranks: Ranks
+    cluster: Cluster | None
+    limit: Limit
+    model_bytes: int
+    wishes: Wishes
+    between: BetweenSteps
+    began_s: float
+    """When the start began, on the monotonic clock."""
+
+    def free_bytes(self) -> int:
+        """What this rank may take now."""
+        return max(0, self.limit.now() - memory_in_use(self.ranks.device))
+
+    def room(self, stepped: bool) -> Room:
+        """What there is now; ``stepped``: after steps on a copy. Collective."""
+        device = self.ranks.device
+        used = not_for_the_model(self.traced, device, self.model_bytes, stepped)
+        limit, files = self.limit.now(), self.limit.file_pages()
+        limit, used, files = self.least_and_most([limit], [used, files])
+        return Room(limit, used, min(used, allowance(device, stepped)), files)
+
+    def room_seen(self, earlier: Settled) -> Room | None:
+        """What an earlier start was left with when all was there, if this one is on its way to that: then nothing has
+        to be run and no garbage looked for to see how much memory there is. None if it has taken more already.
+        Collective."""
+        device = self.ranks.device
+        held = (
+            memory_in_use(device) - self.model_bytes + _margin(self.traced, device) + allowance(device, stepped=False)
+        )
+        limit, held = self.least_and_most([self.limit.now() - self.limit.file_pages()], [held])
+        if held > earlier.used_bytes:
+            return None
+        return Room(limit + earlier.file_bytes, earlier.used_bytes, 0, earlier.file_bytes)
+
+    def least_and_most(self, least: Sequence[int], most: Sequence[int]) -> list[int]:
+        """The least of any rank of some numbers, then the most of others. Collective."""
+        numbers = torch.tensor([*(-each for each in least), *most]).to(self.ranks.device)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.ranks.group)
+        found: list[int] = numbers.tolist()
+        return [*(-each for each in found[: len(least)]), *found[len(least) :]]
+
+    def found(
+        self, measured: Measurements, rule: BatchRule, room: Room, stage: Stage | None
+    ) -> tuple[ExecutionPlan, Measurements, Room]:
+        """The plan that is found, rehearsed where it can be; the measurements with the rehearsals, and the room that
+        these have left. Collective."""
+        before_s = self.left_s()
+        plan = self.decide(measured, rule, room)
+        search_s = before_s - self.left_s()
+        for left in reversed(range(MOST_REHEARSED)):
+            before_s = self.left_s()
+            shown = self.rehearsed(stage, measured, plan, search_s)
+            if shown is None:
+                break
+            measured = measured.model_copy(update={"rehearsals": latest((*measured.rehearsals, shown))})
+            room = self.room(stepped=True)
+            left_s = self.left_s()
+            again = left and left_s - APPLYING_S - 2 * search_s > before_s - left_s  # it would search before and after
+            try:
+                plan = self.decide(measured, rule, room, STEP_ERROR if again else UNSEEN_GAIN)
+            except InfeasibleError:  # for what the rehearsal has left behind: the plan was the last that fits
+                return as_rehearsed(plan, measured.rehearsals), measured, room
+            if not again:
+                break
+        return plan, measured, room
+
+    def left_s(self) -> float:
+        """Seconds that the start may still take, on the rank that has fewest. Collective."""
+        took_s = torch.tensor(time.monotonic() - self.began_s).to(self.ranks.device)
+        dist.all_reduce(took_s, op=dist.ReduceOp.MAX, group=self.ranks.group)
+        return START_S - float(took_s)
+
+    def decide(self, measured: Measurements, rule: BatchRule, room: Room, gain: float = STEP_ERROR) -> ExecutionPlan:
+        """The first rank's plan, on every rank. Collective."""
+
+        def search(problem: Problem) -> ExecutionPlan:
+            return plan_for(problem, rule, measured.rehearsals, room.guessed, gain)
+
+        plan = self._of_first_rank(search, measured, room)
+        assert plan is not None
+        return plan
+
+    def as_before(self, measured: Measurements, rule: BatchRule, question: str) -> tuple[ExecutionPlan | None, Room]:
+        """What an earlier start has come to, if that is still right, and the room that there is. Collective."""
+
+        def look_up(problem: Problem) -> ExecutionPlan | None:
+            return settled_before(problem, rule, question, measured.settled, measured.rehearsals)
+
+        earlier = [one for one in measured.settled if one.asked == question]
+        room = self.room_seen(earlier[-1]) if earlier else None
+        plan = self._of_first_rank(look_up, measured, room) if room is not None else None
+        if room is None or plan is None:
+            on_all_ranks(self.ranks.group, lambda: compute.warm_up(self.traced, self.ranks.device))
+            room = self.room(stepped=False).as_shown(earlier[-1].used_bytes if earlier else 0)
+            plan = self._of_first_rank(look_up, measured, room)
+        return plan, room
+
+    def _of_first_rank(
+        self, work: Callable[[Problem], ExecutionPlan | None], measured: Measurements, room: Room
+    ) -> ExecutionPlan | None:
+        """What ``work`` makes of the problem there, on every rank. Collective."""
+
+        def first_rank() -> str | None:
+            if not self.ranks.is_first:
+                return None
+            engine = with_excess(measured.engine, measured.rehearsals)
+            hardware = measurements.hardware(self.ranks, self.cluster, measured.model_copy(update={"engine": engine}))
+            problem = problem_of(self.traced, hardware, measured, room.limit, room.used, self.wishes, self.between)
+            plan = work(problem)
+            return None if plan is None else plan.to_json()
+
+        text = [on_all_ranks(self.ranks.group, first_rank)]
+        dist.broadcast_object_list(text, src=dist.get_global_rank(self.ranks.group, 0), group=self.ranks.group)
+        return None if text[0] is None else ExecutionPlan.from_json(text[0])
+
+    def rehearsed(
+        self, stage: Stage | None, measured: Measurements, plan: ExecutionPlan, search_s: float
+    ) -> Rehearsal | None:
+        """What ``plan`` takes; None if that is known, or can't be. Collective. One more search comes after it, of
+        ``search_s``."""
+        if stage is None or of_plan(plan, measured.rehearsals):
+            return None
+        known = measurements.hardware(self.ranks, self.cluster, measured)
+
+        def left_s() -> float:
+            return self.left_s() - search_s - APPLYING_S
+
+        return rehearse_chosen(
+            stage, self.traced, self.ranks.group, known, measured.compute, plan, self.free_bytes(), left_s
+        )
+
+
+def plan_for(
+    problem: Problem,
+    rule: BatchRule,
+    rehearsals: Sequence[Rehearsal],
+    guessed_bytes: int,
+    gain: float = STEP_ERROR,
+) -> ExecutionPlan:
+    """The plan for ``problem``. Where nothing fits for want of no more than ``guessed_bytes``, which may not be taken,
+    the plan of least memory is tried: without it there would be no training at all."""
+    try:
+        return settled(problem, rule, rehearsals, gain)
+    except InfeasibleError as error:
+        if error.needed_bytes > problem.memory_limit_bytes + guessed_bytes:
+            raise
+        warnings.warn(
+            f"{error}. {guessed_bytes >> 20} MiB of what the process takes are kept for its first steps, which may "
+            "take less: training is tried, and ends where it does run out of memory",
+            OSDPWarning,
+            stacklevel=2,
+        )
+        least = replace(problem, memory_limit_bytes=error.needed_bytes)
+        plan = settled(least, rule, rehearsals, gain)
+        return plan.model_copy(update={"memory_limit_bytes": problem.memory_limit_bytes})
+
+
+def problem_of(
+    traced: Trace,
+    cluster: Cluster,
+    measured: Measurements,
+    limit_bytes: int,
+    overhead_bytes: int,
+    wishes: Wishes,
+    between: BetweenSteps,
+) -> Problem:
+    """What is to be solved, with all that was measured and all that runs have taught."""
+    correction = measured.correction
+    return Problem(
+        measured.compute.with_scratch(traced.description),
+        corrected_cluster(cluster, correction),
+        corrected_compute(measured.compute, correction),
+        limit_bytes,
+        max(0, overhead_bytes + correction.memory_bytes),
+        wishes,
+        between,
+    )
+
+
+def not_for_the_model(traced: Trace, device: torch.device, model_bytes: int, stepped: bool = False) -> int:
+    """The process's own memory, and on CUDA what the caching allocator can't use of the segments that it takes."""
+    return overhead(device, model_bytes, stepped) + _margin(traced, device)
+
+
+def _margin(traced: Trace, device: torch.device) -> int:
+    return margin_bytes(staying_tensors(traced.description)) if device.type == "cuda" else 0
