@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-LARGEST = 64
-"""Per rank. Throughput is flat long before on these machines."""
+LARGEST = 96
+"""Per rank. Without recomputing, throughput is flat long before on these machines; with it, deep and narrow models
+still gain 4 % between 64 and this over a slow link."""
 
 
 def next_sizes(lived: int, dead: int | None, estimate: int | None = None, largest: int = LARGEST) -> tuple[int, ...]:
