@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_osdp.collectives import WAITED, on_all_ranks
 from lightning_osdp.errors import OSDPWarning
@@ -217,14 +219,16 @@ def rehearse_chosen(
         plan: at its batch size, or a smaller one that was traced, if that takes too long or too much.
         room_bytes: that a rehearsal may take on this rank.
         left_s: seconds that the start may still take. Rehearsing takes half of that at most, where it can, also when it
-            is made twice. Collective.
+            is made twice; a step too long for that is timed once, within three quarters. Collective.
     """
     sizes, model = traced.sizes, traced.description
     wanted = [plan.batch_size, sum(sizes) // len(sizes), sizes[0]] if len(sizes) > 1 else sizes
     room, half_s = stage.room(room_bytes, group), left_s() / 2
-    for size, longest_s in [*((size, min(half_s, LONGEST_S)) for size in wanted), (sizes[0], LONGEST_S)]:
+    rather = [(size, min(half_s, LONGEST_S), FEWEST) for size in wanted]
+    least = [(sizes[0], LONGEST_S, FEWEST), (sizes[0], min(1.5 * half_s, LONGEST_S), 1)]
+    for size, longest_s, steps in rather + least:
         expected = foreseen(model, compute, cluster, plan, size)
-        if _short(expected, longest_s) and _fits(model, cluster, plan, size, room):
+        if _short(expected, longest_s, steps) and _fits(model, cluster, plan, size, room):
             break
     else:
         return None
@@ -262,8 +266,9 @@ def _fits(model: ModelDescription, cluster: Cluster, plan: ExecutionPlan, size: 
     return MARGIN * copy_bytes(model, cluster, plan, size) <= room
 
 
-def _short(expected: Rehearsal, longest_s: float = LONGEST_S) -> bool:
-    return expected.foreseen_s * (WARM_UP + FEWEST) < longest_s
+def _short(expected: Rehearsal, longest_s: float = LONGEST_S, steps: int = FEWEST) -> bool:
+    """Whether that many timed steps end in time. Of a long one, a single one tells what parts can't."""
+    return expected.foreseen_s * (WARM_UP + steps) < longest_s
 
 
 def _warn(error: Exception) -> None:
@@ -331,6 +336,18 @@ def _timed(
         release_unused(stage.device, GARBAGE)
 
 
+class _Freeing(Optimizer):
+    """Stands in for the optimizer of a plan that updates in the backward pass: gradients are freed as they come there,
+    and so they are in the copy, which may have room for no others."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @override
+    def step(self, closure: Any = None) -> Any:
+        """Changes nothing."""
+
+
 def _timed_on(
     twin: LightningModule,
     engine: FairScaleEngine | None,
@@ -343,7 +360,7 @@ def _timed_on(
     if engine is None or plan is None:
         twin.to(stage.device)
     else:
-        engine.apply(twin, plan)
+        engine.apply(twin, plan, [_Freeing(twin.parameters())] if plan.update_in_backward else ())
     optimizers: list[Any] = []
     schedulers: list[Any] = []
     with silenced(twin, optimizers, schedulers), torch.compiler.set_stance("force_eager"):

@@ -27,6 +27,7 @@ from lightning_osdp.profiling.memory import FIRST_STEP_BYTES
 from lightning_osdp.profiling.standins import copied_bytes, real_copy
 from lightning_osdp.profiling.trace import trace
 from lightning_osdp.rehearsal import Stage, Took, rehearse, rehearse_alone, rehearse_chosen
+from lightning_osdp.sharding.fairscale import FairScaleEngine
 from tests.leaks import strange_bytes
 from tests.models import hand_made_plan, some_cluster
 from tests.ranks import run_ranks
@@ -281,6 +282,33 @@ def test_a_long_step_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
+    ("step_s", "left_s", "size"),
+    [(1.0, 30.0, 6), (3.0, 30.0, 2), (3.0, 9.0, 2), (3.0, 7.0, None), (6.0, 30.0, None)],
+    ids=["several steps", "one step", "one step in time", "no time", "too long"],
+)
+def test_of_a_long_step_a_single_one_is_timed(
+    step_s: float, left_s: float, size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Rehearsal(decided="", foreseen_s=step_s, took_s=step_s, added_s={})
+    monkeypatch.setattr(rehearsal, "foreseen", lambda *_: expected)
+    monkeypatch.setattr(Stage, "room", lambda *_: 1 << 60)
+    sizes: list[int] = []
+
+    def noted(stage: Stage, expected: Rehearsal, plan: ExecutionPlan, size: int, *_: Any) -> Rehearsal:
+        sizes.append(size)
+        return expected
+
+    monkeypatch.setattr(rehearsal, "_rehearsed", noted)
+    module, plan = Module(), mixed(2).model_copy(update={"batch_size": 6})
+    traced = trace(module, BATCH, 4, device=CPU)
+    group: Any = None
+    parts: Any = None
+    shown = rehearse_chosen(stage(module), traced, group, some_cluster(2), parts, plan, 0, lambda: left_s)
+    assert sizes == ([] if size is None else [size])
+    assert (shown is None) == (size is None)
+
+
+@pytest.mark.parametrize(
     ("tries", "late", "took_s", "left"),
     [
         ([0.55], False, 0.55, 0),
@@ -328,6 +356,36 @@ def test_the_chosen_plan_is_rehearsed_at_its_batch_size_or_one_that_takes_less()
     assert set(one.added_s) >= {"zdp", "zdp2", "split"}
     assert smaller < 1 << 30
     assert other is not None
+
+
+def gradients_kept(rank: int, ranks: int) -> dict[bool, tuple[bool, set[int]]]:
+    """By whether the plan updates in the backward pass: whether it was rehearsed, and how many sharded parameters still
+    had a gradient at the end of each backward pass."""
+    module, hardware = Module(), some_cluster(ranks)
+    traced = trace(module, BATCH, 4, device=CPU)
+    times: list[Any] = [compute.measure(traced, CPU, time_budget_s=0.0)] * ranks
+    dist.all_gather_object(times, times[0])
+    names = [operator.name for operator in traced.description.operators]
+    modes = {name: Mode.ZDP if name in ("net.0", "net.3") else Mode.DP for name in names}
+    finish, kept = FairScaleEngine.finish_backward, set()
+
+    def counted(engine: FairScaleEngine) -> None:
+        kept.add(sum(p.grad is not None or hasattr(p, "_saved_grad_shard") for p in engine._shards.parameters))
+        finish(engine)
+
+    FairScaleEngine.finish_backward = counted  # type: ignore[method-assign]
+    found = {}
+    for at_once in (False, True):
+        plan = hand_made_plan(modes, ranks).model_copy(update={"batch_size": 4, "update_in_backward": at_once})
+        kept.clear()
+        one = rehearse_chosen(stage(module), traced, dist.group.WORLD, hardware, times[0], plan, 1 << 60)
+        found[at_once] = (one is not None, set(kept))
+    return found
+
+
+def test_a_copy_keeps_no_gradients_where_the_plan_does_not() -> None:
+    for found in run_ranks(gradients_kept, 2):
+        assert found == {False: (True, {2}), True: (True, {0})}
 
 
 def test_the_chosen_plan_is_not_rehearsed_without_room() -> None:

@@ -136,10 +136,11 @@ def foreseen(
 
 
 def copy_bytes(model: ModelDescription, cluster: Cluster, plan: ExecutionPlan, batch_size: int) -> int:
-    """Peak of a copy in forward and backward under ``plan``: it has no optimizer, and shares whole parameters that stay
-    replicated with the module."""
+    """Peak of a copy in forward and backward under ``plan``: it has no optimizer, shares whole parameters that stay
+    replicated with the module, and keeps no gradients where the plan does not."""
     free = tuple(_without_states(operator) for operator in model.operators)
-    model = model.model_copy(update={"operators": free, "optimizer_step": OptimizerStep()})
+    step = OptimizerStep(in_backward=plan.update_in_backward)
+    model = model.model_copy(update={"operators": free, "optimizer_step": step})
     joined = Joined.of(model, [op.unit for op in plan.operators])
     choices = joined.gathered([op.choice for op in plan.operators])
     peak = Timeline(joined.model, cluster, 0).peak(choices, batch_size, recomputed=plan.recomputed)

@@ -139,6 +139,15 @@ def test_a_copy_takes_no_more_than_training_beside_the_whole_parameters(
     assert gradients / RANKS <= needed <= plan.predicted.peak_memory_bytes - whole
 
 
+def test_a_copy_needs_no_room_for_gradients_that_the_plan_does_not_keep() -> None:
+    model = blocks_of_one(8, 2)
+    plan = hand_made_plan({operator.name: Mode.ZDP for operator in model.operators}, RANKS)
+    at_once = plan.model_copy(update={"update_in_backward": True})
+    gradients = [p.gradient_bytes / RANKS for operator in model.operators for p in operator.parameters]
+    usual, less = (copy_bytes(model, plan.cluster, each, 0) for each in (plan, at_once))  # activations aside
+    assert usual - less == sum(gradients) - max(gradients)
+
+
 def rehearsal(plan: ExecutionPlan, shares: Mapping[str, float], error: float) -> Rehearsal:
     """Kinds of operators took more than their parts by ``shares``."""
     expected = foreseen(MODEL, TIMES, PARTS, plan, 1)
