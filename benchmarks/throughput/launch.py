@@ -34,6 +34,7 @@ from benchmarks.throughput.worker import INFEASIBLE_STATUS, OUT_OF_MEMORY_STATUS
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 CLONE_NEWNET, MADV_POPULATE_READ, MADV_POPULATE_WRITE, PR_SET_PDEATHSIG = 0x40000000, 22, 23, 1
+PROT_READ, PROT_WRITE = 1, 2
 PAGE = os.sysconf("SC_PAGE_SIZE")
 LOG_CHARACTERS = 1500
 
@@ -202,12 +203,24 @@ def own_pages(parent: int) -> None:
             writable = permissions[1] == "w" and permissions[3] == "p"
             pagemap.seek(start // PAGE * 8)
             entries = np.frombuffer(pagemap.read((stop - start) // PAGE * 8), dtype=np.uint64)
-            present = (entries >> np.uint64(63)).astype(np.int8)
-            edges = np.flatnonzero(np.diff(present, prepend=0, append=0)).reshape(-1, 2)
-            for first, last in edges.tolist():
-                where, size = start + first * PAGE, (last - first) * PAGE
-                advice = MADV_POPULATE_WRITE if writable else MADV_POPULATE_READ
-                _check(LIBC.madvise(ctypes.c_void_p(where), ctypes.c_size_t(size), advice))
+            present = entries >> np.uint64(63) == 1
+            _advise(start, present, MADV_POPULATE_WRITE if writable else MADV_POPULATE_READ)
+            if permissions == "r--p":  # what the loader has relocated and then protected
+                _protect(start, stop, PROT_READ | PROT_WRITE)
+                _advise(start, present & (entries >> np.uint64(61) & np.uint64(1) == 0), MADV_POPULATE_WRITE)
+                _protect(start, stop, PROT_READ)
+
+
+def _advise(start: int, pages: np.ndarray[Any, Any], advice: int) -> None:
+    """Tells the kernel something about those ``pages`` of the mapping at ``start`` that are true."""
+    edges = np.flatnonzero(np.diff(pages.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+    for first, last in edges.tolist():
+        where, size = start + first * PAGE, (last - first) * PAGE
+        _check(LIBC.madvise(ctypes.c_void_p(where), ctypes.c_size_t(size), advice))
+
+
+def _protect(start: int, stop: int, protection: int) -> None:
+    _check(LIBC.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), protection))
 
 
 def _check(status: int) -> None:
