@@ -12,6 +12,10 @@ again. Its all-reduce is as fast as the two rings together, and goes on in the b
 
 Note [pieces]: parts travel in pieces, so that a rank sums one piece, still in its cache, while the next is on its way,
 and buffers have a constant size instead of the tensor's.
+
+Note [in the background]: where links are slow, a rank has nothing to do but wait. A collective that was begun goes on
+in the backend's own thread, but nobody there adds or passes on: each rank sends every other its part at once. That is
+as many bytes as in a ring, though links between hosts of several ranks are crossed more often.
 """
 
 from __future__ import annotations
@@ -46,6 +50,9 @@ latencies. On a CPU larger ones share a ring without being copied; on CUDA they 
 
 _TAG = 1 << 20
 """Of the first message, out of the way of a user's own point-to-point messages."""
+
+_GATHER_TAG, _REDUCE_TAG = 2 << 20, 3 << 20
+"""The same of collectives in the background."""
 
 # torch 2.13 renamed these; the old names still work there but warn.
 _native_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -174,6 +181,77 @@ def reduce_scatter(output_shard: Tensor, whole_flat: Tensor, group: dist.Process
             _direct_reduce_scatter(output_shard, whole_flat, group)
         else:
             _ring_reduce_scatter(output_shard, whole_flat, group)
+
+
+def begin_all_gather(outputs_flat: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup) -> Work:
+    """``all_gather_together`` on CPU tensors that goes on while the caller computes: see Note [in the background].
+
+    Args:
+        outputs_flat: as of ``all_gather_together``; not to be touched before ``wait``.
+        shards: as of ``all_gather_together``; not to be changed before ``wait``.
+        group: the N ranks.
+    """
+    ranks, rank = group.size(), group.rank()
+    works: list[Work] = []
+    with torch.no_grad():
+        for index, (output, shard) in enumerate(zip(outputs_flat, shards, strict=True)):
+            parts = output.view(ranks, -1)  # (N, P / N)
+            works += _exchanged([shard] * ranks, list(parts), _GATHER_TAG + index, group)
+            parts[rank].copy_(shard)
+    return _Exchange(works, (outputs_flat, shards))
+
+
+def begin_reduce_scatter(output_shard: Tensor, whole_flat: Tensor, group: dist.ProcessGroup) -> Work:
+    """``reduce_scatter`` on CPU tensors that goes on while the caller computes, and gives the same to the bit: see Note
+    [in the background].
+
+    Args:
+        output_shard: as of ``reduce_scatter``; complete after ``wait``.
+        whole_flat: as of ``reduce_scatter``; not to be changed before ``wait``.
+        group: the N ranks.
+    """
+    ranks, rank = group.size(), group.rank()
+    assert whole_flat.numel() == ranks * output_shard.numel(), (whole_flat.shape, output_shard.shape)
+    with torch.no_grad():
+        parts = list(whole_flat.view(ranks, -1))  # (P / N,) each
+        others = list(whole_flat.new_empty(ranks - 2, output_shard.numel())) if ranks > 2 else []
+        # In the order of the sum: what comes from the next rank is received right where the sum is made.
+        addends = {(rank + 1 + step) % ranks: each for step, each in enumerate([output_shard, *others])}
+        received = [addends.get(source, output_shard) for source in range(ranks)]
+        works = _exchanged(parts, received, _REDUCE_TAG, group)
+
+    def add_up() -> None:
+        for addend in [*others, parts[rank]]:
+            output_shard.add_(addend)
+
+    return _Exchange(works, whole_flat, add_up)
+
+
+def _exchanged(sent: Sequence[Tensor], received: Sequence[Tensor], tag: int, group: dist.ProcessGroup) -> list[Work]:
+    """Messages to and from each other rank, its own in ``sent`` and ``received``. Those of the same tag and pair of
+    ranks arrive in the order in which they were sent."""
+    ranks, rank = group.size(), group.rank()
+    others = [(rank + step) % ranks for step in range(1, ranks)]
+    works = [dist.irecv(received[other], group=group, group_src=other, tag=tag) for other in others]
+    works += [dist.isend(sent[other], group=group, group_dst=other, tag=tag) for other in others]
+    return [work for work in works if work is not None]
+
+
+class _Exchange:
+    """Messages under way, and what is to be done with what they bring."""
+
+    def __init__(self, works: Sequence[Work], held: object, then: Callable[[], None] | None = None) -> None:
+        self._works = works
+        self._held: object = held  # the backend has addresses only
+        self._then = then
+
+    def wait(self) -> None:
+        with torch.no_grad(), WAITED.running():
+            for work in self._works:
+                work.wait()
+            if self._then is not None:
+                self._then()
+        self._works, self._held, self._then = (), None, None
 
 
 def reduce_copy(backend: str, ranks: int) -> float:

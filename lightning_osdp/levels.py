@@ -55,9 +55,15 @@ class Communicator(Protocol):
 
 @dataclass(frozen=True)
 class OneStage:
-    """All ranks of a process group at once."""
+    """All ranks of a process group at once.
+
+    Attributes:
+        group: the ranks.
+        background: whether its reduce-scatters may go on while the caller computes.
+    """
 
     group: Any
+    background: bool = False
 
     def rank(self) -> int:
         """This rank's place in the group."""

@@ -144,7 +144,7 @@ def _summary(plan: ExecutionPlan, profiling_s: float | None, collectives: int | 
     if plan.update_in_backward:
         rows["updates"] = "of sharded parameters in the backward pass, so that their gradients need not be kept"
     if collectives is not None:
-        rows["collectives"] = f"{collectives} per step"
+        rows["collectives"] = f"{collectives} per step{_beside(plan)}"
     if profiling_s is not None:
         rows["profiling"] = f"took {format_seconds(profiling_s)}"
     table = Table.grid(padding=(0, 3, 0, 0))
@@ -211,6 +211,11 @@ def _table(*columns: str) -> Table:
 def _bar(share: float) -> str:
     filled = min(_BAR_WIDTH, round(share * _BAR_WIDTH))
     return f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {share:.1%}"
+
+
+def _beside(plan: ExecutionPlan) -> str:
+    size = plan.cluster.ahead_bytes
+    return f", those of units up to {format_bytes(size)} beside compute" if size else ""
 
 
 def _format_throughput(samples_per_s: float) -> str:

@@ -75,6 +75,38 @@ def exercise(rank: int, world_size: int) -> list[str]:
     return failed
 
 
+def background(rank: int, world_size: int) -> list[str]:
+    """Names of the checks that failed on this rank: gathers and reduce-scatters under way at the same time."""
+    group, failed = dist.group.WORLD, []
+    for dtype in (torch.float32, torch.bfloat16):
+        wholes = [inputs(world_size, size * world_size, dtype) for size in PART_SIZES]
+        parts = [torch.full((size,), torch.nan, dtype=dtype) for size in PART_SIZES]
+        reducing = [
+            collectives.begin_reduce_scatter(part, whole[rank], group)
+            for part, whole in zip(parts, wholes, strict=True)
+        ]
+        shards = [whole[rank].chunk(world_size)[rank].clone() for whole in wholes]
+        outputs = [torch.full((size * world_size,), torch.nan, dtype=dtype) for size in PART_SIZES]
+        gathering = collectives.begin_all_gather(outputs, shards, group)
+        in_between = torch.empty(1000 * world_size)
+        collectives.all_gather(in_between, torch.full((1000,), float(rank)), group)
+        gathering.wait()
+        for size, output, whole, part, work in zip(PART_SIZES, outputs, wholes, parts, reducing, strict=True):
+            work.wait()
+            if not torch.equal(part, ring_sum(whole, rank)):
+                failed.append(f"reduce_scatter {size} {dtype} on rank {rank}")
+            if not torch.equal(output, torch.cat([each.chunk(world_size)[r] for r, each in enumerate(whole)])):
+                failed.append(f"all_gather {size} {dtype} on rank {rank}")
+        if in_between.view(world_size, -1).mean(1).tolist() != list(map(float, range(world_size))):
+            failed.append(f"what came in between on rank {rank}")
+    return failed
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_in_the_background_the_same_comes_out_to_the_bit(world_size: int) -> None:
+    assert run_ranks(background, world_size) == [[]] * world_size
+
+
 def several_at_once(rank: int, world_size: int) -> tuple[float, float, float]:
     """Two all-reduces under way while a ring runs on another group, waited for in reverse."""
     group, other = dist.group.WORLD, dist.new_group(list(range(world_size)))

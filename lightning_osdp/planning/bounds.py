@@ -47,10 +47,13 @@ def weights(space: Space, batch_size: int, accumulation: int) -> Floats:
 def own_run(space: Space, batch_size: int, accumulation: int) -> Floats:
     """Bytes of each row that are there only while the operator itself runs."""
     column = {name: space.footprints[:, index] for name, index in COLUMN.items()}
-    backward = column["gathered"] + column["transient"] + column["backward_per_sample"] * batch_size
+    # What its neighbours have under way beside it counts as its own: they are often alike.
+    beside = column["ahead"] + column["pending"]
+    backward = column["gathered"] + column["transient"] + beside + column["backward_per_sample"] * batch_size
     if accumulation > 1:  # the new gradient stands beside the accumulated one until it is added
         backward = backward + column["replicated_gradients"]
-    return np.asarray(np.maximum(column["gathered"] + column["forward_per_sample"] * batch_size, backward))
+    forward = column["gathered"] + column["ahead"] + column["forward_per_sample"] * batch_size
+    return np.asarray(np.maximum(forward, backward))
 
 
 class _Counts(NamedTuple):

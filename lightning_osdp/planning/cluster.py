@@ -21,6 +21,9 @@ class CollectiveFit(Frozen):
     s_per_byte: float
     more_s: float = 0.0
     """What each further tensor adds to the latency, of several that are gathered together."""
+    hidden: float = 0.0
+    """Share of its seconds that goes on beside compute if it is begun before it is needed, as all-reduces are, and
+    others where units run ahead (``Cluster.ahead_bytes``): what the link takes, not the processor."""
     residual: float = 0.0
     """Root mean square of (predicted - measured) / measured over the measured sizes."""
 
@@ -28,6 +31,11 @@ class CollectiveFit(Frozen):
         """Seconds for so many tensors of ``whole_bytes`` in all on ``ranks`` ranks; 0 on a single rank."""
         latency_s = self.latency_s + (tensors - 1) * self.more_s
         return (ranks - 1) * (latency_s + self.s_per_byte * whole_bytes / ranks)
+
+    def only_hidden(self) -> CollectiveFit:
+        """The part that goes on beside compute."""
+        parts = {name: self.hidden * getattr(self, name) for name in ("latency_s", "s_per_byte", "more_s")}
+        return self.model_copy(update=parts)
 
 
 class Link(Frozen):
@@ -118,7 +126,10 @@ class Cluster(Frozen):
     levels: Levels | None = None
     """None where there is one level, or where it is not known: then operators are sharded over all ranks."""
     overlap: float = 0.0
-    """Share of an operator's compute time that can hide its communication; 0 on CPU: nothing overlaps there."""
+    """Share of an operator's compute time that can hide its communication (CUDA)."""
+    ahead_bytes: int = 0
+    """On a CPU, units of up to this size are gathered while the one before computes, and their gradients reduced while
+    the next does. 0: none are."""
     reduce_copy: float = 1.0
     """Extra bytes that a reduce-scatter takes, as a share of the whole tensor's."""
     engine: EngineOverhead = NO_OVERHEAD

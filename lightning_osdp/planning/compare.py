@@ -54,6 +54,7 @@ def difference(a: ExecutionPlan, b: ExecutionPlan) -> Difference:
         _number("accumulated batches", a.accumulate_grad_batches, b.accumulate_grad_batches),
         _number("global batch size", a.global_batch_size, b.global_batch_size),
         Change(what="sharded parameters are updated", before=_when_updated(a), after=_when_updated(b)),
+        _number("units run ahead up to", a.cluster.ahead_bytes, b.cluster.ahead_bytes, format_bytes),
     ]
     return Difference(
         problem=_changed(_problem_changes(a, b)),

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from lightning_osdp.planning.choices import Choice, Group, Mode, slice_sizes
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes, OperatorTime
 from lightning_osdp.planning.operators import Line, Operator, ParameterInfo
-from lightning_osdp.planning.topology import exchange, gather_copy, sharding_ranks
+from lightning_osdp.planning.topology import Exchange, exchange, gather_copy, sharding_ranks
 
 BUCKET_BYTES = 25 << 20
 """Replicated gradients are copied into buckets of up to this size (PyTorch DDP's default)."""
@@ -74,6 +74,13 @@ class TimeCost(NamedTuple):
     """What the step waits for: communication that compute does not hide."""
 
 
+def runs_ahead(unit_bytes: int, choice: Choice, cluster: Cluster) -> bool:
+    """Whether a unit of that size is gathered while the one before computes, and its gradients are reduced while the
+    next one does: on a CPU, over all ranks in one stage."""
+    plain = not cluster.two_levels or (choice.group == Group.WORLD and not choice.two_stage)
+    return plain and cluster.ranks > 1 and unit_bytes <= cluster.ahead_bytes
+
+
 class Recurring(NamedTuple):
     """Seconds by how often they are spent."""
 
@@ -104,6 +111,10 @@ class Footprint(NamedTuple):
     """The same while it runs backward."""
     bucketed: float
     """Gradients that are copied into buckets."""
+    ahead: float
+    """Of its first unit: whole parameters that are gathered already while the unit before runs."""
+    pending: float
+    """Of its last unit: whole gradients that are still being reduced while the next unit runs backward."""
     collected: float
     """Of a split operator: what is there twice while the gradients of its slices are copied into the weight's."""
     updated: float
@@ -165,14 +176,35 @@ def communication(operator: Operator, choice: Choice, cluster: Cluster, *, recom
     parts, each = parts_of(operator, choice), 0.0
     once = sum(part.number * _reduction_s(part.gradient_bytes, cluster) for part in parts if not part.sharded)
     for unit in _units(parts, choice):
-        number, whole_bytes = unit[0].number, sum(part.parameter_bytes for part in unit)
-        again = recomputed and operator.joins == 1
-        gathers = (3 if again else 2) if unit[0].mode == Mode.ZDP else 1
-        each += number * gathers * among.all_gather_s(whole_bytes, len(unit))
-        for gradient_bytes in (part.gradient_bytes for part in unit if part.gradient_bytes):
-            each += number * among.reduce_scatter_s(gradient_bytes)
-            once += number * among.between_s(gradient_bytes)
+        each += unit[0].number * _unit_s(unit, among, again=recomputed and operator.joins == 1)
+        once += unit[0].number * sum(among.between_s(part.gradient_bytes) for part in unit if part.gradient_bytes)
     return Recurring(once, each)
+
+
+def hidden(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: bool = False) -> Recurring:
+    """Seconds of ``communication`` that go on beside compute, if there is so much of that: replicated gradients are
+    reduced while the backward pass goes on, and units may run ahead (``runs_ahead``)."""
+    among, each = exchange(cluster, choice.group, choice.two_stage), 0.0
+    among = among._replace(gather=among.gather.only_hidden(), reduce=among.reduce.only_hidden())
+    parts, share = parts_of(operator, choice), cluster.link.all_reduce.hidden
+    once = share * sum(part.number * _reduction_s(part.gradient_bytes, cluster) for part in parts if not part.sharded)
+    for unit in _units(parts, choice):
+        if runs_ahead(_unit_bytes(unit), choice, cluster):
+            each += unit[0].number * _unit_s(unit, among, again=recomputed and operator.joins == 1)
+    return Recurring(once, each)
+
+
+def _unit_s(unit: list[Part], among: Exchange, *, again: bool) -> float:
+    """Of the gathers and reduce-scatters of a unit in one micro-batch; ``again``: it is gathered for a second forward,
+    too."""
+    gathers = (3 if again else 2) if unit[0].mode == Mode.ZDP else 1
+    reductions = (among.reduce_scatter_s(part.gradient_bytes) for part in unit if part.gradient_bytes)
+    return gathers * among.all_gather_s(_unit_bytes(unit), len(unit)) + sum(reductions)
+
+
+def _unit_bytes(unit: list[Part]) -> int:
+    """Of one unit's whole parameters."""
+    return sum(part.parameter_bytes for part in unit)
 
 
 def _reduction_s(gradient_bytes: int, cluster: Cluster) -> float:
@@ -248,7 +280,8 @@ def footprint(operator: Operator, choice: Choice, cluster: Cluster, *, updated_i
     replicated, units = [part for part in parts if not part.sharded], _units(parts, choice)
     sharded = [part for unit in units for part in unit]
     copies = 1 + gather_copy(cluster, choice.group, choice.two_stage)
-    gathered = [copies * sum(part.parameter_bytes for part in unit) for unit in units]
+    gathered = [copies * _unit_bytes(unit) for unit in units]
+    ahead, pending, next_one, last_one = _beside(units, gathered, choice, cluster, ranks)
     whole = sum(part.gradient_bytes * part.number for part in replicated)
     pieces = sum(part.gradient_bytes * part.number for part in sharded) / ranks
     at_once = updated_in_backward and not waits_for_step(choice)
@@ -257,7 +290,7 @@ def footprint(operator: Operator, choice: Choice, cluster: Cluster, *, updated_i
     forward, backward = _more_per_sample(operator, choice)
     saved = operator.sharded_parameters if units else ()
     slice_ = max((part.parameter_bytes for part in sharded if part.sliced), default=0)
-    transient = max((_transient(unit, pieces, cluster, ranks) for unit in units), default=0.0)
+    transient = max((_transient(unit, pieces, cluster, ranks) for unit in units), default=0.0) + last_one
     collected = _collected(parts, updates, cluster, ranks)
     return Footprint(
         states=sum((part.parameter_bytes + part.optimizer_bytes) * part.number for part in replicated)
@@ -265,11 +298,14 @@ def footprint(operator: Operator, choice: Choice, cluster: Cluster, *, updated_i
         replicated_gradients=whole,
         sharded_gradients=0.0 if at_once else pieces,
         kept=sum(part.parameter_bytes * part.number for part in sharded if part.mode == Mode.ZDP2),
-        gathered=max((size for unit, size in zip(units, gathered, strict=True) if unit[0].mode == Mode.ZDP), default=0),
+        gathered=next_one
+        + max((size for unit, size in zip(units, gathered, strict=True) if unit[0].mode == Mode.ZDP), default=0),
         transient=max(transient, pieces + collected) if at_once and collected else transient,
         forward_per_sample=forward,
         backward_per_sample=backward,
         bucketed=sum(part.gradient_bytes * part.number for part in packed),
+        ahead=ahead,
+        pending=pending,
         collected=0.0 if at_once else collected,
         updated=sum(updates),
         largest_update=max(updates, default=0.0),
@@ -336,6 +372,31 @@ def _reduced(unit: list[Part], pieces: float, cluster: Cluster, ranks: int, *, f
     return (max(0.0, gradient + reduction) if freed else gradient + max(0.0, reduction)) + pieces - own
 
 
+class _Beside(NamedTuple):
+    """Bytes that running ahead takes."""
+
+    ahead: float = 0.0
+    """``Footprint.ahead``."""
+    pending: float = 0.0
+    """``Footprint.pending``."""
+    next_one: float = 0.0
+    """While the operator itself runs: its next slice."""
+    last_one: float = 0.0
+    """While it runs backward: the gradient of its last slice, or of the parameter before."""
+
+
+def _beside(units: list[list[Part]], gathered: list[float], choice: Choice, cluster: Cluster, ranks: int) -> _Beside:
+    """Of an operator's units, each ``gathered`` so large."""
+    running = [at for at, unit in enumerate(units) if runs_ahead(_unit_bytes(unit), choice, cluster)]
+    if not running:
+        return _Beside()
+    ahead = max(gathered[at] for at in running)
+    # with what the other ranks but one have sent
+    pending = max(part.gradient_bytes for at in running for part in units[at]) * (1 + max(0, ranks - 2) / ranks)
+    slices = sum(unit[0].number for unit in units) > 1
+    return _Beside(ahead, pending, ahead if slices else 0.0, pending if slices or len(units[0]) > 1 else 0.0)
+
+
 def _more_per_sample(operator: Operator, choice: Choice) -> tuple[float, float]:
     """Bytes per sample that splitting needs in forward and in backward, on top of what was traced.
 
@@ -378,7 +439,9 @@ def time_cost(
     forward, backward = (line.at(batch_size) for line in compute_lines(operator_time, choice))
     passes = accumulation * (forward * (2 if recomputed else 1) + backward)
     once, each = communication(operator, choice, cluster, recomputed=recomputed)
-    exposed = max(0.0, once + accumulation * each - cluster.overlap * passes)
+    hidden_once, hidden_each = hidden(operator, choice, cluster, recomputed=recomputed)
+    beside = min(max(0.0, passes), hidden_once + accumulation * hidden_each)
+    exposed = max(0.0, once + accumulation * each - beside - cluster.overlap * passes)
     update = compute.optimizer_s_per_byte * footprint(operator, choice, cluster).updated
     own, more = (part(operator, choice, cluster, recomputed=recomputed) for part in (engine, excess))
     waited = max(0.0, exposed + more.once_s + accumulation * more.each_s)

@@ -135,7 +135,13 @@ def _memory_text(plan: ExecutionPlan) -> str:
             " Sharded parameters are updated in the backward pass: to keep their gradients for the optimizer's step "
             "would cost too much here."
         )
-    return f"{start}{peak}.{updates}{''.join(between)}"
+    ahead = ""
+    if plan.cluster.ahead_bytes:
+        ahead = (
+            f" Units of up to {format_bytes(plan.cluster.ahead_bytes)} are gathered and reduced beside compute, so "
+            "that the next one's parameters are in memory as well, and the last one's gradients."
+        )
+    return f"{start}{peak}.{updates}{ahead}{''.join(between)}"
 
 
 def _price_text(plan: ExecutionPlan) -> str:

@@ -103,7 +103,8 @@ class Rehearsal(Frozen):
 def decided(plan: ExecutionPlan) -> str:
     """A name for what is decided in a plan, the same for plans that do the same at the same batch size."""
     choices = [[*op.choice, op.unit, op.checkpoint] for op in plan.operators]
-    return hashlib.sha256(json.dumps([choices, plan.recomputed, plan.batch_size]).encode()).hexdigest()[:16]
+    facts = [choices, plan.recomputed, plan.batch_size, plan.cluster.ahead_bytes > 0]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def foreseen(
@@ -118,7 +119,8 @@ def foreseen(
         plan: what is to be rehearsed.
         batch_size: at which.
     """
-    parts = cluster.model_copy(update={"engine": cluster.engine.model_copy(update={"excess": Excess()})})
+    engine_overhead = cluster.engine.model_copy(update={"excess": Excess()})
+    parts = cluster.model_copy(update={"engine": engine_overhead, "ahead_bytes": plan.cluster.ahead_bytes})
     joined = Joined.of(model, [op.unit for op in plan.operators])
     again = {at for at, op in zip(joined.place, plan.operators, strict=True) if op.checkpoint}
     choices = joined.gathered([op.choice for op in plan.operators])
@@ -143,6 +145,7 @@ def copy_bytes(model: ModelDescription, cluster: Cluster, plan: ExecutionPlan, b
     model = model.model_copy(update={"operators": free, "optimizer_step": step})
     joined = Joined.of(model, [op.unit for op in plan.operators])
     choices = joined.gathered([op.choice for op in plan.operators])
+    cluster = cluster.model_copy(update={"ahead_bytes": plan.cluster.ahead_bytes})
     peak = Timeline(joined.model, cluster, 0).peak(choices, batch_size, recomputed=plan.recomputed)
     pairs = zip(free, plan.operators, strict=True)
     shared = sum(p.parameter_bytes for own, op in pairs if op.slices == (Mode.DP,) for p in own.parameters)

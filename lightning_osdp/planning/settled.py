@@ -85,6 +85,8 @@ def settled_before(
     """
     room = problem.memory_limit_bytes - problem.overhead_bytes
     near = [one.plan for one in earlier if one.asked == question and _near(one.plan, room)]
+    if near and near[-1].cluster.ahead_bytes:
+        problem = problem.running_ahead()
     if near and near[-1].update_in_backward:
         problem = problem.updating_in_backward()
     plan = predicted_now(Desks(problem), rule, near[-1], near[-1]) if near else None
@@ -104,8 +106,8 @@ def settled(
     problem: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal], gain: float = STEP_ERROR
 ) -> ExecutionPlan:
     """What the search finds, or the best of the plans that were rehearsed and still may be had, as predicted now: with
-    gradients that wait for the optimizer's step, unless a plan that need not keep them is better by
-    ``WORTH_UPDATING``.
+    units that run ahead or without, and with gradients that wait for the optimizer's step, unless a plan that need not
+    keep them is better by ``WORTH_UPDATING``.
 
     Args:
         problem: to solve.
@@ -116,37 +118,54 @@ def settled(
     Raises:
         InfeasibleError, ConfigurationError: as ``make_plan``.
     """
-    may = _may_update_in_backward(problem, rule)
-    try:
-        usual = _settled(problem, rule, rehearsals, gain)
-    except InfeasibleError as error:
-        if not may:
-            raise
+    best: ExecutionPlan | None = None
+    errors: list[InfeasibleError] = []
+    for way in _ways(problem, rule):
         try:
-            return _settled(problem.updating_in_backward(), rule, rehearsals, gain)
-        except InfeasibleError as other:
-            raise min(error, other, key=lambda each: each.needed_bytes) from None
-    if not may:
-        return usual
-    return _better_at_once(usual, problem, rule, rehearsals, gain) or usual
+            if best is None:
+                desks = Desks(way)
+                best = _best(desks, rule, found_at(desks, rule), rehearsals, gain)
+            else:
+                best = _better(best, way, rule, rehearsals, gain) or best
+        except InfeasibleError as error:
+            errors.append(error)
+    if best is None:
+        raise min(errors, key=lambda each: each.needed_bytes)
+    return best
 
 
-def _better_at_once(
-    usual: ExecutionPlan, problem: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal], gain: float
+def _ways(problem: Problem, rule: BatchRule) -> list[Problem]:
+    """The problem with units that run ahead, if there is a link to hide; with updates in the backward pass, if they
+    may be; and without: what is usual first."""
+    ways = [problem.running_ahead(), problem] if problem.running_ahead().runs_ahead else [problem]
+    if not _may_update_in_backward(problem, rule):
+        return ways
+    return [each for way in ways for each in (way, way.updating_in_backward())]
+
+
+def _kind(plan: ExecutionPlan) -> tuple[bool, bool]:
+    """Which of ``_ways`` a plan is of."""
+    return plan.update_in_backward, plan.cluster.ahead_bytes > 0
+
+
+def _better(
+    best: ExecutionPlan, way: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal], gain: float
 ) -> ExecutionPlan | None:
-    """A plan that updates in the backward pass, if one is enough better than the ``usual``. Where only one of the two
-    was rehearsed, the other has to promise more by ``gain``, as everywhere."""
-    desks, samples_per_s = Desks(problem.updating_in_backward()), usual.predicted.samples_per_s
-    seen = any(one.plan is not None and one.plan.update_in_backward for one in rehearsals)
-    found = found_above(0.0 if seen else samples_per_s * (1 + WORTH_UPDATING), desks, rule)
+    """A plan of another of ``_ways``, if one is enough better. Where only one of the two was rehearsed, the other has
+    to promise more by ``gain``, as everywhere."""
+    desks, samples_per_s = Desks(way), best.predicted.samples_per_s
+    kind = way.updates_in_backward, way.runs_ahead
+    worth = WORTH_UPDATING if way.updates_in_backward and not best.update_in_backward else 0.0
+    seen = any(one.plan is not None and _kind(one.plan) == kind for one in rehearsals)
+    found = found_above(0.0 if seen else samples_per_s * (1 + worth), desks, rule)
     if found is None:
         return None
-    at_once = _best(desks, rule, found, rehearsals, gain)
-    usual_was, at_once_was = (bool(of_plan(plan, rehearsals)) for plan in (usual, at_once))
-    margin = WORTH_UPDATING
-    if usual_was != at_once_was:
-        margin = max(margin, gain) if usual_was else -gain
-    return at_once if at_once.predicted.samples_per_s > samples_per_s * (1 + margin) else None
+    other = _best(desks, rule, found, rehearsals, gain)
+    best_was, other_was = (bool(of_plan(plan, rehearsals)) for plan in (best, other))
+    margin = worth
+    if best_was != other_was:
+        margin = max(worth, gain) if best_was else -gain
+    return other if other.predicted.samples_per_s > samples_per_s * (1 + margin) else None
 
 
 def _may_update_in_backward(problem: Problem, rule: BatchRule) -> bool:
@@ -155,11 +174,6 @@ def _may_update_in_backward(problem: Problem, rule: BatchRule) -> bool:
     step, ranks = problem.model.optimizer_step, problem.cluster.ranks
     once = all(accumulation == 1 for _, accumulation in rule.pairs(ranks))
     return problem.wishes.update_in_backward and step.separable and ranks > 1 and once
-
-
-def _settled(problem: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal], gain: float) -> ExecutionPlan:
-    desks = Desks(problem)
-    return _best(desks, rule, found_at(desks, rule), rehearsals, gain)
 
 
 def _best(
@@ -189,7 +203,7 @@ def predicted_now(desks: Desks, rule: BatchRule, earlier: ExecutionPlan, found: 
         found: what a search has said: the other batch sizes are as it has them.
     """
     problem, pair = desks.problem, (earlier.batch_size, earlier.accumulate_grad_batches)
-    if earlier.update_in_backward != problem.updates_in_backward:
+    if _kind(earlier) != (problem.updates_in_backward, problem.runs_ahead):
         return None
     wishes = ((block, problem.wishes.recompute(block.name)) for block in problem.model.blocks if not block.pinned)
     as_wished = all(wish in (None, block.name in earlier.recomputed) for block, wish in wishes)

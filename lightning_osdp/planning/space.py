@@ -17,13 +17,20 @@ import numpy as np
 
 from lightning_osdp.planning.choices import Choice, Group, menu
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes, OperatorTime
-from lightning_osdp.planning.cost import communication, compute_lines, engine, excess, footprint
+from lightning_osdp.planning.cost import communication, compute_lines, engine, excess, footprint, hidden
 from lightning_osdp.planning.operators import NOTHING_BETWEEN, BetweenSteps, ModelDescription, Operator
 from lightning_osdp.planning.timeline import COLUMN, Flags, Floats, Ints, Lines, Timeline
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 
-PARTS = (communication, engine, excess)
-"""What sharing adds to an operator's time beside its compute."""
+PARTS = (communication, hidden, engine, excess)
+"""What sharing adds to an operator's time beside its compute, and what compute may hide of it."""
+
+AHEAD_SHARE = 1 / 24
+"""Of the memory limit: units up to this size, a power of two, run ahead where any do. For larger ones the memory (one
+is whole more, and one's gradients) is of more use elsewhere."""
+
+WORTH_HIDING = 0.15
+"""Share of a collective's time that has to go on beside compute for units to run ahead."""
 
 MOST_VECTORS = 700
 """Ways to recompute blocks that are told apart. Where there are more (many kinds of blocks), the number of recomputed
@@ -48,6 +55,20 @@ class Problem:
     overhead_bytes: int = 0
     wishes: Wishes = NO_WISHES
     between: BetweenSteps = NOTHING_BETWEEN
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether collectives of units go on beside compute."""
+        return self.cluster.ahead_bytes > 0
+
+    def running_ahead(self) -> Problem:
+        """The same, but so, where there is a link that can be hidden."""
+        cluster = self.cluster
+        if cluster.ranks == 1 or cluster.link.all_gather.hidden < WORTH_HIDING:
+            return self
+        most = AHEAD_SHARE * self.memory_limit_bytes
+        ahead_bytes = 1 << max(20, int(most).bit_length() - 1)
+        return replace(self, cluster=cluster.model_copy(update={"ahead_bytes": ahead_bytes}))
 
     @property
     def updates_in_backward(self) -> bool:
@@ -124,7 +145,7 @@ class Space:
         prints, plain, again, forward, backward = zip(*columns, strict=True) if columns else ((),) * 5
         self.footprints = np.array(prints, dtype=np.float64).reshape(len(columns), len(COLUMN))
         costs = np.array([plain, again], dtype=np.float64).reshape(2, len(columns), len(PARTS), 2)
-        self._collectives, self._engine, self._excess = np.moveaxis(costs, 2, 0)
+        self._collectives, self._hidden, self._engine, self._excess = np.moveaxis(costs, 2, 0)
         self._forward, self._backward = Lines.of(forward), Lines.of(backward)
         self.first_row = np.array([found.rows.start for found in self.menus], dtype=np.int64)
 
@@ -142,9 +163,11 @@ class Space:
         forward = np.maximum(0.0, self._forward.at(batch_size))
         backward = np.maximum(0.0, self._backward.at(batch_size))
         passes = accumulation * (np.outer([1.0, 2.0], forward) + backward)
-        together, own, more = (
-            part[..., 0] + accumulation * part[..., 1] for part in (self._collectives, self._engine, self._excess)
+        together, beside, own, more = (
+            part[..., 0] + accumulation * part[..., 1]
+            for part in (self._collectives, self._hidden, self._engine, self._excess)
         )
+        together = together - np.minimum(beside, np.maximum(0.0, passes))
         exposed = np.maximum(0.0, together - self.problem.cluster.overlap * passes)
         update = self.problem.compute.optimizer_s_per_byte * self.footprints[:, COLUMN["updated"]]
         return Times(np.maximum(0.0, passes + update + own), np.maximum(0.0, exposed + more))

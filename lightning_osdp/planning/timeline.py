@@ -5,9 +5,10 @@ At each moment of the step the sum of
     states       parameters and optimizer states, whole (dp) or a part (zdp, zdp2), and buffers
     gradients    those that exist already: whole for dp, parts for sharded slices once they are reduced
     gathered     whole parameters of sharded slices that are there: of zdp the largest while the operator runs, of
-                 zdp2 all from its forward to its backward
+                 zdp2 all from its forward to its backward; and the next one's, where units run ahead (``cost``)
     transient    the whole gradient of the sharded slice that runs backward, the copy that its reduction makes, the
-                 buckets of replicated gradients from when they are full, the optimizer's temporaries
+                 gradient before it where that is still being reduced, the buckets of replicated gradients from when
+                 they are full, the optimizer's temporaries
     activations  what was traced: tensors kept for backward and temporaries, at this batch size
     overhead     the process before the model
 
@@ -259,6 +260,7 @@ class Timeline:
         backward = [where.get((operator, "backward")) for operator in range(count)]
         self.forward = self._span([(found[0], found[-1]) for found in forward])
         self.backward = self._span([(found[0], found[-1]) if found else (last, last) for found in backward])
+        self._joined = np.array([operator.joins > 1 for operator in self._model.operators], dtype=bool)
         self._differentiated = np.array([found is not None for found in backward], dtype=bool)
         self.block_of = np.full(count, NORMAL, dtype=np.int64)
         for index, block in enumerate(self._model.blocks):
@@ -348,10 +350,38 @@ class Timeline:
             ends[1] = self._model.optimizer_step.temporary_factor * largest
         found["transient"][-2:] += np.array(ends)[-count:]
         found["transient"] += self._full_buckets(footprints[:, COLUMN["bucketed"]], count)
+        if self._cluster.ahead_bytes:
+            found["gathered"] += self._gathered_ahead(footprints, recomputed, count)
+            found["transient"] += self._still_reduced(footprints, count)
         found["states"] += self._model.buffer_bytes
         found["activations"] = np.append(self._activations(batch_size, recomputed), 0.0)
         found["overhead"] = np.full(count, self._overhead)
         return found
+
+    def _gathered_ahead(self, footprints: Floats, recomputed: Flags, count: int) -> Floats:
+        """Parameters of the unit that is gathered next, from when the unit before is: in each of both passes."""
+        column = {name: footprints[:, index] for name, index in COLUMN.items()}
+        sharded, freed = column["alone"] > 0, column["gathered"] > 0
+        again = np.append(recomputed, False)[self.block_of] & (self._again.stop > 0)
+        # what shares a unit is gathered once for its second forward and its backward
+        backward = freed & self._differentiated & ~(again & self._joined)
+        total = np.zeros(count)
+        for passes in (((self.forward, sharded),), ((self._again, freed & again), (self.backward, backward))):
+            starts = np.concatenate([spans.start[which] for spans, which in passes])
+            early = np.concatenate([column["ahead"][which] for _, which in passes])
+            order = np.argsort(starts, kind="stable")
+            starts, early = starts[order], early[order]
+            total += _sums(_changes(Spans(starts[:-1], starts[1:]), early[1:], count))
+        return total
+
+    def _still_reduced(self, footprints: Floats, count: int) -> Floats:
+        """Gradients that are being reduced while the next unit runs backward."""
+        pending = footprints[:, COLUMN["pending"]]
+        which = np.flatnonzero((footprints[:, COLUMN["alone"]] > 0) & self._differentiated)
+        stops, pending = self.backward.stop[which], pending[which]
+        order = np.argsort(stops, kind="stable")
+        stops, pending = stops[order], pending[order]
+        return _sums(_changes(Spans(stops[:-1], stops[1:]), pending[:-1], count))
 
     def _full_buckets(self, bucketed: Floats, count: int) -> Floats:
         """Buckets that are full before the backward ends: gradients are copied into them then, and both stay.

@@ -38,10 +38,16 @@ counts. [1 Gbit/s: 34 ms for 4 MiB; four more seconds for 32 MiB]"""
 TOGETHER, TOGETHER_SIZES = 4, slice(1, 3)
 """Tensors of a gather of several, and at which of the sizes it is timed: those at which latencies matter."""
 
+BESIDE_SIZE, BESIDE_COMPUTE = 3, 1.5
+"""At which of the sizes, the last one if there are fewer, it is measured how much of a collective goes on beside
+compute that takes so many times as long. [1 Gbit/s: a shaped link lets 1 MiB through at once, and nothing is hidden; of
+4 MiB, 15 ms, three quarters; over loopback, where copies are all, a tenth]"""
+
 COMPUTE_SIDE, COMPUTE_PRODUCTS = 192, 16
 """Matrix products before a collective that interrupts compute: some milliseconds on one core, like a small layer."""
 
 Collective = Callable[[], None]
+Begun = Callable[[], collectives.Work]
 Progress = Callable[[int, int], None]
 
 
@@ -56,6 +62,8 @@ class _Subject(NamedTuple):
     """What comes right before it."""
     make_together: Callable[[int], Collective] | None = None
     """The same of ``TOGETHER`` tensors, so many elements in all; None where there is no such thing."""
+    begun: Callable[[int], Begun] | None = None
+    """The same, to be waited for while something else goes on; None where that can't be."""
 
 
 def measure(
@@ -159,12 +167,28 @@ def _subjects(prefix: str, by: Communicator, group: dist.ProcessGroup, device: t
         whole = torch.zeros(numel, device=device)
         return lambda: by.reduce_scatter(torch.empty(numel // by.size(), device=device), whole)
 
+    def begun_gather(numel: int) -> Begun:
+        part = torch.zeros(numel // by.size())
+        return lambda: collectives.begin_all_gather([torch.empty(numel)], [part], group)
+
+    def begun_scatter(numel: int) -> Begun:
+        whole = torch.zeros(numel)
+        return lambda: collectives.begin_reduce_scatter(torch.empty(numel // by.size()), whole, group)
+
+    def begun_all_reduce(numel: int) -> Begun:
+        whole = torch.zeros(numel)
+        return lambda: collectives.all_reduce_async(whole, group)
+
     compute = _compute(device)
-    return {
-        f"{prefix}all_reduce": _Subject(lambda numel: _all_reduce(numel, group, device), by.size(), lambda: None),
-        f"{prefix}all_gather": _Subject(all_gather, by.size(), compute, gather_together),
-        f"{prefix}reduce_scatter": _Subject(reduce_scatter, by.size(), compute),
+    found = {
+        "all_reduce": _Subject(lambda numel: _all_reduce(numel, group, device), by.size(), lambda: None),
+        "all_gather": _Subject(all_gather, by.size(), compute, gather_together),
+        "reduce_scatter": _Subject(reduce_scatter, by.size(), compute),
     }
+    if isinstance(by, OneStage) and device.type == "cpu":
+        begun = {"all_reduce": begun_all_reduce, "all_gather": begun_gather, "reduce_scatter": begun_scatter}
+        found = {name: one._replace(begun=begun[name]) for name, one in found.items()}
+    return {prefix + name: one for name, one in found.items()}
 
 
 def _all_reduce(numel: int, group: dist.ProcessGroup, device: torch.device) -> Collective:
@@ -194,8 +218,31 @@ def _fits(
     fits = {name: fit(whole_bytes, times_s[name], subject.ranks) for name, subject in subjects.items()}
     for name, subject in subjects.items():
         more_s = _more_s(subject, sizes[TOGETHER_SIZES], world, device)
-        fits[name] = fits[name].model_copy(update={"more_s": more_s})
+        hidden = _hidden(subject, sizes[: BESIDE_SIZE + 1][-1], world, device)
+        fits[name] = fits[name].model_copy(update={"more_s": more_s, "hidden": hidden})
     return fits
+
+
+def _hidden(subject: _Subject, numel: int, world: dist.ProcessGroup, device: torch.device) -> float:
+    """Share of the collective's seconds that goes on beside compute."""
+    if subject.begun is None or subject.ranks == 1:
+        return 0.0
+    alone_s = _time_s(subject.make(numel), world, device, subject.before)
+    stretch = _compute(device)
+    times = max(1, round(BESIDE_COMPUTE * alone_s / _time_s(stretch, world, device, subject.before)))
+    begin = subject.begun(numel)
+
+    def work() -> None:
+        for _ in range(times):
+            stretch()
+
+    def both() -> None:
+        under_way = begin()
+        work()
+        under_way.wait()
+
+    work_s, both_s = (_time_s(each, world, device, subject.before) for each in (work, both))
+    return min(1.0, max(0.0, (alone_s + work_s - both_s) / alone_s))
 
 
 def _more_s(subject: _Subject, sizes: Sequence[int], world: dist.ProcessGroup, device: torch.device) -> float:

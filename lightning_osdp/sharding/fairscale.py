@@ -240,6 +240,8 @@ class FairScaleEngine:
             self._replicas.refresh()
         if self._shared is not None:
             self._shared.updates.refresh()
+            self._shared.reducer.drop()
+            self._shared.order.begin(backward=False)
 
     def finish_backward(self) -> None:
         """See ``Engine.finish_backward``. Frees units that a backward pass did not reach (frozen, or without loss)."""

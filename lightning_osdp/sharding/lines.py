@@ -51,12 +51,18 @@ class Line:
         gather: for its all-gathers.
         reduce: for its reduce-scatters.
         between: what averages its gradient's parts between nodes; None if ``group`` is all ranks.
+        ahead_bytes: units of up to this size are gathered and reduced beside compute.
     """
 
     group: Any
     gather: Communicator
     reduce: Communicator
     between: BetweenNodes | None = None
+    ahead_bytes: int = 0
+
+    def runs_ahead(self, whole_bytes: int) -> bool:
+        """Whether a unit's collectives go on beside compute (``ahead``)."""
+        return whole_bytes <= self.ahead_bytes and self.group.size() > 1
 
 
 class Lines:
@@ -72,7 +78,8 @@ class Lines:
     def __init__(self, world: Any, device: torch.device, choices: Iterable[Choice], cluster: Cluster) -> None:
         # On CUDA, reductions run beside the gathers, on a stream and so on groups of their own.
         reduce_world = duplicate(world) if device.type == "cuda" else world
-        self._plain = Line(world, OneStage(world), OneStage(reduce_world))
+        ahead_bytes = cluster.ahead_bytes if device.type == "cpu" else 0  # streams do that on CUDA
+        self._plain = Line(world, OneStage(world), OneStage(reduce_world), ahead_bytes=ahead_bytes)
         self._by_kind: dict[tuple[Group, bool], Line] = {}
         self.between = BetweenNodes(None)
         """Averages what is sharded inside nodes."""

@@ -11,7 +11,7 @@ redirection. Streams, the reducer and the bound on gathers are therefore shared 
 Note [one layout per parameter]: units are not flattened, so a ``Parameter`` keeps its identity (its ``.data``
 changes between shard and whole), an optimizer made before sharding stays valid, and parameter groups need no care.
 Small parameters stay outside, so an operator usually has a single sharded weight. Where a unit has several, they are
-gathered together (``Together``) and reduced one by one, as their gradients come.
+gathered together (``ahead.Gather``) and reduced one by one, as their gradients come.
 
 Note [groups]: FairScale asks a process group for its rank and size and hands it on to the collectives. A unit gives it
 a ``Communicator`` instead, which knows whether to run in one stage or two. In group sharding that one spans the
@@ -48,9 +48,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_osdp.errors import ShardingError
-from lightning_osdp.levels import Communicator, duplicate
+from lightning_osdp.levels import Communicator, OneStage, duplicate
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.sharding.ahead import Gather, Order, Reducer, in_backward
 from lightning_osdp.sharding.gathers import GATHERS_IN_FLIGHT, GatherBound, NoBound
 from lightning_osdp.sharding.lines import Line, Lines, sharded_operators
 from lightning_osdp.sharding.splitting import Stage, WeightSlice
@@ -100,34 +101,6 @@ def _seen_as_float16(parameters: list[nn.Parameter]) -> Iterator[None]:
         parameter.data = parameter.data.view(torch.bfloat16)
 
 
-class Together:
-    """A communicator that holds all-gathers back, to run those of a unit's parameters as one.
-
-    FairScale asks for one after the other and looks at none before the last.
-    """
-
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-        self.held: list[tuple[Tensor, Tensor]] = []
-
-    def rank(self) -> int:
-        """See ``Communicator.rank``."""
-        return self._communicator.rank()
-
-    def size(self) -> int:
-        """See ``Communicator.size``."""
-        return self._communicator.size()
-
-    def all_gather(self, output_flat: Tensor, shard: Tensor) -> None:
-        """To be run with the next ``run``."""
-        self.held.append((output_flat, shard))
-
-    def run(self) -> None:
-        """Gathers what was held back."""
-        held, self.held = self.held, []
-        self._communicator.all_gather_together(*zip(*held, strict=True))
-
-
 class _BackwardOver(torch.autograd.Function):
     """Hands tensors on, and their gradients back, calling ``done`` on the way."""
 
@@ -168,13 +141,15 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
         recomputed: bool = False,
     ) -> None:
         body = _Body(stage.forward, parameters)
-        self._gather = Together(line.gather) if len(parameters) > 1 else line.gather
+        self._gather = Gather(line.gather)
+        self._ahead = line.runs_ahead(sum(parameter.nbytes for parameter in parameters))
+        reduce = OneStage(line.group, background=True) if self._ahead else line.reduce
         dtype = parameters[0].dtype
         with _seen_as_float16(parameters):
             super().__init__(
                 body,
                 process_group=self._gather,
-                process_group_reduce_scatter=line.reduce,
+                process_group_reduce_scatter=reduce,
                 reshard_after_forward=mode == Mode.ZDP,
                 disable_reshard_on_root=False,
                 flatten_parameters=False,
@@ -220,7 +195,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
         """The operator's forward with whole parameters; outside of training they are freed at once in every mode."""
         if self._shared.shown_whole:
             raise ShardingError("the model can't run while its parameters are shown whole: leave that context first")
-        if self._in_graph and torch._C._current_graph_task_id() != -1:  # -1: no backward pass is going on
+        if self._in_graph and in_backward():
             return self._run_again(*args, **kwargs)
         if self._freed_by_inputs and torch.is_grad_enabled() and not any(p.requires_grad for p in self.params):
             args, kwargs = self._with_end_of_backward(args, kwargs)
@@ -306,15 +281,28 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
         return self._gather_all(force_full_precision)
 
     def _gather_all(self, force_full_precision: bool = False) -> Any:
-        if not self.has_full_params:
+        gathers = not self.has_full_params
+        if gathers:
             self._shared.gathers.before_gather()
         found = super()._rebuild_full_params(force_full_precision)
-        if isinstance(self._gather, Together) and self._gather.held:
+        if self._gather.asked:
             cuda = fairscale_module.torch.cuda
             with cuda.stream(self._streams["all_gather"]):
                 self._gather.run()
             cuda.current_stream().wait_stream(self._streams["all_gather"])
+        following = self._shared.order.after(self) if gathers else None
+        if following is not None:
+            following.begin_gather()
         return found
+
+    def begin_gather(self) -> None:
+        """Begins to gather parameters that will be needed next, if this unit runs ahead and has none yet."""
+        if not self._ahead or self.has_full_params or self._gather.begun or self._has_shared_params:
+            return
+        wholes = [parameter._full_param_padded for parameter in self.params]
+        for whole in wholes:
+            whole.untyped_storage().resize_(whole.numel() * whole.element_size())
+        self._gather.begin(wholes, [parameter.data for parameter in self.params])
 
     def _register_post_backward_hooks(self) -> None:
         # FairScale's registers one more hook in every forward, and all of them are called in every backward: the
@@ -351,6 +339,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
 
     def _free_full_params(self, params: Any = None) -> None:
         was_whole = self.has_full_params
+        self._gather.finish()
         super()._free_full_params(params)
         if was_whole:
             self._shared.gathers.after_free()
@@ -373,7 +362,8 @@ class Shared:
         self.shown_whole = False
         self.update_in_backward = plan.update_in_backward
         self.updates = Updates()
-        self.reducer = _Reducer()
+        self.reducer = Reducer()
+        self.order = Order[Unit]()
         self.lines = Lines(group, device, [op.choice for op in sharded_operators(plan)], plan.cluster)
         if device.type == "cuda":
             names = ("fp32_to_fp16", "all_gather", "post_backward")
@@ -386,33 +376,3 @@ class Shared:
             run_without_cuda(fairscale_module)
             self.streams = dict.fromkeys(("fp32_to_fp16", "all_gather", "post_backward"), NO_STREAM)
             self.gathers = NoBound()
-
-
-class _Reducer:
-    """Stands in for FairScale's bucketing reducer, which copies every gradient once more than needed."""
-
-    def reduce_scatter_async(
-        self, input_list: list[Tensor], group: Communicator, callback_fn: Callable[[Tensor], None]
-    ) -> None:
-        """Sums ``input_list[i]`` over the ranks onto rank i and hands the result to ``callback_fn``."""
-        whole = joined(input_list)
-        output = torch.empty_like(input_list[0])
-        group.reduce_scatter(output, whole)
-        callback_fn(output)
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-    def teardown(self) -> None:
-        """Nothing is kept."""
-
-
-def joined(chunks: list[Tensor]) -> Tensor:
-    """The tensor that ``chunks`` were cut from, without a copy where they still lie side by side."""
-    first = chunks[0]
-    storage, step = first.untyped_storage().data_ptr(), first.numel()
-    for index, chunk in enumerate(chunks):
-        in_place = chunk.untyped_storage().data_ptr() == storage
-        if not in_place or chunk.storage_offset() != first.storage_offset() + index * step:
-            return torch.cat(chunks)
-    return first.as_strided((step * len(chunks),), (1,))

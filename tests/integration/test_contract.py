@@ -266,7 +266,9 @@ def rare(folder: str) -> Any:
     module = seeded(Rare)
     made = planned(folder, module, data, shift=1)  # first zdp2, rare zdp is moved to dp below
     plan = made.strategy._given_plan
-    operators = tuple(op.model_copy(update={"slices": ("dp",)}) if op.name == "rare" else op for op in plan.operators)
+    operators = tuple(
+        op.model_copy(update={"slices": ("dp",), "unit": ""}) if op.name == "rare" else op for op in plan.operators
+    )
     made.strategy._given_plan = type(plan).model_validate(plan.model_copy(update={"operators": operators}).model_dump())
     made.fit(module, data)
     return made.strategy.lightning_module_state_dict()

@@ -59,7 +59,7 @@ def runs(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     plan = node.strategy.execution_plan
     sampler = node.strategy.distributed_sampler_kwargs
     state = node.strategy.lightning_module_state_dict()
-    operators = tuple(op.model_copy(update={"slices": (Mode.DP,)}) for op in plan.operators)
+    operators = tuple(op.model_copy(update={"slices": (Mode.DP,), "unit": ""}) for op in plan.operators)
     replicated = plan.model_copy(update={"operators": operators})
     _, plain = fit(folder, OSDPStrategy(plan=replicated))
     return {

@@ -88,7 +88,9 @@ def overflow(folder: str) -> Any:
     """(scale after each step, where gradients were finite, where weights changed, scale in a checkpoint)."""
     module, data = seeded(Overflowing), batches(4, 4)
     plan = mixed_plan(seeded(Overflowing), next(iter(data)), 4)
-    operators = tuple(op.model_copy(update={"slices": ("zdp",)}) if op.name == "extra" else op for op in plan.operators)
+    operators = tuple(
+        op.model_copy(update={"slices": ("zdp",), "unit": ""}) if op.name == "extra" else op for op in plan.operators
+    )
     plan = type(plan).model_validate(plan.model_copy(update={"operators": operators}).model_dump())
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     plugin = MixedPrecision("16-mixed", "cpu", scaler)

@@ -28,9 +28,9 @@ def split(plan: ExecutionPlan, module: GPTModule) -> ExecutionPlan:
     """The same plan with all operators in three slices, each in another mode, and both blocks recomputed."""
     splits = split_all(module, 3)
     operators = tuple(
-        op.model_copy(update=dict(zip(("slices", "split_dim"), splits[op.name], strict=True)))
-        if op.name in splits
-        else op
+        op.model_copy(
+            update={"unit": "", **dict(zip(("slices", "split_dim"), splits.get(op.name, op.choice), strict=False))}
+        )
         for op in plan.operators
     )
     sizes = {"batch_size": 4, "accumulate_grad_batches": 2, "global_batch_size": 16}

@@ -13,7 +13,7 @@ from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.calibration import Correction
 from lightning_osdp.planning.operators import BetweenSteps, Line, OptimizerStep
 from lightning_osdp.planning.plan import ExecutionPlan
-from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, foreseen
+from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, decided, foreseen
 from lightning_osdp.planning.schedule import BatchRule, Desks, Problem, make_plan
 from lightning_osdp.planning.settled import (
     MOST_FOUND,
@@ -28,6 +28,7 @@ from lightning_osdp.planning.settled import (
     settled,
     settled_before,
 )
+from lightning_osdp.planning.space import WORTH_HIDING
 from lightning_osdp.planning.wishes import Wishes
 from tests.planning.small import MIB, blocks_of_one, blocks_of_two, cluster, compute
 
@@ -281,3 +282,55 @@ def test_a_rehearsed_plan_that_updates_in_the_backward_pass_is_kept() -> None:
     assert settled(tight, rule, [shown]).update_in_backward
     slow = shown.model_copy(update={"took_s": 2 * shown.took_s})
     assert not settled(tight, rule, [slow]).update_in_backward
+
+
+def hideable(limit_mib: int, hidden: float, gather_ms: float = 8.0) -> Problem:
+    """Of a model that has to be sharded, over a link of which compute may hide a share."""
+    slow = cluster(all_reduce_ms=2 * gather_ms, gather_ms=gather_ms, scatter_ms=gather_ms)
+    fits = {
+        name: getattr(slow.link, name).model_copy(update={"hidden": hidden}) for name in type(slow.link).model_fields
+    }
+    link = slow.link.model_copy(update=fits)
+    return replace(separable(limit_mib), cluster=slow.model_copy(update={"link": link}))
+
+
+def test_units_run_ahead_where_compute_hides_enough_of_the_link() -> None:
+    rule = BatchRule(max_batch_size=8)
+    for hidden in (0.0, WORTH_HIDING / 2):
+        plan = settled(hideable(60, hidden), rule, [])
+        assert plan.cluster.ahead_bytes == 0
+    usual, ahead = settled(hideable(60, 0.0), rule, []), settled(hideable(60, 0.8), rule, [])
+    assert ahead.cluster.ahead_bytes == 2 * MIB  # the power of two below a twenty-fourth of the limit
+    assert ahead.predicted.samples_per_s > usual.predicted.samples_per_s
+    assert ahead.predicted.peak_memory_bytes <= 60 * MIB
+
+
+def test_units_do_not_run_ahead_where_nothing_fits_then() -> None:
+    sharded = hideable(1, 0.8)
+    least = least_mib(replace(sharded, wishes=Wishes()))
+    tight = replace(hideable(int(least) + 1, 0.8), wishes=Wishes())
+    with pytest.raises(InfeasibleError):
+        make_plan(replace(tight, cluster=tight.cluster.model_copy(update={"ahead_bytes": 4 * MIB})), ONE)
+    assert settled(tight, ONE, []).cluster.ahead_bytes <= MIB
+
+
+def test_an_earlier_plan_that_ran_ahead_is_predicted_so() -> None:
+    wanted = hideable(60, 0.8)
+    question = asked(ONE, wanted.wishes, BetweenSteps(), Correction())
+    plan = settled(wanted, ONE, [])
+    assert plan.cluster.ahead_bytes
+    before = [Settled(asked=question, plan=plan.without_reasons())]
+    again = settled_before(wanted, ONE, question, before, [])
+    assert again is not None
+    assert (again.predicted, again.cluster) == (plan.predicted, plan.cluster)
+    unhidden = settled_before(hideable(60, 0.0), ONE, question, before, [])
+    assert unhidden is None  # the link is another one
+
+
+def test_a_rehearsal_is_of_plans_that_run_ahead_or_of_others() -> None:
+    ahead = settled(hideable(60, 0.8), ONE, [])
+    apart = ahead.model_copy(update={"cluster": ahead.cluster.model_copy(update={"ahead_bytes": 0})})
+    assert decided(ahead) != decided(apart)
+    model = hideable(60, 0.8).model
+    waits = [foreseen(model, compute(model), ahead.cluster, plan, 1).foreseen_s for plan in (ahead, apart)]
+    assert waits[0] < waits[1]

@@ -51,8 +51,14 @@ def whole(modes: list[Mode]) -> list[Choice]:
     return [Choice((mode,)) for mode in modes]
 
 
-def curves(modes: list[Mode], batch_size: int = 1, accumulation: int = 1, **changes: object) -> dict[str, list[float]]:
-    timeline = Timeline(model(**changes), some_cluster(N, reduce_copy=0.0), overhead_bytes=7 * MIB)
+def curves(
+    modes: list[Mode],
+    batch_size: int = 1,
+    accumulation: int = 1,
+    cluster: dict[str, int] | None = None,
+    **changes: object,
+) -> dict[str, list[float]]:
+    timeline = Timeline(model(**changes), some_cluster(N, reduce_copy=0.0, **(cluster or {})), overhead_bytes=7 * MIB)
     return {
         name: (curve / MIB).tolist() for name, curve in timeline.curves(whole(modes), batch_size, accumulation).items()
     }
@@ -79,6 +85,66 @@ def test_sharded_states_with_whole_parameters() -> None:
     found = curves([Mode.ZDP2, Mode.ZDP2])
     assert found["states"] == [18.0] * 6
     assert found["gathered"] == [4, 12, 12, 12, 4, 0]
+
+
+AHEAD = {"ahead_bytes": 1 << 30}
+
+
+def test_units_that_run_ahead() -> None:
+    found = curves([Mode.ZDP, Mode.ZDP], cluster=AHEAD)
+    assert found["gathered"] == [4 + 8, 8, 0, 8 + 4, 4, 0]  # the next one's parameters are on their way
+    assert found["transient"] == [0, 0, 0, 8, 4 + 8, 0]  # the last one's gradient is still being reduced
+    assert found["gradients"] == [0, 0, 0, 0, 4, 6]
+
+
+def test_what_is_whole_from_forward_to_backward_is_gathered_ahead_once() -> None:
+    found = curves([Mode.ZDP2, Mode.ZDP2], cluster=AHEAD)
+    assert found["gathered"] == [4 + 8, 12, 12, 12, 4, 0]
+    assert found["transient"] == [0, 0, 0, 8, 4 + 8, 0]
+
+
+@pytest.mark.parametrize("bound_mib", [7, 8])
+def test_only_units_up_to_a_size_run_ahead(bound_mib: int) -> None:
+    found = curves([Mode.ZDP, Mode.ZDP], cluster={"ahead_bytes": bound_mib * MIB})
+    ahead = 8 if bound_mib == 8 else 0
+    assert found["gathered"] == [4 + ahead, 8, 0, 8 + 4, 4, 0]
+    assert found["transient"] == [0, 0, 0, 8, 4 + ahead, 0]
+
+
+def test_an_operator_between_has_the_next_ones_parameters_beside_it() -> None:
+    three = model(
+        operators=(operator("first", 4), operator("second", 8), operator("third", 2)),
+        moments=(
+            *(Moment(phase="forward", operator=at, live=Line()) for at in range(3)),
+            *(Moment(phase="backward", operator=at, live=Line()) for at in reversed(range(3))),
+        ),
+    )
+    timeline = Timeline(three, some_cluster(N, reduce_copy=0.0, **AHEAD), overhead_bytes=0)
+    found = timeline.curves(whole([Mode.ZDP, Mode.DP, Mode.ZDP]), 1)
+    assert (found["gathered"] / MIB).tolist() == [4 + 2, 2, 2, 2 + 4, 4, 4, 0]
+    assert (found["transient"] / MIB).tolist() == [0, 0, 0, 2, 2, 4 + 2, 0]
+
+
+def test_slices_run_ahead_of_each_other() -> None:
+    choice = Choice((Mode.ZDP,) * 4, 0)
+    usual, found = (
+        footprint(operator("one", 8), choice, some_cluster(N, reduce_copy=0.0, **more)) for more in ({}, AHEAD)
+    )
+    assert (usual.gathered, usual.ahead, usual.pending) == (2 * MIB, 0, 0)
+    assert (found.gathered, found.ahead, found.pending) == (4 * MIB, 2 * MIB, 2 * MIB)
+    assert found.transient == usual.transient + 2 * MIB
+
+
+def test_with_more_ranks_what_they_have_sent_waits_to_be_added() -> None:
+    found = footprint(operator("one", 8), Choice((Mode.ZDP,)), some_cluster(4, reduce_copy=0.0, **AHEAD))
+    assert found.pending == 8 * MIB * (1 + 2 / 4)
+
+
+def test_what_is_sharded_inside_nodes_or_in_two_stages_does_not_run_ahead() -> None:
+    pair = Cluster.model_validate(some_cluster(4, **AHEAD).model_dump() | {"nodes": 2, "devices_per_node": 2})
+    for choice in (Choice((Mode.ZDP,), group=Group.NODE), Choice((Mode.ZDP,), two_stage=True)):
+        assert footprint(operator("one", 8), choice, pair).ahead == 0
+    assert footprint(operator("one", 8), Choice((Mode.ZDP,)), pair).ahead == 8 * MIB
 
 
 def test_a_copying_reduction_counts_from_where_it_exceeds_the_freed_parameter() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 import torch
@@ -68,6 +69,7 @@ def test_all_ranks_get_the_same_positive_link_and_hear_of_the_progress():
     for fitted in (link.all_reduce, link.all_gather, link.reduce_scatter):
         assert fitted.latency_s + fitted.s_per_byte > 0
         assert fitted.time_s(16 << 20, 2) > 0
+        assert 0 <= fitted.hidden <= 1
     assert calls == other_calls
     assert calls == [(done, 12) for done in range(1, 13)]
 
@@ -110,3 +112,38 @@ def test_a_single_rank_has_no_costs():
 def test_two_different_sizes_are_needed():
     with pytest.raises(AssertionError, match="ValueError: need two different sizes"):
         run_ranks(too_few, 2)
+
+
+class Sleeper:
+    """A collective of 60 ms that begins at once; ``busy_s`` of it take the processor while it is waited for."""
+
+    def __init__(self, busy_s: float) -> None:
+        self._busy_s = busy_s
+        self._ends_s = time.perf_counter() + 0.06 - busy_s
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self._ends_s - time.perf_counter()) + self._busy_s)
+
+
+def shares_hidden(rank: int, world_size: int) -> list[float]:
+    """Of collectives that go on by themselves, that need the processor for half of their time, or for all of it."""
+    found = []
+    for busy_s in (0.0, 0.03, 0.06):
+        subject = network._Subject(
+            lambda _, busy_s=busy_s: lambda: Sleeper(busy_s).wait(),
+            world_size,
+            lambda: None,
+            begun=lambda _, busy_s=busy_s: lambda: Sleeper(busy_s),
+        )
+        found.append(network._hidden(subject, 1000, dist.group.WORLD, CPU))
+    return [*found, network._hidden(subject._replace(begun=None), 1000, dist.group.WORLD, CPU)]
+
+
+def test_the_share_that_goes_on_beside_compute():
+    first, second = run_ranks(shares_hidden, 2)
+    assert first == second
+    everything, half, nothing, unknown = first
+    assert everything > half > nothing
+    assert everything == pytest.approx(1.0, abs=0.3)
+    assert half == pytest.approx(0.5, abs=0.3)
+    assert unknown == 0.0

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.planning.choices import Mode
+from lightning_osdp.sharding.ahead import joined
 from lightning_osdp.sharding.fairscale import FairScaleEngine
 from lightning_osdp.sharding.gathers import GATHERS_IN_FLIGHT, GatherBound
-from lightning_osdp.sharding.units import Unit, fairscale_module, joined
+from lightning_osdp.sharding.units import Unit, fairscale_module
 from tests.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups
 from tests.ranks import run_ranks
 from tests.sharding.split_plans import split_plan

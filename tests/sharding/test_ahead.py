@@ -1,0 +1,219 @@
+"""Units that run ahead: the same training to the bit, whatever way the passes go."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.sharding import ahead
+from lightning_osdp.sharding.fairscale import FairScaleEngine
+from lightning_osdp.sharding.units import Unit
+from tests.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, joined, modes_for, two_groups
+from tests.ranks import run_ranks
+from tests.sharding.split_plans import split_all, split_plan
+
+STEPS, BATCH = 5, 12
+ALL = 1 << 30
+"""As ``ahead_bytes``: every unit."""
+
+POLICIES = ("zdp", "zdp2", "mixed", "joined zdp", "sliced", "recomputed", "recomputed joined", "updated")
+
+
+class Wayward(TinyGPT):
+    """In some steps it leaves out a block, runs the blocks in another order, or one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=3)
+        self.step = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        ways = ((0, 1, 2), (0, 1, 2), (0, 2), (2, 1, 0), (0, 1, 1, 2))
+        x = self.embed(tokens) + self.position[: tokens.shape[1]]
+        for index in ways[self.step % len(ways)]:
+            x = self.blocks[index](x)
+        self.step += self.training
+        return self.head(self.norm(x))
+
+
+def plan_of(model: nn.Module, policy: str, ranks: int, ahead_bytes: int) -> ExecutionPlan:
+    if policy == "sliced":
+        plan = split_plan(split_all(model, 3), ranks)
+    else:
+        mode = policy if policy in ("zdp2", "mixed") else "zdp"
+        plan = joined(hand_made_plan(modes_for(model, mode), ranks), ("blocks.0", "blocks.1") * ("joined" in policy))
+    cluster = plan.cluster.model_copy(update={"ahead_bytes": ahead_bytes})
+    again = ("blocks.0", "blocks.1") if "recomputed" in policy else ()
+    return plan.model_copy(update={"cluster": cluster, "recomputed": again, "update_in_backward": policy == "updated"})
+
+
+class Counted:
+    """Counts what is begun, and what of it is waited for when it is asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: Counter[str] = Counter()
+        for kind, name in ((ahead.Gather, "begin"), (ahead.Gather, "run")):
+            monkeypatch.setattr(kind, name, self._counting(name, getattr(kind, name)))
+        for name in ("begin_all_gather", "begin_reduce_scatter"):
+            monkeypatch.setattr(ahead, name, self._counting(name, getattr(ahead, name)))
+
+    def _counting(self, name: str, function: Any) -> Any:
+        def counted(*args: Any) -> Any:
+            self.calls[name] += 1
+            if name == "run" and args[0].begun:
+                self.calls["in time"] += 1
+            return function(*args)
+
+        return counted
+
+
+def train(rank: int, ranks: int, policy: str, ahead_bytes: int, accumulation: int, wayward: bool) -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = Wayward() if wayward else TinyGPT()
+    optimizer = two_groups(model)
+    engine = FairScaleEngine(torch.device("cpu"))
+    engine.apply(model, plan_of(model, policy, ranks, ahead_bytes), [optimizer])
+    units = [module for module in engine._units if isinstance(module, Unit)]
+    losses, left, begun = [], [], []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        counted = Counted(monkeypatch)
+        for batch in gpt_batches(STEPS, BATCH):
+            parts = batch[rank::ranks].chunk(accumulation)
+            for index, part in enumerate(parts):
+                engine.before_forward()
+                with nullcontext() if index + 1 == len(parts) else engine.no_sync():
+                    loss = gpt_loss(model, part) / accumulation
+                    loss.backward()
+                    engine.finish_backward()
+                losses.append(float(loss.detach()))
+            left.append(sum(unit.in_use or unit._gather.begun for unit in units))
+            engine.before_optimizer_step(optimizer)
+            optimizer.step()
+            engine.after_optimizer_step()
+            optimizer.zero_grad()
+            begun.append(dict(counted.calls))
+            model.eval()
+            with torch.no_grad():
+                losses.append(float(gpt_loss(model, batch[rank::ranks])))
+            model.train()
+            assert counted.calls["begin"] == begun[-1].get("begin", 0)  # evaluation has no room for the next
+            engine.before_forward()
+            gpt_loss(model, batch[rank::ranks])  # a forward without a backward
+            engine.finish_backward()
+    return {"losses": losses, "state": engine.model_state(), "left": left, "begun": begun[-1]}
+
+
+CASES = [(policy, 1, False) for policy in POLICIES]
+CASES += [("zdp", 2, False), ("sliced", 2, False), ("zdp", 1, True), ("recomputed", 1, True)]
+
+
+def train_all(rank: int, ranks: int) -> list[list[dict[str, Any]]]:
+    return [
+        [train(rank, ranks, policy, ahead_bytes, accumulation, wayward) for ahead_bytes in (0, ALL)]
+        for policy, accumulation, wayward in CASES
+    ]
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+def runs(request: pytest.FixtureRequest) -> dict[Any, list[list[dict[str, Any]]]]:
+    by_rank = run_ranks(train_all, request.param)
+    return {case: [results[at] for results in by_rank] for at, case in enumerate(CASES)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_training_is_the_same_to_the_bit(runs: dict[Any, list[list[dict[str, Any]]]], case: Any) -> None:
+    for usual, found in runs[case]:
+        assert found["losses"] == usual["losses"]
+        for name, weight in usual["state"].items():
+            assert torch.equal(found["state"][name], weight), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_collectives_are_begun_and_come_in_time(runs: dict[Any, list[list[dict[str, Any]]]], case: Any) -> None:
+    for usual, found in runs[case]:
+        assert usual["begun"].get("begin_all_gather", usual["begun"].get("begin_reduce_scatter", 0)) == 0
+        assert found["begun"]["begin_reduce_scatter"] > 0
+        begun, in_time = found["begun"]["begin"], found["begun"]["in time"]
+        if not case[2]:  # one step to learn the order; then all but the first of each pass
+            assert in_time == begun > (STEPS - 2) / STEPS * 0.5 * (found["begun"]["run"] - found["begun"]["begin"])
+        else:
+            assert 0 < in_time <= begun
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_nothing_is_left_after_a_step(runs: dict[Any, list[list[dict[str, Any]]]], case: Any) -> None:
+    for both in runs[case]:
+        assert [result["left"] for result in both] == [[0] * STEPS] * 2
+
+
+def sizes(rank: int, ranks: int, ahead_bytes: int) -> list[bool]:
+    model = TinyGPT()
+    engine = FairScaleEngine(torch.device("cpu"))
+    engine.apply(model, plan_of(model, "zdp", ranks, ahead_bytes))
+    return [unit._ahead for unit in engine._units]
+
+
+def test_large_units_do_not_run_ahead() -> None:
+    model = TinyGPT()
+    weights = [model.get_submodule(name).weight.nbytes for name in modes_for(model, "zdp")]
+    middle = sorted(set(weights))[len(set(weights)) // 2]
+    (found, _) = run_ranks(sizes, 2, middle)
+    assert found == [size <= middle for size in weights]
+    assert len(set(found)) == 2
+    assert run_ranks(sizes, 1, ALL) == [[False] * len(weights)]
+
+
+def broken_off(rank: int, ranks: int) -> list[float]:
+    """A backward pass that ends amid a reduction on all ranks; training goes on from where it was."""
+    torch.manual_seed(1)
+    model = TinyGPT()
+    engine = FairScaleEngine(torch.device("cpu"))
+    engine.apply(model, plan_of(model, "zdp", ranks, ALL))
+    reducer = engine._shared.reducer
+    reducer._pending = lambda: 1 / 0
+    engine.before_forward()
+    gpt_loss(model, gpt_batches(1, BATCH)[0][rank::ranks]).backward()
+    engine.finish_backward()
+    return [float(parameter.grad.norm()) for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_what_a_broken_backward_pass_left_under_way_is_dropped() -> None:
+    assert all(len(norms) > 5 for norms in run_ranks(broken_off, 2))
+
+
+def test_order_expects_what_came_last_time() -> None:
+    order = ahead.Order[str]()
+
+    def forward(names: str) -> str:
+        order.begin(backward=False)
+        return "".join(order.after(name) or "-" for name in names)
+
+    assert forward("abc") == "---"
+    assert forward("abc") == "bc-"
+    assert forward("abxc") == "bc--"  # from where it goes another way, nothing is expected
+    assert forward("abxc") == "bxc-"
+    assert forward("aba") == "bx-"
+    with torch.no_grad():
+        assert forward("aba") == "---"
+
+
+def test_order_tells_passes_apart() -> None:
+    order = ahead.Order[str]()
+    seen: list[str | None] = []
+
+    def backward(_: torch.Tensor) -> None:
+        seen.extend([order.after("b"), order.after("a")])
+
+    leaf = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        order.begin(backward=False)
+        seen.extend([order.after("a"), order.after("b")])
+        value = leaf * 2
+        value.register_hook(backward)
+        value.sum().backward()
+    assert seen == [None] * 4 + ["b", None, "a", None]
