@@ -56,6 +56,8 @@ def found_at(desks: Desks, rule: BatchRule) -> ExecutionPlan:
 def found_above(samples_per_s: float, desks: Desks, rule: BatchRule) -> ExecutionPlan | None:
     """The same; None if no plan makes more than ``samples_per_s``, which is known before the search ends."""
     problem = desks.problem
+    if samples_per_s and not _may_exceed(samples_per_s, desks, rule):
+        return None
     found: list[Candidate] = []
     end: SearchEnd | None = None
     for batch_size, accumulation in rule.pairs(problem.cluster.ranks):
@@ -66,14 +68,24 @@ def found_above(samples_per_s: float, desks: Desks, rule: BatchRule) -> Executio
                 raise with_remedies(error, problem, rule, least_bytes) from None
             end = SearchEnd(reason="memory", batch_size=batch_size, needed_bytes=error.needed_bytes)
             break
-    if max(one.global_batch_size / one.bound_s for one in found) <= samples_per_s:
-        return None
     candidates = _finished(desks, found)
     frontier = tuple(
         FrontierPoint(batch_size=c.batch_size, samples_per_s=c.samples_per_s, peak_memory_bytes=c.peak.total_bytes)
         for c in candidates
     )
     return to_plan(desks, choose(candidates), frontier, end or rule.end())
+
+
+def _may_exceed(samples_per_s: float, desks: Desks, rule: BatchRule) -> bool:
+    """Whether bounds leave a plan that makes more, at a batch size at which something fits."""
+    ranks, limit = desks.problem.cluster.ranks, desks.problem.memory_limit_bytes
+    for batch_size, accumulation in rule.pairs(ranks):
+        least = desks.least(batch_size, accumulation)
+        if least.peak.most_bytes > limit:
+            return False
+        if least.global_batch_size > samples_per_s * desks.bound_s(batch_size, accumulation):
+            return True
+    return False
 
 
 class Desks:
@@ -103,9 +115,16 @@ class Desks:
         found = self.under(math.inf, batch_size, accumulation, quick=quick)
         if found is not None:
             return found
-        least = (desk.least(batch_size, accumulation) for desk in self._desks.values())
-        peak = min((one.peak for one in least), key=lambda peak: peak.most_bytes)
-        raise nothing_fits(self.problem, peak, batch_size)
+        raise nothing_fits(self.problem, self.least(batch_size, accumulation).peak, batch_size)
+
+    def least(self, batch_size: int, accumulation: int = 1) -> Candidate:
+        """See ``Desk.least``: of all desks."""
+        found = (desk.least(batch_size, accumulation) for desk in self._desks.values())
+        return min(found, key=lambda one: one.peak.most_bytes)
+
+    def bound_s(self, batch_size: int, accumulation: int = 1) -> float:
+        """See ``Desk.bound_s``: of all desks."""
+        return min(desk.bound_s(batch_size, accumulation) for desk in self._desks.values())
 
     def under(self, seconds: float, batch_size: int, accumulation: int = 1, *, quick: bool = False) -> Candidate | None:
         """See ``Desk.under``: of all desks."""
