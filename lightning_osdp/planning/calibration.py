@@ -52,13 +52,14 @@ def learn(before: Correction, plan: ExecutionPlan, measured: MeasuredStep) -> Co
     """The correction after a run under ``plan``, which was predicted with ``before``.
 
     Times are taken half way, in the sense of ratios, from what was believed to what was seen: the figures of machines
-    are noisy. Compute and communication are corrected apart where both are known and the step itself was off. Memory is
-    not noisy; an underestimate is corrected at once and in full, an overestimate by half.
+    are noisy. Compute and communication are corrected apart where both are known and the step itself was off; not where
+    units run ahead, since compute is slowed by what goes on beside it. Memory is not noisy; an underestimate is
+    corrected at once and in full, an overestimate by half.
     """
     predicted = plan.predicted
     communication_s, factor = measured.communication_s, measured.step_time_s / predicted.step_time_s
     parts = predicted.compute_time_s, predicted.communication_time_s
-    if communication_s is None or 0 in parts or abs(factor - 1) <= RIGHT:
+    if communication_s is None or plan.cluster.ahead_bytes or 0 in parts or abs(factor - 1) <= RIGHT:
         compute, communication = before.compute * _half_way(factor), before.communication * _half_way(factor)
     else:
         compute_s = max(0.0, measured.step_time_s - communication_s)

@@ -22,10 +22,9 @@ SAME_ROOM, SAME_BYTES = 0.1, 12 << 20
 """Share, or bytes if these are more, by which the memory for the model may differ between two starts of what counts as
 the same problem: what a process takes by itself is another few MiB each time."""
 
-SAME_PACE = 0.8
-"""Width of what counts as the same in how much slower than compute collectives are corrected to be, as a logarithm:
-half as slow again to either side of no correction, since machines are noisy, and what compute does not hide of
-collectives is what two large numbers leave."""
+SAME_PACE = 0.6
+"""Width of what counts as the same in how much slower than compute collectives are corrected to be, as a logarithm: a
+third to either side of no correction, since machines are noisy."""
 
 WORTH_UPDATING = 0.05
 """Share of samples a second that updating parameters in the backward pass has to bring: nobody can look at the

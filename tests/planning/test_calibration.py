@@ -75,6 +75,12 @@ def test_without_the_waiting_time_both_move_together() -> None:
     assert correction.compute == correction.communication == pytest.approx(1.1)
 
 
+def test_where_units_run_ahead_both_move_together() -> None:
+    ahead = PLAN.model_copy(update={"cluster": PLAN.cluster.model_copy(update={"ahead_bytes": MIB})})
+    correction = learn(Correction(), ahead, MeasuredStep(1.25 * 1.21, 0.1, 1536 * MIB))
+    assert correction.compute == correction.communication == pytest.approx(1.1)
+
+
 def test_too_little_memory_predicted_counts_in_full_too_much_by_half() -> None:
     assert learn(Correction(), PLAN, MeasuredStep(1.25, 0.3, 1600 * MIB)).memory_bytes == 64 * MIB
     assert learn(Correction(memory_bytes=10), PLAN, MeasuredStep(1.25, 0.3, 1436 * MIB)).memory_bytes == 10 - 50 * MIB
