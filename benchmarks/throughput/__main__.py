@@ -33,8 +33,8 @@ from benchmarks.throughput.records import ROOT, Runs, current_commit
 from benchmarks.throughput.worker import run_rank
 
 QUICK_LEVELS = ("tight",)
-"""There batch sizes are small, and so are what they take: with more memory, systems that recompute go to nearly a hundred
-samples, and narrow and deep models alone took 6 minutes."""
+"""There batch sizes are small, and runs short: with more memory, systems that recompute go to nearly a hundred samples,
+and narrow and deep models alone took 6 minutes."""
 
 
 def main(arguments: list[str] | None = None) -> int:
