@@ -273,7 +273,7 @@ def _connections(
     if stored is not None and _still_true(stored, ranks):
         return stored
     link, levels = measure_links(ranks, advance, room_bytes)
-    engine = engine_overhead.measure(ranks.group, ranks.device, this_cluster(ranks, link, levels))
+    engine = engine_overhead.measure(ranks.group, ranks.device, this_cluster(ranks, link, levels), room_bytes)
     connections = Connections(link=link, levels=levels, engine=engine)
     if ranks.is_first and file is not None:
         write(file, connections.model_dump_json())

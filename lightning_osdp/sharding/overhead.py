@@ -28,6 +28,12 @@ from lightning_osdp.sharding.splitting import forget
 WIDTHS = {Mode.DP: (128, 448), Mode.ZDP2: (128, 768), Mode.ZDP: (128, 768)}
 """Of the square weights: 64 KiB, and 784 KiB, small enough to ride in buckets when replicated, or 2.25 MiB."""
 
+COPIES, ROOM_SHARE = 5, 0.8
+"""Of all weights that are there at once at most, with gradients, those of the plain modules and what is sharded of them
+included; and how much of the room they may take. Where it is less, the larger weights are smaller."""
+
+NARROW_STEP = 64
+"""By which the larger weights are wider at least: a line takes two points."""
 
 OPERATORS = 6
 """How many are run one after the other: a single one would be lost in the clock's noise."""
@@ -46,21 +52,25 @@ class Step(NamedTuple):
     model: nn.Module
 
 
-def measure(group: dist.ProcessGroup, device: torch.device, cluster: Cluster) -> EngineOverhead:
+def measure(
+    group: dist.ProcessGroup, device: torch.device, cluster: Cluster, room_bytes: int | None = None
+) -> EngineOverhead:
     """What each mode takes for an operator in one micro-batch. Collective: all ranks call it alike.
 
     Args:
         group: the ranks.
         device: of this rank.
         cluster: with the links as measured.
+        room_bytes: that it may take on this rank; the smallest of any rank counts. None: as much as it likes.
 
     Returns:
         The same numbers on every rank; zeros on a single rank, where nothing is sharded.
     """
     if group.size() == 1:
         return NO_OVERHEAD
-    fits = {}
-    for mode, widths in WIDTHS.items():
+    fits, widest = {}, _widest(group, device, room_bytes)
+    for mode, (narrow, wide) in WIDTHS.items():
+        widths = (narrow, max(narrow + NARROW_STEP, min(wide, widest)))
         own_s = [_per_operator_s(mode, width, group, device) - _counted_s(mode, width, cluster) for width in widths]
         fits[mode] = _line([4 * width * width for width in widths], own_s)
     # Counted for each norm and bias, so an error would add up; and a gradient's hook can't take less than nothing.
@@ -79,6 +89,14 @@ def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
             step = _with_engine(mode, 2, WIDTHS[mode][0], group, device)
             step.run()
             forget(step.model.parameters())
+
+
+def _widest(group: dist.ProcessGroup, device: torch.device, room_bytes: int | None) -> int:
+    """The width for which there is room. Collective."""
+    room = torch.tensor(float("inf") if room_bytes is None else room_bytes, dtype=torch.float64, device=device)
+    dist.all_reduce(room, dist.ReduceOp.MIN, group=group)
+    weight_bytes = ROOM_SHARE * float(room) / (COPIES * OPERATORS)
+    return int(min(weight_bytes / 4, 1 << 40) ** 0.5)
 
 
 def _line(sizes: list[int], times_s: list[float]) -> ModeOverhead:

@@ -48,6 +48,28 @@ def test_every_rank_gets_the_same_numbers_and_collectives_are_left_out() -> None
     assert dearly.zdp.time_s(1 << 20) == pytest.approx(-3 * 3600, abs=1)
 
 
+def widths_in(rank: int, ranks: int, rooms: list[int | None]) -> list[tuple[str, int]]:
+    """Of the weights that are measured, when rank 0 has each of ``rooms`` and the others have any."""
+    seen: list[tuple[str, int]] = []
+    overhead._per_operator_s = lambda mode, width, *_: seen.append((mode.value, width)) or 1.0
+    for room in rooms:
+        own = None if rank else room
+        overhead.measure(dist.group.WORLD, torch.device("cpu"), some_cluster(ranks), own)
+    return seen
+
+
+def test_what_is_measured_fits_into_the_room_of_the_rank_that_has_least() -> None:
+    mib = 1 << 20
+    first, second = run_ranks(widths_in, 2, [None, 28 * mib, mib])
+    assert first == second
+    usual, tight, least = first[:6], first[6:12], first[12:]
+    assert [width for _, width in usual] == [width for widths in overhead.WIDTHS.values() for width in widths]
+    wide = tight[5][1]
+    assert 128 < wide < 768
+    assert overhead.COPIES * overhead.OPERATORS * 4 * wide**2 <= 28 * mib
+    assert [width for _, width in least] == [128, 192] * 3
+
+
 @pytest.mark.parametrize(
     ("mode", "expected_s"), [("dp", 1e-3 + 64e-6), ("zdp2", 2e-3 + 128e-6), ("zdp", 3e-3 + 192e-6)]
 )
