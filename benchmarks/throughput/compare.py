@@ -35,7 +35,7 @@ class Effort:
         return replace(self, **changes)
 
 
-QUICK = Effort(search_steps=2, final_steps=4, repeats=2, finalists=1, timeout_s=150.0, budget_s=15.0)
+QUICK = Effort(search_steps=1, final_steps=4, repeats=1, finalists=1, timeout_s=150.0, budget_s=15.0)
 
 
 @dataclass(frozen=True)
