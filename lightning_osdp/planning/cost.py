@@ -394,7 +394,8 @@ def _beside(units: list[list[Part]], gathered: list[float], choice: Choice, clus
     # with what the other ranks but one have sent
     pending = max(part.gradient_bytes for at in running for part in units[at]) * (1 + max(0, ranks - 2) / ranks)
     slices = sum(unit[0].number for unit in units) > 1
-    return _Beside(ahead, pending, ahead if slices else 0.0, pending if slices or len(units[0]) > 1 else 0.0)
+    freed = any(units[at][0].mode == Mode.ZDP for at in running)  # those that are kept count from the first one on
+    return _Beside(ahead, pending, ahead if slices and freed else 0.0, pending if slices or len(units[0]) > 1 else 0.0)
 
 
 def _more_per_sample(operator: Operator, choice: Choice) -> tuple[float, float]:

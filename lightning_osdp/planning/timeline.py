@@ -401,8 +401,9 @@ class Timeline:
     ) -> Iterator[tuple[str, Spans, Floats]]:
         """What is there of footprints of these operators: category, from when to when, and bytes of each.
 
-        All but what operators do not add one by one: buckets that are full, and what only the largest adds (a copy of
-        a split operator's gradients, some optimizers' temporaries).
+        All but what operators do not add one by one: buckets that are full, what runs ahead (which other operators'
+        moments does it fall into?), and what only the largest adds (a copy of a split operator's gradients, some
+        optimizers' temporaries).
         """
         column = {name: footprints[:, index] for name, index in COLUMN.items()}
         forward, again, backward = (spans.of(operators) for spans in (self.forward, self._again, self.backward))

@@ -133,6 +133,8 @@ def test_slices_run_ahead_of_each_other() -> None:
     assert (usual.gathered, usual.ahead, usual.pending) == (2 * MIB, 0, 0)
     assert (found.gathered, found.ahead, found.pending) == (4 * MIB, 2 * MIB, 2 * MIB)
     assert found.transient == usual.transient + 2 * MIB
+    kept = footprint(operator("one", 8), Choice((Mode.ZDP2,) * 4, 0), some_cluster(N, reduce_copy=0.0, **AHEAD))
+    assert (kept.gathered, kept.kept) == (0, 8 * MIB)
 
 
 def test_with_more_ranks_what_they_have_sent_waits_to_be_added() -> None:
