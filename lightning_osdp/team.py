@@ -128,6 +128,10 @@ class Team:
             measured = measured.model_copy(update={"rehearsals": latest((*measured.rehearsals, shown))})
             room = self.room(stepped=True)
             left_s = self.left_s()
+            if left_s - APPLYING_S < search_s:  # what was rehearsed is known; to look for more would take too long
+                known = self.known(measured, rule, plan, room)
+                if known is not None:
+                    return known, measured, room
             again = left and left_s - APPLYING_S - 2 * search_s > before_s - left_s  # it would search before and after
             try:
                 plan = self.decide(measured, rule, room, STEP_ERROR if again else UNSEEN_GAIN)
@@ -136,6 +140,14 @@ class Team:
             if not again:
                 break
         return plan, measured, room
+
+    def known(self, measured: Measurements, rule: BatchRule, plan: ExecutionPlan, room: Room) -> ExecutionPlan | None:
+        """``plan`` as it is predicted now, without a search; None if there is no room for it any more. Collective."""
+
+        def look_up(problem: Problem) -> ExecutionPlan | None:
+            return settled_before(problem, rule, "", [Settled(asked="", plan=plan)], measured.rehearsals)
+
+        return self._of_first_rank(look_up, measured, room)
 
     def left_s(self) -> float:
         """Seconds that the start may still take, on the rank that has fewest. Collective."""

@@ -84,9 +84,12 @@ def test_nothing_is_run_to_see_how_much_memory_there_is_where_an_earlier_start_h
 class Timed(Team):
     """Each search finds the next of some plans, the last one for good; rehearsing one takes ten seconds."""
 
-    def __init__(self, plans: Sequence[ExecutionPlan], left_s: float, search_s: float) -> None:
+    def __init__(self, plans: Sequence[ExecutionPlan], left_s: float, search_s: float, fits: bool = False) -> None:
         super().__init__(*[None] * 8)  # type: ignore[arg-type]
-        self.__dict__.update(plans=list(plans), gains=[], seconds=left_s, search_s=search_s)
+        self.__dict__.update(plans=list(plans), gains=[], seconds=left_s, search_s=search_s, fits=fits)
+
+    def known(self, measured: Any, rule: Any, plan: ExecutionPlan, room: Any) -> ExecutionPlan | None:
+        return plan if self.__dict__["fits"] else None
 
     def decide(self, measured: Any, rule: Any, room: Any, gain: float = 0.0) -> ExecutionPlan:
         self.__dict__["gains"].append(gain)
@@ -130,3 +133,28 @@ def test_what_is_found_is_rehearsed_while_there_is_time_and_what_was_not_has_to_
     assert [one.decided for one in measured.rehearsals] == [decided(each) for each in plans[: len(gains)]]
     assert team.__dict__["gains"][1:] == gains
     assert room.used == 50
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize(("left_s", "late"), [(14.0 + APPLYING_S, False), (13.0 + APPLYING_S, True)])
+def test_where_a_search_would_take_too_long_what_was_rehearsed_is_taken_if_it_still_fits(
+    fits: bool, left_s: float, late: bool
+) -> None:
+    plans = [make_plan(ROOMY, BatchRule(batch_size=1 + at)) for at in range(2)]
+    team = Timed(plans, left_s, 2.0, fits)
+    nothing = Measurements(compute=compute(MODEL), link=ROOMY.cluster.link)
+    plan, measured, room = team.found(nothing, RULE, Room(100, 60, 12), stage=None)
+    searched = not (late and fits)
+    assert plan == plans[int(searched)]
+    assert len(team.__dict__["gains"]) == 1 + int(searched)
+    assert len(measured.rehearsals) == 1
+    assert room.used == 50
+
+
+def test_what_was_rehearsed_is_looked_up_as_it_is_predicted_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(ROOMY, RULE)
+    team, nothing = Timed([plan], 1.0, 1.0), Measurements(compute=compute(MODEL), link=ROOMY.cluster.link)
+    for limit, expected in ((ROOMY.memory_limit_bytes, plan), (plan.predicted.peak_memory_bytes - 1, None)):
+        problem = replace(ROOMY, memory_limit_bytes=limit)
+        monkeypatch.setattr(Team, "_of_first_rank", lambda _, work, *__, problem=problem: work(problem))
+        assert Team.known(team, nothing, RULE, plan, Room(limit, 0, 0)) == expected
