@@ -17,7 +17,7 @@ from tests.models import VOCABULARY, TinyGPT, gpt_batches, gpt_loss, joined
 from tests.ranks import run_ranks
 from tests.sharding.split_plans import split_all, split_plan
 
-STEPS, BATCH = 20, 8
+STEPS, BATCH = 10, 8
 JOINED = 0
 KS = (JOINED, 1, 2, 3, 4, 8)
 """Numbers of slices; JOINED: whole, all operators of a block in one unit."""
