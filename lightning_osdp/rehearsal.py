@@ -219,13 +219,13 @@ def rehearse_chosen(
         plan: at its batch size, or a smaller one that was traced, if that takes too long or too much.
         room_bytes: that a rehearsal may take on this rank.
         left_s: seconds that the start may still take. Rehearsing takes half of that at most, where it can, also when it
-            is made twice; a step too long for that is timed once, within three quarters. Collective.
+            is made twice; a step too long for that takes all, or is timed once, within three quarters. Collective.
     """
     sizes, model = traced.sizes, traced.description
     wanted = [plan.batch_size, sum(sizes) // len(sizes), sizes[0]] if len(sizes) > 1 else sizes
     room, half_s = stage.room(room_bytes, group), left_s() / 2
     rather = [(size, min(half_s, LONGEST_S), FEWEST) for size in wanted]
-    least = [(sizes[0], LONGEST_S, FEWEST), (sizes[0], min(1.5 * half_s, LONGEST_S), 1)]
+    least = [(sizes[0], min(share * half_s, LONGEST_S), steps) for share, steps in ((2.0, FEWEST), (1.5, 1))]
     for size, longest_s, steps in rather + least:
         expected = foreseen(model, compute, cluster, plan, size)
         if _short(expected, longest_s, steps) and _fits(model, cluster, plan, size, room):
@@ -235,7 +235,7 @@ def rehearse_chosen(
     try:
         with kept_randomness(stage.device):
             likely_s = fitted_s(expected, plan.cluster.engine.excess)
-            seconds = min(CHOSEN_SECONDS, max(SECONDS, half_s / 2))
+            seconds = min(CHOSEN_SECONDS, max(SECONDS, half_s / 2)) if steps > 1 else 0.0
             shown = _rehearsed(
                 stage, expected, plan, size, group, lambda: left_s() < half_s, seconds, (likely_s, CHOSEN_ODD)
             )

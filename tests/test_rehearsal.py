@@ -283,19 +283,40 @@ def test_a_long_step_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     ("step_s", "left_s", "size"),
-    [(1.0, 30.0, 6), (3.0, 30.0, 2), (3.0, 9.0, 2), (3.0, 7.0, None), (6.0, 30.0, None)],
-    ids=["several steps", "one step", "one step in time", "no time", "too long"],
+    [
+        (1.0, 30.0, (6, False)),
+        (1.0, 5.0, (2, False)),
+        (1.0, 3.5, (2, True)),
+        (1.0, 2.0, None),
+        (3.0, 30.0, (2, True)),
+        (3.0, 9.0, (2, True)),
+        (3.0, 7.0, None),
+        (6.0, 30.0, None),
+    ],
+    ids=[
+        "several steps",
+        "all that is left",
+        "one of little time",
+        "none in no time",
+        "one step",
+        "one step in time",
+        "no time",
+        "too long",
+    ],
 )
 def test_of_a_long_step_a_single_one_is_timed(
-    step_s: float, left_s: float, size: int | None, monkeypatch: pytest.MonkeyPatch
+    step_s: float, left_s: float, size: tuple[int, bool] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """``size``: at which batch size, and whether once."""
     expected = Rehearsal(decided="", foreseen_s=step_s, took_s=step_s, added_s={})
     monkeypatch.setattr(rehearsal, "foreseen", lambda *_: expected)
     monkeypatch.setattr(Stage, "room", lambda *_: 1 << 60)
-    sizes: list[int] = []
+    sizes: list[tuple[int, bool]] = []
 
-    def noted(stage: Stage, expected: Rehearsal, plan: ExecutionPlan, size: int, *_: Any) -> Rehearsal:
-        sizes.append(size)
+    def noted(
+        stage: Stage, expected: Rehearsal, plan: ExecutionPlan, size: int, group: Any, late: Any, seconds: float, _: Any
+    ) -> Rehearsal:
+        sizes.append((size, seconds == 0.0))
         return expected
 
     monkeypatch.setattr(rehearsal, "_rehearsed", noted)
