@@ -34,7 +34,6 @@ ALONE_BYTES = {"cpu": 1 << 20, "cuda": BUCKET_BYTES}
 """A replicated gradient of at least this size is reduced where it is. On a CPU a copy costs more than a collective's
 latency from about 1 MiB on; on CUDA copies are nearly free and large messages are faster."""
 
-
 FURTHER = 0.5
 """What each further parameter of a unit adds to what the engine takes for the unit, as a share of that: its gradient's
 hooks and reduction, but no gather."""

@@ -350,6 +350,7 @@ class Timeline:
             ends[1] = self._model.optimizer_step.temporary_factor * largest
         found["transient"][-2:] += np.array(ends)[-count:]
         found["transient"] += self._full_buckets(footprints[:, COLUMN["bucketed"]], count)
+        found["transient"] += self._all_reduced(footprints[:, COLUMN["replicated_gradients"]], count)
         if self._cluster.ahead_bytes:
             found["gathered"] += self._gathered_ahead(footprints, recomputed, count)
             found["transient"] += self._still_reduced(footprints, count)
@@ -395,6 +396,12 @@ class Timeline:
         full = np.floor(total / BUCKET_BYTES) * BUCKET_BYTES
         full[-2:] = 0.0
         return np.asarray(full, dtype=np.float64)
+
+    def _all_reduced(self, gradients: Floats, count: int) -> Floats:
+        """What averaging replicated gradients takes beside them: from the first ones to the end of the backward."""
+        begun = np.cumsum(np.bincount(self.backward.stop, gradients, count)[:count])
+        begun[-2:] = [begun[-1], 0.0][-count:]  # the optimizer's step is the last moment
+        return np.asarray(np.minimum(begun / self._cluster.ranks, self._cluster.all_reduce_buffer_bytes))
 
     def _held(
         self, operators: Ints | slice, footprints: Floats, batch_size: int, accumulation: int, recomputed: Flags

@@ -201,6 +201,14 @@ def test_slices_keep_their_gradients_until_the_weights_is_complete() -> None:
     assert (found.sharded_gradients, found.collected, found.transient) == (0, 0, (4 + 2) * MIB)
 
 
+@pytest.mark.parametrize(("most", "extra"), [(0, 0), (3, 3), (100, 6)])
+def test_averaging_takes_buffers_while_it_is_under_way(most: int, extra: int) -> None:
+    """Of 12 MiB of gradients on two ranks 6 at most."""
+    cluster = {"all_reduce_buffer_bytes": most * MIB}
+    assert curves([Mode.DP, Mode.DP], cluster=cluster)["transient"] == [0, 0, 0, 0, extra, 0]
+    assert curves([Mode.ZDP, Mode.ZDP], cluster=cluster) == curves([Mode.ZDP, Mode.ZDP])
+
+
 def test_small_gradients_stand_twice_while_their_bucket_is_reduced() -> None:
     bias = ParameterInfo(name="second.bias", shape=(MIB // 8,))  # 0.5 MiB
     operators = (operator("first", 4), operator("second", 8).model_copy(update={"parameters": (bias,)}))
