@@ -216,33 +216,33 @@ def _fits(
         if len(whole_bytes) >= FEWEST_SIZES and max(each[-1] for each in times_s.values()) > LONG_S:
             break
     fits = {name: fit(whole_bytes, times_s[name], subject.ranks) for name, subject in subjects.items()}
+    stretch = _compute(device)
+    stretch_s = _time_s(stretch, world, device, stretch)
     for name, subject in subjects.items():
         more_s = _more_s(subject, sizes[TOGETHER_SIZES], world, device)
-        hidden = _hidden(subject, sizes[: BESIDE_SIZE + 1][-1], world, device)
+        hidden = _hidden(subject, sizes[: BESIDE_SIZE + 1][-1], stretch, stretch_s, world, device)
         fits[name] = fits[name].model_copy(update={"more_s": more_s, "hidden": hidden})
     return fits
 
 
-def _hidden(subject: _Subject, numel: int, world: dist.ProcessGroup, device: torch.device) -> float:
-    """Share of the collective's seconds that goes on beside compute."""
+def _hidden(
+    subject: _Subject, numel: int, stretch: Collective, stretch_s: float, world: dist.ProcessGroup, device: torch.device
+) -> float:
+    """Share of the collective's seconds that goes on beside compute: some of a ``stretch`` of it, of ``stretch_s``."""
     if subject.begun is None or subject.ranks == 1:
         return 0.0
     alone_s = _time_s(subject.make(numel), world, device, subject.before)
-    stretch = _compute(device)
-    times = max(1, round(BESIDE_COMPUTE * alone_s / _time_s(stretch, world, device, subject.before)))
+    times = max(1, round(BESIDE_COMPUTE * alone_s / stretch_s))
     begin = subject.begun(numel)
-
-    def work() -> None:
-        for _ in range(times):
-            stretch()
 
     def both() -> None:
         under_way = begin()
-        work()
+        for _ in range(times):
+            stretch()
         under_way.wait()
 
-    work_s, both_s = (_time_s(each, world, device, subject.before) for each in (work, both))
-    return min(1.0, max(0.0, (alone_s + work_s - both_s) / alone_s))
+    both_s = _time_s(both, world, device, subject.before)
+    return min(1.0, max(0.0, (alone_s + times * stretch_s - both_s) / alone_s))
 
 
 def _more_s(subject: _Subject, sizes: Sequence[int], world: dist.ProcessGroup, device: torch.device) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -142,8 +143,7 @@ def shares_hidden(rank: int, world_size: int) -> list[float]:
     """Of collectives that go on by themselves, that need the processor for half of their time, or for all of it."""
     clock = Clock()
     network.time = clock
-    network._compute = lambda device: lambda: clock.passes(0.001)
-    found = []
+    found, compute = [], partial(clock.passes, 0.001)
     for busy_s in (0.0, 0.03, 0.06):
         subject = network._Subject(
             lambda _, busy_s=busy_s: lambda: Transfer(clock, busy_s).wait(),
@@ -151,8 +151,8 @@ def shares_hidden(rank: int, world_size: int) -> list[float]:
             lambda: None,
             begun=lambda _, busy_s=busy_s: lambda: Transfer(clock, busy_s),
         )
-        found.append(network._hidden(subject, 1000, dist.group.WORLD, CPU))
-    return [*found, network._hidden(subject._replace(begun=None), 1000, dist.group.WORLD, CPU)]
+        found.append(network._hidden(subject, 1000, compute, 0.001, dist.group.WORLD, CPU))
+    return [*found, network._hidden(subject._replace(begun=None), 1000, compute, 0.001, dist.group.WORLD, CPU)]
 
 
 def test_the_share_that_goes_on_beside_compute():
