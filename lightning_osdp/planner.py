@@ -133,10 +133,11 @@ def measure_and_plan(
     if from_cache:
         plan, room = team.as_before(measured, rule, question)
     else:
-        plan, room = None, team.room(stepped=bool(measured.rehearsals))
+        plan, room = None, team.room(stepped=False)
     if plan is None:
         plan, measured, room = team.found(measured, rule, room, stage)
-        seen = {"used_bytes": room.used, "file_bytes": room.files} if measured.rehearsals else {}
+        stepped = any(one.plan is not None for one in measured.rehearsals)  # plain steps leave less behind
+        seen = {"used_bytes": room.used, "file_bytes": room.files} if stepped else {}
         new = Settled(asked=question, plan=plan.without_reasons(), **seen)
         measured = measured.model_copy(update={"settled": kept(measured.settled, new)})
         if ranks.is_first and file is not None:

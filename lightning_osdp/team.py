@@ -85,7 +85,7 @@ class Team:
         return max(0, self.limit.now() - memory_in_use(self.ranks.device))
 
     def room(self, stepped: bool) -> Room:
-        """What there is now; ``stepped``: after steps on a copy. Collective."""
+        """What there is now; ``stepped``: after steps of a plan that was found. Collective."""
         device = self.ranks.device
         used = not_for_the_model(self.traced, device, self.model_bytes, stepped)
         limit, files = self.limit.now(), self.limit.file_pages()

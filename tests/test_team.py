@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_osdp import measurements, planner
 from lightning_osdp import team as planning_team
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
 from lightning_osdp.measurements import Measurements
@@ -158,3 +160,27 @@ def test_what_was_rehearsed_is_looked_up_as_it_is_predicted_now(monkeypatch: pyt
         problem = replace(ROOMY, memory_limit_bytes=limit)
         monkeypatch.setattr(Team, "_of_first_rank", lambda _, work, *__, problem=problem: work(problem))
         assert Team.known(team, nothing, RULE, plan, Room(limit, 0, 0)) == expected
+
+
+@pytest.mark.parametrize("found_plan", [False, True])
+def test_memory_counts_as_seen_only_where_a_plan_that_was_found_was_rehearsed(
+    found_plan: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Steps with all operators replicated leave less behind than those of the plan: a run was killed for 9 of 6 MiB."""
+    plan, file, asked_for = make_plan(ROOMY, RULE), tmp_path / "measured.json", []
+    shown = Rehearsal(decided="", foreseen_s=1.0, took_s=1.0, added_s={}, plan=plan if found_plan else None)
+    measured = Measurements(compute=compute(MODEL), link=ROOMY.cluster.link, rehearsals=(shown,))
+
+    def room(self: Team, stepped: bool) -> Room:
+        asked_for.append(stepped)
+        return Room(100, 60, 12, 5)
+
+    monkeypatch.setattr(measurements, "measured", lambda *_: (measured, False, file))
+    monkeypatch.setattr(Team, "room", room)
+    monkeypatch.setattr(Team, "found", lambda self, measured, rule, room, stage: (plan, measured, room))
+    nothing: Any = None
+    ranks: Any = SimpleNamespace(count=2, is_first=True)
+    planner.measure_and_plan(nothing, ranks, RULE, nothing, 0, began_s=0.0)
+    assert asked_for == [False]
+    (one,) = Measurements.model_validate_json(file.read_text()).settled
+    assert (one.used_bytes, one.file_bytes) == ((60, 5) if found_plan else (0, 0))

@@ -20,7 +20,8 @@ FIRST_STEP_BYTES = {"cpu": 12 << 20}
 objects. [measured, five models of 55 to 182 parameters, 2 ranks, zdp: 3 to 13 MiB]"""
 
 LATER_STEPS_BYTES = {"cpu": 6 << 20}
-"""The same where steps were made on a copy before: most of it is there. [measured, ten models: 0 to 6 MiB]"""
+"""The same where steps were made on a copy before, under a plan that was found: most of it is there. [measured, ten
+models: 0 to 6 MiB; where all operators were replicated in those steps, 9]"""
 
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 65536
@@ -180,7 +181,7 @@ def overhead(device: torch.device, model_bytes: int, stepped: bool = False) -> i
     Args:
         device: the rank's device.
         model_bytes: of parameters and buffers that are on the device now.
-        stepped: whether this process has made training steps on a copy.
+        stepped: whether this process has made training steps on a copy, under a plan that was found.
     """
     release_unused(device)
     return max(0, memory_in_use(device) - model_bytes) + allowance(device, stepped)
