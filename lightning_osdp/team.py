@@ -21,7 +21,7 @@ from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.operators import BetweenSteps
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, as_rehearsed, of_plan, with_excess
-from lightning_osdp.planning.schedule import BatchRule, Problem
+from lightning_osdp.planning.schedule import BatchRule, Problem, never
 from lightning_osdp.planning.settled import Settled, latest, settled, settled_before
 from lightning_osdp.planning.wishes import Wishes
 from lightning_osdp.profiling import compute
@@ -38,6 +38,9 @@ applying a plan."""
 
 MOST_REHEARSED = 2
 """Plans that one start finds and rehearses."""
+
+FIRST_SEARCH = 0.4
+"""Share of what is left that a search may take which is to be followed by a rehearsal and another search."""
 
 UNSEEN_GAIN = 0.25
 """Share by which a plan has to promise more than what was rehearsed, to be taken as it is where there is no time to
@@ -118,7 +121,7 @@ class Team:
         """The plan that is found, rehearsed where it can be; the measurements with the rehearsals, and the room that
         these have left. Collective."""
         before_s = self.left_s()
-        plan = self.decide(measured, rule, room)
+        plan = self.decide(measured, rule, room, share=FIRST_SEARCH)
         search_s = before_s - self.left_s()
         for left in reversed(range(MOST_REHEARSED)):
             before_s = self.left_s()
@@ -134,7 +137,8 @@ class Team:
                     return known, measured, room
             again = left and left_s - APPLYING_S - 2 * search_s > before_s - left_s  # it would search before and after
             try:
-                plan = self.decide(measured, rule, room, STEP_ERROR if again else UNSEEN_GAIN)
+                gain, share = (STEP_ERROR, FIRST_SEARCH) if again else (UNSEEN_GAIN, 1.0)
+                plan = self.decide(measured, rule, room, gain, share)
             except InfeasibleError:  # for what the rehearsal has left behind: the plan was the last that fits
                 return as_rehearsed(plan, measured.rehearsals), measured, room
             if not again:
@@ -155,11 +159,19 @@ class Team:
         dist.all_reduce(took_s, op=dist.ReduceOp.MAX, group=self.ranks.group)
         return START_S - float(took_s)
 
-    def decide(self, measured: Measurements, rule: BatchRule, room: Room, gain: float = STEP_ERROR) -> ExecutionPlan:
-        """The first rank's plan, on every rank. Collective."""
+    def decide(
+        self, measured: Measurements, rule: BatchRule, room: Room, gain: float = STEP_ERROR, share: float | None = None
+    ) -> ExecutionPlan:
+        """The first rank's plan, on every rank; if a ``share`` of what is left of the start is given, the search takes
+        little more. Collective."""
+        now_s = time.monotonic()
+        left_s = self.began_s + START_S - APPLYING_S - now_s
+
+        def late() -> bool:
+            return share is not None and time.monotonic() - now_s > share * left_s
 
         def search(problem: Problem) -> ExecutionPlan:
-            return plan_for(problem, rule, measured.rehearsals, room.guessed, gain)
+            return plan_for(problem, rule, measured.rehearsals, room.guessed, gain, late)
 
         plan = self._of_first_rank(search, measured, room)
         assert plan is not None
@@ -221,11 +233,12 @@ def plan_for(
     rehearsals: Sequence[Rehearsal],
     guessed_bytes: int,
     gain: float = STEP_ERROR,
+    late: Callable[[], bool] = never,
 ) -> ExecutionPlan:
     """The plan for ``problem``. Where nothing fits for want of no more than ``guessed_bytes``, which may not be taken,
     the plan of least memory is tried: without it there would be no training at all."""
     try:
-        return settled(problem, rule, rehearsals, gain)
+        return settled(problem, rule, rehearsals, gain, late)
     except InfeasibleError as error:
         if error.needed_bytes > problem.memory_limit_bytes + guessed_bytes:
             raise
@@ -236,7 +249,7 @@ def plan_for(
             stacklevel=2,
         )
         least = replace(problem, memory_limit_bytes=error.needed_bytes)
-        plan = settled(least, rule, rehearsals, gain)
+        plan = settled(least, rule, rehearsals, gain, late)
         return plan.model_copy(update={"memory_limit_bytes": problem.memory_limit_bytes})
 
 

@@ -19,7 +19,7 @@ from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, decided
 from lightning_osdp.planning.schedule import BatchRule, Problem, least_bytes, make_plan
 from lightning_osdp.planning.settled import Settled
-from lightning_osdp.team import APPLYING_S, UNSEEN_GAIN, Room, Team, plan_for
+from lightning_osdp.team import APPLYING_S, START_S, UNSEEN_GAIN, Room, Team, plan_for
 from tests.planning.small import MIB, blocks_of_one, cluster, compute
 
 MODEL = blocks_of_one(3, 2)
@@ -93,7 +93,10 @@ class Timed(Team):
     def known(self, measured: Any, rule: Any, plan: ExecutionPlan, room: Any) -> ExecutionPlan | None:
         return plan if self.__dict__["fits"] else None
 
-    def decide(self, measured: Any, rule: Any, room: Any, gain: float = 0.0) -> ExecutionPlan:
+    def decide(
+        self, measured: Any, rule: Any, room: Any, gain: float = 0.0, share: float | None = None
+    ) -> ExecutionPlan:
+        assert share is not None, "a start's search is to end in time"
         self.__dict__["gains"].append(gain)
         self.__dict__["seconds"] -= self.__dict__["search_s"]
         plans: list[ExecutionPlan] = self.__dict__["plans"]
@@ -184,3 +187,28 @@ def test_memory_counts_as_seen_only_where_a_plan_that_was_found_was_rehearsed(
     assert asked_for == [False]
     (one,) = Measurements.model_validate_json(file.read_text()).settled
     assert (one.used_bytes, one.file_bytes) == ((60, 5) if found_plan else (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("share", "late"), [(None, [False] * 3), (0.5, [False, False, True]), (0.1, [False, True, True])]
+)
+def test_a_search_ends_when_its_share_of_the_start_is_over(
+    share: float | None, late: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10 seconds before the start is to end, beside what applying a plan takes."""
+    now_s, told = START_S - APPLYING_S - 10.0, []
+
+    def searching(*arguments: Any) -> ExecutionPlan:
+        nonlocal now_s
+        for seconds in (0.5, 4.0, 1.0):  # it has searched for 0.5, 4.5, and 5.5 seconds
+            now_s += seconds
+            told.append(arguments[-1]())
+        return make_plan(ROOMY, RULE)
+
+    monkeypatch.setattr(planning_team, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(planning_team, "plan_for", searching)
+    monkeypatch.setattr(Team, "_of_first_rank", lambda _, work, *__: work(ROOMY))
+    nothing: Any = None
+    team = Team(nothing, nothing, None, nothing, 0, nothing, nothing, 0.0)
+    team.decide(Measurements(compute=compute(MODEL), link=ROOMY.cluster.link), RULE, Room(1, 0, 0), share=share)
+    assert told == late

@@ -7,7 +7,7 @@ a lower bound of its step time first; only those that may still be chosen are se
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
@@ -46,14 +46,22 @@ def make_plan(problem: Problem, rule: BatchRule) -> ExecutionPlan:
     return found_at(Desks(problem), rule)
 
 
-def found_at(desks: Desks, rule: BatchRule) -> ExecutionPlan:
-    """``make_plan`` where there are desks already."""
-    plan = found_above(0.0, desks, rule)
+def never() -> bool:
+    """The search may take as long as it needs."""
+    return False
+
+
+def found_at(desks: Desks, rule: BatchRule, late: Callable[[], bool] = never) -> ExecutionPlan:
+    """``make_plan`` where there are desks already; once it is ``late``, with the good plans that batch sizes get before
+    they are searched to the end."""
+    plan = found_above(0.0, desks, rule, late)
     assert plan is not None
     return plan
 
 
-def found_above(samples_per_s: float, desks: Desks, rule: BatchRule) -> ExecutionPlan | None:
+def found_above(
+    samples_per_s: float, desks: Desks, rule: BatchRule, late: Callable[[], bool] = never
+) -> ExecutionPlan | None:
     """The same; None if no plan makes more than ``samples_per_s``, which is known before the search ends."""
     problem = desks.problem
     if samples_per_s and not _may_exceed(samples_per_s, desks, rule):
@@ -68,7 +76,7 @@ def found_above(samples_per_s: float, desks: Desks, rule: BatchRule) -> Executio
                 raise with_remedies(error, problem, rule, least_bytes) from None
             end = SearchEnd(reason="memory", batch_size=batch_size, needed_bytes=error.needed_bytes)
             break
-    candidates = _finished(desks, found)
+    candidates = _finished(desks, found, late)
     frontier = tuple(
         FrontierPoint(batch_size=c.batch_size, samples_per_s=c.samples_per_s, peak_memory_bytes=c.peak.total_bytes)
         for c in candidates
@@ -162,11 +170,11 @@ def least_bytes(problem: Problem, batch_size: int, accumulation: int = 1) -> int
     return Desk(problem).least(batch_size, accumulation).peak.most_bytes
 
 
-def _finished(desks: Desks, found: Sequence[Candidate]) -> list[Candidate]:
-    """The same with those searched to the end that may be chosen, or that decide what is chosen."""
+def _finished(desks: Desks, found: Sequence[Candidate], late: Callable[[], bool]) -> list[Candidate]:
+    """The same with those searched to the end, until it is ``late``, that may be chosen or decide what is chosen."""
     candidates = list(found)
     open_ = {index for index, one in enumerate(candidates) if one.step_time_s > one.bound_s * (1 + WORTH_TRYING)}
-    while (next_ := _undecided(candidates, open_)) is not None:
+    while not late() and (next_ := _undecided(candidates, open_)) is not None:
         index, seconds = next_
         better = desks.under(seconds, candidates[index].batch_size, candidates[index].accumulation)
         if better is not None and better.step_time_s < candidates[index].step_time_s:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.calibration import Correction
 from lightning_osdp.planning.operators import BetweenSteps, Frozen
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, as_rehearsed, of_plan
-from lightning_osdp.planning.schedule import BatchRule, Desks, Problem, found_above, found_at, to_plan
+from lightning_osdp.planning.schedule import BatchRule, Desks, Problem, found_above, found_at, never, to_plan
 from lightning_osdp.planning.wishes import Wishes
 
 SAME_ROOM, SAME_BYTES = 0.1, 12 << 20
@@ -107,7 +107,11 @@ def _room(plan: ExecutionPlan) -> int:
 
 
 def settled(
-    problem: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal], gain: float = STEP_ERROR
+    problem: Problem,
+    rule: BatchRule,
+    rehearsals: Sequence[Rehearsal],
+    gain: float = STEP_ERROR,
+    late: Callable[[], bool] = never,
 ) -> ExecutionPlan:
     """What the search finds, or the best of the plans that were rehearsed and still may be had, as predicted now: with
     units that run ahead or without, and with gradients that wait for the optimizer's step, unless a plan that need not
@@ -118,6 +122,7 @@ def settled(
         rule: which batch sizes there are.
         rehearsals: all that there were.
         gain: share by which another plan has to promise more samples a second than the best that was rehearsed.
+        late: from when on what is found so far has to do.
 
     Raises:
         InfeasibleError, ConfigurationError: as ``make_plan``.
@@ -125,14 +130,14 @@ def settled(
     best: ExecutionPlan | None = None
     errors: list[InfeasibleError] = []
     for way in _ways(problem, rule):
-        if best is not None and _runs_well_ahead(best) and not way.runs_ahead:
+        if best is not None and (late() or (_runs_well_ahead(best) and not way.runs_ahead)):
             break
         try:
             if best is None:
                 desks = Desks(way)
-                best = _best(desks, rule, found_at(desks, rule), rehearsals, gain)
+                best = _best(desks, rule, found_at(desks, rule, late), rehearsals, gain)
             else:
-                best = _better(best, way, rule, rehearsals, gain) or best
+                best = _better(best, way, rule, rehearsals, gain, late) or best
         except InfeasibleError as error:
             errors.append(error)
     if best is None:
@@ -159,7 +164,12 @@ def _kind(plan: ExecutionPlan) -> tuple[bool, bool]:
 
 
 def _better(
-    best: ExecutionPlan, way: Problem, rule: BatchRule, rehearsals: Sequence[Rehearsal], gain: float
+    best: ExecutionPlan,
+    way: Problem,
+    rule: BatchRule,
+    rehearsals: Sequence[Rehearsal],
+    gain: float,
+    late: Callable[[], bool],
 ) -> ExecutionPlan | None:
     """A plan of another of ``_ways``, if one is enough better. Where only one of the two was rehearsed, the other has
     to promise more by ``gain``, as everywhere."""
@@ -167,7 +177,7 @@ def _better(
     kind = way.updates_in_backward, way.runs_ahead
     worth = WORTH_UPDATING if way.updates_in_backward and not best.update_in_backward else 0.0
     seen = any(one.plan is not None and _kind(one.plan) == kind for one in rehearsals)
-    found = found_above(0.0 if seen else samples_per_s * (1 + worth), desks, rule)
+    found = found_above(0.0 if seen else samples_per_s * (1 + worth), desks, rule, late)
     if found is None:
         return None
     other = _best(desks, rule, found, rehearsals, gain)

@@ -29,6 +29,7 @@ from lightning_osdp.planning.schedule import (
     _finished,
     choose,
     make_plan,
+    never,
 )
 from lightning_osdp.planning.timeline import Peak
 
@@ -245,11 +246,26 @@ def test_what_is_chosen_is_as_good_as_if_all_were_searched_to_the_end(sizes: lis
     best_s = [(1 + index) * pace for index, (pace, _, _) in enumerate(sizes)]
     desks = Looks(best_s)
     found = [look(index + 1, best_s[index] * more, best_s[index] * less) for index, (_, more, less) in enumerate(sizes)]
-    chosen = choose(_finished(desks, found))  # type: ignore[arg-type]
+    chosen = choose(_finished(desks, found, never))  # type: ignore[arg-type]
     throughput = [(index + 1) * RANKS / seconds for index, seconds in enumerate(best_s)]
     enough = (1 - THROUGHPUT_TOLERANCE) * max(throughput)
     assert chosen.samples_per_s >= enough * (1 - 2 * WORTH_TRYING)
     assert all(other < enough * (1 + 2 * WORTH_TRYING) for other in throughput[: chosen.batch_size - 1])
+
+
+@pytest.mark.parametrize("looks", [0, 1, 2, 9])
+def test_what_is_open_when_it_is_late_stays_as_good_as_it_was(looks: int) -> None:
+    desks = Looks([1.0, 1.8, 2.6])
+    found = [look(index + 1, best_s * 1.1, best_s * 0.9) for index, best_s in enumerate(desks.best_s)]
+
+    def late() -> bool:
+        return len(desks.searched) >= looks
+
+    finished = _finished(desks, found, late)  # type: ignore[arg-type]
+    assert len(desks.searched) <= looks
+    assert len(finished) == len(found)
+    assert all(after.step_time_s <= before.step_time_s for before, after in zip(found, finished, strict=True))
+    assert (finished == found) == (looks == 0)
 
 
 def test_batch_sizes_that_change_nothing_are_not_searched_to_the_end() -> None:
@@ -258,7 +274,7 @@ def test_batch_sizes_that_change_nothing_are_not_searched_to_the_end() -> None:
     best_s = [(1 + index) * pace for index, pace in enumerate(paces)]
     desks = Looks(best_s)
     found = [look(index + 1, 1.001 * seconds, 0.999 * seconds) for index, seconds in enumerate(best_s)]
-    chosen = choose(_finished(desks, found))  # type: ignore[arg-type]
+    chosen = choose(_finished(desks, found, never))  # type: ignore[arg-type]
     assert chosen.batch_size == 2
     assert desks.searched == [2]
 

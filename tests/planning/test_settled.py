@@ -334,3 +334,13 @@ def test_a_rehearsal_is_of_plans_that_run_ahead_or_of_others() -> None:
     model = hideable(60, 0.8).model
     waits = [foreseen(model, compute(model), ahead.cluster, plan, 1).foreseen_s for plan in (ahead, apart)]
     assert waits[0] < waits[1]
+
+
+def test_when_it_is_late_the_first_way_in_which_something_fits_has_to_do() -> None:
+    wanted = hideable(60, 0.8)
+    plan = settled(wanted, ONE, [], late=lambda: True)
+    assert plan.predicted.peak_memory_bytes <= wanted.memory_limit_bytes
+    assert (plan.update_in_backward, plan.cluster.ahead_bytes > 0) == (False, True)
+    nothing = replace(wanted, memory_limit_bytes=MIB)
+    with pytest.raises(InfeasibleError):
+        settled(nothing, ONE, [], late=lambda: True)
