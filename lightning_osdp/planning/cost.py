@@ -182,7 +182,7 @@ def communication(operator: Operator, choice: Choice, cluster: Cluster, *, recom
 
 def hidden(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: bool = False) -> Recurring:
     """Seconds of ``communication`` that go on beside compute, if there is so much of that: replicated gradients are
-    reduced while the backward pass goes on, and units may run ahead (``runs_ahead``)."""
+    reduced while the last backward pass goes on (once), and units may run ahead in all passes (``runs_ahead``)."""
     among, each = exchange(cluster, choice.group, choice.two_stage), 0.0
     among = among._replace(gather=among.gather.only_hidden(), reduce=among.reduce.only_hidden())
     parts, share = parts_of(operator, choice), cluster.link.all_reduce.hidden
@@ -437,10 +437,11 @@ def time_cost(
 ) -> TimeCost:
     """Seconds that ``operator`` adds to one optimizer step of ``accumulation`` micro-batches."""
     forward, backward = (line.at(batch_size) for line in compute_lines(operator_time, choice))
-    passes = accumulation * (forward * (2 if recomputed else 1) + backward)
+    backward_pass = (forward if recomputed else 0.0) + backward
+    passes = accumulation * (forward + backward_pass)
     once, each = communication(operator, choice, cluster, recomputed=recomputed)
     hidden_once, hidden_each = hidden(operator, choice, cluster, recomputed=recomputed)
-    beside = min(max(0.0, passes), hidden_once + accumulation * hidden_each)
+    beside = min(max(0.0, passes), min(hidden_once, max(0.0, backward_pass)) + accumulation * hidden_each)
     exposed = max(0.0, once + accumulation * each - beside - cluster.overlap * passes)
     update = compute.optimizer_s_per_byte * footprint(operator, choice, cluster).updated
     own, more = (part(operator, choice, cluster, recomputed=recomputed) for part in (engine, excess))

@@ -162,11 +162,13 @@ class Space:
         """What each row takes at one batch size (``cost.time_cost``, for all rows at once)."""
         forward = np.maximum(0.0, self._forward.at(batch_size))
         backward = np.maximum(0.0, self._backward.at(batch_size))
-        passes = accumulation * (np.outer([1.0, 2.0], forward) + backward)
-        together, beside, own, more = (
-            part[..., 0] + accumulation * part[..., 1]
-            for part in (self._collectives, self._hidden, self._engine, self._excess)
+        backward_pass = np.outer([0.0, 1.0], forward) + backward
+        passes = accumulation * (forward + backward_pass)
+        together, own, more = (
+            part[..., 0] + accumulation * part[..., 1] for part in (self._collectives, self._engine, self._excess)
         )
+        hidden_once, hidden_each = self._hidden[..., 0], self._hidden[..., 1]
+        beside = np.minimum(hidden_once, np.maximum(0.0, backward_pass)) + accumulation * hidden_each
         together = together - np.minimum(beside, np.maximum(0.0, passes))
         exposed = np.maximum(0.0, together - self.problem.cluster.overlap * passes)
         update = self.problem.compute.optimizer_s_per_byte * self.footprints[:, COLUMN["updated"]]
