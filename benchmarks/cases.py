@@ -10,6 +10,7 @@ import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import torch
@@ -21,12 +22,12 @@ sys.path.insert(0, str(ROOT))
 
 from operators import OPERATORS  # noqa: E402
 
-from lightning_osdp import OSDPStrategy, collectives, measurements, planner  # noqa: E402
+from lightning_osdp import OSDPStrategy, collectives, measurements, team  # noqa: E402
 from lightning_osdp.planning import space  # noqa: E402
 from lightning_osdp.planning.choices import Choice, Mode, menu  # noqa: E402
 from lightning_osdp.planning.cluster import Cluster, CollectiveFit, Link  # noqa: E402
 from lightning_osdp.planning.wishes import Wishes  # noqa: E402
-from lightning_osdp.profiling import memory  # noqa: E402
+from lightning_osdp.profiling import compute, memory  # noqa: E402
 from tests.zoo import ZOO  # noqa: E402
 
 STEPS_S, FEWEST_STEPS, MOST_STEPS, QUICK_STEPS = 6.0, 7, 30, 5
@@ -161,10 +162,8 @@ def work(rank: int, order: Order) -> None:
     names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": order.port, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "accuracy"}
     os.environ.update({name: str(value) for name, value in names.items()})
     torch.set_num_threads(1)
-    measurements.remember = lambda *_: (
-        None
-    )  # each case is predicted from measurements alone, not from the cases before it
-    planner.settled_before = lambda *_: None  # nor is a plan for fewer modes the same problem
+    instead(measurements, "remember", nothing)  # a case is predicted from measurements, not from the cases before it
+    instead(team, "settled_before", nothing)  # nor is a plan for fewer modes the same problem
     note_allowances()
     slices = tuple(Mode(mode) for mode in order.slices or [order.plan] if order.plan != "searched")
     if slices:
@@ -180,6 +179,19 @@ def work(rank: int, order: Order) -> None:
     os._exit(0)  # gloo's threads may abort a process that ends in the usual way
 
 
+def instead(module: Any, name: str, new: Any) -> None:
+    """Puts ``new`` in the place of what ``module`` has under that name, for as long as this process lives.
+
+    Raises:
+        AttributeError: it has nothing of that name.
+    """
+    patch.object(module, name, new).start()
+
+
+def nothing(*_: Any) -> None:
+    """Does and finds nothing."""
+
+
 def note_allowances() -> None:
     """Keeps what ``memory.allowance`` says."""
     allowance = memory.allowance
@@ -188,7 +200,7 @@ def note_allowances() -> None:
         ALLOWANCES.append(allowance(*args))
         return ALLOWANCES[-1]
 
-    memory.allowance = noted
+    instead(memory, "allowance", noted)
 
 
 def tell(strategy: OSDPStrategy, order: Order) -> None:
@@ -226,18 +238,25 @@ def only(slices: tuple[Mode, ...]) -> None:
         alike = [row for row in whole if row.slices[0] == slices[0]]
         return (wanted or alike or whole[-1:])[:1]
 
-    space.menu = nearest
+    instead(space, "menu", nearest)
 
 
 def guessed(ranks: int) -> Cluster:
     """Hardware that is not measured: its times mean nothing, but the memory along the step does not depend on them."""
-    planner.compute.BUDGET_S = 0.0
-    measurements.rehearse = lambda stage, traced, group, cluster, compute, *_: (compute, ())
-    planner.rehearse_chosen = lambda *_: None
+    instead(compute, "BUDGET_S", 0.0)
+    instead(measurements, "rehearse", lambda stage, traced, group, cluster, compute, *_: (compute, ()))
+    instead(team, "rehearse_chosen", nothing)
     fit = CollectiveFit(latency_s=1e-3, s_per_byte=1e-9)
     link = Link(all_reduce=fit, all_gather=fit, reduce_scatter=fit)
-    copy = collectives.reduce_copy("gloo", ranks)
-    return Cluster(devices_per_node=ranks, device="cpu", backend="gloo", link=link, reduce_copy=copy)
+    return Cluster(
+        devices_per_node=ranks,
+        device="cpu",
+        backend="gloo",
+        link=link,
+        reduce_copy=collectives.reduce_copy("gloo", ranks),
+        reduce_buffer_bytes=collectives.reduce_buffer_bytes("gloo", ranks),
+        all_reduce_buffer_bytes=collectives.all_reduce_buffer_bytes("gloo", ranks),
+    )
 
 
 def train(strategy: OSDPStrategy, order: Order) -> None:

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lab
 
@@ -57,10 +58,10 @@ def train(args: argparse.Namespace) -> None:
     import lightning as L
     from train_gpt import GPT, StandardLibrary
 
-    from lightning_osdp import OSDPStrategy, planner
+    from lightning_osdp import OSDPStrategy, team
 
     if not args.plan:
-        planner.make_plan = partial(plan_and_compare, args.folder)
+        patch.object(team, "plan_for", partial(plan_and_compare, args.folder)).start()
     L.seed_everything(1)
     settings: dict[str, Any] = {"plan": args.plan} if args.plan else {"memory_limit": args.limit}
     trainer = L.Trainer(
@@ -189,13 +190,15 @@ def _beside(predicted: float, measured: float) -> tuple[str, str, str]:
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
-def plan_and_compare(folder: str, problem: Any, rule: Any) -> Any:
-    """In place of ``make_plan``: keeps the searched plan and what it is compared with, each with its prediction."""
+def plan_and_compare(folder: str, problem: Any, *args: Any) -> Any:
+    """In place of ``plan_for``: keeps the searched plan and what it is compared with, each with its prediction."""
     from lightning_osdp.planning.candidates import Desk
     from lightning_osdp.planning.choices import Choice, Group, Mode, legal_modes
-    from lightning_osdp.planning.schedule import make_plan
+    from lightning_osdp.planning.settled import way_of
+    from lightning_osdp.team import plan_for
 
-    searched, desk, sharded = make_plan(problem, rule), Desk(problem), Choice((Mode.ZDP,))
+    searched = plan_for(problem, *args)
+    desk, sharded = Desk(way_of(searched, problem)), Choice((Mode.ZDP,))
     uniform = {"world": sharded, "two-stage": sharded, "node": Choice()}
     if problem.cluster.two_levels:
         uniform |= {"two-stage": sharded._replace(two_stage=True), "node": sharded._replace(group=Group.NODE)}

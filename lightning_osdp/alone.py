@@ -61,6 +61,7 @@ WISHES = (
     "sharding_group",
     "cache",
     "rehearse",
+    "update_in_backward",
 )
 """Arguments of ``OSDPStrategy`` that say what to plan."""
 
@@ -174,21 +175,21 @@ def plan_recipe(recipe: Recipe, devices: int | None = None, **wishes: Any) -> pl
         settings.positive("global_batch_size", wanted.get("global_batch_size")),
     )
     folder = measurements.cache_folder(wanted.get("cache"))
-    search = replace(recipe.callback_wishes, sharding_group=wanted.get("sharding_group") or "auto")
 
     def work(trainer: pl.Trainer) -> planner.Outcome:
-        rehearse = wanted.get("rehearse", True)
-        return _plan(trainer, cluster, device, rule, limit_bytes, folder, search, rehearse, recipe.saving)
+        return _plan(trainer, cluster, device, rule, limit_bytes, folder, recipe, wanted)
 
     outcome = _up_to_training(recipe, device, work)
     assert isinstance(outcome, planner.Outcome)
     return outcome
 
 
-def describe_recipe(recipe: Recipe) -> ModelDescription:
+def describe_recipe(recipe: Recipe) -> tuple[ModelDescription, Wishes]:
     """Reads the recipe's model on fake tensors: nothing of it is allocated but what its own code allocates.
 
-    Its FLOPs and bytes are those of its precision setting, whatever devices are here.
+    Returns:
+        The model, with the FLOPs and bytes of its precision setting, whatever devices are here; and what the recipe
+        does not leave to a search.
 
     Raises:
         ConfigurationError: something can't be built.
@@ -196,15 +197,15 @@ def describe_recipe(recipe: Recipe) -> ModelDescription:
     """
     device = torch.device("cpu")
 
-    def work(trainer: pl.Trainer) -> ModelDescription:
+    def work(trainer: pl.Trainer) -> tuple[ModelDescription, Wishes]:
         module = trainer.lightning_module
         batch, batch_size = TrainData(trainer, module).first_batch()
         context = trainer.precision_plugin.train_step_context
-        return planner.describe(module, batch, batch_size, device, context).description
+        model = planner.describe(module, batch, batch_size, device, context).description
+        return model, _search_wishes(trainer, recipe, recipe.wishes, model)
 
-    outcome = _up_to_training(recipe, device, work)
-    assert isinstance(outcome, ModelDescription)
-    return outcome
+    found: tuple[ModelDescription, Wishes] = _up_to_training(recipe, device, work)
+    return found
 
 
 def _up_to_training(recipe: Recipe, device: torch.device, work: Callable[[pl.Trainer], Any]) -> Any:
@@ -223,16 +224,16 @@ def _plan(
     rule: BatchRule,
     limit_bytes: int,
     cache: Path | None,
-    search: Wishes,
-    rehearse: bool,
-    saving: Saving,
+    recipe: Recipe,
+    wanted: Mapping[str, Any],
 ) -> planner.Outcome:
-    """What ``OSDPStrategy`` does before training, with a cluster that is known."""
+    """What ``OSDPStrategy`` does before training by ``recipe`` with its arguments ``wanted`` (``WISHES``), on a cluster
+    that is known."""
     module, precision = trainer.lightning_module, trainer.precision_plugin
     settings.refuse(trainer, precision)
     data = TrainData(trainer, module)
     batch, batch_size = data.first_batch()
-    between = BetweenSteps(saving=saving, evaluation_batch_size=data.evaluation_batch_size())
+    between = BetweenSteps(saving=recipe.saving, evaluation_batch_size=data.evaluation_batch_size())
     traced = planner.describe(module, batch, batch_size, device, precision.train_step_context, between, cache)
     wished = BatchRule(
         rule.batch_size, rule.max_batch_size, rule.global_batch_size, int(trainer.accumulate_grad_batches)
@@ -240,6 +241,7 @@ def _plan(
     allowed = data.batch_rule(batch_size, wished, cluster.ranks)
     model_bytes = traced.description.parameter_bytes + traced.description.buffer_bytes
     on_device = model_bytes if device.type == "cpu" else 0
+    rehearse = wanted.get("rehearse", True)
     stage = Stage(module, batch, batch_size, device, precision.train_step_context) if rehearse else None
     return planner.plan_alone(
         traced,
@@ -249,30 +251,53 @@ def _plan(
         limit_bytes,
         on_device,
         cache=cache,
-        wishes=search,
+        wishes=_search_wishes(trainer, recipe, wanted, traced.description),
         between=between,
         stage=stage,
     )
 
 
+def _search_wishes(trainer: pl.Trainer, recipe: Recipe, wanted: Mapping[str, Any], model: ModelDescription) -> Wishes:
+    """What is not left to the search where ``trainer`` trains ``model`` by ``recipe`` with arguments ``wanted``."""
+    why_not = settings.why_not_in_backward(
+        trainer,
+        trainer.precision_plugin,
+        wanted=wanted.get("update_in_backward", True),
+        separable=model.optimizer_step.separable,
+    )
+    group = wanted.get("sharding_group", "auto")
+    return replace(recipe.callback_wishes, sharding_group=group, update_in_backward=not why_not)
+
+
 class _Planning(SingleDeviceStrategy):
-    """Plans where a strategy would set up training, and ends the run there."""
+    """Plans where a strategy would set up training, and ends the run there.
+
+    Attributes:
+        callbacks: those of the run that is planned. The Trainer has them while ``work`` looks at it, and calls none.
+        outcome: of ``work``.
+    """
 
     def __init__(self, device: torch.device, work: Callable[[pl.Trainer], Any]) -> None:
         super().__init__(device=device)
         self._work = work
+        self.callbacks: list[pl.Callback] = []
         self.outcome: Any = None
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self.outcome = self._work(trainer)
+        called = trainer.callbacks  # type: ignore[attr-defined]
+        trainer.callbacks = self.callbacks  # type: ignore[attr-defined]
+        try:
+            self.outcome = self._work(trainer)
+        finally:
+            trainer.callbacks = called  # type: ignore[attr-defined]
         raise _TunerExitException  # Lightning's own way to end a run early: it tears down and returns
 
 
 class _Parts(LightningCLI):
     """Module, data and a Trainer for one process, as LightningCLI builds them from the recipe."""
 
-    def __init__(self, recipe: Recipe, strategy: SingleDeviceStrategy) -> None:
+    def __init__(self, recipe: Recipe, strategy: _Planning) -> None:
         self._strategy = strategy
         with warnings.catch_warnings():
             # Our own command line is not LightningCLI's.
@@ -289,11 +314,13 @@ class _Parts(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        for name in ("strategy", "callbacks", "logger", "profiler"):
+        for name in ("strategy", "logger", "profiler"):
             self.config.trainer[name] = None
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        callbacks = self.config_init.trainer.callbacks or []
+        self._strategy.callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         accelerator = "cuda" if self._strategy.root_device.type == "cuda" else "cpu"
         return super().instantiate_trainer(accelerator=accelerator, strategy=self._strategy, **NOT_HERE)
 

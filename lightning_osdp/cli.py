@@ -25,8 +25,10 @@ from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.operators import ModelDescription
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.schedule import BatchRule, Problem
+from lightning_osdp.planning.settled import way_of
 from lightning_osdp.planning.simulate import SimulatedPoint, problem_on, simulate, tradeoff
 from lightning_osdp.planning.units import format_bytes, format_seconds, parse_bytes
+from lightning_osdp.planning.wishes import Wishes
 from lightning_osdp.sharding import checkpoint
 
 DONE, INFEASIBLE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -270,10 +272,10 @@ def _simulate(given: Namespace) -> None:
     path = Path(given.config)
     recipe = alone.read_recipe(path)
     sys.path[:0] = [str(Path.cwd()), str(path.resolve().parent)]
-    model = alone.describe_recipe(recipe)
-    points = simulate(model, found, devices, limit_bytes, rule, given.dtype)
+    model, wishes = alone.describe_recipe(recipe)
+    points = simulate(model, found, devices, limit_bytes, rule, given.dtype, wishes)
     if given.html is not None:
-        _write_simulated_page(given.html, model, found, given.dtype, points)
+        _write_simulated_page(given.html, model, found, given.dtype, wishes, points)
     if given.json:
         _print(json.dumps([point.model_dump(mode="json", exclude={"plan"}) for point in points], indent=2))
     else:
@@ -287,7 +289,12 @@ def _doublings(devices: int) -> list[int]:
 
 
 def _write_simulated_page(
-    path: str, model: ModelDescription, found: hardware.Hardware, dtype: str, points: Sequence[SimulatedPoint]
+    path: str,
+    model: ModelDescription,
+    found: hardware.Hardware,
+    dtype: str,
+    wishes: Wishes,
+    points: Sequence[SimulatedPoint],
 ) -> None:
     """Of the largest number of devices that fits. Raises InfeasibleError where none does."""
     fitting = [point for point in points if point.plan is not None]
@@ -300,8 +307,8 @@ def _write_simulated_page(
         )
     largest = max(fitting, key=lambda point: point.devices)
     assert largest.plan is not None
-    problem = problem_on(model, found, largest.devices, largest.memory_limit_bytes, dtype)
-    _write_page(path, largest.plan, problem, points)
+    problem = problem_on(model, found, largest.devices, largest.memory_limit_bytes, dtype, wishes)
+    _write_page(path, largest.plan, way_of(largest.plan, problem), points)
 
 
 def _write_page(path: str, plan: ExecutionPlan, problem: Problem | None, points: Sequence[SimulatedPoint] = ()) -> None:

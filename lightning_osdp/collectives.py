@@ -265,7 +265,7 @@ def reduce_copy(backend: str, ranks: int) -> float:
 
 def reduce_buffer_bytes(backend: str, ranks: int) -> int:
     """Most bytes of buffers that a reduce-scatter takes, whatever the tensor's size."""
-    return 2 * PIECES_AT_ONCE * PIECE_BYTES if backend == "gloo" and ranks > 2 else 0
+    return min(2, ranks - 2) * PIECES_AT_ONCE * PIECE_BYTES if backend == "gloo" and ranks > 2 else 0
 
 
 def all_reduce_buffer_bytes(backend: str, ranks: int) -> int:

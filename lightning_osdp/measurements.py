@@ -181,6 +181,7 @@ def this_cluster(
         link=link,
         levels=levels,
         reduce_copy=collectives.reduce_copy(backend, ranks.count),
+        reduce_buffer_bytes=collectives.reduce_buffer_bytes(backend, ranks.count),
         all_reduce_buffer_bytes=collectives.all_reduce_buffer_bytes(backend, ranks.count),
         engine=engine,
     )

@@ -22,8 +22,8 @@ from lightning_osdp.planning.calibration import Correction
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.operators import NOTHING_BETWEEN, BetweenSteps
 from lightning_osdp.planning.plan import ExecutionPlan
-from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
-from lightning_osdp.planning.settled import Settled, asked, kept
+from lightning_osdp.planning.schedule import BatchRule, Problem
+from lightning_osdp.planning.settled import Settled, asked, kept, settled, way_of
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.memory import Limit, memory_in_use, memory_limit
@@ -238,4 +238,5 @@ def plan_alone(
     profiling_s = time.monotonic() - start
     used = not_for_the_model(traced, device, model_bytes)
     problem = problem_of(traced, cluster, known, memory_limit_bytes, used, wishes, between)
-    return Outcome(make_plan(problem, rule), profiling_s, from_cache, known.correction, problem=problem)
+    plan = settled(problem, rule, ())
+    return Outcome(plan, profiling_s, from_cache, known.correction, problem=way_of(plan, problem))

@@ -81,7 +81,24 @@ LOOK_AT_GRADIENTS = (
 up the gradients of several backward passes."""
 
 
-def why_not_in_backward(trainer: pl.Trainer, plugin: Precision) -> str:
+def why_not_in_backward(trainer: pl.Trainer, plugin: Precision, *, wanted: bool, separable: bool) -> str:
+    """Why a run may not update parameters in the backward pass, in words; empty if it may.
+
+    Args:
+        trainer: of the run.
+        plugin: the precision.
+        wanted: whether the user allows it.
+        separable: whether the optimizer does (``OptimizerStep.separable``).
+    """
+    if not wanted:
+        return "OSDPStrategy(update_in_backward=False)"
+    why_not = _needs_all_gradients(trainer, plugin)
+    if why_not or separable:
+        return why_not
+    return "its optimizer is not one of torch.optim that updates each parameter by itself without temporaries"
+
+
+def _needs_all_gradients(trainer: pl.Trainer, plugin: Precision) -> str:
     """What of a run needs all gradients before the first parameter is updated, in words; empty if nothing does."""
     module = trainer.lightning_module
     if not module.automatic_optimization:

@@ -267,7 +267,10 @@ class OSDPStrategy(RanksStrategy):
             ranks, lambda: planner.describe(module, batch, batch_size, device, context, between, self._cache)
         )
         check_same(ranks.group, "the model (fingerprint)", traced.description.fingerprint[:12])
-        why_not = self._why_not_in_backward(trainer, traced.description.optimizer_step.separable)
+        separable = traced.description.optimizer_step.separable
+        why_not = settings.why_not_in_backward(
+            trainer, self.precision_plugin, wanted=self._update_in_backward, separable=separable
+        )
         if given is not None:
             planner.on_all_ranks(ranks, lambda: given.check(traced.description, ranks.count, ranks.nodes))
             planner.on_all_ranks(ranks, lambda: settings.check_in_backward(given, why_not))
@@ -293,15 +296,6 @@ class OSDPStrategy(RanksStrategy):
             stage=Stage(module, batch, batch_size, device, context) if self._rehearse else None,
             began_s=began_s,
         )
-
-    def _why_not_in_backward(self, trainer: pl.Trainer, separable: bool) -> str:
-        """Why parameters may not be updated in the backward pass, in words; empty if they may."""
-        if not self._update_in_backward:
-            return "OSDPStrategy(update_in_backward=False)"
-        why_not = settings.why_not_in_backward(trainer, self.precision_plugin)
-        if why_not or separable:
-            return why_not
-        return "its optimizer is not one of torch.optim that updates each parameter by itself without temporaries"
 
     def _given(self, trainer: pl.Trainer) -> ExecutionPlan | None:
         """Refuses what can't work and reads the plan that was given, before anything else is done."""

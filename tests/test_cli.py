@@ -169,6 +169,44 @@ def test_nothing_fits_is_status_1_and_says_what_would(osdp: Run, folder: Path, c
     assert found["needed_bytes"] > found["memory_limit_bytes"] == 1 << 20
 
 
+LOOKING = {"class_path": "tests.integration.test_updates.Looks"}
+
+
+def test_parameters_are_updated_in_the_backward_pass_where_training_would(
+    osdp: Run, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_osdp.planner.not_for_the_model", lambda *_: 0)
+    config = yaml.safe_load((folder / "fit.yaml").read_text())
+    config["model"]["init_args"]["width"] = 512
+
+    def planned_with(limit_bytes: int, strategy: dict[str, Any], **trainer: Any) -> tuple[int, dict[str, Any]]:
+        own = config["trainer"]["strategy"]
+        own = own | {"init_args": own["init_args"] | {"memory_limit": limit_bytes, "batch_size": 2} | strategy}
+        write(folder / "fit.yaml", config | {"trainer": config["trainer"] | {"strategy": own} | trainer})
+        status, text, _ = planned(osdp, folder, cache, "--json", "--html", folder / "page.html")
+        return status, json.loads(text)
+
+    _, nothing = planned_with(1, {"update_in_backward": False})
+    limit_bytes = nothing["needed_bytes"] - (256 << 10)  # of gradients there are 1.1 MiB
+    status, plan = planned_with(limit_bytes, {})
+    assert (status, plan["update_in_backward"]) == (cli.DONE, True)
+    assert (folder / "page.html").exists()
+    assert planned_with(limit_bytes, {"update_in_backward": False})[0] == cli.INFEASIBLE
+    assert planned_with(limit_bytes, {}, gradient_clip_val=1.0)[0] == cli.INFEASIBLE
+    assert planned_with(limit_bytes, {}, callbacks=[LOOKING])[0] == cli.INFEASIBLE
+
+
+def test_callbacks_that_training_refuses_are_refused(osdp: Run, folder: Path, cache: Path) -> None:
+    config = yaml.safe_load((folder / "fit.yaml").read_text())
+    averaging = {
+        "class_path": "lightning.pytorch.callbacks.EMAWeightAveraging",
+    }
+    write(folder / "fit.yaml", config | {"trainer": config["trainer"] | {"callbacks": [averaging]}})
+    status, _, error = planned(osdp, folder, cache)
+    assert status == cli.BAD_INPUT
+    assert "EMAWeightAveraging averages a copy of the whole module" in error
+
+
 def test_no_cluster_says_how_to_get_one(osdp: Run, folder: Path) -> None:
     status, text, error = osdp("plan", "--config", folder / "fit.yaml")
     assert (status, text) == (cli.BAD_INPUT, "")

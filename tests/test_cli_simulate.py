@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lightning_osdp import cli
 
@@ -36,6 +37,20 @@ def test_json_has_one_entry_for_each_number_of_devices(capsys: pytest.CaptureFix
 def test_by_default_devices_double_up_to_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", *HARDWARE, "--json"]) == cli.DONE
     assert [entry["devices"] for entry in json.loads(capsys.readouterr().out)] == [1, 2, 4, 8, 16]
+
+
+def test_gradients_are_kept_where_a_run_needs_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def needed_bytes(**trainer: object) -> int:
+        config = yaml.safe_load(EXAMPLE.read_text())
+        file = tmp_path / "fit.yaml"
+        file.write_text(yaml.safe_dump(config | {"trainer": config["trainer"] | trainer}))
+        (tmp_path / "model.py").write_text((EXAMPLE.parent / "model.py").read_text())
+        given = ("--config", str(file), *HARDWARE[2:], "--devices", "2", "--memory-limit", "1MiB", "--json")
+        assert cli.main(["simulate", *given]) == cli.DONE
+        (found,) = json.loads(capsys.readouterr().out)
+        return int(found["needed_bytes"])
+
+    assert needed_bytes() < needed_bytes(gradient_clip_val=1.0)
 
 
 def test_the_page_is_of_the_largest_number_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,6 +161,7 @@ def test_memory_of_a_reduce_scatter():
     assert collectives.reduce_copy("ucc", 1) == 0.0
     assert collectives.reduce_copy("ucc", 4) == 1.0
     assert collectives.reduce_buffer_bytes("gloo", 2) == 0
+    assert collectives.reduce_buffer_bytes("gloo", 3) == 4 << 20
     assert collectives.reduce_buffer_bytes("gloo", 4) == 8 << 20
     assert collectives.all_reduce_buffer_bytes("gloo", 2) == 4 << 20
     assert collectives.all_reduce_buffer_bytes("gloo", 1) == collectives.all_reduce_buffer_bytes("nccl", 4) == 0

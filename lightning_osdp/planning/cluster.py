@@ -132,6 +132,8 @@ class Cluster(Frozen):
     the next does. 0: none are."""
     reduce_copy: float = 1.0
     """Extra bytes that a reduce-scatter takes, as a share of the whole tensor's."""
+    reduce_buffer_bytes: int = 0
+    """Extra bytes that a reduce-scatter takes at most, which are one or two parts of smaller tensors."""
     all_reduce_buffer_bytes: int = 0
     """Extra bytes that all-reduces which are under way take at most."""
     engine: EngineOverhead = NO_OVERHEAD

@@ -367,7 +367,8 @@ def _reduced(unit: list[Part], pieces: float, cluster: Cluster, ranks: int, *, f
     """
     gradient = sum(part.gradient_bytes for part in unit)
     own = gradient / ranks
-    reduction = own + gradient * cluster.reduce_copy - sum(part.parameter_bytes for part in unit)
+    buffers = gradient * cluster.reduce_copy + min(cluster.reduce_buffer_bytes, max(0, min(2, ranks - 2)) * own)
+    reduction = own + buffers - sum(part.parameter_bytes for part in unit)
     return (max(0.0, gradient + reduction) if freed else gradient + max(0.0, reduction)) + pieces - own
 
 

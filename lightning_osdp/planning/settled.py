@@ -89,11 +89,9 @@ def settled_before(
     """
     room = problem.memory_limit_bytes - problem.overhead_bytes
     near = [one.plan for one in earlier if one.asked == question and _near(one.plan, room)]
-    if near and near[-1].cluster.ahead_bytes:
-        problem = problem.running_ahead()
-    if near and near[-1].update_in_backward:
-        problem = problem.updating_in_backward()
-    plan = predicted_now(Desks(problem), rule, near[-1], near[-1]) if near else None
+    if not near:
+        return None
+    plan = predicted_now(Desks(way_of(near[-1], problem)), rule, near[-1], near[-1])
     return None if plan is None else as_rehearsed(plan, rehearsals)
 
 
@@ -152,6 +150,13 @@ def _ways(problem: Problem, rule: BatchRule) -> list[Problem]:
     if not _may_update_in_backward(problem, rule):
         return ways
     return [each for way in ways for each in (way, way.updating_in_backward())]
+
+
+def way_of(plan: ExecutionPlan, problem: Problem) -> Problem:
+    """``problem`` in the way in which ``plan`` solves it."""
+    if plan.cluster.ahead_bytes:
+        problem = problem.running_ahead()
+    return problem.updating_in_backward() if plan.update_in_backward else problem
 
 
 def _runs_well_ahead(plan: ExecutionPlan) -> bool:

@@ -19,8 +19,9 @@ from lightning_osdp.planning.hardware import USABLE_MEMORY, Hardware, cluster_of
 from lightning_osdp.planning.operators import Frozen, ModelDescription
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.roofline import compute_times
-from lightning_osdp.planning.schedule import BatchRule, Problem, best_candidate, choose, make_plan
-from lightning_osdp.planning.wishes import Wishes
+from lightning_osdp.planning.schedule import BatchRule, Problem, best_candidate, choose
+from lightning_osdp.planning.settled import settled
+from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 
 PLAIN = Wishes(slice_granularity=1, activation_checkpointing=False)
 """The baselines neither split nor recompute."""
@@ -68,6 +69,7 @@ def simulate(
     memory_limit_bytes: int | None = None,
     rule: BatchRule | None = None,
     dtype: str = "fp32",
+    wishes: Wishes = NO_WISHES,
 ) -> tuple[SimulatedPoint, ...]:
     """The plan and the baselines for each number of devices, in the order given.
 
@@ -78,13 +80,14 @@ def simulate(
         memory_limit_bytes: per device; None for ``USABLE_MEMORY`` of what the device has.
         rule: which batch sizes to try; None for all.
         dtype: of the matrix products (``Hardware.peak_flops``).
+        wishes: what is not left to the search; the baselines don't know them.
 
     Raises:
         ConfigurationError: the hardware has no such number of devices, no peak FLOP/s for ``dtype``, or the batch
             sizes of ``rule`` can't be made from a number of devices.
     """
     return tuple(
-        simulate_one(problem_on(model, hardware, count, memory_limit_bytes, dtype), rule or BatchRule())
+        simulate_one(problem_on(model, hardware, count, memory_limit_bytes, dtype, wishes), rule or BatchRule())
         for count in devices
     )
 
@@ -95,8 +98,9 @@ def problem_on(
     devices: int | None = None,
     memory_limit_bytes: int | None = None,
     dtype: str = "fp32",
+    wishes: Wishes = NO_WISHES,
 ) -> Problem:
-    """What ``schedule.make_plan`` needs, with nothing measured.
+    """What a search needs, with nothing measured.
 
     Raises:
         ConfigurationError: as ``simulate``.
@@ -106,6 +110,7 @@ def problem_on(
         cluster=cluster_of(hardware, devices),
         compute=compute_times(model, hardware, dtype),
         memory_limit_bytes=memory_limit_bytes or int(hardware.memory_bytes * USABLE_MEMORY),
+        wishes=wishes,
     )
 
 
@@ -117,7 +122,7 @@ def simulate_one(problem: Problem, rule: BatchRule) -> SimulatedPoint:
     """
     plan, needed_bytes = None, 0
     try:
-        plan = make_plan(problem, rule)
+        plan = settled(problem, rule, ())
     except InfeasibleError as error:
         needed_bytes = error.needed_bytes
     return SimulatedPoint(

@@ -182,6 +182,10 @@ def run_of(module: pl.LightningModule, **changes: Any) -> Any:
     return SimpleNamespace(**({"lightning_module": module, "gradient_clip_val": None, "callbacks": []} | changes))
 
 
+def why_not(run: Any, precision: Precision | None = None, wanted: bool = True, separable: bool = True) -> str:
+    return settings.why_not_in_backward(run, precision or Precision(), wanted=wanted, separable=separable)
+
+
 @pytest.mark.parametrize(
     ("module", "changes", "expected"),
     [
@@ -194,15 +198,20 @@ def run_of(module: pl.LightningModule, **changes: Any) -> Any:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_needs_all_gradients_is_named(module: pl.LightningModule, changes: Any, expected: str) -> None:
-    assert expected in settings.why_not_in_backward(run_of(module, **changes), Precision())
+    assert expected in why_not(run_of(module, **changes))
 
 
 def test_usual_runs_allow_it() -> None:
     usual = run_of(Deep(), callbacks=[LearningRateMonitor(), OSDPCallback(), pl.callbacks.ModelCheckpoint()])
-    assert settings.why_not_in_backward(usual, Precision()) == ""
-    assert settings.why_not_in_backward(usual, MixedPrecision("bf16-mixed", "cpu")) == ""
+    assert why_not(usual) == ""
+    assert why_not(usual, MixedPrecision("bf16-mixed", "cpu")) == ""
+
+
+def test_users_and_optimizers_may_not() -> None:
+    assert "update_in_backward=False" in why_not(run_of(Deep()), wanted=False)
+    assert "its optimizer is not one of torch.optim" in why_not(run_of(Deep()), separable=False)
 
 
 def test_a_scaled_loss_does_not() -> None:
     scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    assert "scales the loss" in settings.why_not_in_backward(run_of(Deep()), scaled)
+    assert "scales the loss" in why_not(run_of(Deep()), scaled)

@@ -155,6 +155,14 @@ def test_a_copying_reduction_counts_from_where_it_exceeds_the_freed_parameter() 
     assert found.tolist() == [0, 0, 0, 8 + 12 + 4 - 8, 4 + 6 + 2 - 4, 0]
 
 
+@pytest.mark.parametrize(("ranks", "most", "extra"), [(2, 8, 0), (3, 8, 4 / 3), (4, 8, 2), (4, 1, 1)])
+def test_a_reduction_has_buffers_where_it_goes_over_other_ranks(ranks: int, most: int, extra: float) -> None:
+    """Of a slice of 4 MiB, which is freed before its gradient is made; with 3 ranks one part, with more of them two."""
+    cluster = some_cluster(ranks, reduce_copy=0.0, reduce_buffer_bytes=most * MIB)
+    found = footprint(operator("one", 8), Choice((Mode.ZDP, Mode.ZDP), 0), cluster)
+    assert found.transient / MIB == pytest.approx(8 / ranks + extra)
+
+
 def test_accumulation_keeps_gradients_throughout() -> None:
     found = curves([Mode.DP, Mode.ZDP], accumulation=2)
     assert found["gradients"] == [4 + 4] * 6
