@@ -21,6 +21,7 @@ from lightning_osdp import measurements
 from lightning_osdp.errors import ConfigurationError, OSDPError
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.profiling import network
+from lightning_osdp.repeats import CORES
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -101,6 +102,8 @@ def _run_rank(
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     _set_num_threads_if_needed(ranks)
+    if device_type == "cpu":
+        CORES.used_by(ranks)
     try:
         device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
         if device_type == "cuda":

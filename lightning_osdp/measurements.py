@@ -45,6 +45,7 @@ from lightning_osdp.profiling.memory import control_group
 from lightning_osdp.profiling.timing import Timed
 from lightning_osdp.profiling.trace import Trace
 from lightning_osdp.rehearsal import Stage, rehearse
+from lightning_osdp.repeats import CORES
 from lightning_osdp.sharding import overhead as engine_overhead
 
 ROOM_FOR_LARGEST = 3
@@ -234,6 +235,8 @@ def measured(
         stage: to rehearse the step on; None to leave it at the parts.
         late: whether the start has taken too long for one more rehearsal. Collective.
     """
+    if ranks.device.type == "cpu":
+        CORES.used_by(max(ranks.uneven, default=ranks.count // ranks.nodes))
     here = this_cluster(ranks, NO_LINK)
     file = cache / f"{key_of(traced, ranks.device, here, wishes)}.json" if cache is not None else None
     stored = _stored(file, Measurements, ranks)

@@ -20,6 +20,7 @@ from lightning_osdp.levels import Communicator, Levels, OneStage, TwoStage
 from lightning_osdp.planning import cluster
 from lightning_osdp.planning.cluster import CollectiveFit, Link, TwoStageLink
 from lightning_osdp.planning.fitting import fit
+from lightning_osdp.repeats import typical_s
 
 DEFAULT_SIZES_BYTES = (16 << 10, 128 << 10, 1 << 20, 4 << 20, 32 << 20)
 """Of the whole tensor: from a small layer's weights to a large embedding's."""
@@ -76,7 +77,7 @@ def measure(
 ) -> Link:
     """Times every collective of ``lightning_osdp.collectives`` on ``group``. Collective: all ranks call it alike.
 
-    Per size and collective: a barrier before each repeat, the median on each rank, and of those the slowest rank's.
+    Per size and collective: a barrier before each repeat, what is typical on each rank, and of that the slowest rank's.
 
     Args:
         group: the ranks that will share states.
@@ -290,13 +291,13 @@ def _time_s(
     before: Collective,
     budget_s: float = REPEATS_BY_BUDGET_S,
 ) -> float:
-    """The slowest rank's median over several repeats; every rank gets the same number."""
+    """What is typical of several repeats on the slowest rank; every rank gets the same number."""
     for _ in range(WARM_UP):
         last_s = _once_s(collective, group, device, before)
     wanted = int(budget_s / max(_slowest(last_s, group, device), 1e-6))
     repeats = min(MOST_REPEATS, max(FEWEST_REPEATS, wanted))
     samples_s = [_once_s(collective, group, device, before) for _ in range(repeats)]
-    return _slowest(float(np.median(samples_s)), group, device)
+    return _slowest(typical_s(samples_s), group, device)
 
 
 def _once_s(collective: Collective, group: dist.ProcessGroup, device: torch.device, before: Collective) -> float:

@@ -22,6 +22,7 @@ from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.profiling.arguments import copied, made_up
 from lightning_osdp.profiling.kernels import Kernel, TensorSpec, list_length, some_of_lists
 from lightning_osdp.profiling.memory import memory_in_use, peak_memory, reset_peak
+from lightning_osdp.repeats import CORES, typical_s
 
 aten = torch.ops.aten
 
@@ -29,7 +30,7 @@ WARMUPS = 2
 """Runs before the first timed one: the allocator and the libraries' plans settle."""
 
 FEWEST_REPEATS, MAX_REPEATS = 3, 15
-"""Timed runs of one kernel; their median counts. Where there is no time for so many, it is run twice."""
+"""Timed runs of one kernel; what is typical of them counts. Where there is no time for so many, it is run twice."""
 
 UPDATE_S = 0.06
 """Least time for one kernel of an optimizer: they are few, come last, and count as they are, while what forward and
@@ -240,7 +241,7 @@ def _forward_of(kernel: Kernel, kernels: Iterable[Kernel]) -> Kernel | None:
 
 
 def _time(kernel: Kernel, clock: Clock, share_s: float, scratch: dict[object, int] | None = None) -> float:
-    """Median seconds of one call, in about ``share_s`` in all, on arguments that are not in the cache."""
+    """Typical seconds of one call, in about ``share_s`` in all, on arguments that are not in the cache."""
     sample = _sample(kernel, clock.room_bytes)
     if sample is not kernel:
         return _time(sample, clock, share_s) * kernel.num_bytes / sample.num_bytes
@@ -253,7 +254,7 @@ def _time(kernel: Kernel, clock: Clock, share_s: float, scratch: dict[object, in
     else:
         second = clock.time_s(lambda: func(*args, **kwargs))
     if time.perf_counter() - start + (WARMUPS + FEWEST_REPEATS) * second > share_s:
-        return min(first, second)
+        return second if CORES.shared else min(first, second)
     cold_bytes = COLD_STATES_BYTES if kernel.phase == "optimizer" else COLD_BYTES
     fitting = clock.room_bytes // 2 // max(1, _held_bytes((args, kwargs)))
     copies = min(MAX_COPIES, math.ceil(cold_bytes / max(1, kernel.num_bytes)), max(1, fitting))
@@ -267,9 +268,8 @@ def _time(kernel: Kernel, clock: Clock, share_s: float, scratch: dict[object, in
     for _ in range(WARMUPS):
         call()
     left = share_s - (time.perf_counter() - start)
-    return statistics.median(
-        call() for _ in range(max(FEWEST_REPEATS, min(MAX_REPEATS, int(left / max(second, 1e-6)))))
-    )
+    repeats = max(FEWEST_REPEATS, min(MAX_REPEATS, int(left / max(second, 1e-6))))
+    return typical_s([call() for _ in range(repeats)])
 
 
 def _held_bytes(arguments: object) -> int:
@@ -303,7 +303,7 @@ def _time_after(
         call()
         if scratch is not None:
             _, scratch[backward.key] = clock.time_and_scratch(call)
-        return statistics.median(clock.time_s(call) for _ in range(AUTOGRAD_REPEATS))
+        return typical_s([clock.time_s(call) for _ in range(AUTOGRAD_REPEATS)])
     except (RuntimeError, StopIteration):
         return None
 

@@ -8,7 +8,6 @@ they are too high). Replicated gradients share one all-reduce: what counts of it
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from lightning_osdp.planning.cluster import NO_OVERHEAD, Cluster, CollectiveFit,
 from lightning_osdp.planning.cost import communication
 from lightning_osdp.planning.operators import Operator, ParameterInfo
 from lightning_osdp.planning.plan import ExecutionPlan, ModelIdentity, OperatorPlan, Prediction
+from lightning_osdp.repeats import typical_s
 from lightning_osdp.sharding.fairscale import FairScaleEngine
 from lightning_osdp.sharding.splitting import forget
 
@@ -114,13 +114,13 @@ def _counted_s(mode: Mode, width: int, cluster: Cluster) -> float:
 
 
 def _per_operator_s(mode: Mode, width: int, group: dist.ProcessGroup, device: torch.device) -> float:
-    """What the mode adds to an operator's compute, medians of the slowest rank."""
+    """What the mode adds to an operator's compute on the slowest rank."""
     steps: tuple[Step, ...] = _steps(mode, OPERATORS, width, group, device)
     fewer = OPERATORS // 2 if mode == Mode.DP else 0
     steps += _steps(mode, fewer, width, group, device) if fewer else ()
     seconds = [[_once_s(step, group, device) for step in steps] for _ in range(WARM_UP + REPEATS)]
-    medians = [statistics.median(each) for each in zip(*seconds[WARM_UP:], strict=True)]
-    slowest = torch.tensor(medians, dtype=torch.float64, device=device)
+    typical = [typical_s(each) for each in zip(*seconds[WARM_UP:], strict=True)]
+    slowest = torch.tensor(typical, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     for step in steps:
         forget(step.model.parameters())
