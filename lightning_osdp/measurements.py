@@ -162,7 +162,11 @@ class Ranks:
 
 def sharers(ranks: Ranks) -> int:
     """How many ranks are in this one's control group, and so share its limit. Collective."""
-    here = (platform.node(), control_group() if ranks.device.type == "cpu" else "")
+    return _alike((platform.node(), control_group() if ranks.device.type == "cpu" else ""), ranks)
+
+
+def _alike(here: object, ranks: Ranks) -> int:
+    """How many ranks have what there is ``here``. Collective."""
     everyone: list[Any] = [None] * ranks.count
     dist.all_gather_object(everyone, here, group=ranks.group)
     return everyone.count(here)
@@ -236,7 +240,7 @@ def measured(
         late: whether the start has taken too long for one more rehearsal. Collective.
     """
     if ranks.device.type == "cpu":
-        CORES.used_by(max(ranks.uneven, default=ranks.count // ranks.nodes))
+        CORES.used_by(_alike(CORES.name(), ranks))
     here = this_cluster(ranks, NO_LINK)
     file = cache / f"{key_of(traced, ranks.device, here, wishes)}.json" if cache is not None else None
     stored = _stored(file, Measurements, ranks)

@@ -9,22 +9,38 @@ step, means to 0.98]
 from __future__ import annotations
 
 import os
+import platform
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""On Linux, of the machine that is running."""
+
 
 class Cores:
-    """Of this machine, as far as this process may use them."""
+    """Those that this process may use."""
 
     def __init__(self) -> None:
         self.shared = False
 
+    @staticmethod
+    def name() -> str:
+        """The same for processes that may use the same ones, in whatever container they run."""
+        machine = BOOT_ID.read_text().strip() if BOOT_ID.exists() else platform.node()
+        return f"{machine}: {_numbers()}"
+
     def used_by(self, processes: int) -> None:
-        """So many processes compute at the same time, each with as many threads as this one."""
-        here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.shared = processes * torch.get_num_threads() > here
+        """So many processes compute on them at the same time, each with as many threads as this one."""
+        self.shared = processes * torch.get_num_threads() > len(_numbers())
+
+
+def _numbers() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 CORES = Cores()

@@ -28,3 +28,11 @@ def test_cores_are_shared_by_more_threads_than_there_are(
     cores = Cores()
     cores.used_by(processes)
     assert cores.shared is shared
+
+
+def test_other_cores_have_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    for numbers in ({0, 1}, {1, 0}, {2, 3}):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, numbers=numbers: numbers, raising=False)
+        names.append(Cores.name())
+    assert names[0] == names[1] != names[2]
