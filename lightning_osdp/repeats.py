@@ -2,8 +2,8 @@
 
 The median, which leaves out what other programs do now and then. But where the ranks of a machine have to share cores,
 a short call is either interrupted for the others' turns or not at all, and a training step by its full share of them:
-then the mean counts. [4 ranks on 2 cores, kernels' forward and backward: medians add up to 0.73 of what they take in a
-step, means to 0.98]
+then the mean counts. [4 ranks on 2 cores, kernels' forward and backward: medians add up to 0.7 of what they take in a
+step, means to 0.9 to 1.2]
 """
 
 from __future__ import annotations
