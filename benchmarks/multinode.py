@@ -61,7 +61,7 @@ def train(args: argparse.Namespace) -> None:
     from lightning_osdp import OSDPStrategy, team
 
     if not args.plan:
-        patch.object(team, "plan_for", partial(plan_and_compare, args.folder)).start()
+        patch.object(team, "plan_for", partial(plan_and_compare, args.folder, team.plan_for)).start()
     L.seed_everything(1)
     settings: dict[str, Any] = {"plan": args.plan} if args.plan else {"memory_limit": args.limit}
     trainer = L.Trainer(
@@ -190,12 +190,11 @@ def _beside(predicted: float, measured: float) -> tuple[str, str, str]:
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
-def plan_and_compare(folder: str, problem: Any, *args: Any) -> Any:
-    """In place of ``plan_for``: keeps the searched plan and what it is compared with, each with its prediction."""
+def plan_and_compare(folder: str, plan_for: Any, problem: Any, *args: Any) -> Any:
+    """In place of ``plan_for``: keeps the plan it finds and what that is compared with, each with its prediction."""
     from lightning_osdp.planning.candidates import Desk
     from lightning_osdp.planning.choices import Choice, Group, Mode, legal_modes
     from lightning_osdp.planning.settled import way_of
-    from lightning_osdp.team import plan_for
 
     searched = plan_for(problem, *args)
     desk, sharded = Desk(way_of(searched, problem)), Choice((Mode.ZDP,))

@@ -15,7 +15,7 @@ and buffers have a constant size instead of the tensor's.
 
 Note [in the background]: where links are slow, a rank has nothing to do but wait. A collective that was begun goes on
 in the backend's own thread, but nobody there adds or passes on: each rank sends every other its part at once. That is
-as many bytes as in a ring, though links between hosts of several ranks are crossed more often.
+as many bytes as in a ring, but links between hosts of several ranks are crossed more often (``Cluster.may_run_ahead``).
 """
 
 from __future__ import annotations

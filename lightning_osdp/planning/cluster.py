@@ -148,6 +148,14 @@ class Cluster(Frozen):
         """Whether a node is neither one device nor all of them."""
         return self.nodes > 1 and self.devices_per_node > 1
 
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether messages from each rank to each other take the links no longer than a ring does, which collectives
+        beside compute need: not where several ranks of a node share its link.
+        [measured, 2 nodes of 2 ranks, 1 Gbit/s, all sharded: 147 MiB out of a node in place of 112, 1.34 s a step in
+        place of 1.16]"""
+        return self.ranks > 1 and not self.two_levels and not self.uneven
+
 
 class SplitTime(Frozen):
     """Compute time of an operator that is split, in one micro-batch, in seconds by batch size."""

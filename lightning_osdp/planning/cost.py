@@ -73,11 +73,10 @@ class TimeCost(NamedTuple):
     """What the step waits for: communication that compute does not hide."""
 
 
-def runs_ahead(unit_bytes: int, choice: Choice, cluster: Cluster) -> bool:
+def runs_ahead(unit_bytes: int, cluster: Cluster) -> bool:
     """Whether a unit of that size is gathered while the one before computes, and its gradients are reduced while the
-    next one does: on a CPU, over all ranks in one stage."""
-    plain = not cluster.two_levels or (choice.group == Group.WORLD and not choice.two_stage)
-    return plain and cluster.ranks > 1 and unit_bytes <= cluster.ahead_bytes
+    next one does."""
+    return cluster.may_run_ahead and unit_bytes <= cluster.ahead_bytes
 
 
 class Recurring(NamedTuple):
@@ -188,7 +187,7 @@ def hidden(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: 
     parts, share = parts_of(operator, choice), cluster.link.all_reduce.hidden
     once = share * sum(part.number * _reduction_s(part.gradient_bytes, cluster) for part in parts if not part.sharded)
     for unit in _units(parts, choice):
-        if runs_ahead(_unit_bytes(unit), choice, cluster):
+        if runs_ahead(_unit_bytes(unit), cluster):
             each += unit[0].number * _unit_s(unit, among, again=recomputed and operator.joins == 1)
     return Recurring(once, each)
 
@@ -387,7 +386,7 @@ class _Beside(NamedTuple):
 
 def _beside(units: list[list[Part]], gathered: list[float], choice: Choice, cluster: Cluster, ranks: int) -> _Beside:
     """Of an operator's units, each ``gathered`` so large."""
-    running = [at for at, unit in enumerate(units) if runs_ahead(_unit_bytes(unit), choice, cluster)]
+    running = [at for at, unit in enumerate(units) if runs_ahead(_unit_bytes(unit), cluster)]
     if not running:
         return _Beside()
     ahead = max(gathered[at] for at in running)

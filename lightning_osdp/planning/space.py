@@ -64,7 +64,7 @@ class Problem:
     def running_ahead(self) -> Problem:
         """The same, but so, where there is a link that can be hidden."""
         cluster = self.cluster
-        if cluster.ranks == 1 or cluster.link.all_gather.hidden < WORTH_HIDING:
+        if not cluster.may_run_ahead or cluster.link.all_gather.hidden < WORTH_HIDING:
             return self
         most = AHEAD_SHARE * self.memory_limit_bytes
         ahead_bytes = 1 << max(20, int(most).bit_length() - 1)

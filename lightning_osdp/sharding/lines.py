@@ -78,7 +78,8 @@ class Lines:
     def __init__(self, world: Any, device: torch.device, choices: Iterable[Choice], cluster: Cluster) -> None:
         # On CUDA, reductions run beside the gathers, on a stream and so on groups of their own.
         reduce_world = duplicate(world) if device.type == "cuda" else world
-        ahead_bytes = cluster.ahead_bytes if device.type == "cpu" else 0  # streams do that on CUDA
+        on_its_own = device.type == "cpu" and cluster.may_run_ahead  # streams do that on CUDA
+        ahead_bytes = cluster.ahead_bytes if on_its_own else 0
         self._plain = Line(world, OneStage(world), OneStage(reduce_world), ahead_bytes=ahead_bytes)
         self._by_kind: dict[tuple[Group, bool], Line] = {}
         self.between = BetweenNodes(None)

@@ -65,13 +65,20 @@ def test_what_does_not_run_ahead_is_not_hidden_but_replicated_gradients_are() ->
     assert cost(Choice((Mode.DP,)), 10.0, ahead_bytes=0).communication_s == pytest.approx(0.2)
 
 
-def test_inside_nodes_and_in_two_stages_nothing_runs_ahead() -> None:
+def nodes_of_two() -> Cluster:
     plain = two_ranks().link
     nodes = {"inside": plain, "between": plain.all_reduce, "two_stage": plain.model_dump(exclude={"all_reduce"})}
-    pair = Cluster.model_validate(two_ranks().model_dump() | {"nodes": 2, "devices_per_node": 2, "levels": nodes})
-    for choice in (Choice((Mode.ZDP,), group=Group.NODE), Choice((Mode.ZDP,), two_stage=True)):
-        assert hidden(linear("one"), choice, pair) == (0.0, 0.0)
-    assert hidden(linear("one"), Choice((Mode.ZDP,)), pair).each_s > 0
+    return Cluster.model_validate(two_ranks().model_dump() | {"nodes": 2, "levels": nodes})
+
+
+def test_nothing_runs_ahead_where_ranks_of_a_node_share_its_link() -> None:
+    everywhere = Choice((Mode.ZDP,))
+    for choice in (everywhere, Choice((Mode.ZDP,), group=Group.NODE), Choice((Mode.ZDP,), two_stage=True)):
+        assert hidden(linear("one"), choice, nodes_of_two()) == (0.0, 0.0)
+    uneven = two_ranks().model_copy(update={"devices_per_node": 3, "uneven": (2, 1)})
+    assert hidden(linear("one"), everywhere, uneven) == (0.0, 0.0)
+    one_each = two_ranks().model_copy(update={"nodes": 2, "devices_per_node": 1})
+    assert hidden(linear("one"), everywhere, one_each) == hidden(linear("one"), everywhere, two_ranks())
 
 
 def every_choice(operator: Operator) -> list[Choice]:

@@ -305,6 +305,13 @@ def test_units_run_ahead_where_compute_hides_enough_of_the_link() -> None:
     assert ahead.predicted.peak_memory_bytes <= 60 * MIB
 
 
+def test_units_do_not_run_ahead_where_ranks_of_a_node_share_its_link() -> None:
+    problem = hideable(60, 0.8)
+    assert problem.running_ahead().runs_ahead
+    nodes = problem.cluster.model_copy(update={"nodes": 2, "devices_per_node": 2})
+    assert not replace(problem, cluster=nodes).running_ahead().runs_ahead
+
+
 def test_units_do_not_run_ahead_where_nothing_fits_then() -> None:
     sharded = hideable(1, 0.8)
     least = least_mib(replace(sharded, wishes=Wishes()))

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_osdp.planning.choices import Choice, Mode
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.sharding import ahead
 from lightning_osdp.sharding.fairscale import FairScaleEngine
+from lightning_osdp.sharding.lines import Lines
 from lightning_osdp.sharding.units import Unit
-from tests.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, joined, modes_for, two_groups
+from tests.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, joined, modes_for, some_cluster, two_groups
 from tests.ranks import run_ranks
 from tests.sharding.split_plans import split_all, split_plan
 
@@ -166,6 +168,16 @@ def test_large_units_do_not_run_ahead() -> None:
     assert found == [size <= middle for size in weights]
     assert len(set(found)) == 2
     assert run_ranks(sizes, 1, ALL) == [[False] * len(weights)]
+
+
+def test_no_unit_runs_ahead_where_ranks_of_a_node_share_its_link() -> None:
+    def bound(**nodes: Any) -> int:
+        cluster = some_cluster(4).model_copy(update={"ahead_bytes": ALL, **nodes})
+        sharded = Choice((Mode.ZDP,))
+        return Lines(object(), torch.device("cpu"), [sharded], cluster).of(sharded).ahead_bytes
+
+    assert bound() == bound(nodes=4, devices_per_node=1) == ALL
+    assert bound(nodes=2, devices_per_node=2) == bound(uneven=(3, 1)) == 0
 
 
 def broken_off(rank: int, ranks: int) -> list[float]:
