@@ -142,11 +142,13 @@ def test_with_more_ranks_what_they_have_sent_waits_to_be_added() -> None:
     assert found.pending == 8 * MIB * (1 + 2 / 4)
 
 
-def test_what_is_sharded_inside_nodes_or_in_two_stages_does_not_run_ahead() -> None:
+def test_nothing_runs_ahead_where_ranks_share_a_node_s_link() -> None:
     pair = Cluster.model_validate(some_cluster(4, **AHEAD).model_dump() | {"nodes": 2, "devices_per_node": 2})
-    for choice in (Choice((Mode.ZDP,), group=Group.NODE), Choice((Mode.ZDP,), two_stage=True)):
+    zdp = (Mode.ZDP,)
+    for choice in (Choice(zdp), Choice(zdp, group=Group.NODE), Choice(zdp, two_stage=True)):
         assert footprint(operator("one", 8), choice, pair).ahead == 0
-    assert footprint(operator("one", 8), Choice((Mode.ZDP,)), pair).ahead == 8 * MIB
+    apart = pair.model_copy(update={"nodes": 4, "devices_per_node": 1})
+    assert footprint(operator("one", 8), Choice(zdp), apart).ahead == 8 * MIB
 
 
 def test_a_copying_reduction_counts_from_where_it_exceeds_the_freed_parameter() -> None:
