@@ -10,14 +10,19 @@ gathered inside the node, right where it belongs. Nothing is moved afterwards, a
 
 Note [the slow link is kept busy]: on a CPU the rows go round the nodes as messages in the background. While one is on
 its way, the one before is gathered (or the next one summed) inside the node.
+
+Note [groups last]: a process group has connections, threads and buffers of its own (with NCCL a communicator, whose
+buffers are on the device) until the whole process group ends. What is measured and rehearsed before training needs the
+same ones as training does, one after the other. So a group is made once for each purpose, and found again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -153,9 +158,28 @@ def node_layout(world: Any, node_rank: int) -> NodeLayout:
     return NodeLayout(sizes, even=len(set(sizes)) == 1 and len(sizes) == len(set(everyone)))
 
 
-def duplicate(group: Any) -> Any:
-    """Another process group of the same ranks, with the same time-out. Collective."""
-    return _one_of([dist.get_process_group_ranks(group)], group)
+def duplicate(group: Any, purpose: str) -> Any:
+    """Another process group of the same ranks, with the same time-out, for one ``purpose``. Collective.
+
+    See Note [groups last].
+    """
+    return _lasting(group, purpose, lambda: _one_of([dist.get_process_group_ranks(group)], group))
+
+
+def lasting_levels(world: Any, nodes: int, purpose: str) -> Levels:
+    """``Levels.of`` for one ``purpose``; not to be destroyed. Collective. See Note [groups last]."""
+    return cast(Levels, _lasting(world, f"{purpose} on {nodes} nodes", lambda: Levels.of(world, nodes)))
+
+
+_made: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+"""By the group that they were made of and what they are for."""
+
+
+def _lasting(group: Any, purpose: str, make: Callable[[], Any]) -> Any:
+    made = _made.setdefault(group, {})
+    if purpose not in made:
+        made[purpose] = make()
+    return made[purpose]
 
 
 def _one_of(groups: list[list[int]], like: Any) -> Any:

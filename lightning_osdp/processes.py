@@ -92,6 +92,7 @@ class RanksStrategy(SavingStrategy):
         super().setup_environment()
         if self.root_device.type == "cpu":
             memory.fix_cpu_allocator()
+            memory.drop_source_lines()
         reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None

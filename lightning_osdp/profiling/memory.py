@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import linecache
 import re
 import warnings
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ import torch
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.hardware import USABLE_MEMORY
 
-FIRST_STEP_BYTES = {"cpu": 12 << 20}
-"""What the first training steps leave behind beside tensors: small allocations in the heap, autograd's and the loops'
-objects. [measured, five models of 55 to 182 parameters, 2 ranks, zdp: 3 to 13 MiB]"""
+FIRST_STEP_BYTES = {"cpu": 10 << 20}
+"""What the search and the first training steps leave behind beside tensors: small allocations in the heap, autograd's and
+the loops' objects. [measured, models of 60 to 200 operators, 2 and 4 ranks: 2 to 9 MiB, of which the search up to 4]"""
 
 LATER_STEPS_BYTES = {"cpu": 6 << 20}
 """The same where steps were made on a copy before, under a plan that was found: most of it is there. [measured, ten
@@ -71,25 +72,47 @@ def release_unused(device: torch.device, generation: int = 2) -> None:
         _plug_holes(libc)
 
 
+def drop_source_lines() -> None:
+    """Forgets the source text that Python keeps for tracebacks, where it can be read from its file again.
+
+    Importing torch and Lightning leaves 40,000 such lines behind [measured: 4 MiB]. Reading a step takes some MiB for a
+    moment, which Python's allocator keeps: with these dropped before, it has them already.
+    """
+    for name, entry in list(linecache.cache.items()):
+        from_file = len(entry) > 1 and entry[1] is not None  # the time of its last change
+        if from_file:
+            del linecache.cache[name]
+
+
 def _plug_holes(libc: Any) -> None:
     """Takes the free stretches of glibc's heap that could hold a large tensor out of use, without touching them.
 
     glibc fills them before it asks the system for a mapping of its own, and what a tensor leaves there when it is freed
-    stays resident. A plug is never written to, so that it costs one page for its header. [measured, GPT of 13.7 M
-    parameters in 66 units: 15 MiB that stayed after the first step]
+    stays resident. A plug is never written to, so that it costs one page for its header: large ones come first.
+    [measured, GPT of 13.7 M parameters in 66 units: 15 MiB that stayed after the first step; of 19.1 M parameters, 55
+    MiB freed by sharding: 3.4 MiB of headers, where all plugs were of 64 KiB]
     """
     if not hasattr(libc, "mallinfo2"):
         return
     libc.mallinfo2.restype = _MallInfo
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
-    for _ in range(libc.mallinfo2().fordblks // _MMAP_THRESHOLD_BYTES + 1):
-        plug = libc.malloc(_MMAP_THRESHOLD_BYTES)
-        if plug is None:
-            return
-        if ctypes.c_size_t.from_address(plug - ctypes.sizeof(ctypes.c_size_t)).value & _IS_MMAPPED:
-            libc.free(plug)
-            return
+    free_bytes = int(libc.mallinfo2().fordblks)
+    size = _MMAP_THRESHOLD_BYTES << max(0, (free_bytes // _MMAP_THRESHOLD_BYTES).bit_length() - 1)
+    while size >= _MMAP_THRESHOLD_BYTES:
+        if not _plugged(libc, size):
+            size //= 2
+
+
+def _plugged(libc: Any, size: int) -> bool:
+    """Whether the heap had a free stretch of ``size`` bytes, which is then taken."""
+    plug = libc.malloc(size)
+    if plug is None:
+        return False
+    if ctypes.c_size_t.from_address(plug - ctypes.sizeof(ctypes.c_size_t)).value & _IS_MMAPPED:
+        libc.free(plug)
+        return False
+    return True
 
 
 class _MallInfo(ctypes.Structure):

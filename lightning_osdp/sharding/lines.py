@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_osdp.collectives import Work, all_reduce_async
-from lightning_osdp.levels import Communicator, Levels, OneStage, TwoStage, duplicate
+from lightning_osdp.levels import Communicator, OneStage, TwoStage, duplicate, lasting_levels
 from lightning_osdp.planning.choices import Choice, Group, Mode
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
@@ -77,7 +77,7 @@ class Lines:
 
     def __init__(self, world: Any, device: torch.device, choices: Iterable[Choice], cluster: Cluster) -> None:
         # On CUDA, reductions run beside the gathers, on a stream and so on groups of their own.
-        reduce_world = duplicate(world) if device.type == "cuda" else world
+        reduce_world = duplicate(world, "reductions") if device.type == "cuda" else world
         on_its_own = device.type == "cpu" and cluster.may_run_ahead  # streams do that on CUDA
         ahead_bytes = cluster.ahead_bytes if on_its_own else 0
         self._plain = Line(world, OneStage(world), OneStage(reduce_world), ahead_bytes=ahead_bytes)
@@ -85,7 +85,10 @@ class Lines:
         self.between = BetweenNodes(None)
         """Averages what is sharded inside nodes."""
         if cluster.two_levels and any(choice.group == Group.NODE or choice.two_stage for choice in choices):
-            gather, reduce = Levels.of(world, cluster.nodes), Levels.of(reduce_world, cluster.nodes)
+            gather, reduce = (
+                lasting_levels(group, cluster.nodes, purpose)
+                for group, purpose in ((world, "gathers"), (reduce_world, "reductions"))
+            )
             self.between = BetweenNodes(reduce.across)
             self._by_kind = {
                 (Group.NODE, False): Line(gather.node, OneStage(gather.node), OneStage(reduce.node), self.between),

@@ -357,7 +357,7 @@ class Shared:
     def __init__(self, device: torch.device, group: Any, plan: ExecutionPlan) -> None:
         self.device = device
         # Reductions of their own: their order is fixed, that of the units' collectives follows autograd.
-        self.replica_group = duplicate(group)
+        self.replica_group = duplicate(group, "replicas")
         self.parameters_changed = True
         self.shown_whole = False
         self.update_in_backward = plan.update_in_backward
