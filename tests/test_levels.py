@@ -6,7 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_osdp.levels import Levels, NodeLayout, OneStage, TwoStage, node_layout
+from lightning_osdp.levels import (
+    Levels,
+    NodeLayout,
+    OneStage,
+    TwoStage,
+    duplicate,
+    lasting_levels,
+    node_layout,
+)
 from tests.ranks import run_ranks
 from tests.test_collectives import inputs
 
@@ -96,3 +104,19 @@ def test_two_stages_give_what_one_stage_gives(results):
 def test_nodes_are_counted_in_the_order_of_ranks(results):
     expected = {"even": ((3, 3), True), "uneven": ((2, 4), False), "cyclic": ((1, 1, 1, 1, 1, 1), False)}
     assert [layouts for _, layouts in results] == [expected] * 6
+
+
+def groups_made(rank: int, world_size: int) -> tuple[bool, bool, bool, bool]:
+    world = dist.group.WORLD
+    one, again, other = (duplicate(world, purpose) for purpose in ("replicas", "replicas", "reductions"))
+    levels = lasting_levels(world, 2, "gathers")
+    known = lasting_levels(world, 2, "gathers") is levels
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    anew = duplicate(dist.group.WORLD, "replicas")
+    return one is again, one is not other and one is not world, known, anew is not one and anew.size() == 1
+
+
+def test_a_group_is_made_once_for_each_purpose_and_anew_after_the_process_group_has_ended() -> None:
+    assert run_ranks(groups_made, 2) == [(True, True, True, True)] * 2

@@ -17,8 +17,8 @@ from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.hardware import USABLE_MEMORY
 
 FIRST_STEP_BYTES = {"cpu": 10 << 20}
-"""What the search and the first training steps leave behind beside tensors: small allocations in the heap, autograd's and
-the loops' objects. [measured, models of 60 to 200 operators, 2 and 4 ranks: 2 to 9 MiB, of which the search up to 4]"""
+"""What the search and the first training steps leave behind beside tensors: small allocations in the heap, autograd's
+and the loops' objects. [measured, models of 60 to 200 operators, 2 and 4 ranks: 2 to 9 MiB, up to 4 of it the search]"""
 
 LATER_STEPS_BYTES = {"cpu": 6 << 20}
 """The same where steps were made on a copy before, under a plan that was found: most of it is there. [measured, ten
@@ -97,10 +97,12 @@ def _plug_holes(libc: Any) -> None:
     libc.mallinfo2.restype = _MallInfo
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
-    free_bytes = int(libc.mallinfo2().fordblks)
-    size = _MMAP_THRESHOLD_BYTES << max(0, (free_bytes // _MMAP_THRESHOLD_BYTES).bit_length() - 1)
+    left = int(libc.mallinfo2().fordblks)  # no more than that, if the heap can grow as well
+    size = _MMAP_THRESHOLD_BYTES << max(0, (left // _MMAP_THRESHOLD_BYTES).bit_length() - 1)
     while size >= _MMAP_THRESHOLD_BYTES:
-        if not _plugged(libc, size):
+        if size <= left and _plugged(libc, size):
+            left -= size
+        else:
             size //= 2
 
 

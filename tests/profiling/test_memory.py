@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import linecache
 import subprocess
 import sys
+
+from lightning_osdp.profiling import memory
 
 HOLES = """
 import ctypes
@@ -33,3 +36,44 @@ def test_freed_tensors_leave_nothing_resident_even_where_the_heap_has_holes() ->
     held, left = map(int, done.stdout.split())
     assert held > 30e6  # 400 x 80 kB
     assert left < 2e6
+
+
+ONE_HOLE = """
+import ctypes
+import torch
+from lightning_osdp.profiling import memory
+
+cpu, libc = torch.device("cpu"), ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+libc.mallopt(-3, 1 << 25)  # large blocks lie in the heap, as before the strategy's setup
+blocks = [libc.malloc(1 << 20) for _ in range(128)]
+guard = libc.malloc(1 << 20)  # the hole does not end where the heap does
+before = memory.memory_in_use(cpu)
+for block in blocks:
+    ctypes.memset(block, 1, 1 << 20)
+memory.fix_cpu_allocator()
+for block in blocks:
+    libc.free(block)
+memory.release_unused(cpu)
+print(memory.memory_in_use(cpu) - before)
+"""
+
+
+def test_plugging_a_large_hole_takes_few_pages() -> None:
+    """Of 128 MiB, a page for each 64 KiB would be 8 MiB."""
+    done = subprocess.run([sys.executable, "-c", ONE_HOLE], capture_output=True, text=True, timeout=200, check=True)
+    assert int(done.stdout) < 1e6
+
+
+def test_source_lines_are_dropped_where_their_file_has_them() -> None:
+    made_up = ["x = 1\n"]
+    linecache.cache["<made up>"] = (6, None, made_up, "<made up>")
+    try:
+        line = linecache.getline(__file__, 1)
+        assert line
+        memory.drop_source_lines()
+        assert __file__ not in linecache.cache
+        assert linecache.getline("<made up>", 1) == made_up[0]  # as notebooks keep theirs: there is no file
+        assert linecache.getline(__file__, 1) == line
+    finally:
+        del linecache.cache["<made up>"]
