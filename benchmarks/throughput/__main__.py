@@ -73,7 +73,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--results", type=Path, help="file of results; default: in runs/throughput")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results and measurements")
-    parser.add_argument("--write-docs", action="store_true", help="write docs/benchmarks.md, pictures and JSON")
+    parser.add_argument("--write-docs", action="store_true", help="put the cells into docs/benchmarks.md")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder for --write-docs")
     parser.add_argument("--verify", action="store_true", help="compare every system's losses with plain PyTorch's")
     parser.add_argument("--profile", metavar="MODEL:SETTING:LEVEL", help="where OSDP's step time goes; MiB for a level")
@@ -171,7 +171,7 @@ def compare_all(runs: Runs, args: argparse.Namespace, console: Console, given: l
     document.write_json(found, about, summary)
     console.print(f"written: {summary}")
     if args.write_docs:
-        console.print(f"written: {document.write(found, about, effort.repeats, args.docs)}")
+        console.print(f"written: {document.write(found, about, args.docs)}")
     return 0
 
 

@@ -31,6 +31,16 @@ class Cell:
         return SETTINGS[self.setting]
 
     @property
+    def name(self) -> tuple[str, str, str]:
+        """What the same cell has in another run, where its level may come to some bytes more or less."""
+        return self.model, self.setting, str(self.memory_bytes) if self.level == "given" else self.level
+
+    @property
+    def place(self) -> tuple[int, int, float, int]:
+        """By model as they are listed, then easy ones first."""
+        return list(MODELS).index(self.model), self.where.ranks, _slowness(self.where), -self.memory_bytes
+
+    @property
     def label(self) -> str:
         """For people."""
         return f"{self.model}, {self.where.label}, {self.level} ({self.memory_bytes / MIB:.0f} MiB)"

@@ -61,6 +61,8 @@ class Comparison:
 
     cell: Cell
     rows: tuple[Row, ...]
+    made: dict[str, Any] = field(default_factory=dict)
+    """``command``, ``date`` and ``commits`` that it is of, once it is written down."""
 
     def row(self, system: str) -> Row | None:
         """That of a system."""

@@ -7,6 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ a bare loop, which has less overhead and so favours them.
 
 Each rank lives in a memory cgroup. Over its limit the kernel kills it, and the batch size counts as too large. For
 each system the batch size is doubled until a rank is killed or throughput stops growing, then narrowed to an eighth.
-The best systems then run again in turns with OSDP, {repeats} times each; medians are shown. A system that could not
+The best systems then run again in turns with OSDP; medians are shown. A system that could not
 win even with 15 % more than it reached in an easier cell (a faster link or more memory) is not run, and its figure
 there is shown as an upper bound.
 
@@ -61,15 +62,29 @@ def facts(arguments: Sequence[str], commits: set[str]) -> dict[str, Any]:
     }
 
 
-def write(comparisons: Sequence[Comparison], about: dict[str, Any], repeats: int, docs: Path = ROOT / "docs") -> Path:
-    """Writes the page, its pictures and the JSON; returns the page."""
+def write(comparisons: Sequence[Comparison], about: dict[str, Any], docs: Path = ROOT / "docs") -> Path:
+    """Writes the page, its pictures and the JSON; returns the page. Cells that are there already and were not compared
+    anew stay: all of them take longer than anybody has in one go."""
     folder = docs / "benchmarks"
-    pictures = figures.draw(comparisons, folder)
-    write_json(comparisons, about, folder / "results.json")
+    file = folder / "results.json"
+    made = {name: about[name] for name in ("command", "date", "commits")}
+    shown = merged(_earlier(file), [replace(comparison, made=made) for comparison in comparisons])
+    pictures = figures.draw(shown, folder)
+    write_json(shown, about, file)
     page = docs / "benchmarks.md"
     notes = _notes(page)
-    page.write_text("\n".join(_page(comparisons, about, repeats, pictures)) + "\n" + notes)
+    page.write_text("\n".join(_page(shown, about, pictures)) + "\n" + notes)
     return page
+
+
+def merged(earlier: Sequence[Comparison], new: Sequence[Comparison]) -> list[Comparison]:
+    """All cells, those of ``new`` in place of the same ones of ``earlier``."""
+    found = {comparison.cell.name: comparison for comparison in (*earlier, *new)}
+    return sorted(found.values(), key=lambda comparison: comparison.cell.place)
+
+
+def _earlier(file: Path) -> list[Comparison]:
+    return report.from_json(json.loads(file.read_text())) if file.exists() else []
 
 
 def _notes(page: Path) -> str:
@@ -82,19 +97,17 @@ def write_json(comparisons: Sequence[Comparison], about: dict[str, Any], file: P
     file.write_text(json.dumps(report.as_json(comparisons, about), indent=1) + "\n")
 
 
-def _page(
-    comparisons: Sequence[Comparison], about: dict[str, Any], repeats: int, pictures: Sequence[Path]
-) -> list[str]:
+def _page(comparisons: Sequence[Comparison], about: dict[str, Any], pictures: Sequence[Path]) -> list[str]:
     shares = {fits: ", ".join(f"{share:.0%}" for share in SHARES[fits]) for fits in (True, False)}
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     lines = [
         "# Side by side",
         "",
-        f"{about['machine']}; {versions}; {about['date']}. Made by",
+        f"{about['machine']}; {versions}. Made by",
         "",
-        f"    {about['command']}",
+        *(f"    {made['command']}    ({made['date']})" for made in _runs(comparisons)),
         "",
-        *METHOD.format(repeats=repeats, small=shares[True], large=shares[False]).splitlines(),
+        *METHOD.format(small=shares[True], large=shares[False]).splitlines(),
         "",
         "## What it adds up to",
         "",
@@ -116,6 +129,11 @@ def _page(
             lines += ["", f"### {comparison.cell.label}", "", *_cell(comparison)]
         lines.append("")
     return lines
+
+
+def _runs(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+    """The commands that the cells are of, each once."""
+    return list({(c.made["command"], c.made["date"]): c.made for c in comparisons}.values())
 
 
 def _cell(comparison: Comparison) -> list[str]:

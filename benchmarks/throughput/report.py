@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from statistics import geometric_mean
 from typing import Any
 
 from rich.table import Table
 
-from benchmarks.throughput.cells import MIB
+from benchmarks.throughput.cells import MIB, Cell
 from benchmarks.throughput.compare import PAPER, Comparison, Row
 from benchmarks.throughput.models import MODELS
 from benchmarks.throughput.systems import OSDP, parse
@@ -150,7 +150,19 @@ def as_json(comparisons: Sequence[Comparison], facts: dict[str, Any]) -> dict[st
     """Everything."""
     return {
         "facts": facts,
-        "cells": [{**asdict(c.cell), "rows": [asdict(row) for row in c.rows]} for c in comparisons],
+        "cells": [{**asdict(c.cell), "made": c.made, "rows": [asdict(row) for row in c.rows]} for c in comparisons],
         "totals": [asdict(versus) for versus in totals(comparisons)],
         "verdicts": verdicts(comparisons),
     }
+
+
+def from_json(everything: dict[str, Any]) -> list[Comparison]:
+    """The comparisons of ``as_json``."""
+    return [
+        Comparison(
+            Cell(**{field.name: cell[field.name] for field in fields(Cell)}),
+            tuple(Row(**{**row, "repeats": tuple(row["repeats"])}) for row in cell["rows"]),
+            cell["made"],
+        )
+        for cell in everything["cells"]
+    ]

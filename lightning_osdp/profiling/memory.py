@@ -18,7 +18,7 @@ from lightning_osdp.planning.hardware import USABLE_MEMORY
 
 FIRST_STEP_BYTES = {"cpu": 10 << 20}
 """What the search and the first training steps leave behind beside tensors: small allocations in the heap, autograd's
-and the loops' objects. [measured, models of 60 to 200 operators, 2 and 4 ranks: 2 to 9 MiB, up to 4 of it the search]"""
+and the loops' objects. [measured, models of 60 to 200 operators, 2 and 4 ranks: 2 to 9 MiB, the search up to 4]"""
 
 LATER_STEPS_BYTES = {"cpu": 6 << 20}
 """The same where steps were made on a copy before, under a plan that was found: most of it is there. [measured, ten

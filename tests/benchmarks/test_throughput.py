@@ -197,7 +197,7 @@ def test_totals_and_page_say_what_the_cells_say(tmp_path: Path) -> None:
     expected = [c.osdp.samples_per_s / c.best().samples_per_s for c in compared]
 
     assert list(best.ratios) == expected
-    page = document.write(compared, document.facts(["--quick"], {"abc"}), 3, tmp_path)
+    page = document.write(compared, document.facts(["--quick"], {"abc"}), tmp_path)
     text = page.read_text()
     assert "python -m benchmarks.throughput --quick" in text
     assert f"{min(expected):.2f}" in text
@@ -205,8 +205,25 @@ def test_totals_and_page_say_what_the_cells_say(tmp_path: Path) -> None:
     assert (tmp_path / "benchmarks" / "nd-quick.svg").exists()
     assert len(json.loads((tmp_path / "benchmarks" / "results.json").read_text())["cells"]) == 4
     page.write_text(f"of yesterday\n{document.NOTES}\n\n- Why.\n")
-    assert document.write(compared, document.facts(["--quick"], {"abc"}), 3, tmp_path) == page
+    assert document.write(compared, document.facts(["--quick"], {"abc"}), tmp_path) == page
     assert page.read_text() == f"{text}{document.NOTES}\n\n- Why.\n"
+
+
+def test_page_keeps_cells_of_earlier_runs_and_says_what_each_was_made_by(tmp_path: Path) -> None:
+    slow = comparer(Machine(osdp=5.0), tmp_path / "slow.jsonl")
+    document.write([slow.compare(cell) for cell in CELLS[1:3]], document.facts(["--slow"], {"abc"}), tmp_path)
+    fast = comparer(Machine(), tmp_path / "fast.jsonl")
+    anew = [fast.compare(replace(CELLS[1], memory_bytes=CELLS[1].memory_bytes + MIB)), fast.compare(CELLS[0])]
+    page = document.write(anew, document.facts(["--fast"], {"def"}), tmp_path)
+
+    everything = json.loads((tmp_path / "benchmarks" / "results.json").read_text())
+    cells = report.from_json(everything)
+    assert [(c.cell.setting, c.cell.level) for c in cells] == [
+        ("2-loopback", "plenty"), ("2-loopback", "tight"), ("2-1gbit", "plenty"),
+    ]  # fmt: skip
+    assert [c.made["commits"] for c in cells] == [["def"], ["def"], ["abc"]]
+    assert cells[1].rows == anew[0].rows
+    assert all(page.read_text().count(f"throughput {word}    (") == 1 for word in ("--slow", "--fast"))
 
 
 def test_systems_are_named_with_their_switches() -> None:
