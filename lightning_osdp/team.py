@@ -64,9 +64,10 @@ class Room:
     guessed: int
     files: int = 0
 
-    def as_shown(self, used: int) -> Room:
-        """With what an earlier start has seen steps leave behind, if that is within what is guessed now."""
-        return replace(self, used=used, guessed=0) if self.used - self.guessed <= used <= self.used else self
+    def as_shown(self, earlier: Settled) -> Room:
+        """With what an earlier start has seen steps leave behind, if it has and that is within what is guessed now."""
+        seen = not earlier.guessed_bytes and self.used - self.guessed <= earlier.used_bytes <= self.used
+        return replace(self, used=earlier.used_bytes, guessed=0) if seen else self
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,9 @@ class Team:
         return Room(limit, used, min(used, allowance(device, stepped)), files)
 
     def room_seen(self, earlier: Settled) -> Room | None:
-        """What an earlier start was left with when all was there, if this one is on its way to that: then nothing has
-        to be run and no garbage looked for to see how much memory there is. None if it has taken more already.
-        Collective."""
+        """What an earlier start was left with when all was there, and kept for its first steps, if this one is on its
+        way to that: then nothing has to be run and no garbage looked for to see how much memory there is. None if it
+        has taken more already. Collective."""
         device = self.ranks.device
         held = (
             memory_in_use(device) - self.model_bytes + _margin(self.traced, device) + allowance(device, stepped=False)
@@ -106,7 +107,7 @@ class Team:
         limit, held = self.least_and_most([self.limit.now() - self.limit.file_pages()], [held])
         if held > earlier.used_bytes:
             return None
-        return Room(limit + earlier.file_bytes, earlier.used_bytes, 0, earlier.file_bytes)
+        return Room(limit + earlier.file_bytes, earlier.used_bytes, earlier.guessed_bytes, earlier.file_bytes)
 
     def least_and_most(self, least: Sequence[int], most: Sequence[int]) -> list[int]:
         """The least of any rank of some numbers, then the most of others. Collective."""
@@ -188,7 +189,8 @@ class Team:
         plan = self._of_first_rank(look_up, measured, room) if room is not None else None
         if room is None or plan is None:
             on_all_ranks(self.ranks.group, lambda: compute.warm_up(self.traced, self.ranks.device))
-            room = self.room(stepped=False).as_shown(earlier[-1].used_bytes if earlier else 0)
+            room = self.room(stepped=False)
+            room = room.as_shown(earlier[-1]) if earlier else room
             plan = self._of_first_rank(look_up, measured, room)
         return plan, room
 

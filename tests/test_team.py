@@ -40,10 +40,11 @@ def test_what_is_short_by_no_more_than_a_guess_is_tried() -> None:
 
 
 def test_what_steps_leave_behind_is_as_an_earlier_start_has_seen_it() -> None:
-    room = Room(limit=100, used=60, guessed=12)
-    assert room.as_shown(50) == Room(100, 50, 0)
+    room, seen = Room(limit=100, used=60, guessed=12), Settled(asked="", plan=make_plan(ROOMY, RULE), used_bytes=50)
+    assert room.as_shown(seen) == Room(100, 50, 0)
     for other in (0, 47, 61):  # nothing seen, or another process than now
-        assert room.as_shown(other) == room
+        assert room.as_shown(seen.model_copy(update={"used_bytes": other})) == room
+    assert room.as_shown(seen.model_copy(update={"guessed_bytes": 12})) == room
 
 
 def test_what_fits_is_as_the_search_says() -> None:
@@ -81,6 +82,8 @@ def test_nothing_is_run_to_see_how_much_memory_there_is_where_an_earlier_start_h
     assert team.room_seen(Settled(asked="", plan=plan, used_bytes=37, file_bytes=140)) == Room(1040, 37, 0, 140)
     assert team.room_seen(Settled(asked="", plan=plan, used_bytes=36, file_bytes=140)) is None
     assert team.room_seen(Settled(asked="", plan=plan)) is None
+    guess = Settled(asked="", plan=plan, used_bytes=37, guessed_bytes=7, file_bytes=140)
+    assert team.room_seen(guess) == Room(1040, 37, 7, 140)
 
 
 class Timed(Team):
@@ -186,7 +189,7 @@ def test_memory_counts_as_seen_only_where_a_plan_that_was_found_was_rehearsed(
     planner.measure_and_plan(nothing, ranks, RULE, nothing, 0, began_s=0.0)
     assert asked_for == [False]
     (one,) = Measurements.model_validate_json(file.read_text()).settled
-    assert (one.used_bytes, one.file_bytes) == ((60, 5) if found_plan else (0, 0))
+    assert (one.used_bytes, one.guessed_bytes, one.file_bytes) == (60, 0 if found_plan else 12, 5)
 
 
 @pytest.mark.parametrize(

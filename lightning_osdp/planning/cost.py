@@ -181,14 +181,18 @@ def communication(operator: Operator, choice: Choice, cluster: Cluster, *, recom
 
 def hidden(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: bool = False) -> Recurring:
     """Seconds of ``communication`` that go on beside compute, if there is so much of that: replicated gradients are
-    reduced while the last backward pass goes on (once), and units may run ahead in all passes (``runs_ahead``)."""
-    among, each = exchange(cluster, choice.group, choice.two_stage), 0.0
-    among = among._replace(gather=among.gather.only_hidden(), reduce=among.reduce.only_hidden())
+    reduced while the last backward pass goes on (once), and units may run ahead in all passes (``runs_ahead``). Where
+    collectives take less in the engine than their fits say, less can be hidden."""
+    whole, each = exchange(cluster, choice.group, choice.two_stage), 0.0
+    among = whole._replace(gather=whole.gather.only_hidden(), reduce=whole.reduce.only_hidden())
     parts, share = parts_of(operator, choice), cluster.link.all_reduce.hidden
     once = share * sum(part.number * _reduction_s(part.gradient_bytes, cluster) for part in parts if not part.sharded)
     for unit in _units(parts, choice):
         if runs_ahead(_unit_bytes(unit), cluster):
-            each += unit[0].number * _unit_s(unit, among, again=recomputed and operator.joins == 1)
+            again = recomputed and operator.joins == 1
+            fitted_s, own_s = _unit_s(unit, whole, again=again), _engine_s(unit, cluster, recomputed=recomputed)
+            true = min(1.0, max(0.0, 1.0 + own_s / fitted_s)) if fitted_s else 0.0
+            each += unit[0].number * true * _unit_s(unit, among, again=again)
     return Recurring(once, each)
 
 
@@ -231,12 +235,15 @@ def engine(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: 
         part.number * cluster.engine.dp.time_s(part.gradient_bytes if part.gradient_bytes < alone_bytes else 0)
         for part in packed
     )
-    each = 0.0
-    for unit in _units(parts, choice):
-        own = cluster.engine.zdp if unit[0].mode == Mode.ZDP else cluster.engine.zdp2
-        seconds = own.time_s(sum(part.parameter_bytes for part in unit)) + FURTHER * (len(unit) - 1) * own.fixed_s
-        each += unit[0].number * seconds * (AGAIN if recomputed else 1.0)
-    return Recurring(once, each)
+    units = _units(parts, choice)
+    return Recurring(once, sum(unit[0].number * _engine_s(unit, cluster, recomputed=recomputed) for unit in units))
+
+
+def _engine_s(unit: list[Part], cluster: Cluster, *, recomputed: bool) -> float:
+    """Of a unit in one micro-batch."""
+    own = cluster.engine.zdp if unit[0].mode == Mode.ZDP else cluster.engine.zdp2
+    seconds = own.time_s(_unit_bytes(unit)) + FURTHER * (len(unit) - 1) * own.fixed_s
+    return seconds * (AGAIN if recomputed else 1.0)
 
 
 def excess(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: bool = False) -> Recurring:

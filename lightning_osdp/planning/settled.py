@@ -48,7 +48,9 @@ class Settled(Frozen):
     """For what (``asked``)."""
     plan: ExecutionPlan
     used_bytes: int = 0
-    """Of the limit, what was not the model's, where steps on a copy had shown what they leave behind; 0 if none had."""
+    """Of the limit, what was not the model's; 0 if that is not known."""
+    guessed_bytes: int = 0
+    """Of these, what was kept for first steps, where no steps on a copy had shown what they leave behind."""
     file_bytes: int = 0
     """Of the limit, what stood for pages of files."""
 

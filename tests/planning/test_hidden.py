@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.planning.choices import Choice, Group, Mode
-from lightning_osdp.planning.cluster import Cluster, CollectiveFit, ComputeTimes, Link, OperatorTime
+from lightning_osdp.planning.cluster import (
+    Cluster,
+    CollectiveFit,
+    ComputeTimes,
+    EngineOverhead,
+    Link,
+    ModeOverhead,
+    OperatorTime,
+)
 from lightning_osdp.planning.cost import TimeCost, communication, hidden, time_cost
 from lightning_osdp.planning.operators import Line, Operator
 from lightning_osdp.planning.schedule import Problem
@@ -63,6 +71,13 @@ def test_what_does_not_run_ahead_is_not_hidden_but_replicated_gradients_are() ->
     assert cost(Choice((Mode.ZDP,)), 10.0, ahead_bytes=bound).communication_s == pytest.approx(1.5)
     assert hidden(linear("one"), Choice((Mode.ZDP,) * 2, 1), two_ranks(bound)).each_s == pytest.approx(0.8)
     assert cost(Choice((Mode.DP,)), 10.0, ahead_bytes=0).communication_s == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("own_s", "share"), [(0.2, 1.0), (0.0, 1.0), (-0.75, 0.5), (-2.0, 0.0)])
+def test_what_collectives_take_less_than_fitted_is_not_hidden_as_well(own_s: float, share: float) -> None:
+    engine = EngineOverhead(zdp=ModeOverhead(fixed_s=own_s))
+    found = hidden(linear("one"), Choice((Mode.ZDP,)), two_ranks().model_copy(update={"engine": engine}))
+    assert found.each_s == pytest.approx(share * (0.6 + 0.2))
 
 
 def nodes_of_two() -> Cluster:
