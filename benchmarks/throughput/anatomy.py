@@ -4,7 +4,8 @@ A thread in each rank looks at what the main thread is doing every few milliseco
 steps. That needs no knowledge of the engine's inside beyond file names. Another step is counted by torch's profiler,
 and one by ``sys.setprofile``: operations, copies, collectives and Python calls do not depend on how busy the machine
 is. What went over the link is read from the interface's counters. The floor is what the compute takes alone (every
-rank by itself, at the same time, at the same batch size) and what the bytes take at the link's speed.
+rank by itself, at the same time, at the same batch size; with the allocator as it is and as OSDP sets it) and what the
+bytes take at the link's speed.
 """
 
 from __future__ import annotations
@@ -165,10 +166,12 @@ def profile(runs: Runs, cell: Cell, systems: tuple[str, ...], device: str) -> li
     if osdp["outcome"] != "ok":
         raise SystemExit(f"OSDP does not train in {cell.label}: {osdp['outcome']} {osdp['error']}")
     size = (osdp["plan"]["batch_size"],)
-    alone = runs.get(_job(cell, ALONE, size, device))
+    bare = [ALONE, f"{ALONE}+alloc"] if device == "cpu" else [ALONE]
+    floors = {parse(name).label: runs.get(_job(cell, name, size, device)) for name in bare}
     results = {OSDP: osdp} | {name: runs.get(_job(cell, name, size, device)) for name in systems if name != OSDP}
     trained = {name: result for name, result in results.items() if "shares" in result}
-    return [time_table(cell, name, result, alone, size[0]) for name, result in trained.items()] + [count_table(trained)]
+    tables = [time_table(cell, name, result, floors, size[0]) for name, result in trained.items()]
+    return [*tables, count_table(trained)]
 
 
 def _job(cell: Cell, system: str, sizes: tuple[int, ...], device: str) -> Job:
@@ -177,7 +180,9 @@ def _job(cell: Cell, system: str, sizes: tuple[int, ...], device: str) -> Job:
     return Job("profile", cell.model, cell.setting, system, sizes, limit, steps=steps, timeout_s=400.0, device=device)
 
 
-def time_table(cell: Cell, system: str, result: dict[str, Any], alone: dict[str, Any], batch_size: int) -> Table:
+def time_table(
+    cell: Cell, system: str, result: dict[str, Any], floors: dict[str, dict[str, Any]], batch_size: int
+) -> Table:
     """Seconds of a step by what they were spent on, and the floors."""
     found = result["shares"]
     title = f"{parse(system).label}: {cell.label}, batch size {batch_size}"
@@ -188,8 +193,9 @@ def time_table(cell: Cell, system: str, result: dict[str, Any], alone: dict[str,
         table.add_row(what, f"{share * found['step_s'] * 1e3:.1f}", f"{share:.1%}")
     table.add_section()
     table.add_row("all", f"{found['step_s'] * 1e3:.1f}", "")
-    if alone["outcome"] == "ok":
-        table.add_row("floor: the compute alone", f"{alone['sizes'][-1]['step_s'] * 1e3:.1f}", "")
+    for what, alone in floors.items():
+        if alone["outcome"] == "ok":
+            table.add_row(f"floor: {what}", f"{alone['sizes'][-1]['step_s'] * 1e3:.1f}", "")
     mib = found["sent_bytes"] / (1 << 20)
     rate = cell.where.rate
     if rate:
