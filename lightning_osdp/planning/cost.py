@@ -181,18 +181,16 @@ def communication(operator: Operator, choice: Choice, cluster: Cluster, *, recom
 
 def hidden(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: bool = False) -> Recurring:
     """Seconds of ``communication`` that go on beside compute, if there is so much of that: replicated gradients are
-    reduced while the last backward pass goes on (once), and units may run ahead in all passes (``runs_ahead``). Where
-    collectives take less in the engine than their fits say, less can be hidden."""
-    whole, each = exchange(cluster, choice.group, choice.two_stage), 0.0
-    among = whole._replace(gather=whole.gather.only_hidden(), reduce=whole.reduce.only_hidden())
+    reduced while the last backward pass goes on (once), and units may run ahead in all passes (``runs_ahead``). What
+    collectives take less in the engine than their fits say (``engine``) is no part of it."""
+    among, each = exchange(cluster, choice.group, choice.two_stage), 0.0
+    among = among._replace(gather=among.gather.only_hidden(), reduce=among.reduce.only_hidden())
     parts, share = parts_of(operator, choice), cluster.link.all_reduce.hidden
     once = share * sum(part.number * _reduction_s(part.gradient_bytes, cluster) for part in parts if not part.sharded)
     for unit in _units(parts, choice):
         if runs_ahead(_unit_bytes(unit), cluster):
-            again = recomputed and operator.joins == 1
-            fitted_s, own_s = _unit_s(unit, whole, again=again), _engine_s(unit, cluster, recomputed=recomputed)
-            true = min(1.0, max(0.0, 1.0 + own_s / fitted_s)) if fitted_s else 0.0
-            each += unit[0].number * true * _unit_s(unit, among, again=again)
+            fitted_s = _unit_s(unit, among, again=recomputed and operator.joins == 1)
+            each += unit[0].number * max(0.0, fitted_s + min(0.0, _engine_s(unit, cluster, recomputed=recomputed)))
     return Recurring(once, each)
 
 

@@ -42,7 +42,8 @@ FLOPS = {"cpu": 1 << 25, "cuda": 0}
 """Of each operator's forward. On a CPU, collectives between stretches of compute take longer than in a row; on CUDA
 they must not hide behind it."""
 
-REPEATS, WARM_UP = 5, 1
+FEWEST_REPEATS, MOST_REPEATS, BUDGET_S = 3, 5, 0.7
+"""Timed steps in each mode at each size, after one to warm up, and how long they are to take."""
 
 
 class Step(NamedTuple):
@@ -118,15 +119,22 @@ def _per_operator_s(mode: Mode, width: int, group: dist.ProcessGroup, device: to
     steps: tuple[Step, ...] = _steps(mode, OPERATORS, width, group, device)
     fewer = OPERATORS // 2 if mode == Mode.DP else 0
     steps += _steps(mode, fewer, width, group, device) if fewer else ()
-    seconds = [[_once_s(step, group, device) for step in steps] for _ in range(WARM_UP + REPEATS)]
-    typical = [typical_s(each) for each in zip(*seconds[WARM_UP:], strict=True)]
-    slowest = torch.tensor(typical, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    first_s = sum(_slowest([_once_s(step, group, device) for step in steps], group, device))
+    repeats = min(MOST_REPEATS, max(FEWEST_REPEATS, int(BUDGET_S / first_s)))
+    seconds = [[_once_s(step, group, device) for step in steps] for _ in range(repeats)]
+    slowest = _slowest([typical_s(each) for each in zip(*seconds, strict=True)], group, device)
     for step in steps:
         forget(step.model.parameters())
-    engine_s, plain_s, *less = map(float, slowest.tolist())
+    engine_s, plain_s, *less = slowest
     without_s = less[0] - less[1] if less else 0.0
     return (engine_s - plain_s - without_s) / (OPERATORS - fewer)
+
+
+def _slowest(seconds: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Of all ranks, each of them."""
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return [float(each) for each in slowest]
 
 
 def _once_s(step: Step, group: dist.ProcessGroup, device: torch.device) -> float:

@@ -144,6 +144,8 @@ def shares_hidden(rank: int, world_size: int) -> list[float]:
     clock = Clock()
     network.time = clock
     found, compute = [], partial(clock.passes, 0.001)
+    rest = 1000, compute, 0.001, dist.group.WORLD, CPU
+    fitted = CollectiveFit(latency_s=0.06 / (world_size - 1), s_per_byte=0.0)
     for busy_s in (0.0, 0.03, 0.06):
         subject = network._Subject(
             lambda _, busy_s=busy_s: lambda: Transfer(clock, busy_s).wait(),
@@ -151,8 +153,8 @@ def shares_hidden(rank: int, world_size: int) -> list[float]:
             lambda: None,
             begun=lambda _, busy_s=busy_s: lambda: Transfer(clock, busy_s),
         )
-        found.append(network._hidden(subject, 1000, compute, 0.001, dist.group.WORLD, CPU))
-    return [*found, network._hidden(subject._replace(begun=None), 1000, compute, 0.001, dist.group.WORLD, CPU)]
+        found.append(network._hidden(subject, fitted, *rest))
+    return [*found, network._hidden(subject._replace(begun=None), fitted, *rest)]
 
 
 def test_the_share_that_goes_on_beside_compute():
