@@ -92,7 +92,8 @@ class Team:
         """What there is now; ``stepped``: after steps of a plan that was found. Collective."""
         device = self.ranks.device
         used = not_for_the_model(self.traced, device, self.model_bytes, stepped)
-        limit, files = self.limit.now(), self.limit.file_pages()
+        coming = self.limit.pages_to_come(stepped)
+        limit, files = self.limit.now() + coming, self.limit.file_pages() + coming
         limit, used, files = self.least_and_most([limit], [used, files])
         return Room(limit, used, min(used, allowance(device, stepped)), files)
 

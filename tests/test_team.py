@@ -60,6 +60,9 @@ class Counted:
     def file_pages(self) -> int:
         return 100
 
+    def pages_to_come(self, stepped: bool) -> int:
+        return 0 if stepped else 3
+
 
 class Alone(Team):
     """One rank without a process group."""
@@ -84,6 +87,18 @@ def test_nothing_is_run_to_see_how_much_memory_there_is_where_an_earlier_start_h
     assert team.room_seen(Settled(asked="", plan=plan)) is None
     guess = Settled(asked="", plan=plan, used_bytes=37, guessed_bytes=7, file_bytes=140)
     assert team.room_seen(guess) == Room(1040, 37, 7, 140)
+
+
+@pytest.mark.parametrize(("stepped", "room"), [(False, Room(1003, 57, 7, 103)), (True, Room(1000, 57, 7, 100))])
+def test_pages_that_first_steps_will_read_come_on_top_of_a_limit_that_was_found(
+    stepped: bool, room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning_team, "not_for_the_model", lambda *_: 57)
+    monkeypatch.setattr(planning_team, "allowance", lambda device, stepped: 7)
+    ranks: Any = SimpleNamespace(device=torch.device("cpu"))
+    nothing: Any = None
+    limit: Any = Counted()
+    assert Alone(nothing, ranks, None, limit, 20, nothing, nothing, 0.0).room(stepped) == room
 
 
 class Timed(Team):

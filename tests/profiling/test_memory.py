@@ -6,6 +6,8 @@ import linecache
 import subprocess
 import sys
 
+import torch
+
 from lightning_osdp.profiling import memory
 
 HOLES = """
@@ -77,3 +79,12 @@ def test_source_lines_are_dropped_where_their_file_has_them() -> None:
         assert linecache.getline(__file__, 1) == line
     finally:
         del linecache.cache["<made up>"]
+
+
+def test_pages_to_come_count_only_on_top_of_a_limit_that_was_found_and_before_first_steps() -> None:
+    cpu = torch.device("cpu")
+    found, given = memory.Limit(cpu, 1), memory.Limit(cpu, 1, given=1 << 30)
+    assert found.pages_to_come(stepped=False) == memory.PAGES_TO_COME_BYTES > 0
+    assert found.pages_to_come(stepped=True) == given.pages_to_come(stepped=False) == 0
+    assert memory.Limit(torch.device("cuda"), 1).pages_to_come(stepped=False) == 0
+    assert found.file_pages() > given.file_pages() == 0
