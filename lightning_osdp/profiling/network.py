@@ -32,9 +32,9 @@ REPEATS_BY_BUDGET_S = 0.2
 FEWEST_REPEATS = 3
 MOST_REPEATS = 15
 
-FEWEST_SIZES, LONG_S = 3, 0.03
-"""After so many sizes none is measured that is larger than one whose collective takes so long: there bytes are all that
-counts. [1 Gbit/s: 34 ms for 4 MiB; four more seconds for 32 MiB]"""
+FEWEST_SIZES, LONG_S = 3, 0.012
+"""After so many sizes none is measured that is larger than one for which two collectives take so long: there bytes are
+all that counts. A single one may have been disturbed. [1 Gbit/s: 16 and 34 ms for 4 MiB; four more seconds for 32]"""
 
 TOGETHER, TOGETHER_SIZES = 4, slice(1, 3)
 """Tensors of a gather of several, and at which of the sizes it is timed: those at which latencies matter."""
@@ -219,31 +219,31 @@ def _fits(
             if progress is not None:
                 progress(sum(map(len, times_s.values())), len(sizes) * len(times_s))
         whole_bytes.append(4 * numel)
-        if len(whole_bytes) >= FEWEST_SIZES and max(each[-1] for each in times_s.values()) > LONG_S:
+        if len(whole_bytes) >= FEWEST_SIZES and sorted(each[-1] for each in times_s.values())[-2] > LONG_S:
             break
     fits = {name: fit(whole_bytes, times_s[name], subject.ranks) for name, subject in subjects.items()}
     stretch = _compute(device)
     stretch_s = _time_s(_in_a_row(stretch, STRETCHES), world, device, stretch) / STRETCHES
+    at = min(BESIDE_SIZE, len(whole_bytes) - 1)
     for name, subject in subjects.items():
         more_s = _more_s(subject, sizes[TOGETHER_SIZES], world, device)
-        hidden = _hidden(subject, fits[name], sizes[: BESIDE_SIZE + 1][-1], stretch, stretch_s, world, device)
+        hidden = _hidden(subject, sizes[at], times_s[name][at], stretch, stretch_s, world, device)
         fits[name] = fits[name].model_copy(update={"more_s": more_s, "hidden": hidden})
     return fits
 
 
 def _hidden(
     subject: _Subject,
-    fitted: CollectiveFit,
     numel: int,
+    alone_s: float,
     stretch: Collective,
     stretch_s: float,
     world: dist.ProcessGroup,
     device: torch.device,
 ) -> float:
-    """Share of the collective's seconds, as ``fitted``, that goes on beside compute: some of a ``stretch`` of it, of
+    """Share of the collective's ``alone_s`` that goes on beside compute: some of a ``stretch`` of it, of
     ``stretch_s``."""
-    alone_s = fitted.time_s(4 * numel, subject.ranks)
-    if subject.begun is None or alone_s <= 0.0:
+    if subject.begun is None or subject.ranks == 1:
         return 0.0
     times, begin = max(1, round(BESIDE_COMPUTE * alone_s / stretch_s)), subject.begun(numel)
 

@@ -139,13 +139,30 @@ class Transfer:
         self._clock.passes(max(0.0, self._arrives_s - self._clock.now_s) + self._busy_s)
 
 
+@pytest.mark.parametrize(("long", "sizes"), [((6,), 4), ((6, 7), 3)])
+def test_a_single_long_collective_may_have_been_disturbed(
+    long: tuple[int, ...], sizes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three collectives at four sizes; the third size takes long."""
+    timed: list[int] = []
+
+    def time_s(*_: object, **__: object) -> float:
+        timed.append(len(timed))
+        return 1.0 if timed[-1] in long else 0.001
+
+    monkeypatch.setattr(network, "_time_s", time_s)
+    subject = network._Subject(lambda _: lambda: None, 2, lambda: None)
+    subjects = dict.fromkeys(Link.model_fields, subject)
+    network._fits(subjects, SIZES, dist.group.WORLD, CPU, None)
+    assert len(timed) == 3 * sizes + 1  # and a stretch of compute
+
+
 def shares_hidden(rank: int, world_size: int) -> list[float]:
     """Of collectives that go on by themselves, that need the processor for half of their time, or for all of it."""
     clock = Clock()
     network.time = clock
     found, compute = [], partial(clock.passes, 0.001)
-    rest = 1000, compute, 0.001, dist.group.WORLD, CPU
-    fitted = CollectiveFit(latency_s=0.06 / (world_size - 1), s_per_byte=0.0)
+    rest = 1000, 0.06, compute, 0.001, dist.group.WORLD, CPU
     for busy_s in (0.0, 0.03, 0.06):
         subject = network._Subject(
             lambda _, busy_s=busy_s: lambda: Transfer(clock, busy_s).wait(),
@@ -153,8 +170,8 @@ def shares_hidden(rank: int, world_size: int) -> list[float]:
             lambda: None,
             begun=lambda _, busy_s=busy_s: lambda: Transfer(clock, busy_s),
         )
-        found.append(network._hidden(subject, fitted, *rest))
-    return [*found, network._hidden(subject._replace(begun=None), fitted, *rest)]
+        found.append(network._hidden(subject, *rest))
+    return [*found, network._hidden(subject._replace(begun=None), *rest)]
 
 
 def test_the_share_that_goes_on_beside_compute():
