@@ -137,8 +137,13 @@ def measure_and_plan(
     if plan is None:
         plan, measured, room = team.found(measured, rule, room, stage)
         stepped = any(one.plan is not None for one in measured.rehearsals)  # plain steps leave less behind
-        left = {"used_bytes": room.used, "guessed_bytes": 0 if stepped else room.guessed, "file_bytes": room.files}
-        new = Settled(asked=question, plan=plan.without_reasons(), **left)
+        new = Settled(
+            asked=question,
+            plan=plan.without_reasons(),
+            used_bytes=room.used,
+            guessed_bytes=0 if stepped else room.guessed,
+            file_bytes=room.files,
+        )
         measured = measured.model_copy(update={"settled": kept(measured.settled, new)})
         if ranks.is_first and file is not None:
             measurements.write(file, measured.model_dump_json())

@@ -46,7 +46,7 @@ compute that takes so many times as long. [1 Gbit/s: a shaped link lets 1 MiB th
 
 BESIDE_TIMES, STRETCHES = 3, 8
 """How many of them in a row are timed together, and how many stretches of compute by themselves: what ranks that share
-cores take differs much from one to the next. [4 ranks on 2 cores, 4 MiB: shares of 0.06 to 0.57 one by one, 0.45 to
+cores take differs much from one to the next. [4 ranks on 2 cores, 4 MiB: shares of 0.06 to 0.57 one by one, 0.33 to
 0.62 so]"""
 
 COMPUTE_SIDE, COMPUTE_PRODUCTS = 192, 16
