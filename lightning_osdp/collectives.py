@@ -390,6 +390,13 @@ def _direct_reduce_scatter(output_shard: Tensor, whole_flat: Tensor, group: dist
         output_shard.add_(addends[(rank + step) % ranks])
 
 
+def of_slowest_rank(seconds: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Each of the times where it was longest; the same on every rank."""
+    longest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+    return [float(each) for each in longest]
+
+
 def on_all_ranks(group: Any, work: Callable[[], Result]) -> Result:
     """Runs ``work`` on every rank; if it fails on any, every rank raises, so that none is left waiting.
 

@@ -165,3 +165,12 @@ def test_memory_of_a_reduce_scatter():
     assert collectives.reduce_buffer_bytes("gloo", 4) == 8 << 20
     assert collectives.all_reduce_buffer_bytes("gloo", 2) == 4 << 20
     assert collectives.all_reduce_buffer_bytes("gloo", 1) == collectives.all_reduce_buffer_bytes("nccl", 4) == 0
+
+
+def timed_apart(rank: int, world_size: int) -> list[float]:
+    """One time is longest on rank 0, the other on rank 1."""
+    return collectives.of_slowest_rank([3.0 - rank, 1.0 + rank], dist.group.WORLD, torch.device("cpu"))
+
+
+def test_each_time_is_that_of_the_rank_where_it_was_longest():
+    assert run_ranks(timed_apart, 2) == [[3.0, 2.0]] * 2

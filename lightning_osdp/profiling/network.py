@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_osdp import collectives
 from lightning_osdp.levels import Communicator, Levels, OneStage, TwoStage
@@ -313,10 +312,10 @@ def _time_s(
     """What is typical of several repeats on the slowest rank; every rank gets the same number."""
     for _ in range(WARM_UP):
         last_s = _once_s(collective, group, device, before)
-    wanted = int(budget_s / max(_slowest(last_s, group, device), 1e-6))
+    wanted = int(budget_s / max(collectives.of_slowest_rank([last_s], group, device)[0], 1e-6))
     repeats = min(MOST_REPEATS, max(FEWEST_REPEATS, wanted))
     samples_s = [_once_s(collective, group, device, before) for _ in range(repeats)]
-    return _slowest(typical_s(samples_s), group, device)
+    return collectives.of_slowest_rank([typical_s(samples_s)], group, device)[0]
 
 
 def _once_s(collective: Collective, group: dist.ProcessGroup, device: torch.device, before: Collective) -> float:
@@ -328,12 +327,6 @@ def _once_s(collective: Collective, group: dist.ProcessGroup, device: torch.devi
     collective()
     _synchronize(device)
     return time.perf_counter() - start
-
-
-def _slowest(value_s: float, group: dist.ProcessGroup, device: torch.device) -> float:
-    tensor: Tensor = torch.tensor(value_s, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
-    return float(tensor.item())
 
 
 def _synchronize(device: torch.device) -> None:

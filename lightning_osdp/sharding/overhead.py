@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_osdp import collectives
 from lightning_osdp.planning.choices import Choice, Mode
 from lightning_osdp.planning.cluster import NO_OVERHEAD, Cluster, CollectiveFit, EngineOverhead, Link, ModeOverhead
 from lightning_osdp.planning.cost import communication
@@ -119,22 +120,15 @@ def _per_operator_s(mode: Mode, width: int, group: dist.ProcessGroup, device: to
     steps: tuple[Step, ...] = _steps(mode, OPERATORS, width, group, device)
     fewer = OPERATORS // 2 if mode == Mode.DP else 0
     steps += _steps(mode, fewer, width, group, device) if fewer else ()
-    first_s = sum(_slowest([_once_s(step, group, device) for step in steps], group, device))
+    first_s = sum(collectives.of_slowest_rank([_once_s(step, group, device) for step in steps], group, device))
     repeats = min(MOST_REPEATS, max(FEWEST_REPEATS, int(BUDGET_S / first_s)))
     seconds = [[_once_s(step, group, device) for step in steps] for _ in range(repeats)]
-    slowest = _slowest([typical_s(each) for each in zip(*seconds, strict=True)], group, device)
+    slowest = collectives.of_slowest_rank([typical_s(each) for each in zip(*seconds, strict=True)], group, device)
     for step in steps:
         forget(step.model.parameters())
     engine_s, plain_s, *less = slowest
     without_s = less[0] - less[1] if less else 0.0
     return (engine_s - plain_s - without_s) / (OPERATORS - fewer)
-
-
-def _slowest(seconds: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Of all ranks, each of them."""
-    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return [float(each) for each in slowest]
 
 
 def _once_s(step: Step, group: dist.ProcessGroup, device: torch.device) -> float:

@@ -53,11 +53,6 @@ def sizes_under(rank: int, world_size: int, limits: list[int | None]) -> int:
     return len(totals)
 
 
-def delayed(rank: int, world_size: int) -> float:
-    """Rank 1 alone reports a slow time: all must hear of it."""
-    return network._slowest(1.0 + rank, dist.group.WORLD, CPU)
-
-
 def too_few(rank: int, world_size: int) -> None:
     network.measure(dist.group.WORLD, CPU, sizes_bytes=(4096, 4095))
 
@@ -96,10 +91,6 @@ def test_the_smallest_memory_bound_of_any_rank_counts():
 
 def test_two_sizes_are_left_under_any_bound():
     assert run_ranks(sizes_under, 2, [1, 1]) == [6, 6]
-
-
-def test_the_slowest_rank_counts():
-    assert run_ranks(delayed, 2) == [2.0, 2.0]
 
 
 def test_a_single_rank_has_no_costs():
