@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-import torch.distributed as dist
 from rich.console import Console
 
 from lightning_osdp import collectives, report
@@ -93,8 +91,7 @@ class Checkup:
         if ours is None:  # on every rank alike: all have made as many steps
             return None
         waited = -1.0 if ours.communication_s is None else ours.communication_s
-        numbers = torch.tensor([ours.step_time_s, waited, float(ours.peak_memory_bytes)], dtype=torch.float64)
-        numbers = numbers.to(self._ranks.device)
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._ranks.group)
-        step_time_s, communication_s, peak = numbers.tolist()
+        numbers = (ours.step_time_s, waited, ours.peak_memory_bytes)
+        largest = collectives.largest_of_ranks(numbers, self._ranks.group, self._ranks.device)
+        step_time_s, communication_s, peak = largest
         return MeasuredStep(step_time_s, None if communication_s < 0 else communication_s, int(peak))

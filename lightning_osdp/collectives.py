@@ -390,11 +390,12 @@ def _direct_reduce_scatter(output_shard: Tensor, whole_flat: Tensor, group: dist
         output_shard.add_(addends[(rank + step) % ranks])
 
 
-def of_slowest_rank(seconds: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Each of the times where it was longest; the same on every rank."""
-    longest = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
-    return [float(each) for each in longest]
+def largest_of_ranks(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Each of the numbers on the rank where it is largest (of times: on the slowest). Whole ones are exact up to 2^53.
+    Collective."""
+    largest = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return [float(each) for each in largest.tolist()]
 
 
 def on_all_ranks(group: Any, work: Callable[[], Result]) -> Result:

@@ -23,7 +23,7 @@ from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp.collectives import WAITED, on_all_ranks
+from lightning_osdp.collectives import WAITED, largest_of_ranks, on_all_ranks
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes
@@ -405,9 +405,8 @@ def _means(
     def most(took: Sequence[Took]) -> list[Took]:
         if group is None:
             return list(took)
-        numbers = torch.tensor(took, dtype=torch.float64, device=device)
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
-        return [Took(*each) for each in numbers.tolist()]
+        numbers = largest_of_ranks([each for one in took for each in one], group, device)
+        return [Took(*each) for each in zip(numbers[::2], numbers[1::2], strict=True)]
 
     for _ in range(WARM_UP):
         first_s = sum(one.step_s for one in most(once()))

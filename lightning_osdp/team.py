@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_osdp import measurements
-from lightning_osdp.collectives import on_all_ranks
+from lightning_osdp.collectives import largest_of_ranks, on_all_ranks
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
 from lightning_osdp.measurements import Measurements, Ranks
 from lightning_osdp.planning.caching_allocator import margin_bytes, staying_tensors
@@ -112,9 +112,8 @@ class Team:
 
     def least_and_most(self, least: Sequence[int], most: Sequence[int]) -> list[int]:
         """The least of any rank of some numbers, then the most of others. Collective."""
-        numbers = torch.tensor([*(-each for each in least), *most]).to(self.ranks.device)
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.ranks.group)
-        found: list[int] = numbers.tolist()
+        numbers = [*(-each for each in least), *most]
+        found = [int(each) for each in largest_of_ranks(numbers, self.ranks.group, self.ranks.device)]
         return [*(-each for each in found[: len(least)]), *found[len(least) :]]
 
     def found(
@@ -157,9 +156,8 @@ class Team:
 
     def left_s(self) -> float:
         """Seconds that the start may still take, on the rank that has fewest. Collective."""
-        took_s = torch.tensor(time.monotonic() - self.began_s).to(self.ranks.device)
-        dist.all_reduce(took_s, op=dist.ReduceOp.MAX, group=self.ranks.group)
-        return START_S - float(took_s)
+        (took_s,) = largest_of_ranks([time.monotonic() - self.began_s], self.ranks.group, self.ranks.device)
+        return START_S - took_s
 
     def decide(
         self, measured: Measurements, rule: BatchRule, room: Room, gain: float = STEP_ERROR, share: float | None = None

@@ -169,7 +169,7 @@ def test_memory_of_a_reduce_scatter():
 
 def timed_apart(rank: int, world_size: int) -> list[float]:
     """One time is longest on rank 0, the other on rank 1."""
-    return collectives.of_slowest_rank([3.0 - rank, 1.0 + rank], dist.group.WORLD, torch.device("cpu"))
+    return collectives.largest_of_ranks([3.0 - rank, 1.0 + rank], dist.group.WORLD, torch.device("cpu"))
 
 
 def test_each_time_is_that_of_the_rank_where_it_was_longest():

@@ -312,10 +312,10 @@ def _time_s(
     """What is typical of several repeats on the slowest rank; every rank gets the same number."""
     for _ in range(WARM_UP):
         last_s = _once_s(collective, group, device, before)
-    wanted = int(budget_s / max(collectives.of_slowest_rank([last_s], group, device)[0], 1e-6))
+    wanted = int(budget_s / max(collectives.largest_of_ranks([last_s], group, device)[0], 1e-6))
     repeats = min(MOST_REPEATS, max(FEWEST_REPEATS, wanted))
     samples_s = [_once_s(collective, group, device, before) for _ in range(repeats)]
-    return collectives.of_slowest_rank([typical_s(samples_s)], group, device)[0]
+    return collectives.largest_of_ranks([typical_s(samples_s)], group, device)[0]
 
 
 def _once_s(collective: Collective, group: dist.ProcessGroup, device: torch.device, before: Collective) -> float:

@@ -49,7 +49,6 @@ class FairScaleEngine:
         self._replicas: Replicas | None = None
         self._module: nn.Module | None = None
         self._shards = Shards({}, self._group)
-        self._equal: set[Tensor] = set()
         self._known: frozenset[nn.Parameter] = frozenset()
         self._shared: Shared | None = None
 
@@ -97,20 +96,19 @@ class FairScaleEngine:
         self.check(module, plan)
         self._module = module
         self._shared = Shared(self._device, self._group, plan)
-        if self._broadcast and self._device.type == "cpu":
-            self._equal = _same_on_all_ranks([*module.parameters(), *module.buffers()], self._group)
+        compared = self._broadcast and self._device.type == "cpu"
+        equal = _same_on_all_ranks([*module.parameters(), *module.buffers()], self._group) if compared else set()
         initialiser = Initialiser(module, self._device, self._group)
         for unit, operators in sharded_units(plan).items():
             for body in (module.get_submodule(operator.name) for operator in operators):
                 initialiser.fill(body)
                 for parameter in large_parameters(body):
-                    self._place(parameter)
+                    self._place(parameter, equal)
             self._shard(unit, operators, plan)
         initialiser.fill(module)
         sharded = {parameter for one in self._operators.values() for parameter in one.layouts}
         for tensor in [p for p in module.parameters() if p not in sharded] + list(module.buffers()):
-            self._place(tensor)
-        self._equal = set()
+            self._place(tensor, equal)
         self._join(plan)
         self.take_in(optimizers)
         # Its inference path reads the weights of submodules without calling them, so it would see shards.
@@ -324,10 +322,11 @@ class FairScaleEngine:
         assert self._module is not None
         return {parameter: name for name, parameter in self._module.named_parameters()}
 
-    def _place(self, tensor: Tensor) -> None:
-        """Moves a parameter or buffer to the device, in place, with rank 0's values."""
+    def _place(self, tensor: Tensor, equal: set[Tensor]) -> None:
+        """Moves a parameter or buffer to the device, in place, with rank 0's values, which all have of those that are
+        ``equal``."""
         tensor.data = tensor.data.to(self._device)
-        if self._broadcast and tensor not in self._equal:
+        if self._broadcast and tensor not in equal:
             dist.broadcast(tensor.data, src=dist.get_global_rank(self._group, 0), group=self._group)
 
 

@@ -120,10 +120,10 @@ def _per_operator_s(mode: Mode, width: int, group: dist.ProcessGroup, device: to
     steps: tuple[Step, ...] = _steps(mode, OPERATORS, width, group, device)
     fewer = OPERATORS // 2 if mode == Mode.DP else 0
     steps += _steps(mode, fewer, width, group, device) if fewer else ()
-    first_s = sum(collectives.of_slowest_rank([_once_s(step, group, device) for step in steps], group, device))
+    first_s = sum(collectives.largest_of_ranks([_once_s(step, group, device) for step in steps], group, device))
     repeats = min(MOST_REPEATS, max(FEWEST_REPEATS, int(BUDGET_S / first_s)))
     seconds = [[_once_s(step, group, device) for step in steps] for _ in range(repeats)]
-    slowest = collectives.of_slowest_rank([typical_s(each) for each in zip(*seconds, strict=True)], group, device)
+    slowest = collectives.largest_of_ranks([typical_s(each) for each in zip(*seconds, strict=True)], group, device)
     for step in steps:
         forget(step.model.parameters())
     engine_s, plain_s, *less = slowest
