@@ -15,6 +15,9 @@ from benchmarks.throughput.systems import OSDP, System
 
 SLACK = 1.15
 """A system is left out of a cell if even this much more than it reached in an easier one would not win."""
+SLOW_STEP_S = 4.0
+"""Of steps that take longer, half as many are measured: they vary less, and a recomputing system's largest batch sizes
+would take most of a comparison's time."""
 PAPER = "fairscale-op"
 """Always among the finalists, if it lives: what the paper compares with."""
 
@@ -134,7 +137,9 @@ class Comparer:
         lived: dict[int, dict[str, Any]] = {}
         sizes = tuple(sorted({max(1, known // 2), known})) if known else next_sizes(0, None, estimate)
         while sizes:
-            result = self._runs.get(self._job("search", cell, system, sizes, until_flat=dead is None and not known))
+            slowest = max((size["step_s"] for size in lived.values()), default=0.0)
+            flat = dead is None and not known
+            result = self._runs.get(self._job("search", cell, system, sizes, until_flat=flat, step_s=slowest))
             lived |= {size["batch_size"]: size for size in result["sizes"]}
             peaks.update({size["batch_size"]: size["peak_bytes"] for size in result["sizes"]})
             if result["outcome"] == "out of memory":
@@ -179,9 +184,9 @@ class Comparer:
 
     def _final(self, cell: Cell, row: Row, repeat: int) -> dict[str, Any]:
         """A process of its own at the best size; if it is killed there after all, at a little less."""
-        size = row.batch_size
+        size, step_s = row.batch_size, row.batch_size * cell.where.ranks / row.samples_per_s
         while True:
-            result = self._runs.get(self._job("final", cell, row.system, (size,), repeat))
+            result = self._runs.get(self._job("final", cell, row.system, (size,), repeat, step_s=step_s))
             if result["outcome"] != "out of memory" or size == 1:
                 return result
             size -= max(1, size // 8)
@@ -197,8 +202,11 @@ class Comparer:
         sizes: tuple[int, ...],
         repeat: int = 0,
         until_flat: bool = False,
+        step_s: float = 0.0,
     ) -> Job:
+        """What to run; ``step_s`` is about how long a step takes, if known."""
         effort = self._effort
+        steps = effort.final_steps if purpose == "final" else effort.search_steps
         return Job(
             purpose,
             cell.model,
@@ -208,7 +216,7 @@ class Comparer:
             memory_bytes=cell.memory_bytes,
             repeat=repeat,
             warm_up=3 if purpose == "final" else 2,
-            steps=effort.final_steps if purpose == "final" else effort.search_steps,
+            steps=steps if step_s <= SLOW_STEP_S else max(1, steps // 2),
             until_flat=until_flat,
             budget_s=effort.budget_s,
             timeout_s=effort.timeout_s,

@@ -169,6 +169,17 @@ def test_what_a_process_had_no_time_for_is_tried_in_another(tmp_path: Path) -> N
             assert found[row.system].status == row.status
 
 
+def test_fewer_of_a_systems_slow_steps_are_measured(tmp_path: Path) -> None:
+    machine = Machine(shard=3.0)
+    comparer(machine, tmp_path / "r.jsonl").compare(CELLS[0])
+    steps = {
+        kind: {job.system: job.steps for job in machine.jobs if job.purpose == kind} for kind in ("search", "final")
+    }
+
+    assert steps["search"]["shard"] < steps["search"]["ddp"], "the last process knows how slow the first ones were"
+    assert steps["final"]["shard"] < steps["final"]["ddp"] == steps["final"]["osdp"]
+
+
 def test_comparison_goes_on_from_its_file(tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     first = comparer(Machine(), file).compare(CELLS[0])
