@@ -138,8 +138,8 @@ class Comparer:
         sizes = tuple(sorted({max(1, known // 2), known})) if known else next_sizes(0, None, estimate)
         while sizes:
             slowest = max((size["step_s"] for size in lived.values()), default=0.0)
-            flat = dead is None and not known
-            result = self._runs.get(self._job("search", cell, system, sizes, until_flat=flat, step_s=slowest))
+            upwards = dead is None and not known
+            result = self._runs.get(self._job("search", cell, system, sizes, until_flat=upwards, step_s=slowest))
             lived |= {size["batch_size"]: size for size in result["sizes"]}
             peaks.update({size["batch_size"]: size["peak_bytes"] for size in result["sizes"]})
             if result["outcome"] == "out of memory":

@@ -67,7 +67,7 @@ class Job:
     steps: int = 6
     """Steps of each batch size that are."""
     until_flat: bool = False
-    """Whether to stop at the first batch size that gains nothing over the one before."""
+    """Whether to stop once two batch sizes gain nothing over those before."""
     budget_s: float = 60.0
     """No further batch size is begun once training has taken this long."""
     timeout_s: float = 240.0

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 LARGEST = 96
 """Per rank. Without recomputing, throughput is flat long before on these machines; with it, deep and narrow models
 still gain 4 % between 64 and this over a slow link."""
+
+FLAT = 1.02
+"""Gain below which a larger batch size is no better."""
+
+
+def is_flat(rates: Sequence[float]) -> bool:
+    """Whether the last two of ascending batch sizes were no better than those before. One alone may be a slow moment
+    of the machine: DDP once stood at batch size 4 that way, with 8 and 16 to come.
+
+    Args:
+        rates: samples per second of each.
+    """
+    return len(rates) > 2 and max(rates[-2:]) < FLAT * max(rates[:-2])
 
 
 def next_sizes(lived: int, dead: int | None, estimate: int | None = None, largest: int = LARGEST) -> tuple[int, ...]:

@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.throughput.jobs import Job
+from benchmarks.throughput.search import is_flat
 
 OUT_OF_MEMORY_STATUS, INFEASIBLE_STATUS = 99, 98
-FLAT = 1.02
-"""A larger batch size that gains less than this over the one before ends the search upwards."""
 _M_MMAP_THRESHOLD = -3
 
 
@@ -138,7 +137,7 @@ class Recorder:
 
     def _worth_going_on(self) -> bool:
         """Decided by the first rank for all, since their clocks differ."""
-        flat = self.job.until_flat and len(self._rates) > 1 and self._rates[-1] < FLAT * max(self._rates[:-1])
+        flat = self.job.until_flat and is_flat(self._rates)
         late = time.perf_counter() - self._started > self.job.budget_s
         verdict = torch.tensor(float(flat or late))
         if dist.is_initialized():

@@ -16,7 +16,7 @@ from benchmarks.throughput.cells import Cell, is_easier
 from benchmarks.throughput.compare import Comparer, Effort
 from benchmarks.throughput.jobs import SETTINGS, Job
 from benchmarks.throughput.records import Runs
-from benchmarks.throughput.search import LARGEST, estimate_largest, next_sizes
+from benchmarks.throughput.search import LARGEST, estimate_largest, is_flat, next_sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -51,6 +51,13 @@ def test_estimate_follows_the_line_through_what_was_measured() -> None:
     assert estimate_largest({1: 110}, 200) is None
     assert estimate_largest({1: 110, 4: 110}, 200) is None
     assert estimate_largest({1: 110, 4: 140}, 50) == 1
+
+
+def test_one_slow_size_does_not_end_a_search() -> None:
+    assert not is_flat([9.9, 9.4])
+    assert not is_flat([5.0, 9.9, 9.4])
+    assert not is_flat([9.9, 9.4, 12.0])
+    assert is_flat([5.0, 9.9, 9.4, 10.0])
 
 
 class Machine:
