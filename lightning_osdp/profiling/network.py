@@ -6,6 +6,7 @@ all-reduces by themselves.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -43,10 +44,14 @@ BESIDE_SIZE, BESIDE_COMPUTE = 3, 1.5
 compute that takes so many times as long. [1 Gbit/s: a shaped link lets 1 MiB through at once, and nothing is hidden; of
 4 MiB, 15 ms, three quarters; over loopback, where copies are all, a tenth]"""
 
-BESIDE_TIMES, STRETCHES = 3, 8
-"""How many of them in a row are timed together, and how many stretches of compute by themselves: what ranks that share
-cores take differs much from one to the next. [4 ranks on 2 cores, 4 MiB: shares of 0.06 to 0.57 one by one, 0.33 to
-0.62 so]"""
+STRETCHES = 8
+"""Stretches of compute that are timed in a row, to know how many take as long."""
+
+BESIDE_TURNS, BESIDE_S, BESIDE_ROW = 4, 0.016, 2
+"""How often the collective, the compute and both are timed in turns, and each time so many collectives in a row as take
+about so long, but no fewer than that: what ranks that share cores take differs much from one to the next. [2 ranks on 2
+cores: a gather's share was 0 to 0.63 over loopback, where there is next to nothing to gain, and 0 to 1 at 1 Gbit/s,
+from three times the collective with compute and the others measured earlier; so it is 0 to 0.11, and 0.24 to 0.88]"""
 
 COMPUTE_SIDE, COMPUTE_PRODUCTS = 192, 16
 """Matrix products before a collective that interrupts compute: some milliseconds on one core, like a small layer."""
@@ -240,20 +245,25 @@ def _hidden(
     world: dist.ProcessGroup,
     device: torch.device,
 ) -> float:
-    """Share of the collective's ``alone_s`` that goes on beside compute: some of a ``stretch`` of it, of
-    ``stretch_s``."""
+    """Share of the collective, which takes about ``alone_s``, that goes on beside compute: some of a ``stretch`` of it,
+    of about ``stretch_s``. What is sure of it, the mean less the standard error: units that run ahead take memory."""
     if subject.begun is None or subject.ranks == 1:
         return 0.0
-    times, begin = max(1, round(BESIDE_COMPUTE * alone_s / stretch_s)), subject.begun(numel)
+    alone, begin = subject.make(numel), subject.begun(numel)
+    compute = _in_a_row(stretch, max(1, round(BESIDE_COMPUTE * alone_s / stretch_s)))
 
     def both() -> None:
         under_way = begin()
-        for _ in range(times):
-            stretch()
+        compute()
         under_way.wait()
 
-    both_s = _time_s(_in_a_row(both, BESIDE_TIMES), world, device, subject.before) / BESIDE_TIMES
-    return min(1.0, max(0.0, 1.0 - (both_s - times * stretch_s) / alone_s))
+    row = max(BESIDE_ROW, round(BESIDE_S / alone_s))
+    calls = [_in_a_row(call, row) for call in (alone, compute, both)]
+    both()  # what is new the first time
+    own = [_once_s(call, world, device, subject.before) for _ in range(BESIDE_TURNS) for call in calls]
+    each_s = np.reshape(collectives.largest_of_ranks(own, world, device), (BESIDE_TURNS, len(calls)))
+    shares = 1 - (each_s[:, 2] - each_s[:, 1]) / typical_s(each_s[:, 0].tolist())
+    return float(np.clip(shares.mean() - shares.std(ddof=1) / math.sqrt(BESIDE_TURNS), 0, 1))
 
 
 def _in_a_row(call: Collective, times: int) -> Collective:
