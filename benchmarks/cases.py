@@ -209,18 +209,18 @@ def tell(strategy: OSDPStrategy, order: Order) -> None:
     assert plan is not None
     assert plan.peak is not None
     assert step is not None
-    measured = torch.tensor([step.step_time_s, step.peak_memory_bytes], dtype=torch.float64, device=device)
-    dist.all_reduce(measured, op=dist.ReduceOp.MAX)
+    numbers = (step.step_time_s, step.peak_memory_bytes)
+    measured_s, peak_bytes = collectives.largest_of_ranks(numbers, dist.group.WORLD, device)
     baseline = plan.predicted.overhead_bytes - ALLOWANCES[-1]
     case = Case(
         order.model,
         order.plan,
         order.batch_size,
         predicted_s=plan.predicted.step_time_s,
-        measured_s=float(measured[0]),
+        measured_s=measured_s,
         predicted_bytes=plan.predicted.peak_memory_bytes - baseline,
         # On CUDA the overhead is room for the caching allocator, which its own counter does not count.
-        measured_bytes=int(measured[1]) - (baseline if device.type == "cpu" else 0),
+        measured_bytes=int(peak_bytes) - (baseline if device.type == "cpu" else 0),
         baseline_bytes=baseline,
         where=plan.peak.where,
     )

@@ -52,9 +52,9 @@ def medians_ms(numel: int, repeats: int) -> dict[str, float]:
             collective()
             if repeat > 0:  # the first one warms up
                 samples[name].append(time.perf_counter() - start)
-    medians = torch.tensor([statistics.median(values) for values in samples.values()], dtype=torch.float64)
-    dist.all_reduce(medians, dist.ReduceOp.MAX)
-    return dict(zip(samples, (medians * 1e3).tolist(), strict=True))
+    medians_ms = [statistics.median(values) * 1e3 for values in samples.values()]
+    slowest_ms = collectives.largest_of_ranks(medians_ms, dist.group.WORLD, torch.device("cpu"))
+    return dict(zip(samples, slowest_ms, strict=True))
 
 
 def compare(repeats: int) -> None:

@@ -20,6 +20,7 @@ as many bytes as in a ring, but links between hosts of several ranks are crossed
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -396,6 +397,12 @@ def largest_of_ranks(numbers: Sequence[float], group: dist.ProcessGroup, device:
     largest = torch.tensor(numbers, dtype=torch.float64, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return [float(each) for each in largest.tolist()]
+
+
+def least_room(room_bytes: int | None, group: dist.ProcessGroup, device: torch.device) -> float:
+    """The least of any rank; infinite if none has a bound (None). Collective."""
+    (least,) = largest_of_ranks([-math.inf if room_bytes is None else -room_bytes], group, device)
+    return -least
 
 
 def on_all_ranks(group: Any, work: Callable[[], Result]) -> Result:

@@ -168,7 +168,7 @@ def still_right(
     """
     text = [plan.to_json() if plan is not None and ranks.is_first else None]
     dist.broadcast_object_list(text, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
-    (limit,) = collectives.largest_of_ranks([-memory_limit_bytes], ranks.group, ranks.device)
+    limit = collectives.least_room(memory_limit_bytes, ranks.group, ranks.device)
     if text[0] is None:
         return None
     earlier = ExecutionPlan.from_json(text[0])
@@ -178,7 +178,7 @@ def still_right(
     except PlanMismatchError:
         return None
     same = all(getattr(here, name) == getattr(there, name) for name in ("nodes", "device", "backend"))
-    fits = earlier.predicted.most_memory_bytes <= -limit
+    fits = earlier.predicted.most_memory_bytes <= limit
     allowed = (earlier.batch_size, earlier.accumulate_grad_batches) in set(rule.pairs(ranks.count))
     return earlier if same and fits and allowed else None
 

@@ -23,7 +23,7 @@ from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp.collectives import WAITED, largest_of_ranks, on_all_ranks
+from lightning_osdp.collectives import WAITED, largest_of_ranks, least_room, on_all_ranks
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes
@@ -119,10 +119,8 @@ class Stage:
         """The least that a step may take on any rank of ``room_bytes``, beside the copy and a process's first steps;
         below 0 where it can't be repeated. Collective."""
         own = room_bytes - copied_bytes(self.module, self.device) - allowance(self.device, stepped=False)
-        rooms: list[int] = [own if self.repeatable else -1]
-        if group is not None:
-            dist.all_gather_object(rooms := rooms * group.size(), rooms[0], group=group)
-        return min(rooms)
+        room = own if self.repeatable else -1
+        return room if group is None else int(least_room(room, group, self.device))
 
     @property
     def repeatable(self) -> bool:

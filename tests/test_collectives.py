@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -174,3 +176,13 @@ def timed_apart(rank: int, world_size: int) -> list[float]:
 
 def test_each_time_is_that_of_the_rank_where_it_was_longest():
     assert run_ranks(timed_apart, 2) == [[3.0, 2.0]] * 2
+
+
+def rooms_apart(rank: int, world_size: int) -> list[float]:
+    """The second rank has less; only the first has a bound; neither has."""
+    rooms = ((3 - rank, 3 - rank), (5, None), (None, None))
+    return [collectives.least_room(each[rank], dist.group.WORLD, torch.device("cpu")) for each in rooms]
+
+
+def test_room_is_that_of_the_rank_which_has_least():
+    assert run_ranks(rooms_apart, 2) == [[2.0, 5.0, math.inf]] * 2

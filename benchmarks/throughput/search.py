@@ -9,7 +9,7 @@ LARGEST = 96
 still gain 4 % between 64 and this over a slow link."""
 
 FLAT = 1.02
-"""Gain below which a larger batch size is no better."""
+"""A larger batch size that makes less than this many times the samples is no better."""
 
 
 def is_flat(rates: Sequence[float]) -> bool:

@@ -294,9 +294,8 @@ def _affordable(
     numels = sorted({-(-size // (4 * ranks)) * ranks for size in sizes_bytes})
     if len(numels) < 2:
         raise ValueError(f"need two different sizes at least to fit latency and bandwidth, got {list(sizes_bytes)}")
-    limit = torch.tensor(float("inf") if max_bytes is None else max_bytes, dtype=torch.float64, device=device)
-    dist.all_reduce(limit, dist.ReduceOp.MIN, group=group)
-    return numels[:2] + [numel for numel in numels[2:] if numel * 4 <= limit.item()]
+    limit = collectives.least_room(max_bytes, group, device)
+    return numels[:2] + [numel for numel in numels[2:] if numel * 4 <= limit]
 
 
 def _compute(device: torch.device) -> Collective:

@@ -95,9 +95,7 @@ def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
 
 def _widest(group: dist.ProcessGroup, device: torch.device, room_bytes: int | None) -> int:
     """The width for which there is room. Collective."""
-    room = torch.tensor(float("inf") if room_bytes is None else room_bytes, dtype=torch.float64, device=device)
-    dist.all_reduce(room, dist.ReduceOp.MIN, group=group)
-    weight_bytes = ROOM_SHARE * float(room) / (COPIES * OPERATORS)
+    weight_bytes = ROOM_SHARE * collectives.least_room(room_bytes, group, device) / (COPIES * OPERATORS)
     return int(min(weight_bytes / 4, 1 << 40) ** 0.5)
 
 
