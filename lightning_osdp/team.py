@@ -25,7 +25,7 @@ from lightning_osdp.planning.schedule import BatchRule, Problem, never
 from lightning_osdp.planning.settled import Settled, latest, settled, settled_before
 from lightning_osdp.planning.wishes import Wishes
 from lightning_osdp.profiling import compute
-from lightning_osdp.profiling.memory import Limit, allowance, memory_in_use, overhead
+from lightning_osdp.profiling.memory import Limit, allowance, arrays_kept, memory_in_use, overhead
 from lightning_osdp.profiling.trace import Trace
 from lightning_osdp.rehearsal import Stage, rehearse_chosen
 
@@ -124,10 +124,13 @@ class Team:
         before_s = self.left_s()
         plan = self.decide(measured, rule, room, share=FIRST_SEARCH)
         search_s = before_s - self.left_s()
+        cut_short = search_s >= FIRST_SEARCH * (before_s - APPLYING_S)
         for left in reversed(range(MOST_REHEARSED)):
             before_s = self.left_s()
             shown = self.rehearsed(stage, measured, plan, search_s)
             if shown is None:
+                if cut_short:  # for a rehearsal that there is not
+                    plan = self.decide(measured, rule, room, UNSEEN_GAIN, share=1.0)
                 break
             measured = measured.model_copy(update={"rehearsals": latest((*measured.rehearsals, shown))})
             room = self.room(stepped=True)
@@ -204,7 +207,8 @@ class Team:
             engine = with_excess(measured.engine, measured.rehearsals)
             hardware = measurements.hardware(self.ranks, self.cluster, measured.model_copy(update={"engine": engine}))
             problem = problem_of(self.traced, hardware, measured, room.limit, room.used, self.wishes, self.between)
-            plan = work(problem)
+            with arrays_kept(self.ranks.device):
+                plan = work(problem)
             return None if plan is None else plan.to_json()
 
         text = [on_all_ranks(self.ranks.group, first_rank)]

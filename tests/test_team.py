@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, decided
 from lightning_osdp.planning.schedule import BatchRule, Problem, least_bytes, make_plan
 from lightning_osdp.planning.settled import Settled
-from lightning_osdp.team import APPLYING_S, START_S, UNSEEN_GAIN, Room, Team, plan_for
+from lightning_osdp.team import APPLYING_S, FIRST_SEARCH, START_S, UNSEEN_GAIN, Room, Team, plan_for
 from tests.planning.small import MIB, blocks_of_one, cluster, compute
 
 MODEL = blocks_of_one(3, 2)
@@ -106,7 +106,7 @@ class Timed(Team):
 
     def __init__(self, plans: Sequence[ExecutionPlan], left_s: float, search_s: float, fits: bool = False) -> None:
         super().__init__(*[None] * 8)  # type: ignore[arg-type]
-        self.__dict__.update(plans=list(plans), gains=[], seconds=left_s, search_s=search_s, fits=fits)
+        self.__dict__.update(plans=list(plans), gains=[], shares=[], seconds=left_s, search_s=search_s, fits=fits)
 
     def known(self, measured: Any, rule: Any, plan: ExecutionPlan, room: Any) -> ExecutionPlan | None:
         return plan if self.__dict__["fits"] else None
@@ -116,12 +116,15 @@ class Timed(Team):
     ) -> ExecutionPlan:
         assert share is not None, "a start's search is to end in time"
         self.__dict__["gains"].append(gain)
+        self.__dict__["shares"].append(share)
         self.__dict__["seconds"] -= self.__dict__["search_s"]
         plans: list[ExecutionPlan] = self.__dict__["plans"]
         return plans.pop(0) if len(plans) > 1 else plans[0]
 
     def rehearsed(self, stage: Any, measured: Measurements, plan: ExecutionPlan, search_s: float) -> Rehearsal | None:
         assert search_s == self.__dict__["search_s"]
+        if stage == "no room":
+            return None
         if any(one.decided == decided(plan) for one in measured.rehearsals):
             return None
         self.__dict__["seconds"] -= 10.0
@@ -156,6 +159,22 @@ def test_what_is_found_is_rehearsed_while_there_is_time_and_what_was_not_has_to_
     assert [one.decided for one in measured.rehearsals] == [decided(each) for each in plans[: len(gains)]]
     assert team.__dict__["gains"][1:] == gains
     assert room.used == 50
+
+
+@pytest.mark.parametrize(
+    ("search_s", "shares"), [(7.9, [FIRST_SEARCH]), (8.0, [FIRST_SEARCH, 1.0]), (9.0, [FIRST_SEARCH, 1.0])]
+)
+def test_a_search_that_was_cut_short_for_a_rehearsal_goes_on_where_there_can_be_none(
+    search_s: float, shares: list[float]
+) -> None:
+    plans = [make_plan(ROOMY, BatchRule(batch_size=1 + at)) for at in range(3)]
+    team, stage = Timed(plans, 20.0 + APPLYING_S, search_s), cast(Any, "no room")
+    nothing = Measurements(compute=compute(MODEL), link=ROOMY.cluster.link)
+    plan, measured, room = team.found(nothing, RULE, Room(100, 60, 12), stage)
+    assert team.__dict__["shares"] == shares
+    assert team.__dict__["gains"][1:] == [UNSEEN_GAIN] * (len(shares) - 1)
+    assert plan.batch_size == len(shares)
+    assert (measured, room.used) == (nothing, 60)
 
 
 @pytest.mark.parametrize("fits", [True, False])

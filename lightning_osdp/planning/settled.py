@@ -30,10 +30,6 @@ WORTH_UPDATING = 0.05
 """Share of samples a second that updating parameters in the backward pass has to bring: nobody can look at the
 gradients then, and a step that is broken off leaves parameters half updated."""
 
-FEW_SAMPLES = 4
-"""Where units run ahead at larger batch sizes than this, plans without are not searched: of the memory that running
-ahead takes, they would have a few more samples. [27.6 M parameters, 60 operators: half of the search's 7 s]"""
-
 MOST_SETTLED = 8
 """Plans of earlier starts that are kept."""
 
@@ -130,7 +126,7 @@ def settled(
     best: ExecutionPlan | None = None
     errors: list[InfeasibleError] = []
     for way in _ways(problem, rule):
-        if best is not None and (late() or (_runs_well_ahead(best) and not way.runs_ahead)):
+        if best is not None and late():
             break
         try:
             if best is None:
@@ -159,10 +155,6 @@ def way_of(plan: ExecutionPlan, problem: Problem) -> Problem:
     if plan.cluster.ahead_bytes:
         problem = problem.running_ahead()
     return problem.updating_in_backward() if plan.update_in_backward else problem
-
-
-def _runs_well_ahead(plan: ExecutionPlan) -> bool:
-    return plan.cluster.ahead_bytes > 0 and plan.batch_size > FEW_SAMPLES
 
 
 def _kind(plan: ExecutionPlan) -> tuple[bool, bool]:

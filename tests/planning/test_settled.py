@@ -305,6 +305,17 @@ def test_units_run_ahead_where_compute_hides_enough_of_the_link() -> None:
     assert ahead.predicted.peak_memory_bytes <= 60 * MIB
 
 
+@pytest.mark.parametrize("limit_mib", [34, 38, 46])
+def test_units_do_not_run_ahead_where_the_memory_for_that_is_worth_more_as_samples(limit_mib: int) -> None:
+    wanted, rule = replace(hideable(limit_mib, 0.8, 1.0), wishes=Wishes()), BatchRule(max_batch_size=64)
+    apart, ahead = make_plan(wanted, rule), make_plan(wanted.running_ahead(), rule)
+    assert ahead.cluster.ahead_bytes
+    assert 4 < ahead.batch_size < apart.batch_size
+    assert ahead.predicted.samples_per_s < apart.predicted.samples_per_s
+    plan = settled(wanted, rule, [])
+    assert (plan.operators, plan.batch_size, plan.cluster.ahead_bytes) == (apart.operators, apart.batch_size, 0)
+
+
 def test_units_do_not_run_ahead_where_ranks_of_a_node_share_its_link() -> None:
     problem = hideable(60, 0.8)
     assert problem.running_ahead().runs_ahead

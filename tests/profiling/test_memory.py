@@ -67,6 +67,46 @@ def test_plugging_a_large_hole_takes_few_pages() -> None:
     assert int(done.stdout) < 1e6
 
 
+MANY_ARRAYS = """
+import resource, sys
+import numpy as np
+import torch
+from lightning_osdp.profiling import memory
+
+cpu = torch.device("cpu")
+memory.fix_cpu_allocator()
+kept = []
+
+def work():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for turn in range(200):
+        np.full(1 << 18, 1.0)
+        kept.append(np.full(100, 1.0))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+work()
+memory.release_unused(cpu)
+held = memory.memory_in_use(cpu)
+outside = work()
+with memory.arrays_kept(cpu):
+    within = work()
+left = memory.memory_in_use(cpu) - held
+again = work()
+with memory.arrays_kept(torch.device("cuda")):
+    elsewhere = work()
+print(outside, within, again, elsewhere, left)
+"""
+
+
+def test_arrays_that_come_and_go_may_take_the_same_pages_and_leave_none_behind() -> None:
+    """200 arrays of 512 pages, one after the other."""
+    done = subprocess.run([sys.executable, "-c", MANY_ARRAYS], capture_output=True, text=True, timeout=200, check=True)
+    outside, within, again, elsewhere, left = map(int, done.stdout.split())
+    assert within < 5 * 512
+    assert min(outside, again, elsewhere) > 100 * 512
+    assert left < 1e6
+
+
 def test_source_lines_are_dropped_where_their_file_has_them() -> None:
     made_up = ["x = 1\n"]
     linecache.cache["<made up>"] = (6, None, made_up, "<made up>")
