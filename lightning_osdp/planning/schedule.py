@@ -24,7 +24,7 @@ from lightning_osdp.planning.plan import (
     Prediction,
     SearchEnd,
 )
-from lightning_osdp.planning.reasons import reasons
+from lightning_osdp.planning.reasons import Reasons, reasons
 from lightning_osdp.planning.remedies import nothing_fits, with_remedies
 from lightning_osdp.planning.space import Problem
 
@@ -221,10 +221,7 @@ def to_plan(
     """
     problem, desk = desks.problem, desks.of(chosen.units)
     chosen = desk.candidate(chosen.choices, chosen.batch_size, chosen.accumulation, chosen.recomputed)
-    peak, place = chosen.peak, desk.joined.place
-    model, recomputed = problem.model, set(chosen.recomputed)
-    inside = {index for block in model.blocks if block.name in recomputed for index in block.operators}
-    known = reasons(desk, chosen, desks.apart)
+    model, known = problem.model, reasons(desk, chosen, desks.apart)
     return ExecutionPlan(
         model=ModelIdentity(
             fingerprint=model.fingerprint,
@@ -236,45 +233,62 @@ def to_plan(
         batch_size=chosen.batch_size,
         accumulate_grad_batches=chosen.accumulation,
         global_batch_size=chosen.global_batch_size,
-        operators=tuple(
-            OperatorPlan(
-                name=operator.name,
-                slices=choice.slices,
-                split_dim=choice.split_dim,
-                sharding_group=choice.group,
-                two_stage=choice.two_stage,
-                unit=chosen.units[index],
-                checkpoint=index in inside,
-                num_parameters=operator.num_parameters,
-                pinned=operator.pinned,
-                unsplittable=operator.unsplittable,
-                alternatives=known.alternatives[index] if place.index(place[index]) == index else (),
-            )
-            for index, (operator, choice) in enumerate(zip(model.operators, chosen.choices, strict=True))
-        ),
+        operators=_operator_plans(desk, chosen, known),
         recomputed=chosen.recomputed,
         blocks=known.blocks,
         update_in_backward=problem.updates_in_backward,
-        predicted=Prediction(
-            step_time_s=chosen.step_time_s,
-            compute_time_s=chosen.compute_s,
-            communication_time_s=chosen.communication_s,
-            samples_per_s=chosen.samples_per_s,
-            peak_memory_bytes=chosen.peak.total_bytes,
-            overhead_bytes=problem.overhead_bytes,
-            saving_memory_bytes=chosen.peak.saving_bytes,
-            evaluation_memory_bytes=chosen.peak.evaluation_bytes,
-        ),
+        predicted=_prediction(problem, chosen),
         frontier=frontier,
         price_s_per_byte=known.price_s_per_byte,
-        peak=PeakMoment(
-            where=peak.where,
-            states=round(peak.states),
-            gradients=round(peak.gradients),
-            gathered=round(peak.gathered),
-            transient=round(peak.transient),
-            activations=round(peak.activations),
-            overhead=round(peak.overhead),
-        ),
+        peak=_peak_moment(chosen),
         search_end=end,
+    )
+
+
+def _operator_plans(desk: Desk, chosen: Candidate, known: Reasons) -> tuple[OperatorPlan, ...]:
+    """What is done with each operator; the first of a unit says what else there was for all of it."""
+    model, place, recomputed = desk.problem.model, desk.joined.place, set(chosen.recomputed)
+    inside = {index for block in model.blocks if block.name in recomputed for index in block.operators}
+    return tuple(
+        OperatorPlan(
+            name=operator.name,
+            slices=choice.slices,
+            split_dim=choice.split_dim,
+            sharding_group=choice.group,
+            two_stage=choice.two_stage,
+            unit=chosen.units[index],
+            checkpoint=index in inside,
+            num_parameters=operator.num_parameters,
+            pinned=operator.pinned,
+            unsplittable=operator.unsplittable,
+            alternatives=known.alternatives[index] if place.index(place[index]) == index else (),
+        )
+        for index, (operator, choice) in enumerate(zip(model.operators, chosen.choices, strict=True))
+    )
+
+
+def _prediction(problem: Problem, chosen: Candidate) -> Prediction:
+    return Prediction(
+        step_time_s=chosen.step_time_s,
+        compute_time_s=chosen.compute_s,
+        communication_time_s=chosen.communication_s,
+        samples_per_s=chosen.samples_per_s,
+        peak_memory_bytes=chosen.peak.total_bytes,
+        overhead_bytes=problem.overhead_bytes,
+        saving_memory_bytes=chosen.peak.saving_bytes,
+        evaluation_memory_bytes=chosen.peak.evaluation_bytes,
+    )
+
+
+def _peak_moment(chosen: Candidate) -> PeakMoment:
+    """When a step takes most, and what that consists of."""
+    peak = chosen.peak
+    return PeakMoment(
+        where=peak.where,
+        states=round(peak.states),
+        gradients=round(peak.gradients),
+        gathered=round(peak.gathered),
+        transient=round(peak.transient),
+        activations=round(peak.activations),
+        overhead=round(peak.overhead),
     )
