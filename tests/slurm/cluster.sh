@@ -34,6 +34,9 @@ wait_for() { # seconds, what, command
 all_idle() { [ "$(sinfo --noheader --format %t | sort -u)" = idle ]; }
 
 up() {
+    for program in slurmctld munged; do
+        command -v $program > /dev/null || { echo "there is no $program: apt-get install slurm-wlm munge" >&2; exit 1; }
+    done
     mkdir -p "$folder"/{state,log,run,spool/osdp1,spool/osdp2}
     chmod 755 "$folder"
     install -d -o munge -g munge -m 700 "$folder/munge"
