@@ -87,6 +87,8 @@ def network(cluster: Cluster) -> Iterator[None]:
     """One namespace for each node, cabled to a common bridge if there are several."""
     bridge = f"{cluster.name}br"
     with ExitStack() as cleanup:
+        ended = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C does: nothing is left behind
+        cleanup.callback(signal.signal, signal.SIGTERM, ended)
         if cluster.nodes > 1:
             sh(f"ip link add {bridge} type bridge")
             cleanup.callback(sh, f"ip link del {bridge}")
