@@ -174,7 +174,8 @@ class Team:
             return share is not None and time.monotonic() - now_s > share * left_s
 
         def search(problem: Problem) -> ExecutionPlan:
-            return plan_for(problem, rule, measured.rehearsals, room.guessed, gain, late)
+            with arrays_kept(self.ranks.device):
+                return plan_for(problem, rule, measured.rehearsals, room.guessed, gain, late)
 
         plan = self._of_first_rank(search, measured, room)
         assert plan is not None
@@ -207,8 +208,7 @@ class Team:
             engine = with_excess(measured.engine, measured.rehearsals)
             hardware = measurements.hardware(self.ranks, self.cluster, measured.model_copy(update={"engine": engine}))
             problem = problem_of(self.traced, hardware, measured, room.limit, room.used, self.wishes, self.between)
-            with arrays_kept(self.ranks.device):
-                plan = work(problem)
+            plan = work(problem)
             return None if plan is None else plan.to_json()
 
         text = [on_all_ranks(self.ranks.group, first_rank)]

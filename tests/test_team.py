@@ -246,6 +246,7 @@ def test_a_search_ends_when_its_share_of_the_start_is_over(
     monkeypatch.setattr(planning_team, "plan_for", searching)
     monkeypatch.setattr(Team, "_of_first_rank", lambda _, work, *__: work(ROOMY))
     nothing: Any = None
-    team = Team(nothing, nothing, None, nothing, 0, nothing, nothing, 0.0)
+    ranks: Any = SimpleNamespace(device=torch.device("meta"))
+    team = Team(nothing, ranks, None, nothing, 0, nothing, nothing, 0.0)
     team.decide(Measurements(compute=compute(MODEL), link=ROOMY.cluster.link), RULE, Room(1, 0, 0), share=share)
     assert told == late

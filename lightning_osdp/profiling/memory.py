@@ -73,10 +73,7 @@ def release_unused(device: torch.device, generation: int = 2) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
-        _plug_holes(libc)
+    _empty_heap(ctypes.CDLL(None))
 
 
 @contextmanager
@@ -98,8 +95,7 @@ def arrays_kept(device: torch.device) -> Iterator[None]:
     finally:
         libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
-        libc.malloc_trim(0)
-        _plug_holes(libc)
+        _empty_heap(libc)
 
 
 def drop_source_lines() -> None:
@@ -112,6 +108,13 @@ def drop_source_lines() -> None:
         from_file = len(entry) > 1 and entry[1] is not None  # the time of its last change
         if from_file:
             del linecache.cache[name]
+
+
+def _empty_heap(libc: Any) -> None:
+    """Hands back what lies freed in glibc's heap, and keeps tensors from being put there."""
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+        _plug_holes(libc)
 
 
 def _plug_holes(libc: Any) -> None:
