@@ -2,10 +2,12 @@
 
     python benchmarks/allocator.py [--width 512] [--batch-size 8] [--repeats 3]
 
-OSDP has glibc hand freed tensors back to the system (``profiling.memory.fix_cpu_allocator``), so that a process takes
+OSDP has glibc hand freed tensors back to the system (``profiling.heap.fix_cpu_allocator``), so that a process takes
 what its live tensors take, as predicted. Every tensor's pages are then new ones, which the kernel clears at their first
-touch. ``THP_MEM_ALLOC_ENABLE=1`` in the environment, read by PyTorch at its first tensor, asks for pages of 2 MiB. The
-optimizer has its part in it: a loop over parameters makes temporaries for each, the fused form (``fusing.py``) none.
+touch. Where there is memory for it, OSDP lets freed tensors stay in a heap of limited size (``keeping.py``), here as
+shares of what a step frees. ``THP_MEM_ALLOC_ENABLE=1`` in the environment, read by PyTorch at its first tensor, asks
+for pages of 2 MiB. The optimizer has its part in it: a loop over parameters makes temporaries for each, the fused form
+(``fusing.py``) none.
 
 Four layers of ``nn.TransformerEncoderLayer`` train with AdamW in one thread, in processes of their own that take turns.
 """
@@ -26,14 +28,20 @@ from dataclasses import asdict, astuple, dataclass
 LAYERS, HEADS, TOKENS = 4, 8, 64
 WARM_UP, STEPS = 3, 8
 LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+HANDED_BACK, ANY_SIZE = 0.0, -1.0
 SETTINGS = {
-    "glibc as it is": (False, False, "0"),
-    "glibc as it is, fused": (False, True, "0"),
-    "freed tensors handed back": (True, False, "0"),
-    "handed back, fused": (True, True, "0"),
-    "handed back, fused, large pages": (True, True, "1"),
+    "glibc as it is": (None, False, "0"),
+    "glibc as it is, fused": (None, True, "0"),
+    "freed tensors handed back": (HANDED_BACK, False, "0"),
+    "handed back, fused": (HANDED_BACK, True, "0"),
+    "handed back, fused, large pages": (HANDED_BACK, True, "1"),
+    "fused, half kept": (0.5, True, "0"),
+    "fused, heap of what is freed": (1.0, True, "0"),
+    "fused, heap of twice that": (2.0, True, "0"),
+    "fused, heap of any size": (ANY_SIZE, True, "0"),
 }
-"""Name: (whether OSDP's setting is made, whether the optimizer is fused, the environment's variable)."""
+"""Name: (what OSDP keeps in the heap, as a share of what a step frees, None without its setting; whether the optimizer
+is fused; the environment's variable)."""
 MIB = 1 << 20
 
 
@@ -49,16 +57,16 @@ class Figures:
     """Pages touched for the first time, in a step."""
 
 
-def one(width: int, batch_size: int, handed_back: bool, fused: bool) -> Figures:
+def one(width: int, batch_size: int, kept: float | None, fused: bool) -> Figures:
     """Trains in this process."""
     import torch
 
-    from lightning_osdp.profiling import memory
+    from lightning_osdp.profiling import heap, memory
 
     device = torch.device("cpu")
     torch.set_num_threads(1)
-    if handed_back:
-        memory.fix_cpu_allocator()
+    if kept is not None:
+        heap.fix_cpu_allocator()
     before = memory.memory_in_use(device)
     layers = [
         torch.nn.TransformerEncoderLayer(width, HEADS, 4 * width, dropout=0.0, batch_first=True) for _ in range(LAYERS)
@@ -67,7 +75,10 @@ def one(width: int, batch_size: int, handed_back: bool, fused: bool) -> Figures:
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     seconds, faults = [], []
     for step in range(WARM_UP + STEPS):
-        if step == WARM_UP:
+        if step == WARM_UP and kept:
+            freed = memory.peak_memory(device) - memory.memory_in_use(device)
+            heap.HEAP.keep(None if kept == ANY_SIZE else int(kept * freed))
+        if step <= WARM_UP:
             memory.reset_peak(device)
         start, first = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         model(x).square().mean().backward()
@@ -76,14 +87,15 @@ def one(width: int, batch_size: int, handed_back: bool, fused: bool) -> Figures:
         seconds.append(time.perf_counter() - start)
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - first)
     peak = memory.peak_memory(device) - before
-    return Figures(statistics.median(seconds[WARM_UP:]), peak, int(statistics.median(faults[WARM_UP:])))
+    counted = slice(WARM_UP + 1, None)  # the first one fills the heap
+    return Figures(statistics.median(seconds[counted]), peak, int(statistics.median(faults[counted])))
 
 
 def elsewhere(args: argparse.Namespace, name: str) -> Figures:
     """``one`` in a process of its own."""
-    handed_back, fused, large_pages = SETTINGS[name]
+    kept, fused, large_pages = SETTINGS[name]
     command = [sys.executable, __file__, "--one"]
-    command += [*(["--handed-back"] if handed_back else []), *(["--fused"] if fused else [])]
+    command += [*([] if kept is None else [f"--kept={kept}"]), *(["--fused"] if fused else [])]
     command += [f"--width={args.width}", f"--batch-size={args.batch_size}"]
     env = os.environ | {"OMP_NUM_THREADS": "1", LARGE_PAGES: large_pages}
     done = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True)
@@ -107,11 +119,11 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--handed-back", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--kept", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--fused", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(asdict(one(args.width, args.batch_size, args.handed_back, args.fused))))
+        print(json.dumps(asdict(one(args.width, args.batch_size, args.kept, args.fused))))
         return
     found: dict[str, list[Figures]] = {name: [] for name in SETTINGS}
     for _ in range(args.repeats):

@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--plan", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        from lightning_osdp.profiling.memory import fix_cpu_allocator
+        from lightning_osdp.profiling.heap import fix_cpu_allocator
 
         fix_cpu_allocator()
         seconds = fairscale_side(args) if args.side == "fairscale" else osdp_side(args)

@@ -26,6 +26,7 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
 
 from lightning_osdp import measurements, planner, settings
+from lightning_osdp.copies import Stage
 from lightning_osdp.data import TrainData
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning
 from lightning_osdp.planning.cluster import Cluster
@@ -33,8 +34,7 @@ from lightning_osdp.planning.operators import BetweenSteps, ModelDescription, Sa
 from lightning_osdp.planning.schedule import BatchRule
 from lightning_osdp.planning.units import parse_bytes
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
-from lightning_osdp.profiling import memory
-from lightning_osdp.rehearsal import Stage
+from lightning_osdp.profiling import heap, memory
 
 SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
 """What counts of the file; ``ckpt_path`` and the like say how to run, not what."""
@@ -164,7 +164,7 @@ def plan_recipe(recipe: Recipe, devices: int | None = None, **wishes: Any) -> pl
     cluster = _cluster(recipe, settings.read_cluster(wanted.get("cluster")), devices)
     device = _device(recipe, cluster)
     if device.type == "cpu":
-        memory.fix_cpu_allocator()
+        heap.fix_cpu_allocator()
         _set_num_threads_if_needed(cluster.devices_per_node)
     limit = wanted.get("memory_limit", "auto")
     limit_bytes = memory.memory_limit(device, cluster.devices_per_node) if limit == "auto" else parse_bytes(limit)

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_osdp import collectives
 from lightning_osdp.collectives import on_all_ranks
+from lightning_osdp.copies import Stage
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.levels import Levels as LevelGroups
 from lightning_osdp.levels import node_layout
@@ -44,7 +45,7 @@ from lightning_osdp.profiling import compute, network
 from lightning_osdp.profiling.memory import control_group
 from lightning_osdp.profiling.timing import Timed
 from lightning_osdp.profiling.trace import Trace
-from lightning_osdp.rehearsal import Stage, rehearse
+from lightning_osdp.rehearsal import rehearse
 from lightning_osdp.repeats import CORES
 from lightning_osdp.sharding import overhead as engine_overhead
 
@@ -60,7 +61,7 @@ PROBE_TOLERANCE = 3.0
 """Cached measurements of the network are used only if a fresh all-gather agrees with them within this factor: the same
 host may reach its peers over another link today. Busy machines are off by a factor of 2 at times."""
 
-FORMAT = 9
+FORMAT = 10
 """Of what is kept. To be raised when what is measured changes its meaning: older files are left alone then."""
 
 NO_LINK = Link(**{name: CollectiveFit(latency_s=0.0, s_per_byte=0.0) for name in Link.model_fields})
@@ -85,6 +86,9 @@ class Measurements(Connections):
     compute: ComputeTimes
     rehearsals: tuple[Rehearsal, ...] = ()
     """Of whole steps, with these measurements."""
+    kept_compute: ComputeTimes | None = None
+    """``compute`` where freed tensors stay in the heap; None where they can't or must not, or where it was not looked
+    for."""
     settled: tuple[Settled, ...] = ()
     """What starts with these measurements have come to."""
     correction: Correction = NO_CORRECTION
@@ -254,8 +258,8 @@ def measured(
     measured = Measurements(**dict(connections), compute=parts)
     if stage is not None:
         known = hardware(ranks, cluster, measured)
-        times, rehearsals = rehearse(stage, traced, ranks.group, known, parts, free_bytes, late)
-        measured = measured.model_copy(update={"compute": times, "rehearsals": rehearsals})
+        times, kept, rehearsals = rehearse(stage, traced, ranks.group, known, parts, free_bytes, late)
+        measured = measured.model_copy(update={"compute": times, "rehearsals": rehearsals, "kept_compute": kept})
     if times is parts:  # no step was made, and each rank has run but its share of the kernels
         on_all_ranks(ranks.group, lambda: compute.warm_up(traced, ranks.device))
     if ranks.is_first and file is not None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_osdp import collectives, measurements
+from lightning_osdp.copies import Stage
 from lightning_osdp.errors import ConfigurationError, OSDPWarning, PlanMismatchError, TraceError
 from lightning_osdp.measurements import NO_CORRECTION, NO_LINK, Measurements, Ranks
 from lightning_osdp.planning.calibration import Correction
@@ -28,7 +29,7 @@ from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.memory import Limit, memory_in_use, memory_limit
 from lightning_osdp.profiling.trace import Trace, trace, trace_real
-from lightning_osdp.rehearsal import Stage, rehearse_alone
+from lightning_osdp.rehearsal import can_keep_heap, rehearse_alone, rehearse_kept
 from lightning_osdp.team import MODES_LEFT_S, UNSEEN_GAIN, Team, not_for_the_model, problem_of
 
 Result = TypeVar("Result")
@@ -47,7 +48,8 @@ class Outcome:
     file: Path | None = None
     """Where the measurements are kept, on the first rank."""
     again: Callable[[Correction, BatchRule], ExecutionPlan] | None = None
-    """Plans from the same measurements, but corrected; collective. None if nothing was measured."""
+    """Plans from the same measurements, but corrected, and handing freed memory back; collective. None if nothing was
+    measured."""
     problem: Problem | None = None
     """What the plan solves, where it was made without a process group."""
 
@@ -149,7 +151,8 @@ def measure_and_plan(
             measurements.write(file, measured.model_dump_json())
 
     def again(correction: Correction, rule: BatchRule) -> ExecutionPlan:
-        return team.decide(measured.model_copy(update={"correction": correction}), rule, room, UNSEEN_GAIN)
+        known = measured.model_copy(update={"correction": correction, "kept_compute": None})  # memory is short
+        return team.decide(known, rule, room, UNSEEN_GAIN)
 
     return Outcome(plan, time.monotonic() - start, from_cache, measured.correction, file, again)
 
@@ -230,10 +233,14 @@ def plan_alone(
         with measurements.progress(True, ("compute",)) as advance:
             shown = partial(advance, "compute")
             times = compute.measure(traced, device, progress=shown, wishes=wishes)
+        kept = None
         if stage is not None:
             room_bytes = max(0, memory_limit(device, cluster.devices_per_node) - memory_in_use(device))
-            times = rehearse_alone(stage, traced, cluster, times, room_bytes)
-        known, from_cache = Measurements(link=cluster.link, levels=cluster.levels, compute=times), False
+            parts, times = times, rehearse_alone(stage, traced, cluster, times, room_bytes)
+            if times is not parts and can_keep_heap(device, None):
+                kept = rehearse_kept(stage, traced, None, cluster, times, room_bytes)
+        known = Measurements(link=cluster.link, levels=cluster.levels, compute=times, kept_compute=kept)
+        from_cache = False
         if files:
             measurements.write(files[-1], known.model_dump_json())
     else:

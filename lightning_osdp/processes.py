@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_osdp.launch import Launcher
-from lightning_osdp.profiling import memory
+from lightning_osdp.profiling import heap, memory
 from lightning_osdp.saving import SavingStrategy
 
 
@@ -91,7 +91,7 @@ class RanksStrategy(SavingStrategy):
         """Sets the allocator and joins the process group, before any of the user's hooks."""
         super().setup_environment()
         if self.root_device.type == "cpu":
-            memory.fix_cpu_allocator()
+            heap.fix_cpu_allocator()
             memory.drop_source_lines()
         reset_seed()
         self.set_world_ranks()

@@ -143,6 +143,8 @@ def _summary(plan: ExecutionPlan, profiling_s: float | None, collectives: int | 
         rows["between steps"] = ", ".join(between)
     if plan.update_in_backward:
         rows["updates"] = "of sharded parameters in the backward pass, so that their gradients need not be kept"
+    if plan.keep_heap:
+        rows["freed tensors"] = "stay in the heap, so that the next ones need no new pages"
     if collectives is not None:
         rows["collectives"] = f"{collectives} per step{_beside(plan)}"
     if profiling_s is not None:

@@ -70,6 +70,7 @@ def _parts(plan: ExecutionPlan) -> str:
         "gathered parameters": peak.gathered,
         "transients": peak.transient,
         "activations": peak.activations,
+        "freed tensors in the heap": peak.heap,
         "the process itself": peak.overhead,
     }
     return f", in the {peak.where}: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in amounts.items())

@@ -30,10 +30,12 @@ from typing_extensions import override
 
 from lightning_osdp import measurements, planner, precision, report, settings, shortage, signals, summary
 from lightning_osdp.checkup import Checkup
+from lightning_osdp.copies import Stage
 from lightning_osdp.data import TrainData, read_data, resize
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPWarning
 from lightning_osdp.failures import check_same
 from lightning_osdp.fusing import fused
+from lightning_osdp.keeping import Keeping
 from lightning_osdp.planning.calibration import Correction, MeasuredStep, learn
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.operators import NOTHING_BETWEEN, BetweenSteps
@@ -43,7 +45,6 @@ from lightning_osdp.planning.units import parse_bytes
 from lightning_osdp.planning.wishes import Wishes
 from lightning_osdp.processes import RanksStrategy
 from lightning_osdp.profiling import memory
-from lightning_osdp.rehearsal import Stage
 from lightning_osdp.sharding.checkpoint import Checkpoints
 from lightning_osdp.sharding.fairscale import FairScaleEngine
 from lightning_osdp.sharding.initialise import Initialiser, check_initialisable, is_meta
@@ -142,6 +143,7 @@ class OSDPStrategy(RanksStrategy):
         self._update_in_backward = update_in_backward
         self._plan: ExecutionPlan | None = None
         self._checkup: Checkup | None = None
+        self._keeping: Keeping | None = None
         self._outcome: planner.Outcome | None = None
         self.wishes = Wishes()
         """What may be split and recomputed; set by OSDPCallback before planning."""
@@ -198,6 +200,8 @@ class OSDPStrategy(RanksStrategy):
         self.setup_precision_plugin()
         _optimizers_to_device(self.optimizers, self.root_device)
         self._checkup = self._new_checkup()
+        assert self._plan is not None
+        self._keeping = Keeping(self._plan, self.root_device)
 
     def _set_up_evaluation(self) -> None:
         """The whole module on every rank, with the first one's values."""
@@ -378,13 +382,15 @@ class OSDPStrategy(RanksStrategy):
         self._engine.change(plan, self.optimizers)
         memory.release_unused(self.root_device)
         self._plan, self._outcome = plan, replace(outcome, plan=plan, correction=correction)
-        self._checkup = self._new_checkup()
+        self._checkup, self._keeping = self._new_checkup(), Keeping(plan, self.root_device)
         self._tell(self.lightning_module.trainer, report.plan_table(plan, None, self._engine.collectives_per_step))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._engine is not None
         assert self._checkup is not None
+        assert self._keeping is not None
+        self._keeping.begin()
         self._checkup.begin()
         self._engine.before_forward()
         with self._shortage_explained():
@@ -409,6 +415,8 @@ class OSDPStrategy(RanksStrategy):
             # Lightning frees gradients only after the next forward, where they would add to the activations.
             optimizer.zero_grad(set_to_none=True)
         self._checkup.end()
+        assert self._keeping is not None
+        self._keeping.end()
         return result
 
     def _shortage_explained(self) -> AbstractContextManager[None]:
@@ -436,8 +444,36 @@ class OSDPStrategy(RanksStrategy):
         assert self._checkup is not None
         self._checkup.tell()
 
+    @override
+    def on_validation_start(self) -> None:
+        self._only_planned()
+
+    @override
+    def on_test_start(self) -> None:
+        self._only_planned()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._only_planned()
+
+    @override
+    def teardown(self) -> None:
+        self._only_planned()
+        super().teardown()
+
+    def _only_planned(self) -> None:
+        """What comes now was planned without freed tensors in the heap."""
+        if self._keeping is not None:
+            self._keeping.pause()
+
     # State
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._only_planned()  # what is saved first: a checkpoint is made
+        return super().lightning_module_state_dict()
 
     def summon_full_params(self, module: Any = None, writeback: bool = True) -> AbstractContextManager[None]:
         """Within it, parameters (of ``module`` alone, if given) are whole. See ``Engine.whole_parameters``."""
+        self._only_planned()
         return self._engine.whole_parameters(module, writeback) if self._engine is not None else nullcontext()

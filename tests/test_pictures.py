@@ -60,12 +60,26 @@ def test_throughput_marks_the_chosen_batch_size(plan: ExecutionPlan) -> None:
 def test_memory_shows_every_category_the_limit_and_the_peak(plan: ExecutionPlan, description: ModelDescription) -> None:
     figure = pictures.memory_figure(plan, description)
     text = texts(figure)
-    for words in (*figures.CATEGORY_COLOURS, "memory limit", "forward", "backward", "optimizer", "MiB"):
+    shown = [name for name in figures.CATEGORY_COLOURS if name != "heap"]
+    for words in (*shown, "memory limit", "forward", "backward", "optimizer", "MiB"):
         assert words in text
     assert plan.peak is not None
     assert plan.peak.where in text
-    top = figure.axes[0].collections[len(figures.CATEGORY_COLOURS) - 1].get_paths()[0].vertices[:, 1].max()
+    top = figure.axes[0].collections[len(shown) - 1].get_paths()[0].vertices[:, 1].max()
     assert top == pytest.approx(plan.predicted.peak_memory_bytes / MIB)
+
+
+def test_memory_shows_what_stays_in_the_heap_where_something_does(
+    plan: ExecutionPlan, description: ModelDescription
+) -> None:
+    assert plan.peak is not None
+    peak = plan.peak.model_copy(update={"heap": 20 * MIB})
+    kept = plan.model_copy(update={"keep_heap": True, "peak": peak})
+    figure = pictures.memory_figure(kept, description)
+    assert "heap" in texts(figure)
+    assert "heap" not in texts(pictures.memory_figure(plan, description))
+    top = figure.axes[0].collections[len(figures.CATEGORY_COLOURS) - 1].get_paths()[0].vertices[:, 1].max()
+    assert top == pytest.approx(plan.predicted.peak_memory_bytes / MIB + 20)
 
 
 def test_memory_of_another_model_is_refused(plan: ExecutionPlan) -> None:

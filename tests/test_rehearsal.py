@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_osdp import rehearsal
+from lightning_osdp import copies, rehearsal
+from lightning_osdp.copies import Stage, Took
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.cluster import ComputeTimes
@@ -23,10 +24,11 @@ from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import CHOSEN_ERROR, Rehearsal, compute_s, copy_bytes, decided, with_excess
 from lightning_osdp.planning.wishes import Wishes
 from lightning_osdp.profiling import compute
+from lightning_osdp.profiling.heap import HEAP, fix_cpu_allocator
 from lightning_osdp.profiling.memory import FIRST_STEP_BYTES
 from lightning_osdp.profiling.standins import copied_bytes, real_copy
 from lightning_osdp.profiling.trace import trace
-from lightning_osdp.rehearsal import Stage, Took, rehearse, rehearse_alone, rehearse_chosen
+from lightning_osdp.rehearsal import rehearse, rehearse_alone, rehearse_chosen
 from lightning_osdp.sharding.fairscale import FairScaleEngine
 from tests.leaks import strange_bytes
 from tests.models import hand_made_plan, some_cluster
@@ -81,19 +83,19 @@ def rehearsed(
     before = {name: value.clone() for name, value in module.state_dict().items()}
     steps, random = module.steps, torch.get_rng_state()
     if means is not None:
-        run = rehearsal._means
+        run = copies._means
 
-        def given(steps: Any, *args: Any) -> list[Took]:
-            run(steps, *args)
+        def given(steps: Any, **named: Any) -> list[Took]:
+            run(steps, **named)
             return [Took(means[len(steps)], 0.25)] * len(steps)
 
-        rehearsal._means = given
+        copies._means = given
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OSDPWarning)
         hardware = some_cluster(ranks)
         group, early = dist.group.WORLD, iter([False] * modes)
         late, rooms = partial(next, early, True), iter([room_bytes] * roomy)
-        times, shown = rehearse(stage(module), traced, group, hardware, everyone[0], partial(next, rooms, 0), late)
+        times, _, shown = rehearse(stage(module), traced, group, hardware, everyone[0], partial(next, rooms, 0), late)
     same = all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     same &= all(parameter.grad is None for parameter in module.parameters()) and module._trainer is None
     same &= module.steps == steps and torch.equal(random, torch.get_rng_state())
@@ -135,6 +137,37 @@ def test_steps_that_take_long_are_not_rehearsed() -> None:
         assert same
         assert not messages
         assert (times, shown) == (parts, ())
+
+
+def heap_rehearsed(
+    rank: int, ranks: int, room_bytes: int, late: bool
+) -> tuple[bool, ComputeTimes, ComputeTimes | None]:
+    """Whether the module is as it was and freed tensors are handed back, times, and what there is where they stay."""
+    fix_cpu_allocator()
+    module = Module()
+    traced = trace(module, BATCH, 4, device=CPU)
+    everyone: list[Any] = [compute.measure(traced, CPU, time_budget_s=0.0)] * ranks
+    dist.all_gather_object(everyone, everyone[rank])
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    group, hardware = dist.group.WORLD, some_cluster(ranks)
+    times, kept, _ = rehearse(stage(module), traced, group, hardware, everyone[0], lambda: room_bytes, lambda: late)
+    same = all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    return same and not HEAP.keeps and not strange_bytes(module), times, kept
+
+
+def test_the_plain_step_is_rehearsed_where_freed_tensors_stay_as_well() -> None:
+    for same, times, kept in run_ranks(heap_rehearsed, 2, ROOM, False):
+        assert same
+        assert kept is not None
+        assert 0 < compute_s(kept, 8) <= compute_s(times, 8)
+
+
+def test_where_the_heap_might_not_grow_or_it_is_late_nothing_is_known_of_it() -> None:
+    room = needed_bytes(Mode.DP, 2)  # for the copy, not for training
+    for room_bytes, late in ((room, False), (ROOM, True)):
+        for same, _, kept in run_ranks(heap_rehearsed, 2, room_bytes, late):
+            assert same
+            assert kept is None
 
 
 def test_real_steps_take_some_time() -> None:
@@ -200,16 +233,16 @@ def test_without_room_or_where_it_fails_parts_are_all_that_is_known(fails: bool)
 
 
 def test_a_process_alone_rehearses_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, run = Module(), rehearsal._means
+    module, run = Module(), copies._means
     traced = trace(module, BATCH, 4, device=CPU)
     parts = compute.measure(traced, CPU, time_budget_s=0.0)
     before = {name: value.clone() for name, value in module.state_dict().items()}
 
-    def a_second_each(steps: Any, *args: Any) -> list[Took]:
-        run(steps, *args)
+    def a_second_each(steps: Any, **named: Any) -> list[Took]:
+        run(steps, **named)
         return [Took(1.0)] * len(steps)
 
-    monkeypatch.setattr(rehearsal, "_means", a_second_each)
+    monkeypatch.setattr(copies, "_means", a_second_each)
     times = rehearse_alone(stage(module), traced, some_cluster(4), parts, ROOM)
     limits = [min(1.0, 3 * compute_s(parts, size)) for size in (2, 8)]
     assert [compute_s(times, size) for size in (2, 8)] == pytest.approx(limits, rel=0.3)
@@ -218,20 +251,20 @@ def test_a_process_alone_rehearses_the_plain_step(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_copy_whose_step_fails_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies: list[pl.LightningModule] = []
+    twins: list[pl.LightningModule] = []
 
     def noted(module: pl.LightningModule) -> pl.LightningModule:
-        copies.append(real_copy(module))
-        return copies[-1]
+        twins.append(real_copy(module))
+        return twins[-1]
 
-    monkeypatch.setattr(rehearsal, "real_copy", noted)
+    monkeypatch.setattr(copies, "real_copy", noted)
     module = Module(fails=True)
     traced = trace(module, BATCH, 4, device=CPU)
     parts = compute.measure(traced, CPU, time_budget_s=0.0)
     with pytest.warns(OSDPWarning, match=r"can't be rehearsed.*not for real"):
         assert rehearse_alone(stage(module), traced, some_cluster(4), parts, ROOM) == parts
-    assert copies
-    assert {parameter.numel() for copy in copies for parameter in copy.parameters()} == {0}
+    assert twins
+    assert {parameter.numel() for twin in twins for parameter in twin.parameters()} == {0}
 
 
 def chosen(rank: int, ranks: int, room_bytes: int) -> tuple[str, list[tuple[int, Rehearsal | None]], bool]:
@@ -244,13 +277,13 @@ def chosen(rank: int, ranks: int, room_bytes: int) -> tuple[str, list[tuple[int,
     dist.all_gather_object(times, parts)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     sizes: list[int] = []
-    run = rehearsal._timed
+    run = rehearsal.timed
 
-    def noted(stage: Stage, which: Any, *args: Any) -> dict[int, Took]:
+    def noted(stage: Stage, which: Any, *args: Any, **named: Any) -> dict[int, Took]:
         sizes.extend(which)
-        return run(stage, which, *args)
+        return run(stage, which, *args, **named)
 
-    rehearsal._timed = noted
+    rehearsal.timed = noted
     found: list[tuple[int, Rehearsal | None]] = []
     for batch_size in (6, 1 << 30):  # the second would take too long
         plan = mixed(ranks).model_copy(update={"batch_size": batch_size})
@@ -266,7 +299,7 @@ def test_a_long_step_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(rehearsal, "on_all_ranks", lambda group, work: work())
     for seconds, left in ((rehearsal.SHORT_S / 2, 0), (5 * rehearsal.SHORT_S, 1)):
         tries = [1.5 * seconds, 1.5 * seconds]
-        monkeypatch.setattr(rehearsal, "_timed", lambda *_, tries=tries: {4: Took(tries.pop())})
+        monkeypatch.setattr(rehearsal, "timed", lambda *_, tries=tries, **__: {4: Took(tries.pop())})
         expected = Rehearsal(decided="", foreseen_s=seconds, took_s=seconds, added_s={})
         likely = (seconds, rehearsal.CHOSEN_ODD)
         rehearsal._rehearsed(
@@ -314,7 +347,14 @@ def test_of_a_long_step_a_single_one_is_timed(
     sizes: list[tuple[int, bool]] = []
 
     def noted(
-        stage: Stage, expected: Rehearsal, plan: ExecutionPlan, size: int, group: Any, late: Any, seconds: float, _: Any
+        stage: Stage,
+        expected: Rehearsal,
+        plan: ExecutionPlan,
+        size: int,
+        group: Any,
+        late: Any,
+        seconds: float,
+        *_: Any,
     ) -> Rehearsal:
         sizes.append((size, seconds == 0.0))
         return expected
@@ -346,7 +386,7 @@ def test_what_is_odd_is_tried_again(
 ) -> None:
     """Two tries that agree are both right: to take the less of them would foretell too little."""
     monkeypatch.setattr(rehearsal, "on_all_ranks", lambda group, work: work())
-    monkeypatch.setattr(rehearsal, "_timed", lambda *_: {4: Took(tries.pop(0))})
+    monkeypatch.setattr(rehearsal, "timed", lambda *_, **__: {4: Took(tries.pop(0))})
     expected = Rehearsal(decided="", foreseen_s=0.5, took_s=0.5, added_s={})
     found = rehearsal._rehearsed(stage(Module()), expected, mixed(2), 4, None, lambda: late)  # type: ignore[arg-type]
     assert found.took_s == pytest.approx(took_s)

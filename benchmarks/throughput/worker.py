@@ -26,7 +26,7 @@ _M_MMAP_THRESHOLD = -3
 
 
 def fix_allocator() -> None:
-    """glibc's setting that OSDP makes (``profiling.memory.fix_cpu_allocator``), without importing OSDP.
+    """glibc's setting that OSDP makes (``profiling.heap.fix_cpu_allocator``), without importing OSDP.
 
     Its engine hands FairScale faster collectives when it is imported, which a baseline must not profit from.
     """

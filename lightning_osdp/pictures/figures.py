@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.choices import Group, Mode
+from lightning_osdp.planning.heap import HeapUse
 from lightning_osdp.planning.joining import Joined
-from lightning_osdp.planning.operators import ModelDescription
+from lightning_osdp.planning.operators import Line, ModelDescription
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.planning.schedule import Candidate
 from lightning_osdp.planning.simulate import Simulated, SimulatedPoint
@@ -48,6 +49,7 @@ CATEGORY_COLOURS = {
     "gathered": "#009E73",
     "transient": "#D55E00",
     "activations": "#56B4E9",
+    "heap": "#CC79A7",
     "overhead": "#999999",
 }
 """In the order in which they are stacked, from below."""
@@ -104,7 +106,8 @@ def memory_figure(plan: ExecutionPlan, model: ModelDescription) -> Figure:
     """
     plan.check(model, plan.cluster.ranks)
     joined = Joined.of(model, [operator.unit for operator in plan.operators])
-    timeline = Timeline(joined.model, plan.cluster, plan.predicted.overhead_bytes)
+    growth = plan.peak.heap_growth if plan.peak is not None else 0.0
+    timeline = Timeline(joined.model, plan.cluster, plan.predicted.overhead_bytes, heap=HeapUse(growth, Line()))
     asked = (plan.batch_size, plan.accumulate_grad_batches, plan.recomputed)
     choices = joined.gathered([operator.choice for operator in plan.operators])
     curves, peak = timeline.curves(choices, *asked), timeline.peak(choices, *asked)
@@ -114,11 +117,12 @@ def memory_figure(plan: ExecutionPlan, model: ModelDescription) -> Figure:
     figure = Figure(figsize=(9, 4.8), layout="constrained")
     axes = figure.subplots()
     moments = range(len(phases) + 1)
+    shown = {name: colour for name, colour in CATEGORY_COLOURS.items() if name != "heap" or plan.keep_heap}
     axes.stackplot(
         moments,
-        [curves[name] / scale for name in CATEGORY_COLOURS],
-        labels=list(CATEGORY_COLOURS),
-        colors=list(CATEGORY_COLOURS.values()),
+        [curves[name] / scale for name in shown],
+        labels=list(shown),
+        colors=list(shown.values()),
         step="mid",
         linewidth=0,
     )

@@ -124,7 +124,7 @@ def _counts(space: Space, moments: Ints) -> _Counts:
     menus, flags = len(space.menus), space.every_recomputed.astype(np.float64)
     counted = np.zeros((len(moments), len(flags), 3, menus, 2))
     fixed, slope = np.zeros((2, len(moments), len(flags)))
-    fixed_bytes = space.problem.overhead_bytes + space.problem.model.buffer_bytes
+    fixed_bytes = space.problem.overhead_bytes + space.problem.model.buffer_bytes + timeline.spare.fixed
     for at, moment in enumerate(moments.tolist()):
         start, stop = timeline.backward
         state = np.where(start > moment, BEFORE, np.where(stop > moment, RUNNING, AFTER))
@@ -135,7 +135,9 @@ def _counts(space: Space, moments: Ints) -> _Counts:
         counted[at, ..., 1] = again.reshape(len(flags), 3, menus)
         freed = (timeline.released.start <= moment) & (moment < timeline.released.stop)
         fixed[at] = fixed_bytes + timeline.live.fixed[moment] - flags @ (freed * timeline.saved.fixed)
-        slope[at] = timeline.live.per_sample[moment] - flags @ (freed * timeline.saved.per_sample)
+        slope[at] = (
+            timeline.spare.per_sample + timeline.live.per_sample[moment] - flags @ (freed * timeline.saved.per_sample)
+        )
     return _Counts(counted.reshape(len(moments), len(flags), -1), Lines(fixed, slope))
 
 

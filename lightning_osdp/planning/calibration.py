@@ -54,7 +54,8 @@ def learn(before: Correction, plan: ExecutionPlan, measured: MeasuredStep) -> Co
     Times are taken half way, in the sense of ratios, from what was believed to what was seen: the figures of machines
     are noisy. Compute and communication are corrected apart where both are known and the step itself was off; not where
     units run ahead, since compute is slowed by what goes on beside it. Memory is not noisy; an underestimate is
-    corrected at once and in full, an overestimate by half.
+    corrected at once and in full, an overestimate by half; neither where freed tensors stay in the heap, which says
+    little of plans that hand them back.
     """
     predicted = plan.predicted
     communication_s, factor = measured.communication_s, measured.step_time_s / predicted.step_time_s
@@ -65,7 +66,7 @@ def learn(before: Correction, plan: ExecutionPlan, measured: MeasuredStep) -> Co
         compute_s = max(0.0, measured.step_time_s - communication_s)
         compute = before.compute * _half_way(compute_s / predicted.compute_time_s)
         communication = before.communication * _half_way(communication_s / predicted.communication_time_s)
-    missing = measured.peak_memory_bytes - predicted.peak_memory_bytes
+    missing = 0 if plan.keep_heap else measured.peak_memory_bytes - predicted.peak_memory_bytes
     return Correction(
         compute=compute,
         communication=communication,
@@ -74,7 +75,10 @@ def learn(before: Correction, plan: ExecutionPlan, measured: MeasuredStep) -> Co
 
 
 def drifted(plan: ExecutionPlan, peak_memory_bytes: int, margin: float) -> bool:
-    """Whether the measured peak is above the predicted one by more than ``margin`` (a share), or above the limit."""
+    """Whether the measured peak is above the predicted one by more than ``margin`` (a share), or above the limit: that
+    alone where the heap may grow up to the limit."""
+    if plan.keep_heap:
+        return peak_memory_bytes > plan.memory_limit_bytes
     allowed = min(plan.memory_limit_bytes, round(plan.predicted.peak_memory_bytes * (1 + margin)))
     return peak_memory_bytes > allowed
 

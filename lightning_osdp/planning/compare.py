@@ -54,6 +54,7 @@ def difference(a: ExecutionPlan, b: ExecutionPlan) -> Difference:
         _number("accumulated batches", a.accumulate_grad_batches, b.accumulate_grad_batches),
         _number("global batch size", a.global_batch_size, b.global_batch_size),
         Change(what="sharded parameters are updated", before=_when_updated(a), after=_when_updated(b)),
+        Change(what="freed tensors", before=_where_freed(a), after=_where_freed(b)),
         _number("units run ahead up to", a.cluster.ahead_bytes, b.cluster.ahead_bytes, format_bytes),
     ]
     return Difference(
@@ -65,6 +66,10 @@ def difference(a: ExecutionPlan, b: ExecutionPlan) -> Difference:
 
 def _when_updated(plan: ExecutionPlan) -> str:
     return "in the backward pass" if plan.update_in_backward else "after it"
+
+
+def _where_freed(plan: ExecutionPlan) -> str:
+    return "stay in the heap" if plan.keep_heap else "are handed back to the system"
 
 
 def _problem_changes(a: ExecutionPlan, b: ExecutionPlan) -> list[Change]:

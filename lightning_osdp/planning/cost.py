@@ -131,6 +131,12 @@ class Footprint(NamedTuple):
         """Those that are there after its backward."""
         return self.replicated_gradients + self.sharded_gradients
 
+    def grown(self, share: float) -> Footprint:
+        """With what is freed within a step larger by a share: what that takes in a heap where it stays."""
+        stays = ("states", "updated", "alone", "streamed", "whole")
+        grown = {name: (1 + share) * size for name, size in self._asdict().items() if name not in stays}
+        return self._replace(**grown) if share else self
+
 
 def parts_of(operator: Operator, choice: Choice) -> list[Part]:
     """The operator's parameters and slices under ``choice``."""

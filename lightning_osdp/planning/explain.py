@@ -117,6 +117,8 @@ def _end_text(plan: ExecutionPlan) -> str:
         needed = format_bytes(end.needed_bytes or 0)
         limit = format_bytes(plan.memory_limit_bytes)
         return f"Batch size {end.batch_size} does not fit: its smallest plan needs {needed} of {limit}"
+    if end.reason == "maximum" and plan.keep_heap:
+        return f"The largest tried where freed tensors stay in the heap is {end.batch_size}"
     if end.reason == "maximum":
         return f"The largest allowed is {end.batch_size}"
     return f"Larger ones than {largest} can't make the global batch size of {plan.global_batch_size}"
@@ -135,13 +137,19 @@ def _memory_text(plan: ExecutionPlan) -> str:
             " Sharded parameters are updated in the backward pass: to keep their gradients for the optimizer's step "
             "would cost too much here."
         )
+    kept = ""
+    if plan.keep_heap:
+        kept = (
+            " Freed tensors stay in the heap, where the next ones find their pages: memory for that is left, and it "
+            "saves the time in which the system clears new pages."
+        )
     ahead = ""
     if plan.cluster.ahead_bytes:
         ahead = (
             f" Units of up to {format_bytes(plan.cluster.ahead_bytes)} are gathered and reduced beside compute, so "
             "that the next one's parameters are in memory as well, and the last one's gradients."
         )
-    return f"{start}{peak}.{updates}{ahead}{''.join(between)}"
+    return f"{start}{peak}.{kept}{updates}{ahead}{''.join(between)}"
 
 
 def _price_text(plan: ExecutionPlan) -> str:

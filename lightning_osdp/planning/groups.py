@@ -81,7 +81,9 @@ class Groups:
         )
         self._order = np.argsort(self.member, kind="stable")
         self._counts = count.tolist()
-        self._other = peak.activations + peak.overhead + space.problem.model.buffer_bytes
+        timeline = space.timeline
+        heap = timeline.spare.at(at.batch_size) + (timeline.grown - 1) * peak.activations
+        self._other = peak.activations + heap + peak.overhead + space.problem.model.buffer_bytes
         self._rows: list[Ints] = []
         self.menus: list[list[Option]] = []
         for group in range(len(self._codes)):

@@ -38,6 +38,10 @@ class Parts(Protocol):
     def overhead(self) -> float:
         """The process before the model."""
 
+    @property
+    def heap(self) -> float:
+        """Freed tensors that stay in the heap."""
+
 
 def explain_peak(peak: Parts) -> str:
     """Where the peak is and what makes it up, the largest first, with the share of each in what the model takes.
@@ -55,7 +59,9 @@ def explain_peak(peak: Parts) -> str:
     found = sorted(((name, size) for name, size in parts.items() if size), key=lambda part: -part[1])
     words = [f"{name} {format_bytes(size)} ({size / model:.0%})" for name, size in found]
     text = f"reached in the {peak.where}: {', '.join(words) or 'nothing of the model'}"
-    return f"{text}; beside {format_bytes(peak.overhead)} of the process before the model" if peak.overhead else text
+    beside = {"of the process before the model": peak.overhead, "of freed tensors that stay in the heap": peak.heap}
+    words = [f"{format_bytes(size)} {what}" for what, size in beside.items() if size]
+    return f"{text}; beside {' and '.join(words)}" if words else text
 
 
 def _transients(where: str) -> str:

@@ -124,6 +124,8 @@ class Prediction(Frozen):
     """What a rank holds between steps while it saves a checkpoint; 0 if none is, or nothing becomes whole for that."""
     evaluation_memory_bytes: int = 0
     """The same while it evaluates; 0 if that takes no more than a step's forward."""
+    heap_spare_bytes: int = 0
+    """Of the peak, what stays free beside a heap in which freed tensors stay."""
 
     @property
     def between_steps(self) -> dict[str, int]:
@@ -156,6 +158,14 @@ class PeakMoment(Frozen):
     transient: int
     activations: int
     overhead: int
+    heap: int = 0
+    """What the heap takes beside, if freed tensors stay in it."""
+
+    @property
+    def heap_growth(self) -> float:
+        """``heap`` as a share of what is freed within a step."""
+        freed = self.gradients + self.gathered + self.transient + self.activations
+        return self.heap / freed if freed else 0.0
 
 
 class SearchEnd(Frozen):
@@ -189,6 +199,9 @@ class ExecutionPlan(Frozen):
     """Whether the optimizer updates sharded parameters in the backward pass, each as soon as its gradient is reduced,
     which is freed then; others (replicated as a whole or in a slice, sharded inside nodes) wait for the optimizer's
     step."""
+    keep_heap: bool = False
+    """Whether freed tensors stay in the process's heap for the next ones, whose pages are there then (CPU, glibc). That
+    takes more memory (``PeakMoment.heap``); without it, what is freed is handed back to the system."""
     predicted: Prediction
     frontier: tuple[FrontierPoint, ...] = ()
     price_s_per_byte: float | None = None

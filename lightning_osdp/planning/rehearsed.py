@@ -103,7 +103,7 @@ class Rehearsal(Frozen):
 def decided(plan: ExecutionPlan) -> str:
     """A name for what is decided in a plan, the same for plans that do the same at the same batch size."""
     choices = [[*op.choice, op.unit, op.checkpoint] for op in plan.operators]
-    facts = [choices, plan.recomputed, plan.batch_size, plan.cluster.ahead_bytes > 0]
+    facts = [choices, plan.recomputed, plan.batch_size, plan.cluster.ahead_bytes > 0, plan.keep_heap]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
@@ -143,13 +143,22 @@ def copy_bytes(model: ModelDescription, cluster: Cluster, plan: ExecutionPlan, b
     free = tuple(_without_states(operator) for operator in model.operators)
     step = OptimizerStep(in_backward=plan.update_in_backward)
     model = model.model_copy(update={"operators": free, "optimizer_step": step})
+    pairs = zip(free, plan.operators, strict=True)
+    shared = sum(p.parameter_bytes for own, op in pairs if op.slices == (Mode.DP,) for p in own.parameters)
+    return max(0, _step_bytes(model, cluster, plan, batch_size) - shared - model.buffer_bytes)
+
+
+def training_bytes(model: ModelDescription, cluster: Cluster, plan: ExecutionPlan, batch_size: int) -> int:
+    """Peak of the module in training under ``plan``, beside its parameters and buffers as they are before."""
+    present = sum(p.parameter_bytes for operator in model.operators for p in operator.parameters)
+    return max(0, _step_bytes(model, cluster, plan, batch_size) - present - model.buffer_bytes)
+
+
+def _step_bytes(model: ModelDescription, cluster: Cluster, plan: ExecutionPlan, batch_size: int) -> int:
     joined = Joined.of(model, [op.unit for op in plan.operators])
     choices = joined.gathered([op.choice for op in plan.operators])
     cluster = cluster.model_copy(update={"ahead_bytes": plan.cluster.ahead_bytes})
-    peak = Timeline(joined.model, cluster, 0).peak(choices, batch_size, recomputed=plan.recomputed)
-    pairs = zip(free, plan.operators, strict=True)
-    shared = sum(p.parameter_bytes for own, op in pairs if op.slices == (Mode.DP,) for p in own.parameters)
-    return max(0, round(peak.total_bytes) - shared - model.buffer_bytes)
+    return Timeline(joined.model, cluster, 0).peak(choices, batch_size, recomputed=plan.recomputed).total_bytes
 
 
 def _without_states(operator: Operator) -> Operator:

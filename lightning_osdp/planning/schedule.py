@@ -14,6 +14,7 @@ from dataclasses import replace
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.batches import BatchRule
 from lightning_osdp.planning.candidates import WORTH_TRYING, Candidate, Desk
+from lightning_osdp.planning.heap import NO_HEAP
 from lightning_osdp.planning.joining import Units, ways
 from lightning_osdp.planning.plan import (
     ExecutionPlan,
@@ -237,6 +238,7 @@ def to_plan(
         recomputed=chosen.recomputed,
         blocks=known.blocks,
         update_in_backward=problem.updates_in_backward,
+        keep_heap=problem.keeps_heap,
         predicted=_prediction(problem, chosen),
         frontier=frontier,
         price_s_per_byte=known.price_s_per_byte,
@@ -277,6 +279,7 @@ def _prediction(problem: Problem, chosen: Candidate) -> Prediction:
         overhead_bytes=problem.overhead_bytes,
         saving_memory_bytes=chosen.peak.saving_bytes,
         evaluation_memory_bytes=chosen.peak.evaluation_bytes,
+        heap_spare_bytes=round((problem.heap or NO_HEAP).spare.at(chosen.batch_size)),
     )
 
 
@@ -291,4 +294,5 @@ def _peak_moment(chosen: Candidate) -> PeakMoment:
         transient=round(peak.transient),
         activations=round(peak.activations),
         overhead=round(peak.overhead),
+        heap=round(peak.heap),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.calibration import Correction
@@ -29,6 +30,10 @@ third to either side of no correction, since machines are noisy."""
 WORTH_UPDATING = 0.05
 """Share of samples a second that updating parameters in the backward pass has to bring: nobody can look at the
 gradients then, and a step that is broken off leaves parameters half updated."""
+
+WORTH_KEEPING = 0.05
+"""Share of samples a second that keeping freed tensors in the heap has to bring: how far the heap grows is less sure
+than what is live."""
 
 MOST_SETTLED = 8
 """Plans of earlier starts that are kept."""
@@ -110,8 +115,9 @@ def settled(
     late: Callable[[], bool] = never,
 ) -> ExecutionPlan:
     """What the search finds, or the best of the plans that were rehearsed and still may be had, as predicted now: with
-    units that run ahead or without, and with gradients that wait for the optimizer's step, unless a plan that need not
-    keep them is better by ``WORTH_UPDATING``.
+    units that run ahead or without; with freed memory that is handed back, unless a plan that keeps it is better by
+    ``WORTH_KEEPING``; and with gradients that wait for the optimizer's step, unless one that need not keep them is
+    better by ``WORTH_UPDATING``.
 
     Args:
         problem: to solve.
@@ -142,24 +148,49 @@ def settled(
 
 
 def _ways(problem: Problem, rule: BatchRule) -> list[Problem]:
-    """The problem with units that run ahead, if there is a link to hide; with updates in the backward pass, if they
-    may be; and without: what is usual first."""
-    ways = [problem.running_ahead(), problem] if problem.running_ahead().runs_ahead else [problem]
-    if not _may_update_in_backward(problem, rule):
-        return ways
-    return [each for way in ways for each in (way, way.updating_in_backward())]
+    """The problem with units that run ahead, if there is a link to hide; with freed tensors that stay in the heap, if
+    it is known what that takes, or updates in the backward pass, if they may be; and without: what is usual first.
+    Both are not needed: one is for much memory, the other for little."""
+    ways: list[Problem] = []
+    for way in [problem.running_ahead(), problem] if problem.running_ahead().runs_ahead else [problem]:
+        ways.append(way)
+        if problem.kept_compute is not None and (rule.batch_size or 1) <= (problem.kept_batch_size or math.inf):
+            ways.append(way.keeping_heap())
+        if _may_update_in_backward(problem, rule):
+            ways.append(way.updating_in_backward())
+    return ways
 
 
 def way_of(plan: ExecutionPlan, problem: Problem) -> Problem:
     """``problem`` in the way in which ``plan`` solves it."""
     if plan.cluster.ahead_bytes:
         problem = problem.running_ahead()
+    if plan.keep_heap:
+        problem = problem.keeping_heap()
     return problem.updating_in_backward() if plan.update_in_backward else problem
 
 
-def _kind(plan: ExecutionPlan) -> tuple[bool, bool]:
+def _kind(plan: ExecutionPlan) -> tuple[bool, bool, bool]:
     """Which of ``_ways`` a plan is of."""
-    return plan.update_in_backward, plan.cluster.ahead_bytes > 0
+    return plan.update_in_backward, plan.cluster.ahead_bytes > 0, plan.keep_heap
+
+
+def _kind_of(way: Problem) -> tuple[bool, bool, bool]:
+    return way.updates_in_backward, way.runs_ahead, way.keeps_heap
+
+
+def _rule_of(way: Problem, rule: BatchRule) -> BatchRule:
+    """``rule`` for the batch sizes at which ``way`` may be gone."""
+    if not way.keeps_heap or way.kept_batch_size is None or rule.batch_size is not None:
+        return rule
+    return replace(rule, max_batch_size=min(way.kept_batch_size, rule.max_batch_size or way.kept_batch_size))
+
+
+def _worth(way: Problem, best: ExecutionPlan) -> float:
+    """Share by which a plan of ``way`` has to be better than ``best``, since it does what that need not do."""
+    updating = WORTH_UPDATING if way.updates_in_backward and not best.update_in_backward else 0.0
+    keeping = WORTH_KEEPING if way.keeps_heap and not best.keep_heap else 0.0
+    return max(updating, keeping)
 
 
 def _better(
@@ -173,9 +204,9 @@ def _better(
     """A plan of another of ``_ways``, if one is enough better. Where only one of the two was rehearsed, the other has
     to promise more by ``gain``, as everywhere."""
     desks, samples_per_s = Desks(way), best.predicted.samples_per_s
-    kind = way.updates_in_backward, way.runs_ahead
-    worth = WORTH_UPDATING if way.updates_in_backward and not best.update_in_backward else 0.0
-    seen = any(one.plan is not None and _kind(one.plan) == kind for one in rehearsals)
+    rule = _rule_of(way, rule)
+    worth = _worth(way, best)
+    seen = any(one.plan is not None and _kind(one.plan) == _kind_of(way) for one in rehearsals)
     found = found_above(0.0 if seen else samples_per_s * (1 + worth), desks, rule, late)
     if found is None:
         return None
@@ -222,7 +253,8 @@ def predicted_now(desks: Desks, rule: BatchRule, earlier: ExecutionPlan, found: 
         found: what a search has said: the other batch sizes are as it has them.
     """
     problem, pair = desks.problem, (earlier.batch_size, earlier.accumulate_grad_batches)
-    if _kind(earlier) != (problem.updates_in_backward, problem.runs_ahead):
+    rule = _rule_of(problem, rule)
+    if _kind(earlier) != _kind_of(problem):
         return None
     wishes = ((block, problem.wishes.recompute(block.name)) for block in problem.model.blocks if not block.pinned)
     as_wished = all(wish in (None, block.name in earlier.recomputed) for block, wish in wishes)

@@ -18,6 +18,7 @@ import numpy as np
 from lightning_osdp.planning.choices import Choice, Group, menu
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes, OperatorTime
 from lightning_osdp.planning.cost import communication, compute_lines, engine, excess, footprint, hidden
+from lightning_osdp.planning.heap import NO_HEAP, HeapUse
 from lightning_osdp.planning.operators import NOTHING_BETWEEN, BetweenSteps, ModelDescription, Operator
 from lightning_osdp.planning.timeline import COLUMN, Flags, Floats, Ints, Lines, Timeline
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
@@ -46,6 +47,9 @@ class Problem:
         overhead_bytes: of the process before the model.
         wishes: what is not left to the search.
         between: what is done between steps.
+        kept_compute: ``compute`` where freed tensors stay in the heap; None if that is not known, or can't be.
+        kept_batch_size: the largest at which they may; None if any. Of larger batches' tensors fewer find room.
+        heap: what it takes if they do; None if they are handed back.
     """
 
     model: ModelDescription
@@ -55,6 +59,9 @@ class Problem:
     overhead_bytes: int = 0
     wishes: Wishes = NO_WISHES
     between: BetweenSteps = NOTHING_BETWEEN
+    kept_compute: ComputeTimes | None = None
+    kept_batch_size: int | None = None
+    heap: HeapUse | None = None
 
     @property
     def runs_ahead(self) -> bool:
@@ -79,6 +86,17 @@ class Problem:
         """The same, but so."""
         step = self.model.optimizer_step.model_copy(update={"in_backward": True})
         return replace(self, model=self.model.model_copy(update={"optimizer_step": step}))
+
+    @property
+    def keeps_heap(self) -> bool:
+        """Whether freed tensors stay in the heap."""
+        return self.heap is not None
+
+    def keeping_heap(self) -> Problem:
+        """The same, but so, where it is known what that brings."""
+        if self.kept_compute is None:
+            return self
+        return replace(self, compute=self.kept_compute, heap=HeapUse.of(self.model))
 
 
 @dataclass(frozen=True)
@@ -120,7 +138,9 @@ class Space:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.timeline = Timeline(problem.model, problem.cluster, problem.overhead_bytes, problem.between)
+        self.timeline = Timeline(
+            problem.model, problem.cluster, problem.overhead_bytes, problem.between, problem.heap or NO_HEAP
+        )
         self._set_menus()
         self._set_kinds()
 
@@ -156,6 +176,7 @@ class Space:
             [part(operator, choice, cluster, recomputed=recomputed) for part in PARTS] for recomputed in (False, True)
         )
         own = footprint(operator, choice, cluster, updated_in_backward=at_once)
+        own = own.grown((self.problem.heap or NO_HEAP).growth)
         return own, plain, again, *compute_lines(times, choice)
 
     def times(self, batch_size: int, accumulation: int) -> Times:

@@ -11,6 +11,7 @@ At each moment of the step the sum of
                  they are full, the optimizer's temporaries
     activations  what was traced: tensors kept for backward and temporaries, at this batch size
     overhead     the process before the model
+    heap         where freed tensors stay in the process's heap: what that takes beside those that are live
 
 Gradients are freed after each optimizer step, so they are absent from the forward unless micro-batches accumulate.
 Between steps there are the states alone. While a checkpoint is saved, tensors that are sharded become whole one after
@@ -35,6 +36,7 @@ from numpy.typing import NDArray
 from lightning_osdp.planning.choices import Choice
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.cost import BUCKET_BYTES, Footprint, footprint
+from lightning_osdp.planning.heap import NO_HEAP, HeapUse
 from lightning_osdp.planning.operators import NOTHING_BETWEEN, OUTSIDE, BetweenSteps, Line, ModelDescription
 from lightning_osdp.planning.peak import explain_peak
 
@@ -61,6 +63,7 @@ class Peak:
     transient: float
     activations: float
     overhead: float
+    heap: float = 0.0
     moment: int = 0
     """Its index into the moments of the timeline."""
     saving_bytes: int = 0
@@ -71,8 +74,8 @@ class Peak:
     @property
     def total_bytes(self) -> int:
         """Sum of all categories: the peak of the step."""
-        parts = (self.states, self.gradients, self.gathered, self.transient, self.activations, self.overhead)
-        return round(sum(parts))
+        held = (self.states, self.gradients, self.gathered, self.transient, self.activations)
+        return round(sum(held) + self.overhead + self.heap)
 
     @property
     def most_bytes(self) -> int:
@@ -89,6 +92,10 @@ class Lines(NamedTuple):
     def at(self, batch_size: int) -> Floats:
         """Their values; unlike ``Line.at``'s they may be negative."""
         return np.asarray(self.fixed + self.per_sample * batch_size, dtype=np.float64)
+
+    def times(self, factor: float) -> Lines:
+        """Each by so much."""
+        return Lines(self.fixed * factor, self.per_sample * factor)
 
     @classmethod
     def of(cls, lines: Sequence[Line]) -> Lines:
@@ -153,7 +160,8 @@ class Timeline:
         model: the traced model.
         cluster: number of ranks and what a reduction copies.
         overhead_bytes: the process before the model.
-        between: what is done between steps.
+        between: what is done between steps. Nothing freed stays in the heap then.
+        heap: what it takes in steps if freed tensors stay in it.
     """
 
     def __init__(
@@ -162,6 +170,7 @@ class Timeline:
         cluster: Cluster,
         overhead_bytes: int,
         between: BetweenSteps = NOTHING_BETWEEN,
+        heap: HeapUse = NO_HEAP,
     ) -> None:
         self._between = between
         self._evaluated = Lines.of([moment.live for moment in model.evaluation]).at(between.evaluation_batch_size)
@@ -169,6 +178,7 @@ class Timeline:
         self._model = model
         self._cluster = cluster
         self._overhead = float(overhead_bytes)
+        self.grown, self.spare = 1.0 + heap.growth, heap.spare
         self._moments = _Moments.of(model)
         self._set_operators()
         self._set_activations()
@@ -281,9 +291,9 @@ class Timeline:
     def _set_activations(self) -> None:
         """What is alive, as lines over the batch size, if no block is recomputed and if the moment's own is."""
         moments, blocks = self._moments, self._model.blocks
-        live = Lines.of([moment.live for moment in self._model.moments])
+        live = Lines.of([moment.live for moment in self._model.moments]).times(self.grown)
         begins, ends, self.saved = (
-            Lines.of([getattr(block, name) for block in blocks])
+            Lines.of([getattr(block, name) for block in blocks]).times(self.grown)
             for name in ("before_forward", "before_backward", "saved")
         )
         self.released = Spans(  # from the end of the first forward to the beginning of the second
@@ -307,7 +317,8 @@ class Timeline:
             key = (operator.signature, choice)
             if key not in self._known:
                 at_once = self._model.optimizer_step.in_backward
-                self._known[key] = footprint(operator, choice, self._cluster, updated_in_backward=at_once)
+                own = footprint(operator, choice, self._cluster, updated_in_backward=at_once)
+                self._known[key] = own.grown(self.grown - 1)
             rows.append(self._known[key])
         return np.array(rows, dtype=np.float64).reshape(len(rows), len(COLUMN))
 
@@ -330,7 +341,7 @@ class Timeline:
         batch_size = self._between.evaluation_batch_size
         if not batch_size or not len(self._evaluates):
             return 0
-        own = footprints[:, COLUMN["alone"]] + footprints[:, COLUMN["forward_per_sample"]] * batch_size
+        own = footprints[:, COLUMN["alone"]] + footprints[:, COLUMN["forward_per_sample"]] / self.grown * batch_size
         running = np.append(own, 0.0)[self._evaluates]  # OUTSIDE, the last, is no operator
         return round(self._resting(footprints) + float((self._evaluated + running).max()))
 
@@ -357,7 +368,10 @@ class Timeline:
         found["states"] += self._model.buffer_bytes
         found["activations"] = np.append(self._activations(batch_size, recomputed), 0.0)
         found["overhead"] = np.full(count, self._overhead)
-        return found
+        freed = ("gradients", "gathered", "transient", "activations")  # with what they take more in a heap
+        larger = (1 - 1 / self.grown) * sum(found[name] for name in freed)
+        found["heap"] = np.asarray(larger + self.spare.at(batch_size))
+        return found | {name: found[name] / self.grown for name in freed}
 
     def _gathered_ahead(self, footprints: Floats, recomputed: Flags, count: int) -> Floats:
         """Parameters of the unit that is gathered next, from when the unit before is: in each of both passes."""
@@ -390,10 +404,11 @@ class Timeline:
         At the end of the backward all are, which ``_held`` knows.
         """
         total = np.zeros(count)
-        if bucketed.sum() < BUCKET_BYTES:
+        bucket = BUCKET_BYTES * self.grown
+        if bucketed.sum() < bucket:
             return total
         total[:] = np.cumsum(np.bincount(self.backward.stop, bucketed, count)[:count])
-        full = np.floor(total / BUCKET_BYTES) * BUCKET_BYTES
+        full = np.floor(total / bucket) * bucket
         full[-2:] = 0.0
         return np.asarray(full, dtype=np.float64)
 
@@ -401,7 +416,8 @@ class Timeline:
         """What averaging replicated gradients takes beside them: from the first ones to the end of the backward."""
         begun = np.cumsum(np.bincount(self.backward.stop, gradients, count)[:count])
         begun[-2:] = [begun[-1], 0.0][-count:]  # the optimizer's step is the last moment
-        return np.asarray(np.minimum(begun / self._cluster.ranks, self._cluster.all_reduce_buffer_bytes))
+        most = self._cluster.all_reduce_buffer_bytes * self.grown
+        return np.asarray(np.minimum(begun / self._cluster.ranks, most))
 
     def _held(
         self, operators: Ints | slice, footprints: Floats, batch_size: int, accumulation: int, recomputed: Flags
@@ -438,7 +454,7 @@ class Timeline:
         if last:
             yield "transient", Spans(first + last - 1, first + last), column["bucketed"]
         if self._model.optimizer_step.of != "largest":
-            updated = self._model.optimizer_step.temporary_factor * column["updated"]
+            updated = self._model.optimizer_step.temporary_factor * column["updated"] * self.grown
             yield "transient", Spans(first + last, end), updated
 
     def _activations(self, batch_size: int, recomputed: Flags) -> Floats:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import linecache
 import re
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.hardware import USABLE_MEMORY
+from lightning_osdp.profiling.heap import HEAP
 
 FIRST_STEP_BYTES = {"cpu": 10 << 20}
 """What the search and the first training steps leave behind beside tensors: small allocations in the heap, autograd's
@@ -30,39 +25,10 @@ PAGES_TO_COME_BYTES = 3 << 20
 """Of what first steps take on a CPU, pages of libraries at least, which a control group does not run short of.
 [measured, five models, 2 and 4 ranks: 3.4 to 5.4 MiB]"""
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_TRIM_THRESHOLD_BYTES, _MMAP_THRESHOLD_BYTES = 128 << 10, 64 << 10
-_HEAP_BYTES = 32 << 20
-"""The most that glibc lets either threshold be."""
-
-_IS_MMAPPED = 2
-"""Bit in the word before a block from malloc: it has a mapping of its own."""
-
-
-def fix_cpu_allocator() -> None:
-    """Makes glibc hand freed tensors back to the system, so that a rank's memory is what its live tensors take.
-
-    glibc raises its mmap threshold as large blocks are freed, and freed tensors then stay in the heap. Measured on a
-    GPT of 78 M parameters: peaks fell from 1317-1412 MiB to 870. It costs time, as every tensor's pages are then new
-    ones (``benchmarks/allocator.py``). Where there is no glibc (macOS, musl), nothing is done and predictions of peak
-    memory are too low there: a warning says so.
-    """
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        fixed = bool(libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES))
-    except (OSError, AttributeError):
-        fixed = False
-    if not fixed:
-        warnings.warn(
-            "glibc's allocator can't be set here: freed tensors may stay in the heap, and a rank on the CPU may take "
-            "more memory than predicted",
-            OSDPWarning,
-            stacklevel=2,
-        )
-
 
 def release_unused(device: torch.device, generation: int = 2) -> None:
     """Hands unused memory back: what was allocated before ``fix_cpu_allocator`` may lie freed in the heap.
+    From then on nothing freed stays there.
 
     Args:
         device: whose memory.
@@ -73,29 +39,7 @@ def release_unused(device: torch.device, generation: int = 2) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return
-    _empty_heap(ctypes.CDLL(None))
-
-
-@contextmanager
-def arrays_kept(device: torch.device) -> Iterator[None]:
-    """Within it freed arrays stay in the heap for the next ones, and are handed back at its end: for work that makes
-    many of them, after ``fix_cpu_allocator``.
-
-    Else each one's pages would be new ones. [measured, search for GPT-2 of 20 M parameters: 0.7 M page faults, 4.5 s;
-    so 3.0 s, and 0 to 4 MiB more for a moment]
-    """
-    libc = ctypes.CDLL(None)
-    if device.type != "cpu" or not hasattr(libc, "mallopt"):
-        yield
-        return
-    for threshold in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-        libc.mallopt(threshold, _HEAP_BYTES)
-    try:
-        yield
-    finally:
-        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
-        _empty_heap(libc)
+    HEAP.hand_back()
 
 
 def drop_source_lines() -> None:
@@ -108,55 +52,6 @@ def drop_source_lines() -> None:
         from_file = len(entry) > 1 and entry[1] is not None  # the time of its last change
         if from_file:
             del linecache.cache[name]
-
-
-def _empty_heap(libc: Any) -> None:
-    """Hands back what lies freed in glibc's heap, and keeps tensors from being put there."""
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
-        _plug_holes(libc)
-
-
-def _plug_holes(libc: Any) -> None:
-    """Takes the free stretches of glibc's heap that could hold a large tensor out of use, without touching them.
-
-    glibc fills them before it asks the system for a mapping of its own, and what a tensor leaves there when it is freed
-    stays resident. A plug is never written to, so that it costs one page for its header: large ones come first.
-    [measured, GPT of 13.7 M parameters in 66 units: 15 MiB that stayed after the first step; of 19.1 M parameters, 55
-    MiB freed by sharding: 3.4 MiB of headers, where all plugs were of 64 KiB]
-    """
-    if not hasattr(libc, "mallinfo2"):
-        return
-    libc.mallinfo2.restype = _MallInfo
-    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    libc.free.argtypes = [ctypes.c_void_p]
-    left = int(libc.mallinfo2().fordblks)  # no more than that, if the heap can grow as well
-    size = _MMAP_THRESHOLD_BYTES << max(0, (left // _MMAP_THRESHOLD_BYTES).bit_length() - 1)
-    while size >= _MMAP_THRESHOLD_BYTES:
-        if size <= left and _plugged(libc, size):
-            left -= size
-        else:
-            size //= 2
-
-
-def _plugged(libc: Any, size: int) -> bool:
-    """Whether the heap had a free stretch of ``size`` bytes, which is then taken."""
-    plug = libc.malloc(size)
-    if plug is None:
-        return False
-    if ctypes.c_size_t.from_address(plug - ctypes.sizeof(ctypes.c_size_t)).value & _IS_MMAPPED:
-        libc.free(plug)
-        return False
-    return True
-
-
-class _MallInfo(ctypes.Structure):
-    """glibc's ``struct mallinfo2``; ``fordblks`` is the number of free bytes in the heap."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks")
-    ] + [("keepcost", ctypes.c_size_t)]
 
 
 def memory_limit(device: torch.device, local_ranks: int, group_ranks: int | None = None) -> int:
@@ -233,6 +128,12 @@ def reset_peak(device: torch.device) -> None:
     clear_refs = Path("/proc/self/clear_refs")
     if clear_refs.exists():
         clear_refs.write_text("5")
+
+
+def counts_peaks(device: torch.device) -> bool:
+    """Whether ``reset_peak`` starts the counter anew."""
+    reset_peak(device)
+    return peak_memory(device) - memory_in_use(device) < 1 << 20
 
 
 def peak_memory(device: torch.device) -> int:

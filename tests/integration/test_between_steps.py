@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.profiling.memory import allowance, fix_cpu_allocator, memory_in_use, peak_memory, reset_peak
+from lightning_osdp.profiling.heap import fix_cpu_allocator
+from lightning_osdp.profiling.memory import allowance, memory_in_use, peak_memory, reset_peak
 from tests.integration.modules import trainer
 from tests.ranks import run_ranks
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.choices import Mode
-from lightning_osdp.profiling import memory
+from lightning_osdp.profiling import heap, memory
 from lightning_osdp.sharding.fairscale import FairScaleEngine
 from lightning_osdp.sharding.initialise import Initialiser, check_initialisable, is_meta
 from tests.integration.contract import CLASSES, FEATURES, HIDDEN, RANKS, batches, planned, seeded
@@ -101,7 +101,7 @@ def peak_growth_bytes(layers: int, width: int) -> int:
 def everything(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     """All in the same processes."""
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
-    memory.fix_cpu_allocator()
+    heap.fix_cpu_allocator()
     small = peak_growth_bytes(2, 512)  # whatever is allocated once
     large = peak_growth_bytes(16, 1024)
     return {"late": late(folder), "init_module": from_init_module(folder), "small": small, "large": large}

@@ -16,7 +16,8 @@ from typing_extensions import override
 
 from lightning_osdp import ConfigurationError, InfeasibleError, OSDPCallback, OSDPStrategy, settings
 from lightning_osdp.planning.plan import ExecutionPlan
-from lightning_osdp.profiling.memory import fix_cpu_allocator, peak_memory, reset_peak
+from lightning_osdp.profiling.heap import fix_cpu_allocator
+from lightning_osdp.profiling.memory import peak_memory, reset_peak
 from tests.integration.modules import trainer
 from tests.ranks import run_ranks
 

@@ -16,8 +16,9 @@ from lightning_osdp.planning.operators import OUTSIDE, Line
 from lightning_osdp.planning.rehearsed import rising
 from lightning_osdp.profiling import arguments, compute, timing
 from lightning_osdp.profiling.compute import measure, measure_share, warm_up
+from lightning_osdp.profiling.heap import fix_cpu_allocator
 from lightning_osdp.profiling.kernels import Kernel, KernelPhase, TensorSpec, spec_of
-from lightning_osdp.profiling.memory import fix_cpu_allocator, release_unused
+from lightning_osdp.profiling.memory import release_unused
 from lightning_osdp.profiling.trace import Trace, trace
 from tests.planning.small import blocks_of_one
 from tests.planning.small import compute as times_of

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_osdp.errors import OSDPError
-from lightning_osdp.profiling.memory import fix_cpu_allocator
+from lightning_osdp.profiling.heap import fix_cpu_allocator
 from lightning_osdp.sharding.checkpoint import Checkpoints, consolidate
 from lightning_osdp.sharding.fairscale import FairScaleEngine
 from tests.models import hand_made_plan, modes_for
