@@ -14,7 +14,6 @@ from dataclasses import replace
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.batches import BatchRule
 from lightning_osdp.planning.candidates import WORTH_TRYING, Candidate, Desk
-from lightning_osdp.planning.heap import NO_HEAP
 from lightning_osdp.planning.joining import Units, ways
 from lightning_osdp.planning.plan import (
     ExecutionPlan,
@@ -279,7 +278,7 @@ def _prediction(problem: Problem, chosen: Candidate) -> Prediction:
         overhead_bytes=problem.overhead_bytes,
         saving_memory_bytes=chosen.peak.saving_bytes,
         evaluation_memory_bytes=chosen.peak.evaluation_bytes,
-        heap_spare_bytes=round((problem.heap or NO_HEAP).spare.at(chosen.batch_size)),
+        heap_spare_bytes=round(problem.heap.spare.at(chosen.batch_size)),
     )
 
 

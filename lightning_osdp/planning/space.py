@@ -49,7 +49,7 @@ class Problem:
         between: what is done between steps.
         kept_compute: ``compute`` where freed tensors stay in the heap; None if that is not known, or can't be.
         kept_batch_size: the largest at which they may; None if any. Of larger batches' tensors fewer find room.
-        heap: what it takes if they do; None if they are handed back.
+        heap: what it takes if they do.
     """
 
     model: ModelDescription
@@ -61,7 +61,7 @@ class Problem:
     between: BetweenSteps = NOTHING_BETWEEN
     kept_compute: ComputeTimes | None = None
     kept_batch_size: int | None = None
-    heap: HeapUse | None = None
+    heap: HeapUse = NO_HEAP
 
     @property
     def runs_ahead(self) -> bool:
@@ -90,7 +90,7 @@ class Problem:
     @property
     def keeps_heap(self) -> bool:
         """Whether freed tensors stay in the heap."""
-        return self.heap is not None
+        return self.heap != NO_HEAP
 
     def keeping_heap(self) -> Problem:
         """The same, but so, where it is known what that brings."""
@@ -138,9 +138,7 @@ class Space:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.timeline = Timeline(
-            problem.model, problem.cluster, problem.overhead_bytes, problem.between, problem.heap or NO_HEAP
-        )
+        self.timeline = Timeline(problem.model, problem.cluster, problem.overhead_bytes, problem.between, problem.heap)
         self._set_menus()
         self._set_kinds()
 
@@ -176,8 +174,7 @@ class Space:
             [part(operator, choice, cluster, recomputed=recomputed) for part in PARTS] for recomputed in (False, True)
         )
         own = footprint(operator, choice, cluster, updated_in_backward=at_once)
-        own = own.grown((self.problem.heap or NO_HEAP).growth)
-        return own, plain, again, *compute_lines(times, choice)
+        return own.grown(self.problem.heap.growth), plain, again, *compute_lines(times, choice)
 
     def times(self, batch_size: int, accumulation: int) -> Times:
         """What each row takes at one batch size (``cost.time_cost``, for all rows at once)."""
