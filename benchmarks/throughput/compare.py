@@ -16,8 +16,8 @@ from benchmarks.throughput.systems import OSDP, System
 SLACK = 1.15
 """A system is left out of a cell if even this much more than it reached in an easier one would not win."""
 SLOW_STEP_S = 4.0
-"""Of steps that take longer, half as many are measured: they vary less, and a recomputing system's largest batch sizes
-would take most of a comparison's time."""
+"""Of steps that take longer, so many are measured as take that time in all: they vary less, and a recomputing system's
+largest batch sizes, of up to 23 s a step, would take most of a comparison's time."""
 PAPER = "fairscale-op"
 """Always among the finalists, if it lives: what the paper compares with."""
 
@@ -216,12 +216,16 @@ class Comparer:
             memory_bytes=cell.memory_bytes,
             repeat=repeat,
             warm_up=3 if purpose == "final" else 2,
-            steps=steps if step_s <= SLOW_STEP_S else max(1, steps // 2),
+            steps=_fewer(steps, step_s),
             until_flat=until_flat,
             budget_s=effort.budget_s,
             timeout_s=effort.timeout_s,
             device=self._device,
         )
+
+
+def _fewer(steps: int, step_s: float) -> int:
+    return min(steps, max(2, round(steps * SLOW_STEP_S / step_s))) if step_s else steps
 
 
 def _rate(size: dict[str, Any], cell: Cell) -> float:
