@@ -118,7 +118,8 @@ class Misled(pl.Callback):
         strategy = trainer.strategy
         plan, again = strategy._plan, strategy._outcome.again
         lower = plan.predicted.model_copy(update={"peak_memory_bytes": plan.predicted.peak_memory_bytes // 2})
-        strategy._checkup._plan = plan.model_copy(update={"predicted": lower})
+        handed_back = {"keep_heap": False}  # else only a peak above the limit would count
+        strategy._checkup._plan = plan.model_copy(update={"predicted": lower, **handed_back})
 
         def sharded(correction: Any, rule: Any) -> ExecutionPlan:
             new = again(correction, rule)
