@@ -62,11 +62,12 @@ and make menus long."""
 def legal_modes(operator: Operator) -> tuple[Mode, ...]:
     """Modes that ``operator`` may take, ``dp`` first.
 
-    An operator that runs more than once in a step may not be freed in between, so it never takes ``zdp``.
+    An operator that runs more than once in a step may not be freed in between, so it never takes ``zdp``; nor do tied
+    weights, which are used from one end of the model to the other.
     """
     if not operator.shardable:
         return (Mode.DP,)
-    if operator.calls != 1:
+    if operator.calls != 1 or operator.tied:
         return (Mode.DP, Mode.ZDP2)
     return (Mode.DP, Mode.ZDP2, Mode.ZDP)
 

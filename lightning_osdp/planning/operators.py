@@ -95,6 +95,8 @@ class Operator(Frozen):
     """How often it runs in one forward pass."""
     pinned: str = ""
     """Why it must stay replicated, in words for the user; empty if it may be sharded."""
+    tied: bool = False
+    """Whether its parameters are those that operators inside of it have in common (an embedding and a head)."""
     flops_per_sample: float = 0.0
     """Of forward and backward together."""
     split_dims: tuple[int, ...] = ()
@@ -136,7 +138,8 @@ class Operator(Frozen):
     def signature(self) -> tuple[object, ...]:
         """Equal for operators that cost the same: same class, same parameters but for their names."""
         shapes = tuple((p.shape, p.element_bytes, p.trainable, p.optimizer_bytes, p.turn) for p in self.parameters)
-        return (self.kind, shapes, self.calls, bool(self.pinned), self.flops_per_sample, self.split_dims, self.joins)
+        sharding = (self.calls, bool(self.pinned), self.tied, self.split_dims, self.joins)
+        return (self.kind, shapes, sharding, self.flops_per_sample)
 
 
 class Moment(Frozen):

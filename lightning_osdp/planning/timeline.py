@@ -270,6 +270,7 @@ class Timeline:
         backward = [where.get((operator, "backward")) for operator in range(count)]
         self.forward = self._span([(found[0], found[-1]) for found in forward])
         self.backward = self._span([(found[0], found[-1]) if found else (last, last) for found in backward])
+        self._tied = np.array([operator.tied for operator in self._model.operators], dtype=bool)
         self._joined = np.array([operator.joins > 1 for operator in self._model.operators], dtype=bool)
         self._differentiated = np.array([found is not None for found in backward], dtype=bool)
         self.block_of = np.full(count, NORMAL, dtype=np.int64)
@@ -341,9 +342,11 @@ class Timeline:
         batch_size = self._between.evaluation_batch_size
         if not batch_size or not len(self._evaluates):
             return 0
-        own = footprints[:, COLUMN["alone"]] + footprints[:, COLUMN["forward_per_sample"]] / self.grown * batch_size
+        alone = footprints[:, COLUMN["alone"]]
+        throughout = float(alone[self._tied].sum())
+        own = alone * ~self._tied + footprints[:, COLUMN["forward_per_sample"]] / self.grown * batch_size
         running = np.append(own, 0.0)[self._evaluates]  # OUTSIDE, the last, is no operator
-        return round(self._resting(footprints) + float((self._evaluated + running).max()))
+        return round(self._resting(footprints) + throughout + float((self._evaluated + running).max()))
 
     def _resting(self, footprints: Floats) -> float:
         """What is held between steps whatever is done."""

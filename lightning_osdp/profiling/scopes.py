@@ -38,6 +38,11 @@ class Scope:
     encloses: bool
     """Whether other operators run inside of it: then only what reads its parameters is its own work."""
 
+    @property
+    def tied(self) -> bool:
+        """Whether it holds what those operators have in common, and may be sharded."""
+        return self.encloses and not self.pinned
+
 
 def named_parameters(module: nn.Module) -> tuple[NamedParameter, ...]:
     """Parameters in ``named_parameters`` order, tied ones once with all their names."""
@@ -117,12 +122,11 @@ def _why_pinned(
     modules: Mapping[str, nn.Module],
 ) -> str:
     tied = [parameters[index] for index in members if len(parameters[index].names) > 1]
-    if len(tied) == len(members) and (inner or name == WHOLE_MODEL):
-        where = "the model" if name == WHOLE_MODEL else "its operators"
-        return f"tied across {where}: " + ", ".join(" = ".join(parameter.names) for parameter in tied)
+    if name == WHOLE_MODEL and len(tied) == len(members):
+        return "tied across the model: " + ", ".join(" = ".join(parameter.names) for parameter in tied)
     if name == WHOLE_MODEL:
         return "used by the whole model"
-    if inner:
+    if inner and len(tied) < len(members):  # those that are tied are whole while the module runs, and only then
         more = ", ..." if len(inner) > 3 else ""
         return f"its forward runs other operators: {', '.join(inner[:3])}{more}"
     path = name.split(".")

@@ -23,7 +23,7 @@ from lightning_osdp.sharding.norms import count_whole_gradients
 from lightning_osdp.sharding.pending import Pending
 from lightning_osdp.sharding.recompute import check_recomputed, recompute
 from lightning_osdp.sharding.replicas import Replicas
-from lightning_osdp.sharding.sharded import ShardedOperator, large_parameters
+from lightning_osdp.sharding.sharded import ShardedOperator, encloses, holders, large_parameters, own_parameters
 from lightning_osdp.sharding.splitting import SplitOperator, check_split
 from lightning_osdp.sharding.state import Fill, Shards
 from lightning_osdp.sharding.units import UNIT_DTYPES, Shared, Unit
@@ -74,7 +74,7 @@ class FairScaleEngine:
                 raise ShardingError(f"the plan shards {operator.name!r}, which is not a submodule of this module")
             if len(operator.slices) > 1:
                 check_split(operator, modules[operator.name])
-            parameters = large_parameters(modules[operator.name])
+            parameters = large_parameters(module, operator.name, plan.operator_names)
             if not parameters:
                 raise ShardingError(f"{operator.name} can't be sharded: all its parameters are small")
             for parameter in parameters:
@@ -83,7 +83,7 @@ class FairScaleEngine:
                         f"{operator.name} and {owner[parameter]} share a parameter: both can't shard it"
                     )
                 owner[parameter] = operator.name
-        _check_units(plan, modules)
+        _check_units(plan, module)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             home = owner.get(parameter)
             if home is not None and not name.startswith(home + "."):
@@ -100,9 +100,11 @@ class FairScaleEngine:
         equal = _same_on_all_ranks([*module.parameters(), *module.buffers()], self._group) if compared else set()
         initialiser = Initialiser(module, self._device, self._group)
         for unit, operators in sharded_units(plan).items():
-            for body in (module.get_submodule(operator.name) for operator in operators):
-                initialiser.fill(body)
-                for parameter in large_parameters(body):
+            for operator in operators:
+                body, parameters = module.get_submodule(operator.name), self._large_parameters(operator, plan)
+                for part in holders(body, parameters) if encloses(operator.name, plan.operator_names) else [body]:
+                    initialiser.fill(part)
+                for parameter in parameters:
                     self._place(parameter, equal)
             self._shard(unit, operators, plan)
         initialiser.fill(module)
@@ -132,8 +134,9 @@ class FairScaleEngine:
         wanted = sharded_units(plan)
         holder = {parameter: name for name, one in before.items() for parameter in one.layouts}
         for unit in [*wanted, *before]:
-            members = [self._module.get_submodule(operator.name) for operator in wanted.get(unit, [])]
-            held = {holder.get(parameter) for member in members for parameter in member.parameters()}
+            members = [operator.name for operator in wanted.get(unit, [])]
+            owned = [p for name in members for p in own_parameters(self._module, name, plan.operator_names)]
+            held = {holder.get(parameter) for parameter in owned}
             for name in [name for name in before if name in held or name == unit]:
                 before.pop(name).undo(optimizers)
             if unit in wanted and unit not in self._operators:
@@ -165,11 +168,16 @@ class FairScaleEngine:
         joined = bool(operators[0].unit)
         again = any(unit.startswith(name + ".") or (unit == name and not joined) for name in plan.recomputed)
         line, module = self._shared.lines.of(operators[0].choice), self._module.get_submodule(unit)
-        bodies = [self._module.get_submodule(operator.name) for operator in operators]
-        parameters = [parameter for body in bodies for parameter in large_parameters(body)]
-        made = ShardedOperator(module, parameters, operators[0], line, self._shared, again)
+        parameters = [parameter for operator in operators for parameter in self._large_parameters(operator, plan)]
+        tied = not joined and encloses(unit, plan.operator_names)
+        watched = [one for one in holders(module, parameters) if one is not module] if tied else ()
+        made = ShardedOperator(module, parameters, operators[0], line, self._shared, again, watched)
         self._operators[unit] = made
         return made.layouts
+
+    def _large_parameters(self, operator: OperatorPlan, plan: ExecutionPlan) -> list[nn.Parameter]:
+        assert self._module is not None
+        return large_parameters(self._module, operator.name, plan.operator_names)
 
     def _join(self, plan: ExecutionPlan) -> None:
         """Once all operators are as planned: recomputed blocks, the reductions of the rest, and who holds what."""
@@ -357,8 +365,9 @@ def _is_readable(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.is_contiguous()
 
 
-def _check_units(plan: ExecutionPlan, modules: Mapping[str, nn.Module]) -> None:
+def _check_units(plan: ExecutionPlan, module: nn.Module) -> None:
     """Refuses units that hold several types, or that operators share which do not lie in a module that runs."""
+    modules = dict(module.named_modules())
     for unit, operators in sharded_units(plan).items():
         shared = bool(operators[0].unit)
         if shared and (unit not in modules or type(modules[unit]).forward is nn.Module.forward):
@@ -366,6 +375,7 @@ def _check_units(plan: ExecutionPlan, modules: Mapping[str, nn.Module]) -> None:
         outside = [operator.name for operator in operators if not operator.name.startswith(unit + ".")]
         if shared and outside:
             raise ShardingError(f"the plan joins {outside[0]} with operators of {unit}, where it does not lie")
-        dtypes = sorted({str(p.dtype) for operator in operators for p in large_parameters(modules[operator.name])})
+        parameters = [p for one in operators for p in large_parameters(module, one.name, plan.operator_names)]
+        dtypes = sorted({str(p.dtype) for p in parameters})
         if len(dtypes) > 1:
             raise ShardingError(f"{unit} holds {' and '.join(dtypes)}: a unit's parameters are of one type")

@@ -1,13 +1,23 @@
-"""One operator, or several that share a unit, as units, and back."""
+"""One operator, or several that share a unit, as units, and back.
+
+Note [tied weights]: what several operators have in common, as an embedding and a head, is an operator by itself: the
+module that encloses them, around which the unit lies. The weight is whole while that module runs. Modules that hold it
+are watched: one that is run by itself would compute with a part of the weight. In evaluation it is gathered for that
+one; in training, for which the step was traced, that is an error.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.operators import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.plan import OperatorPlan
@@ -17,9 +27,39 @@ from lightning_osdp.sharding.splitting import SplitOperator, Stage
 from lightning_osdp.sharding.units import Shared, Unit
 
 
-def large_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Those that a unit takes (see ``ParameterInfo.small``)."""
-    return [p for p in module.parameters() if p.dim() > 1 or p.numel() >= SMALL_PARAMETER_ELEMENTS]
+def own_parameters(root: nn.Module, operator: str, operators: Iterable[str]) -> list[nn.Parameter]:
+    """Those that lie in the operator, and in none inside of it.
+
+    Args:
+        root: the module that a plan is of.
+        operator: name of the one whose parameters are wanted.
+        operators: names of all in the plan.
+    """
+    module, beginning = root.get_submodule(operator), operator + "."
+    inner = [other.removeprefix(beginning) + "." for other in operators if other.startswith(beginning)]
+    if not inner:
+        return list(module.parameters())
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    return [p for p, own in names.items() if not any(all(name.startswith(other) for name in own) for other in inner)]
+
+
+def large_parameters(root: nn.Module, operator: str, operators: Iterable[str]) -> list[nn.Parameter]:
+    """Those of the same, whole now, that a unit takes (see ``ParameterInfo.small``)."""
+    own = own_parameters(root, operator, operators)
+    return [p for p in own if p.dim() > 1 or p.numel() >= SMALL_PARAMETER_ELEMENTS]
+
+
+def encloses(operator: str, operators: Iterable[str]) -> bool:
+    """Whether any of ``operators`` lies inside of the one."""
+    return any(other.startswith(operator + ".") for other in operators)
+
+
+def holders(module: nn.Module, parameters: Iterable[nn.Parameter]) -> list[nn.Module]:
+    """Modules in ``module`` that hold any of the parameters themselves."""
+    wanted = set(parameters)
+    return [inner for inner in module.modules() if not wanted.isdisjoint(inner._parameters.values())]
 
 
 class ShardedOperator:
@@ -32,6 +72,7 @@ class ShardedOperator:
         line: how its units are joined with their like.
         shared: what all units have in common.
         recomputed: whether it lies in a block that is recomputed.
+        watched: modules that hold the parameters and may run only while ``module`` does.
     """
 
     def __init__(
@@ -42,6 +83,7 @@ class ShardedOperator:
         line: Line,
         shared: Shared,
         recomputed: bool,
+        watched: Iterable[nn.Module] = (),
     ) -> None:
         self._module = module
         self._forward = vars(module).get("forward")
@@ -58,6 +100,30 @@ class ShardedOperator:
         else:
             self.split = SplitOperator(module, plan, line.group, make_unit)
             self.layouts[self.split.handle] = self.split.layout
+        self._alone: nn.Module | None = None
+        self._watches: list[Any] = []
+        for one in watched:
+            self._watches.append(one.register_forward_pre_hook(self._before))
+            self._watches.append(one.register_forward_hook(self._after, always_call=True))
+
+    def _before(self, holder: nn.Module, inputs: Any) -> None:
+        """See Note [tied weights]."""
+        (unit,) = self.units
+        if unit.is_whole:
+            return
+        if torch.is_grad_enabled():
+            kind, outer = type(holder).__name__, type(self._module).__name__
+            raise ShardingError(
+                f"{kind} runs by itself in training: its weight is tied to another module's and sharded, and is whole "
+                f"only while {outer} runs, as in the step that was traced. Call {outer} there, or don't tie the two"
+            )
+        unit.gather()
+        self._alone = holder
+
+    def _after(self, holder: nn.Module, inputs: Any, outputs: Any) -> None:
+        if self._alone is holder:
+            self._alone = None
+            self.units[0].release()
 
     def undo(self, optimizers: Iterable[Optimizer]) -> None:
         """Makes parameters and their optimizer states whole again, and the operator what it was. Collective."""
@@ -67,6 +133,8 @@ class ShardedOperator:
                 for key, value in state.items():
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
                         state[key] = layout.gather(value)
+        for watch in self._watches:
+            watch.remove()
         for unit in self.units:
             unit.let_go()
         for parameter, layout in self.layouts.items():

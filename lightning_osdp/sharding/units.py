@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -174,7 +174,8 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
         # The node's tensors are views, which must not be changed in place: who knows what a user's own module does.
         keeps_inputs = self._is_slice or type(stage).__module__.startswith(("torch.nn.", "transformers."))
         self._freed_by_inputs = keeps_inputs and mode == Mode.ZDP
-        stage.forward = self.forward
+        # With the signature of the stage's own: transformers' ``generate`` looks at that.
+        stage.forward = update_wrapper(partial(self.forward), stage.forward)
         if isinstance(stage, Stage):
             stage.free = self._free_full_params
 
@@ -253,6 +254,16 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
             return False
         wholes = [getattr(parameter, "_full_param_padded", None) for parameter in self.params]
         return any(whole is not None and whole.untyped_storage().size() > 0 for whole in wholes)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its parameters are whole now, for the model or for whoever looks at them."""
+        return self.world_size == 1 or self._shared.shown_whole or bool(self.has_full_params)
+
+    def gather(self) -> None:
+        """Makes its parameters whole, until ``release``. Collective."""
+        self._lazy_init()
+        self._gather_all()
 
     def let_go(self) -> None:
         """To be called when the unit's parameters become another's: they no longer lead to it."""

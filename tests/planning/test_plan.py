@@ -72,5 +72,6 @@ def test_legal_modes() -> None:
     assert legal_modes(operator) == (Mode.DP, Mode.ZDP2, Mode.ZDP)
     assert operator.sharded_parameters == (matrix,)
     assert legal_modes(operator.model_copy(update={"calls": 2})) == (Mode.DP, Mode.ZDP2)
+    assert legal_modes(operator.model_copy(update={"tied": True})) == (Mode.DP, Mode.ZDP2)
     assert legal_modes(operator.model_copy(update={"pinned": "tied"})) == (Mode.DP,)
     assert legal_modes(Operator(name="norm", kind="LayerNorm", parameters=(norm,))) == (Mode.DP,)

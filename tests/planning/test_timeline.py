@@ -259,6 +259,21 @@ def test_evaluation_keeps_nothing_but_what_runs() -> None:
     assert evaluation_mib(9, [Mode.ZDP, Mode.ZDP2]) == 7 + 18 + 27
 
 
+def test_in_evaluation_what_is_tied_is_whole_while_anything_runs() -> None:
+    moments = tuple(Moment(phase="forward", operator=index, live=Line(fixed=MIB)) for index in (0, OUTSIDE, 1))
+    first, *others = model().operators
+    between = BetweenSteps(evaluation_batch_size=1)
+
+    def evaluation_mib(tied: bool) -> float:
+        operators = (first.model_copy(update={"tied": tied}), *others)
+        described = model(evaluation=moments, operators=operators)
+        timeline = Timeline(described, some_cluster(N, reduce_copy=0.0), 7 * MIB, between)
+        return timeline.peak(whole([Mode.ZDP2, Mode.ZDP]), batch_size=1).evaluation_bytes / MIB
+
+    assert evaluation_mib(tied=False) == 7 + 18 + 1 + 8
+    assert evaluation_mib(tied=True) == 7 + 18 + 1 + 8 + 4
+
+
 def test_gradients_of_an_operator_that_come_in_turns_are_not_there_at_once() -> None:
     def transient(turns: tuple[int, int]) -> float:
         parameters = tuple(

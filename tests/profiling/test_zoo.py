@@ -24,10 +24,10 @@ BATCH, STEPS, RANKS = 4, 3, 2
 
 SHARDABLE = {
     "stack": 10,
-    "gpt2": 9,
+    "gpt2": 10,
     "llama": 16,
-    "bert": 15,
-    "t5": 34,
+    "bert": 16,
+    "t5": 35,
     "vit": 14,
     "swin": 31,
     "mixtral": 14,
@@ -40,13 +40,10 @@ SHARDABLE = {
 
 PINNED = {
     "stack": {"net.body": "its forward runs other operators: net.body.layers.0.norm1"},
-    "gpt2": {"net": "tied across its operators: net.transformer.wte.weight = net.lm_head.weight"},
+    "gpt2": {},
     "llama": {},
-    "bert": {
-        "net": "tied across its operators: net.bert.embeddings.word_embeddings.weight = net.cls.predictions.decoder.w",
-        "net.cls.predictions": "tied across its operators: net.cls.predictions.bias = ",
-    },
-    "t5": {"net": "tied across its operators: net.shared.weight = net.encoder.embed_tokens.weight"},
+    "bert": {},
+    "t5": {},
     "vit": {"net.vit.embeddings": "its forward runs other operators: net.vit.embeddings.patch_embeddings.projection"},
     "swin": {},
     "mixtral": {},
@@ -65,6 +62,13 @@ PINNED = {
     },
 }
 """How the reasons begin."""
+
+TIED = {
+    "gpt2": "net.transformer.wte.weight = net.lm_head.weight",
+    "bert": "net.bert.embeddings.word_embeddings.weight = net.cls.predictions.decoder.weight",
+    "t5": "net.shared.weight = net.encoder.embed_tokens.weight",
+}
+"""What an operator around others holds: how its description goes on."""
 
 
 def make(name: str) -> ZooModule:
@@ -91,6 +95,14 @@ def test_every_parameter_is_in_one_operator_and_what_is_pinned_says_why(name: st
     assert set(pinned) == set(PINNED[name])
     for operator, reason in pinned.items():
         assert reason.startswith(PINNED[name][operator]), reason
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_what_is_tied_is_sharded_around_all_that_use_it(name: str) -> None:
+    (operator,) = [one for one in description_of(name).operators if one.tied and one.shardable]
+    assert operator.name == "net"
+    assert operator.unsplittable.startswith(f"it holds what operators inside have in common: {TIED[name]}")
+    assert legal_modes(operator) == (Mode.DP, Mode.ZDP2)
 
 
 @pytest.mark.parametrize("make_module", [ZOO["routed"], lambda: mixtral(experts_implementation="eager")])

@@ -1,0 +1,160 @@
+"""A weight that an embedding and a head have in common, sharded: in a unit around the module that encloses both."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_osdp.errors import ShardingError
+from lightning_osdp.planning.choices import Mode
+from lightning_osdp.planning.plan import ExecutionPlan
+from lightning_osdp.sharding.fairscale import FairScaleEngine
+from tests.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups
+from tests.ranks import run_ranks
+
+CPU, RANKS = torch.device("cpu"), 2
+STEPS, BATCH, EACH = 9, 8, 3
+
+
+class Model(nn.Module):
+    """A GPT with one weight at both ends, below the module that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = TinyGPT()
+        self.net.head.weight = self.net.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.net(tokens)
+
+
+def plans(model: nn.Module, ranks: int) -> list[ExecutionPlan]:
+    """Tied weight and all others sharded, blocks recomputed; all replicated; the tied weight sharded alone."""
+    inside = {name: mode for name, mode in modes_for(model, "zdp").items() if name not in ("net.embed", "net.head")}
+    replicated = dict.fromkeys(inside, Mode.DP)
+    every = hand_made_plan({"net": Mode.ZDP2, **inside}, ranks)
+    return [
+        every.model_copy(update={"recomputed": ("net.blocks.0", "net.blocks.1")}),
+        hand_made_plan({"net": Mode.DP, **replicated}, ranks),
+        hand_made_plan({"net": Mode.ZDP2, **replicated}, ranks),
+    ]
+
+
+def train(rank: int, ranks: int) -> dict[str, Any]:
+    """In two micro-batches a step, under one plan after the other."""
+    torch.manual_seed(1)
+    model = Model()
+    optimizer = two_groups(model)
+    engine = FairScaleEngine(CPU)
+    first, *others = plans(model, ranks)
+    engine.apply(model, first, [optimizer])
+    losses, parts = [], []
+    for step, batch in enumerate(gpt_batches(STEPS, BATCH)):
+        if step and step % EACH == 0:
+            engine.change(others.pop(0), [optimizer])
+        optimizer.zero_grad()
+        parts.append(model.net.embed.weight.numel())
+        total = 0.0
+        for last, part in enumerate(batch[rank::ranks].chunk(2)):
+            engine.before_forward()
+            with nullcontext() if last else engine.no_sync():
+                loss = gpt_loss(model, part) / 2
+                loss.backward()
+                engine.finish_backward()
+            total += float(loss.detach())
+        engine.clip_grad_norm(model.parameters(), 0.5)
+        engine.before_optimizer_step(optimizer)
+        optimizer.step()
+        engine.after_optimizer_step()
+        losses.append(total)
+    assert model.net.head.weight is model.net.embed.weight
+    return {"losses": losses, "parts": parts, "model": engine.model_state(), "adam": engine.optimizer_state(optimizer)}
+
+
+def plain() -> tuple[list[float], Model, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = Model()
+    optimizer = two_groups(model)
+    losses = []
+    for batch in gpt_batches(STEPS, BATCH):
+        optimizer.zero_grad()
+        loss = gpt_loss(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, model, optimizer
+
+
+def test_training_equals_plain_training_under_each_plan() -> None:
+    expected, model, optimizer = plain()
+    results = run_ranks(train, RANKS)
+    losses = [sum(each["losses"][step] for each in results) / RANKS for step in range(STEPS)]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    whole = model.net.embed.weight.numel()
+    for each in results:
+        assert each["parts"] == [whole / RANKS] * EACH + [whole] * EACH + [whole / RANKS] * EACH
+    state, adam = results[0]["model"], results[0]["adam"]
+    assert state["net.head.weight"] is state["net.embed.weight"]
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-6)
+    for index, entries in optimizer.state_dict()["state"].items():
+        for key, value in entries.items():
+            torch.testing.assert_close(adam["state"][index][key], value, rtol=1e-4, atol=1e-6)
+    model.load_state_dict(state)
+
+
+def by_themselves(rank: int, ranks: int) -> None:
+    """What holds the weight runs without the module around it."""
+    torch.manual_seed(1)
+    model = Model()
+    hidden, tokens = torch.randn(2, model.net.head.in_features), torch.tensor([3, 5])
+    with torch.no_grad():
+        logits, embedded = model.net.head(hidden), model.net.embed(tokens)
+    engine = FairScaleEngine(CPU)
+    own = inspect.signature(model.net.forward)
+    engine.apply(model, plans(model, ranks)[0])
+    assert inspect.signature(model.net.forward) == own
+    part = model.net.embed.weight.shape
+    with torch.no_grad():
+        torch.testing.assert_close(model.net.head(hidden), logits)
+        torch.testing.assert_close(model.net.embed(tokens), embedded)
+        with pytest.raises(RuntimeError):
+            model.net.head(hidden[:, :-1])  # fails within; freed all the same
+    assert model.net.embed.weight.shape == part
+    with pytest.raises(ShardingError, match=r"Linear runs by itself in training.*only while TinyGPT runs"):
+        model.net.head(hidden)
+    with engine.whole_parameters(), torch.no_grad():
+        torch.testing.assert_close(model.net.head(hidden), logits)
+    engine.change(plans(model, ranks)[1], [])
+    torch.testing.assert_close(model.net.head(hidden), logits)
+
+
+def test_in_evaluation_it_is_gathered_for_whoever_holds_it() -> None:
+    run_ranks(by_themselves, RANKS)
+
+
+def built_on_meta(rank: int, ranks: int) -> list[dict[str, Tensor]]:
+    states = []
+    for plan in plans(Model(), ranks):
+        with torch.device("meta"):
+            model = Model()
+        model.net.position = nn.Parameter(torch.zeros(model.net.position.shape))  # which nothing would initialise
+        torch.manual_seed(2)
+        engine = FairScaleEngine(CPU)
+        engine.apply(model, plan)
+        states.append(engine.model_state())
+    return states
+
+
+def test_first_values_do_not_depend_on_the_plan() -> None:
+    first, *others = run_ranks(built_on_meta, RANKS)[0]
+    assert first["net.embed.weight"].std() > 0
+    for other in others:
+        for name, value in first.items():
+            torch.testing.assert_close(other[name], value, rtol=0, atol=0)
