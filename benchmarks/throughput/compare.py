@@ -16,8 +16,8 @@ from benchmarks.throughput.systems import OSDP, System
 SLACK = 1.15
 """A system is left out of a cell if even this much more than it reached in an easier one would not win."""
 SLOW_STEP_S = 4.0
-"""Of steps that take longer, so many are measured as take that time in all: they vary less, and a recomputing system's
-largest batch sizes, of up to 23 s a step, would take most of a comparison's time."""
+"""Of steps that take longer, no more are measured (but two) than take the time of the usual number of this length: they
+vary less, and a recomputing system's largest batch sizes, of up to 23 s a step, would take most of a comparison's."""
 PAPER = "fairscale-op"
 """Always among the finalists, if it lives: what the paper compares with."""
 

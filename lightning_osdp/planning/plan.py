@@ -217,11 +217,6 @@ class ExecutionPlan(Frozen):
                 raise ValueError(f"{operator.name} differs in mode or group from others in the unit of {operator.unit}")
         return self
 
-    @property
-    def operator_names(self) -> list[str]:
-        """Of all operators, in order."""
-        return [operator.name for operator in self.operators]
-
     def without_reasons(self) -> ExecutionPlan:
         """What was decided and how it came about, without what else each operator could be."""
         operators = tuple(operator.model_copy(update={"alternatives": ()}) for operator in self.operators)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,11 +37,8 @@ class Scope:
     pinned: str
     encloses: bool
     """Whether other operators run inside of it: then only what reads its parameters is its own work."""
-
-    @property
-    def tied(self) -> bool:
-        """Whether it holds what those operators have in common, and may be sharded."""
-        return self.encloses and not self.pinned
+    tied: str = ""
+    """What those operators have in common, if it holds that and may be sharded, in words for the user; else empty."""
 
 
 def named_parameters(module: nn.Module) -> tuple[NamedParameter, ...]:
@@ -77,7 +74,9 @@ def find_scopes(module: nn.Module, parameters: Sequence[NamedParameter], recordi
         reason = reason or _why_conditional(name, groups[name], recording)
         if idle and not reason:
             reason = f"{parameters[idle[0]].names[0]} is not used in the traced step"
-        scopes.append(Scope(name, tuple(sorted(groups[name] + idle)), reason, bool(inner[name]) or not name))
+        encloses = bool(inner[name]) or not name
+        tied = _ties(parameters[index] for index in groups[name]) if encloses and not reason else ""
+        scopes.append(Scope(name, tuple(sorted(groups[name] + idle)), reason, encloses, tied))
     scopes += [Scope(name, tuple(found), "not used in the traced step", True) for name, found in unused.items()]
     return tuple(scopes)
 
@@ -123,7 +122,7 @@ def _why_pinned(
 ) -> str:
     tied = [parameters[index] for index in members if len(parameters[index].names) > 1]
     if name == WHOLE_MODEL and len(tied) == len(members):
-        return "tied across the model: " + ", ".join(" = ".join(parameter.names) for parameter in tied)
+        return f"tied across the model: {_ties(tied)}"
     if name == WHOLE_MODEL:
         return "used by the whole model"
     if inner and len(tied) < len(members):  # those that are tied are whole while the module runs, and only then
@@ -137,6 +136,10 @@ def _why_pinned(
         if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
             return "compiled by torch.compile"
     return ""
+
+
+def _ties(parameters: Iterable[NamedParameter]) -> str:
+    return ", ".join(" = ".join(parameter.names) for parameter in parameters)
 
 
 def _why_conditional(name: str, members: Sequence[int], recording: Recording) -> str:

@@ -335,9 +335,9 @@ def _assemble(
             parameters=tuple(infos[p] for p in scope.parameters),
             calls=max(1, recordings[largest].calls[scope.name]) if scope.name else 1,
             pinned=scope.pinned or _why_whole(scope, stepped),
-            tied=scope.tied,
+            tied=bool(scope.tied),
             flops_per_sample=flops[index] / largest,
-            **_splitting(scope, modules[scope.name], products.get(index), largest, parameters),
+            **_splitting(scope, modules[scope.name], products.get(index), largest),
         )
         for index, scope in enumerate(scopes)
     )
@@ -378,17 +378,10 @@ def _products(recording: Recording, owners: Sequence[int]) -> dict[int, Product]
     return {operator: product for operator, product in found.items() if product is not None}
 
 
-def _splitting(
-    scope: Scope,
-    module: torch.nn.Module,
-    product: Product | None,
-    batch_size: int,
-    parameters: Sequence[NamedParameter],
-) -> dict[str, Any]:
+def _splitting(scope: Scope, module: torch.nn.Module, product: Product | None, batch_size: int) -> dict[str, Any]:
     """What an operator says of being split."""
     if scope.tied:
-        names = ", ".join(" = ".join(parameters[index].names) for index in scope.parameters)
-        return {"unsplittable": f"it holds what operators inside have in common: {names}"}
+        return {"unsplittable": f"it holds what operators inside have in common: {scope.tied}"}
     dims, reason = split_dims(module)
     if dims and product is None:
         dims, reason = (), "its forward does not run exactly one product"

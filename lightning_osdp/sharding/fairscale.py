@@ -23,7 +23,14 @@ from lightning_osdp.sharding.norms import count_whole_gradients
 from lightning_osdp.sharding.pending import Pending
 from lightning_osdp.sharding.recompute import check_recomputed, recompute
 from lightning_osdp.sharding.replicas import Replicas
-from lightning_osdp.sharding.sharded import ShardedOperator, encloses, holders, large_parameters, own_parameters
+from lightning_osdp.sharding.sharded import (
+    Inside,
+    ShardedOperator,
+    holders,
+    large_parameters,
+    operators_inside,
+    own_parameters,
+)
 from lightning_osdp.sharding.splitting import SplitOperator, check_split
 from lightning_osdp.sharding.state import Fill, Shards
 from lightning_osdp.sharding.units import UNIT_DTYPES, Shared, Unit
@@ -51,6 +58,7 @@ class FairScaleEngine:
         self._shards = Shards({}, self._group)
         self._known: frozenset[nn.Parameter] = frozenset()
         self._shared: Shared | None = None
+        self._inside: Inside = {}
 
     @property
     def collectives_per_step(self) -> int:
@@ -68,13 +76,15 @@ class FairScaleEngine:
         check_initialisable(module)
         check_recomputed(plan.recomputed, module)
         modules = dict(module.named_modules())
+        inside = operators_inside(plan)
+        held: dict[str, list[nn.Parameter]] = {}
         owner: dict[nn.Parameter, str] = {}
         for operator in sharded_operators(plan):
             if operator.name not in modules or not operator.name:
                 raise ShardingError(f"the plan shards {operator.name!r}, which is not a submodule of this module")
             if len(operator.slices) > 1:
                 check_split(operator, modules[operator.name])
-            parameters = large_parameters(module, operator.name, plan.operator_names)
+            held[operator.name] = parameters = large_parameters(module, operator.name, inside)
             if not parameters:
                 raise ShardingError(f"{operator.name} can't be sharded: all its parameters are small")
             for parameter in parameters:
@@ -83,7 +93,7 @@ class FairScaleEngine:
                         f"{operator.name} and {owner[parameter]} share a parameter: both can't shard it"
                     )
                 owner[parameter] = operator.name
-        _check_units(plan, module)
+        _check_units(plan, modules, held)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             home = owner.get(parameter)
             if home is not None and not name.startswith(home + "."):
@@ -95,14 +105,14 @@ class FairScaleEngine:
         """See ``Engine.apply``. The module is never whole on the device: operators are moved and sharded in turn."""
         self.check(module, plan)
         self._module = module
-        self._shared = Shared(self._device, self._group, plan)
+        self._shared, self._inside = Shared(self._device, self._group, plan), operators_inside(plan)
         compared = self._broadcast and self._device.type == "cpu"
         equal = _same_on_all_ranks([*module.parameters(), *module.buffers()], self._group) if compared else set()
         initialiser = Initialiser(module, self._device, self._group)
         for unit, operators in sharded_units(plan).items():
             for operator in operators:
-                body, parameters = module.get_submodule(operator.name), self._large_parameters(operator, plan)
-                for part in holders(body, parameters) if encloses(operator.name, plan.operator_names) else [body]:
+                body, parameters = module.get_submodule(operator.name), self._large_parameters(operator)
+                for part in holders(body, parameters) if operator.name in self._inside else [body]:
                     initialiser.fill(part)
                 for parameter in parameters:
                     self._place(parameter, equal)
@@ -129,13 +139,13 @@ class FairScaleEngine:
         optimizers = list(optimizers)
         for undo in self._undo_recompute:
             undo()
-        self._shared = Shared(self._device, self._group, plan)
+        self._shared, self._inside = Shared(self._device, self._group, plan), operators_inside(plan)
         before, self._operators = self._operators, {}
         wanted = sharded_units(plan)
         holder = {parameter: name for name, one in before.items() for parameter in one.layouts}
         for unit in [*wanted, *before]:
             members = [operator.name for operator in wanted.get(unit, [])]
-            owned = [p for name in members for p in own_parameters(self._module, name, plan.operator_names)]
+            owned = [p for name in members for p in own_parameters(self._module, name, self._inside)]
             held = {holder.get(parameter) for parameter in owned}
             for name in [name for name in before if name in held or name == unit]:
                 before.pop(name).undo(optimizers)
@@ -168,16 +178,16 @@ class FairScaleEngine:
         joined = bool(operators[0].unit)
         again = any(unit.startswith(name + ".") or (unit == name and not joined) for name in plan.recomputed)
         line, module = self._shared.lines.of(operators[0].choice), self._module.get_submodule(unit)
-        parameters = [parameter for operator in operators for parameter in self._large_parameters(operator, plan)]
-        tied = not joined and encloses(unit, plan.operator_names)
+        parameters = [parameter for operator in operators for parameter in self._large_parameters(operator)]
+        tied = not joined and unit in self._inside
         watched = [one for one in holders(module, parameters) if one is not module] if tied else ()
         made = ShardedOperator(module, parameters, operators[0], line, self._shared, again, watched)
         self._operators[unit] = made
         return made.layouts
 
-    def _large_parameters(self, operator: OperatorPlan, plan: ExecutionPlan) -> list[nn.Parameter]:
+    def _large_parameters(self, operator: OperatorPlan) -> list[nn.Parameter]:
         assert self._module is not None
-        return large_parameters(self._module, operator.name, plan.operator_names)
+        return large_parameters(self._module, operator.name, self._inside)
 
     def _join(self, plan: ExecutionPlan) -> None:
         """Once all operators are as planned: recomputed blocks, the reductions of the rest, and who holds what."""
@@ -365,9 +375,10 @@ def _is_readable(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.is_contiguous()
 
 
-def _check_units(plan: ExecutionPlan, module: nn.Module) -> None:
+def _check_units(
+    plan: ExecutionPlan, modules: Mapping[str, nn.Module], held: Mapping[str, Sequence[nn.Parameter]]
+) -> None:
     """Refuses units that hold several types, or that operators share which do not lie in a module that runs."""
-    modules = dict(module.named_modules())
     for unit, operators in sharded_units(plan).items():
         shared = bool(operators[0].unit)
         if shared and (unit not in modules or type(modules[unit]).forward is nn.Module.forward):
@@ -375,7 +386,6 @@ def _check_units(plan: ExecutionPlan, module: nn.Module) -> None:
         outside = [operator.name for operator in operators if not operator.name.startswith(unit + ".")]
         if shared and outside:
             raise ShardingError(f"the plan joins {outside[0]} with operators of {unit}, where it does not lie")
-        parameters = [p for one in operators for p in large_parameters(module, one.name, plan.operator_names)]
-        dtypes = sorted({str(p.dtype) for p in parameters})
+        dtypes = sorted({str(parameter.dtype) for operator in operators for parameter in held[operator.name]})
         if len(dtypes) > 1:
             raise ShardingError(f"{unit} holds {' and '.join(dtypes)}: a unit's parameters are of one type")

@@ -9,7 +9,7 @@ one; in training, for which the step was traced, that is an error.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,40 +20,49 @@ from torch.optim import Optimizer
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.operators import SMALL_PARAMETER_ELEMENTS
-from lightning_osdp.planning.plan import OperatorPlan
+from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.sharding.layout import Layout
 from lightning_osdp.sharding.lines import Line
 from lightning_osdp.sharding.splitting import SplitOperator, Stage
 from lightning_osdp.sharding.units import Shared, Unit
 
+Inside = Mapping[str, Sequence[str]]
+"""For each operator that encloses others, those."""
 
-def own_parameters(root: nn.Module, operator: str, operators: Iterable[str]) -> list[nn.Parameter]:
+
+def operators_inside(plan: ExecutionPlan) -> Inside:
+    """Of all operators of the plan."""
+    found: dict[str, list[str]] = {operator.name: [] for operator in plan.operators}
+    for name in found:
+        parts = name.split(".")
+        for outer in (".".join(parts[:depth]) for depth in range(1, len(parts))):
+            if outer in found:
+                found[outer].append(name)
+    return {outer: inner for outer, inner in found.items() if inner}
+
+
+def own_parameters(root: nn.Module, operator: str, inside: Inside) -> list[nn.Parameter]:
     """Those that lie in the operator, and in none inside of it.
 
     Args:
         root: the module that a plan is of.
         operator: name of the one whose parameters are wanted.
-        operators: names of all in the plan.
+        inside: what ``operators_inside`` gives for the plan.
     """
-    module, beginning = root.get_submodule(operator), operator + "."
-    inner = [other.removeprefix(beginning) + "." for other in operators if other.startswith(beginning)]
-    if not inner:
+    module = root.get_submodule(operator)
+    if operator not in inside:
         return list(module.parameters())
+    inner = [other.removeprefix(operator + ".") + "." for other in inside[operator]]
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
     return [p for p, own in names.items() if not any(all(name.startswith(other) for name in own) for other in inner)]
 
 
-def large_parameters(root: nn.Module, operator: str, operators: Iterable[str]) -> list[nn.Parameter]:
+def large_parameters(root: nn.Module, operator: str, inside: Inside) -> list[nn.Parameter]:
     """Those of the same, whole now, that a unit takes (see ``ParameterInfo.small``)."""
-    own = own_parameters(root, operator, operators)
+    own = own_parameters(root, operator, inside)
     return [p for p in own if p.dim() > 1 or p.numel() >= SMALL_PARAMETER_ELEMENTS]
-
-
-def encloses(operator: str, operators: Iterable[str]) -> bool:
-    """Whether any of ``operators`` lies inside of the one."""
-    return any(other.startswith(operator + ".") for other in operators)
 
 
 def holders(module: nn.Module, parameters: Iterable[nn.Parameter]) -> list[nn.Module]:
@@ -117,7 +126,7 @@ class ShardedOperator:
                 f"{kind} runs by itself in training: its weight is tied to another module's and sharded, and is whole "
                 f"only while {outer} runs, as in the step that was traced. Call {outer} there, or don't tie the two"
             )
-        unit.gather()
+        unit.make_whole()
         self._alone = holder
 
     def _after(self, holder: nn.Module, inputs: Any, outputs: Any) -> None:

@@ -260,7 +260,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
         """Whether all of its parameters are whole now, for the model or for whoever looks at them."""
         return self.world_size == 1 or self._shared.shown_whole or bool(self.has_full_params)
 
-    def gather(self) -> None:
+    def make_whole(self) -> None:
         """Makes its parameters whole, until ``release``. Collective."""
         self._lazy_init()
         self._gather_all()
