@@ -12,6 +12,7 @@ from lightning_osdp.sharding.fairscale import FairScaleEngine
 from tests.leaks import strange_bytes
 from tests.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, joined, modes_for, two_groups
 from tests.ranks import run_ranks
+from tests.sharding.steps import plain_step
 
 STEPS, BATCH, EACH = 18, 8, 3
 
@@ -66,14 +67,7 @@ def test_training_goes_on_as_if_nothing_had_changed() -> None:
     torch.manual_seed(1)
     model = TinyGPT()
     optimizer = two_groups(model)
-    expected = []
-    for batch in gpt_batches(STEPS, BATCH):
-        optimizer.zero_grad()
-        loss = gpt_loss(model, batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        expected.append(float(loss.detach()))
+    expected = [plain_step(model, optimizer, batch) for batch in gpt_batches(STEPS, BATCH)]
     results = run_ranks(train, 2)
     losses = [sum(pair) / 2 for pair in zip(*(one[0] for one in results), strict=True)]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-5)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_osdp.sharding.fairscale import FairScaleEngine
-from tests.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, joined, modes_for, two_groups
+from tests.models import TinyGPT, gpt_batches, hand_made_plan, joined, modes_for, two_groups
 from tests.ranks import run_ranks
+from tests.sharding.steps import engine_step, plain_step
 
 STEPS, BATCH = 20, 8
 
@@ -20,14 +20,7 @@ def reference() -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(1)
     model = TinyGPT()
     optimizer = two_groups(model)
-    losses = []
-    for batch in gpt_batches(STEPS, BATCH):
-        optimizer.zero_grad()
-        loss = gpt_loss(model, batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        losses.append(float(loss.detach()))
+    losses = [plain_step(model, optimizer, batch) for batch in gpt_batches(STEPS, BATCH)]
     return losses, model.state_dict()
 
 
@@ -42,23 +35,8 @@ def train(rank: int, ranks: int, policy: str, accumulation: int) -> Any:
     blocks = ("blocks.0", "blocks.1") if policy.startswith("joined ") else ()
     engine.apply(model, joined(plan, blocks), [optimizer])
     assert [name for name, _ in model.named_parameters()] == names
-    losses = []
-    for batch in gpt_batches(STEPS, BATCH):
-        optimizer.zero_grad()
-        total = 0.0
-        for i, part in enumerate(batch[rank::ranks].chunk(accumulation)):
-            last = i == accumulation - 1
-            engine.before_forward()
-            with nullcontext() if last else engine.no_sync():
-                loss = gpt_loss(model, part) / accumulation
-                loss.backward()
-                engine.finish_backward()
-            total += float(loss.detach())
-        engine.clip_grad_norm(model.parameters(), 0.5)
-        engine.before_optimizer_step(optimizer)
-        optimizer.step()
-        engine.after_optimizer_step()
-        losses.append(total)
+    batches = gpt_batches(STEPS, BATCH)[:, rank::ranks]
+    losses = [engine_step(engine, model, optimizer, batch, accumulation) for batch in batches]
     return losses, engine.model_state(), engine.optimizer_state(optimizer), engine.collectives_per_step
 
 

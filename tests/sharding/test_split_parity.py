@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from lightning_osdp.sharding.fairscale import FairScaleEngine
 from tests.models import VOCABULARY, TinyGPT, gpt_batches, gpt_loss, joined
 from tests.ranks import run_ranks
 from tests.sharding.split_plans import split_all, split_plan
+from tests.sharding.steps import engine_step, plain_step
 
 STEPS, BATCH = 10, 8
 JOINED = 0
@@ -82,14 +82,7 @@ def reference(name: str) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(1)
     model = build()
     optimizer = optimizer_of(model)
-    losses = []
-    for batch in gpt_batches(STEPS, BATCH):
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        losses.append(float(loss.detach()))
+    losses = [plain_step(model, optimizer, batch, loss_of) for batch in gpt_batches(STEPS, BATCH)]
     return losses, model.state_dict()
 
 
@@ -103,23 +96,8 @@ def train(rank: int, ranks: int, name: str, k: int, again: bool) -> tuple[list[f
     splits = split_all(model, k, every * ranks // 2) if k else dict.fromkeys(split_all(model, 1), ((Mode.ZDP,), None))
     plan = split_plan(splits, ranks, blocks if again else ())
     engine.apply(model, plan if k else joined(plan, blocks), [optimizer])
-    accumulation = 2 if again else 1
-    losses = []
-    for batch in gpt_batches(STEPS, BATCH):
-        optimizer.zero_grad()
-        total = 0.0
-        for i, part in enumerate(batch[rank::ranks].chunk(accumulation)):
-            engine.before_forward()
-            with nullcontext() if i == accumulation - 1 else engine.no_sync():
-                loss = loss_of(model, part) / accumulation
-                loss.backward()
-                engine.finish_backward()
-            total += float(loss.detach())
-        engine.clip_grad_norm(model.parameters(), 0.5)
-        engine.before_optimizer_step(optimizer)
-        optimizer.step()
-        engine.after_optimizer_step()
-        losses.append(total)
+    batches, accumulation = gpt_batches(STEPS, BATCH)[:, rank::ranks], 2 if again else 1
+    losses = [engine_step(engine, model, optimizer, batch, accumulation, loss_of) for batch in batches]
     return losses, engine.model_state()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,8 +13,9 @@ from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.sharding.fairscale import FairScaleEngine
-from tests.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups
+from tests.models import TinyGPT, gpt_batches, hand_made_plan, modes_for, two_groups
 from tests.ranks import run_ranks
+from tests.sharding.steps import engine_step, plain_step
 
 CPU, RANKS = torch.device("cpu"), 2
 STEPS, BATCH, EACH = 9, 8, 3
@@ -57,21 +57,8 @@ def train(rank: int, ranks: int) -> dict[str, Any]:
     for step, batch in enumerate(gpt_batches(STEPS, BATCH)):
         if step and step % EACH == 0:
             engine.change(others.pop(0), [optimizer])
-        optimizer.zero_grad()
         parts.append(model.net.embed.weight.numel())
-        total = 0.0
-        for last, part in enumerate(batch[rank::ranks].chunk(2)):
-            engine.before_forward()
-            with nullcontext() if last else engine.no_sync():
-                loss = gpt_loss(model, part) / 2
-                loss.backward()
-                engine.finish_backward()
-            total += float(loss.detach())
-        engine.clip_grad_norm(model.parameters(), 0.5)
-        engine.before_optimizer_step(optimizer)
-        optimizer.step()
-        engine.after_optimizer_step()
-        losses.append(total)
+        losses.append(engine_step(engine, model, optimizer, batch[rank::ranks], accumulation=2))
     assert model.net.head.weight is model.net.embed.weight
     return {"losses": losses, "parts": parts, "model": engine.model_state(), "adam": engine.optimizer_state(optimizer)}
 
@@ -80,14 +67,7 @@ def plain() -> tuple[list[float], Model, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = Model()
     optimizer = two_groups(model)
-    losses = []
-    for batch in gpt_batches(STEPS, BATCH):
-        optimizer.zero_grad()
-        loss = gpt_loss(model, batch)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        losses.append(float(loss.detach()))
+    losses = [plain_step(model, optimizer, batch) for batch in gpt_batches(STEPS, BATCH)]
     return losses, model, optimizer
 
 
