@@ -314,6 +314,41 @@ def test_a_long_step_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None
         assert len(tries) == left
 
 
+class _Clock:
+    """Time that passes by what steps say they take."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.turns: dict[int, int] = {}
+        monkeypatch.setattr(copies.time, "perf_counter", lambda: self.now_s)
+
+    def step(self, name: int, *takes_s: float) -> Any:
+        """A step that takes these times, one after the other, and the last of them from then on."""
+
+        def run() -> None:
+            turn = self.turns.get(name, 0)
+            self.turns[name] = turn + 1
+            self.now_s += takes_s[min(turn, len(takes_s) - 1)]
+
+        return run
+
+
+def test_of_long_steps_the_first_warms_up_and_no_other_is_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock(monkeypatch)
+    steps = [clock.step(2, 1.0, 0.75), clock.step(8, 2.25)]
+    took = copies._means(steps, None, torch.device("cpu"), seconds=1.5)
+    assert [one.step_s for one in took] == [0.75, 2.25]
+    assert clock.turns == {2: 2, 8: 1}
+
+
+def test_a_single_long_step_and_several_short_ones_are_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock(monkeypatch)
+    (single,) = copies._means([clock.step(8, 3.0, 2.0)], None, torch.device("cpu"), seconds=1.5)
+    assert (single.step_s, clock.turns) == (2.0, {8: 2})
+    steps = [clock.step(2, 0.25, 0.125), clock.step(4, 0.5, 0.25)]
+    assert [one.step_s for one in copies._means(steps, None, torch.device("cpu"), seconds=1.5)] == [0.125, 0.25]
+
+
 @pytest.mark.parametrize(
     ("step_s", "left_s", "size"),
     [
