@@ -19,7 +19,7 @@ SLOW_STEP_S = 4.0
 """Of steps that take longer, no more are measured (but two) than take the time of the usual number of this length: they
 vary less, and a recomputing system's largest batch sizes, of up to 23 s a step, would take most of a comparison's."""
 OSDP_TIMEOUTS = 2
-"""How many time-outs OSDP has: it measures first, and may choose batches whose steps are slow, which only its run shows;
+"""How many time-outs OSDP has: it measures first, and may choose batches whose steps are slow, as only its run shows;
 how many steps of the others are measured goes by what a search has shown."""
 PAPER = "fairscale-op"
 """Always among the finalists, if it lives: what the paper compares with."""
