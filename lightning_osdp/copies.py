@@ -217,13 +217,14 @@ def _means(
     """Of some repetitions in turn. Of so few a median is off by more [measured, 37 plans: 9.0 % of what training takes,
     means 8.3 %], and a step that is disturbed makes ``_rehearsed`` look again.
 
-    Of several that take long the turn that is to warm up counts, but for the first one, which warms up for the others.
-    [measured, natural language model, 4 ranks on 2 cores, 8 samples after 2: 2.07 and 2.19 s, later 1.73 to 2.26]
+    Of several that take long on a CPU the turn that is to warm up counts, but for the first one, which warms up for the
+    others. [measured, language model, 4 ranks on 2 cores, 8 samples after 2: 2.07 and 2.19 s, later 1.73 to 2.26]
+    On CUDA it may be kernels that are loaded, and memory that is taken, which take long.
     """
 
-    def once(steps: Sequence[Callable[[], None]]) -> list[Took]:
+    def once(chosen: Sequence[Callable[[], None]]) -> list[Took]:
         took = []
-        for step in steps:
+        for step in chosen:
             synchronize(device)
             if group is not None:
                 dist.barrier(group)
@@ -242,7 +243,7 @@ def _means(
     for _ in range(WARM_UP):
         first = most(once(steps))
     first_s = sum(one.step_s for one in first)
-    if len(steps) > 1 and first_s > seconds:
+    if device.type == "cpu" and len(steps) > 1 and first_s > seconds:
         return [*most(once(steps[:1])), *first[1:]]
     least = max(1, min(FEWEST, int(1.5 * seconds / first_s)))
     repeats = min(MOST, max(least, int(seconds / first_s)))

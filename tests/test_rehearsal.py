@@ -341,6 +341,14 @@ def test_of_long_steps_the_first_warms_up_and_no_other_is_run_twice(monkeypatch:
     assert clock.turns == {2: 2, 8: 1}
 
 
+def test_on_cuda_long_steps_are_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "synchronize", lambda _: None)
+    clock = _Clock(monkeypatch)
+    steps = [clock.step(2, 1.0, 0.25), clock.step(8, 2.0, 0.5)]
+    took = copies._means(steps, None, torch.device("cuda"), seconds=1.5)
+    assert [one.step_s for one in took] == [0.25, 0.5]
+
+
 def test_a_single_long_step_and_several_short_ones_are_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = _Clock(monkeypatch)
     (single,) = copies._means([clock.step(8, 3.0, 2.0)], None, torch.device("cpu"), seconds=1.5)
