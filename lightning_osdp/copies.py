@@ -7,7 +7,6 @@ has no optimizer states.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_osdp.collectives import WAITED, largest_of_ranks, least_room
+from lightning_osdp.instants import instant, seconds_between, synchronize
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.profiling.heap import HEAP
 from lightning_osdp.profiling.memory import allowance, release_unused
@@ -35,7 +35,6 @@ from lightning_osdp.profiling.standins import (
     transferred,
 )
 from lightning_osdp.sharding.fairscale import FairScaleEngine
-from lightning_osdp.sharding.overhead import synchronize
 from lightning_osdp.sharding.splitting import forget
 
 SECONDS = 1.5
@@ -57,9 +56,14 @@ class Took(NamedTuple):
     step_s: float
     waited_s: float = 0.0
     """Part of the seconds in which it waited for collectives."""
+    forward_s: float = 0.0
+    """Part of the seconds that the forward pass took."""
 
 
-Work = Callable[[Sequence[Callable[[], None]]], list[Took]]
+Step = Callable[[], Any]
+"""Forward and backward; returns the instant between them (``instants``)."""
+
+Work = Callable[[Sequence[Step]], list[Took]]
 """What is done with steps, one for each batch size."""
 
 
@@ -182,26 +186,28 @@ def _on(
         return work(steps)
 
 
-def _step(stage: Stage, twin: LightningModule, batch: Any, engine: FairScaleEngine | None) -> None:
-    """Forward and backward; gradients are freed."""
+def _step(stage: Stage, twin: LightningModule, batch: Any, engine: FairScaleEngine | None) -> Any:
+    """Forward and backward; gradients are freed. Returns the instant between them."""
     if engine is not None:
         engine.before_forward()
     with stage.step_context():
         output = twin.training_step(*step_arguments(twin, batch))
+    middle = instant(stage.device)
     twin.backward(loss_of(output))
     if engine is not None:
         engine.finish_backward()
         engine.after_optimizer_step()
     twin.zero_grad(set_to_none=True)
+    return middle
 
 
-def _kept(means: Work, heap_bytes: int, steps: Sequence[Callable[[], None]]) -> list[Took]:
+def _kept(means: Work, heap_bytes: int, steps: Sequence[Step]) -> list[Took]:
     """``means`` where freed tensors stay in the heap."""
     with HEAP.kept(heap_bytes):
         return means(steps)
 
 
-def _in_turns(means: Work, heap_bytes: int, steps: Sequence[Callable[[], None]]) -> list[Took]:
+def _in_turns(means: Work, heap_bytes: int, steps: Sequence[Step]) -> list[Took]:
     """``handed_back_and_kept`` of one step."""
     usual: list[Took] = []
     kept: list[Took] = []
@@ -211,9 +217,7 @@ def _in_turns(means: Work, heap_bytes: int, steps: Sequence[Callable[[], None]])
     return [Took(*map(statistics.mean, zip(*each, strict=True))) for each in (usual, kept)]
 
 
-def _means(
-    steps: Sequence[Callable[[], None]], group: dist.ProcessGroup | None, device: torch.device, seconds: float
-) -> list[Took]:
+def _means(steps: Sequence[Step], group: dist.ProcessGroup | None, device: torch.device, seconds: float) -> list[Took]:
     """Of some repetitions in turn. Of so few a median is off by more [measured, 37 plans: 9.0 % of what training takes,
     means 8.3 %], and a step that is disturbed makes ``_rehearsed`` look again.
 
@@ -222,23 +226,24 @@ def _means(
     On CUDA it may be kernels that are loaded, and memory that is taken, which take long.
     """
 
-    def once(chosen: Sequence[Callable[[], None]]) -> list[Took]:
+    def once(chosen: Sequence[Step]) -> list[Took]:
         took = []
         for step in chosen:
             synchronize(device)
             if group is not None:
                 dist.barrier(group)
-            start, waited_s = time.perf_counter(), WAITED.seconds
-            step()
+            start, waited_s = instant(device), WAITED.seconds
+            middle = step()
             synchronize(device)
-            took.append(Took(time.perf_counter() - start, WAITED.seconds - waited_s))
+            end = instant(device)
+            took.append(Took(seconds_between(start, end), WAITED.seconds - waited_s, seconds_between(start, middle)))
         return took
 
     def most(took: Sequence[Took]) -> list[Took]:
         if group is None:
             return list(took)
-        numbers = largest_of_ranks([each for one in took for each in (one.step_s, one.waited_s)], group, device)
-        return [Took(*each) for each in zip(numbers[::2], numbers[1::2], strict=True)]
+        numbers = iter(largest_of_ranks([each for one in took for each in one], group, device))
+        return [Took(*each) for each in zip(numbers, numbers, numbers, strict=True)]
 
     for _ in range(WARM_UP):
         first = most(once(steps))

@@ -27,6 +27,7 @@ from lightning_osdp.planning.operators import Line, ModelDescription
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.planning.rehearsed import (
     CHOSEN_ERROR,
+    Passes,
     Rehearsal,
     alike,
     copy_bytes,
@@ -179,7 +180,8 @@ def rehearse_kept(
 
 def _as_plain(compute: ComputeTimes, plain: Mapping[int, Took]) -> ComputeTimes:
     """``compute`` with the sums that plain steps have."""
-    return rehearsed_compute(compute, {size: took.step_s for size, took in plain.items()}) if plain else compute
+    took = {size: Passes(one.forward_s, one.step_s - one.forward_s) for size, one in plain.items()}
+    return rehearsed_compute(compute, took) if took else compute
 
 
 def rehearse_chosen(

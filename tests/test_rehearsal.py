@@ -87,7 +87,7 @@ def rehearsed(
 
         def given(steps: Any, **named: Any) -> list[Took]:
             run(steps, **named)
-            return [Took(means[len(steps)], 0.25)] * len(steps)
+            return [Took(means[len(steps)], 0.25, means[len(steps)] / 4)] * len(steps)
 
         copies._means = given
     with warnings.catch_warnings(record=True) as caught:
@@ -240,7 +240,7 @@ def test_a_process_alone_rehearses_the_plain_step(monkeypatch: pytest.MonkeyPatc
 
     def a_second_each(steps: Any, **named: Any) -> list[Took]:
         run(steps, **named)
-        return [Took(1.0)] * len(steps)
+        return [Took(1.0, 0.0, 0.25)] * len(steps)
 
     monkeypatch.setattr(copies, "_means", a_second_each)
     times = rehearse_alone(stage(module), traced, some_cluster(4), parts, ROOM)
@@ -320,15 +320,18 @@ class _Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
         self.turns: dict[int, int] = {}
-        monkeypatch.setattr(copies.time, "perf_counter", lambda: self.now_s)
+        monkeypatch.setattr(copies, "instant", lambda _: self.now_s)
 
     def step(self, name: int, *takes_s: float) -> Any:
-        """A step that takes these times, one after the other, and the last of them from then on."""
+        """A step that takes these times, one after the other, and the last of them from then on; a quarter of each for
+        the forward pass."""
 
-        def run() -> None:
-            turn = self.turns.get(name, 0)
+        def run() -> float:
+            turn, start_s = self.turns.get(name, 0), self.now_s
             self.turns[name] = turn + 1
-            self.now_s += takes_s[min(turn, len(takes_s) - 1)]
+            took_s = takes_s[min(turn, len(takes_s) - 1)]
+            self.now_s += took_s
+            return start_s + took_s / 4
 
         return run
 
@@ -338,6 +341,7 @@ def test_of_long_steps_the_first_warms_up_and_no_other_is_run_twice(monkeypatch:
     steps = [clock.step(2, 1.0, 0.75), clock.step(8, 2.25)]
     took = copies._means(steps, None, torch.device("cpu"), seconds=1.5)
     assert [one.step_s for one in took] == [0.75, 2.25]
+    assert [one.forward_s for one in took] == [0.75 / 4, 2.25 / 4]
     assert clock.turns == {2: 2, 8: 1}
 
 

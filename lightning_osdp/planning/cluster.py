@@ -179,13 +179,13 @@ class OperatorTime(Frozen):
         """Forward and backward together, in seconds."""
         return self.forward.at(batch_size) + self.backward.at(batch_size)
 
-    def changed(self, change: Callable[[Line], Line]) -> OperatorTime:
-        """The same with every line changed."""
+    def changed(self, forward: Callable[[Line], Line], backward: Callable[[Line], Line]) -> OperatorTime:
+        """The same with every line of either pass changed."""
         splits = (
-            one.model_copy(update={"forward": change(one.forward), "backward": change(one.backward)})
+            one.model_copy(update={"forward": forward(one.forward), "backward": backward(one.backward)})
             for one in self.splits
         )
-        return OperatorTime(forward=change(self.forward), backward=change(self.backward), splits=tuple(splits))
+        return OperatorTime(forward=forward(self.forward), backward=backward(self.backward), splits=tuple(splits))
 
 
 class Scratch(Frozen):
@@ -210,13 +210,14 @@ class ComputeTimes(Frozen):
     scratch: tuple[Scratch, ...] = ()
     """Aligned with ``operators``, where it was measured."""
 
-    def changed(self, change: Callable[[Line], Line]) -> ComputeTimes:
-        """The same with every line of forward and backward changed."""
+    def changed(self, forward: Callable[[Line], Line], backward: Callable[[Line], Line] | None = None) -> ComputeTimes:
+        """The same with every line of forward and backward changed; both alike if ``backward`` is None."""
+        both = (forward, forward if backward is None else backward)
         return self.model_copy(
             update={
-                "operators": tuple(one.changed(change) for one in self.operators),
-                "outside": self.outside.changed(change),
-                "blocks": tuple(map(change, self.blocks)),
+                "operators": tuple(one.changed(*both) for one in self.operators),
+                "outside": self.outside.changed(*both),
+                "blocks": tuple(map(forward, self.blocks)),
             }
         )
 

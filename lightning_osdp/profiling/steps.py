@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from lightning_osdp.instants import instant, seconds_between
 from lightning_osdp.planning.calibration import MeasuredStep
 from lightning_osdp.profiling.memory import peak_memory, reset_peak
 
@@ -44,7 +44,7 @@ class StepClock:
         if self._start is None:
             reset_peak(self._device)
             self._waited_before = self._waited_s()
-            self._start = self._now()
+            self._start = instant(self._device)
 
     def end(self) -> None:
         """The optimizer's update is done."""
@@ -52,7 +52,7 @@ class StepClock:
             return
         self._steps += 1
         if self._steps > SKIPPED_STEPS:
-            self._spans.append((self._start, self._now()))
+            self._spans.append((self._start, instant(self._device)))
             self._waits.append(self._waited_s() - self._waited_before)
         self._start = None
         self.peak_memory_bytes = max(self.peak_memory_bytes, peak_memory(self._device))
@@ -61,10 +61,7 @@ class StepClock:
         """Median seconds per optimizer step; None if too few steps were made."""
         if not self._spans:
             return None
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            return float(statistics.median(start.elapsed_time(end) / 1e3 for start, end in self._spans))
-        return float(statistics.median(end - start for start, end in self._spans))
+        return float(statistics.median(seconds_between(*span) for span in self._spans))
 
     def measured(self) -> MeasuredStep | None:
         """What a step took on this rank; None if too few were made."""
@@ -73,10 +70,3 @@ class StepClock:
             return None
         waited = None if self._device.type == "cuda" else float(statistics.median(self._waits))
         return MeasuredStep(seconds, waited, self.peak_memory_bytes)
-
-    def _now(self) -> Any:
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-            return event
-        return time.perf_counter()

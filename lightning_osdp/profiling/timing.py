@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_osdp.errors import OSDPWarning
+from lightning_osdp.instants import instant, seconds_between, synchronize
 from lightning_osdp.profiling.arguments import copied, made_up
 from lightning_osdp.profiling.kernels import Kernel, TensorSpec, list_length, some_of_lists
 from lightning_osdp.profiling.memory import memory_in_use, peak_memory, reset_peak
@@ -101,17 +102,10 @@ class Clock:
 
     def time_s(self, call: Callable[[], object]) -> float:
         """Of one call."""
-        if self.device.type != "cuda":
-            start = time.perf_counter()
-            call()  # what it returns is freed at once: a step frees, sooner or later, all that it allocates
-            return time.perf_counter() - start
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize(self.device)
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize(self.device)
-        return float(begin.elapsed_time(end)) / 1e3
+        synchronize(self.device)
+        start = instant(self.device)
+        call()  # what it returns is freed at once: a step frees, sooner or later, all that it allocates
+        return seconds_between(start, instant(self.device))
 
     def time_and_scratch(self, call: Callable[[], object]) -> tuple[float, int]:
         """Seconds of one call, and the bytes that it takes at most beside its result; 0 if that is next to nothing."""

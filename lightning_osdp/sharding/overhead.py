@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_osdp import collectives
+from lightning_osdp.instants import synchronize
 from lightning_osdp.planning.choices import Choice, Mode
 from lightning_osdp.planning.cluster import NO_OVERHEAD, Cluster, CollectiveFit, EngineOverhead, Link, ModeOverhead
 from lightning_osdp.planning.cost import communication
@@ -206,9 +207,3 @@ def bare_plan(operators: Iterable[OperatorPlan], ranks: int) -> ExecutionPlan:
             overhead_bytes=0,
         ),
     )
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits for what the device still does."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -22,6 +22,7 @@ from lightning_osdp.planning.cost import communication, engine, excess, kinds, t
 from lightning_osdp.planning.operators import Line, ModelDescription, Operator
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import (
+    Passes,
     Rehearsal,
     alike,
     as_rehearsed,
@@ -29,6 +30,7 @@ from lightning_osdp.planning.rehearsed import (
     copy_bytes,
     decided,
     foreseen,
+    passes_s,
     rehearsed_compute,
     rising,
     with_excess,
@@ -61,28 +63,41 @@ def added_s(choices: list[Choice], hardware: Cluster, operators: tuple[Operator,
     return sum(sum(part(*pair, hardware)) for pair in pairs for part in (communication, engine, excess))
 
 
-@given(low=st.floats(1.4, 2.5), growth=st.floats(1.0, 4.0))
-def test_parts_keep_their_shares_and_sum_up_to_the_whole(low: float, growth: float) -> None:
+@given(low=st.floats(1.6, 2.2), growth=st.floats(1.0, 4.0), backward=st.floats(0.9, 1.1))
+def test_parts_keep_their_shares_of_each_pass_and_sum_up_to_the_whole(
+    low: float, growth: float, backward: float
+) -> None:
     """Four times the samples take as long, up to four times as long."""
-    whole = {2: low * compute_s(PLAIN, 2), 8: low * growth * compute_s(PLAIN, 2)}
+    parts = passes_s(PLAIN, 2)
+    whole = {
+        size: Passes(factor * parts.forward_s, backward * factor * parts.backward_s)
+        for size, factor in ((2, low), (8, low * growth))
+    }
     found = rehearsed_compute(PLAIN, whole)
-    assert {size: compute_s(found, size) for size in whole} == pytest.approx(whole)
+    assert {size: passes_s(found, size) for size in whole} == {
+        size: pytest.approx(passes) for size, passes in whole.items()
+    }
+    before, after = PLAIN.operators[0], found.operators[0]
     for size in (2, 5, 8):
-        share = PLAIN.operators[0].at(size) / compute_s(PLAIN, size)
-        assert found.operators[0].at(size) / compute_s(found, size) == pytest.approx(share)
-        split = PLAIN.operators[0].splits[0].forward.at(size) / compute_s(PLAIN, size)
-        assert found.operators[0].splits[0].forward.at(size) / compute_s(found, size) == pytest.approx(split)
-        assert found.blocks[0].at(size) / compute_s(found, size) == pytest.approx(
-            PLAIN.blocks[0].at(size) / compute_s(PLAIN, size)
+        forward, backward_ = (
+            now / then for now, then in zip(passes_s(found, size), passes_s(PLAIN, size), strict=True)
         )
+        assert after.forward.at(size) / before.forward.at(size) == pytest.approx(forward)
+        assert after.backward.at(size) / before.backward.at(size) == pytest.approx(backward_)
+        assert after.splits[0].forward.at(size) / before.splits[0].forward.at(size) == pytest.approx(forward)
+        assert after.splits[0].backward.at(size) / before.splits[0].backward.at(size) == pytest.approx(backward_)
+        assert found.blocks[0].at(size) / PLAIN.blocks[0].at(size) == pytest.approx(forward)
     assert found.optimizer_s_per_byte == PLAIN.optimizer_s_per_byte
 
 
 def test_one_batch_size_is_enough_and_nonsense_is_limited() -> None:
-    twice = rehearsed_compute(PLAIN, {4: 2 * compute_s(PLAIN, 4)})
+    def times(factor: float) -> Passes:
+        return Passes(*(factor * seconds for seconds in passes_s(PLAIN, 4)))
+
+    twice = rehearsed_compute(PLAIN, {4: times(2)})
     assert compute_s(twice, 4) == pytest.approx(2 * compute_s(PLAIN, 4))
     assert compute_s(twice, 8) == pytest.approx(2 * compute_s(PLAIN, 8))
-    absurd = rehearsed_compute(PLAIN, {4: 100 * compute_s(PLAIN, 4)})
+    absurd = rehearsed_compute(PLAIN, {4: times(100)})
     assert compute_s(absurd, 4) == pytest.approx(MOST_FACTOR * compute_s(PLAIN, 4))
 
 
