@@ -113,7 +113,7 @@ def _page(comparisons: Sequence[Comparison], about: dict[str, Any], pictures: Se
         "",
         "OSDP's samples per second over those of",
         "",
-        *_markdown(("", "cells", "least", "mean", "most"), [(v.what, *v.words()) for v in report.totals(comparisons)]),
+        *_markdown(report.HEADINGS, [(v.what, *v.words()) for v in report.totals(comparisons)]),
         "",
         *(f"- {line}." for line in report.verdicts(comparisons)),
         "",

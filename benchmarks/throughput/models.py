@@ -161,7 +161,8 @@ def _decoder(name: str, family: str, widths: tuple[int, ...], tokens: int = 64, 
 
 
 N_AND_D, W_AND_S, I_AND_C, GPT2, LLAMA = "N&D", "W&S", "I&C", "GPT-2", "LLaMA"
-FAMILIES = (N_AND_D, W_AND_S, I_AND_C, GPT2, LLAMA)
+PAPERS_FAMILIES = (N_AND_D, W_AND_S, I_AND_C)
+FAMILIES = (*PAPERS_FAMILIES, GPT2, LLAMA)
 
 MODELS = {
     model.name: model

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from statistics import geometric_mean
+from statistics import fmean, geometric_mean
 from typing import Any
 
 from rich.table import Table
 
 from benchmarks.throughput.cells import MIB, Cell
 from benchmarks.throughput.compare import PAPER, Comparison, Row
-from benchmarks.throughput.models import MODELS
+from benchmarks.throughput.models import MODELS, PAPERS_FAMILIES
 from benchmarks.throughput.systems import OSDP, parse
 
 
@@ -22,12 +22,14 @@ class Versus:
     what: str
     ratios: tuple[float, ...]
 
-    def words(self) -> tuple[str, str, str, str]:
-        """Cells, smallest, geometric mean, largest."""
-        if not self.ratios:
-            return "0", "-", "-", "-"
-        numbers = (min(self.ratios), geometric_mean(self.ratios), max(self.ratios))
-        return (str(len(self.ratios)), *(f"{number:.2f}" for number in numbers))  # type: ignore[return-value]
+    def words(self) -> tuple[str, ...]:
+        """As ``HEADINGS`` after the first."""
+        numbers = (min(self.ratios), geometric_mean(self.ratios), fmean(self.ratios), max(self.ratios))
+        return (str(len(self.ratios)), *(f"{number:.2f}" for number in numbers))
+
+
+HEADINGS = ("", "cells", "least", "geometric mean", "average", "most")
+"""Of ``Versus``. The paper's own figures are averages."""
 
 
 def ratio(comparison: Comparison, other: Row | None) -> float | None:
@@ -86,6 +88,10 @@ def totals(comparisons: Sequence[Comparison]) -> list[Versus]:
         found.append(Versus(f"{family}: best of all others", _ratios((c, c.best()) for c in own)))
         found.append(Versus(f"{family}: FairScale FSDP per operator", _ratios((c, _paper(c, False)) for c in own)))
         found.append(Versus(f"{family}: the same, recomputed", _ratios((c, _paper(c, True)) for c in own)))
+    papers = [c for c in comparisons if MODELS[c.cell.model].family in PAPERS_FAMILIES]
+    found.append(
+        Versus(f"{', '.join(PAPERS_FAMILIES)}: the same, recomputed", _ratios((c, _paper(c, True)) for c in papers))
+    )
     return [versus for versus in found if versus.ratios]
 
 
@@ -121,7 +127,7 @@ def behind(comparisons: Sequence[Comparison], least: float = 0.97) -> list[Compa
 def totals_table(comparisons: Sequence[Comparison]) -> Table:
     """What the cells add up to."""
     table = Table(title="OSDP's samples/s over those of", title_justify="left", title_style="bold")
-    for name in ("", "cells", "least", "mean", "most"):
+    for name in HEADINGS:
         table.add_column(name, justify="right" if name else "left")
     for versus in totals(comparisons):
         table.add_row(versus.what, *versus.words())

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, geometric_mean
 from typing import Any, ClassVar
 
 import pytest
@@ -215,6 +216,7 @@ def test_totals_and_page_say_what_the_cells_say(tmp_path: Path) -> None:
     expected = [c.osdp.samples_per_s / c.best().samples_per_s for c in compared]
 
     assert list(best.ratios) == expected
+    assert best.words()[2:4] == (f"{geometric_mean(expected):.2f}", f"{fmean(expected):.2f}")
     page = document.write(compared, document.facts(["--quick"], {"abc"}), tmp_path)
     text = page.read_text()
     assert "python -m benchmarks.throughput --quick" in text
