@@ -1,8 +1,8 @@
 """What rehearsals of the whole step say of times that were measured in parts.
 
 Kernels that are timed one by one find other data in the caches than in a step, and collectives between operators of
-another size, ranks that are out of step in other ways. Rehearsals give the sums: of forward and backward of the plain
-module at one or two batch sizes, and of the step under some plans. The parts keep their shares.
+another size, ranks that are out of step in other ways. Rehearsals give the sums: of either pass of the plain module at
+one or two batch sizes, and of the step under some plans. The parts keep their shares.
 """
 
 from __future__ import annotations
