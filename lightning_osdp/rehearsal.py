@@ -23,7 +23,7 @@ from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes
 from lightning_osdp.planning.heap import HEAP_GROWTH
 from lightning_osdp.planning.joining import Units, ways
-from lightning_osdp.planning.operators import Line, ModelDescription
+from lightning_osdp.planning.operators import ModelDescription
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.planning.rehearsed import (
     CHOSEN_ERROR,
@@ -175,7 +175,7 @@ def rehearse_kept(
         _warn(error)
         return None
     share = min(1.0, kept.step_s / usual.step_s)
-    return compute.changed(lambda line: Line(fixed=share * line.fixed, per_sample=share * line.per_sample))
+    return compute.changed(lambda line: line.times(share))
 
 
 def _as_plain(compute: ComputeTimes, plain: Mapping[int, Took]) -> ComputeTimes:

@@ -21,7 +21,7 @@ from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.cluster import ComputeTimes
 from lightning_osdp.planning.plan import ExecutionPlan
-from lightning_osdp.planning.rehearsed import CHOSEN_ERROR, Rehearsal, compute_s, copy_bytes, decided, with_excess
+from lightning_osdp.planning.rehearsed import CHOSEN_ERROR, Rehearsal, copy_bytes, decided, with_excess
 from lightning_osdp.planning.wishes import Wishes
 from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.heap import HEAP, fix_cpu_allocator
@@ -32,6 +32,7 @@ from lightning_osdp.rehearsal import rehearse, rehearse_alone, rehearse_chosen
 from lightning_osdp.sharding.fairscale import FairScaleEngine
 from tests.leaks import strange_bytes
 from tests.models import hand_made_plan, some_cluster
+from tests.planning.small import compute_s
 from tests.ranks import run_ranks
 
 CPU, ROOM = torch.device("cpu"), 1 << 40

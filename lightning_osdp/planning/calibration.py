@@ -7,7 +7,7 @@ from math import sqrt
 from typing import TypeVar
 
 from lightning_osdp.planning.cluster import Cluster, CollectiveFit, ComputeTimes
-from lightning_osdp.planning.operators import Frozen, Line
+from lightning_osdp.planning.operators import Frozen
 from lightning_osdp.planning.plan import ExecutionPlan
 
 FrozenValue = TypeVar("FrozenValue", bound=Frozen)
@@ -86,7 +86,7 @@ def drifted(plan: ExecutionPlan, peak_memory_bytes: int, margin: float) -> bool:
 def corrected_compute(compute: ComputeTimes, correction: Correction) -> ComputeTimes:
     """The same times, each by the factor on compute."""
     factor = correction.compute
-    changed = compute.changed(lambda line: Line(fixed=line.fixed * factor, per_sample=line.per_sample * factor))
+    changed = compute.changed(lambda line: line.times(factor))
     return changed.model_copy(update={"optimizer_s_per_byte": compute.optimizer_s_per_byte * factor})
 
 

@@ -38,6 +38,10 @@ class Line(Frozen):
         """Value at ``batch_size`` samples, never negative."""
         return max(0.0, self.fixed + self.per_sample * batch_size)
 
+    def times(self, factor: float) -> Line:
+        """So many times as much at every batch size."""
+        return Line(fixed=self.fixed * factor, per_sample=self.per_sample * factor)
+
 
 class ParameterInfo(Frozen):
     """One parameter tensor, counted once however many names it has."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -59,14 +59,9 @@ class Passes(NamedTuple):
 
 
 def passes_s(compute: ComputeTimes, batch_size: int) -> Passes:
-    """The same as sums of their parts."""
+    """Of the plain module, as sums of its parts."""
     times = (*compute.operators, compute.outside)
     return Passes(sum(t.forward.at(batch_size) for t in times), sum(t.backward.at(batch_size) for t in times))
-
-
-def compute_s(compute: ComputeTimes, batch_size: int) -> float:
-    """Seconds of forward and backward of the plain module, as a sum of its parts."""
-    return sum(passes_s(compute, batch_size))
 
 
 def rehearsed_compute(compute: ComputeTimes, took: Mapping[int, Passes]) -> ComputeTimes:
@@ -78,18 +73,16 @@ def rehearsed_compute(compute: ComputeTimes, took: Mapping[int, Passes]) -> Comp
         compute: as measured in parts.
         took: by batch size; one or two of them.
     """
-
-    def scaled(which: int) -> Callable[[Line], Line]:
-        factors = {size: _within(one[which], passes_s(compute, size)[which]) for size, one in sorted(took.items())}
-        return partial(_scaled, factors)
-
-    return compute.changed(scaled(0), scaled(1))
+    sizes = sorted(took)
+    factors = zip(*(map(_within, took[size], passes_s(compute, size)) for size in sizes), strict=True)
+    forward, backward = (partial(_scaled, dict(zip(sizes, each, strict=True))) for each in factors)
+    return compute.changed(forward, backward)
 
 
 def _scaled(factors: Mapping[int, float], line: Line) -> Line:
     if len(factors) == 1:
         (factor,) = factors.values()
-        return Line(fixed=line.fixed * factor, per_sample=line.per_sample * factor)
+        return line.times(factor)
     return rising([(size, factor * line.at(size)) for size, factor in factors.items()])
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_osdp import collectives
+from lightning_osdp.instants import synchronize
 from lightning_osdp.levels import Communicator, Levels, OneStage, TwoStage
 from lightning_osdp.planning import cluster
 from lightning_osdp.planning.cluster import CollectiveFit, Link, TwoStageLink
@@ -328,16 +329,11 @@ def _time_s(
 
 
 def _once_s(collective: Collective, group: dist.ProcessGroup, device: torch.device, before: Collective) -> float:
-    _synchronize(device)
+    synchronize(device)
     dist.barrier(group)
     before()
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     collective()
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

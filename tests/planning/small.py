@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_osdp.planning.cluster import Cluster, CollectiveFit, ComputeTimes, Link, OperatorTime, SplitTime
 from lightning_osdp.planning.operators import OUTSIDE, Block, Line, ModelDescription, Moment, Operator, ParameterInfo
+from lightning_osdp.planning.rehearsed import passes_s
 
 MIB = 1 << 20
 RANKS = 4
@@ -135,3 +136,8 @@ def compute(
 
 def ms(per_sample: float) -> Line:
     return Line(per_sample=per_sample * 1e-3)
+
+
+def compute_s(times: ComputeTimes, batch_size: int) -> float:
+    """Seconds of forward and backward of the plain module."""
+    return sum(passes_s(times, batch_size))

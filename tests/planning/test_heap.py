@@ -34,7 +34,7 @@ ONE, UP_TO_FOUR = BatchRule(batch_size=1), BatchRule(max_batch_size=4)
 
 
 def scaled(times: ComputeTimes, share: float) -> ComputeTimes:
-    return times.changed(lambda line: Line(fixed=share * line.fixed, per_sample=share * line.per_sample))
+    return times.changed(lambda line: line.times(share))
 
 
 def problem(limit_mib: float = ROOMY, share: float = 0.75) -> Problem:

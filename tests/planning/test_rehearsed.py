@@ -26,7 +26,6 @@ from lightning_osdp.planning.rehearsed import (
     Rehearsal,
     alike,
     as_rehearsed,
-    compute_s,
     copy_bytes,
     decided,
     foreseen,
@@ -37,7 +36,7 @@ from lightning_osdp.planning.rehearsed import (
 )
 from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
 from tests.models import hand_made_plan, joined
-from tests.planning.small import MIB, RANKS, blocks_of_one, blocks_of_two, cluster, compute, linear
+from tests.planning.small import MIB, RANKS, blocks_of_one, blocks_of_two, cluster, compute, compute_s, linear
 
 OPERATORS = (
     linear("free.0"),
