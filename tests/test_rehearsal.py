@@ -197,6 +197,26 @@ def test_what_there_is_no_room_for_is_not_rehearsed() -> None:
         assert [set(one.added_s) for one in shown] == [{"dp"}]
 
 
+def test_of_sizes_between_the_traced_ones_the_largest_that_fits_in_room_and_time_is_rehearsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, hardware, asked = Module(), some_cluster(2), []
+    traced = trace(module, BATCH, 4, device=CPU)
+    parts = compute.measure(traced, CPU, time_budget_s=0.0)
+    replicated = rehearsal._uniform(traced.description, 2)[0]
+
+    def noted(_: Stage, sizes: list[int], *__: object) -> dict[int, Took]:
+        asked.append(sizes)
+        return {size: Took(1.0) for size in sizes}
+
+    monkeypatch.setattr(rehearsal, "timed", noted)
+    for most in (2, 3, 4, 5, 8, 8):
+        monkeypatch.setattr(rehearsal, "PLAIN_S", compute_s(parts, 6) if len(asked) == 5 else math.inf)
+        room = math.ceil(rehearsal.MARGIN * copy_bytes(traced.description, hardware, replicated, most))
+        assert list(rehearsal._plain(stage(module), traced, None, hardware, parts, room)) == asked[-1]
+    assert asked == [[2], [2], [2, 4], [2, 5], [2, 8], [2, 6]]
+
+
 def test_a_copy_shares_parameters_until_either_is_written() -> None:
     module = Module()
     twin = real_copy(module)

@@ -55,7 +55,8 @@ class Row:
     samples_per_s: float = 0.0
     """Over all ranks; median of the repeats if it was among the finalists."""
     repeats: tuple[float, ...] = ()
-    """Of the finalists, in turns; empty for others, whose figure is that of the search."""
+    """Of the finalists, in turns, and of one run at a size known from a faster link; empty if the figure is of a
+    search."""
     peak_bytes: int = 0
     detail: dict[str, Any] = field(default_factory=dict)
     """OSDP: seconds of its set-up with and without measurements from before, and its plan."""
@@ -102,6 +103,8 @@ class Comparer:
         self._runs, self._systems, self._effort, self._device = runs, systems, effort, device
         self._seen: list[tuple[Cell, Row]] = []
         self._peaks: dict[tuple[str, int, str], dict[int, int]] = {}
+        self._measured: dict[tuple[Cell, str], dict[str, Any]] = {}
+        """First runs of finals that stood in for a search."""
 
     def compare(self, cell: Cell) -> Comparison:
         """Searches each competitor's best batch size, then measures the finalists and OSDP in turns."""
@@ -125,24 +128,29 @@ class Comparer:
         bound = min((row.samples_per_s for row in easier), default=float("inf"))
         if bound * SLACK < best:
             return Row(system, "bounded", samples_per_s=bound)
-        same_limit = [
+        faster_links = [
             row for seen, row in self._seen
-            if row.system == system and row.status == "ok" and seen.model == cell.model
-            and seen.where.ranks == cell.where.ranks and seen.memory_bytes == cell.memory_bytes
+            if row.system == system and row.status == "ok"
+            and is_easier(seen, cell) and seen.memory_bytes == cell.memory_bytes
         ]  # fmt: skip
-        return self._search(cell, system, same_limit[0].batch_size if same_limit else None)
+        return self._at_the_same_size(cell, faster_links[-1]) if faster_links else self._search(cell, system)
 
-    def _search(self, cell: Cell, system: str, known: int | None) -> Row:
-        """Tries batch sizes; where the limit is ``known`` from a cell with another link, that size and its half, and
-        those between if it does not hold here. What a process had no time for is tried in another one."""
+    def _at_the_same_size(self, cell: Cell, row: Row) -> Row:
+        """At what was best over a faster link, as in the finals. A slower link adds the same to a step of any size: a
+        smaller size, which lost there, loses by more here."""
+        result = self._final(cell, row, repeat=0)
+        self._measured[cell, row.system] = result
+        return _median_row(row, cell, [result])
+
+    def _search(self, cell: Cell, system: str) -> Row:
+        """Tries batch sizes. What a process had no time for is tried in another one."""
         peaks = self._peaks.setdefault((cell.model, cell.where.ranks, system), {})
         estimate, dead, status = estimate_largest(peaks, cell.memory_bytes), None, "out of memory"
         lived: dict[int, dict[str, Any]] = {}
-        sizes = tuple(sorted({max(1, known // 2), known})) if known else next_sizes(0, None, estimate)
+        sizes = next_sizes(0, None, estimate)
         while sizes:
             slowest = max((size["step_s"] for size in lived.values()), default=0.0)
-            upwards = dead is None and not known
-            result = self._runs.get(self._job("search", cell, system, sizes, until_flat=upwards, step_s=slowest))
+            result = self._runs.get(self._job("search", cell, system, sizes, until_flat=dead is None, step_s=slowest))
             lived |= {size["batch_size"]: size for size in result["sizes"]}
             peaks.update({size["batch_size"]: size["peak_bytes"] for size in result["sizes"]})
             if result["outcome"] == "out of memory":
@@ -150,8 +158,7 @@ class Comparer:
             elif result["outcome"] != "ok":
                 status = result["outcome"]
             why = result.get("stop", {}).get("why")
-            known_held = known is not None and dead is None and why is None
-            if result["outcome"] not in ("ok", "out of memory") or why == "flat" or known_held:
+            if result["outcome"] not in ("ok", "out of memory") or why == "flat":
                 break
             left = tuple(size for size in sizes if size not in lived)
             sizes = left if why == "late" and dead not in left else next_sizes(max(lived, default=0), dead)
@@ -170,7 +177,8 @@ class Comparer:
             if repeat and first["outcome"] == "ok":
                 osdp.append(self._osdp(cell, repeat))
             for system in finalists:
-                results[system].append(self._final(cell, rows[system], repeat))
+                measured = self._measured.get((cell, system)) if not repeat else None
+                results[system].append(measured or self._final(cell, rows[system], repeat))
         found = [_median_row(rows[system], cell, results[system]) for system in finalists]
         if first["outcome"] == "ok":
             found.append(_median_row(rows[OSDP], cell, osdp))
@@ -218,7 +226,7 @@ class Comparer:
             sizes,
             memory_bytes=cell.memory_bytes,
             repeat=repeat,
-            warm_up=3 if purpose == "final" else 2,
+            warm_up=3 if purpose == "final" and step_s <= SLOW_STEP_S else 2,
             steps=_fewer(steps, step_s),
             until_flat=until_flat,
             budget_s=effort.budget_s,

@@ -158,7 +158,8 @@ class Cluster(Frozen):
 
 
 class SplitTime(Frozen):
-    """Compute time of an operator that is split, in one micro-batch, in seconds by batch size."""
+    """What splitting an operator adds to its compute time in one micro-batch, in seconds by batch size: never less than
+    nothing, also at batch sizes beyond those that were measured."""
 
     dim: int
     """Dimension of the weight that the slices divide."""
@@ -173,7 +174,7 @@ class OperatorTime(Frozen):
     forward: Line = Line()
     backward: Line = Line()
     splits: tuple[SplitTime, ...] = ()
-    """The same for each way to split it that was measured: only these are offered to the search."""
+    """Each way to split it that was measured: only these are offered to the search."""
 
     def at(self, batch_size: int) -> float:
         """Forward and backward together, in seconds."""

@@ -431,7 +431,7 @@ def compute_lines(operator_time: OperatorTime, choice: Choice) -> tuple[Line, Li
         return operator_time.forward, operator_time.backward
     for split in operator_time.splits:
         if (split.dim, split.slices) == (choice.split_dim, len(choice.slices)):
-            return split.forward, split.backward
+            return operator_time.forward.plus(split.forward), operator_time.backward.plus(split.backward)
     raise KeyError(f"{len(choice.slices)} slices along dimension {choice.split_dim} were not measured")
 
 

@@ -42,6 +42,10 @@ class Line(Frozen):
         """So many times as much at every batch size."""
         return Line(fixed=self.fixed * factor, per_sample=self.per_sample * factor)
 
+    def plus(self, other: Line) -> Line:
+        """The sum at every batch size."""
+        return Line(fixed=self.fixed + other.fixed, per_sample=self.per_sample + other.per_sample)
+
 
 class ParameterInfo(Frozen):
     """One parameter tensor, counted once however many names it has."""

@@ -25,6 +25,7 @@ from lightning_osdp.planning.choices import granularities
 from lightning_osdp.planning.cluster import ComputeTimes, OperatorTime, SplitTime
 from lightning_osdp.planning.hardware import Hardware
 from lightning_osdp.planning.operators import OUTSIDE, Block, Line, ModelDescription, Operator, Phase
+from lightning_osdp.planning.rehearsed import rising
 
 FORWARD_SHARE = 1 / 3
 """Of an operator's FLOPs in forward and backward together."""
@@ -115,14 +116,20 @@ def _operator_time(operator: Operator, index: int, moved: Traffic, rates: _Rates
     read = sum(p.parameter_bytes for p in operator.parameters) if operator.flops_per_sample else 0
     written = sum(p.gradient_bytes for p in operator.parameters)
     whole = (operator.flops_per_sample, float(read), float(read + written))
-    splits = tuple(_split_times(operator, whole, index, moved, rates))
-    return _time(*whole, index, moved, rates).model_copy(update={"splits": splits})
+    time = _time(*whole, index, moved, rates)
+    splits = tuple(_split_times(operator, whole, time, index, moved, rates))
+    return time.model_copy(update={"splits": splits})
 
 
 def _split_times(
-    operator: Operator, whole: tuple[float, float, float], index: int, moved: Traffic, rates: _Rates
+    operator: Operator,
+    whole: tuple[float, float, float],
+    time: OperatorTime,
+    index: int,
+    moved: Traffic,
+    rates: _Rates,
 ) -> Iterator[SplitTime]:
-    """Of each number of slices that is offered; ``whole`` is what the operator takes when it is not split."""
+    """Of each number of slices that is offered; ``whole`` and ``time`` are of the operator when it is not split."""
     x, y = operator.input_per_sample, operator.output_per_sample
     for k in granularities(operator):
         dim = operator.split_dims[0]
@@ -130,10 +137,12 @@ def _split_times(
             shared, copied = ((k - 1) * x, (k - 1) * x), (2 * y, 3 * (k - 1) * x)
         else:  # y is read and written by each product, and read for both gradients; gradients of x are joined
             shared, copied = (2 * (k - 1) * y, 2 * (k - 1) * y), (0.0, 2 * x)
-        time = _time(*whole, index, moved, rates, shared)
+        split = _time(*whole, index, moved, rates, shared)
         forward, backward = (
-            Line(fixed=line.fixed, per_sample=line.per_sample + size / rates.bytes)
-            for line, size in zip((time.forward, time.backward), copied, strict=True)
+            rising([(size, own.at(size) - plain.at(size) + size * moving / rates.bytes) for size in SIZES])
+            for own, plain, moving in zip(
+                (split.forward, split.backward), (time.forward, time.backward), copied, strict=True
+            )
         )
         yield SplitTime(dim=dim, slices=k, forward=forward, backward=backward)
 

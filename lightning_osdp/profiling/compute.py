@@ -239,13 +239,8 @@ def _operator_time(
     times = []
     for split in splits:
         first, second = (
-            rising(
-                [
-                    (size, whole.at(size) + _more_s(split, size, phase, seconds, overhead))
-                    for size in sorted(select.sizes)
-                ]
-            )
-            for phase, whole in enumerate((forward, backward))
+            rising([(size, _more_s(split, size, phase, seconds, overhead)) for size in sorted(select.sizes)])
+            for phase in range(2)
         )
         times.append(SplitTime(dim=split.dim, slices=split.slices, forward=first, backward=second))
     return OperatorTime(forward=forward, backward=backward, splits=tuple(times))

@@ -23,7 +23,7 @@ from lightning_osdp.planning.cluster import NO_OVERHEAD, Cluster, CollectiveFit,
 from lightning_osdp.planning.cost import communication
 from lightning_osdp.planning.operators import Operator, ParameterInfo
 from lightning_osdp.planning.plan import ExecutionPlan, ModelIdentity, OperatorPlan, Prediction
-from lightning_osdp.repeats import typical_s
+from lightning_osdp.repeats import CORES, typical_s
 from lightning_osdp.sharding.fairscale import FairScaleEngine
 from lightning_osdp.sharding.splitting import forget
 
@@ -77,7 +77,10 @@ def measure(
         own_s = [_per_operator_s(mode, width, group, device) - _counted_s(mode, width, cluster) for width in widths]
         fits[mode] = _line([4 * width * width for width in widths], own_s)
     # Counted for each norm and bias, so an error would add up; and a gradient's hook can't take less than nothing.
-    fits[Mode.DP] = fits[Mode.DP].model_copy(update={"fixed_s": max(0.0, fits[Mode.DP].fixed_s)})
+    # Where ranks share cores, collectives wait for those whose turn it is not, the longer the more there is to compute:
+    # that they wait less for the little that is computed here does not make them shorter in a step.
+    for mode in Mode if CORES.shared else (Mode.DP,):
+        fits[mode] = fits[mode].model_copy(update={"fixed_s": max(0.0, fits[mode].fixed_s)})
     return EngineOverhead(dp=fits[Mode.DP], zdp2=fits[Mode.ZDP2], zdp=fits[Mode.ZDP])
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any, ClassVar
@@ -149,7 +150,20 @@ class Cramped(Machine):
         return found
 
 
-def test_a_size_that_fits_in_another_cell_alone_does_not_leave_a_system_at_its_half(tmp_path: Path) -> None:
+def test_a_size_known_from_a_faster_link_is_the_first_of_the_finals_and_not_searched_again(tmp_path: Path) -> None:
+    machine, others = Machine(**{"fairscale-op": 0.6, "shard": 0.6}), ("ddp", "shard", "fairscale-op")
+    one = comparer(machine, tmp_path / "r.jsonl")
+    loopback, link = (one.compare(CELLS[at]) for at in (0, 2))
+    there = [job for job in machine.jobs if job.setting == "2-1gbit" and job.system != "osdp"]
+
+    assert {job.purpose for job in there} == {"final"}
+    assert sorted((job.system, job.repeat) for job in there) == sorted(product(others, range(3))), "each once"
+    for system in others:
+        assert link.row(system).batch_size == loopback.row(system).batch_size
+        assert len(link.row(system).repeats) == 3
+
+
+def test_a_size_that_fits_over_a_faster_link_alone_is_tried_with_less(tmp_path: Path) -> None:
     one = comparer(Cramped(**{"fairscale-op": 0.3}), tmp_path / "r.jsonl")
     loopback, link = (one.compare(CELLS[at]).row("fairscale-op").batch_size for at in (0, 2))
 

@@ -118,8 +118,8 @@ def compute(
             SplitTime(
                 dim=operator.split_dims[0],
                 slices=k,
-                forward=ms(forward_ms + k * per_slice_ms),
-                backward=ms(2 * forward_ms + k * per_slice_ms),
+                forward=ms(k * per_slice_ms),
+                backward=ms(k * per_slice_ms),
             )
             for k in (slices if operator.split_dims else ())
         )
