@@ -78,7 +78,8 @@ class ModeOverhead(Frozen):
 
 class Excess(Frozen):
     """By what share the collectives and the engine take more in the module's own step than in parts, as rehearsals have
-    shown (``rehearsed``). Shares of the same operator add up; below 0 they take less."""
+    shown (``rehearsed``), or as is usual (``sharding.overhead``). Shares of the same operator add up; below 0 they take
+    less."""
 
     dp: float = 0.0
     zdp2: float = 0.0

@@ -28,7 +28,7 @@ DEFAULT_SIZES_BYTES = (16 << 10, 128 << 10, 1 << 20, 4 << 20, 32 << 20)
 
 WARM_UP = 2
 REPEATS_BY_BUDGET_S = 0.2
-"""Seconds to spend on one collective at one size, as far as the bounds below allow."""
+"""Seconds to spend on one collective at one size, with what comes before it, as far as the bounds below allow."""
 
 FEWEST_REPEATS = 3
 MOST_REPEATS = 15
@@ -321,7 +321,9 @@ def _time_s(
 ) -> float:
     """What is typical of several repeats on the slowest rank; every rank gets the same number."""
     for _ in range(WARM_UP):
-        last_s = _once_s(collective, group, device, before)
+        began = time.perf_counter()
+        _once_s(collective, group, device, before)
+        last_s = time.perf_counter() - began
     wanted = int(budget_s / max(collectives.largest_of_ranks([last_s], group, device)[0], 1e-6))
     repeats = min(MOST_REPEATS, max(FEWEST_REPEATS, wanted))
     samples_s = [_once_s(collective, group, device, before) for _ in range(repeats)]

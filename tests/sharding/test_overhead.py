@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_osdp.planning.choices import Choice, Mode
-from lightning_osdp.planning.cluster import Cluster, CollectiveFit, EngineOverhead, Link, ModeOverhead
+from lightning_osdp.planning.cluster import Cluster, CollectiveFit, EngineOverhead, Excess, Link, ModeOverhead
 from lightning_osdp.planning.cost import engine
 from lightning_osdp.planning.operators import Operator, ParameterInfo
+from lightning_osdp.repeats import CORES
 from lightning_osdp.sharding import overhead
 from tests.models import some_cluster
 from tests.ranks import run_ranks
@@ -28,8 +29,10 @@ def engine_s(operator: Operator, mode: Mode, cluster: Cluster, accumulation: int
     return once + accumulation * each
 
 
-def measure(rank: int, ranks: int) -> tuple[EngineOverhead, EngineOverhead]:
-    """With collectives that are said to take nothing, and with some that are said to take an hour."""
+def measure(rank: int, ranks: int, shared: bool = False) -> tuple[EngineOverhead, EngineOverhead]:
+    """With collectives that are said to take nothing, and with some that are said to take an hour; whether ranks share
+    cores."""
+    CORES.shared = shared
     dear = CollectiveFit(latency_s=3600.0, s_per_byte=0.0)
     clusters = (
         some_cluster(ranks, link=Link(all_reduce=fit, all_gather=fit, reduce_scatter=fit)) for fit in (NOTHING, dear)
@@ -46,6 +49,16 @@ def test_every_rank_gets_the_same_numbers_and_collectives_are_left_out() -> None
     assert all(part.time_s(1 << 20) > 0 for part in (free.zdp2, free.zdp))
     assert dearly.zdp2.time_s(1 << 20) == pytest.approx(-2 * 3600, abs=1)
     assert dearly.zdp.time_s(1 << 20) == pytest.approx(-3 * 3600, abs=1)
+
+
+def test_where_ranks_share_cores_the_engine_takes_no_less_than_nothing_and_a_step_more_than_its_parts() -> None:
+    free, dearly = run_ranks(measure, 2, True)[0]
+    hour = dearly.model_dump(exclude={"excess"})
+    assert all(part["fixed_s"] == 0 for part in hour.values())
+    assert free.excess == dearly.excess
+    assert [free.excess.of([mode.value]) for mode in Mode] == pytest.approx([overhead.SHARED_EXCESS] * len(Mode))
+    alone, _ = run_ranks(measure, 2)[0]
+    assert alone.excess == Excess()
 
 
 def widths_in(rank: int, ranks: int, rooms: list[int | None]) -> list[tuple[str, int]]:
