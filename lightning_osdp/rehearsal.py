@@ -265,7 +265,7 @@ def _plain(
     def fits(size: int) -> bool:
         return _fits(model, cluster, replicated, size, room)
 
-    apart = range(traced.sizes[-1], max(smallest, FARTHER * smallest - 1), -1)
+    apart = range(traced.sizes[-1], FARTHER * smallest - 1, -1)
     larger = (size for size in apart if fits(size) and sum(passes_s(parts, size)) <= PLAIN_S)
     return timed(stage, [smallest, *islice(larger, 1)], group, None) if fits(smallest) else {}
 

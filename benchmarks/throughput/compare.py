@@ -121,18 +121,14 @@ class Comparer:
     # Search
 
     def _at_its_best(self, cell: Cell, system: str, best: float) -> Row:
-        easier = [row for seen, row in self._seen if row.system == system and is_easier(seen, cell)]
-        dead = [row for row in easier if row.status not in ("ok", "bounded")]
+        easier = [(seen, row) for seen, row in self._seen if row.system == system and is_easier(seen, cell)]
+        dead = [row for _, row in easier if row.status not in ("ok", "bounded")]
         if dead:
             return Row(system, dead[0].status)
-        bound = min((row.samples_per_s for row in easier), default=float("inf"))
+        bound = min((row.samples_per_s for _, row in easier), default=float("inf"))
         if bound * SLACK < best:
             return Row(system, "bounded", samples_per_s=bound)
-        faster_links = [
-            row for seen, row in self._seen
-            if row.system == system and row.status == "ok"
-            and is_easier(seen, cell) and seen.memory_bytes == cell.memory_bytes
-        ]  # fmt: skip
+        faster_links = [row for seen, row in easier if row.status == "ok" and seen.memory_bytes == cell.memory_bytes]
         return self._at_the_same_size(cell, faster_links[-1]) if faster_links else self._search(cell, system)
 
     def _at_the_same_size(self, cell: Cell, row: Row) -> Row:

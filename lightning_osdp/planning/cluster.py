@@ -230,8 +230,7 @@ class ComputeTimes(Frozen):
 
         def more(moment: Moment) -> Moment:
             own = Line() if moment.operator == OUTSIDE else getattr(self.scratch[moment.operator], moment.phase)
-            live = Line(fixed=moment.live.fixed + own.fixed, per_sample=moment.live.per_sample + own.per_sample)
-            return moment.model_copy(update={"live": live})
+            return moment.model_copy(update={"live": moment.live.plus(own)})
 
         moments, evaluation = (tuple(map(more, each)) for each in (model.moments, model.evaluation))
         return model.model_copy(update={"moments": moments, "evaluation": evaluation})

@@ -170,7 +170,7 @@ def _time(
 ) -> OperatorTime:
     def along(phase: Phase, flops: float, fixed: float) -> Line:
         activations, more = moved.get((index, phase), Line()), more_per_sample[phase == "backward"]
-        return rates.line(flops, Line(fixed=fixed + activations.fixed, per_sample=activations.per_sample + more))
+        return rates.line(flops, activations.plus(Line(fixed=fixed, per_sample=more)))
 
     forward_flops = FORWARD_SHARE * flops_per_sample
     return OperatorTime(

@@ -55,7 +55,6 @@ they must not hide behind it."""
 FEWEST_REPEATS, MOST_REPEATS, BUDGET_S = 3, 5, 0.45
 """Timed steps in each mode at each size, after one to warm up, and how long they are to take."""
 
-
 SHARED_EXCESS = 0.3
 """By what share collectives and the engine take more in a step than in parts where ranks share cores, until a rehearsal
 shows it: a start of many ranks on few cores may have no time for any. [measured, 4 ranks on 2 cores, rehearsals of the
@@ -95,7 +94,8 @@ def measure(
     # that they wait less for the little that is computed here does not make them shorter in a step.
     for mode in Mode if CORES.shared else (Mode.DP,):
         fits[mode] = fits[mode].model_copy(update={"fixed_s": max(0.0, fits[mode].fixed_s)})
-    excess = Excess(**dict.fromkeys((mode.value for mode in Mode), SHARED_EXCESS if CORES.shared else 0.0))
+    more = SHARED_EXCESS if CORES.shared else 0.0
+    excess = Excess(dp=more, zdp2=more, zdp=more)
     return EngineOverhead(dp=fits[Mode.DP], zdp2=fits[Mode.ZDP2], zdp=fits[Mode.ZDP], excess=excess)
 
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from lightning_osdp.planning.choices import Choice, Mode
+from lightning_osdp.planning.cost import compute_lines
 from lightning_osdp.planning.operators import OUTSIDE, ModelDescription
 from lightning_osdp.planning.wishes import Wishes
 from lightning_osdp.profiling.compute import measure
@@ -131,8 +133,10 @@ def test_slices_and_blocks_are_measured() -> None:
     for operator, time in zip(read_.description.operators, times.operators, strict=True):
         (split,) = time.splits
         assert (split.dim, split.slices) == (operator.split_dims[0], 4)
-        assert min(split.forward.fixed, split.forward.per_sample) >= 0
-        assert split.forward.at(8) + split.backward.at(8) > 0
+        lines = compute_lines(time, Choice((Mode.ZDP,) * 4, split_dim=split.dim))
+        for line, whole in zip(lines, (time.forward, time.backward), strict=True):
+            assert all(line.at(size) >= whole.at(size) for size in (2, 8, 64)), "splits save no time, whatever the size"
+            assert line.at(8) > 0
     assert all(block.at(8) > 0 for block in times.blocks)
     assert sum(block.at(8) for block in times.blocks) <= times.outside.forward.at(8) * (1 + 1e-6)
     assert not any(time.splits for time in measure(read_, CPU, time_budget_s=1.0).operators)  # too small to be offered
