@@ -10,17 +10,13 @@ from typing import Any
 from benchmarks.throughput.cells import Cell, is_easier
 from benchmarks.throughput.jobs import Job
 from benchmarks.throughput.records import Runs
-from benchmarks.throughput.search import estimate_largest, next_sizes
+from benchmarks.throughput.search import SLOW_STEP_S, estimate_largest, fewer, next_sizes
 from benchmarks.throughput.systems import OSDP, System
 
 SLACK = 1.15
 """A system is left out of a cell if even this much more than it reached in an easier one would not win."""
-SLOW_STEP_S = 4.0
-"""Of steps that take longer, no more are measured (but two) than take the time of the usual number of this length: they
-vary less, and a recomputing system's largest batch sizes, of up to 23 s a step, would take most of a comparison's."""
 OSDP_TIMEOUTS = 2
-"""How many time-outs OSDP has: it measures first, and may choose batches whose steps are slow, as only its run shows;
-how many steps of the others are measured goes by what a search has shown."""
+"""How many time-outs OSDP has: it measures first, and may choose batches whose steps are slow."""
 PAPER = "fairscale-op"
 """Always among the finalists, if it lives: what the paper compares with."""
 
@@ -69,7 +65,7 @@ class Comparison:
     cell: Cell
     rows: tuple[Row, ...]
     made: dict[str, Any] = field(default_factory=dict)
-    """``command``, ``date`` and ``commits`` that it is of, once it is written down."""
+    """``command``, ``date``, ``commits`` and ``machine`` that it is of, once it is written down."""
 
     def row(self, system: str) -> Row | None:
         """That of a system."""
@@ -223,16 +219,12 @@ class Comparer:
             memory_bytes=cell.memory_bytes,
             repeat=repeat,
             warm_up=3 if purpose == "final" and step_s <= SLOW_STEP_S else 2,
-            steps=_fewer(steps, step_s),
+            steps=fewer(steps, step_s),
             until_flat=until_flat,
             budget_s=effort.budget_s,
             timeout_s=effort.timeout_s * (OSDP_TIMEOUTS if system == OSDP else 1),
             device=self._device,
         )
-
-
-def _fewer(steps: int, step_s: float) -> int:
-    return min(steps, max(2, round(steps * SLOW_STEP_S / step_s))) if step_s else steps
 
 
 def _rate(size: dict[str, Any], cell: Cell) -> float:

@@ -68,7 +68,7 @@ def write(comparisons: Sequence[Comparison], about: dict[str, Any], docs: Path =
     anew stay: all of them take longer than anybody has in one go."""
     folder = docs / "benchmarks"
     file = folder / "results.json"
-    made = {name: about[name] for name in ("command", "date", "commits")}
+    made = {name: about[name] for name in ("command", "date", "commits", "machine")}
     shown = merged(_earlier(file), [replace(comparison, made=made) for comparison in comparisons])
     pictures = figures.draw(shown, folder)
     write_json(shown, about, file)
@@ -104,10 +104,9 @@ def _page(comparisons: Sequence[Comparison], about: dict[str, Any], pictures: Se
     lines = [
         "# Side by side",
         "",
-        f"{about['machine']}; {versions}. Made by",
+        f"{versions}.",
         "",
-        *(f"    {made['command']}    ({made['date']})" for made in _runs(comparisons)),
-        "",
+        *_made(comparisons),
         *METHOD.format(small=shares[True], large=shares[False]).splitlines(),
         "",
         "## What it adds up to",
@@ -132,9 +131,15 @@ def _page(comparisons: Sequence[Comparison], about: dict[str, Any], pictures: Se
     return lines
 
 
-def _runs(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
-    """The commands that the cells are of, each once."""
-    return list({(c.made["command"], c.made["date"]): c.made for c in comparisons}.values())
+def _made(comparisons: Sequence[Comparison]) -> list[str]:
+    """The machines, and the commands that the cells are of, each once. Both sides of a ratio are of one machine."""
+    lines = []
+    for machine in dict.fromkeys(c.made["machine"] for c in comparisons):
+        there = [c for c in comparisons if c.made["machine"] == machine]
+        runs = dict.fromkeys((c.made["command"], c.made["date"]) for c in there)
+        lines += [f"{machine}, {len(there)} of {len(comparisons)} cells:", ""]
+        lines += [*(f"    {command}    ({date})" for command, date in runs), ""]
+    return lines
 
 
 def _cell(comparison: Comparison) -> list[str]:

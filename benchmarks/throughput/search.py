@@ -11,6 +11,15 @@ still gain 4 % between 64 and this over a slow link."""
 FLAT = 1.02
 """A larger batch size that makes less than this many times the samples is no better."""
 
+SLOW_STEP_S = 4.0
+"""Of steps that take longer, no more are measured (but two) than take the time of the usual number of this length: they
+vary less, and a recomputing system's largest batch sizes, of up to 23 s a step, would take most of a comparison's."""
+
+
+def fewer(steps: int, step_s: float) -> int:
+    """How many of ``steps`` steps to measure if one takes about ``step_s`` seconds (0: not known)."""
+    return min(steps, max(2, round(steps * SLOW_STEP_S / step_s))) if step_s else steps
+
 
 def is_flat(rates: Sequence[float]) -> bool:
     """Whether the last two of ascending batch sizes were no better than those before. One alone may be a slow moment

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.throughput.jobs import Job
-from benchmarks.throughput.search import is_flat
+from benchmarks.throughput.search import SLOW_STEP_S, fewer, is_flat
 
 OUT_OF_MEMORY_STATUS, INFEASIBLE_STATUS = 99, 98
 _M_MMAP_THRESHOLD = -3
@@ -90,6 +90,7 @@ class Recorder:
         self._seconds: list[float] = []
         self._peak_bytes = 0
         self._rates: list[float] = []
+        self._counted = job.steps
 
     def __enter__(self) -> Recorder:
         return self
@@ -122,10 +123,19 @@ class Recorder:
         if self.job.purpose == "verify" and loss is not None:
             self.write("loss", value=float(loss))
         self._left[0] -= 1
+        if self.job.purpose == "final" and not self.job.sizes and len(self._seconds) == 2:
+            self._shorten()
         return True if self._left[0] else self._end_size(batch_size)
 
+    def _shorten(self) -> None:
+        """Where a system picks its own batch size, only its second step shows whether steps are slow; then it warms up
+        as the others do whose steps are, and has as few measured."""
+        step_s = self._of_first_rank(self._seconds[-1])
+        if step_s > SLOW_STEP_S:
+            self._counted = self._left[0] = fewer(self.job.steps, step_s)
+
     def _end_size(self, batch_size: int) -> bool:
-        counted = self._seconds[-self.job.steps :]
+        counted = self._seconds[-self._counted :]
         median_s = statistics.median(counted)
         self.write("size", batch_size=batch_size, step_s=median_s, steps_s=counted, peak_bytes=self._peak_bytes)
         self._rates.append(batch_size / median_s)
@@ -139,14 +149,17 @@ class Recorder:
         """Decided by the first rank for all, since their clocks differ."""
         flat = self.job.until_flat and is_flat(self._rates)
         late = time.perf_counter() - self._started > self.job.budget_s
-        verdict = torch.tensor(float(flat or late))
-        if dist.is_initialized():
-            on_device = verdict.to(self.device) if dist.get_backend() == "nccl" else verdict
-            dist.broadcast(on_device, 0)
-            verdict = on_device
-        if verdict:
+        ends = bool(self._of_first_rank(float(flat or late)))
+        if ends:
             self.write("stop", why="flat" if flat else "late")
-        return not verdict
+        return not ends
+
+    def _of_first_rank(self, value: float) -> float:
+        found = torch.tensor(value, dtype=torch.float64)
+        if dist.is_initialized():
+            found = found.to(self.device) if dist.get_backend() == "nccl" else found
+            dist.broadcast(found, 0)
+        return float(found)
 
     def _peak(self) -> int:
         """CUDA: what the allocator took. CPU: the most that was resident, but for pages of files.

@@ -11,14 +11,15 @@ from statistics import fmean, geometric_mean
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from benchmarks import lab
-from benchmarks.throughput import anatomy, document, launch, leftovers, report, systems
+from benchmarks.throughput import anatomy, document, launch, leftovers, report, systems, worker
 from benchmarks.throughput.cells import Cell, is_easier
 from benchmarks.throughput.compare import Comparer, Effort
 from benchmarks.throughput.jobs import SETTINGS, Job
 from benchmarks.throughput.records import Runs
-from benchmarks.throughput.search import LARGEST, estimate_largest, is_flat, next_sizes
+from benchmarks.throughput.search import LARGEST, SLOW_STEP_S, estimate_largest, is_flat, next_sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -202,6 +203,23 @@ def test_fewer_of_a_systems_slow_steps_are_measured(tmp_path: Path) -> None:
     assert steps["final"]["shard"] < steps["final"]["ddp"] == steps["final"]["osdp"]
 
 
+@pytest.mark.parametrize(("step_s", "taken"), [(10.0, 2 + 3), (3.0, 3 + 8)])
+def test_what_picks_its_own_size_has_few_slow_steps_measured_too(
+    step_s: float, taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    job = Job("final", "nd-quick", "2-loopback", "osdp", (), warm_up=3, steps=8)
+    clock = iter(step_s * tick for tick in range(100))
+    monkeypatch.setattr(worker.time, "perf_counter", lambda: next(clock))
+    with worker.Recorder(job, tmp_path, torch.device("cpu")) as recorder:
+        going_on = [recorder.after_step(5) for _ in range(taken)]
+
+    assert going_on == [True] * (taken - 1) + [False]
+    (size,) = [json.loads(line) for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
+    assert size["steps_s"] == [step_s] * (taken - (2 if step_s > SLOW_STEP_S else 3))
+
+
 def test_comparison_goes_on_from_its_file(tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     first = comparer(Machine(), file).compare(CELLS[0])
@@ -248,7 +266,7 @@ def test_page_keeps_cells_of_earlier_runs_and_says_what_each_was_made_by(tmp_pat
     document.write([slow.compare(cell) for cell in CELLS[1:3]], document.facts(["--slow"], {"abc"}), tmp_path)
     fast = comparer(Machine(), tmp_path / "fast.jsonl")
     anew = [fast.compare(replace(CELLS[1], memory_bytes=CELLS[1].memory_bytes + MIB)), fast.compare(CELLS[0])]
-    page = document.write(anew, document.facts(["--fast"], {"def"}), tmp_path)
+    page = document.write(anew, document.facts(["--fast"], {"def"}) | {"machine": "another"}, tmp_path)
 
     everything = json.loads((tmp_path / "benchmarks" / "results.json").read_text())
     cells = report.from_json(everything)
@@ -258,6 +276,9 @@ def test_page_keeps_cells_of_earlier_runs_and_says_what_each_was_made_by(tmp_pat
     assert [c.made["commits"] for c in cells] == [["def"], ["def"], ["abc"]]
     assert cells[1].rows == anew[0].rows
     assert all(page.read_text().count(f"throughput {word}    (") == 1 for word in ("--slow", "--fast"))
+    on_another, here = page.read_text().split("another, 2 of 3 cells:")[1].split(", 1 of 3 cells:")
+    assert "--fast" in on_another
+    assert "--slow" in here
 
 
 def test_systems_are_named_with_their_switches() -> None:
