@@ -184,6 +184,20 @@ def reduce_scatter(output_shard: Tensor, whole_flat: Tensor, group: dist.Process
             _ring_reduce_scatter(output_shard, whole_flat, group)
 
 
+def reduce_scatter_together(
+    output_shards: Sequence[Tensor], wholes_flat: Sequence[Tensor], group: dist.ProcessGroup
+) -> None:
+    """``reduce_scatter`` of several tensors of a CPU at the latency of one, and the same to the bit. Each rank sends
+    every other its parts at once (Note [in the background]): beside its arguments it takes (N - 2) / N of the tensors.
+
+    Args:
+        output_shards: as of ``reduce_scatter``, one for each of ``wholes_flat``.
+        wholes_flat: as of ``reduce_scatter``; the same number and sizes on all ranks.
+        group: the N ranks.
+    """
+    begin_reduce_scatter(output_shards, wholes_flat, group).wait()
+
+
 def begin_all_gather(outputs_flat: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup) -> Work:
     """``all_gather_together`` on CPU tensors that goes on while the caller computes: see Note [in the background].
 
@@ -202,30 +216,36 @@ def begin_all_gather(outputs_flat: Sequence[Tensor], shards: Sequence[Tensor], g
     return _Exchange(works, (outputs_flat, shards))
 
 
-def begin_reduce_scatter(output_shard: Tensor, whole_flat: Tensor, group: dist.ProcessGroup) -> Work:
-    """``reduce_scatter`` on CPU tensors that goes on while the caller computes, and gives the same to the bit: see Note
-    [in the background].
+def begin_reduce_scatter(
+    output_shards: Sequence[Tensor], wholes_flat: Sequence[Tensor], group: dist.ProcessGroup
+) -> Work:
+    """``reduce_scatter_together`` that goes on while the caller computes: see Note [in the background].
 
     Args:
-        output_shard: as of ``reduce_scatter``; complete after ``wait``.
-        whole_flat: as of ``reduce_scatter``; not to be changed before ``wait``.
+        output_shards: as of ``reduce_scatter_together``; complete after ``wait``.
+        wholes_flat: as of ``reduce_scatter_together``; not to be changed before ``wait``.
         group: the N ranks.
     """
     ranks, rank = group.size(), group.rank()
-    assert whole_flat.numel() == ranks * output_shard.numel(), (whole_flat.shape, output_shard.shape)
+    works: list[Work] = []
+    sums: list[tuple[Tensor, list[Tensor]]] = []
     with torch.no_grad():
-        parts = list(whole_flat.view(ranks, -1))  # (P / N,) each
-        others = list(whole_flat.new_empty(ranks - 2, output_shard.numel())) if ranks > 2 else []
-        # In the order of the sum: what comes from the next rank is received right where the sum is made.
-        addends = {(rank + 1 + step) % ranks: each for step, each in enumerate([output_shard, *others])}
-        received = [addends.get(source, output_shard) for source in range(ranks)]
-        works = _exchanged(parts, received, _REDUCE_TAG, group)
+        for index, (output, whole) in enumerate(zip(output_shards, wholes_flat, strict=True)):
+            assert whole.numel() == ranks * output.numel(), (whole.shape, output.shape)
+            parts = list(whole.view(ranks, -1))  # (P / N,) each
+            others = list(whole.new_empty(ranks - 2, output.numel())) if ranks > 2 else []
+            # In the order of the sum: what comes from the next rank is received right where the sum is made.
+            addends = {(rank + 1 + step) % ranks: each for step, each in enumerate([output, *others])}
+            received = [addends.get(source, output) for source in range(ranks)]
+            works += _exchanged(parts, received, _REDUCE_TAG + index, group)
+            sums.append((output, [*others, parts[rank]]))
 
     def add_up() -> None:
-        for addend in [*others, parts[rank]]:
-            output_shard.add_(addend)
+        for output, addends in sums:
+            for addend in addends:
+                output.add_(addend)
 
-    return _Exchange(works, whole_flat, add_up)
+    return _Exchange(works, wholes_flat, add_up)
 
 
 def _exchanged(sent: Sequence[Tensor], received: Sequence[Tensor], tag: int, group: dist.ProcessGroup) -> list[Work]:

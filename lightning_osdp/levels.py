@@ -90,6 +90,10 @@ class OneStage:
         """See ``collectives.reduce_scatter``."""
         collectives.reduce_scatter(output_shard, whole_flat, self.group)
 
+    def reduce_scatter_together(self, output_shards: Sequence[Tensor], wholes_flat: Sequence[Tensor]) -> None:
+        """See ``collectives.reduce_scatter_together``."""
+        collectives.reduce_scatter_together(output_shards, wholes_flat, self.group)
+
 
 @dataclass(frozen=True)
 class Levels:

@@ -84,7 +84,7 @@ def background(rank: int, world_size: int) -> list[str]:
         wholes = [inputs(world_size, size * world_size, dtype) for size in PART_SIZES]
         parts = [torch.full((size,), torch.nan, dtype=dtype) for size in PART_SIZES]
         reducing = [
-            collectives.begin_reduce_scatter(part, whole[rank], group)
+            collectives.begin_reduce_scatter([part], [whole[rank]], group)
             for part, whole in zip(parts, wholes, strict=True)
         ]
         shards = [whole[rank].chunk(world_size)[rank].clone() for whole in wholes]
@@ -99,6 +99,10 @@ def background(rank: int, world_size: int) -> list[str]:
                 failed.append(f"reduce_scatter {size} {dtype} on rank {rank}")
             if not torch.equal(output, torch.cat([each.chunk(world_size)[r] for r, each in enumerate(whole)])):
                 failed.append(f"all_gather {size} {dtype} on rank {rank}")
+        together = [torch.full((size,), torch.nan, dtype=dtype) for size in PART_SIZES]
+        collectives.reduce_scatter_together(together, [whole[rank] for whole in wholes], group)
+        if not all(torch.equal(*pair) for pair in zip(together, parts, strict=True)):
+            failed.append(f"reduce_scatter_together {dtype} on rank {rank}")
         if in_between.view(world_size, -1).mean(1).tolist() != list(map(float, range(world_size))):
             failed.append(f"what came in between on rank {rank}")
     return failed

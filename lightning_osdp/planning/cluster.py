@@ -20,7 +20,7 @@ class CollectiveFit(Frozen):
     latency_s: float
     s_per_byte: float
     more_s: float = 0.0
-    """What each further tensor adds to the latency, of several that are gathered together."""
+    """What each further tensor adds to the latency, of several that are gathered or reduced together."""
     hidden: float = 0.0
     """Share of its seconds that goes on beside compute if it is begun before it is needed, as all-reduces are, and
     others where units run ahead (``Cluster.ahead_bytes``): what the link takes, not the processor."""

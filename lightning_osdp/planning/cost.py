@@ -11,21 +11,22 @@ collective has its own fitted alpha and beta (``CollectiveFit``), so k is spelle
 These are world-wide, in one stage or two, or inside a node; then an all-reduce between nodes, once per optimizer step,
 is added (``topology``).
 
-What is in one unit is gathered together; gradients are reduced one by one, as they come. A slice has its own
-latencies. Small parameters (``ParameterInfo.small``) ride in the buckets of replicated gradients
-in every mode. What the engine itself takes for each unit and each replicated parameter is measured, too.
+What is in one unit is gathered together; gradients are reduced one by one, as they come, or together if they are few
+bytes (``reduced_together``). A slice has its own latencies. Small parameters (``ParameterInfo.small``) ride in the
+buckets of replicated gradients in every mode. What the engine itself takes for each unit and each replicated parameter
+is measured, too.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lightning_osdp.planning.choices import Choice, Group, Mode, slice_sizes
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes, OperatorTime
 from lightning_osdp.planning.operators import Line, Operator, ParameterInfo
-from lightning_osdp.planning.topology import Exchange, exchange, gather_copy, sharding_ranks
+from lightning_osdp.planning.topology import TOGETHER_BYTES, Exchange, exchange, gather_copy, sharding_ranks
 
 BUCKET_BYTES = 25 << 20
 """Replicated gradients are copied into buckets of up to this size (PyTorch DDP's default)."""
@@ -77,6 +78,17 @@ def runs_ahead(unit_bytes: int, cluster: Cluster) -> bool:
     """Whether a unit of that size is gathered while the one before computes, and its gradients are reduced while the
     next one does."""
     return cluster.may_run_ahead and unit_bytes <= cluster.ahead_bytes
+
+
+def reduced_together(gradient_bytes: Sequence[int], unit_bytes: int, cluster: Cluster) -> bool:
+    """Whether a unit's gradients are reduced as one, when all have come, and not one by one."""
+    return (
+        len(gradient_bytes) > 1
+        and sum(gradient_bytes) <= TOGETHER_BYTES
+        and cluster.device.split(":")[0] == "cpu"
+        and cluster.may_run_ahead
+        and not runs_ahead(unit_bytes, cluster)
+    )
 
 
 class Recurring(NamedTuple):
@@ -180,7 +192,7 @@ def communication(operator: Operator, choice: Choice, cluster: Cluster, *, recom
     parts, each = parts_of(operator, choice), 0.0
     once = sum(part.number * _reduction_s(part.gradient_bytes, cluster) for part in parts if not part.sharded)
     for unit in _units(parts, choice):
-        each += unit[0].number * _unit_s(unit, among, again=recomputed and operator.joins == 1)
+        each += unit[0].number * _unit_s(unit, among, cluster, again=recomputed and operator.joins == 1)
         once += unit[0].number * sum(among.between_s(part.gradient_bytes) for part in unit if part.gradient_bytes)
     return Recurring(once, each)
 
@@ -195,17 +207,31 @@ def hidden(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: 
     once = share * sum(part.number * _reduction_s(part.gradient_bytes, cluster) for part in parts if not part.sharded)
     for unit in _units(parts, choice):
         if runs_ahead(_unit_bytes(unit), cluster):
-            fitted_s = _unit_s(unit, among, again=recomputed and operator.joins == 1)
+            fitted_s = _unit_s(unit, among, cluster, again=recomputed and operator.joins == 1)
             each += unit[0].number * max(0.0, fitted_s + min(0.0, _engine_s(unit, cluster, recomputed=recomputed)))
     return Recurring(once, each)
 
 
-def _unit_s(unit: list[Part], among: Exchange, *, again: bool) -> float:
+def _unit_s(unit: list[Part], among: Exchange, cluster: Cluster, *, again: bool) -> float:
     """Of the gathers and reduce-scatters of a unit in one micro-batch; ``again``: it is gathered for a second forward,
     too."""
     gathers = (3 if again else 2) if unit[0].mode == Mode.ZDP else 1
-    reductions = (among.reduce_scatter_s(part.gradient_bytes) for part in unit if part.gradient_bytes)
-    return gathers * among.all_gather_s(_unit_bytes(unit), len(unit)) + sum(reductions)
+    gradients = _gradients(unit)
+    if _together(unit, cluster):
+        reductions_s = among.reduce_scatter_s(sum(gradients), len(gradients))
+    else:
+        reductions_s = sum(map(among.reduce_scatter_s, gradients))
+    return gathers * among.all_gather_s(_unit_bytes(unit), len(unit)) + reductions_s
+
+
+def _gradients(unit: list[Part]) -> list[int]:
+    """Bytes of each of its gradients."""
+    return [part.gradient_bytes for part in unit if part.gradient_bytes]
+
+
+def _together(unit: list[Part], cluster: Cluster) -> bool:
+    """See ``reduced_together``."""
+    return reduced_together(_gradients(unit), _unit_bytes(unit), cluster)
 
 
 def _unit_bytes(unit: list[Part]) -> int:
@@ -360,6 +386,8 @@ def _transient(unit: list[Part], pieces: float, cluster: Cluster, ranks: int) ->
     if unit[0].sliced:
         return _reduced(unit, pieces, cluster, ranks, freed=True)
     turns = [[part for part in unit if part.turn == turn] for turn in sorted({part.turn for part in unit})]
+    if _together(unit, cluster):
+        return _reduced_at_once(turns, ranks)
     if len(turns) == 1:
         return _reduced(unit, pieces, cluster, ranks)
     most = freed = 0.0
@@ -368,6 +396,18 @@ def _transient(unit: list[Part], pieces: float, cluster: Cluster, ranks: int) ->
         most = max(most, _reduced(together, own, cluster, ranks) - freed)
         freed += sum(part.parameter_bytes for part in together) - own
     return most
+
+
+def _reduced_at_once(turns: list[list[Part]], ranks: int) -> float:
+    """The same where gradients are held until all have come: then with their sums, which are the pieces, and what other
+    ranks send beside what is received right there."""
+    most = held = 0.0
+    for together in turns:
+        gradients = sum(part.gradient_bytes for part in together)
+        most = max(most, held + gradients)
+        held += gradients - sum(part.parameter_bytes for part in together)
+    every = sum(part.gradient_bytes for together in turns for part in together)
+    return max(most, held + every * (1 + max(0, ranks - 2)) / ranks)
 
 
 def _reduced(unit: list[Part], pieces: float, cluster: Cluster, ranks: int, *, freed: bool = False) -> float:

@@ -184,7 +184,7 @@ def _subjects(prefix: str, by: Communicator, group: dist.ProcessGroup, device: t
 
     def begun_scatter(numel: int) -> Begun:
         whole = torch.zeros(numel)
-        return lambda: collectives.begin_reduce_scatter(torch.empty(numel // by.size()), whole, group)
+        return lambda: collectives.begin_reduce_scatter([torch.empty(numel // by.size())], [whole], group)
 
     def begun_all_reduce(numel: int) -> Begun:
         whole = torch.zeros(numel)
@@ -234,6 +234,9 @@ def _fits(
         more_s = _more_s(subject, sizes[TOGETHER_SIZES], world, device)
         hidden = _hidden(subject, sizes[at], times_s[name][at], stretch, stretch_s, world, device)
         fits[name] = fits[name].model_copy(update={"more_s": more_s, "hidden": hidden})
+    for name in [name for name in fits if name.endswith("reduce_scatter")]:  # as many messages more, the other way
+        more_s = fits[name.replace("reduce_scatter", "all_gather")].more_s
+        fits[name] = fits[name].model_copy(update={"more_s": more_s})
     return fits
 
 

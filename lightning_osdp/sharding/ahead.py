@@ -1,4 +1,5 @@
-"""Collectives of units that go on beside compute, on a CPU: the next unit's gather, the last gradient's reduction.
+"""When collectives of units are run: the gathers of a unit as one, its reductions as one where they are small, and, on
+a CPU, the next unit's gather and the last gradient's reduction beside compute.
 
 On CUDA streams do that. A CPU has none, and a rank that waits for a slow link computes nothing. So the gather of the
 unit that comes next is begun when a unit has its own, and a gradient's reduction is waited for when the next gradient
@@ -13,11 +14,11 @@ pass is over.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_osdp.collectives import Work, begin_all_gather, begin_reduce_scatter
 from lightning_osdp.levels import Communicator, OneStage
@@ -107,41 +108,109 @@ class Gather:
             begun.wait()
 
 
+class Reduction:
+    """A unit's communicator: its gradients are held back until all have come, to be reduced as one.
+
+    FairScale frees each parameter when its gradient comes, so a unit takes no more for it than it has.
+
+    Args:
+        stage: what reduces.
+        parameters: of the unit; those that are trained have gradients.
+    """
+
+    def __init__(self, stage: OneStage, parameters: Sequence[nn.Parameter]) -> None:
+        self._stage = stage
+        self._parameters = parameters
+        self._held: list[tuple[Tensor, Callable[[Tensor], None]]] = []
+
+    def rank(self) -> int:
+        """See ``Communicator.rank``."""
+        return self._stage.rank()
+
+    def size(self) -> int:
+        """See ``Communicator.size``."""
+        return self._stage.size()
+
+    def hold(self, whole_flat: Tensor, done: Callable[[Tensor], None]) -> bool:
+        """To be reduced with the next ``run``, for ``done``; returns whether all have come."""
+        self._held.append((whole_flat, done))
+        return len(self._held) >= sum(parameter.requires_grad for parameter in self._parameters)
+
+    def run(self) -> None:
+        """Reduces what was held back."""
+        held, self._held = self._held, []
+        wholes, calls = zip(*held, strict=True)
+        del held
+        outputs = [whole.new_empty(whole.numel() // self.size()) for whole in wholes]
+        self._stage.reduce_scatter_together(outputs, wholes)
+        del wholes
+        for done, output in zip(calls, outputs, strict=True):
+            done(output)
+
+    def drop(self) -> None:
+        """Forgets what was held back."""
+        self._held.clear()
+
+
 class Reducer:
     """Stands in for FairScale's bucketing reducer, which copies every gradient once more than needed."""
 
     def __init__(self) -> None:
         self._pending: Callable[[], None] | None = None
+        self._held: Reduction | None = None
 
     def reduce_scatter_async(
-        self, input_list: list[Tensor], group: Communicator, callback_fn: Callable[[Tensor], None]
+        self,
+        input_list: list[Tensor],
+        group: Communicator | Reduction,
+        callback_fn: Callable[[Tensor], None],
     ) -> None:
-        """Sums ``input_list[i]`` over the ranks onto rank i and hands the result to ``callback_fn``: now, or when the
-        next one is under way."""
+        """Sums ``input_list[i]`` over the ranks onto rank i and hands the result to ``callback_fn``: now, when the
+        next one is under way, or when the last one of its unit has come."""
         whole = joined(input_list)
+        if self._held is not group:
+            self._run_held()  # of a unit with a parameter that this pass did not reach: never of more than one
+        if isinstance(group, Reduction):
+            self._held = group
+            if group.hold(whole, callback_fn):
+                del whole, input_list, callback_fn
+                self._run_held()
+            return
         output = torch.empty_like(input_list[0])
         if not (isinstance(group, OneStage) and group.background):
             group.reduce_scatter(output, whole)
             callback_fn(output)
             return
-        work = begin_reduce_scatter(output, whole, group.group)
+        work = begin_reduce_scatter([output], [whole], group.group)
 
         def end() -> None:
             work.wait()
             callback_fn(output)
 
-        self.flush()
+        self._end_pending()
         self._pending = end
 
     def flush(self) -> None:
-        """Ends what is under way."""
+        """Ends what is under way and reduces what is held back."""
+        self._end_pending()
+        self._run_held()
+
+    def _end_pending(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending()
 
+    def _run_held(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.run()
+
     def drop(self) -> None:
         """Forgets what a backward pass that was broken off has left under way."""
         self._pending = None
+        if self._held is not None:
+            self._held.drop()
+            self._held = None
 
     def teardown(self) -> None:
         """Nothing is kept."""

@@ -9,7 +9,7 @@ may be averaged, added to and averaged again, as accumulation without ``no_sync`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,8 @@ from lightning_osdp.levels import Communicator, OneStage, TwoStage, duplicate, l
 from lightning_osdp.planning.choices import Choice, Group, Mode
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.planning.plan import ExecutionPlan, OperatorPlan
+from lightning_osdp.planning.topology import TOGETHER_BYTES
+from lightning_osdp.sharding.ahead import Reduction
 
 
 def sharded_operators(plan: ExecutionPlan) -> list[OperatorPlan]:
@@ -52,6 +54,7 @@ class Line:
         reduce: for its reduce-scatters.
         between: what averages its gradient's parts between nodes; None if ``group`` is all ranks.
         ahead_bytes: units of up to this size are gathered and reduced beside compute.
+        together_bytes: a unit's gradients of up to this size in all are reduced as one.
     """
 
     group: Any
@@ -59,10 +62,23 @@ class Line:
     reduce: Communicator
     between: BetweenNodes | None = None
     ahead_bytes: int = 0
+    together_bytes: int = 0
 
     def runs_ahead(self, whole_bytes: int) -> bool:
         """Whether a unit's collectives go on beside compute (``ahead``)."""
         return whole_bytes <= self.ahead_bytes and self.group.size() > 1
+
+    def reduction(self, parameters: Sequence[nn.Parameter]) -> Communicator | Reduction:
+        """For the reduce-scatters of a unit with these parameters (``cost.reduced_together`` is what planning takes it
+        for)."""
+        whole_bytes = sum(parameter.nbytes for parameter in parameters)
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if self.runs_ahead(whole_bytes):
+            return OneStage(self.group, background=True)
+        if len(trained) > 1 and sum(parameter.nbytes for parameter in trained) <= self.together_bytes:
+            assert isinstance(self.reduce, OneStage)
+            return Reduction(self.reduce, parameters)
+        return self.reduce
 
 
 class Lines:
@@ -79,8 +95,10 @@ class Lines:
         # On CUDA, reductions run beside the gathers, on a stream and so on groups of their own.
         reduce_world = duplicate(world, "reductions") if device.type == "cuda" else world
         on_its_own = device.type == "cpu" and cluster.may_run_ahead  # streams do that on CUDA
-        ahead_bytes = cluster.ahead_bytes if on_its_own else 0
-        self._plain = Line(world, OneStage(world), OneStage(reduce_world), ahead_bytes=ahead_bytes)
+        ahead_bytes, together_bytes = (cluster.ahead_bytes, TOGETHER_BYTES) if on_its_own else (0, 0)
+        self._plain = Line(
+            world, OneStage(world), OneStage(reduce_world), ahead_bytes=ahead_bytes, together_bytes=together_bytes
+        )
         self._by_kind: dict[tuple[Group, bool], Line] = {}
         self.between = BetweenNodes(None)
         """Averages what is sharded inside nodes."""

@@ -11,7 +11,8 @@ redirection. Streams, the reducer and the bound on gathers are therefore shared 
 Note [one layout per parameter]: units are not flattened, so a ``Parameter`` keeps its identity (its ``.data``
 changes between shard and whole), an optimizer made before sharding stays valid, and parameter groups need no care.
 Small parameters stay outside, so an operator usually has a single sharded weight. Where a unit has several, they are
-gathered together (``ahead.Gather``) and reduced one by one, as their gradients come.
+gathered together (``ahead.Gather``) and reduced one by one, as their gradients come, or, small ones on a CPU, together
+when all have come (``ahead.Reduction``).
 
 Note [groups]: FairScale asks a process group for its rank and size and hands it on to the collectives. A unit gives it
 a ``Communicator`` instead, which knows whether to run in one stage or two. In group sharding that one spans the
@@ -48,10 +49,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_osdp.errors import ShardingError
-from lightning_osdp.levels import Communicator, OneStage, duplicate
+from lightning_osdp.levels import Communicator, duplicate
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.plan import ExecutionPlan
-from lightning_osdp.sharding.ahead import Gather, Order, Reducer, in_backward
+from lightning_osdp.sharding.ahead import Gather, Order, Reducer, Reduction, in_backward
 from lightning_osdp.sharding.gathers import GATHERS_IN_FLIGHT, GatherBound, NoBound
 from lightning_osdp.sharding.lines import Line, Lines, sharded_operators
 from lightning_osdp.sharding.splitting import Stage, WeightSlice
@@ -143,7 +144,8 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
         body = _Body(stage.forward, parameters)
         self._gather = Gather(line.gather)
         self._ahead = line.runs_ahead(sum(parameter.nbytes for parameter in parameters))
-        reduce = OneStage(line.group, background=True) if self._ahead else line.reduce
+        reduce = line.reduction(parameters)
+        self._reduced_together = isinstance(reduce, Reduction)
         dtype = parameters[0].dtype
         with _seen_as_float16(parameters):
             super().__init__(
@@ -181,8 +183,8 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
 
     @property
     def num_collectives(self) -> int:
-        """In one step: a gather for each pass that needs one, and for each parameter a reduce-scatter and an all-reduce
-        between nodes.
+        """In one step: a gather for each pass that needs one, and for each parameter, or for all together, a
+        reduce-scatter and an all-reduce between nodes.
 
         Of a recomputed block, the unit with which its backward begins gathers once less: see the note above.
         """
@@ -190,7 +192,8 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
             return 0
         gathers = 2 + int(self._recomputed) if self._orig_reshard_after_forward else 1
         reductions = 2 if self._between is not None else 1
-        return gathers + reductions * sum(int(p.requires_grad) for p in self.params)
+        trained = sum(int(p.requires_grad) for p in self.params)
+        return gathers + reductions * (min(1, trained) if self._reduced_together else trained)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The operator's forward with whole parameters; outside of training they are freed at once in every mode."""

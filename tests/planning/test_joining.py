@@ -108,6 +108,22 @@ def test_gradients_come_one_by_one_while_parameters_go() -> None:
     assert footprint(other, ZDP, slow()).transient == max(4, 8 - 4 + 1) * MIB
 
 
+def test_small_gradients_of_a_unit_are_reduced_as_one() -> None:
+    model, links = blocks_of_two(1, sizes=(1, 2)), slow(latency_ms=5.0)
+    (block,) = Joined.of(model, ("blocks.0", "blocks.0")).model.operators
+    gather_s = reduce_s = (5 + 3 / 4 * GATHER_MS) * 1e-3  # 1 + 2 MiB at the latency of one, either way
+    assert communication(block, ZDP, links).each_s == pytest.approx(2 * gather_s + reduce_s)
+    for one_by_one in ({"ahead_bytes": 3 * MIB}, {"nodes": 2, "devices_per_node": 2}, {"device": "cuda: some"}):
+        other = links.model_copy(update=one_by_one)
+        assert communication(block, ZDP, other).each_s == pytest.approx(2 * gather_s + reduce_s + 5e-3)
+
+    found = footprint(block, ZDP, links)
+    assert found.gathered == 3 * MIB
+    # Each parameter is freed for its gradient; at the end their sums (3 / 4) stand beside what two ranks send (3 / 2).
+    assert found.transient == (3 / 4 + 3 / 2) * MIB
+    assert footprint(block, ZDP, links.model_copy(update={"device": "cuda: some"})).transient == 2 * MIB
+
+
 def test_joining_pays_for_latencies_and_costs_memory() -> None:
     free = problem(1000, slow(), wishes=Wishes(activation_checkpointing=False))
     needed = Desk(free, ways(free.model, NO_WISHES)[1]).least(1).peak.total_bytes

@@ -180,6 +180,64 @@ def test_no_unit_runs_ahead_where_ranks_of_a_node_share_its_link() -> None:
     assert bound(nodes=2, devices_per_node=2) == bound(uneven=(3, 1)) == 0
 
 
+class Pair(nn.Module):
+    """Two layers, of which a pass may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(8, 8, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        x = self.first(x).relu()
+        return self.second(x).relu() if both else x
+
+
+class Partial(nn.Module):
+    """Two such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, unused: int | None) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x, index != unused)
+        return x
+
+
+def left_out(rank: int, ranks: int) -> list[str]:
+    """What differs from plain PyTorch where a unit's gradients do not all come, or the pass breaks off."""
+    failed = []
+    torch.manual_seed(1)
+    model, plain = Partial(), Partial()
+    plain.load_state_dict(model.state_dict())
+    modes = {f"blocks.{block}.{layer}": Mode.ZDP for block in range(2) for layer in ("first", "second")}
+    engine = FairScaleEngine(torch.device("cpu"))
+    engine.apply(model, joined(hand_made_plan(modes, ranks), ("blocks.0", "blocks.1")))
+    x = torch.randn(12, 8)
+    for unused in (None, 1, 0, None):
+        plain.zero_grad()
+        plain(x, unused).square().mean().backward()
+        engine.before_forward()
+        model(x[rank::ranks], unused).square().mean().backward()
+        engine.finish_backward()
+        for (name, own), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            came = own.grad is not None
+            if came != (other.grad is not None):
+                failed.append(f"{name} without {unused}: {came}")
+            elif came and not torch.allclose(own.grad, other.grad.flatten().chunk(ranks)[rank], atol=1e-7):
+                failed.append(f"{name} without {unused} is off")
+            own.grad = None
+        engine._shared.reducer._held = engine._units[0].process_group_reduce_scatter
+        engine._shared.reducer._held.hold(torch.ones(8 * ranks), lambda _: 1 / 0)  # a pass that broke off amid a unit
+    return failed
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_held_back_for_others_that_never_come_are_reduced_in_the_end(ranks: int) -> None:
+    assert run_ranks(left_out, ranks) == [[]] * ranks
+
+
 def broken_off(rank: int, ranks: int) -> list[float]:
     """A backward pass that ends amid a reduction on all ranks; training goes on from where it was."""
     torch.manual_seed(1)

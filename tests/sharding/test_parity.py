@@ -82,6 +82,6 @@ def test_collectives_are_counted(runs: dict[tuple[str, int], list[Any]]) -> None
         "dp": 1,
         "zdp2": 2 * sharded + 1,
         "zdp": 3 * sharded + 1,
-        "joined zdp2": together + sharded + 1,
-        "joined zdp": 2 * together + sharded + 1,
+        "joined zdp2": 2 * together + 1,
+        "joined zdp": 3 * together + 1,
     }
