@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -93,12 +94,27 @@ def tensor_specs(spec: Spec) -> list[TensorSpec]:
     return []
 
 
+def takes_lists(func: torch._ops.OpOverload) -> bool:
+    """Whether it is an optimizer's foreach or fused kernel, which does the same with each element of each tensor."""
+    return func.overloadpacket.__name__.startswith(("_foreach_", "_fused_"))
+
+
 def list_length(func: torch._ops.OpOverload, args: tuple[Spec, ...]) -> int:
     """How many tensors an optimizer's foreach or fused kernel takes at once; 1 for all other kernels, whose lists (of
     indices, of what is joined) mean something as a whole."""
-    if not func.overloadpacket.__name__.startswith(("_foreach_", "_fused_")):
+    if not takes_lists(func):
         return 1
     return max((len(arg) for arg in args if isinstance(arg, tuple) and tensor_specs(arg)), default=1)
+
+
+def some_rows(spec: Spec, every: int) -> Spec:
+    """An argument of such a kernel with one of so many rows of each tensor."""
+    if isinstance(spec, tuple):
+        return tuple(some_rows(each, every) for each in spec)
+    if not isinstance(spec, TensorSpec) or not spec.shape:
+        return spec
+    rows, *rest = spec.shape
+    return replace(spec, shape=(math.ceil(rows / every), *rest))
 
 
 def some_of_lists(args: tuple[Spec, ...], which: slice) -> tuple[Spec, ...]:

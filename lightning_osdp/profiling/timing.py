@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.instants import instant, seconds_between, synchronize
 from lightning_osdp.profiling.arguments import copied, made_up
-from lightning_osdp.profiling.kernels import Kernel, TensorSpec, list_length, some_of_lists
+from lightning_osdp.profiling.kernels import Kernel, TensorSpec, list_length, some_of_lists, some_rows, takes_lists
 from lightning_osdp.profiling.memory import memory_in_use, peak_memory, reset_peak
 from lightning_osdp.repeats import CORES, typical_s
 
@@ -273,11 +273,20 @@ def _held_bytes(arguments: object) -> int:
 
 def _sample(kernel: Kernel, room_bytes: int = PLENTY_BYTES) -> Kernel:
     """A kernel on long lists of tensors (all parameters, in an optimizer's foreach or fused form) on some of them:
-    there may be no room for the model once more."""
-    every = math.ceil(kernel.num_bytes / max(1, min(LIST_BYTES, room_bytes // 2)))
-    if every <= 1 or list_length(kernel.func, kernel.args) == 1:
+    there may be no room for the model once more. Those are the most that take no more than there is room for, or, where
+    each alone takes more, some rows of the least."""
+    most = max(1, min(LIST_BYTES, room_bytes // 2))
+    length, every = list_length(kernel.func, kernel.args), math.ceil(kernel.num_bytes / most)
+    if every <= 1 or not takes_lists(kernel.func):
         return kernel
-    return replace(kernel, args=some_of_lists(kernel.args, slice(None, None, every)))
+    ways = (slice(start, None, every) for start in range(min(every, length)))
+    samples = [replace(kernel, args=some_of_lists(kernel.args, way)) for way in ways]
+    fitting = [sample for sample in samples if sample.num_bytes <= most]
+    if not fitting:
+        least = min(samples, key=lambda sample: sample.num_bytes)
+        share = math.ceil(least.num_bytes / most)
+        return replace(least, args=tuple(some_rows(each, share) for each in least.args))
+    return max(fitting, key=lambda sample: sample.num_bytes)
 
 
 def _time_after(

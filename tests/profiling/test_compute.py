@@ -213,6 +213,17 @@ def test_lists_are_cut_to_the_room_that_there_is() -> None:
     assert len(timing._sample(kernel, 0).args[0]) == 1  # type: ignore[arg-type]
 
 
+def test_where_one_tensor_is_larger_than_the_room_some_of_its_rows_are_stepped() -> None:
+    weight, bias = TensorSpec((512, 512), (512, 1), torch.float32), TensorSpec((512,), (1,), torch.float32)
+    of_one = Kernel(aten._foreach_add.List, ((weight,), (weight,)), phase="optimizer")  # 2 MiB
+    (first,), (second,) = timing._sample(of_one, 1 << 20).args
+    assert first == second == TensorSpec((128, 512), (512, 1), torch.float32)
+    # Of unequal ones those that there is room for, whichever they are.
+    several = Kernel(aten._foreach_neg.default, ((weight, bias, weight, bias),), phase="optimizer")
+    assert timing._sample(several, 2 << 20).args == ((weight,),)
+    assert timing._sample(several, 1 << 20).args == ((bias,),)
+
+
 def test_kernel_that_cannot_run_alone_is_estimated_with_one_warning() -> None:
     broken = Kernel(aten.mm.default, (spec_of(torch.ones(2, 3)), spec_of(torch.ones(2, 3))), (), OUTSIDE, "forward")
     good = traced()
@@ -278,7 +289,7 @@ def test_long_lists_are_timed_in_part_and_no_other_arguments(monkeypatch: pytest
     monkeypatch.setattr(timing, "LIST_BYTES", 1000)
     spec = TensorSpec((100,), (1,), torch.float32)
     many = Kernel(aten._foreach_add_.List, ((spec,) * 10, (spec,) * 10))
-    assert timing._sample(many).args == ((spec,) * 2, (spec,) * 2)
+    assert timing._sample(many).args == ((spec,), (spec,))
     places = TensorSpec((100,), (1,), torch.int64)
     for whole in (Kernel(aten.index.Tensor, (spec, (places, places))), Kernel(aten.cat.default, ((spec,) * 10,))):
         assert timing._sample(whole) is whole
