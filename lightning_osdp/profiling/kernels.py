@@ -96,7 +96,7 @@ def tensor_specs(spec: Spec) -> list[TensorSpec]:
 
 def takes_lists(func: torch._ops.OpOverload) -> bool:
     """Whether it is an optimizer's foreach or fused kernel, which does the same with each element of each tensor."""
-    return func.overloadpacket.__name__.startswith(("_foreach_", "_fused_"))
+    return str(func.overloadpacket.__name__).startswith(("_foreach_", "_fused_"))
 
 
 def list_length(func: torch._ops.OpOverload, args: tuple[Spec, ...]) -> int:
