@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.throughput.cells import Cell, is_easier
 from benchmarks.throughput.jobs import Job
 from benchmarks.throughput.records import Runs
-from benchmarks.throughput.search import SLOW_STEP_S, estimate_largest, fewer, next_sizes
+from benchmarks.throughput.search import SLOW_STEP_S, SLOW_WARM_UP, WARM_UP, estimate_largest, fewer, next_sizes
 from benchmarks.throughput.systems import OSDP, System
 
 SLACK = 1.15
@@ -218,7 +218,7 @@ class Comparer:
             sizes,
             memory_bytes=cell.memory_bytes,
             repeat=repeat,
-            warm_up=3 if purpose == "final" and step_s <= SLOW_STEP_S else 2,
+            warm_up=WARM_UP if purpose == "final" and step_s <= SLOW_STEP_S else SLOW_WARM_UP,
             steps=fewer(steps, step_s),
             until_flat=until_flat,
             budget_s=effort.budget_s,

@@ -15,6 +15,9 @@ SLOW_STEP_S = 4.0
 """Of steps that take longer, no more are measured (but two) than take the time of the usual number of this length: they
 vary less, and a recomputing system's largest batch sizes, of up to 23 s a step, would take most of a comparison's."""
 
+WARM_UP, SLOW_WARM_UP = 3, 2
+"""Steps of a final that are not counted, and the same where they are slow, or in a search."""
+
 
 def fewer(steps: int, step_s: float) -> int:
     """How many of ``steps`` steps to measure if one takes about ``step_s`` seconds (0: not known)."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.throughput.jobs import Job
-from benchmarks.throughput.search import SLOW_STEP_S, fewer, is_flat
+from benchmarks.throughput.search import SLOW_STEP_S, SLOW_WARM_UP, fewer, is_flat
 
 OUT_OF_MEMORY_STATUS, INFEASIBLE_STATUS = 99, 98
 _M_MMAP_THRESHOLD = -3
@@ -123,12 +123,12 @@ class Recorder:
         if self.job.purpose == "verify" and loss is not None:
             self.write("loss", value=float(loss))
         self._left[0] -= 1
-        if self.job.purpose == "final" and not self.job.sizes and len(self._seconds) == 2:
+        if self.job.purpose == "final" and not self.job.sizes and len(self._seconds) == SLOW_WARM_UP:
             self._shorten()
         return True if self._left[0] else self._end_size(batch_size)
 
     def _shorten(self) -> None:
-        """Where a system picks its own batch size, only its second step shows whether steps are slow; then it warms up
+        """Where a system picks its own batch size, only its first steps show whether they are slow; then it warms up
         as the others do whose steps are, and has as few measured."""
         step_s = self._of_first_rank(self._seconds[-1])
         if step_s > SLOW_STEP_S:

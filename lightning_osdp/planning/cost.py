@@ -12,7 +12,7 @@ These are world-wide, in one stage or two, or inside a node; then an all-reduce 
 is added (``topology``).
 
 What is in one unit is gathered together; gradients are reduced one by one, as they come, or together if they are few
-bytes (``reduced_together``). A slice has its own latencies. Small parameters (``ParameterInfo.small``) ride in the
+bytes (``TOGETHER_BYTES``). A slice has its own latencies. Small parameters (``ParameterInfo.small``) ride in the
 buckets of replicated gradients in every mode. What the engine itself takes for each unit and each replicated parameter
 is measured, too.
 """
@@ -20,7 +20,7 @@ is measured, too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_osdp.planning.choices import Choice, Group, Mode, slice_sizes
@@ -78,17 +78,6 @@ def runs_ahead(unit_bytes: int, cluster: Cluster) -> bool:
     """Whether a unit of that size is gathered while the one before computes, and its gradients are reduced while the
     next one does."""
     return cluster.may_run_ahead and unit_bytes <= cluster.ahead_bytes
-
-
-def reduced_together(gradient_bytes: Sequence[int], unit_bytes: int, cluster: Cluster) -> bool:
-    """Whether a unit's gradients are reduced as one, when all have come, and not one by one."""
-    return (
-        len(gradient_bytes) > 1
-        and sum(gradient_bytes) <= TOGETHER_BYTES
-        and cluster.device.split(":")[0] == "cpu"
-        and cluster.may_run_ahead
-        and not runs_ahead(unit_bytes, cluster)
-    )
 
 
 class Recurring(NamedTuple):
@@ -217,7 +206,7 @@ def _unit_s(unit: list[Part], among: Exchange, cluster: Cluster, *, again: bool)
     too."""
     gathers = (3 if again else 2) if unit[0].mode == Mode.ZDP else 1
     gradients = _gradients(unit)
-    if _together(unit, cluster):
+    if _reduced_together(unit, cluster):
         reductions_s = among.reduce_scatter_s(sum(gradients), len(gradients))
     else:
         reductions_s = sum(map(among.reduce_scatter_s, gradients))
@@ -229,9 +218,16 @@ def _gradients(unit: list[Part]) -> list[int]:
     return [part.gradient_bytes for part in unit if part.gradient_bytes]
 
 
-def _together(unit: list[Part], cluster: Cluster) -> bool:
-    """See ``reduced_together``."""
-    return reduced_together(_gradients(unit), _unit_bytes(unit), cluster)
+def _reduced_together(unit: list[Part], cluster: Cluster) -> bool:
+    """Whether a unit's gradients are reduced as one, when all have come, and not one by one."""
+    gradients = _gradients(unit)
+    return (
+        len(gradients) > 1
+        and sum(gradients) <= TOGETHER_BYTES
+        and cluster.device.split(":")[0] == "cpu"
+        and cluster.may_run_ahead
+        and not runs_ahead(_unit_bytes(unit), cluster)
+    )
 
 
 def _unit_bytes(unit: list[Part]) -> int:
@@ -386,7 +382,7 @@ def _transient(unit: list[Part], pieces: float, cluster: Cluster, ranks: int) ->
     if unit[0].sliced:
         return _reduced(unit, pieces, cluster, ranks, freed=True)
     turns = [[part for part in unit if part.turn == turn] for turn in sorted({part.turn for part in unit})]
-    if _together(unit, cluster):
+    if _reduced_together(unit, cluster):
         return _reduced_at_once(turns, ranks)
     if len(turns) == 1:
         return _reduced(unit, pieces, cluster, ranks)

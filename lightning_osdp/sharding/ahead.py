@@ -140,7 +140,7 @@ class Reduction:
         """Reduces what was held back."""
         held, self._held = self._held, []
         wholes, calls = zip(*held, strict=True)
-        del held
+        del held  # gradients are freed before what is done with their sums, such as an update
         outputs = [whole.new_empty(whole.numel() // self.size()) for whole in wholes]
         self._stage.reduce_scatter_together(outputs, wholes)
         del wholes
@@ -173,7 +173,6 @@ class Reducer:
         if isinstance(group, Reduction):
             self._held = group
             if group.hold(whole, callback_fn):
-                del whole, input_list, callback_fn
                 self._run_held()
             return
         output = torch.empty_like(input_list[0])

@@ -64,18 +64,16 @@ class Line:
     ahead_bytes: int = 0
     together_bytes: int = 0
 
-    def runs_ahead(self, whole_bytes: int) -> bool:
-        """Whether a unit's collectives go on beside compute (``ahead``)."""
-        return whole_bytes <= self.ahead_bytes and self.group.size() > 1
+    def runs_ahead(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether collectives of a unit with these parameters go on beside compute (``ahead``)."""
+        return sum(parameter.nbytes for parameter in parameters) <= self.ahead_bytes and self.group.size() > 1
 
     def reduction(self, parameters: Sequence[nn.Parameter]) -> Communicator | Reduction:
-        """For the reduce-scatters of a unit with these parameters (``cost.reduced_together`` is what planning takes it
-        for)."""
-        whole_bytes = sum(parameter.nbytes for parameter in parameters)
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        if self.runs_ahead(whole_bytes):
+        """For the reduce-scatters of a unit with these parameters, as ``planning.cost`` takes it for."""
+        if self.runs_ahead(parameters):
             return OneStage(self.group, background=True)
-        if len(trained) > 1 and sum(parameter.nbytes for parameter in trained) <= self.together_bytes:
+        trained = [parameter.nbytes for parameter in parameters if parameter.requires_grad]
+        if len(trained) > 1 and sum(trained) <= self.together_bytes:
             assert isinstance(self.reduce, OneStage)
             return Reduction(self.reduce, parameters)
         return self.reduce

@@ -143,15 +143,13 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
     ) -> None:
         body = _Body(stage.forward, parameters)
         self._gather = Gather(line.gather)
-        self._ahead = line.runs_ahead(sum(parameter.nbytes for parameter in parameters))
-        reduce = line.reduction(parameters)
-        self._reduced_together = isinstance(reduce, Reduction)
+        self._ahead = line.runs_ahead(parameters)
         dtype = parameters[0].dtype
         with _seen_as_float16(parameters):
             super().__init__(
                 body,
                 process_group=self._gather,
-                process_group_reduce_scatter=reduce,
+                process_group_reduce_scatter=line.reduction(parameters),
                 reshard_after_forward=mode == Mode.ZDP,
                 disable_reshard_on_root=False,
                 flatten_parameters=False,
@@ -193,7 +191,8 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc]
         gathers = 2 + int(self._recomputed) if self._orig_reshard_after_forward else 1
         reductions = 2 if self._between is not None else 1
         trained = sum(int(p.requires_grad) for p in self.params)
-        return gathers + reductions * (min(1, trained) if self._reduced_together else trained)
+        together = isinstance(self.process_group_reduce_scatter, Reduction)
+        return gathers + reductions * (min(1, trained) if together else trained)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The operator's forward with whole parameters; outside of training they are freed at once in every mode."""

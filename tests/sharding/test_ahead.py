@@ -24,7 +24,17 @@ STEPS, BATCH = 5, 12
 ALL = 1 << 30
 """As ``ahead_bytes``: every unit."""
 
-POLICIES = ("zdp", "zdp2", "mixed", "joined zdp", "sliced", "recomputed", "recomputed joined", "updated")
+POLICIES = (
+    "zdp",
+    "zdp2",
+    "mixed",
+    "joined zdp",
+    "sliced",
+    "recomputed",
+    "recomputed joined",
+    "updated",
+    "updated joined",
+)
 
 
 class Wayward(TinyGPT):
@@ -51,7 +61,7 @@ def plan_of(model: nn.Module, policy: str, ranks: int, ahead_bytes: int) -> Exec
         plan = joined(hand_made_plan(modes_for(model, mode), ranks), ("blocks.0", "blocks.1") * ("joined" in policy))
     cluster = plan.cluster.model_copy(update={"ahead_bytes": ahead_bytes})
     again = ("blocks.0", "blocks.1") if "recomputed" in policy else ()
-    return plan.model_copy(update={"cluster": cluster, "recomputed": again, "update_in_backward": policy == "updated"})
+    return plan.model_copy(update={"cluster": cluster, "recomputed": again, "update_in_backward": "updated" in policy})
 
 
 class Counted:
