@@ -425,6 +425,13 @@ def least_room(room_bytes: int | None, group: dist.ProcessGroup, device: torch.d
     return -least
 
 
+def of_first_rank(group: Any, value: Result) -> Result:
+    """What the first rank gives, on every rank; it is pickled. Collective."""
+    box = [value if group.rank() == 0 else None]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    return box[0]  # type: ignore[return-value]
+
+
 def on_all_ranks(group: Any, work: Callable[[], Result]) -> Result:
     """Runs ``work`` on every rank; if it fails on any, every rank raises, so that none is left waiting.
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_osdp import collectives
-from lightning_osdp.collectives import on_all_ranks
+from lightning_osdp.collectives import of_first_rank, on_all_ranks
 from lightning_osdp.copies import Stage
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.levels import Levels as LevelGroups
@@ -101,9 +101,19 @@ Read = TypeVar("Read", bound=Frozen)
 
 @dataclass(frozen=True)
 class StepsKept:
-    """What was read of training steps, kept in a folder (``trace.KnownSteps``)."""
+    """What was read of training steps of one module, kept in a folder (``trace.KnownSteps``).
+
+    Attributes:
+        folder: that may hold those of other modules.
+        module: a name for all modules with these parameters (``trace.looks_of``).
+    """
 
     folder: Path
+    module: str
+
+    def any(self) -> bool:
+        """Whether there are some."""
+        return next(self.folder.glob(f"step-{self.module}-*.json"), None) is not None
 
     def find(self, name: str) -> ModelDescription | None:
         """None if there is none."""
@@ -114,7 +124,7 @@ class StepsKept:
         write(self._file(name), description.model_dump_json())
 
     def _file(self, name: str) -> Path:
-        return self.folder / f"step-{name}.json"
+        return self.folder / f"step-{self.module}-{name}.json"
 
 
 @dataclass(frozen=True)
@@ -269,9 +279,7 @@ def measured(
 
 def _stored(file: Path | None, kind: type[Kept], ranks: Ranks) -> Kept | None:
     """What the first rank's disk holds, on every rank."""
-    known = [read(file, kind) if ranks.is_first and file is not None else None]
-    dist.broadcast_object_list(known, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
-    return known[0]
+    return of_first_rank(ranks.group, read(file, kind) if ranks.is_first and file is not None else None)
 
 
 def _connections(

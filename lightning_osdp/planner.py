@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 
 from lightning_osdp import collectives, measurements
 from lightning_osdp.copies import Stage
@@ -28,7 +27,7 @@ from lightning_osdp.planning.settled import Settled, asked, kept, settled, way_o
 from lightning_osdp.planning.wishes import NO_WISHES, Wishes
 from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.memory import Limit, memory_in_use, memory_limit
-from lightning_osdp.profiling.trace import Trace, trace, trace_real
+from lightning_osdp.profiling.trace import Trace, looks_of, trace, trace_real
 from lightning_osdp.rehearsal import can_keep_heap, rehearse_alone, rehearse_kept
 from lightning_osdp.team import MODES_LEFT_S, UNSEEN_GAIN, Team, not_for_the_model, problem_of
 
@@ -67,16 +66,17 @@ def describe(
     step_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     between: BetweenSteps = NOTHING_BETWEEN,
     cache: Path | None = None,
+    name: str = "",
 ) -> Trace:
     """Reads the module's training step on fake tensors, or by one real step on a small batch where it can't be; where
     ``between`` steps something is evaluated in batches of its own, what that takes, too, as far as it can be told.
-    Steps that ``cache`` knows are only read as far as needed to know them again."""
+    Steps that ``cache`` knows are only read as far as needed to know them again, and not at all where their ``name`` is
+    known."""
     evaluation = between.evaluation_batch_size > 0
-    known = measurements.StepsKept(cache) if cache is not None else None
+    known = _steps_kept(cache, module)
+    how: dict[str, Any] = {"device": device, "step_context": step_context, "evaluation": evaluation}
     try:
-        return trace(
-            module, batch, batch_size, device=device, step_context=step_context, evaluation=evaluation, known=known
-        )
+        return trace(module, batch, batch_size, known=known, name=name, **how)
     except TraceError as error:
         if any(parameter.is_meta for parameter in module.parameters()):
             raise  # a module without values can't run for real
@@ -87,6 +87,26 @@ def describe(
         )
     where = next(module.parameters()).device  # on CUDA the module is still on the host, where the step runs as well
     return trace_real(module, batch, batch_size, device=where, step_context=step_context)
+
+
+def describe_together(
+    ranks: Ranks, module: pl.LightningModule, cache: Path | None, read: Callable[[str], Trace]
+) -> Trace:
+    """What each rank ``read`` of the step, given its name if that is known. Collective.
+
+    Where steps of such a module were read before, the first rank reads it alone, and tells the others the name under
+    which it is known: ranks may share cores, and a start that knows everything else does little but read.
+    """
+    known = _steps_kept(cache, module)
+    if not collectives.of_first_rank(ranks.group, known is not None and known.any()):
+        return on_all_ranks(ranks, lambda: read(""))
+    first = on_all_ranks(ranks, lambda: read("") if ranks.is_first else None)
+    name = collectives.of_first_rank(ranks.group, first.name if first is not None else "")
+    return on_all_ranks(ranks, lambda: first if first is not None else read(name))
+
+
+def _steps_kept(cache: Path | None, module: pl.LightningModule) -> measurements.StepsKept | None:
+    return measurements.StepsKept(cache, looks_of(module)) if cache is not None else None
 
 
 def measure_and_plan(
@@ -169,12 +189,11 @@ def still_right(
     It must be for this model, this kind and number of devices, within the memory limit, and with a batch size that
     ``rule`` allows.
     """
-    text = [plan.to_json() if plan is not None and ranks.is_first else None]
-    dist.broadcast_object_list(text, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
+    text = collectives.of_first_rank(ranks.group, plan.to_json() if plan is not None else None)
     limit = collectives.least_room(memory_limit_bytes, ranks.group, ranks.device)
-    if text[0] is None:
+    if text is None:
         return None
-    earlier = ExecutionPlan.from_json(text[0])
+    earlier = ExecutionPlan.from_json(text)
     here, there = measurements.this_cluster(ranks, NO_LINK), earlier.cluster
     try:
         earlier.check(traced.description, ranks.count)

@@ -267,9 +267,8 @@ class OSDPStrategy(RanksStrategy):
         between = NOTHING_BETWEEN
         if given is None:
             between = BetweenSteps(saving=self._saving(trainer), evaluation_batch_size=data.evaluation_batch_size())
-        traced = planner.on_all_ranks(
-            ranks, lambda: planner.describe(module, batch, batch_size, device, context, between, self._cache)
-        )
+        read = partial(planner.describe, module, batch, batch_size, device, context, between, self._cache)
+        traced = planner.describe_together(ranks, module, self._cache, read)
         check_same(ranks.group, "the model (fingerprint)", traced.description.fingerprint[:12])
         separable = traced.description.optimizer_step.separable
         why_not = settings.why_not_in_backward(

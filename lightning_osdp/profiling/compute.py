@@ -148,7 +148,8 @@ def warm_up(trace: Trace, device: torch.device) -> None:
     this has not happened yet, and the process's overhead would be read too low.
     """
     with kept_randomness(device), torch.no_grad():
-        run_all(trace.kernels[min(trace.kernels)], device)
+        kernels = trace.kernels or trace.whole().kernels
+        run_all(kernels[min(kernels)], device)
 
 
 Selected = Mapping[int, Sequence[Kernel]]

@@ -64,7 +64,9 @@ class Trace:
     sizes: tuple[int, ...] = ()
     """Batch sizes that the description is of, rising."""
     reread: Callable[[], Trace] | None = None
-    """Where the description was known, and ``kernels`` are of the smaller batch size alone: reads all of it."""
+    """Where the description was known, and ``kernels`` are of the smaller batch size alone or none: reads all of it."""
+    name: str = ""
+    """Under which the description was known."""
 
     def whole(self) -> Trace:
         """With the kernels of all batch sizes."""
@@ -91,11 +93,12 @@ def trace(
     step_context: StepContext = nullcontext,
     evaluation: bool = False,
     known: KnownSteps | None = None,
+    name: str = "",
 ) -> Trace:
     """Reads ``module`` on fake tensors.
 
-    The smaller batch size is always read. The larger one is not where the smaller shows the same step as one that is
-    ``known``: the same operators, kernels, shapes, memory and optimizers.
+    The larger batch size is not read where the smaller shows the same step as one that is ``known``: the same
+    operators, kernels, shapes, memory and optimizers. Nothing is where the step is ``known`` by its name.
 
     Args:
         module: left as it is; its trainer, if it has one, is only read.
@@ -106,6 +109,7 @@ def trace(
         step_context: makes what ``training_step`` runs in (autocast).
         evaluation: whether to look at what evaluation takes, too.
         known: steps that were read before; this one is added. None: it is read anew.
+        name: that another process found this step to be known by; empty if none did.
 
     Raises:
         ConfigurationError: nothing in the module is trainable.
@@ -113,6 +117,11 @@ def trace(
     """
     _check_trainable(module)
     rows = _sizes(batch, batch_size, sizes)
+    again = partial(trace, module, batch, batch_size, device=device, sizes=sizes, step_context=step_context)
+    reread = partial(again, evaluation=evaluation)
+    told = known.find(name) if known is not None and name else None
+    if told is not None and told.fingerprint == _fingerprint(told.operators, module):
+        return Trace(told, {}, (), rows, reread, name)
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with _stand_in(module, fake_mode, device) as (twin, optimizers):
         batches = {size: fake_batch(batch, batch_size, size, fake_mode) for size in rows}
@@ -125,8 +134,7 @@ def trace(
             name = _name(first, rows, evaluation)
             description = known.find(name)
             if description is not None:
-                again = partial(trace, module, batch, batch_size, device=device, sizes=sizes, step_context=step_context)
-                return replace(first, description=description, sizes=rows, reread=partial(again, evaluation=evaluation))
+                return replace(first, description=description, sizes=rows, reread=reread, name=name)
         with fake_mode:
             recordings |= {size: _record(twin, batches[size], device, step_context) for size in rows[1:]}
             evaluated = _without_autograd(twin, batches, device, step_context) if evaluation else {}
@@ -352,7 +360,7 @@ def _assemble(
     }
     kept = [*(index_of.get(one.name, OUTSIDE) for one in repeated), OUTSIDE]
     description = ModelDescription(
-        fingerprint=_fingerprint(operators, parameters),
+        fingerprint=_fingerprint(operators, module),
         operators=operators,
         moments=moments_of(stretches),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
@@ -433,11 +441,16 @@ def _name(first: Trace, rows: Sequence[int], evaluation: bool) -> str:
     return hashlib.sha256(f"{facts}{first.description.model_dump_json()}".encode()).hexdigest()[:32]
 
 
-def _fingerprint(operators: Sequence[Operator], parameters: Sequence[NamedParameter]) -> str:
+def looks_of(module: torch.nn.Module) -> str:
+    """A short name for all modules with parameters of the same names, shapes, dtypes and trainability."""
+    return _fingerprint((), module)[:12]
+
+
+def _fingerprint(operators: Sequence[Operator], module: torch.nn.Module) -> str:
     """SHA-256 of the parameters' names, shapes, dtypes and trainability, and of the operators' names."""
     tensors = [
         [list(each.names), list(each.tensor.shape), str(each.tensor.dtype), each.tensor.requires_grad]
-        for each in parameters
+        for each in named_parameters(module)
     ]
     text = json.dumps([tensors, [operator.name for operator in operators]], separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

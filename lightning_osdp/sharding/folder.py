@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_osdp.collectives import on_all_ranks
+from lightning_osdp.collectives import of_first_rank, on_all_ranks
 from lightning_osdp.errors import CheckpointError
 from lightning_osdp.sharding import files, streaming
 from lightning_osdp.sharding.boxes import Box, boxes_of
@@ -70,9 +70,7 @@ def save(checkpoint: Mapping[str, Any], target: Path, pending: Pending, group: A
         with _named(target):
             return files.begin(target) if is_first else None
 
-    box = [on_all_ranks(group, begin)]
-    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
-    unfinished = cast(Path, box[0])
+    unfinished = cast(Path, of_first_rank(group, on_all_ranks(group, begin)))
     contents = {"format": FORMAT, "version": VERSION, "checkpoint": dict(checkpoint), "tensors": pending.handles()}
 
     def finish() -> None:

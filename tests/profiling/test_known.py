@@ -50,6 +50,21 @@ def test_a_known_step_is_described_as_it_was_and_read_whole_on_demand(evaluation
     assert len(known) == 1
 
 
+def test_a_step_known_by_its_name_is_not_read_unless_the_parameters_are_others() -> None:
+    known = Kept()
+    module = Regression(mlp(nn.ReLU()))
+    first = read(module, known)
+    (name,) = known
+    told = read(module, known, name=name)
+    assert (told.description, told.sizes, told.name) == (first.description, first.sizes, name)
+    assert not told.kernels
+    assert told.whole() == first
+    for other in (Regression(mlp(nn.ReLU(), width=9)), Regression(frozen()), Regression(mlp(nn.ReLU())).double()):
+        batch = BATCH.to(next(other.parameters()).dtype)
+        assert read(other, known, batch, name=name).description == trace(other, batch, 4, device=CPU).description
+    assert read(module, known, name="not kept").kernels
+
+
 def mlp(*inner: nn.Module, width: int = 8) -> nn.Module:
     return nn.Sequential(nn.Linear(8, width), *inner, nn.Linear(width, 8))
 
@@ -100,10 +115,13 @@ def test_other_batches_and_what_evaluation_takes_are_read_anew() -> None:
 
 def test_descriptions_are_kept_in_files(tmp_path: Path) -> None:
     description = trace(Regression(mlp(nn.ReLU())), BATCH, 4, device=CPU).description
-    kept = StepsKept(tmp_path / "cache")
+    kept = StepsKept(tmp_path / "cache", "mine")
+    assert not kept.any()
     assert kept.find("a") is None
     kept.keep("a", description)
+    assert kept.any()
     assert kept.find("a") == description
+    assert not StepsKept(tmp_path / "cache", "other").any()
     (file,) = (tmp_path / "cache").iterdir()
     file.write_text(file.read_text()[:-9])
     with pytest.warns(OSDPWarning, match="damaged"):
