@@ -30,3 +30,11 @@ def test_pages_to_come_count_only_on_top_of_a_limit_that_was_found_and_before_fi
     assert found.pages_to_come(stepped=True) == given.pages_to_come(stepped=False) == 0
     assert memory.Limit(torch.device("cuda"), 1).pages_to_come(stepped=False) == 0
     assert found.file_pages() > given.file_pages() == 0
+
+
+def test_a_control_groups_limit_is_shared_and_holds_the_kernels_page_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_cgroup_limits", lambda: [1 << 30, 2 << 30])
+    monkeypatch.setattr(memory, "_meminfo", lambda field: 8 << 30)
+    monkeypatch.setattr(memory, "file_pages", lambda: 100 << 20)
+    assert memory.memory_limit(torch.device("cpu"), 4, group_ranks=2) == (612 << 20) - (1 << 20)
+    assert memory.memory_limit(torch.device("cpu"), 2) == (612 << 20) - (1 << 20)
