@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 
+import pytest
 import torch
 
 from lightning_osdp.profiling import memory
