@@ -101,19 +101,13 @@ Read = TypeVar("Read", bound=Frozen)
 
 @dataclass(frozen=True)
 class StepsKept:
-    """What was read of training steps of one module, kept in a folder (``trace.KnownSteps``).
-
-    Attributes:
-        folder: that may hold those of other modules.
-        module: a name for all modules with these parameters (``trace.looks_of``).
-    """
+    """What was read of training steps, kept in a folder (``trace.KnownSteps``)."""
 
     folder: Path
-    module: str
 
-    def any(self) -> bool:
-        """Whether there are some."""
-        return next(self.folder.glob(f"step-{self.module}-*.json"), None) is not None
+    def any(self, looks: str) -> bool:
+        """Whether there are some of modules that look so (``trace.looks_of``)."""
+        return next(self.folder.glob(f"step-{looks}-*.json"), None) is not None
 
     def find(self, name: str) -> ModelDescription | None:
         """None if there is none."""
@@ -124,7 +118,7 @@ class StepsKept:
         write(self._file(name), description.model_dump_json())
 
     def _file(self, name: str) -> Path:
-        return self.folder / f"step-{self.module}-{name}.json"
+        return self.folder / f"step-{name}.json"
 
 
 @dataclass(frozen=True)

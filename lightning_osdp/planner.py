@@ -73,10 +73,18 @@ def describe(
     Steps that ``cache`` knows are only read as far as needed to know them again, and not at all where their ``name`` is
     known."""
     evaluation = between.evaluation_batch_size > 0
-    known = _steps_kept(cache, module)
-    how: dict[str, Any] = {"device": device, "step_context": step_context, "evaluation": evaluation}
+    known = measurements.StepsKept(cache) if cache is not None else None
     try:
-        return trace(module, batch, batch_size, known=known, name=name, **how)
+        return trace(
+            module,
+            batch,
+            batch_size,
+            device=device,
+            step_context=step_context,
+            evaluation=evaluation,
+            known=known,
+            name=name,
+        )
     except TraceError as error:
         if any(parameter.is_meta for parameter in module.parameters()):
             raise  # a module without values can't run for real
@@ -97,16 +105,15 @@ def describe_together(
     Where steps of such a module were read before, the first rank reads it alone, and tells the others the name under
     which it is known: ranks may share cores, and a start that knows everything else does little but read.
     """
-    known = _steps_kept(cache, module)
-    if not collectives.of_first_rank(ranks.group, known is not None and known.any()):
+
+    def seen() -> bool:
+        return ranks.is_first and cache is not None and measurements.StepsKept(cache).any(looks_of(module))
+
+    if not collectives.of_first_rank(ranks.group, on_all_ranks(ranks, seen)):
         return on_all_ranks(ranks, lambda: read(""))
     first = on_all_ranks(ranks, lambda: read("") if ranks.is_first else None)
     name = collectives.of_first_rank(ranks.group, first.name if first is not None else "")
     return on_all_ranks(ranks, lambda: first if first is not None else read(name))
-
-
-def _steps_kept(cache: Path | None, module: pl.LightningModule) -> measurements.StepsKept | None:
-    return measurements.StepsKept(cache, looks_of(module)) if cache is not None else None
 
 
 def measure_and_plan(

@@ -6,11 +6,13 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_osdp import planner
+from lightning_osdp.errors import OSDPWarning, TraceError
 from lightning_osdp.measurements import Ranks
 from lightning_osdp.planning.operators import NOTHING_BETWEEN, ModelDescription
 from lightning_osdp.profiling import compute
@@ -42,18 +44,19 @@ def start(folder: Path, width: int) -> tuple[int, str, ModelDescription]:
     return runs, traced.name, traced.description
 
 
-def with_one_disk(rank: int, world_size: int, folder: str) -> list[tuple[int, str, ModelDescription]]:
-    return [start(Path(folder), width) for width in (8, 8, 16)]
+def three_starts(rank: int, world_size: int, folder: str) -> list[tuple[int, str, ModelDescription]]:
+    """A disk for each rank: on one, the slower rank of the first start may find what the other has just read."""
+    return [start(Path(folder, str(rank)), width) for width in (8, 8, 16)]
 
 
-def with_a_disk_each(rank: int, world_size: int, folder: str) -> list[int]:
+def with_an_empty_disk(rank: int, world_size: int, folder: str) -> list[int]:
     """The second start finds the step on the first rank's disk alone."""
     own = Path(folder, str(rank))
     return [start(own, 8)[0], start(own if rank == 0 else Path(folder, "empty"), 8)[0]]
 
 
 def test_the_first_rank_alone_reads_a_step_that_is_known(tmp_path: Path) -> None:
-    first, other = run_ranks(with_one_disk, 2, str(tmp_path))
+    first, other = run_ranks(three_starts, 2, str(tmp_path))
     assert [runs for runs, _, _ in first] == [2, 1, 2]
     assert [runs for runs, _, _ in other] == [2, 0, 2]
     assert [each[1:] for each in first] == [each[1:] for each in other]
@@ -61,5 +64,18 @@ def test_the_first_rank_alone_reads_a_step_that_is_known(tmp_path: Path) -> None
     assert first[1][2] == first[0][2] != first[2][2]
 
 
+def of_a_lazy_module(rank: int, world_size: int, folder: str) -> str:
+    module = Regression(nn.Sequential(nn.LazyLinear(8)))
+    read = partial(planner.describe, module, BATCH, 4, CPU, nullcontext, NOTHING_BETWEEN, Path(folder))
+    with pytest.warns(OSDPWarning), pytest.raises(TraceError) as error:
+        planner.describe_together(Ranks(dist.group.WORLD, 1, CPU), module, Path(folder), read)
+    return str(error.value)
+
+
+def test_a_lazy_module_is_refused_clearly(tmp_path: Path) -> None:
+    for message in run_ranks(of_a_lazy_module, 2, str(tmp_path)):
+        assert "uninitialized parameter" in message
+
+
 def test_ranks_read_what_their_own_disk_does_not_know(tmp_path: Path) -> None:
-    assert run_ranks(with_a_disk_each, 2, str(tmp_path)) == [[2, 1], [2, 2]]
+    assert run_ranks(with_an_empty_disk, 2, str(tmp_path)) == [[2, 1], [2, 2]]

@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, TraceError
@@ -74,7 +75,8 @@ class Trace:
 
 
 class KnownSteps(Protocol):
-    """Descriptions of steps that were read before, by names of what the smaller batch size shows of them."""
+    """Descriptions of steps that were read before, by names of their modules' looks (``looks_of``) and of what the
+    smaller batch size shows of them."""
 
     def find(self, name: str) -> ModelDescription | None:
         """What was kept; None if nothing was."""
@@ -131,7 +133,7 @@ def trace(
         stepped = trace_optimizers(optimizers, twins, fake_mode, Clipping.of(module._trainer))
         if known is not None:
             first = _assemble(module, batch_size, recordings, stepped, {})
-            name = _name(first, rows, evaluation)
+            name = f"{looks_of(module)}-{_name(first, rows, evaluation)}"
             description = known.find(name)
             if description is not None:
                 return replace(first, description=description, sizes=rows, reread=reread, name=name)
@@ -446,10 +448,15 @@ def looks_of(module: torch.nn.Module) -> str:
     return _fingerprint((), module)[:12]
 
 
+def _shape(parameter: Tensor) -> list[int] | None:
+    """None of a lazy module's parameter, until it has one."""
+    return None if is_lazy(parameter) else list(parameter.shape)
+
+
 def _fingerprint(operators: Sequence[Operator], module: torch.nn.Module) -> str:
     """SHA-256 of the parameters' names, shapes, dtypes and trainability, and of the operators' names."""
     tensors = [
-        [list(each.names), list(each.tensor.shape), str(each.tensor.dtype), each.tensor.requires_grad]
+        [list(each.names), _shape(each.tensor), str(each.tensor.dtype), each.tensor.requires_grad]
         for each in named_parameters(module)
     ]
     text = json.dumps([tensors, [operator.name for operator in operators]], separators=(",", ":"))

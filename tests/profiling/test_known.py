@@ -115,14 +115,14 @@ def test_other_batches_and_what_evaluation_takes_are_read_anew() -> None:
 
 def test_descriptions_are_kept_in_files(tmp_path: Path) -> None:
     description = trace(Regression(mlp(nn.ReLU())), BATCH, 4, device=CPU).description
-    kept = StepsKept(tmp_path / "cache", "mine")
-    assert not kept.any()
-    assert kept.find("a") is None
-    kept.keep("a", description)
-    assert kept.any()
-    assert kept.find("a") == description
-    assert not StepsKept(tmp_path / "cache", "other").any()
+    kept = StepsKept(tmp_path / "cache")
+    assert not kept.any("mine")
+    assert kept.find("mine-a") is None
+    kept.keep("mine-a", description)
+    assert kept.any("mine")
+    assert kept.find("mine-a") == description
+    assert not kept.any("other")
     (file,) = (tmp_path / "cache").iterdir()
     file.write_text(file.read_text()[:-9])
     with pytest.warns(OSDPWarning, match="damaged"):
-        assert kept.find("a") is None
+        assert kept.find("mine-a") is None
