@@ -72,7 +72,6 @@ def describe(
     ``between`` steps something is evaluated in batches of its own, what that takes, too, as far as it can be told.
     Steps that ``cache`` knows are only read as far as needed to know them again, and not at all where their ``name`` is
     known."""
-    evaluation = between.evaluation_batch_size > 0
     known = measurements.StepsKept(cache) if cache is not None else None
     try:
         return trace(
@@ -81,7 +80,7 @@ def describe(
             batch_size,
             device=device,
             step_context=step_context,
-            evaluation=evaluation,
+            evaluation=between.evaluates,
             known=known,
             name=name,
         )
@@ -273,7 +272,7 @@ def plan_alone(
         compute.warm_up(traced, device)
         from_cache = True
     profiling_s = time.monotonic() - start
-    used = not_for_the_model(traced, device, model_bytes)
+    used = not_for_the_model(traced, device, model_bytes, between)
     problem = problem_of(traced, cluster, known, memory_limit_bytes, used, wishes, between)
     plan = settled(problem, rule, ())
     return Outcome(plan, profiling_s, from_cache, known.correction, problem=way_of(plan, problem))

@@ -60,7 +60,7 @@ class Room:
     Attributes:
         limit: what a rank may take.
         used: of that, what is not the model's.
-        guessed: of ``used``, what is not there yet but kept for the first steps.
+        guessed: of ``used``, what is not there yet but kept for the first steps and for evaluation.
         files: of ``limit``, what stands for pages of files (``Limit.file_pages``).
     """
 
@@ -96,24 +96,26 @@ class Team:
     def room(self, stepped: bool) -> Room:
         """What there is now; ``stepped``: after steps of a plan that was found. Collective."""
         device = self.ranks.device
-        used = not_for_the_model(self.traced, device, self.model_bytes, stepped)
+        used = not_for_the_model(self.traced, device, self.model_bytes, self.between, stepped)
         coming = self.limit.pages_to_come(stepped)
         limit, files = self.limit.now() + coming, self.limit.file_pages() + coming
         limit, used, files = self.least_and_most([limit], [used, files])
-        return Room(limit, used, min(used, allowance(device, stepped)), files)
+        return Room(limit, used, min(used, self._kept(stepped)), files)
 
     def room_seen(self, earlier: Settled) -> Room | None:
         """What an earlier start was left with when all was there, and kept for its first steps, if this one is on its
         way to that: then nothing has to be run and no garbage looked for to see how much memory there is. None if it
         has taken more already. Collective."""
         device = self.ranks.device
-        held = (
-            memory_in_use(device) - self.model_bytes + _margin(self.traced, device) + allowance(device, stepped=False)
-        )
+        held = memory_in_use(device) - self.model_bytes + _margin(self.traced, device) + self._kept(stepped=False)
         limit, held = self.least_and_most([self.limit.now() - self.limit.file_pages()], [held])
         if held > earlier.used_bytes:
             return None
         return Room(limit + earlier.file_bytes, earlier.used_bytes, earlier.guessed_bytes, earlier.file_bytes)
+
+    def _kept(self, stepped: bool) -> int:
+        """For what is not there yet."""
+        return allowance(self.ranks.device, stepped, self.between.evaluates)
 
     def least_and_most(self, least: Sequence[int], most: Sequence[int]) -> list[int]:
         """The least of any rank of some numbers, then the most of others. Collective."""
@@ -285,9 +287,11 @@ def problem_of(
     )
 
 
-def not_for_the_model(traced: Trace, device: torch.device, model_bytes: int, stepped: bool = False) -> int:
+def not_for_the_model(
+    traced: Trace, device: torch.device, model_bytes: int, between: BetweenSteps, stepped: bool = False
+) -> int:
     """The process's own memory, and on CUDA what the caching allocator can't use of the segments that it takes."""
-    return overhead(device, model_bytes, stepped) + _margin(traced, device)
+    return overhead(device, model_bytes, stepped, between.evaluates) + _margin(traced, device)
 
 
 def _margin(traced: Trace, device: torch.device) -> int:

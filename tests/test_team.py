@@ -15,10 +15,13 @@ from lightning_osdp import measurements, planner
 from lightning_osdp import team as planning_team
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
 from lightning_osdp.measurements import Measurements
+from lightning_osdp.planning.operators import NOTHING_BETWEEN, BetweenSteps
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, decided
 from lightning_osdp.planning.schedule import BatchRule, Problem, least_bytes, make_plan
 from lightning_osdp.planning.settled import Settled
+from lightning_osdp.profiling import memory
+from lightning_osdp.profiling.memory import EVALUATION_BYTES, FIRST_STEP_BYTES
 from lightning_osdp.team import APPLYING_S, FIRST_SEARCH, START_S, UNSEEN_GAIN, Room, Team, plan_for
 from tests.planning.small import MIB, blocks_of_one, cluster, compute
 
@@ -76,11 +79,11 @@ def test_nothing_is_run_to_see_how_much_memory_there_is_where_an_earlier_start_h
 ) -> None:
     plan = make_plan(ROOMY, RULE)
     monkeypatch.setattr(planning_team, "memory_in_use", lambda device: 50)
-    monkeypatch.setattr(planning_team, "allowance", lambda device, stepped: 7)
+    monkeypatch.setattr(planning_team, "allowance", lambda device, stepped, evaluates: 7)
     ranks: Any = SimpleNamespace(device=torch.device("cpu"))
     nothing: Any = None
     limit: Any = Counted()
-    team = Alone(nothing, ranks, None, limit, 20, nothing, nothing, 0.0)
+    team = Alone(nothing, ranks, None, limit, 20, nothing, NOTHING_BETWEEN, 0.0)
     # 30 bytes are not the model's, and 7 more are kept for first steps
     assert team.room_seen(Settled(asked="", plan=plan, used_bytes=37, file_bytes=140)) == Room(1040, 37, 0, 140)
     assert team.room_seen(Settled(asked="", plan=plan, used_bytes=36, file_bytes=140)) is None
@@ -94,11 +97,26 @@ def test_pages_that_first_steps_will_read_come_on_top_of_a_limit_that_was_found(
     stepped: bool, room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning_team, "not_for_the_model", lambda *_: 57)
-    monkeypatch.setattr(planning_team, "allowance", lambda device, stepped: 7)
+    monkeypatch.setattr(planning_team, "allowance", lambda device, stepped, evaluates: 7)
     ranks: Any = SimpleNamespace(device=torch.device("cpu"))
     nothing: Any = None
     limit: Any = Counted()
-    assert Alone(nothing, ranks, None, limit, 20, nothing, nothing, 0.0).room(stepped) == room
+    assert Alone(nothing, ranks, None, limit, 20, nothing, NOTHING_BETWEEN, 0.0).room(stepped) == room
+
+
+@pytest.mark.parametrize(("evaluation_batch_size", "more"), [(0, 0), (64, EVALUATION_BYTES["cpu"])])
+def test_room_is_kept_for_what_kernels_of_evaluation_leave_behind(
+    evaluation_batch_size: int, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps after a validation took up to 2 MiB more than their limit."""
+    monkeypatch.setattr(memory, "memory_in_use", lambda device: 50)
+    ranks: Any = SimpleNamespace(device=torch.device("cpu"))
+    nothing: Any = None
+    limit: Any = Counted()
+    between = BetweenSteps(evaluation_batch_size=evaluation_batch_size)
+    room = Alone(nothing, ranks, None, limit, 20, nothing, between, 0.0).room(stepped=False)
+    assert room.guessed == FIRST_STEP_BYTES["cpu"] + more
+    assert room.used == 30 + room.guessed
 
 
 class Timed(Team):

@@ -198,6 +198,11 @@ class BetweenSteps(Frozen):
     """Samples per device in the largest batch that is evaluated, if that does not follow from the plan's batch size;
     else 0, or if nothing is evaluated."""
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether it evaluates in batches of another size than it trains in."""
+        return self.evaluation_batch_size > 0
+
 
 NOTHING_BETWEEN = BetweenSteps()
 
