@@ -10,7 +10,15 @@ from typing import Any
 from benchmarks.throughput.cells import Cell, is_easier
 from benchmarks.throughput.jobs import Job
 from benchmarks.throughput.records import Runs
-from benchmarks.throughput.search import SLOW_STEP_S, SLOW_WARM_UP, WARM_UP, estimate_largest, fewer, next_sizes
+from benchmarks.throughput.search import (
+    SLOW_STEP_S,
+    SLOW_WARM_UP,
+    WARM_UP,
+    estimate_largest,
+    fewer,
+    gains_nothing,
+    next_sizes,
+)
 from benchmarks.throughput.systems import OSDP, System
 
 SLACK = 1.15
@@ -151,6 +159,8 @@ class Comparer:
                 status = result["outcome"]
             why = result.get("stop", {}).get("why")
             if result["outcome"] not in ("ok", "out of memory") or why == "flat":
+                break
+            if dead is not None and gains_nothing({size: one["step_s"] for size, one in lived.items()}, dead):
                 break
             left = tuple(size for size in sizes if size not in lived)
             sizes = left if why == "late" and dead not in left else next_sizes(max(lived, default=0), dead)

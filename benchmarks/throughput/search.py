@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 
 LARGEST = 96
 """Per rank. Without recomputing, throughput is flat long before on these machines; with it, deep and narrow models
@@ -62,6 +63,25 @@ def _doubling(start: int, stop: int) -> tuple[int, ...]:
         sizes.append(start)
         start *= 2
     return tuple(sizes)
+
+
+def gains_nothing(steps_s: Mapping[int, float], dead: int) -> bool:
+    """Whether no batch size below ``dead`` promises ``FLAT`` times the samples of those known.
+
+    Told by the flattest of lines through two of the three largest, from the one that it lies lowest through: a slow
+    moment in one of them ends no search.
+
+    Args:
+        steps_s: batch size -> seconds of a step.
+        dead: smallest size known to die.
+    """
+    known = sorted(steps_s)[-3:]
+    if len(known) < 3:
+        return False
+    slope = min((steps_s[b] - steps_s[a]) / (b - a) for a, b in combinations(known, 2))
+    size = dead - 1
+    foreseen = min(steps_s[one] + slope * (size - one) for one in known)
+    return foreseen > 0 and size / foreseen < FLAT * max(size / step_s for size, step_s in steps_s.items())
 
 
 def estimate_largest(peaks: Mapping[int, int], memory_bytes: int) -> int | None:

@@ -19,7 +19,7 @@ from benchmarks.throughput.cells import Cell, is_easier
 from benchmarks.throughput.compare import Comparer, Effort
 from benchmarks.throughput.jobs import SETTINGS, Job
 from benchmarks.throughput.records import Runs
-from benchmarks.throughput.search import LARGEST, SLOW_STEP_S, estimate_largest, is_flat, next_sizes
+from benchmarks.throughput.search import LARGEST, SLOW_STEP_S, estimate_largest, gains_nothing, is_flat, next_sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -54,6 +54,16 @@ def test_estimate_follows_the_line_through_what_was_measured() -> None:
     assert estimate_largest({1: 110}, 200) is None
     assert estimate_largest({1: 110, 4: 110}, 200) is None
     assert estimate_largest({1: 110, 4: 140}, 50) == 1
+
+
+def test_narrowing_ends_where_no_size_that_may_live_promises_more() -> None:
+    flat = {8: 4.4, 16: 8.4, 32: 16.4}
+    assert gains_nothing(flat, 40)  # 0.4 s, and 0.5 for each sample
+    assert not gains_nothing({8: 8.0, 16: 12.0, 32: 20.0}, 40)  # 4 s, and 0.5
+    assert not gains_nothing({16: 8.4, 32: 16.4}, 40)
+    for slow in (8, 16, 32):  # moments of the machine
+        steep = {8: 8.0, 16: 12.0, 32: 20.0}
+        assert not gains_nothing(steep | {slow: 1.4 * steep[slow]}, 40)
 
 
 def test_one_slow_size_does_not_end_a_search() -> None:
