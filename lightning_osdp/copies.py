@@ -136,6 +136,15 @@ def handed_back_and_kept(
     return usual, kept
 
 
+def in_turns_s(usual: Took) -> float:
+    """About how long ``handed_back_and_kept`` lasts, told by what such a step usually takes."""
+    return 2 * (WARM_UP + 1) * usual.step_s * _turns(usual)
+
+
+def _turns(usual: Took) -> int:
+    return TURNS if usual.step_s < SHORT_S else 1
+
+
 def _on_copy(
     stage: Stage, sizes: Sequence[int], group: dist.ProcessGroup | None, plan: ExecutionPlan | None, work: Work
 ) -> list[Took]:
@@ -211,7 +220,7 @@ def _in_turns(means: Work, heap_bytes: int, steps: Sequence[Step]) -> list[Took]
     """``handed_back_and_kept`` of one step."""
     usual: list[Took] = []
     kept: list[Took] = []
-    while len(usual) < (TURNS if not usual or usual[0].step_s < SHORT_S else 1):
+    while not usual or len(usual) < _turns(usual[0]):
         usual += means(steps)
         kept += _kept(means, heap_bytes, steps)
     return [Took(*map(statistics.mean, zip(*each, strict=True))) for each in (usual, kept)]

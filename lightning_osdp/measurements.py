@@ -233,7 +233,7 @@ def measured(
     wishes: Wishes,
     free_bytes: Callable[[], int],
     stage: Stage | None,
-    late: Callable[[], bool],
+    left_s: Callable[[], float],
 ) -> tuple[Measurements, bool, Path | None]:
     """Measurements, whether the cache had them, and the file that keeps them (on the first rank). Collective.
 
@@ -245,7 +245,7 @@ def measured(
         wishes: what is not left to the search.
         free_bytes: that this rank may take now.
         stage: to rehearse the step on; None to leave it at the parts.
-        late: whether the start has taken too long for one more rehearsal. Collective.
+        left_s: seconds that the start may still take. Collective.
     """
     if ranks.device.type == "cpu":
         CORES.used_by(_alike(CORES.name(), ranks))
@@ -262,7 +262,7 @@ def measured(
     measured = Measurements(**dict(connections), compute=parts)
     if stage is not None:
         known = hardware(ranks, cluster, measured)
-        times, kept, rehearsals = rehearse(stage, traced, ranks.group, known, parts, free_bytes, late)
+        times, kept, rehearsals = rehearse(stage, traced, ranks.group, known, parts, free_bytes, left_s)
         measured = measured.model_copy(update={"compute": times, "rehearsals": rehearsals, "kept_compute": kept})
     if times is parts:  # no step was made, and each rank has run but its share of the kernels
         on_all_ranks(ranks.group, lambda: compute.warm_up(traced, ranks.device))

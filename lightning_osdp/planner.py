@@ -29,7 +29,7 @@ from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.memory import Limit, memory_in_use, memory_limit
 from lightning_osdp.profiling.trace import Trace, looks_of, trace, trace_real
 from lightning_osdp.rehearsal import can_keep_heap, rehearse_alone, rehearse_kept
-from lightning_osdp.team import MODES_LEFT_S, UNSEEN_GAIN, Team, not_for_the_model, problem_of
+from lightning_osdp.team import UNSEEN_GAIN, Team, not_for_the_model, problem_of
 
 Result = TypeVar("Result")
 
@@ -155,7 +155,7 @@ def measure_and_plan(
     start = time.monotonic()
     team = Team(traced, ranks, cluster, limit, model_bytes, wishes, between, began_s)
     measured, from_cache, file = measurements.measured(
-        traced, ranks, cluster, cache, wishes, team.free_bytes, stage, lambda: team.left_s() < MODES_LEFT_S
+        traced, ranks, cluster, cache, wishes, team.free_bytes, stage, team.left_s
     )
     question = asked(rule, wishes, between, measured.correction)
     if from_cache:

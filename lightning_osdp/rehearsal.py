@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_osdp.collectives import least_room, on_all_ranks
-from lightning_osdp.copies import FEWEST, SECONDS, WARM_UP, Stage, Took, handed_back_and_kept, timed
+from lightning_osdp.copies import FEWEST, SECONDS, WARM_UP, Stage, Took, handed_back_and_kept, in_turns_s, timed
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes
@@ -67,12 +67,14 @@ FARTHER = 2
 a sample takes. [measured, GPT-2, 4 ranks on 2 cores, with room for 2 samples and not for the 8 that were traced: scaled
 by the step of 2 alone, steps of 8 to 22 samples are foreseen 10 to 40 % too short]"""
 
+MODES_LEFT_S, KEPT_LEFT_S = 14.0, 4.5
+"""Seconds of the start that must be left: for finding a plan, rehearsing and applying it, when the step is rehearsed in
+one more mode; for finding and applying one, after what is gained by a heap that keeps freed tensors. Where there is
+room for that, it matters more than to rehearse the plan. [measured, GPT-2, 4 ranks on 2 cores: 17.4 samples a second,
+11.1 where no time was left to know it]"""
+
 MARGIN = 1.1
 """Room for a rehearsal, as a multiple of what it is thought to need."""
-
-
-def _never() -> bool:
-    return False
 
 
 def _forever() -> float:
@@ -86,7 +88,7 @@ def rehearse(
     cluster: Cluster,
     compute: ComputeTimes,
     free_bytes: Callable[[], int],
-    late: Callable[[], bool] = _never,
+    left_s: Callable[[], float] = _forever,
 ) -> tuple[ComputeTimes, ComputeTimes | None, tuple[Rehearsal, ...]]:
     """Compute whose sums are those of the plain step, the same where freed tensors stay in the heap
     (``rehearse_kept``), and what the step takes with all operators in one mode.
@@ -101,12 +103,15 @@ def rehearse(
         cluster: with links and engine as measured.
         compute: as measured in parts.
         free_bytes: that this rank may take now.
-        late: whether the start has taken so long that no more modes are to be rehearsed. Collective.
+        left_s: seconds that the start may still take. Collective.
 
     Returns:
         ``compute`` as it was, and nothing else, where a rehearsal is not possible or would take too long.
     """
     model, smallest = traced.description, traced.sizes[0]
+
+    def late() -> bool:
+        return left_s() < MODES_LEFT_S
 
     try:
         with kept_randomness(stage.device):
@@ -116,9 +121,8 @@ def rehearse(
             if sum(one.step_s for one in plain.values()) > LONGEST_S:
                 return compute, None, ()
             times, kept = _as_plain(compute, plain), None
-            if (
-                plain and can_keep_heap(stage.device, group) and not late()
-            ):  # before the modes: where there is room for it, they matter least
+            # Before the modes: where there is room for it, they matter least.
+            if plain and can_keep_heap(stage.device, group) and left_s() - in_turns_s(plain[smallest]) > KEPT_LEFT_S:
                 kept = rehearse_kept(stage, traced, group, cluster, times, free_bytes())
             shown = []
             for plan in reversed(uniform) if group.size() > 1 else ():  # first what adds most to a plain step

@@ -94,9 +94,9 @@ def rehearsed(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OSDPWarning)
         hardware = some_cluster(ranks)
-        group, early = dist.group.WORLD, iter([False] * modes)
-        late, rooms = partial(next, early, True), iter([room_bytes] * roomy)
-        times, _, shown = rehearse(stage(module), traced, group, hardware, everyone[0], partial(next, rooms, 0), late)
+        group, rooms = dist.group.WORLD, iter([room_bytes] * roomy)
+        free_bytes, left_s = partial(next, rooms, 0), partial(next, iter([math.inf] * modes), 0.0)
+        times, _, shown = rehearse(stage(module), traced, group, hardware, everyone[0], free_bytes, left_s)
     same = all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     same &= all(parameter.grad is None for parameter in module.parameters()) and module._trainer is None
     same &= module.steps == steps and torch.equal(random, torch.get_rng_state())
@@ -141,9 +141,10 @@ def test_steps_that_take_long_are_not_rehearsed() -> None:
 
 
 def heap_rehearsed(
-    rank: int, ranks: int, room_bytes: int, late: bool
-) -> tuple[bool, ComputeTimes, ComputeTimes | None]:
-    """Whether the module is as it was and freed tensors are handed back, times, and what there is where they stay."""
+    rank: int, ranks: int, room_bytes: int, left_s: float
+) -> tuple[bool, ComputeTimes, ComputeTimes | None, int]:
+    """Whether the module is as it was and freed tensors are handed back, times, what there is where they stay, and how
+    many modes were rehearsed."""
     fix_cpu_allocator()
     module = Module()
     traced = trace(module, BATCH, 4, device=CPU)
@@ -151,22 +152,26 @@ def heap_rehearsed(
     dist.all_gather_object(everyone, everyone[rank])
     before = {name: value.clone() for name, value in module.state_dict().items()}
     group, hardware = dist.group.WORLD, some_cluster(ranks)
-    times, kept, _ = rehearse(stage(module), traced, group, hardware, everyone[0], lambda: room_bytes, lambda: late)
+    copied = stage(module)
+    times, kept, shown = rehearse(copied, traced, group, hardware, everyone[0], lambda: room_bytes, lambda: left_s)
     same = all(torch.equal(before[name], value) for name, value in module.state_dict().items())
-    return same and not HEAP.keeps and not strange_bytes(module), times, kept
+    return same and not HEAP.keeps and not strange_bytes(module), times, kept, len(shown)
 
 
-def test_the_plain_step_is_rehearsed_where_freed_tensors_stay_as_well() -> None:
-    for same, times, kept in run_ranks(heap_rehearsed, 2, ROOM, False):
+@pytest.mark.parametrize(("left_s", "modes"), [(math.inf, 3), (rehearsal.MODES_LEFT_S - 1, 0)])
+def test_the_plain_step_is_rehearsed_where_freed_tensors_stay_as_well(left_s: float, modes: int) -> None:
+    """Also where it is too late for other modes, which matter less."""
+    for same, times, kept, shown in run_ranks(heap_rehearsed, 2, ROOM, left_s):
         assert same
+        assert shown == modes
         assert kept is not None
         assert 0 < compute_s(kept, 8) <= compute_s(times, 8)
 
 
 def test_where_the_heap_might_not_grow_or_it_is_late_nothing_is_known_of_it() -> None:
     room = needed_bytes(Mode.DP, 2)  # for the copy, not for training
-    for room_bytes, late in ((room, False), (ROOM, True)):
-        for same, _, kept in run_ranks(heap_rehearsed, 2, room_bytes, late):
+    for room_bytes, left_s in ((room, math.inf), (ROOM, rehearsal.KEPT_LEFT_S)):
+        for same, _, kept, _ in run_ranks(heap_rehearsed, 2, room_bytes, left_s):
             assert same
             assert kept is None
 
@@ -329,7 +334,7 @@ def test_a_long_step_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None
             mixed(2),
             4,
             None,  # type: ignore[arg-type]
-            rehearsal._never,
+            lambda: False,
             likely=likely,
         )
         assert len(tries) == left
