@@ -44,7 +44,8 @@ FEWEST, MOST, WARM_UP = 3, 9, 1
 """Steps that are timed within that, if they take no more than half as long again, and those before them."""
 
 TURNS, SHORT_S = 2, 0.4
-"""How often steps are made with either use of the heap, twice each time; steps that take longer, once."""
+"""How often steps are made with either use of the heap, twice each time; but ones that take longer only where freed
+tensors stay, as there may be no time for more, and once."""
 
 GARBAGE = 1
 """Generation of Python's objects up to which a copy is looked for when it is no longer needed."""
@@ -127,22 +128,21 @@ def timed(
 
 
 def handed_back_and_kept(
-    stage: Stage, size: int, group: dist.ProcessGroup | None, heap_bytes: int
+    stage: Stage, size: int, group: dist.ProcessGroup | None, heap_bytes: int, known: Took | None = None
 ) -> tuple[Took, Took]:
     """What forward and backward of the plain module take where freed tensors are handed back, and where they stay in
-    a heap of so much room. Both take turns: other work on the machine lasts for some seconds at times."""
+    a heap of so much room. Both take turns, unless the first is ``known`` to be long: other work on the machine lasts
+    for some seconds at times."""
+    if known is not None and known.step_s >= SHORT_S:
+        return known, timed(stage, [size], group, None, 0.0, heap_bytes)[size]
     means: Work = partial(_means, group=group, device=stage.device, seconds=0.0)
     usual, kept = _on_copy(stage, [size], group, None, partial(_in_turns, means, heap_bytes))
     return usual, kept
 
 
-def in_turns_s(usual: Took) -> float:
-    """About how long ``handed_back_and_kept`` lasts, told by what such a step usually takes."""
-    return 2 * (WARM_UP + 1) * usual.step_s * _turns(usual)
-
-
-def _turns(usual: Took) -> int:
-    return TURNS if usual.step_s < SHORT_S else 1
+def in_turns_s(known: Took) -> float:
+    """About how long ``handed_back_and_kept`` lasts."""
+    return (WARM_UP + 1) * known.step_s * (2 * TURNS if known.step_s < SHORT_S else 1)
 
 
 def _on_copy(
@@ -220,7 +220,7 @@ def _in_turns(means: Work, heap_bytes: int, steps: Sequence[Step]) -> list[Took]
     """``handed_back_and_kept`` of one step."""
     usual: list[Took] = []
     kept: list[Took] = []
-    while not usual or len(usual) < _turns(usual[0]):
+    while len(usual) < (TURNS if not usual or usual[0].step_s < SHORT_S else 1):
         usual += means(steps)
         kept += _kept(means, heap_bytes, steps)
     return [Took(*map(statistics.mean, zip(*each, strict=True))) for each in (usual, kept)]

@@ -123,7 +123,7 @@ def rehearse(
             times, kept = _as_plain(compute, plain), None
             # Before the modes: where there is room for it, they matter least.
             if plain and can_keep_heap(stage.device, group) and left_s() - in_turns_s(plain[smallest]) > KEPT_LEFT_S:
-                kept = rehearse_kept(stage, traced, group, cluster, times, free_bytes())
+                kept = rehearse_kept(stage, traced, group, cluster, times, free_bytes(), plain[smallest])
             shown = []
             for plan in reversed(uniform) if group.size() > 1 else ():  # first what adds most to a plain step
                 expected = foreseen(model, times, cluster, plan, smallest)
@@ -163,10 +163,10 @@ def rehearse_kept(
     cluster: Cluster,
     compute: ComputeTimes,
     room_bytes: int,
+    usual: Took | None = None,
 ) -> ComputeTimes | None:
-    """``compute`` where freed tensors stay in the heap; None where training, with all operators
-    replicated, leaves no room for the heap to grow by as much again as the copy takes. Collective where there is a
-    group.
+    """``compute`` where freed tensors stay in the heap; None where training, with all operators replicated, leaves no
+    room for the heap to grow by as much again as the copy takes. Collective where there is a group.
 
     Args:
         stage: what to rehearse.
@@ -175,13 +175,14 @@ def rehearse_kept(
         cluster: their number.
         compute: its sums as rehearsed where freed tensors are handed back.
         room_bytes: that this rank may take now.
+        usual: what such a step takes where freed tensors are handed back, if known.
     """
     model, size, room = traced.description, traced.sizes[0], stage.room(room_bytes, group)
     replicated = _uniform(model, cluster.ranks)[0]
     copied, trained = (count(model, cluster, replicated, size) for count in (copy_bytes, training_bytes))
     if copied + max(copied, trained) > room:
         return None
-    step = partial(handed_back_and_kept, stage, size, group, _heap_bytes(copied))
+    step = partial(handed_back_and_kept, stage, size, group, _heap_bytes(copied), usual)
     try:
         with kept_randomness(stage.device):
             usual, kept = step() if group is None else on_all_ranks(group, step)

@@ -168,6 +168,22 @@ def test_the_plain_step_is_rehearsed_where_freed_tensors_stay_as_well(left_s: fl
         assert 0 < compute_s(kept, 8) <= compute_s(times, 8)
 
 
+@pytest.mark.parametrize(("known_s", "steps"), [(None, 8), (0.1, 8), (1.0, 2)])
+def test_where_a_step_is_long_what_is_known_of_it_is_not_timed_again(
+    known_s: float | None, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    step = copies._step
+    monkeypatch.setattr(copies, "_step", lambda *arguments: made.append(1) or step(*arguments))
+    known = None if known_s is None else Took(known_s)
+    usual, kept = copies.handed_back_and_kept(stage(Module()), 2, None, 1 << 20, known)
+    assert len(made) == steps
+    assert (usual == known) == (steps == 2)
+    assert kept.step_s > 0
+    if known is not None:
+        assert copies.in_turns_s(known) == pytest.approx(steps * known.step_s)
+
+
 def test_where_the_heap_might_not_grow_or_it_is_late_nothing_is_known_of_it() -> None:
     room = needed_bytes(Mode.DP, 2)  # for the copy, not for training
     for room_bytes, left_s in ((room, math.inf), (ROOM, rehearsal.KEPT_LEFT_S)):
