@@ -44,8 +44,8 @@ FEWEST, MOST, WARM_UP = 3, 9, 1
 """Steps that are timed within that, if they take no more than half as long again, and those before them."""
 
 TURNS, SHORT_S = 2, 0.4
-"""How often steps are made with either use of the heap, twice each time; but ones that take longer only where freed
-tensors stay, as there may be no time for more, and once."""
+"""How often steps are made with either use of the heap, twice each time. Steps that take longer are not made in turns;
+of those that were timed before, only where freed tensors stay, as there may be no time for more."""
 
 GARBAGE = 1
 """Generation of Python's objects up to which a copy is looked for when it is no longer needed."""

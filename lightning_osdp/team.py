@@ -253,8 +253,8 @@ def plan_for(
         if error.needed_bytes > problem.memory_limit_bytes + guessed_bytes:
             raise
         warnings.warn(
-            f"{error}. {guessed_bytes >> 20} MiB of what the process takes are kept for its first steps, which may "
-            "take less: training is tried, and ends where it does run out of memory",
+            f"{error}. {guessed_bytes >> 20} MiB are kept for what the process has yet to take, which may be less: "
+            "training is tried, and ends where it does run out of memory",
             OSDPWarning,
             stacklevel=2,
         )
