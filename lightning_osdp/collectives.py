@@ -111,7 +111,7 @@ def all_reduce_async(tensor: Tensor, group: dist.ProcessGroup) -> Work:
     Returns:
         A handle. ``wait`` must be called exactly once.
     """
-    if tensor.device.type == "cuda":
+    if backend_of(group, tensor.device) == "nccl":
         work: Work = dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group, async_op=True)
         return work
     return _MeanWork(dist.all_reduce(tensor, group=group, async_op=True), tensor, group.size())
@@ -275,27 +275,34 @@ class _Exchange:
         self._works, self._held, self._then = (), None, None
 
 
-def reduce_copy(backend: str, ranks: int) -> float:
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Which backend of ``group`` serves tensors on ``device``: ``gloo``, ``nccl``. It may have one for each kind."""
+    return str(group._get_backend(device).name())
+
+
+def reduce_copy(backend: str, ranks: int, device: str = "cpu") -> float:
     """Memory a reduce-scatter takes beside its input and output, as a share of the whole tensor's.
 
     0 for the ring on CPU, whose buffers are constant (``reduce_buffer_bytes``), and for NCCL, which sums into its
-    output. Other backends are assumed to stage a whole copy where there is anything to exchange.
+    output. Others, gloo on CUDA among them, stage a whole copy where there is anything to exchange.
     """
-    return 0.0 if ranks == 1 or backend in ("gloo", "nccl") else 1.0
+    return 0.0 if ranks == 1 or backend == "nccl" or (backend, device) == ("gloo", "cpu") else 1.0
 
 
-def reduce_buffer_bytes(backend: str, ranks: int) -> int:
-    """Most bytes of buffers that a reduce-scatter takes, whatever the tensor's size."""
-    return min(2, ranks - 2) * PIECES_AT_ONCE * PIECE_BYTES if backend == "gloo" and ranks > 2 else 0
+def reduce_buffer_bytes(backend: str, ranks: int, device: str = "cpu") -> int:
+    """Most bytes of buffers on the device that a reduce-scatter takes, whatever the tensor's size."""
+    ring = (backend, device) == ("gloo", "cpu") and ranks > 2
+    return min(2, ranks - 2) * PIECES_AT_ONCE * PIECE_BYTES if ring else 0
 
 
-def all_reduce_buffer_bytes(backend: str, ranks: int) -> int:
-    """Most bytes that all-reduces which are under way take beside their tensors, whatever their number and size.
+def all_reduce_buffer_bytes(backend: str, ranks: int, device: str = "cpu") -> int:
+    """Most bytes on the device that all-reduces which are under way take beside their tensors, whatever their number
+    and size.
 
     gloo: two segments of 1 MiB in each of its two threads, handed back after each. [measured, eight tensors of 8 MiB at
-    once, 2 and 4 ranks: 4.0 MiB]
+    once, 2 and 4 ranks: 4.0 MiB] What it stages for CUDA lies on the host.
     """
-    return 4 << 20 if backend == "gloo" and ranks > 1 else 0
+    return 4 << 20 if (backend, device) == ("gloo", "cpu") and ranks > 1 else 0
 
 
 class _Ring:

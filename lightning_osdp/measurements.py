@@ -184,7 +184,7 @@ def this_cluster(
     ranks: Ranks, link: Link, levels: Levels | None = None, engine: EngineOverhead = NO_OVERHEAD
 ) -> Cluster:
     """The hardware that this run is on, with its links and the engine's overhead as measured."""
-    backend = dist.get_backend(ranks.group)
+    backend, kind = collectives.backend_of(ranks.group, ranks.device), ranks.device.type
     return Cluster(
         nodes=ranks.nodes,
         devices_per_node=ranks.count // ranks.nodes,
@@ -193,9 +193,9 @@ def this_cluster(
         backend=backend,
         link=link,
         levels=levels,
-        reduce_copy=collectives.reduce_copy(backend, ranks.count),
-        reduce_buffer_bytes=collectives.reduce_buffer_bytes(backend, ranks.count),
-        all_reduce_buffer_bytes=collectives.all_reduce_buffer_bytes(backend, ranks.count),
+        reduce_copy=collectives.reduce_copy(backend, ranks.count, kind),
+        reduce_buffer_bytes=collectives.reduce_buffer_bytes(backend, ranks.count, kind),
+        all_reduce_buffer_bytes=collectives.all_reduce_buffer_bytes(backend, ranks.count, kind),
         engine=engine,
     )
 

@@ -93,6 +93,8 @@ class RanksStrategy(SavingStrategy):
         if self.root_device.type == "cpu":
             heap.fix_cpu_allocator()
             memory.drop_source_lines()
+        elif self.root_device.type == "cuda":
+            memory.expand_segments(self.root_device)
         reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None

@@ -420,7 +420,7 @@ class OSDPStrategy(RanksStrategy):
 
     def _shortage_explained(self) -> AbstractContextManager[None]:
         assert self._plan is not None
-        return shortage.explained(self._plan, self.global_rank, lambda: memory.peak_memory(self.root_device))
+        return shortage.explained(self._plan, self.global_rank, lambda: memory.held_memory(self.root_device))
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` over whole gradients, wherever their parts are; gives the norm before.

@@ -164,6 +164,12 @@ def test_sizes_that_do_not_divide_are_refused():
 
 def test_memory_of_a_reduce_scatter():
     assert collectives.reduce_copy("gloo", 4) == 0.0
+    assert collectives.reduce_copy("gloo", 4, "cuda") == 1.0
+    assert (
+        collectives.reduce_buffer_bytes("gloo", 4, "cuda")
+        == collectives.all_reduce_buffer_bytes("gloo", 4, "cuda")
+        == 0
+    )
     assert collectives.reduce_copy("ucc", 1) == 0.0
     assert collectives.reduce_copy("ucc", 4) == 1.0
     assert collectives.reduce_buffer_bytes("gloo", 2) == 0

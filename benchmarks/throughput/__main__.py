@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # no thread to fork
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to look for a GPU without touching CUDA, which no fork survives
 
 from rich.console import Console
 
@@ -75,7 +76,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, help="file of results; default: in runs/throughput")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results and measurements")
     parser.add_argument("--write-docs", action="store_true", help="put the cells into docs/benchmarks.md")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder for --write-docs")
+    parser.add_argument("--docs", type=Path, help="folder for --write-docs; default: docs, docs/gpu with --device cuda")
     parser.add_argument("--verify", action="store_true", help="compare every system's losses with plain PyTorch's")
     parser.add_argument("--profile", metavar="MODEL:SETTING:LEVEL", help="where OSDP's step time goes; MiB for a level")
     args = parser.parse_args(arguments)
@@ -88,16 +89,17 @@ def fill_in(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     quick = args.quick
     kind = "verify" if args.verify else "profile" if args.profile else "quick" if quick else "full"
     args.results = args.results or ROOT / "runs" / "throughput" / f"{kind}-{args.device}.jsonl"
+    args.docs = args.docs or (ROOT / "docs" / "gpu" if args.device == "cuda" else ROOT / "docs")
     usual = models.GPU_MODELS if args.device == "cuda" else models.FULL_MODELS
     args.only = names(parser, args.only, models.MODELS, models.QUICK_MODELS if quick else usual)
-    settings = QUICK_SETTINGS if quick else FULL_SETTINGS
+    settings = QUICK_SETTINGS[args.device] if quick else FULL_SETTINGS
     links = tuple(name for name in settings if args.device == "cpu" or SETTINGS[name].rate is None)
     args.settings = names(parser, args.settings, SETTINGS, links)
     mib = [level for level in (args.levels or "").split(",") if level.isdigit()]
     args.levels = names(parser, args.levels, (*LEVELS, *mib), QUICK_LEVELS if quick else LEVELS)
     try:
         wanted = args.systems or (QUICK_SYSTEMS if quick else "strongest" if args.profile else "all")
-        args.systems = systems.selected(wanted, args.device)
+        args.systems = systems.selected(wanted)
     except ValueError as error:
         parser.error(str(error))
     if args.fresh:
@@ -153,6 +155,8 @@ def teller(console: Console) -> Callable[[Job, dict[str, Any]], None]:
         words = f"{job.purpose:8} {job.model} {job.setting} {limit} {job.system}"
         peak = f"peak {result['peak_bytes'] // MIB} MiB"
         console.print(f"{words}: {result['outcome']}, {peak}, {result['seconds']:.0f} s  [{sizes}]", markup=False)
+        if result["outcome"] == "failed":
+            console.print(result["error"].strip(), markup=False, style="dim")
 
     return tell
 
@@ -169,7 +173,7 @@ def compare_all(runs: Runs, args: argparse.Namespace, console: Console, given: l
     console.print(report.totals_table(found))
     for line in report.verdicts(found):
         console.print(line, highlight=False)
-    about = document.facts(given, runs.commits)
+    about = document.facts(given, runs.commits, args.device)
     summary = args.results.with_suffix(".json")
     document.write_json(found, about, summary)
     console.print(f"written: {summary}")

@@ -166,7 +166,7 @@ def profile(runs: Runs, cell: Cell, systems: tuple[str, ...], device: str) -> li
     if osdp["outcome"] != "ok":
         raise SystemExit(f"OSDP does not train in {cell.label}: {osdp['outcome']} {osdp['error']}")
     size = (osdp["plan"]["batch_size"],)
-    bare = [ALONE, f"{ALONE}+alloc"] if device == "cpu" else [ALONE]
+    bare = [ALONE, f"{ALONE}+alloc"]
     floors = {parse(name).label: runs.get(_job(cell, name, size, device)) for name in bare}
     results = {OSDP: osdp} | {name: runs.get(_job(cell, name, size, device)) for name in systems if name != OSDP}
     trained = {name: result for name, result in results.items() if "shares" in result}

@@ -64,7 +64,7 @@ def limits(runs: Runs, model: str, ranks: int, device: str) -> dict[str, int]:
 
 def _peak(runs: Runs, model: str, ranks: int, base: str, batch_size: int, device: str) -> int:
     """The less of two runs: whoever reads a library's pages first is charged for them, up to 30 MiB."""
-    system = base + "+alloc" * (device == "cpu")
+    system = f"{base}+alloc"
     job = Job("measure", model, f"{ranks}-loopback", system, (batch_size,), warm_up=2, steps=1, device=device)
     results = [runs.get(replace(job, repeat=repeat)) for repeat in range(2)]
     for result in results:

@@ -28,7 +28,7 @@ warm-up of a process of its own, times the ranks; a step's time runs from the en
 and data included. All but FairScale's run in Lightning's Trainer and differ by the strategy alone; FairScale's run in
 a bare loop, which has less overhead and so favours them.
 
-Each rank lives in a memory cgroup. Over its limit the kernel kills it, and the batch size counts as too large. For
+{limited}
 each system the batch size is doubled until a rank is killed or throughput stops growing, then narrowed to an eighth, or
 until no size that may fit promises 2 % more by the steps of those that do.
 What was best over a faster link is best here too, if it still fits: what is sent adds the same to a step of any size.
@@ -41,23 +41,45 @@ that of DDP (at batch size 8 where replicating is to be possible, else at 1), bo
 lies at {small} of the way for models that can be replicated, at {large} for the others; below
 the least, that is, for the first of them, to see who trains there at all.
 
+"Recomputed" is activation checkpointing of every block. OSDP is `OSDPStrategy()`: it finds the limit itself.
+{more}
+""".strip()
+
+LIMITED = {
+    "cpu": """
+Each rank lives in a memory cgroup. Over its limit the kernel kills it, and the batch size counts as too large. For
+""".strip(),
+    "cuda": """
+Each rank's caching allocator takes no more than its limit (`set_per_process_memory_fraction`); over it torch raises,
+and the batch size counts as too large. Where there are fewer GPUs than ranks, all of them share the first one and talk
+over gloo, through the host's memory: they take turns at computing, and communication is slow beside it. For
+""".strip(),
+}
+
+MORE = {
+    "cpu": """
 "Allocator set" means the glibc setting that OSDP makes, which keeps freed tensors from staying in the heap.
-"Recomputed" is activation checkpointing of every block. OSDP is `OSDPStrategy()`: it finds the cgroup's limit itself.
 
 Lightning refuses its FSDPStrategy on a CPU; a subclass that passes the device on trains there, and is what is shown.
-""".strip()
+""",
+    "cuda": """
+"Allocator set" means segments of the caching allocator that may grow (`expandable_segments`), as OSDP has them.
+""",
+}
 
 
 NOTES = "## What falls short, and why"
 """Heading of what people write below the figures: it stays where the page is written anew."""
 
 
-def facts(arguments: Sequence[str], commits: set[str]) -> dict[str, Any]:
+def facts(arguments: Sequence[str], commits: set[str], device: str) -> dict[str, Any]:
     """Machine, versions, date and command."""
+    processor = torch.cuda.get_device_name(0) if device == "cuda" else _processor()
     return {
         "date": time.strftime("%Y-%m-%d"),
         "command": "python -m benchmarks.throughput " + " ".join(arguments),
-        "machine": f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {_memory_gib():.0f} GiB",
+        "device": device,
+        "machine": f"{processor}, {len(os.sched_getaffinity(0))} cores, {_memory_gib():.0f} GiB",
         "versions": {name: version(name) for name in ("torch", "lightning", "fairscale", "transformers")}
         | {"python": platform.python_version()},
         "commits": sorted(commits),
@@ -102,13 +124,16 @@ def write_json(comparisons: Sequence[Comparison], about: dict[str, Any], file: P
 def _page(comparisons: Sequence[Comparison], about: dict[str, Any], pictures: Sequence[Path]) -> list[str]:
     shares = {fits: ", ".join(f"{share:.0%}" for share in SHARES[fits]) for fits in (True, False)}
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
+    kind = about["device"]
+    words = {"limited": LIMITED[kind], "more": MORE[kind]}
+    method = METHOD.format(small=shares[True], large=shares[False], **words).strip()
     lines = [
         "# Side by side",
         "",
         f"{versions}.",
         "",
         *_made(comparisons),
-        *METHOD.format(small=shares[True], large=shares[False]).splitlines(),
+        *method.splitlines(),
         "",
         "## What it adds up to",
         "",
@@ -163,8 +188,6 @@ def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _processor() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name(0)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()

@@ -1,8 +1,8 @@
 """FairScale's FullyShardedDataParallel as its documentation has it, in a plain loop.
 
 It has no place in Lightning 2.x any more, so the loop is bare: less overhead than the Trainer's, which favours it. On a
-CPU it is shown streams that do nothing and its bucketed reduce-scatter, which gloo refuses, is off; else it is as
-released: nothing here may import lightning_osdp, whose engine gives FairScale collectives of its own.
+CPU it is shown streams that do nothing, and on gloo its bucketed reduce-scatter, which that refuses, is off; else it is
+as released: nothing here may import lightning_osdp, whose engine gives FairScale collectives of its own.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def train(job: Job, recorder: Recorder) -> None:
 
 def wrapped(task: Task, job: Job, device: torch.device) -> nn.Module:
     """One unit for each operator or block, and one around the rest."""
-    options: dict[str, Any] = {"compute_device": device} | ({"bucket_cap_mb": 0} if device.type == "cpu" else {})
+    options: dict[str, Any] = {"compute_device": device}
+    if dist.get_backend() == "gloo":
+        options["bucket_cap_mb"] = 0
     task.to(device)
     blocks = tuple(block_classes(task))
     shared = _shared_parameters(task)

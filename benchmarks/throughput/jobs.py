@@ -45,7 +45,8 @@ SETTINGS = {
     )
 }  # fmt: skip
 FULL_SETTINGS = tuple(name for name in SETTINGS if "x" not in name)
-QUICK_SETTINGS = ("2-1gbit",)
+QUICK_SETTINGS = {"cpu": ("2-1gbit",), "cuda": ("2-loopback",)}
+"""By device: a slow link can be emulated between ranks on the CPU alone."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 CLONE_NEWNET, MADV_POPULATE_READ, MADV_POPULATE_WRITE, PR_SET_PDEATHSIG = 0x40000000, 22, 23, 1
 PROT_READ, PROT_WRITE = 1, 2
 PAGE = os.sysconf("SC_PAGE_SIZE")
-LOG_CHARACTERS = 1500
+LOG_CHARACTERS = 6000
 
 
 @dataclass
@@ -97,7 +97,7 @@ def run(job: Job, cache: Path, work: Callable[[Job, Path, Path], int] = run_rank
             ),
             "seconds": round(seconds, 2),
             **summary(lines),
-            "error": error_text(folder, statuses) if any(statuses) and not killed else "",
+            "error": error_text(folder, statuses) if any(statuses) else "",
         }
 
 

@@ -105,7 +105,7 @@ def shares_a_gpu(job: Job) -> bool:
 
 
 def osdp(job: Job, cache: Path) -> Strategy:
-    """OSDP as it is; it finds the control group's limit itself. On CUDA it is told how much of the device it has."""
+    """OSDP as it is; it finds the limit of the control group, or of the caching allocator, itself."""
     from lightning_osdp import InfeasibleError, OSDPStrategy
 
     class OrExit(OSDPStrategy):
@@ -119,8 +119,7 @@ def osdp(job: Job, cache: Path) -> Strategy:
                 os._exit(INFEASIBLE_STATUS)
 
     backend = {"process_group_backend": "gloo"} if shares_a_gpu(job) else {}
-    limit = job.memory_bytes if job.device == "cuda" and job.memory_bytes else "auto"
-    return OrExit(memory_limit=limit, cache=cache, **backend)
+    return OrExit(cache=cache, **backend)
 
 
 class FSDPOnCpu(FSDPStrategy):

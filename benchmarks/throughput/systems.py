@@ -29,7 +29,7 @@ class System:
     checkpointing: bool = False
     """Whether every block is recomputed in the backward pass."""
     allocator: bool = False
-    """Whether glibc is told to hand freed tensors back, as OSDP does. On CUDA the allocator is left alone."""
+    """Whether the allocator is set as OSDP does it: glibc's to hand freed tensors back, CUDA's to let segments grow."""
 
     @property
     def name(self) -> str:
@@ -57,27 +57,26 @@ def parse(name: str) -> System:
     return System(base, "ckpt" in options, "alloc" in options)
 
 
-def every(device: str) -> tuple[System, ...]:
-    """All competitors. The allocator setting is glibc's: on CUDA there is nothing to set."""
-    switches = (False,) if device == "cuda" else (False, True)
-    return tuple(System(base, ckpt, alloc) for base, ckpt, alloc in product(BASES, (False, True), switches))
+def every() -> tuple[System, ...]:
+    """All competitors."""
+    return tuple(System(base, ckpt, alloc) for base, ckpt, alloc in product(BASES, (False, True), (False, True)))
 
 
-def strongest(device: str) -> tuple[System, ...]:
+def strongest() -> tuple[System, ...]:
     """Those of the quick form: the paper's baseline and the fastest of Lightning's, both also with recomputing, which
     wins where links are slow or memory is short; and DDP, which wins where there is enough of both."""
     names = ("fairscale-op", "fairscale-op+ckpt", "fsdp-full", "fsdp-full+ckpt", "ddp")
-    return tuple(replace(parse(name), allocator=device == "cpu") for name in names)
+    return tuple(replace(parse(name), allocator=True) for name in names)
 
 
-def selected(words: str, device: str) -> tuple[System, ...]:
+def selected(words: str) -> tuple[System, ...]:
     """``ddp,shard+ckpt`` name systems; a bare base stands for all its variants, ``all`` and ``strongest`` for sets."""
     found: list[System] = []
     for word in words.split(","):
         if word in ("all", "strongest"):
-            found += every(device) if word == "all" else strongest(device)
+            found += every() if word == "all" else strongest()
         elif word in BASES:
-            found += [system for system in every(device) if system.base == word]
+            found += [system for system in every() if system.base == word]
         else:
             found.append(parse(word))
     return tuple(dict.fromkeys(found))

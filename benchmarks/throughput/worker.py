@@ -11,6 +11,7 @@ import os
 import re
 import statistics
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,13 @@ OUT_OF_MEMORY_STATUS, INFEASIBLE_STATUS = 99, 98
 _M_MMAP_THRESHOLD = -3
 
 
+def expand_segments() -> None:
+    """The caching allocator's setting that OSDP makes on CUDA (``profiling.memory.expand_segments``)."""
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
 def fix_allocator() -> None:
-    """glibc's setting that OSDP makes (``profiling.heap.fix_cpu_allocator``), without importing OSDP.
+    """glibc's setting that OSDP makes on a CPU (``profiling.heap.fix_cpu_allocator``), without importing OSDP.
 
     Its engine hands FairScale faster collectives when it is imported, which a baseline must not profit from.
     """
@@ -45,10 +51,10 @@ def run_rank(job: Job, folder: Path, cache: Path, kind: type[Recorder] | None = 
     """
     torch.set_num_threads(1)
     device = torch.device(job.device, int(os.environ["LOCAL_RANK"]) if job.device == "cuda" else None)
+    if job.how.allocator:
+        (expand_segments if device.type == "cuda" else fix_allocator)()
     if device.type == "cuda":
         _cap(device, job.memory_bytes)
-    elif job.how.allocator:
-        fix_allocator()
     with (kind or Recorder)(job, folder, device) as recorder:
         try:
             if job.how.base.startswith("fairscale"):
@@ -59,7 +65,12 @@ def run_rank(job: Job, folder: Path, cache: Path, kind: type[Recorder] | None = 
                 from benchmarks.throughput import lightning_loop
 
                 lightning_loop.train(job, recorder, cache)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:  # OSDP's own has the allocator's for its cause
+            if not isinstance(error, torch.OutOfMemoryError) and not isinstance(
+                error.__cause__, torch.OutOfMemoryError
+            ):
+                raise
+            traceback.print_exc()
             return OUT_OF_MEMORY_STATUS
         recorder.write("done")
     return 0

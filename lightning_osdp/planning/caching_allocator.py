@@ -8,11 +8,13 @@ It takes segments from the driver and cuts them into blocks. [torch 2.x, c10/cud
     more              a segment of its own, a multiple of 2 MiB
     what is left of a segment is cut off for later blocks if it is at least 512 B (small) or more than 1 MiB (large)
 
-Each stream has segments of its own. Before it gives up, the allocator hands wholly unused segments back to the driver
-and tries again: so transients of the past cost nothing, and what is lost for good is in segments that hold a tensor
-that stays. ``margin_bytes`` is that loss: the packing of the tensors that stay, and one open segment of each of the two
-sizes per stream. A plan on CUDA keeps that much free. What it does not cover: pinned segments of a user's own streams,
-and memory outside of the allocator (context, NCCL), which ``hardware.USABLE_MEMORY`` leaves room for.
+So it is unless segments may grow (``expandable_segments``), as the strategy has them where the user has set nothing
+else: that wastes less. Each stream has segments of its own. Before it gives up, the allocator hands wholly unused
+segments back to the driver and tries again: so transients of the past cost nothing, and what is lost for good is in
+segments that hold a tensor that stays. ``margin_bytes`` is that loss: the packing of the tensors that stay, and one
+open segment of each of the two sizes per stream. A plan on CUDA keeps that much free. What it does not cover: pinned
+segments of a user's own streams, and memory outside of the allocator (context, NCCL), which ``hardware.USABLE_MEMORY``
+leaves room for.
 """
 
 from __future__ import annotations

@@ -145,6 +145,11 @@ class Cluster(Frozen):
         return self.nodes * self.devices_per_node
 
     @property
+    def own_rings(self) -> bool:
+        """Whether gathers and reduce-scatters are this package's own, not the backend's."""
+        return self.backend == "gloo" and self.device == "cpu"
+
+    @property
     def two_levels(self) -> bool:
         """Whether a node is neither one device nor all of them."""
         return self.nodes > 1 and self.devices_per_node > 1

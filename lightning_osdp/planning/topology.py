@@ -68,9 +68,9 @@ def sharding_ranks(cluster: Cluster, group: Group) -> int:
 def gather_copy(cluster: Cluster, group: Group, two_stage: bool) -> float:
     """What a gather takes beside its result, as a share of it: in two stages, what came from the other nodes first.
 
-    On gloo that is received where it belongs.
+    On a CPU that is received where it belongs.
     """
-    staged = two_stage and group == Group.WORLD and cluster.two_levels and cluster.backend != "gloo"
+    staged = two_stage and group == Group.WORLD and cluster.two_levels and not cluster.own_rings
     return 1 / cluster.devices_per_node if staged else 0.0
 
 
@@ -105,7 +105,7 @@ def gather_link_bytes(cluster: Cluster, group: Group, two_stage: bool, whole_byt
 
 def reduce_link_bytes(cluster: Cluster, group: Group, two_stage: bool, whole_bytes: float) -> float:
     """Bytes that each node sends to others for one reduce-scatter, the all-reduce between nodes not included."""
-    direct = cluster.backend == "gloo" and cluster.ranks > 2 and whole_bytes <= DIRECT_BYTES
+    direct = cluster.own_rings and cluster.ranks > 2 and whole_bytes <= DIRECT_BYTES
     if group == Group.WORLD and direct and not (two_stage and cluster.two_levels):
         outside = cluster.ranks - cluster.devices_per_node
         return cluster.devices_per_node * outside * whole_bytes / cluster.ranks

@@ -157,7 +157,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 handle = parameter.register_post_accumulate_grad_hook(partial(self._note_gradient, index))  # type: ignore[no-untyped-call]
                 handles.append(handle)
         try:
-            with self:
+            # Nodes are numbered by thread, and on CUDA a backward has one of its own: it would belong to no module.
+            with torch.autograd.set_multithreading_enabled(False), self:
                 yield
         finally:
             for handle in handles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,3 +40,52 @@ def test_a_control_groups_limit_is_shared_and_holds_the_kernels_page_tables(monk
     monkeypatch.setattr(memory, "file_pages", lambda: 100 << 20)
     assert memory.memory_limit(torch.device("cpu"), 4, group_ranks=2) == (612 << 20) - (1 << 20)
     assert memory.memory_limit(torch.device("cpu"), 2) == (612 << 20) - (1 << 20)
+
+
+CUDA = torch.device("cuda", 0)
+
+
+class Gpu:
+    """Stands in for a device of 100 GiB, of which 10 are this process's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fraction: float, free_gib: int = 90) -> None:
+        self.fraction, self.settings = fraction, ""
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_gib << 30, 100 << 30))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 << 30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100 << 30))
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: self.fraction)
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: self.set(share))
+        monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", self.configure)
+
+    def set(self, fraction: float) -> None:
+        self.fraction = fraction
+
+    def configure(self, settings: str) -> None:
+        """As torch does it: what is not named is as it is by default."""
+        self.settings, self.fraction = settings, 1.0
+
+
+@pytest.mark.parametrize(
+    ("fraction", "free_gib", "expected_gib"),
+    [(1.0, 90, 92.0), (1.0, 40, 46.0), (0.5, 90, 48.5), (0.5, 30, 36.8)],
+    ids=["by itself", "beside others", "capped", "capped beside others"],
+)
+def test_on_cuda_what_is_free_counts_and_what_the_allocator_may_take(
+    monkeypatch: pytest.MonkeyPatch, fraction: float, free_gib: int, expected_gib: float
+) -> None:
+    Gpu(monkeypatch, fraction, free_gib)
+    assert memory.memory_limit(CUDA, 1) == pytest.approx(expected_gib * (1 << 30))
+
+
+def test_segments_grow_unless_the_user_has_set_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in memory.SEGMENT_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    gpu = Gpu(monkeypatch, fraction=0.5)
+    memory.expand_segments(CUDA)
+    assert (gpu.settings, gpu.fraction) == ("expandable_segments:True", 0.5)
+    for name in memory.SEGMENT_SETTINGS:
+        gpu = Gpu(monkeypatch, fraction=0.5)
+        with monkeypatch.context() as users:
+            users.setenv(name, "max_split_size_mb:128")
+            memory.expand_segments(CUDA)
+        assert (gpu.settings, gpu.fraction) == ("", 0.5)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.errors import ConfigurationError, OSDPWarning, TraceError
 from lightning_osdp.planning.operators import OUTSIDE, WHOLE_MODEL, ModelDescription, Operator
-from lightning_osdp.profiling.trace import trace, trace_real
+from lightning_osdp.profiling.trace import _filling, trace, trace_real
 from tests.profiling.models import Regression, TinyGPT, adamw, tokens
 
 CPU = torch.device("cpu")
@@ -576,3 +576,25 @@ def test_clipping_is_part_of_the_step_and_pins_nothing(algorithm: str, kernel: s
     assert kernel in found
     assert clipped.description.operators == plain.description.operators
     assert clipped.description.optimizer_step == plain.description.optimizer_step
+
+
+@pytest.mark.parametrize(
+    ("live_mib", "larger"), [(1, 64), (16 * 4, 64), (16 * 4 + 1, 32), (16 * 16, 16), (16 * 32, 8), (16 * 999, 8)]
+)
+def test_on_cuda_the_larger_batch_fills_the_device_as_far_as_it_may(live_mib: int, larger: int) -> None:
+    device_bytes = 8 << 30  # of which two samples take so much, and 64 samples a quarter of it if they take 64 MiB
+    assert _filling((2, 8), live_mib << 20, device_bytes) == (2, larger)
+    assert _filling((4,), live_mib << 20, device_bytes) == (4,), "it does not grow with the batch size"
+
+
+def test_nodes_are_run_by_the_thread_that_numbered_them() -> None:
+    threads = []
+
+    class Noting(Regression):
+        def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            threads.append(torch.autograd.is_multithreading_enabled())
+            super().backward(loss, *args, **kwargs)
+
+    trace(Noting(nn.Linear(8, 8)), torch.ones(4, 8), 4, device=CPU)
+    assert threads == [False, False]
+    assert torch.autograd.is_multithreading_enabled()

@@ -1,0 +1,214 @@
+"""On a GPU: ranks that share it over gloo train as plain PyTorch does, and a run's memory is what was predicted.
+
+pytest -m gpu        # one GPU is enough
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_osdp import OSDPStrategy, collectives
+from lightning_osdp.planning.cluster import Cluster
+from lightning_osdp.profiling.memory import CAP_MEMORY, expand_segments, memory_limit
+from lightning_osdp.profiling.trace import LARGEST_SIZE, trace
+from lightning_osdp.sharding.fairscale import FairScaleEngine
+from tests.integration.modules import GPTModule, trainer
+from tests.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, joined, modes_for, two_groups
+from tests.ports import free_port
+from tests.profiling.models import Regression
+from tests.ranks import run_ranks
+from tests.sharding.steps import engine_step, plain_step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+RANKS, STEPS, BATCH = 2, 6, 8
+MIB = 1 << 20
+GPU = torch.device("cuda", 0)
+POLICIES = ("dp", "zdp2", "zdp", "mixed", "joined zdp")
+
+
+def exchange(rank: int, ranks: int) -> dict[str, Any]:
+    """Every collective of the engine on tensors of one device, and what a reduce-scatter takes."""
+    torch.cuda.set_device(GPU)
+    group, numel = dist.group.WORLD, 4 * MIB
+    assert group is not None
+    part = torch.full((numel // ranks,), float(rank), device=GPU)
+    whole = torch.empty(numel, device=GPU)
+    collectives.all_gather(whole, part, group)
+    together = [torch.empty(2 * ranks, device=GPU) for _ in range(3)]
+    collectives.all_gather_together(together, [torch.full((2,), rank + 10.0 * i, device=GPU) for i in range(3)], group)
+    mean = torch.full((5,), float(rank), device=GPU)
+    collectives.all_reduce_mean(mean, group)
+    addend = torch.arange(numel, device=GPU, dtype=torch.float32)
+    scattered = torch.empty(numel // ranks, device=GPU)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    collectives.reduce_scatter(scattered, addend, group)
+    torch.cuda.synchronize()
+    copied = torch.cuda.max_memory_allocated() - before
+    wrong = (scattered - ranks * addend.chunk(ranks)[rank]).abs().max()
+    return {
+        "gathered": [float(each.mean()) for each in whole.chunk(ranks)],
+        "together": [each.tolist() for each in together],
+        "mean": mean.tolist(),
+        "wrong": float(wrong),
+        "copied": copied / addend.nbytes,
+    }
+
+
+def test_collectives_of_ranks_that_share_a_gpu() -> None:
+    for found in run_ranks(exchange, RANKS):
+        assert found["gathered"] == [0.0, 1.0]
+        assert found["together"] == [[i * 10.0, i * 10.0, i * 10 + 1.0, i * 10 + 1.0] for i in range(3)]
+        assert found["mean"] == [0.5] * 5
+        assert found["wrong"] == 0.0
+        assert found["copied"] <= collectives.reduce_copy("gloo", RANKS, "cuda")
+
+
+def use_what_is_left(rank: int, ranks: int, expand: bool) -> bool:
+    """Whether what lies free between tensors, 3 times 40 MiB of 400 that may be taken, can be used for 120 MiB."""
+    torch.cuda.set_device(GPU)
+    torch.cuda.set_per_process_memory_fraction(400 * MIB / torch.cuda.get_device_properties(GPU).total_memory, GPU)
+    if expand:
+        expand_segments(GPU)
+
+    def tensors(number: int, mib: int) -> list[Tensor]:
+        return [torch.empty(mib * MIB, dtype=torch.uint8, device=GPU) for _ in range(number)]
+
+    del tensors(3, 100)[:]
+    staying = tensors(3, 60)
+    try:
+        return len(tensors(1, 120) + staying) == 4
+    except torch.OutOfMemoryError:
+        return False
+
+
+@pytest.mark.parametrize("expand", [False, True])
+def test_segments_grow_within_the_cap(expand: bool) -> None:
+    assert run_ranks(use_what_is_left, 1, expand) == [expand]
+
+
+def reference() -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(1)
+    model = TinyGPT()
+    optimizer = two_groups(model)
+    return [plain_step(model, optimizer, batch) for batch in gpt_batches(STEPS, BATCH)], model.state_dict()
+
+
+def train(rank: int, ranks: int, policy: str, accumulation: int) -> tuple[list[float], dict[str, Tensor]]:
+    torch.cuda.set_device(GPU)
+    torch.manual_seed(1 + rank)
+    model = TinyGPT()
+    optimizer = two_groups(model)
+    engine = FairScaleEngine(GPU)
+    plan = hand_made_plan(modes_for(model, policy.removeprefix("joined ")), ranks)
+    engine.apply(model, joined(plan, ("blocks.0", "blocks.1") if policy.startswith("joined ") else ()), [optimizer])
+    batches = gpt_batches(STEPS, BATCH)[:, rank::ranks].to(GPU)
+    losses = [engine_step(engine, model, optimizer, batch, accumulation) for batch in batches]
+    return losses, engine.model_state()
+
+
+def train_all(rank: int, ranks: int) -> Any:
+    return [train(rank, ranks, policy, accumulation) for policy in POLICIES for accumulation in (1, 2)]
+
+
+def test_ranks_that_share_a_gpu_train_like_one_process() -> None:
+    expected_losses, expected = reference()
+    for results in zip(*run_ranks(train_all, RANKS), strict=True):
+        losses = torch.tensor([losses for losses, _ in results]).mean(0)
+        torch.testing.assert_close(losses, torch.tensor(expected_losses), rtol=1e-4, atol=0)
+        for name, weight in expected.items():
+            torch.testing.assert_close(results[0][1][name].cpu(), weight, rtol=1e-3, atol=1e-5)
+
+
+def test_a_backward_belongs_to_operators_as_on_a_cpu() -> None:
+    net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.ReLU())))
+    found = {kind: trace(Regression(net), torch.ones(4, 8), 4, device=torch.device(kind)) for kind in ("cpu", "cuda:0")}
+    cpu, cuda = ([(moment.operator, moment.phase) for moment in each.description.moments] for each in found.values())
+    assert cuda == cpu
+    assert found["cpu"].sizes == (2, 8)
+    assert found["cuda:0"].sizes == (2, LARGEST_SIZE)
+
+
+class Wide(GPTModule):
+    """Large enough for its tensors to be all that counts."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.wide = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        rows = batch[0].float().mean(1, keepdim=True).expand(-1, 2048) / 2048
+        return gpt_loss(self.model, batch[0]) + self.wide(rows.repeat(64, 1)).square().mean()
+
+
+def fit(folder: str, **osdp: Any) -> dict[str, Any]:
+    torch.manual_seed(1)
+    module = Wide()
+    devices = {"accelerator": "gpu", "devices": 1, "num_nodes": int(os.environ.get("GROUP_WORLD_SIZE", "1"))}
+    made = trainer(folder, OSDPStrategy(cache=f"{folder}/cache", **osdp), **devices)
+    peaks: list[int] = []
+    ends = made.strategy.optimizer_step
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        found = ends(*args, **kwargs)
+        peaks.append(torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+        return found
+
+    made.strategy.optimizer_step = noted  # type: ignore[method-assign]
+    made.fit(module)
+    plan = made.strategy.execution_plan
+    return {"plan": plan, "peaks": peaks, "device": str(next(module.parameters()).device)}
+
+
+def as_nodes(rank: int, ranks: int, port: int) -> None:
+    """Each rank alone on a machine, as far as Lightning knows: all have the first device."""
+    dist.destroy_process_group()
+    values = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank, "GROUP_WORLD_SIZE": ranks}
+    os.environ.update({name: str(value) for name, value in {**values, "MASTER_PORT": port}.items()})
+
+
+def fit_alone(rank: int, ranks: int, folder: str, port: int) -> dict[str, Any]:
+    as_nodes(rank, ranks, port)
+    return fit(folder)
+
+
+def fit_shared(rank: int, ranks: int, folder: str, port: int) -> dict[str, Any]:
+    """Each may take a part of the device."""
+    as_nodes(rank, ranks, port)
+    total = torch.cuda.get_device_properties(GPU).total_memory
+    torch.cuda.set_per_process_memory_fraction(600 * MIB / total, GPU)
+    assert abs(memory_limit(GPU, 1) - CAP_MEMORY * 600 * MIB) < MIB
+    return fit(folder, process_group_backend="gloo")
+
+
+def check(found: dict[str, Any], cluster: dict[str, Any]) -> None:
+    assert found["device"] == "cuda:0"
+    hardware: Cluster = found["plan"].cluster
+    assert hardware.device.startswith("cuda: ")
+    assert {name: getattr(hardware, name) for name in cluster} == cluster
+    predicted = found["plan"].predicted.peak_memory_bytes
+    assert 0.8 <= max(found["peaks"][1:]) / predicted <= 1.02  # in the first step, states are made
+
+
+def test_one_gpu_by_itself(tmp_path: Path) -> None:
+    (found,) = run_ranks(fit_alone, 1, str(tmp_path), free_port())
+    check(found, {"ranks": 1, "backend": "nccl"})
+
+
+def test_ranks_that_share_a_gpu_keep_to_their_part(tmp_path: Path) -> None:
+    found = run_ranks(fit_shared, RANKS, str(tmp_path), free_port())
+    for each in found:
+        check(each, {"ranks": 2, "backend": "gloo", "reduce_copy": 1.0})
+    assert found[0]["plan"] == found[1]["plan"]
