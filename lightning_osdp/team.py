@@ -18,6 +18,7 @@ from lightning_osdp.measurements import Measurements, Ranks
 from lightning_osdp.planning.caching_allocator import margin_bytes, staying_tensors
 from lightning_osdp.planning.calibration import corrected_cluster, corrected_compute
 from lightning_osdp.planning.cluster import Cluster
+from lightning_osdp.planning.heap import kept_batch_size
 from lightning_osdp.planning.operators import BetweenSteps
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, as_rehearsed, of_plan, with_excess
@@ -273,7 +274,9 @@ def problem_of(
     between: BetweenSteps,
 ) -> Problem:
     """What is to be solved, with all that was measured and all that runs have taught."""
-    correction, kept = measured.correction, measured.kept_compute
+    correction = measured.correction
+    kept_size = int(min(KEPT_LARGER * max(traced.sizes, default=1), kept_batch_size(traced.description)))
+    kept = measured.kept_compute if kept_size else None
     return Problem(
         measured.compute.with_scratch(traced.description),
         corrected_cluster(cluster, correction),
@@ -283,7 +286,7 @@ def problem_of(
         wishes,
         between,
         None if kept is None else corrected_compute(kept, correction),
-        KEPT_LARGER * max(traced.sizes, default=1),
+        kept_size,
     )
 
 

@@ -184,12 +184,20 @@ def test_where_a_step_is_long_what_is_known_of_it_is_not_timed_again(
         assert copies.in_turns_s(known) == pytest.approx(steps * known.step_s)
 
 
-def test_where_the_heap_might_not_grow_or_it_is_late_nothing_is_known_of_it() -> None:
+def test_where_the_heap_might_not_grow_nothing_is_known_of_it() -> None:
     room = needed_bytes(Mode.DP, 2)  # for the copy, not for training
-    for room_bytes, left_s in ((room, math.inf), (ROOM, rehearsal.KEPT_LEFT_S)):
-        for same, _, kept, _ in run_ranks(heap_rehearsed, 2, room_bytes, left_s):
+    for left_s in (math.inf, rehearsal.KEPT_LEFT_S):
+        for same, _, kept, _ in run_ranks(heap_rehearsed, 2, room, left_s):
             assert same
             assert kept is None
+
+
+def test_where_it_is_late_a_little_is_expected_of_the_heap() -> None:
+    for same, times, kept, _ in run_ranks(heap_rehearsed, 2, ROOM, rehearsal.KEPT_LEFT_S):
+        assert same
+        assert kept is not None
+        for size in (2, 8):
+            assert compute_s(kept, size) == pytest.approx(rehearsal.KEPT_SHARE * compute_s(times, size))
 
 
 def test_real_steps_take_some_time() -> None:

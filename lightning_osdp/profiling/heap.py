@@ -19,10 +19,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_osdp.errors import OSDPWarning
+from lightning_osdp.planning.heap import MOST_KEPT_BYTES
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _TRIM_BYTES, _MMAP_BYTES = 128 << 10, 64 << 10
-_NEVER_TRIM, _KEPT_MMAP_BYTES = -1, 32 << 20
+_NEVER_TRIM, _KEPT_MMAP_BYTES = -1, MOST_KEPT_BYTES
 """The heap's end is not handed back by itself; the most that glibc lets the other threshold be."""
 
 _BLOCK_BYTES = 1 << 20

@@ -15,7 +15,7 @@ from lightning_osdp.planning.choices import Choice, Mode
 from lightning_osdp.planning.cluster import ComputeTimes
 from lightning_osdp.planning.compare import diff
 from lightning_osdp.planning.explain import explain
-from lightning_osdp.planning.heap import HEAP_GROWTH, NO_HEAP, HeapUse
+from lightning_osdp.planning.heap import HEAP_GROWTH, MOST_KEPT_BYTES, NO_HEAP, HeapUse, kept_batch_size
 from lightning_osdp.planning.operators import BetweenSteps, Line, OptimizerStep
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import Rehearsal, decided, foreseen
@@ -153,6 +153,15 @@ def test_of_batches_larger_than_was_looked_at_nothing_stays() -> None:
     desks, larger = Desks(whole.keeping_heap()), kept.model_copy(update={"batch_size": 4})
     assert predicted_now(desks, UP_TO_FOUR, kept, kept) is not None
     assert predicted_now(desks, UP_TO_FOUR, larger, kept) is None
+
+
+@pytest.mark.parametrize("per_sample", [1, 4 * MIB, MOST_KEPT_BYTES - 1, MOST_KEPT_BYTES])
+def test_a_batch_whose_activations_are_too_large_for_the_heap_does_not_count_on_it(per_sample: int) -> None:
+    made = MODEL.moments[1].model_copy(update={"live": Line(per_sample=per_sample)})
+    model = MODEL.model_copy(update={"moments": (made.model_copy(update={"live": Line()}), made)})
+    largest = kept_batch_size(model)
+    assert largest * per_sample < MOST_KEPT_BYTES <= (largest + 1) * per_sample
+    assert kept_batch_size(MODEL.model_copy(update={"moments": (made, made)})) == float("inf")
 
 
 def test_parameters_are_not_updated_in_the_backward_pass_of_a_plan_that_keeps_freed_tensors() -> None:
