@@ -10,7 +10,7 @@ PYTHON ?= $(shell \
 		if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$python; break; fi; \
 	done)
 
-.PHONY: help train test lint format clean test-limit test-slurm test-kill bench bench-quick bench-gpu bench-verify
+.PHONY: help train test lint format clean test-limit test-slurm test-kill bench bench-quick bench-gpu bench-one-gpu test-gpu bench-verify
 .PHONY: test-limit-wide bench-splitting lab bench-engine bench-collectives bench-search bench-paper accuracy bench-huge
 .PHONY: bench-allocator
 
@@ -23,6 +23,7 @@ help:
 	@echo "make lab     several nodes: what sharding inside nodes gains, and a node that fails (root, cgroup v1)"
 	@echo "make bench   side by side with DDP, FSDP and FairScale under hard memory limits (root, cgroup v1; many hours)"
 	@echo "make bench-quick   the same for small models, some minutes; make bench-gpu   the same on CUDA"
+	@echo "make test-gpu      the tests that need a GPU (one is enough); make bench-one-gpu   predicted beside measured there"
 	@echo "make test-slurm   preempts and resumes a run on a real two-node SLURM on this machine (root, slurm-wlm, munge)"
 	@echo "make test-kill    ten runs killed at random moments go on from their last checkpoint to the same loss"
 	@echo "make bench-splitting   memory and time of split operators, predicted and measured (the paper's figures 6 to 8)"
@@ -66,6 +67,12 @@ bench-quick: $(INSTALLED)
 
 bench-gpu: $(INSTALLED)
 	$(BIN)/python -m benchmarks.throughput --device cuda $(OPTIONS)
+
+bench-one-gpu: $(INSTALLED)
+	$(BIN)/python benchmarks/one_gpu.py $(OPTIONS)
+
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -m gpu tests
 
 bench-verify: $(INSTALLED)
 	$(BIN)/python -m benchmarks.throughput --verify --only nd-quick --settings 2-loopback $(OPTIONS)

@@ -53,7 +53,8 @@ def expand_segments(device: torch.device) -> None:
     if any(name in os.environ for name in SEGMENT_SETTINGS):
         return
     fraction = torch.cuda.get_per_process_memory_fraction(device)
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # behind ``cuda.memory``'s deprecated name
+    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # torch 2.13 warns of the other name
+    (configure or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
     torch.cuda.set_per_process_memory_fraction(fraction, device)  # which is a setting, too
 
 
