@@ -67,11 +67,12 @@ FARTHER = 2
 a sample takes. [measured, GPT-2, 4 ranks on 2 cores, with room for 2 samples and not for the 8 that were traced: scaled
 by the step of 2 alone, steps of 8 to 22 samples are foreseen 10 to 40 % too short]"""
 
-MODES_LEFT_S, KEPT_LEFT_S = 14.0, 4.5
+MODES_LEFT_S, STEP_LEFT_S, KEPT_LEFT_S = 14.0, 8.0, 4.5
 """Seconds of the start that must be left: for finding a plan, rehearsing and applying it, when the step is rehearsed in
-one more mode; for finding and applying one, after what is gained by a heap that keeps freed tensors. Where there is
-room for that, it matters more than to rehearse the plan. [measured, GPT-2, 4 ranks on 2 cores: 17.4 samples a second,
-11.1 where no time was left to know it]"""
+one more mode; for searches that are not cut short and applying what they find, after a single step of a mode; for
+finding and applying a plan, after what is gained by a heap that keeps freed tensors. Where there is room for that, it
+matters more than to rehearse the plan. [measured, 4 ranks on 2 cores: GPT-2 17.4 samples a second, 11.1 where no time
+was left to know it; I&C 20.4, and 15.0 where searches had 2 s and came to no plan that keeps them]"""
 
 KEPT_SHARE = 0.9
 """Part of a step's compute that is taken for what it takes where freed tensors stay in the heap, where there is no time
@@ -132,11 +133,17 @@ def rehearse(
                 hurried = left_s() - in_turns_s(usual) <= KEPT_LEFT_S
                 kept = rehearse_kept(stage, traced, group, cluster, times, free_bytes(), usual, hurried)
             shown = []
-            for plan in reversed(uniform) if group.size() > 1 else ():  # first what adds most to a plain step
+            # First what adds most to a plain step; where there may be no time for all, what is nearest to it.
+            modes = () if group.size() == 1 else uniform if late() else uniform[::-1]
+            for plan in modes:
                 expected = foreseen(model, times, cluster, plan, smallest)
                 room = stage.room(free_bytes(), group)  # each copy leaves a little behind
-                if _short(expected) and _fits(model, cluster, plan, smallest, room) and not late():
+                if not _short(expected) or not _fits(model, cluster, plan, smallest, room):
+                    continue
+                if not late():
                     shown.append(_rehearsed(stage, expected, plan, smallest, group, late))
+                elif left_s() - (WARM_UP + 1) * expected.foreseen_s > STEP_LEFT_S:
+                    shown.append(_rehearsed(stage, expected, plan, smallest, group, late, seconds=0.0))
             return times, kept, tuple(shown)
     except Exception as error:
         _warn(error)

@@ -120,10 +120,36 @@ def test_the_module_stays_as_it_was_and_its_times_are_those_of_the_step() -> Non
 
 
 def test_no_more_modes_are_rehearsed_when_it_is_late() -> None:
-    for same, _, times, shown, _ in run_ranks(rehearsed, 2, {2: 1.0, 1: 2.0}, ROOM, False, 1):
+    in_the_order_and_one_mode = 2
+    for same, _, times, shown, _ in run_ranks(rehearsed, 2, {2: 1.0, 1: 2.0}, ROOM, False, in_the_order_and_one_mode):
         assert same
         assert compute_s(times, 2) > 0
         assert [set(one.added_s) >= {"zdp"} for one in shown] == [True]
+
+
+def in_a_hurry(rank: int, ranks: int, left_s: float) -> tuple[list[set[str]], list[float]]:
+    """Kinds of operators of each mode that is rehearsed, and for how long."""
+    seconds: list[float] = []
+    run = copies._means
+
+    def noted(*arguments: Any, **named: Any) -> list[Took]:
+        seconds.append(named["seconds"])
+        return run(*arguments, **named)
+
+    copies._means = noted
+    module = Module()
+    traced = trace(module, BATCH, 4, device=CPU)
+    parts: list[Any] = [compute.measure(traced, CPU, time_budget_s=0.0)] * ranks
+    dist.all_gather_object(parts, parts[rank])
+    group, hardware = dist.group.WORLD, some_cluster(ranks)
+    _, _, shown = rehearse(stage(module), traced, group, hardware, parts[0], lambda: ROOM, lambda: left_s)
+    return [set(one.added_s) - {"dp", "joined"} for one in shown], seconds[-len(shown) :]
+
+
+def test_in_a_hurry_a_step_of_each_mode_is_made_the_plainest_first() -> None:
+    for kinds, seconds in run_ranks(in_a_hurry, 2, rehearsal.MODES_LEFT_S - 1):
+        assert kinds == [set(), {"zdp2"}, {"zdp"}]
+        assert seconds == [0.0] * 3
 
 
 def test_a_mode_is_rehearsed_only_in_what_copies_have_left() -> None:
@@ -158,17 +184,16 @@ def heap_rehearsed(
     return same and not HEAP.keeps and not strange_bytes(module), times, kept, len(shown)
 
 
-@pytest.mark.parametrize(("left_s", "modes"), [(math.inf, 3), (rehearsal.MODES_LEFT_S - 1, 0)])
-def test_the_plain_step_is_rehearsed_where_freed_tensors_stay_as_well(left_s: float, modes: int) -> None:
-    """Also where it is too late for other modes, which matter less."""
+@pytest.mark.parametrize("left_s", [math.inf, rehearsal.MODES_LEFT_S - 1])
+def test_the_plain_step_is_rehearsed_where_freed_tensors_stay_as_well(left_s: float) -> None:
     for same, times, kept, shown in run_ranks(heap_rehearsed, 2, ROOM, left_s):
         assert same
-        assert shown == modes
+        assert shown == len(Mode)
         assert kept is not None
         assert 0 < compute_s(kept, 8) <= compute_s(times, 8)
 
 
-@pytest.mark.parametrize(("known_s", "steps"), [(None, 8), (0.1, 8), (1.0, 2)])
+@pytest.mark.parametrize(("known_s", "steps"), [(None, 8), (0.1, 8), (1.0, 1 + copies.MOST)])
 def test_where_a_step_is_long_what_is_known_of_it_is_not_timed_again(
     known_s: float | None, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,10 +203,10 @@ def test_where_a_step_is_long_what_is_known_of_it_is_not_timed_again(
     known = None if known_s is None else Took(known_s)
     usual, kept = copies.handed_back_and_kept(stage(Module()), 2, None, 1 << 20, known)
     assert len(made) == steps
-    assert (usual == known) == (steps == 2)
+    assert (usual == known) == (known_s == 1.0)
     assert kept.step_s > 0
     if known is not None:
-        assert copies.in_turns_s(known) == pytest.approx(steps * known.step_s)
+        assert copies.in_turns_s(known) == pytest.approx({0.1: 8 * 0.1, 1.0: 2 * 1.0}[known.step_s])
 
 
 def test_where_the_heap_might_not_grow_nothing_is_known_of_it() -> None:

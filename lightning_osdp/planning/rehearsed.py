@@ -209,14 +209,15 @@ def of_plan(plan: ExecutionPlan, rehearsals: Sequence[Rehearsal]) -> list[Rehear
 
 def as_rehearsed(plan: ExecutionPlan, rehearsals: Sequence[Rehearsal]) -> ExecutionPlan:
     """The plan with the time that it took where it was rehearsed itself: one ``Excess`` for all plans leaves a rest.
-    That counts as communication, unless it is known how long ranks have waited."""
+    That counts as communication, unless it is known how long ranks have waited, or there are no others."""
     own = of_plan(plan, rehearsals)
     if not own:
         return plan
     more_s = sum(one.took_s - fitted_s(one, plan.cluster.engine.excess) for one in own) / len(own)
-    before = plan.predicted
-    more_s = max(more_s * plan.accumulate_grad_batches, -before.communication_time_s)
-    step_s, communication_s = before.step_time_s + more_s, before.communication_time_s + more_s
+    before, alone = plan.predicted, plan.cluster.ranks == 1
+    more_s *= plan.accumulate_grad_batches
+    more_s = more_s if alone else max(more_s, -before.communication_time_s)
+    step_s, communication_s = before.step_time_s + more_s, 0.0 if alone else before.communication_time_s + more_s
     waits = [one.waited_s for one in own if one.waited_s is not None]
     if waits and plan.accumulate_grad_batches == 1:  # else some collectives come less often than forward and backward
         communication_s = min(step_s, sum(waits) / len(waits))

@@ -21,14 +21,16 @@ from lightning_osdp.levels import Communicator, Levels, OneStage, TwoStage
 from lightning_osdp.planning import cluster
 from lightning_osdp.planning.cluster import CollectiveFit, Link, TwoStageLink
 from lightning_osdp.planning.fitting import fit
-from lightning_osdp.repeats import typical_s
+from lightning_osdp.repeats import CORES, typical_s
 
 DEFAULT_SIZES_BYTES = (16 << 10, 128 << 10, 1 << 20, 4 << 20, 32 << 20)
 """Of the whole tensor: from a small layer's weights to a large embedding's."""
 
 WARM_UP = 2
-REPEATS_BY_BUDGET_S = 0.2
-"""Seconds to spend on one collective at one size, with what comes before it, as far as the bounds below allow."""
+REPEATS_BY_BUDGET_S, SHARED_LESS = 0.2, 2
+"""Seconds to spend on one collective at one size, with what comes before it, as far as the bounds below allow; and how
+many times less where ranks share cores: all takes longer there, and rehearsals of whole steps tell more. [4 ranks on 2
+cores, 2 Gbit/s: 3.8 s in all, 5.9 to 6.3 before]"""
 
 FEWEST_REPEATS = 3
 MOST_REPEATS = 15
@@ -75,6 +77,8 @@ class _Subject(NamedTuple):
     """The same of ``TOGETHER`` tensors, so many elements in all; None where there is no such thing."""
     begun: Callable[[int], Begun] | None = None
     """The same, to be waited for while something else goes on; None where that can't be."""
+    always_begun: bool = False
+    """Whether the engine always goes on meanwhile."""
 
 
 def measure(
@@ -192,7 +196,9 @@ def _subjects(prefix: str, by: Communicator, group: dist.ProcessGroup, device: t
 
     compute = _compute(device)
     found = {
-        "all_reduce": _Subject(lambda numel: _all_reduce(numel, group, device), by.size(), lambda: None),
+        "all_reduce": _Subject(
+            lambda numel: _all_reduce(numel, group, device), by.size(), lambda: None, always_begun=True
+        ),
         "all_gather": _Subject(all_gather, by.size(), compute, gather_together),
         "reduce_scatter": _Subject(reduce_scatter, by.size(), compute),
     }
@@ -250,8 +256,13 @@ def _hidden(
     device: torch.device,
 ) -> float:
     """Share of the collective, which takes about ``alone_s``, that goes on beside compute: some of a ``stretch`` of it,
-    of about ``stretch_s``. What is sure of it, the mean less the standard error: units that run ahead take memory."""
-    if subject.begun is None or subject.ranks == 1:
+    of about ``stretch_s``. What is sure of it, the mean less the standard error: units that run ahead take memory.
+
+    Of collectives that units would have to run ahead for, none where ranks share cores: while one waits, another
+    computes, and what goes on beside compute takes its cores. [4 ranks on 2 cores, 1 Gbit/s: a step in which units run
+    ahead waits 0.3 s, not 1.7, and takes as long]
+    """
+    if subject.begun is None or subject.ranks == 1 or (CORES.shared and not subject.always_begun):
         return 0.0
     alone, begin = subject.make(numel), subject.begun(numel)
     compute = _in_a_row(stretch, max(1, round(BESIDE_COMPUTE * alone_s / stretch_s)))
@@ -264,10 +275,15 @@ def _hidden(
     row = max(BESIDE_ROW, round(BESIDE_S / alone_s))
     calls = [_in_a_row(call, row) for call in (alone, compute, both)]
     both()  # what is new the first time
-    own = [_once_s(call, world, device, subject.before) for _ in range(BESIDE_TURNS) for call in calls]
-    each_s = np.reshape(collectives.largest_of_ranks(own, world, device), (BESIDE_TURNS, len(calls)))
+    turns = BESIDE_TURNS // _less()
+    own = [_once_s(call, world, device, subject.before) for _ in range(turns) for call in calls]
+    each_s = np.reshape(collectives.largest_of_ranks(own, world, device), (turns, len(calls)))
     shares = 1 - (each_s[:, 2] - each_s[:, 1]) / typical_s(each_s[:, 0].tolist())
-    return float(np.clip(shares.mean() - shares.std(ddof=1) / math.sqrt(BESIDE_TURNS), 0, 1))
+    return float(np.clip(shares.mean() - shares.std(ddof=1) / math.sqrt(turns), 0, 1))
+
+
+def _less() -> int:
+    return SHARED_LESS if CORES.shared else 1
 
 
 def _in_a_row(call: Collective, times: int) -> Collective:
@@ -320,9 +336,10 @@ def _time_s(
     group: dist.ProcessGroup,
     device: torch.device,
     before: Collective,
-    budget_s: float = REPEATS_BY_BUDGET_S,
+    budget_s: float | None = None,
 ) -> float:
     """What is typical of several repeats on the slowest rank; every rank gets the same number."""
+    budget_s = REPEATS_BY_BUDGET_S / _less() if budget_s is None else budget_s
     for _ in range(WARM_UP):
         began = time.perf_counter()
         _once_s(collective, group, device, before)

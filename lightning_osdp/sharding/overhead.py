@@ -45,8 +45,9 @@ included; and how much of the room they may take. Where it is less, the larger w
 NARROW_STEP = 64
 """By which the larger weights are wider at least: a line takes two points."""
 
-OPERATORS = 6
-"""How many are run one after the other: a single one would be lost in the clock's noise."""
+OPERATORS, SHARED_OPERATORS = 6, 3
+"""How many are run one after the other: a single one would be lost in the clock's noise. Fewer where ranks share cores,
+where all takes longer, and rehearsals of whole steps tell more (``rehearsal``)."""
 
 FLOPS = {"cpu": 1 << 25, "cuda": 0}
 """Of each operator's forward. On a CPU, collectives between stretches of compute take longer than in a row; on CUDA
@@ -134,8 +135,9 @@ def _counted_s(mode: Mode, width: int, cluster: Cluster) -> float:
 
 def _per_operator_s(mode: Mode, width: int, group: dist.ProcessGroup, device: torch.device) -> float:
     """What the mode adds to an operator's compute on the slowest rank."""
-    steps: tuple[Step, ...] = _steps(mode, OPERATORS, width, group, device)
-    fewer = OPERATORS // 2 if mode == Mode.DP else 0
+    count = SHARED_OPERATORS if CORES.shared else OPERATORS
+    steps: tuple[Step, ...] = _steps(mode, count, width, group, device)
+    fewer = count // 2 if mode == Mode.DP else 0
     steps += _steps(mode, fewer, width, group, device) if fewer else ()
     first_s = sum(collectives.largest_of_ranks([_once_s(step, group, device) for step in steps], group, device))
     repeats = min(MOST_REPEATS, max(FEWEST_REPEATS, int(BUDGET_S / first_s)))
@@ -145,7 +147,7 @@ def _per_operator_s(mode: Mode, width: int, group: dist.ProcessGroup, device: to
         forget(step.model.parameters())
     engine_s, plain_s, *less = slowest
     without_s = less[0] - less[1] if less else 0.0
-    return (engine_s - plain_s - without_s) / (OPERATORS - fewer)
+    return (engine_s - plain_s - without_s) / (count - fewer)
 
 
 def _once_s(step: Step, group: dist.ProcessGroup, device: torch.device) -> float:
