@@ -103,8 +103,7 @@ def memory_limit(device: torch.device, local_ranks: int, group_ranks: int | None
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         usable = int(USABLE_MEMORY * (free + torch.cuda.memory_reserved(device)))
-        capped = torch.cuda.get_per_process_memory_fraction(device) < 1
-        return min(usable, int(CAP_MEMORY * allowed_bytes(device))) if capped else usable
+        return min(usable, int(CAP_MEMORY * allowed_bytes(device)))
     limits = [_meminfo("MemAvailable") // local_ranks + memory_in_use(device)]
     shares = [limit // (group_ranks or local_ranks) for limit in _cgroup_limits()]
     limits += [share - share // PAGED_PER_TABLE_BYTE + file_pages() for share in shares]
