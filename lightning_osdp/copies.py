@@ -43,6 +43,10 @@ SECONDS = 1.5
 FEWEST, MOST, WARM_UP = 3, 9, 1
 """Steps that are timed within that, if they take no more than half as long again, and those before them."""
 
+CUDA_WARM_UP = 2
+"""The latter on CUDA: in the first, kernels are loaded and memory is taken, and it says little of how long steps take.
+"""
+
 TURNS, SHORT_S, LONG_SECONDS = 2, 0.4, 1.0
 """How often steps are made with either use of the heap, twice each time. Steps that take longer are not made in turns;
 of those that were timed before, only where freed tensors stay, for so many seconds, as there may be no time for more.
@@ -235,8 +239,10 @@ def _means(steps: Sequence[Step], group: dist.ProcessGroup | None, device: torch
 
     Of several that take long on a CPU the turn that is to warm up counts, but for the first one, which warms up for the
     others. [measured, language model, 4 ranks on 2 cores, 8 samples after 2: 2.07 and 2.19 s, later 1.73 to 2.26]
-    On CUDA it may be kernels that are loaded, and memory that is taken, which take long.
+    On CUDA the median counts: the allocator may still take memory in the first of them.
     """
+    on_cuda = device.type == "cuda"
+    typical = statistics.median if on_cuda else statistics.mean
 
     def once(chosen: Sequence[Step]) -> list[Took]:
         took = []
@@ -257,13 +263,13 @@ def _means(steps: Sequence[Step], group: dist.ProcessGroup | None, device: torch
         numbers = iter(largest_of_ranks([each for one in took for each in one], group, device))
         return [Took(*each) for each in zip(numbers, numbers, numbers, strict=True)]
 
-    for _ in range(WARM_UP):
+    for _ in range(CUDA_WARM_UP if on_cuda else WARM_UP):
         first = most(once(steps))
     first_s = sum(one.step_s for one in first)
-    if device.type == "cpu" and len(steps) > 1 and first_s > seconds:
+    if not on_cuda and len(steps) > 1 and first_s > seconds:
         return [*most(once(steps[:1])), *first[1:]]
     turns = zip(*(once(steps) for _ in range(_repeats(first_s, seconds))), strict=True)
-    return most([Took(*map(statistics.mean, zip(*each, strict=True))) for each in turns])
+    return most([Took(*map(typical, zip(*each, strict=True))) for each in turns])
 
 
 def _repeats(step_s: float, seconds: float) -> int:

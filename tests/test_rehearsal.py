@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -271,6 +272,30 @@ def test_of_sizes_between_the_traced_ones_the_largest_that_fits_in_room_and_time
     assert asked == [[2], [2], [2, 4], [2, 5], [2, 8], [2, 6]]
 
 
+@pytest.mark.parametrize(
+    ("most", "longest", "sizes"),
+    [(1, 99, []), (2, 99, [2]), (3, 99, [2]), (4, 99, [2, 4]), (40, 99, [16, 32]), (40, 9, [4, 8])],
+)
+def test_on_cuda_the_plain_step_fills_the_device(
+    most: int, longest: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, hardware = Module(), some_cluster(1)
+    traced = trace(module, BATCH, 4, device=CPU)
+    parts = compute.measure(traced, CPU, time_budget_s=0.0)
+    monkeypatch.setattr(rehearsal, "timed", lambda _, found, *__: dict.fromkeys(found, Took(1.0)))
+    monkeypatch.setattr(rehearsal, "FILLING_S", compute_s(parts, longest))
+    replicated = rehearsal._uniform(traced.description, 1)[0]
+    room = math.ceil(rehearsal.MARGIN * copy_bytes(traced.description, hardware, replicated, most))
+    on_cuda = replace(stage(module), device=torch.device("cuda", 0))
+    assert list(rehearsal._plain(on_cuda, traced, None, hardware, parts, room)) == sizes
+
+
+def test_a_plan_is_rehearsed_at_batch_sizes_that_say_most() -> None:
+    assert rehearsal._wanted(21, (2, 8), CPU) == [21, 5, 2]
+    assert rehearsal._wanted(21, (2, 64), torch.device("cuda", 0)) == [21, 10, 5, 2]
+    assert rehearsal._wanted(21, (4,), torch.device("cuda", 0)) == (4,)
+
+
 def test_a_copy_shares_parameters_until_either_is_written() -> None:
     module = Module()
     twin = real_copy(module)
@@ -423,9 +448,10 @@ def test_of_long_steps_the_first_warms_up_and_no_other_is_run_twice(monkeypatch:
 def test_on_cuda_long_steps_are_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "synchronize", lambda _: None)
     clock = _Clock(monkeypatch)
-    steps = [clock.step(2, 1.0, 0.25), clock.step(8, 2.0, 0.5)]
-    took = copies._means(steps, None, torch.device("cuda"), seconds=1.5)
+    steps = [clock.step(2, 1.0, 0.25), clock.step(8, 2.0, 0.5, 0.75, 0.5)]
+    took = copies._means(steps, None, torch.device("cuda"), seconds=2.5)
     assert [one.step_s for one in took] == [0.25, 0.5]
+    assert clock.turns == {2: 5, 8: 5}
 
 
 def test_a_single_long_step_and_several_short_ones_are_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:

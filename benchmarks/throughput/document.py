@@ -29,8 +29,8 @@ and data included. All but FairScale's run in Lightning's Trainer and differ by 
 a bare loop, which has less overhead and so favours them.
 
 {limited}
-each system the batch size is doubled until a rank is killed or throughput stops growing, then narrowed to an eighth, or
-until no size that may fit promises 2 % more by the steps of those that do.
+For each system the batch size is doubled until a rank is killed or throughput stops growing, then narrowed to an
+eighth, or until no size that may fit promises 2 % more by the steps of those that do.
 What was best over a faster link is best here too, if it still fits: what is sent adds the same to a step of any size.
 The best systems then run again in turns with OSDP; medians are shown. A system that could not
 win even with 15 % more than it reached in an easier cell (a faster link or more memory) is not run, and its figure
@@ -47,12 +47,12 @@ the least, that is, for the first of them, to see who trains there at all.
 
 LIMITED = {
     "cpu": """
-Each rank lives in a memory cgroup. Over its limit the kernel kills it, and the batch size counts as too large. For
+Each rank lives in a memory cgroup. Over its limit the kernel kills it, and the batch size counts as too large.
 """.strip(),
     "cuda": """
 Each rank's caching allocator takes no more than its limit (`set_per_process_memory_fraction`); over it torch raises,
 and the batch size counts as too large. Where there are fewer GPUs than ranks, all of them share the first one and talk
-over gloo, through the host's memory: they take turns at computing, and communication is slow beside it. For
+over gloo, through the host's memory: they take turns at computing, and communication is slow beside it.
 """.strip(),
 }
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Literal
 
 import torch
@@ -117,9 +119,16 @@ def some_rows(spec: Spec, every: int) -> Spec:
     return replace(spec, shape=(math.ceil(rows / every), *rest))
 
 
-def some_of_lists(args: tuple[Spec, ...], which: slice) -> tuple[Spec, ...]:
+def some_of_lists(args: tuple[Spec, ...], which: Sequence[int]) -> tuple[Spec, ...]:
     """The arguments of such a kernel for some of its tensors."""
-    return tuple(arg[which] if isinstance(arg, tuple) else arg for arg in args)
+    return tuple(tuple(arg[i] for i in which if i < len(arg)) if isinstance(arg, tuple) else arg for arg in args)
+
+
+def by_size(args: tuple[Spec, ...]) -> list[int]:
+    """Places in the lists of such a kernel, those of least bytes first."""
+    lists = [arg for arg in args if isinstance(arg, tuple)]
+    num_bytes = [sum(spec.num_bytes for spec in tensor_specs(each)) for each in zip_longest(*lists)]
+    return sorted(range(len(num_bytes)), key=num_bytes.__getitem__)
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:

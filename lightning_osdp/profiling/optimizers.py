@@ -284,7 +284,7 @@ def _for_each(op: Op) -> list[Call]:
     length = list_length(op.func, op.args)
     if length == 1:
         return [_call(op)]
-    return [(op.func, some_of_lists(op.args, slice(at, at + 1)), op.kwargs) for at in range(length)]
+    return [(op.func, some_of_lists(op.args, (at,)), op.kwargs) for at in range(length)]
 
 
 def _kernels(calls: Counter[Call]) -> tuple[Kernel, ...]:

@@ -50,11 +50,10 @@ from lightning_osdp.splittable import matrix_input_dim, split_dims
 
 StepContext = Callable[[], AbstractContextManager[Any]]
 
-LARGEST_SIZE, LARGEST_SHARE = 64, 0.25
-"""Batch size to trace at on CUDA, up to which the step's tensors take no more than such a share of the device. Kernels
-of few samples take as long there as it takes to launch them, and a line through two such points says little of a batch
-that fills the device. [measured, H100, GPT-2 of 354 M parameters, bf16, 204 samples: 228 ms foreseen from 2 and 8
-samples, 388 taken]"""
+LARGEST_SIZE = 64
+"""Batch size to trace at on CUDA, up to which the step's tensors would fit the device. Kernels of few samples take as
+long there as it takes to launch them, and a line through two such points says little of a batch that fills the device.
+[measured, H100, GPT-2 of 354 M parameters, bf16, 204 samples: 228 ms foreseen from 2 and 8 samples, 388 taken]"""
 
 KNOWN_FORMAT = 2
 """Of descriptions that are kept. To be raised when what they are made of changes its meaning."""
@@ -300,7 +299,7 @@ def _sizes(batch: Any, batch_size: int, sizes: tuple[int, int]) -> tuple[int, ..
 def _filling(rows: tuple[int, ...], live_bytes: int, device_bytes: int) -> tuple[int, ...]:
     """``rows`` with the last one as large as ``LARGEST_SIZE`` says, where the first takes ``live_bytes``."""
     *first, larger = rows
-    while first and 2 * larger <= LARGEST_SIZE and 2 * larger / first[0] * live_bytes <= LARGEST_SHARE * device_bytes:
+    while first and 2 * larger <= LARGEST_SIZE and 2 * larger / first[0] * live_bytes <= device_bytes:
         larger *= 2
     return (*first, larger)
 

@@ -6,6 +6,7 @@ pytest -m gpu        # one GPU is enough
 from __future__ import annotations
 
 import os
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,19 @@ from lightning_osdp import OSDPStrategy, collectives
 from lightning_osdp.planning.cluster import Cluster
 from lightning_osdp.profiling.memory import CAP_MEMORY, expand_segments, memory_limit
 from lightning_osdp.profiling.trace import LARGEST_SIZE, trace
-from lightning_osdp.sharding.fairscale import FairScaleEngine
 from tests.integration.modules import GPTModule, trainer
-from tests.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, joined, modes_for, two_groups
+from tests.models import gpt_loss
 from tests.ports import free_port
 from tests.profiling.models import Regression
 from tests.ranks import run_ranks
-from tests.sharding.steps import engine_step, plain_step
+from tests.sharding.steps import reference, train
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-RANKS, STEPS, BATCH = 2, 6, 8
+RANKS, STEPS = 2, 6
 MIB = 1 << 20
 GPU = torch.device("cuda", 0)
 POLICIES = ("dp", "zdp2", "zdp", "mixed", "joined zdp")
@@ -98,34 +98,15 @@ def test_segments_grow_within_the_cap(expand: bool) -> None:
     assert run_ranks(use_what_is_left, 1, expand) == [expand]
 
 
-def reference() -> tuple[list[float], dict[str, Tensor]]:
-    torch.manual_seed(1)
-    model = TinyGPT()
-    optimizer = two_groups(model)
-    return [plain_step(model, optimizer, batch) for batch in gpt_batches(STEPS, BATCH)], model.state_dict()
-
-
-def train(rank: int, ranks: int, policy: str, accumulation: int) -> tuple[list[float], dict[str, Tensor]]:
-    torch.cuda.set_device(GPU)
-    torch.manual_seed(1 + rank)
-    model = TinyGPT()
-    optimizer = two_groups(model)
-    engine = FairScaleEngine(GPU)
-    plan = hand_made_plan(modes_for(model, policy.removeprefix("joined ")), ranks)
-    engine.apply(model, joined(plan, ("blocks.0", "blocks.1") if policy.startswith("joined ") else ()), [optimizer])
-    batches = gpt_batches(STEPS, BATCH)[:, rank::ranks].to(GPU)
-    losses = [engine_step(engine, model, optimizer, batch, accumulation) for batch in batches]
-    return losses, engine.model_state()
-
-
 def train_all(rank: int, ranks: int) -> Any:
-    return [train(rank, ranks, policy, accumulation) for policy in POLICIES for accumulation in (1, 2)]
+    torch.cuda.set_device(GPU)
+    return [train(rank, ranks, *case, STEPS, str(GPU)) for case in product(POLICIES, (1, 2))]
 
 
 def test_ranks_that_share_a_gpu_train_like_one_process() -> None:
-    expected_losses, expected = reference()
+    expected_losses, expected = reference(STEPS)
     for results in zip(*run_ranks(train_all, RANKS), strict=True):
-        losses = torch.tensor([losses for losses, _ in results]).mean(0)
+        losses = torch.tensor([losses for losses, *_ in results]).mean(0)
         torch.testing.assert_close(losses, torch.tensor(expected_losses), rtol=1e-4, atol=0)
         for name, weight in expected.items():
             torch.testing.assert_close(results[0][1][name].cpu(), weight, rtol=1e-3, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -293,3 +294,13 @@ def test_long_lists_are_timed_in_part_and_no_other_arguments(monkeypatch: pytest
     places = TensorSpec((100,), (1,), torch.int64)
     for whole in (Kernel(aten.index.Tensor, (spec, (places, places))), Kernel(aten.cat.default, ((spec,) * 10,))):
         assert timing._sample(whole) is whole
+
+
+def test_what_is_timed_of_long_lists_is_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and biases take turns: every second or fourth tensor would be biases alone."""
+    weight, bias = (TensorSpec((size,), (1,), torch.float32) for size in (1000, 10))
+    kernel = Kernel(aten._foreach_add_.List, ((weight, bias) * 20, (weight, bias) * 20))
+    for every in (2, 4):
+        monkeypatch.setattr(timing, "LIST_BYTES", math.ceil(kernel.num_bytes / every))
+        sample = timing._sample(kernel)
+        assert sample.args == ((bias,) * (20 // every) + (weight,) * (20 // every),) * 2

@@ -7,37 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_osdp.sharding.fairscale import FairScaleEngine
-from tests.models import TinyGPT, gpt_batches, hand_made_plan, joined, modes_for, two_groups
+from tests.models import TinyGPT, modes_for
 from tests.ranks import run_ranks
-from tests.sharding.steps import engine_step, plain_step
+from tests.sharding.steps import reference, train
 
-STEPS, BATCH = 20, 8
-
-
-def reference() -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and final weights of plain PyTorch in one process."""
-    torch.manual_seed(1)
-    model = TinyGPT()
-    optimizer = two_groups(model)
-    losses = [plain_step(model, optimizer, batch) for batch in gpt_batches(STEPS, BATCH)]
-    return losses, model.state_dict()
-
-
-def train(rank: int, ranks: int, policy: str, accumulation: int) -> Any:
-    """The same training on one of several ranks; each takes its part of every global batch."""
-    torch.manual_seed(1 + rank)  # the engine must start all ranks from rank 0's weights
-    model = TinyGPT()
-    names = [name for name, _ in model.named_parameters()]
-    optimizer = two_groups(model)
-    engine = FairScaleEngine(torch.device("cpu"))
-    plan = hand_made_plan(modes_for(model, policy.removeprefix("joined ")), ranks)
-    blocks = ("blocks.0", "blocks.1") if policy.startswith("joined ") else ()
-    engine.apply(model, joined(plan, blocks), [optimizer])
-    assert [name for name, _ in model.named_parameters()] == names
-    batches = gpt_batches(STEPS, BATCH)[:, rank::ranks]
-    losses = [engine_step(engine, model, optimizer, batch, accumulation) for batch in batches]
-    return losses, engine.model_state(), engine.optimizer_state(optimizer), engine.collectives_per_step
+STEPS = 20
 
 
 CASES = [
@@ -49,7 +23,7 @@ CASES = [
 
 def train_all(rank: int, ranks: int) -> Any:
     """Every case in the same processes, since starting them takes longer than training."""
-    return [train(rank, ranks, *case) for case in CASES]
+    return [train(rank, ranks, *case, STEPS) for case in CASES]
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
@@ -64,7 +38,7 @@ def test_losses_and_weights_equal_plain_training(
     runs: dict[tuple[str, int], list[Any]], policy: str, accumulation: int
 ) -> None:
     results = runs[policy, accumulation]
-    expected_losses, expected = reference()
+    expected_losses, expected = reference(STEPS)
     losses = torch.tensor([result[0] for result in results]).mean(0)
     torch.testing.assert_close(losses, torch.tensor(expected_losses), rtol=1e-5, atol=0)
     state = results[0][1]
