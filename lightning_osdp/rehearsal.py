@@ -172,7 +172,7 @@ def rehearse_alone(
 
 def can_keep_heap(device: torch.device, group: dist.ProcessGroup | None) -> bool:
     """Whether freed tensors can stay in the heap, and it can be told how far that grows, on all ranks. Collective."""
-    here = HEAP.can_keep and counts_peaks(device)
+    here = device.type == "cpu" and HEAP.can_keep and counts_peaks(device)
     return here if group is None else bool(least_room(int(here), group, device))
 
 
