@@ -65,6 +65,11 @@ class Took(NamedTuple):
     forward_s: float = 0.0
     """Part of the seconds that the forward pass took."""
 
+    @property
+    def long(self) -> bool:
+        """Whether such a step is made as seldom as may be."""
+        return self.step_s >= SHORT_S
+
 
 Step = Callable[[], Any]
 """Forward and backward; returns the instant between them (``instants``)."""
@@ -138,7 +143,7 @@ def handed_back_and_kept(
     """What forward and backward of the plain module take where freed tensors are handed back, and where they stay in
     a heap of so much room. Both take turns, unless the first is ``known`` to be long: other work on the machine lasts
     for some seconds at times."""
-    if known is not None and known.step_s >= SHORT_S:
+    if known is not None and known.long:
         return known, timed(stage, [size], group, None, LONG_SECONDS, heap_bytes)[size]
     means: Work = partial(_means, group=group, device=stage.device, seconds=0.0)
     usual, kept = _on_copy(stage, [size], group, None, partial(_in_turns, means, heap_bytes))
@@ -147,9 +152,8 @@ def handed_back_and_kept(
 
 def in_turns_s(known: Took) -> float:
     """About how long ``handed_back_and_kept`` lasts."""
-    if known.step_s < SHORT_S:
-        return 2 * TURNS * (WARM_UP + 1) * known.step_s
-    return (WARM_UP + _repeats(known.step_s, LONG_SECONDS)) * known.step_s
+    steps = WARM_UP + _repeats(known.step_s, LONG_SECONDS) if known.long else 2 * TURNS * (WARM_UP + 1)
+    return steps * known.step_s
 
 
 def _on_copy(
@@ -227,7 +231,7 @@ def _in_turns(means: Work, heap_bytes: int, steps: Sequence[Step]) -> list[Took]
     """``handed_back_and_kept`` of one step."""
     usual: list[Took] = []
     kept: list[Took] = []
-    while len(usual) < (TURNS if not usual or usual[0].step_s < SHORT_S else 1):
+    while len(usual) < (1 if usual and usual[0].long else TURNS):
         usual += means(steps)
         kept += _kept(means, heap_bytes, steps)
     return [Took(*map(statistics.mean, zip(*each, strict=True))) for each in (usual, kept)]
