@@ -142,14 +142,15 @@ def _known(kernels: Iterable[Kernel], shares: Sequence[Timed]) -> Timed:
 
 
 def warm_up(trace: Trace, device: torch.device) -> None:
-    """Runs every different kernel of the smaller batch size, as far as it can be run by itself.
+    """Runs every different kernel of the larger batch size, as far as it can be run by itself.
 
     Libraries load their code and take their scratch memory at the first call. Where measurements come from a cache,
-    this has not happened yet, and the process's overhead would be read too low.
+    this has not happened yet, and the process's overhead would be read too low. [measured, MKL, products with matrices
+    of 1152 x 4608: 1.4 MiB stay after 128 rows, 19 after 512, and no more after 4096]
     """
     with kept_randomness(device), torch.no_grad():
-        kernels = trace.kernels or trace.whole().kernels
-        run_all(kernels[min(kernels)], device)
+        kernels = trace.whole().kernels
+        run_all(kernels[max(kernels)], device)
 
 
 Selected = Mapping[int, Sequence[Kernel]]
