@@ -302,14 +302,16 @@ def _plain(
     fits with all operators replicated and does not take too long; on CUDA, at sizes that fill the device."""
     model, smallest = traced.description, traced.sizes[0]
     replicated = _uniform(model, cluster.ranks)[0]
+    to_fill = stage.device.type == "cuda" and len(traced.sizes) > 1
+    longest_s = FILLING_S if to_fill else PLAIN_S
 
-    def fits(size: int, longest_s: float = PLAIN_S) -> bool:
+    def fits(size: int) -> bool:
         return _fits(model, cluster, replicated, size, room) and sum(passes_s(parts, size)) <= longest_s
 
     if not _fits(model, cluster, replicated, smallest, room):
         return {}
-    if stage.device.type == "cuda" and len(traced.sizes) > 1:
-        sizes = _filling(smallest, partial(fits, longest_s=FILLING_S))
+    if to_fill:
+        sizes = _filling(smallest, fits)
     else:
         apart = range(traced.sizes[-1], FARTHER * smallest - 1, -1)
         sizes = [smallest, *islice(filter(fits, apart), 1)]

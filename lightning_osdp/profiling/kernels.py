@@ -126,7 +126,7 @@ def some_of_lists(args: tuple[Spec, ...], which: Sequence[int]) -> tuple[Spec, .
 
 def by_size(args: tuple[Spec, ...]) -> list[int]:
     """Places in the lists of such a kernel, those of least bytes first."""
-    lists = [arg for arg in args if isinstance(arg, tuple)]
+    lists = [arg for arg in args if isinstance(arg, tuple) and tensor_specs(arg)]
     num_bytes = [sum(spec.num_bytes for spec in tensor_specs(each)) for each in zip_longest(*lists)]
     return sorted(range(len(num_bytes)), key=num_bytes.__getitem__)
 
