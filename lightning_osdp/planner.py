@@ -42,6 +42,9 @@ class Outcome:
     profiling_s: float | None = None
     """Seconds that measuring took; None if the plan was there already."""
     from_cache: bool = False
+    """Whether all that it was made from was measured before."""
+    settled: bool = False
+    """Whether an earlier start had come to it, so that nothing was searched for."""
     correction: Correction = NO_CORRECTION
     """That the plan was predicted with."""
     file: Path | None = None
@@ -159,9 +162,10 @@ def measure_and_plan(
     )
     question = asked(rule, wishes, between, measured.correction)
     if from_cache:
-        plan, room = team.as_before(measured, rule, question)
+        earlier, room = team.as_before(measured, rule, question)
     else:
-        plan, room = None, team.room(stepped=False)
+        earlier, room = None, team.room(stepped=False)
+    plan = earlier
     if plan is None:
         plan, measured, room = team.found(measured, rule, room, stage)
         stepped = any(one.plan is not None for one in measured.rehearsals)  # plain steps leave less behind
@@ -180,7 +184,8 @@ def measure_and_plan(
         known = measured.model_copy(update={"correction": correction, "kept_compute": None})  # memory is short
         return team.decide(known, rule, room, UNSEEN_GAIN)
 
-    return Outcome(plan, time.monotonic() - start, from_cache, measured.correction, file, again)
+    profiling_s = time.monotonic() - start
+    return Outcome(plan, profiling_s, from_cache, earlier is not None, measured.correction, file, again)
 
 
 def still_right(
@@ -275,4 +280,5 @@ def plan_alone(
     used = not_for_the_model(traced, device, model_bytes, between)
     problem = problem_of(traced, cluster, known, memory_limit_bytes, used, wishes, between)
     plan = settled(problem, rule, ())
-    return Outcome(plan, profiling_s, from_cache, known.correction, problem=way_of(plan, problem))
+    found = way_of(plan, problem)
+    return Outcome(plan, profiling_s, from_cache, correction=known.correction, problem=found)

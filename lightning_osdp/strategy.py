@@ -244,8 +244,8 @@ class OSDPStrategy(RanksStrategy):
         else:
             planner.on_all_ranks(ranks, lambda: self.setup_optimizers(trainer))
             engine.apply(module, plan, self.optimizers)
-        # Without new measurements there is little garbage; it was looked for, or counted as memory that is in use.
-        memory.release_unused(self.root_device, generation=1 if self._outcome.from_cache else 2)
+        # Where nothing was measured or searched for there is little garbage; it was looked for, or counted as in use.
+        memory.release_unused(self.root_device, generation=1 if self._outcome.settled else 2)
         self._engine = engine
         summary.count_whole_parameters(trainer, engine.whole_shapes)
         self._tell(trainer, report.plan_table(plan, self._outcome.profiling_s, engine.collectives_per_step))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_osdp import OSDPStrategy, measurements
+from lightning_osdp import OSDPStrategy, measurements, team
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.choices import Mode
 from lightning_osdp.planning.plan import ExecutionPlan
@@ -187,6 +189,41 @@ def rehearsing(folder: str) -> list[int]:
     return counts
 
 
+class Cycle:
+    """Garbage that only the garbage collector finds, once nothing else holds it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def left_by_searches(folder: str) -> list[bool]:
+    """Whether training begins without the garbage of the first rank's search: of a start that measures, and of one
+    that only looks for another plan."""
+    left: list[weakref.ref[Cycle]] = []
+    search = team.plan_for
+
+    def leaving(*arguments: Any) -> ExecutionPlan:
+        plan, cycle = search(*arguments), Cycle()
+        left.append(weakref.ref(cycle))
+        gc.collect()  # as old as garbage can get, since it is in use yet
+        gc.disable()  # and not found by chance
+        return plan
+
+    class Begun(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            gc.enable()
+            gone.append(all(cycle() is None for cycle in left))
+
+    gone: list[bool] = []
+    measurements.PROBE_TOLERANCE = 1e9
+    team.plan_for = leaving
+    for size in (4, 3):
+        options = {"max_steps": 1, "callbacks": [Begun()]}
+        fit(f"{folder}/left", seeded(), rehearse=False, batch_size=size, options=options)
+    team.plan_for = search
+    return [bool(left), *gone]
+
+
 def half_precision(folder: str) -> tuple[list[float], list[float], str]:
     """Losses with and without autocast, and the dtype of the weights."""
     exact, half = seeded(), seeded()
@@ -221,7 +258,7 @@ def everything(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     import os
 
     os.environ["LIGHTNING_OSDP_CACHE"] = f"{folder}/cache"
-    runs = (automatic, with_plan, half_precision, batch_sizes, untraceable, rehearsing, several)
+    runs = (automatic, with_plan, half_precision, batch_sizes, untraceable, rehearsing, left_by_searches, several)
     return {run.__name__: run(folder) for run in runs}
 
 
@@ -235,6 +272,11 @@ def test_the_step_is_rehearsed_unless_that_is_not_wanted(results: list[dict[str,
     for result in results:
         with_rehearsal, once_more, without = result["rehearsing"]
         assert with_rehearsal > once_more == without == 2
+
+
+def test_what_a_search_leaves_is_gone_before_training(results: list[dict[str, Any]]) -> None:
+    """Of 69 M parameters it is 9 MiB, and a start from known measurements was killed for want of them."""
+    assert results[0]["left_by_searches"] == [True] * 3
 
 
 def test_plan_is_the_same_everywhere_and_written(results: list[dict[str, Any]]) -> None:
