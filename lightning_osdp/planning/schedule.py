@@ -97,22 +97,29 @@ def _may_exceed(samples_per_s: float, desks: Desks, rule: BatchRule) -> bool:
 
 
 class Desks:
-    """A desk for each way in which operators may share units."""
+    """A desk for each way in which operators may share units, and for others that were asked for.
+
+    They are made when they are needed: to look one plan up takes one or two of them.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._desks = {units: Desk(problem, units) for units in ways(problem.model, problem.wishes)}
+        self._ways = ways(problem.model, problem.wishes)
+        self._made: dict[Units, Desk] = {}
 
     @property
     def apart(self) -> Desk:
         """The one at which no operators share units."""
-        return next(iter(self._desks.values()))
+        return self.of(self._ways[0])
 
     def of(self, units: Units) -> Desk:
         """The one at which exactly these share units."""
-        if units not in self._desks:
-            self._desks[units] = Desk(self.problem, units)
-        return self._desks[units]
+        if units not in self._made:
+            self._made[units] = Desk(self.problem, units)
+        return self._made[units]
+
+    def _all(self) -> list[Desk]:
+        return [self.of(units) for units in dict.fromkeys((*self._ways, *self._made))]
 
     def best(self, batch_size: int, accumulation: int = 1, *, quick: bool = False) -> Candidate:
         """See ``Desk.best``: the fastest of all desks.
@@ -127,16 +134,16 @@ class Desks:
 
     def least(self, batch_size: int, accumulation: int = 1) -> Candidate:
         """See ``Desk.least``: of all desks."""
-        found = (desk.least(batch_size, accumulation) for desk in self._desks.values())
+        found = (desk.least(batch_size, accumulation) for desk in self._all())
         return min(found, key=lambda one: one.peak.most_bytes)
 
     def bound_s(self, batch_size: int, accumulation: int = 1) -> float:
         """See ``Desk.bound_s``: of all desks."""
-        return min(desk.bound_s(batch_size, accumulation) for desk in self._desks.values())
+        return min(desk.bound_s(batch_size, accumulation) for desk in self._all())
 
     def under(self, seconds: float, batch_size: int, accumulation: int = 1, *, quick: bool = False) -> Candidate | None:
         """See ``Desk.under``: of all desks."""
-        bounds = {desk: desk.bound_s(batch_size, accumulation) for desk in self._desks.values()}
+        bounds = {desk: desk.bound_s(batch_size, accumulation) for desk in self._all()}
         found: list[Candidate] = []
         for desk in sorted(bounds, key=bounds.__getitem__):
             if found and bounds[desk] >= min(one.step_time_s for one in found) * (1 - WORTH_TRYING):

@@ -10,7 +10,10 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.planning import schedule
 from lightning_osdp.planning.calibration import Correction
+from lightning_osdp.planning.candidates import Desk
+from lightning_osdp.planning.joining import Units, ways
 from lightning_osdp.planning.operators import BetweenSteps, Line, OptimizerStep
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import STEP_ERROR, Rehearsal, decided, foreseen
@@ -145,6 +148,23 @@ def test_the_same_problem_is_not_searched_again() -> None:
     again = settled_before(problem(TIGHT), RULE, asked(RULE, *NOTHING), [answered(plan)], [took])
     assert again is not None
     assert again.predicted.samples_per_s == pytest.approx(plan.predicted.samples_per_s / 2)
+
+
+def test_to_look_a_plan_up_not_all_ways_to_share_units_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = blocks_of_two(3)
+    whole = Problem(model, cluster(), compute(model), ROOMY * MIB)
+    assert len(ways(model, whole.wishes)) == 2
+    plan = make_plan(whole, RULE)
+    assert not any(op.unit for op in plan.operators)
+    prepared: list[Units | None] = []
+
+    def desk(problem: Problem, units: Units | None = None) -> Desk:
+        prepared.append(units)
+        return Desk(problem, units)
+
+    monkeypatch.setattr(schedule, "Desk", desk)
+    assert settled_before(whole, RULE, asked(RULE, *NOTHING), [answered(plan)], []) == plan
+    assert prepared == [("",) * len(plan.operators)]
 
 
 @pytest.mark.parametrize(("share", "known"), [(1 + SAME_ROOM / 2, True), (1 + 3 * SAME_ROOM, False), (0.5, False)])
