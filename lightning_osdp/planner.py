@@ -43,8 +43,6 @@ class Outcome:
     """Seconds that measuring took; None if the plan was there already."""
     from_cache: bool = False
     """Whether all that it was made from was measured before."""
-    settled: bool = False
-    """Whether an earlier start had come to it, so that nothing was searched for."""
     correction: Correction = NO_CORRECTION
     """That the plan was predicted with."""
     file: Path | None = None
@@ -54,6 +52,8 @@ class Outcome:
     measured."""
     problem: Problem | None = None
     """What the plan solves, where it was made without a process group."""
+    settled: bool = False
+    """Whether an earlier start had come to the plan, so that nothing was searched for."""
 
 
 def on_all_ranks(ranks: Ranks, work: Callable[[], Result]) -> Result:
@@ -184,8 +184,9 @@ def measure_and_plan(
         known = measured.model_copy(update={"correction": correction, "kept_compute": None})  # memory is short
         return team.decide(known, rule, room, UNSEEN_GAIN)
 
-    profiling_s = time.monotonic() - start
-    return Outcome(plan, profiling_s, from_cache, earlier is not None, measured.correction, file, again)
+    return Outcome(
+        plan, time.monotonic() - start, from_cache, measured.correction, file, again, settled=earlier is not None
+    )
 
 
 def still_right(
@@ -280,5 +281,4 @@ def plan_alone(
     used = not_for_the_model(traced, device, model_bytes, between)
     problem = problem_of(traced, cluster, known, memory_limit_bytes, used, wishes, between)
     plan = settled(problem, rule, ())
-    found = way_of(plan, problem)
-    return Outcome(plan, profiling_s, from_cache, correction=known.correction, problem=found)
+    return Outcome(plan, profiling_s, from_cache, known.correction, problem=way_of(plan, problem))

@@ -104,22 +104,22 @@ class Desks:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._ways = ways(problem.model, problem.wishes)
-        self._made: dict[Units, Desk] = {}
+        self._desks: dict[Units, Desk | None] = dict.fromkeys(ways(problem.model, problem.wishes))
 
     @property
     def apart(self) -> Desk:
         """The one at which no operators share units."""
-        return self.of(self._ways[0])
+        return self.of(next(iter(self._desks)))
 
     def of(self, units: Units) -> Desk:
         """The one at which exactly these share units."""
-        if units not in self._made:
-            self._made[units] = Desk(self.problem, units)
-        return self._made[units]
+        desk = self._desks.get(units)
+        if desk is None:
+            desk = self._desks[units] = Desk(self.problem, units)
+        return desk
 
     def _all(self) -> list[Desk]:
-        return [self.of(units) for units in dict.fromkeys((*self._ways, *self._made))]
+        return [self.of(units) for units in self._desks]
 
     def best(self, batch_size: int, accumulation: int = 1, *, quick: bool = False) -> Candidate:
         """See ``Desk.best``: the fastest of all desks.

@@ -200,6 +200,7 @@ def left_by_searches(folder: str) -> list[bool]:
     """Whether training begins without the garbage of the first rank's search: of a start that measures, and of one
     that only looks for another plan."""
     left: list[weakref.ref[Cycle]] = []
+    gone: list[bool] = []
     search = team.plan_for
 
     def leaving(*arguments: Any) -> ExecutionPlan:
@@ -214,7 +215,6 @@ def left_by_searches(folder: str) -> list[bool]:
             gc.enable()
             gone.append(all(cycle() is None for cycle in left))
 
-    gone: list[bool] = []
     measurements.PROBE_TOLERANCE = 1e9
     team.plan_for = leaving
     for size in (4, 3):
