@@ -137,7 +137,8 @@ class Team:
             before_s = self.left_s()
             shown = self.rehearsed(stage, measured, plan, search_s)
             if shown is None:
-                if cut_short:  # for a rehearsal that there is not
+                # for a rehearsal that there is not; what is found anew in no more time than before is no better
+                if cut_short and self.left_s() - APPLYING_S > search_s:
                     plan = self.decide(measured, rule, room, UNSEEN_GAIN, share=1.0)
                 break
             measured = measured.model_copy(update={"rehearsals": latest((*measured.rehearsals, shown))})

@@ -180,9 +180,10 @@ def test_what_is_found_is_rehearsed_while_there_is_time_and_what_was_not_has_to_
 
 
 @pytest.mark.parametrize(
-    ("search_s", "shares"), [(7.9, [FIRST_SEARCH]), (8.0, [FIRST_SEARCH, 1.0]), (9.0, [FIRST_SEARCH, 1.0])]
+    ("search_s", "shares"),
+    [(7.9, [FIRST_SEARCH]), (8.0, [FIRST_SEARCH, 1.0]), (9.0, [FIRST_SEARCH, 1.0]), (10.0, [FIRST_SEARCH])],
 )
-def test_a_search_that_was_cut_short_for_a_rehearsal_goes_on_where_there_can_be_none(
+def test_a_search_that_was_cut_short_for_a_rehearsal_goes_on_where_there_can_be_none_and_there_is_more_time(
     search_s: float, shares: list[float]
 ) -> None:
     plans = [make_plan(ROOMY, BatchRule(batch_size=1 + at)) for at in range(3)]
