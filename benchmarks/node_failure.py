@@ -74,11 +74,12 @@ def _step_of(checkpoint: str) -> int:
 
 def known_cluster(nodes: int, per_node: int) -> Any:
     """Links that need not be measured: times don't matter here."""
-    from lightning_osdp.planning.cluster import Cluster, CollectiveFit, Levels, Link, TwoStageLink
+    from lightning_osdp.planning.cluster import Cluster, CollectiveFit, Levels, Link, ShardingLink
 
     slow, fast = (CollectiveFit(latency_s=1e-3, s_per_byte=rate) for rate in (1e-8, 1e-9))
-    world, inside = (Link(all_reduce=one, all_gather=one, reduce_scatter=one) for one in (slow, fast))
-    levels = Levels(inside=inside, between=slow, two_stage=TwoStageLink(all_gather=slow, reduce_scatter=slow))
+    world = Link(all_reduce=slow, all_gather=slow, reduce_scatter=slow)
+    inside, two_stage = (ShardingLink(all_gather=one, reduce_scatter=one) for one in (fast, slow))
+    levels = Levels(inside=inside, between=slow, two_stage=two_stage)
     return Cluster(
         nodes=nodes, devices_per_node=per_node, device="cpu", backend="gloo", link=world,
         levels=levels if nodes > 1 else None,

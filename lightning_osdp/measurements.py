@@ -61,7 +61,7 @@ PROBE_TOLERANCE = 3.0
 """Cached measurements of the network are used only if a fresh all-gather agrees with them within this factor: the same
 host may reach its peers over another link today. Busy machines are off by a factor of 2 at times."""
 
-FORMAT = 12
+FORMAT = 13
 """Of what is kept. To be raised when what is measured changes its meaning: older files are left alone then."""
 
 NO_LINK = Link(**{name: CollectiveFit(latency_s=0.0, s_per_byte=0.0) for name in Link.model_fields})

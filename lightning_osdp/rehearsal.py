@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning_osdp.collectives import least_room, on_all_ranks
 from lightning_osdp.copies import FEWEST, SECONDS, WARM_UP, Stage, Took, handed_back_and_kept, in_turns_s, timed
 from lightning_osdp.errors import OSDPWarning
-from lightning_osdp.planning.choices import Mode
+from lightning_osdp.planning.choices import Group, Mode
 from lightning_osdp.planning.cluster import Cluster, ComputeTimes
 from lightning_osdp.planning.heap import HEAP_GROWTH, kept_batch_size
 from lightning_osdp.planning.joining import Units, ways
@@ -38,6 +38,7 @@ from lightning_osdp.planning.rehearsed import (
     rehearsed_compute,
     training_bytes,
 )
+from lightning_osdp.planning.topology import sharding_groups
 from lightning_osdp.planning.wishes import NO_WISHES
 from lightning_osdp.profiling.heap import HEAP
 from lightning_osdp.profiling.memory import counts_peaks
@@ -126,7 +127,7 @@ def rehearse(
 
     try:
         with kept_randomness(stage.device):
-            uniform = _uniform(model, group.size())
+            uniform = _uniform(model, cluster)
             room = stage.room(free_bytes(), group)
             plain = on_all_ranks(group, partial(_plain, stage, traced, group, cluster, compute, room))
             if sum(one.step_s for one in plain.values()) > LONGEST_S:
@@ -140,7 +141,7 @@ def rehearse(
                 kept = rehearse_kept(stage, traced, group, cluster, times, free_bytes(), usual, hurried)
             shown = []
             # First what adds most to a plain step; where there may be no time for all, what is nearest to it.
-            modes = () if group.size() == 1 else uniform if late() else uniform[::-1]
+            modes = () if group.size() == 1 else _plainest_first(uniform) if late() else uniform[::-1]
             for plan in modes:
                 expected = foreseen(model, times, cluster, plan, smallest)
                 room = stage.room(free_bytes(), group)  # each copy leaves a little behind
@@ -201,7 +202,7 @@ def rehearse_kept(
         hurried: whether there is no time to look, and ``KEPT_SHARE`` has to do.
     """
     model, size, room = traced.description, traced.sizes[0], stage.room(room_bytes, group)
-    replicated = _uniform(model, cluster.ranks)[0]
+    replicated = _uniform(model, cluster)[0]
     copied, trained = (count(model, cluster, replicated, size) for count in (copy_bytes, training_bytes))
     if copied + max(copied, trained) > room or kept_batch_size(model) < size:
         return None
@@ -301,7 +302,7 @@ def _plain(
     """What the plain step takes, at the smallest traced batch size and at the largest, or the largest in between that
     fits with all operators replicated and does not take too long; on CUDA, at sizes that fill the device."""
     model, smallest = traced.description, traced.sizes[0]
-    replicated = _uniform(model, cluster.ranks)[0]
+    replicated = _uniform(model, cluster)[0]
     to_fill = stage.device.type == "cuda" and len(traced.sizes) > 1
     longest_s = FILLING_S if to_fill else PLAIN_S
 
@@ -349,15 +350,15 @@ def _warn(error: Exception) -> None:
     warnings.warn(text, OSDPWarning, stacklevel=3)
 
 
-def _uniform(description: ModelDescription, ranks: int) -> tuple[ExecutionPlan, ...]:
-    """All operators replicated, and in the other modes, as far as they can; where blocks may share units, kept
-    parameters do."""
+def _uniform(description: ModelDescription, cluster: Cluster) -> tuple[ExecutionPlan, ...]:
+    """All operators replicated, sharded inside nodes where there are two levels, and in the other modes, as far as they
+    can; where blocks may share units, kept parameters do."""
     apart, *joined = ways(description, NO_WISHES)
-    return (
-        _plan(description, Mode.DP, apart, ranks),
-        _plan(description, Mode.ZDP2, joined[-1] if joined else apart, ranks),
-        _plan(description, Mode.ZDP, apart, ranks),
-    )
+    together = joined[-1] if joined else apart
+    inside = [(Mode.ZDP2, together, Group.NODE)] if (Group.NODE, False) in sharding_groups(cluster) else []
+    everywhere = [(Mode.ZDP2, together, Group.WORLD), (Mode.ZDP, apart, Group.WORLD)]
+    kinds = [(Mode.DP, apart, Group.WORLD), *inside, *everywhere]
+    return tuple(_plan(description, cluster, *kind) for kind in kinds)
 
 
 def _rehearsed(
@@ -390,17 +391,23 @@ def _rehearsed(
     return expected.model_copy(update={"took_s": took.step_s, "waited_s": waited_s})
 
 
-def _plan(description: ModelDescription, mode: Mode, units: Units, ranks: int) -> ExecutionPlan:
-    return bare_plan(
-        (
-            OperatorPlan(
-                name=operator.name,
-                slices=alike(operator, mode).slices,
-                unit=unit,
-                num_parameters=operator.num_parameters,
-                pinned=operator.pinned,
-            )
-            for operator, unit in zip(description.operators, units, strict=True)
-        ),
-        ranks,
+def _plainest_first(uniform: Sequence[ExecutionPlan]) -> list[ExecutionPlan]:
+    """What is sharded inside nodes even before what is replicated: that is what the search finds next to it where there
+    is memory, and what was found is rehearsed anyway."""
+    return sorted(uniform, key=lambda plan: all(op.sharding_group != Group.NODE for op in plan.operators))
+
+
+def _plan(description: ModelDescription, cluster: Cluster, mode: Mode, units: Units, group: Group) -> ExecutionPlan:
+    operators = (
+        OperatorPlan(
+            name=operator.name,
+            slices=alike(operator, mode).slices,
+            sharding_group=group,
+            unit=unit,
+            num_parameters=operator.num_parameters,
+            pinned=operator.pinned,
+        )
+        for operator, unit in zip(description.operators, units, strict=True)
     )
+    in_turn = cluster.model_copy(update={"ahead_bytes": 0})
+    return bare_plan(operators, cluster.ranks).model_copy(update={"cluster": in_turn})

@@ -20,7 +20,7 @@ from lightning_osdp import copies, rehearsal
 from lightning_osdp.copies import Stage, Took
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.choices import Mode
-from lightning_osdp.planning.cluster import ComputeTimes
+from lightning_osdp.planning.cluster import Cluster, ComputeTimes, Levels, ShardingLink
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import CHOSEN_ERROR, Rehearsal, copy_bytes, decided, with_excess
 from lightning_osdp.planning.wishes import Wishes
@@ -128,7 +128,9 @@ def test_no_more_modes_are_rehearsed_when_it_is_late() -> None:
         assert [set(one.added_s) >= {"zdp"} for one in shown] == [True]
 
 
-def in_a_hurry(rank: int, ranks: int, left_s: float) -> tuple[list[set[str]], list[float]]:
+def in_a_hurry(
+    rank: int, ranks: int, left_s: float, hardware: Cluster | None = None
+) -> tuple[list[set[str]], list[float]]:
     """Kinds of operators of each mode that is rehearsed, and for how long."""
     seconds: list[float] = []
     run = copies._means
@@ -142,7 +144,7 @@ def in_a_hurry(rank: int, ranks: int, left_s: float) -> tuple[list[set[str]], li
     traced = trace(module, BATCH, 4, device=CPU)
     parts: list[Any] = [compute.measure(traced, CPU, time_budget_s=0.0)] * ranks
     dist.all_gather_object(parts, parts[rank])
-    group, hardware = dist.group.WORLD, some_cluster(ranks)
+    group, hardware = dist.group.WORLD, hardware or some_cluster(ranks)
     _, _, shown = rehearse(stage(module), traced, group, hardware, parts[0], lambda: ROOM, lambda: left_s)
     return [set(one.added_s) - {"dp", "joined"} for one in shown], seconds[-len(shown) :]
 
@@ -151,6 +153,18 @@ def test_in_a_hurry_a_step_of_each_mode_is_made_the_plainest_first() -> None:
     for kinds, seconds in run_ranks(in_a_hurry, 2, rehearsal.MODES_LEFT_S - 1):
         assert kinds == [set(), {"zdp2"}, {"zdp"}]
         assert seconds == [0.0] * 3
+
+
+def test_of_two_levels_what_is_sharded_inside_nodes_is_rehearsed_as_well() -> None:
+    link = some_cluster(4).link
+    sharding = ShardingLink(all_gather=link.all_gather, reduce_scatter=link.reduce_scatter)
+    levels = Levels(inside=sharding, between=link.all_reduce, two_stage=sharding)
+    nodes = some_cluster(2, nodes=2, levels=levels)
+    for kinds, _ in run_ranks(in_a_hurry, 4, rehearsal.MODES_LEFT_S - 1, nodes):
+        assert kinds == [{"zdp2", "node"}, set(), {"zdp2"}, {"zdp"}]
+    in_turn = rehearsal._uniform(trace(Module(), BATCH, 4, device=CPU).description, nodes)
+    assert all(plan.cluster == nodes for plan in in_turn)
+    assert len(rehearsal._uniform(trace(Module(), BATCH, 4, device=CPU).description, some_cluster(4))) == len(Mode)
 
 
 def test_a_mode_is_rehearsed_only_in_what_copies_have_left() -> None:
@@ -238,7 +252,7 @@ def needed_bytes(mode: Mode, size: int) -> int:
     """Of rehearsing all operators in one mode."""
     module = Module()
     model = trace(module, BATCH, 4, device=CPU).description
-    plan = rehearsal._uniform(model, 2)[list(Mode).index(mode)]
+    plan = rehearsal._uniform(model, some_cluster(2))[list(Mode).index(mode)]
     step = rehearsal.MARGIN * copy_bytes(model, some_cluster(2), plan, size)
     return math.ceil(step) + copied_bytes(module, CPU) + FIRST_STEP_BYTES["cpu"]
 
@@ -258,7 +272,7 @@ def test_of_sizes_between_the_traced_ones_the_largest_that_fits_in_room_and_time
     module, hardware, asked = Module(), some_cluster(2), []
     traced = trace(module, BATCH, 4, device=CPU)
     parts = compute.measure(traced, CPU, time_budget_s=0.0)
-    replicated = rehearsal._uniform(traced.description, 2)[0]
+    replicated = rehearsal._uniform(traced.description, hardware)[0]
 
     def noted(_: Stage, sizes: list[int], *__: object) -> dict[int, Took]:
         asked.append(sizes)
@@ -284,7 +298,7 @@ def test_on_cuda_the_plain_step_fills_the_device(
     parts = compute.measure(traced, CPU, time_budget_s=0.0)
     monkeypatch.setattr(rehearsal, "timed", lambda _, found, *__: dict.fromkeys(found, Took(1.0)))
     monkeypatch.setattr(rehearsal, "FILLING_S", compute_s(parts, longest))
-    replicated = rehearsal._uniform(traced.description, 1)[0]
+    replicated = rehearsal._uniform(traced.description, hardware)[0]
     room = math.ceil(rehearsal.MARGIN * copy_bytes(traced.description, hardware, replicated, most))
     on_cuda = replace(stage(module), device=torch.device("cuda", 0))
     assert list(rehearsal._plain(on_cuda, traced, None, hardware, parts, room)) == sizes

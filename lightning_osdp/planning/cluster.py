@@ -46,8 +46,8 @@ class Link(Frozen):
     reduce_scatter: CollectiveFit
 
 
-class TwoStageLink(Frozen):
-    """World-wide collectives that run in two stages, inside nodes and between them."""
+class ShardingLink(Frozen):
+    """What sharded states are exchanged by on a way of their own."""
 
     all_gather: CollectiveFit
     reduce_scatter: CollectiveFit
@@ -56,12 +56,13 @@ class TwoStageLink(Frozen):
 class Levels(Frozen):
     """The links inside nodes and between them, where there are several nodes of several devices."""
 
-    inside: Link
+    inside: ShardingLink
     """Collectives of one node's ranks, in all nodes at the same time."""
     between: CollectiveFit
-    """All-reduce of ranks with the same place in their nodes, of all places at the same time."""
-    two_stage: TwoStageLink
-    """Of all ranks."""
+    """All-reduce of ranks with the same place in their nodes, of all places at the same time. It goes on beside the
+    backward pass."""
+    two_stage: ShardingLink
+    """Of all ranks, inside nodes and between them."""
 
 
 class ModeOverhead(Frozen):
@@ -88,6 +89,10 @@ class Excess(Frozen):
     """Of units that operators share."""
     split: float = 0.0
     """Of slices."""
+    node: float = 0.0
+    """Of what is sharded inside nodes."""
+    two_stage: float = 0.0
+    """Of what is sharded over the world in two stages."""
 
     def of(self, kinds: Iterable[str]) -> float:
         """Of an operator of these kinds (``cost.kinds``), within reason: a machine that was busy teaches nothing."""

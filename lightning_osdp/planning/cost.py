@@ -182,19 +182,20 @@ def communication(operator: Operator, choice: Choice, cluster: Cluster, *, recom
     once = sum(part.number * _reduction_s(part.gradient_bytes, cluster) for part in parts if not part.sharded)
     for unit in _units(parts, choice):
         each += unit[0].number * _unit_s(unit, among, cluster, again=recomputed and operator.joins == 1)
-        once += unit[0].number * sum(among.between_s(part.gradient_bytes) for part in unit if part.gradient_bytes)
+        once += _between_s(unit, among)
     return Recurring(once, each)
 
 
 def hidden(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: bool = False) -> Recurring:
     """Seconds of ``communication`` that go on beside compute, if there is so much of that: replicated gradients are
-    reduced while the last backward pass goes on (once), and units may run ahead in all passes (``runs_ahead``). What
-    collectives take less in the engine than their fits say (``engine``) is no part of it."""
-    among, each = exchange(cluster, choice.group, choice.two_stage), 0.0
-    among = among._replace(gather=among.gather.only_hidden(), reduce=among.reduce.only_hidden())
+    reduced, and sharded ones averaged between nodes, while the last backward pass goes on (once), and units may run
+    ahead in all passes (``runs_ahead``). What collectives take less in the engine than their fits say (``engine``) is
+    no part of it."""
+    among, each = exchange(cluster, choice.group, choice.two_stage).only_hidden(), 0.0
     parts, share = parts_of(operator, choice), cluster.link.all_reduce.hidden
     once = share * sum(part.number * _reduction_s(part.gradient_bytes, cluster) for part in parts if not part.sharded)
     for unit in _units(parts, choice):
+        once += _between_s(unit, among)
         if runs_ahead(_unit_bytes(unit), cluster):
             fitted_s = _unit_s(unit, among, cluster, again=recomputed and operator.joins == 1)
             each += unit[0].number * max(0.0, fitted_s + min(0.0, _engine_s(unit, cluster, recomputed=recomputed)))
@@ -211,6 +212,11 @@ def _unit_s(unit: list[Part], among: Exchange, cluster: Cluster, *, again: bool)
     else:
         reductions_s = sum(map(among.reduce_scatter_s, gradients))
     return gathers * among.all_gather_s(_unit_bytes(unit), len(unit)) + reductions_s
+
+
+def _between_s(unit: list[Part], among: Exchange) -> float:
+    """To average a unit's gradients between nodes."""
+    return unit[0].number * sum(map(among.between_s, _gradients(unit)))
 
 
 def _gradients(unit: list[Part]) -> list[int]:
@@ -286,8 +292,14 @@ def excess(operator: Operator, choice: Choice, cluster: Cluster, *, recomputed: 
 def kinds(operator: Operator, choice: Choice) -> list[str]:
     """What counts of ``Excess``: the choice's last mode, and how it comes to be gathered."""
     mode = max(choice.slices, key=list(Mode).index)
-    joined, split = operator.joins > 1 and mode != Mode.DP, choice.split_dim is not None
-    return [mode.value] + ["joined"] * joined + ["split"] * split
+    sharded = mode != Mode.DP
+    also = {
+        "joined": sharded and operator.joins > 1,
+        "split": choice.split_dim is not None,
+        "node": sharded and choice.group == Group.NODE,
+        "two_stage": sharded and choice.two_stage,
+    }
+    return [mode.value, *(kind for kind, counts in also.items() if counts)]
 
 
 def _units(parts: list[Part], choice: Choice) -> list[list[Part]]:

@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.planning.cluster import Cluster, CollectiveFit, Levels, Link, TwoStageLink
+from lightning_osdp.planning.cluster import Cluster, CollectiveFit, Levels, Link, ShardingLink
 from lightning_osdp.planning.operators import Frozen
 
 NODE_COUNTS = (2, 8)
@@ -184,13 +184,12 @@ def levels_of(hardware: Hardware, nodes: int, per_node: int) -> Levels:
         )
 
     return Levels(
-        inside=Link(
-            all_reduce=ring(2, per_node, within, within.all_reduce_bytes_per_s),
+        inside=ShardingLink(
             all_gather=ring(1, per_node, within, within.all_gather_bytes_per_s),
             reduce_scatter=ring(1, per_node, within, within.reduce_scatter_bytes_per_s),
         ),
         between=ring(2, nodes, between, between.all_reduce_bytes_per_s, sharing=per_node),
-        two_stage=TwoStageLink(
+        two_stage=ShardingLink(
             all_gather=staged(between.all_gather_bytes_per_s, within.all_gather_bytes_per_s),
             reduce_scatter=staged(between.reduce_scatter_bytes_per_s, within.reduce_scatter_bytes_per_s),
         ),

@@ -40,6 +40,11 @@ class Exchange(NamedTuple):
     nodes: int = 1
     """That ``between`` joins."""
 
+    def only_hidden(self) -> Exchange:
+        """The part that goes on beside compute."""
+        between = None if self.between is None else self.between.only_hidden()
+        return self._replace(gather=self.gather.only_hidden(), reduce=self.reduce.only_hidden(), between=between)
+
     def all_gather_s(self, whole_bytes: float, tensors: int = 1) -> float:
         """Seconds of one all-gather of so many tensors together, ``whole_bytes`` in all."""
         return self.gather.time_s(whole_bytes, self.ranks, tensors)

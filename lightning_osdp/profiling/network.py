@@ -19,7 +19,7 @@ from lightning_osdp import collectives
 from lightning_osdp.instants import synchronize
 from lightning_osdp.levels import Communicator, Levels, OneStage, TwoStage
 from lightning_osdp.planning import cluster
-from lightning_osdp.planning.cluster import CollectiveFit, Link, TwoStageLink
+from lightning_osdp.planning.cluster import CollectiveFit, Link, ShardingLink
 from lightning_osdp.planning.fitting import fit
 from lightning_osdp.repeats import CORES, typical_s
 
@@ -109,7 +109,7 @@ def measure(
     """
     if group.size() == 1:
         return Link(**{name: CollectiveFit(latency_s=0.0, s_per_byte=0.0) for name in Link.model_fields})
-    subjects = _subjects("", OneStage(group), group, device)
+    subjects = {"all_reduce": _reduced(group, device)} | _subjects("", OneStage(group), group, device)
     sizes = _affordable(sizes_bytes, max_bytes, group, device)
     return Link(**_fits(subjects, sizes, group, device, progress))
 
@@ -137,28 +137,21 @@ def measure_levels(
     """
     inside, across = levels.node, levels.across
     subjects = _subjects("inside.", OneStage(inside), inside, device)
-    subjects["between"] = _Subject(
-        lambda numel: _all_reduce(numel // inside.size(), across, device), across.size(), lambda: None
-    )
-    two_stage = _subjects("two_stage.", TwoStage(levels), levels.world, device)
-    del two_stage["two_stage.all_reduce"]
-    fits = _fits(
-        subjects | two_stage, _affordable(sizes_bytes, max_bytes, levels.world, device), levels.world, device, progress
-    )
-    fits["between"] = fits["between"].model_copy(
-        update={"s_per_byte": fits["between"].s_per_byte * inside.size()}  # it was fitted to the whole, not to the part
-    )
+    subjects["between"] = _reduced(across, device, inside.size())
+    subjects |= _subjects("two_stage.", TwoStage(levels), levels.world, device)
+    sizes = _affordable(sizes_bytes, max_bytes, levels.world, device)
+    fits = _fits(subjects, sizes, levels.world, device, progress)
+    between = fits["between"]  # it was fitted to the whole, not to the part
+    between = between.model_copy(update={"s_per_byte": between.s_per_byte * inside.size()})
 
-    def named(prefix: str) -> dict[str, CollectiveFit]:
-        return {name.removeprefix(prefix): one for name, one in fits.items() if name.startswith(prefix)}
+    def named(prefix: str) -> ShardingLink:
+        return ShardingLink(**{name.removeprefix(prefix): fits[name] for name in fits if name.startswith(prefix)})
 
-    return cluster.Levels(
-        inside=Link(**named("inside.")), between=fits["between"], two_stage=TwoStageLink(**named("two_stage."))
-    )
+    return cluster.Levels(inside=named("inside."), between=between, two_stage=named("two_stage."))
 
 
 def _subjects(prefix: str, by: Communicator, group: dist.ProcessGroup, device: torch.device) -> dict[str, _Subject]:
-    """The collectives of ``Link`` by name.
+    """The collectives of ``ShardingLink`` by name.
 
     Results are allocated anew each time, as the engine does: on a CPU, first touching memory takes as long as a fast
     link's transfer. Zeros stay zeros: sums of other values would grow without end.
@@ -190,27 +183,30 @@ def _subjects(prefix: str, by: Communicator, group: dist.ProcessGroup, device: t
         whole = torch.zeros(numel)
         return lambda: collectives.begin_reduce_scatter([torch.empty(numel // by.size())], [whole], group)
 
-    def begun_all_reduce(numel: int) -> Begun:
-        whole = torch.zeros(numel)
-        return lambda: collectives.all_reduce_async(whole, group)
-
     compute = _compute(device)
     found = {
-        "all_reduce": _Subject(
-            lambda numel: _all_reduce(numel, group, device), by.size(), lambda: None, always_begun=True
-        ),
         "all_gather": _Subject(all_gather, by.size(), compute, gather_together),
         "reduce_scatter": _Subject(reduce_scatter, by.size(), compute),
     }
     if isinstance(by, OneStage) and device.type == "cpu":
-        begun = {"all_reduce": begun_all_reduce, "all_gather": begun_gather, "reduce_scatter": begun_scatter}
-        found = {name: one._replace(begun=begun[name]) for name, one in found.items()}
+        begun = {"all_gather": begun_gather, "reduce_scatter": begun_scatter}
+        found |= {name: found[name]._replace(begun=one) for name, one in begun.items()}
     return {prefix + name: one for name, one in found.items()}
 
 
-def _all_reduce(numel: int, group: dist.ProcessGroup, device: torch.device) -> Collective:
-    whole = torch.zeros(numel, device=device)
-    return lambda: collectives.all_reduce_mean(whole, group)
+def _reduced(group: dist.ProcessGroup, device: torch.device, parts: int = 1) -> _Subject:
+    """An all-reduce of one of so many parts of a tensor."""
+
+    def all_reduce(numel: int) -> Collective:
+        part = torch.zeros(numel // parts, device=device)
+        return lambda: collectives.all_reduce_mean(part, group)
+
+    def begun(numel: int) -> Begun:
+        part = torch.zeros(numel // parts)
+        return lambda: collectives.all_reduce_async(part, group)
+
+    in_parts = begun if device.type == "cpu" else None
+    return _Subject(all_reduce, group.size(), lambda: None, begun=in_parts, always_begun=True)
 
 
 def _fits(

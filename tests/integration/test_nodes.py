@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.errors import ConfigurationError, OSDPWarning, PlanMismatchError
 from lightning_osdp.planning.choices import Group, Mode
-from lightning_osdp.planning.cluster import Cluster, CollectiveFit, Levels, Link, TwoStageLink
+from lightning_osdp.planning.cluster import Cluster, CollectiveFit, Levels, Link, ShardingLink
 from lightning_osdp.planning.plan import ExecutionPlan
 from tests.integration.modules import GPTModule, trainer
 from tests.ranks import run_ranks
@@ -34,8 +34,9 @@ class Uneven(TorchElasticEnvironment):
 def cluster() -> Cluster:
     """Links between nodes are slow, all-reduces over all ranks slower than one between nodes."""
     slow, fast = (CollectiveFit(latency_s=1e-4, s_per_byte=rate) for rate in (1e-7, 1e-9))
-    world, inside = (Link(all_reduce=one, all_gather=one, reduce_scatter=one) for one in (slow, fast))
-    levels = Levels(inside=inside, between=slow, two_stage=TwoStageLink(all_gather=slow, reduce_scatter=slow))
+    world = Link(all_reduce=slow, all_gather=slow, reduce_scatter=slow)
+    inside, two_stage = (ShardingLink(all_gather=one, reduce_scatter=one) for one in (fast, slow))
+    levels = Levels(inside=inside, between=slow, two_stage=two_stage)
     return Cluster(nodes=2, devices_per_node=2, device="cpu", backend="gloo", link=world, levels=levels)
 
 

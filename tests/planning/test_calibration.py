@@ -19,7 +19,7 @@ from lightning_osdp.planning.cluster import (
     Levels,
     Link,
     OperatorTime,
-    TwoStageLink,
+    ShardingLink,
 )
 from lightning_osdp.planning.operators import Line
 from tests.test_report import make_plan
@@ -102,7 +102,8 @@ def test_corrections_scale_every_time() -> None:
     assert scaled.operators[1].at(10) == 2 * line.at(10)
     assert scaled.outside.at(7) == 2 * line.at(7)
     assert scaled.optimizer_s_per_byte == 10
-    levels = Levels(inside=link, between=fit, two_stage=TwoStageLink(all_gather=fit, reduce_scatter=fit))
+    sharding = ShardingLink(all_gather=fit, reduce_scatter=fit)
+    levels = Levels(inside=sharding, between=fit, two_stage=sharding)
     before = Cluster(nodes=2, devices_per_node=2, device="cpu", backend="gloo", link=link, levels=levels)
     after = corrected_cluster(before, correction)
     assert after.levels is not None

@@ -82,18 +82,32 @@ def test_what_collectives_take_less_than_fitted_is_not_hidden_as_well(own_s: flo
 
 def nodes_of_two() -> Cluster:
     plain = two_ranks().link
-    nodes = {"inside": plain, "between": plain.all_reduce, "two_stage": plain.model_dump(exclude={"all_reduce"})}
+    sharding = plain.model_dump(exclude={"all_reduce"})
+    nodes = {"inside": sharding, "between": plain.all_reduce, "two_stage": sharding}
     return Cluster.model_validate(two_ranks().model_dump() | {"nodes": 2, "levels": nodes})
 
 
 def test_nothing_runs_ahead_where_ranks_of_a_node_share_its_link() -> None:
-    everywhere = Choice((Mode.ZDP,))
-    for choice in (everywhere, Choice((Mode.ZDP,), group=Group.NODE), Choice((Mode.ZDP,), two_stage=True)):
+    everywhere, inside = Choice((Mode.ZDP,)), Choice((Mode.ZDP,), group=Group.NODE)
+    for choice in (everywhere, Choice((Mode.ZDP,), two_stage=True)):
         assert hidden(linear("one"), choice, nodes_of_two()) == (0.0, 0.0)
+    assert hidden(linear("one"), inside, nodes_of_two()).each_s == 0.0
     uneven = two_ranks().model_copy(update={"devices_per_node": 3, "uneven": (2, 1)})
     assert hidden(linear("one"), everywhere, uneven) == (0.0, 0.0)
     one_each = two_ranks().model_copy(update={"nodes": 2, "devices_per_node": 1})
     assert hidden(linear("one"), everywhere, one_each) == hidden(linear("one"), everywhere, two_ranks())
+
+
+@pytest.mark.parametrize(
+    ("slices", "sharded"), [((Mode.ZDP,), 1.0), ((Mode.ZDP2,) * 2, 1.0), ((Mode.DP, Mode.ZDP), 0.5)]
+)
+def test_averages_between_nodes_go_on_beside_the_backward_pass(slices: tuple[Mode, ...], sharded: float) -> None:
+    """Of 4 MiB, parts of 2 MiB are reduced on two nodes: half a second, of which 0.8 go on."""
+    here, choice = nodes_of_two(), Choice(slices, None if len(slices) == 1 else 1, Group.NODE)
+    replicated_s = 0.8 * here.link.all_reduce.time_s(4 * MIB, 4) * (1 - sharded)
+    found = hidden(linear("one"), choice, here)
+    assert found.once_s == pytest.approx(0.8 * 0.5 * sharded + replicated_s)
+    assert found.once_s < communication(linear("one"), choice, here).once_s
 
 
 def every_choice(operator: Operator) -> list[Choice]:

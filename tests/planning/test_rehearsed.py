@@ -9,14 +9,16 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.choices import Choice, Mode
+from lightning_osdp.planning.choices import Choice, Group, Mode
 from lightning_osdp.planning.cluster import (
     MOST_FACTOR,
     Cluster,
     ComputeTimes,
     EngineOverhead,
     Excess,
+    Levels,
     ModeOverhead,
+    ShardingLink,
 )
 from lightning_osdp.planning.cost import communication, engine, excess, kinds, time_cost
 from lightning_osdp.planning.operators import Line, ModelDescription, Operator
@@ -209,6 +211,25 @@ def test_slices_and_shared_units_are_told_apart_from_their_mode() -> None:
     assert found.split == pytest.approx(0.0, abs=1e-6)
 
 
+def test_what_is_sharded_inside_nodes_is_told_apart_from_the_world() -> None:
+    nodes = PARTS.model_copy(update={"nodes": 2, "devices_per_node": RANKS // 2})
+    sharding = ShardingLink(all_gather=PARTS.link.all_gather, reduce_scatter=PARTS.link.reduce_scatter)
+    levels = Levels(inside=sharding, between=PARTS.link.all_reduce, two_stage=sharding)
+    nodes = nodes.model_copy(update={"levels": levels})
+    everywhere = uniform(Mode.ZDP)
+    inside = [op.model_copy(update={"sharding_group": Group.NODE}) for op in everywhere.operators]
+    expected = [
+        foreseen(MODEL, TIMES, nodes, plan, 1)
+        for plan in (everywhere, everywhere.model_copy(update={"operators": tuple(inside)}))
+    ]
+    assert [set(one.added_s) - {"dp", "zdp2"} for one in expected] == [{"zdp"}, {"zdp", "node"}]
+    half = expected[1].foreseen_s - expected[1].added_s["node"] / 2
+    shown = [expected[0], expected[1].model_copy(update={"took_s": half})]
+    found = with_excess(PARTS.engine, [one.model_copy(update={"error": 1e-3}) for one in shown]).excess
+    assert found.node + found.zdp == pytest.approx(-0.5, abs=0.05)
+    assert abs(found.zdp) < 0.1
+
+
 @given(factor=st.floats(0.5, 2.0))
 def test_a_noisy_clock_changes_little_and_several_alike_more(factor: float) -> None:
     one = foreseen(MODEL, TIMES, PARTS, uniform(Mode.ZDP), 1)
@@ -274,6 +295,9 @@ def test_kinds_of_operators() -> None:
     assert kinds(shared, Choice((Mode.DP,))) == ["dp"]
     assert kinds(shared, Choice((Mode.ZDP2,))) == ["zdp2", "joined"]
     assert kinds(OPERATORS[0], Choice((Mode.DP, Mode.ZDP2), 1)) == ["zdp2", "split"]
+    assert kinds(shared, Choice((Mode.ZDP2,), group=Group.NODE)) == ["zdp2", "joined", "node"]
+    assert kinds(OPERATORS[0], Choice((Mode.ZDP,), two_stage=True)) == ["zdp", "two_stage"]
+    assert kinds(OPERATORS[0], Choice((Mode.DP,), group=Group.NODE)) == ["dp"]
 
 
 def test_plans_that_do_the_same_have_one_name() -> None:

@@ -13,7 +13,7 @@ from lightning_osdp.planning.cluster import (
     Levels,
     Link,
     OperatorTime,
-    TwoStageLink,
+    ShardingLink,
 )
 from lightning_osdp.planning.cost import communication, footprint
 from lightning_osdp.planning.operators import Line, ModelDescription, Moment, Operator, ParameterInfo
@@ -36,11 +36,11 @@ def fit(latency_s: float, s_per_byte: float) -> CollectiveFit:
 
 
 LINK = Link(all_reduce=fit(1.0, 1e-3), all_gather=fit(2.0, 1e-3), reduce_scatter=fit(3.0, 1e-3))
-INSIDE = Link(all_reduce=fit(0.1, 1e-6), all_gather=fit(0.2, 1e-6), reduce_scatter=fit(0.3, 1e-6))
+INSIDE = ShardingLink(all_gather=fit(0.2, 1e-6), reduce_scatter=fit(0.3, 1e-6))
 LEVELS = Levels(
     inside=INSIDE,
     between=fit(5.0, 1e-4),
-    two_stage=TwoStageLink(all_gather=fit(7.0, 1e-5), reduce_scatter=fit(8.0, 1e-5)),
+    two_stage=ShardingLink(all_gather=fit(7.0, 1e-5), reduce_scatter=fit(8.0, 1e-5)),
 )
 
 
@@ -182,9 +182,9 @@ def test_the_search_shards_inside_nodes_where_the_link_between_them_is_slow():
     """All-reduces over the slow link cost more than group sharding, world-wide sharding more than both."""
     slow, fast = fit(0.0, 1e-8), fit(0.0, 1e-10)
     levels = Levels(
-        inside=Link(all_reduce=fast, all_gather=fast, reduce_scatter=fast),
+        inside=ShardingLink(all_gather=fast, reduce_scatter=fast),
         between=slow,
-        two_stage=TwoStageLink(all_gather=slow, reduce_scatter=slow),
+        two_stage=ShardingLink(all_gather=slow, reduce_scatter=slow),
     )
     here = Cluster(
         nodes=2,

@@ -78,11 +78,12 @@ def test_larger_sizes_are_left_out_on_a_slow_link():
 def test_both_levels_are_measured_and_the_same_on_all_ranks():
     replies = run_ranks(measured_levels, 4)
     assert len({text for text, _ in replies}) == 1
-    assert replies[0][1] == [(done, 12) for done in range(1, 13)]
+    assert replies[0][1] == [(done, 10) for done in range(1, 11)]
     found = cluster.Levels.model_validate_json(replies[0][0])
     fits = [getattr(found.inside, name) for name in type(found.inside).model_fields]
     fits += [getattr(found.two_stage, name) for name in type(found.two_stage).model_fields]
     assert all(one.time_s(16 << 20, 4) > 0 for one in [*fits, found.between])
+    assert 0 <= found.between.hidden <= 1
 
 
 def test_the_smallest_memory_bound_of_any_rank_counts():
@@ -163,6 +164,24 @@ def shares_hidden(rank: int, world_size: int) -> list[float]:
         )
         found.append(network._hidden(subject, *rest))
     return [*found, network._hidden(subject._replace(begun=None), *rest)]
+
+
+def test_averages_between_nodes_are_of_parts_and_begun_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    reduced: list[int] = []
+    for name in ("all_reduce_mean", "all_reduce_async"):
+        monkeypatch.setattr(network.collectives, name, lambda part, _: reduced.append(part.numel()))
+
+    class Across:
+        def size(self) -> int:
+            return 3
+
+    subject = network._reduced(Across(), CPU, 2)
+    subject.make(8)()
+    assert subject.begun is not None
+    subject.begun(8)()
+    assert reduced == [4, 4]
+    assert subject.always_begun
+    assert subject.ranks == 3
 
 
 def test_the_share_that_goes_on_beside_compute():
