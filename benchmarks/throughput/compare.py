@@ -18,6 +18,7 @@ from benchmarks.throughput.search import (
     fewer,
     gains_nothing,
     next_sizes,
+    time_for,
 )
 from benchmarks.throughput.systems import OSDP, System
 
@@ -219,7 +220,9 @@ class Comparer:
     ) -> Job:
         """What to run; ``step_s`` is about how long a step takes, if known."""
         effort = self._effort
-        steps = effort.final_steps if purpose == "final" else effort.search_steps
+        steps = fewer(effort.final_steps if purpose == "final" else effort.search_steps, step_s)
+        warm_up = WARM_UP if purpose == "final" and step_s <= SLOW_STEP_S else SLOW_WARM_UP
+        timeout_s = effort.timeout_s * (OSDP_TIMEOUTS if system == OSDP else 1)
         return Job(
             purpose,
             cell.model,
@@ -228,11 +231,11 @@ class Comparer:
             sizes,
             memory_bytes=cell.memory_bytes,
             repeat=repeat,
-            warm_up=WARM_UP if purpose == "final" and step_s <= SLOW_STEP_S else SLOW_WARM_UP,
-            steps=fewer(steps, step_s),
+            warm_up=warm_up,
+            steps=steps,
             until_flat=until_flat,
             budget_s=effort.budget_s,
-            timeout_s=effort.timeout_s * (OSDP_TIMEOUTS if system == OSDP else 1),
+            timeout_s=max(timeout_s, time_for(warm_up + steps, step_s)) if purpose == "final" else timeout_s,
             device=self._device,
         )
 

@@ -20,9 +20,19 @@ WARM_UP, SLOW_WARM_UP = 3, 2
 """Steps of a final that are not counted, and the same where they are slow, or in a search."""
 
 
+START_S, LONGER = 40.0, 1.4
+"""What a process takes before its first step, and by how much longer than known its steps may be."""
+
+
 def fewer(steps: int, step_s: float) -> int:
     """How many of ``steps`` steps to measure if one takes about ``step_s`` seconds (0: not known)."""
     return min(steps, max(2, round(steps * SLOW_STEP_S / step_s))) if step_s else steps
+
+
+def time_for(steps: int, step_s: float) -> float:
+    """Seconds that a process may take for so many steps of about ``step_s``, which may be known from a search, or from
+    a faster link."""
+    return START_S + LONGER * steps * step_s
 
 
 def is_flat(rates: Sequence[float]) -> bool:

@@ -213,6 +213,17 @@ def test_fewer_of_a_systems_slow_steps_are_measured(tmp_path: Path) -> None:
     assert steps["final"]["shard"] < steps["final"]["ddp"] == steps["final"]["osdp"]
 
 
+def test_a_system_has_time_for_the_steps_that_it_is_known_to_take(tmp_path: Path) -> None:
+    machine = Machine(shard=60.0)
+    comparer(machine, tmp_path / "r.jsonl").compare(CELLS[0])
+    times = {job.system: (job.warm_up + job.steps, job.timeout_s) for job in machine.jobs if job.purpose == "final"}
+
+    steps, timeout_s = times["shard"]
+    assert timeout_s > steps * 60.0 > Effort().timeout_s / 2
+    assert times["ddp"][1] == Effort().timeout_s
+    assert all(job.timeout_s == Effort().timeout_s for job in machine.jobs if job.purpose == "search")
+
+
 @pytest.mark.parametrize(("step_s", "taken"), [(10.0, 2 + 3), (3.0, 3 + 8)])
 def test_what_picks_its_own_size_has_few_slow_steps_measured_too(
     step_s: float, taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
