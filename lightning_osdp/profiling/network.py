@@ -205,8 +205,8 @@ def _reduced(group: dist.ProcessGroup, device: torch.device, parts: int = 1) -> 
         part = torch.zeros(numel // parts)
         return lambda: collectives.all_reduce_async(part, group)
 
-    in_parts = begun if device.type == "cpu" else None
-    return _Subject(all_reduce, group.size(), lambda: None, begun=in_parts, always_begun=True)
+    begins = begun if device.type == "cpu" else None
+    return _Subject(all_reduce, group.size(), lambda: None, begun=begins, always_begun=True)
 
 
 def _fits(
