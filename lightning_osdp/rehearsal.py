@@ -409,5 +409,4 @@ def _plan(description: ModelDescription, cluster: Cluster, mode: Mode, units: Un
         )
         for operator, unit in zip(description.operators, units, strict=True)
     )
-    in_turn = cluster.model_copy(update={"ahead_bytes": 0})
-    return bare_plan(operators, cluster.ranks).model_copy(update={"cluster": in_turn})
+    return bare_plan(operators, cluster.model_copy(update={"ahead_bytes": 0}))

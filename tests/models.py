@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_osdp.planning.choices import Mode
-from lightning_osdp.planning.cluster import Cluster, CollectiveFit, Link
+from lightning_osdp.planning.cluster import Cluster, CollectiveFit, Levels, Link, ShardingLink
 from lightning_osdp.planning.plan import ExecutionPlan, ModelIdentity, OperatorPlan, Prediction
 
 VOCABULARY, WIDTH, LENGTH = 61, 32, 12
@@ -77,6 +77,12 @@ def some_cluster(ranks: int = 2, **changes: object) -> Cluster:
     fit = CollectiveFit(latency_s=1e-3, s_per_byte=1e-9)
     values = {"devices_per_node": ranks, "device": "cpu", "backend": "gloo"} | changes
     return Cluster(link=values.pop("link", Link(all_reduce=fit, all_gather=fit, reduce_scatter=fit)), **values)
+
+
+def same_levels(link: Link) -> Levels:
+    """Inside nodes, between them and in two stages, all is as it is over the world."""
+    sharding = ShardingLink(all_gather=link.all_gather, reduce_scatter=link.reduce_scatter)
+    return Levels(inside=sharding, between=link.all_reduce, two_stage=sharding)
 
 
 def hand_made_plan(

@@ -20,7 +20,7 @@ from lightning_osdp import copies, rehearsal
 from lightning_osdp.copies import Stage, Took
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.choices import Mode
-from lightning_osdp.planning.cluster import Cluster, ComputeTimes, Levels, ShardingLink
+from lightning_osdp.planning.cluster import Cluster, ComputeTimes
 from lightning_osdp.planning.plan import ExecutionPlan
 from lightning_osdp.planning.rehearsed import CHOSEN_ERROR, Rehearsal, copy_bytes, decided, with_excess
 from lightning_osdp.planning.wishes import Wishes
@@ -32,7 +32,7 @@ from lightning_osdp.profiling.trace import trace
 from lightning_osdp.rehearsal import rehearse, rehearse_alone, rehearse_chosen
 from lightning_osdp.sharding.fairscale import FairScaleEngine
 from tests.leaks import strange_bytes
-from tests.models import hand_made_plan, some_cluster
+from tests.models import hand_made_plan, same_levels, some_cluster
 from tests.planning.small import compute_s
 from tests.ranks import run_ranks
 
@@ -156,10 +156,7 @@ def test_in_a_hurry_a_step_of_each_mode_is_made_the_plainest_first() -> None:
 
 
 def test_of_two_levels_what_is_sharded_inside_nodes_is_rehearsed_as_well() -> None:
-    link = some_cluster(4).link
-    sharding = ShardingLink(all_gather=link.all_gather, reduce_scatter=link.reduce_scatter)
-    levels = Levels(inside=sharding, between=link.all_reduce, two_stage=sharding)
-    nodes = some_cluster(2, nodes=2, levels=levels)
+    nodes = some_cluster(2, nodes=2, levels=same_levels(some_cluster().link))
     for kinds, _ in run_ranks(in_a_hurry, 4, rehearsal.MODES_LEFT_S - 1, nodes):
         assert kinds == [{"zdp2", "node"}, set(), {"zdp2"}, {"zdp"}]
     in_turn = rehearsal._uniform(trace(Module(), BATCH, 4, device=CPU).description, nodes)

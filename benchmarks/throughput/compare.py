@@ -220,8 +220,9 @@ class Comparer:
     ) -> Job:
         """What to run; ``step_s`` is about how long a step takes, if known."""
         effort = self._effort
-        steps = fewer(effort.final_steps if purpose == "final" else effort.search_steps, step_s)
-        warm_up = WARM_UP if purpose == "final" and step_s <= SLOW_STEP_S else SLOW_WARM_UP
+        final = purpose == "final"
+        steps = fewer(effort.final_steps if final else effort.search_steps, step_s)
+        warm_up = WARM_UP if final and step_s <= SLOW_STEP_S else SLOW_WARM_UP
         timeout_s = effort.timeout_s * (OSDP_TIMEOUTS if system == OSDP else 1)
         return Job(
             purpose,
@@ -235,7 +236,7 @@ class Comparer:
             steps=steps,
             until_flat=until_flat,
             budget_s=effort.budget_s,
-            timeout_s=max(timeout_s, time_for(warm_up + steps, step_s)) if purpose == "final" else timeout_s,
+            timeout_s=max(timeout_s, time_for(warm_up + steps, step_s)) if final else timeout_s,
             device=self._device,
         )
 

@@ -181,7 +181,7 @@ def _with_engine(mode: Mode, count: int, width: int, group: dist.ProcessGroup, d
     model, sample = _operators(count, width, device), _sample(width, device)
     engine = FairScaleEngine(device, group)
     operators = [OperatorPlan(name=str(index), slices=(mode,), num_parameters=0) for index in range(len(model))]
-    engine.apply(model, bare_plan(operators, group.size()))
+    engine.apply(model, bare_plan(operators, _one_level(group.size())))
 
     def step() -> None:
         engine.before_forward()
@@ -203,20 +203,21 @@ def _plain(count: int, width: int, device: torch.device) -> Step:
     return Step(step, model)
 
 
-def bare_plan(operators: Iterable[OperatorPlan], ranks: int) -> ExecutionPlan:
-    """A plan that says what is done with operators, and nothing else."""
+def _one_level(ranks: int) -> Cluster:
+    """Ranks of which nothing else need be known."""
     nothing = CollectiveFit(latency_s=0.0, s_per_byte=0.0)
+    link = Link(all_reduce=nothing, all_gather=nothing, reduce_scatter=nothing)
+    return Cluster(devices_per_node=ranks, device="", backend="", link=link)
+
+
+def bare_plan(operators: Iterable[OperatorPlan], cluster: Cluster) -> ExecutionPlan:
+    """A plan that says what is done with operators on these ranks, and nothing else."""
     return ExecutionPlan(
         model=ModelIdentity(fingerprint="", num_parameters=0),
-        cluster=Cluster(
-            devices_per_node=ranks,
-            device="",
-            backend="",
-            link=Link(all_reduce=nothing, all_gather=nothing, reduce_scatter=nothing),
-        ),
+        cluster=cluster,
         memory_limit_bytes=1,
         batch_size=1,
-        global_batch_size=ranks,
+        global_batch_size=cluster.ranks,
         operators=tuple(operators),
         predicted=Prediction(
             step_time_s=0.0,

@@ -16,12 +16,11 @@ from lightning_osdp.planning.cluster import (
     Cluster,
     CollectiveFit,
     ComputeTimes,
-    Levels,
     Link,
     OperatorTime,
-    ShardingLink,
 )
 from lightning_osdp.planning.operators import Line
+from tests.models import same_levels
 from tests.test_report import make_plan
 
 MIB = 1 << 20
@@ -102,9 +101,7 @@ def test_corrections_scale_every_time() -> None:
     assert scaled.operators[1].at(10) == 2 * line.at(10)
     assert scaled.outside.at(7) == 2 * line.at(7)
     assert scaled.optimizer_s_per_byte == 10
-    sharding = ShardingLink(all_gather=fit, reduce_scatter=fit)
-    levels = Levels(inside=sharding, between=fit, two_stage=sharding)
-    before = Cluster(nodes=2, devices_per_node=2, device="cpu", backend="gloo", link=link, levels=levels)
+    before = Cluster(nodes=2, devices_per_node=2, device="cpu", backend="gloo", link=link, levels=same_levels(link))
     after = corrected_cluster(before, correction)
     assert after.levels is not None
     links = (after.link, after.levels.inside, after.levels.two_stage)

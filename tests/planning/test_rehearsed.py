@@ -16,9 +16,7 @@ from lightning_osdp.planning.cluster import (
     ComputeTimes,
     EngineOverhead,
     Excess,
-    Levels,
     ModeOverhead,
-    ShardingLink,
 )
 from lightning_osdp.planning.cost import communication, engine, excess, kinds, time_cost
 from lightning_osdp.planning.operators import Line, ModelDescription, Operator
@@ -37,7 +35,7 @@ from lightning_osdp.planning.rehearsed import (
     with_excess,
 )
 from lightning_osdp.planning.schedule import BatchRule, Problem, make_plan
-from tests.models import hand_made_plan, joined
+from tests.models import hand_made_plan, joined, same_levels
 from tests.planning.small import MIB, RANKS, blocks_of_one, blocks_of_two, cluster, compute, compute_s, linear
 
 OPERATORS = (
@@ -212,10 +210,8 @@ def test_slices_and_shared_units_are_told_apart_from_their_mode() -> None:
 
 
 def test_what_is_sharded_inside_nodes_is_told_apart_from_the_world() -> None:
-    nodes = PARTS.model_copy(update={"nodes": 2, "devices_per_node": RANKS // 2})
-    sharding = ShardingLink(all_gather=PARTS.link.all_gather, reduce_scatter=PARTS.link.reduce_scatter)
-    levels = Levels(inside=sharding, between=PARTS.link.all_reduce, two_stage=sharding)
-    nodes = nodes.model_copy(update={"levels": levels})
+    two_levels = {"nodes": 2, "devices_per_node": RANKS // 2, "levels": same_levels(PARTS.link)}
+    nodes = PARTS.model_copy(update=two_levels)
     everywhere = uniform(Mode.ZDP)
     inside = [op.model_copy(update={"sharding_group": Group.NODE}) for op in everywhere.operators]
     expected = [
