@@ -145,7 +145,8 @@ def verdicts(comparisons: Sequence[Comparison]) -> list[str]:
         ("OSDP is more than 3 % behind", behind(comparisons)),
     )
     lines = [f"{what} in {len(found)} of {len(comparisons)} cells" + _list(found) for what, found in named]
-    return [*lines, f"OSDP's set-up takes {cold:.1f} s at most, the second start {warm:.1f} s"]
+    second = f", the second start {warm:.1f} s" if warm else ""
+    return [*lines, f"OSDP's set-up takes {cold:.1f} s at most{second}"]
 
 
 def _list(found: Sequence[Comparison]) -> str:
