@@ -17,6 +17,7 @@ from benchmarks.throughput.search import (
     estimate_largest,
     fewer,
     gains_nothing,
+    longest_step,
     next_sizes,
     time_for,
 )
@@ -150,8 +151,8 @@ class Comparer:
         lived: dict[int, dict[str, Any]] = {}
         sizes = next_sizes(0, None, estimate)
         while sizes:
-            slowest = max((size["step_s"] for size in lived.values()), default=0.0)
-            result = self._runs.get(self._job("search", cell, system, sizes, until_flat=dead is None, step_s=slowest))
+            step_s = longest_step({size: one["step_s"] for size, one in lived.items()}, sizes[0])
+            result = self._runs.get(self._job("search", cell, system, sizes, until_flat=dead is None, step_s=step_s))
             lived |= {size["batch_size"]: size for size in result["sizes"]}
             peaks.update({size["batch_size"]: size["peak_bytes"] for size in result["sizes"]})
             if result["outcome"] == "out of memory":
@@ -236,7 +237,7 @@ class Comparer:
             steps=steps,
             until_flat=until_flat,
             budget_s=effort.budget_s,
-            timeout_s=max(timeout_s, time_for(warm_up + steps, step_s)) if final else timeout_s,
+            timeout_s=max(timeout_s, time_for(warm_up + steps, step_s)),
             device=self._device,
         )
 

@@ -35,6 +35,17 @@ def time_for(steps: int, step_s: float) -> float:
     return START_S + LONGER * steps * step_s
 
 
+def longest_step(steps_s: Mapping[int, float], size: int) -> float:
+    """Seconds that a step of batch size ``size`` takes at most, going by those of others; 0 if none is known.
+
+    Args:
+        steps_s: batch size -> seconds of a step, which grow no faster than the batch size.
+    """
+    if not steps_s:
+        return 0.0
+    return max(steps_s.values()) * max(1.0, size / max(steps_s))
+
+
 def is_flat(rates: Sequence[float]) -> bool:
     """Whether the last two of ascending batch sizes were no better than those before. One alone may be a slow moment
     of the machine: DDP once stood at batch size 4 that way, with 8 and 16 to come.

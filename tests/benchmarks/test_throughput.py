@@ -19,7 +19,15 @@ from benchmarks.throughput.cells import Cell, is_easier
 from benchmarks.throughput.compare import Comparer, Effort
 from benchmarks.throughput.jobs import SETTINGS, Job
 from benchmarks.throughput.records import Runs
-from benchmarks.throughput.search import LARGEST, SLOW_STEP_S, estimate_largest, gains_nothing, is_flat, next_sizes
+from benchmarks.throughput.search import (
+    LARGEST,
+    SLOW_STEP_S,
+    estimate_largest,
+    gains_nothing,
+    is_flat,
+    longest_step,
+    next_sizes,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -221,7 +229,15 @@ def test_a_system_has_time_for_the_steps_that_it_is_known_to_take(tmp_path: Path
     steps, timeout_s = times["shard"]
     assert timeout_s > steps * 60.0 > Effort().timeout_s / 2
     assert times["ddp"][1] == Effort().timeout_s
-    assert all(job.timeout_s == Effort().timeout_s for job in machine.jobs if job.purpose == "search")
+    searches = [job for job in machine.jobs if job.purpose == "search"]
+    assert all(job.timeout_s == Effort().timeout_s for job in searches if job.system == "ddp")
+    assert any(job.timeout_s > (job.warm_up + job.steps) * 60.0 for job in searches if job.system == "shard")
+
+
+def test_a_step_takes_no_longer_than_in_proportion_to_its_samples() -> None:
+    assert longest_step({}, 4) == 0.0
+    assert longest_step({8: 10.0, 16: 16.0}, 32) == 32.0
+    assert longest_step({8: 10.0, 16: 16.0}, 12) == 16.0
 
 
 @pytest.mark.parametrize(("step_s", "taken"), [(10.0, 2 + 3), (3.0, 3 + 8)])
