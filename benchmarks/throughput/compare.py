@@ -149,11 +149,13 @@ class Comparer:
         peaks = self._peaks.setdefault((cell.model, cell.where.ranks, system), {})
         estimate, dead, status = estimate_largest(peaks, cell.memory_bytes), None, "out of memory"
         lived: dict[int, dict[str, Any]] = {}
+        steps_s: dict[int, float] = {}
         sizes = next_sizes(0, None, estimate)
         while sizes:
-            step_s = longest_step({size: one["step_s"] for size, one in lived.items()}, sizes[0])
+            step_s = longest_step(steps_s, sizes[0])
             result = self._runs.get(self._job("search", cell, system, sizes, until_flat=dead is None, step_s=step_s))
             lived |= {size["batch_size"]: size for size in result["sizes"]}
+            steps_s = {size: one["step_s"] for size, one in lived.items()}
             peaks.update({size["batch_size"]: size["peak_bytes"] for size in result["sizes"]})
             if result["outcome"] == "out of memory":
                 dead = min(size for size in sizes if size not in lived)
@@ -162,7 +164,7 @@ class Comparer:
             why = result.get("stop", {}).get("why")
             if result["outcome"] not in ("ok", "out of memory") or why == "flat":
                 break
-            if dead is not None and gains_nothing({size: one["step_s"] for size, one in lived.items()}, dead):
+            if dead is not None and gains_nothing(steps_s, dead):
                 break
             left = tuple(size for size in sizes if size not in lived)
             sizes = left if why == "late" and dead not in left else next_sizes(max(lived, default=0), dead)

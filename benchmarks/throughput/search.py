@@ -30,8 +30,8 @@ def fewer(steps: int, step_s: float) -> int:
 
 
 def time_for(steps: int, step_s: float) -> float:
-    """Seconds that a process may take for so many steps of about ``step_s``, which may be known from a search, or from
-    a faster link."""
+    """Seconds that a process may take for so many steps of about ``step_s``, which may be known from a search, from
+    a faster link, or by those of other sizes."""
     return START_S + LONGER * steps * step_s
 
 
