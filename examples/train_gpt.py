@@ -122,7 +122,7 @@ class GPT(L.LightningModule):
 
 
 class Crops(Dataset[Tensor]):
-    """``count`` random pieces of ``length`` tokens; the same ones for the same seed."""
+    """``world_size`` random pieces of ``length`` tokens; the same ones for the same seed."""
 
     def __init__(self, text: bytes, length: int, count: int, seed: int) -> None:
         self.tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)

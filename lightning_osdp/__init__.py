@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_osdp import namesake
-from lightning_osdp.callbacks import OSDPCallback
 from lightning_osdp.errors import (
     CheckpointError,
     ConfigurationError,
@@ -17,11 +15,13 @@ from lightning_osdp.errors import (
     ShardingError,
     TraceError,
 )
-from lightning_osdp.planning.cluster import Cluster
-from lightning_osdp.planning.compare import diff
-from lightning_osdp.planning.explain import explain
-from lightning_osdp.planning.plan import ExecutionPlan
-from lightning_osdp.strategy import OSDPStrategy
+from lightning_osdp.planning.spec.cluster import Cluster
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.report.diff import diff
+from lightning_osdp.report.explain import explain
+from lightning_osdp.strategy import pytorch_lightning_guard
+from lightning_osdp.strategy.callback import OSDPCallback
+from lightning_osdp.strategy.osdp import OSDPStrategy
 
 __version__ = "0.1.0"
 
@@ -45,4 +45,4 @@ __all__ = [
 
 if "osdp" not in StrategyRegistry:
     OSDPStrategy.register_strategies(StrategyRegistry)
-namesake.register()
+pytorch_lightning_guard.register()

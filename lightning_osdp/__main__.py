@@ -1,10 +1,10 @@
-"""``python -m lightning_osdp`` is ``osdp``."""
+"""``python -m lightning_osdp`` is ``run_osdp``."""
 
 from __future__ import annotations
 
 import sys
 
-from lightning_osdp.cli import main
+from lightning_osdp.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

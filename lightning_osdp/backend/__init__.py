@@ -1,0 +1,1 @@
+"""What differs by device: collectives, timers, memory counters, allocator policy and prefetch limits."""

@@ -1,0 +1,1 @@
+"""Everything that only training on CPUs needs."""

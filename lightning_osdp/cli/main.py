@@ -1,0 +1,382 @@
+"""The command line: ``osdp profile | plan | explain | diff | simulate | consolidate``, and LightningCLI's ``osdp fit``.
+
+Exit status: 0 done, 1 nothing fits under the memory limit, 2 bad usage or bad input (one line on the standard error
+stream says what). With ``--json`` the standard output is one JSON document and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from rich.console import Console
+
+from lightning_osdp.cli import (
+    fit,
+    measure_links,
+    offline_plan,
+)
+from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPError, OSDPWarning
+from lightning_osdp.planning.search.batch_size_search import (
+    BatchSizePolicy,
+    Problem,
+)
+from lightning_osdp.planning.search.plan_selection import variant_of_plan
+from lightning_osdp.planning.spec.cluster import Cluster
+from lightning_osdp.planning.spec.constraints import SearchConstraints
+from lightning_osdp.planning.spec.formatting import (
+    format_bytes,
+    format_seconds,
+    parse_bytes,
+)
+from lightning_osdp.planning.spec.model import ModelProfile
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.whatif import hardware
+from lightning_osdp.planning.whatif.simulate import (
+    SimulatedPoint,
+    problem_for_hardware,
+    simulate,
+    sweep_memory_limits,
+)
+from lightning_osdp.report import (
+    diff,
+    explain,
+    tables,
+)
+from lightning_osdp.state import checkpoint
+from lightning_osdp.strategy import arguments
+
+DONE, INFEASIBLE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+NUM_TRADEOFF_LIMITS = 8
+"""Memory limits on a page's picture of time against memory."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One word after ``run_osdp``.
+
+    Attributes:
+        help: what it does, in one line.
+        add_arguments: declares its arguments.
+        run: does it; what goes wrong is raised.
+    """
+
+    help: str
+    add_arguments: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], None]
+
+
+def main(args: list[str] | None = None) -> int:
+    """Runs one command and returns the exit status.
+
+    Args:
+        args: what follows ``run_osdp``; None for what the shell gave.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("always", category=OSDPWarning)
+            warnings.showwarning = _make_warning_printer(warnings.showwarning)
+            return _run(args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except InfeasibleError as error:
+        _print_error(error)
+        return INFEASIBLE
+    except (OSDPError, ArgumentError) as error:
+        _print_error(error)
+        return BAD_INPUT
+    except BrokenPipeError:  # whoever read our output has seen enough, as in `osdp explain PLAN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+
+
+def _run(args: list[str] | None) -> int:
+    words = sys.argv[1:] if args is None else args
+    if words and words[0] in fit.SUBCOMMANDS:
+        fit.run(words)
+        return DONE
+    try:
+        given = _build_parser().parse_args(args)
+    except SystemExit as end:  # of --help
+        return int(end.code or DONE)
+    options = given[given.command]
+    try:
+        COMMANDS[given.command].run(options)
+    except InfeasibleError as error:
+        if options.json:
+            facts = {"needed_bytes": error.needed_bytes, "memory_limit_bytes": error.budget_bytes}
+            _print(json.dumps({"feasible": False, **facts, "message": str(error)}, indent=2))
+        raise
+    return DONE
+
+
+def _build_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="osdp",
+        description="Plans sharded data parallel training, and tells why.",
+        epilog=f"osdp {' | '.join(fit.SUBCOMMANDS)} train as LightningCLI does, with this strategy (--help: how).",
+        exit_on_error=False,
+    )
+    subcommands = parser.add_subcommands(required=True, dest="command")
+    for name, command in COMMANDS.items():
+        subparser = ArgumentParser(description=command.help, exit_on_error=False)
+        command.add_arguments(subparser)
+        subparser.add_argument("--json", action="store_true", help="write JSON instead of text")
+        subcommands.add_subcommand(name, subparser, help=command.help)
+    return parser
+
+
+def _print_error(error: Exception) -> None:
+    """One line: what is wrong."""
+    print(f"osdp: error: {' '.join(str(error).split())}", file=sys.stderr)
+
+
+def _make_warning_printer(fallback: Callable[..., None]) -> Callable[..., None]:
+    """Ours in one line, without the source line that raised them."""
+
+    def show(message: Any, category: Any, *rest: Any, **named: Any) -> None:
+        if issubclass(category, OSDPWarning):
+            print(f"osdp: warning: {message}", file=sys.stderr)
+        else:
+            fallback(message, category, *rest, **named)
+
+    return show
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text + "\n")
+    except OSError as error:
+        raise ConfigurationError(f"{path} can't be written: {error}") from error
+
+
+def _check_folders(*paths: str | None) -> None:
+    """Refuses files that could not be written, before the work is done."""
+    for path in paths:
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise ConfigurationError(f"{path} can't be written: there is no folder {Path(path).absolute().parent}")
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
+
+
+# -- profile -----------------------------------------------------------------------------------------------------------
+
+
+def _add_profile_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--devices", type=int, required=True, help="processes, one for each device")
+    parser.add_argument("--accelerator", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA if there is")
+    parser.add_argument("--out", type=str, default="cluster.json", help="file to write (default: %(default)s)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for everything (default: %(default)s)")
+
+
+def _profile(options: Namespace) -> None:
+    arguments.validate_positive("devices", options.devices)
+    _check_folders(options.out)
+    kind = options.accelerator
+    if kind == "auto":
+        kind = offline_plan.default_device_type()
+    cluster = measure_links.measure_cluster(options.devices, kind, options.timeout)
+    _write(options.out, cluster.model_dump_json(indent=2))
+    if options.json:
+        _print(cluster.model_dump_json(indent=2))
+    else:
+        _print(f"{cluster.devices_per_node} x {cluster.device} ({cluster.backend}) written to {options.out}")
+        _print(_links_text(cluster))
+
+
+def _links_text(cluster: Cluster) -> str:
+    """What collectives of 16 MiB take, for a first impression."""
+    size = 16 << 20
+    fits = cluster.link.model_dump()
+    times = {name: getattr(cluster.link, name).time_s(size, cluster.ranks) for name in fits}
+    return "16 MiB: " + ", ".join(f"{name.replace('_', '-')} {format_seconds(time)}" for name, time in times.items())
+
+
+# -- plan --------------------------------------------------------------------------------------------------------------
+
+
+def _add_plan_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--config", type=str, required=True, help="the YAML that LightningCLI trains from")
+    parser.add_argument("--cluster", type=str, help="the hardware, as `osdp profile` wrote it")
+    parser.add_argument("--devices", type=int, help="per node, instead of the cluster's")
+    parser.add_argument("--memory-limit", type=str, help="per device, such as 16GiB (default: what the device has)")
+    parser.add_argument("--batch-size", type=int, help="per device, fixed (default: searched)")
+    parser.add_argument("--max-batch-size", type=int, help="the largest that is considered")
+    parser.add_argument("--global-batch-size", type=int, help="over all devices, made exactly")
+    parser.add_argument(
+        "--sharding-group", choices=["auto", "world", "node"], help="ranks that operators are sharded over"
+    )
+    parser.add_argument("--cache", type=str, help="folder of measurements (default: the user's; '': none)")
+    parser.add_argument("--out", type=str, help="file for the plan, to train with")
+    parser.add_argument("--html", type=str, help="file for a page with the plan's pictures")
+
+
+def _plan(options: Namespace) -> None:
+    _check_folders(options.out, options.html)
+    path = Path(options.config)
+    recipe = offline_plan.load_config(path)
+    # Python finds a script's neighbours; so the configuration's module is found as it would be in training.
+    sys.path[:0] = [str(Path.cwd()), str(path.resolve().parent)]
+    devices = arguments.validate_positive("devices", options.devices)
+    outcome = offline_plan.plan_from_config(
+        recipe, devices, **{name: options[name] for name in offline_plan.PLANNING_ARGS if name in options}
+    )
+    if options.out is not None:
+        _write(options.out, outcome.plan.to_json())
+    if options.html is not None:
+        _write_page(options.html, outcome.plan, outcome.problem)
+    if options.json:
+        _print(outcome.plan.to_json())
+        return
+    Console().print(tables.plan_table(outcome.plan, None if outcome.from_cache else outcome.profiling_s))
+
+
+# -- explain and diff --------------------------------------------------------------------------------------------------
+
+
+def _add_explain_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("plan", type=str, help="the plan's JSON file")
+
+
+def _explain(options: Namespace) -> None:
+    found = explain.build_explanation(_read_plan(options.plan))
+    _print(found.model_dump_json(indent=2) if options.json else found.to_text())
+
+
+def _add_diff_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("before", type=str, help="a plan's JSON file")
+    parser.add_argument("after", type=str, help="another's")
+
+
+def _diff(options: Namespace) -> None:
+    found = diff.build_difference(_read_plan(options.before), _read_plan(options.after))
+    _print(json.dumps(found.model_dump(), indent=2) if options.json else found.to_text())
+
+
+def _read_plan(path: str) -> ExecutionPlan:
+    plan = arguments.read_plan(path)
+    assert plan is not None
+    return plan
+
+
+# -- simulate ----------------------------------------------------------------------------------------------------------
+
+
+def _add_simulate_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--config", type=str, required=True, help="the YAML that LightningCLI trains from")
+    parser.add_argument("--hardware", type=str, required=True, help="a name, such as h100-80gb-nvlink, or a JSON file")
+    parser.add_argument("--devices", type=int, nargs="+", help="numbers of devices (default: 1, 2, 4, ... all)")
+    parser.add_argument("--memory-limit", type=str, help="per device, such as 16GiB (default: what the device has)")
+    parser.add_argument("--batch-size", type=int, help="per device, fixed (default: searched)")
+    parser.add_argument("--max-batch-size", type=int, help="the largest that is considered")
+    parser.add_argument("--global-batch-size", type=int, help="over all devices, made exactly")
+    parser.add_argument("--dtype", type=str, default="fp32", help="of matrix products (default: %(default)s)")
+    parser.add_argument("--html", type=str, help="file for a page with pictures of the largest number that fits")
+
+
+def _simulate(options: Namespace) -> None:
+    found = hardware.load(options.hardware)
+    rule = BatchSizePolicy(
+        arguments.validate_positive("batch_size", options.batch_size),
+        arguments.validate_positive("max_batch_size", options.max_batch_size),
+        arguments.validate_positive("global_batch_size", options.global_batch_size),
+    )
+    limit_bytes = parse_bytes(options.memory_limit) if options.memory_limit is not None else None
+    devices = options.devices or _device_counts(found.devices)
+    path = Path(options.config)
+    recipe = offline_plan.load_config(path)
+    sys.path[:0] = [str(Path.cwd()), str(path.resolve().parent)]
+    model, wishes = offline_plan.profile_from_config(recipe)
+    points = simulate(model, found, devices, limit_bytes, rule, options.dtype, wishes)
+    if options.html is not None:
+        _write_simulated_page(options.html, model, found, options.dtype, wishes, points)
+    if options.json:
+        _print(json.dumps([point.model_dump(mode="json", exclude={"plan"}) for point in points], indent=2))
+    else:
+        Console().print(tables.simulation_table(points))
+
+
+def _device_counts(devices: int) -> list[int]:
+    """1, 2, 4 and so on, and all of them."""
+    powers = [1 << exponent for exponent in range(devices.bit_length())]
+    return sorted({*powers, devices})
+
+
+def _write_simulated_page(
+    path: str,
+    model: ModelProfile,
+    hardware_spec: hardware.Hardware,
+    dtype: str,
+    constraints: SearchConstraints,
+    points: Sequence[SimulatedPoint],
+) -> None:
+    """Of the largest number of devices that fits. Raises InfeasibleError where none does."""
+    fitting = [point for point in points if point.plan is not None]
+    if not fitting:
+        least = min(points, key=lambda point: point.needed_bytes)
+        raise InfeasibleError(
+            f"no page: nothing fits, {least.devices} devices need {format_bytes(least.needed_bytes)} each",
+            needed_bytes=least.needed_bytes,
+            budget_bytes=least.memory_limit_bytes,
+        )
+    largest = max(fitting, key=lambda point: point.devices)
+    assert largest.plan is not None
+    problem = problem_for_hardware(
+        model, hardware_spec, largest.devices, largest.memory_limit_bytes, dtype, constraints
+    )
+    _write_page(path, largest.plan, variant_of_plan(largest.plan, problem), points)
+
+
+def _write_page(path: str, plan: ExecutionPlan, problem: Problem | None, points: Sequence[SimulatedPoint] = ()) -> None:
+    from lightning_osdp.report.html import render_page  # needs matplotlib, which is an extra
+
+    model = problem.model if problem is not None else None
+    bought = (
+        sweep_memory_limits(problem, plan.batch_size, plan.accumulate_grad_batches, NUM_TRADEOFF_LIMITS)
+        if problem
+        else ()
+    )
+    _write(path, render_page(plan, model=model, tradeoff=bought, points=points))
+
+
+# -- consolidate -------------------------------------------------------------------------------------------------------
+
+
+def _add_consolidate_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("folder", type=str, help="a checkpoint saved with save_format='sharded'")
+    parser.add_argument("file", type=str, help="the ordinary checkpoint to write")
+    parser.add_argument(
+        "--trusted", action="store_true", help="let the folder hold any Python object, which may run code"
+    )
+
+
+def _consolidate(options: Namespace) -> None:
+    checkpoint.consolidate(Path(options.folder), Path(options.file), weights_only=not options.trusted)
+    size = Path(options.file).stat().st_size
+    facts = {"file": options.file, "bytes": size}
+    _print(json.dumps(facts, indent=2) if options.json else f"{options.file}: {format_bytes(size)}")
+
+
+COMMANDS = {
+    "profile": Command("Measure the links between this machine's devices.", _add_profile_arguments, _profile),
+    "plan": Command("Plan what a LightningCLI configuration trains.", _add_plan_arguments, _plan),
+    "explain": Command("Say why a plan is what it is.", _add_explain_arguments, _explain),
+    "diff": Command("Say how two plans differ.", _add_diff_arguments, _diff),
+    "consolidate": Command("Make one ordinary checkpoint of a sharded one.", _add_consolidate_arguments, _consolidate),
+    "simulate": Command("Plan for hardware that is not here.", _add_simulate_arguments, _simulate),
+}
+"""Every command by its name; a further one is a row here and its two functions."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

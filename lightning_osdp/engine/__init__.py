@@ -1,0 +1,1 @@
+"""Apply a plan to a module: shard, gather, reduce, recompute and update."""

@@ -1,0 +1,59 @@
+"""Blocks whose activations are not kept: their forward runs again when the backward pass reaches them.
+
+torch's non-reentrant checkpoint does it: one graph, so each parameter receives its gradient once; keyword arguments,
+nested outputs, inputs without gradient, autocast and the random state are as in the first run. What FairScale's units
+need for it is in ``formatting.py`` (Note [a forward inside the backward]), so models that bring their own checkpointing
+of this kind work as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_osdp.errors import ShardingError
+
+
+def checkpoint_block(block: nn.Module) -> Callable[[], None]:
+    """Has ``recomputed_block`` keep its inputs only. Without gradients it runs as ever. Returns what undoes it."""
+    before, forward = vars(block).get("forward"), block.forward
+
+    def run_forward(*packed: Any) -> Any:
+        *args, kwargs = packed
+        return forward(*args, **kwargs)
+
+    def checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # Packed, since checkpoint looks for the device, whose random state it keeps, in positional arguments only.
+        return checkpoint(run_forward, *args, kwargs, use_reentrant=False)
+
+    def undo() -> None:
+        if before is None:
+            del block.forward
+        else:
+            block.forward = before
+
+    block.forward = checkpointed_forward
+    return undo
+
+
+def check_recomputed_blocks(names: Sequence[str], module: nn.Module) -> None:
+    """Refuses blocks that can't be recomputed.
+
+    Raises:
+        ShardingError: one is not a submodule, or lies in another one.
+    """
+    modules = dict(module.named_modules())
+    for name in names:
+        if name not in modules or not name:
+            raise ShardingError(f"the plan recomputes {name!r}, which is not a submodule of this module")
+        if type(modules[name]).forward is nn.Module.forward:
+            raise ShardingError(f"the plan recomputes {name}, a {type(modules[name]).__name__}, which is never called")
+        outer = next((other for other in names if name.startswith(other + ".")), None)
+        if outer is not None or names.count(name) > 1:
+            raise ShardingError(f"the plan recomputes {name} twice: by itself and with {outer or name}")

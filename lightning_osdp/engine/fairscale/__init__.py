@@ -1,0 +1,1 @@
+"""The engine that shards with FairScale. Nothing else imports ``fairscale``."""

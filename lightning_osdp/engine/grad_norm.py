@@ -1,0 +1,48 @@
+"""``torch.nn.utils.clip_grad_norm_`` in a user's own code: torch sees this rank's parts of gradients, and would clip
+each rank by a norm of its own, too small, without a word.
+
+It asks one function for the total norm, whoever imported it and from where. That function is replaced: where gradients
+of sharded parameters are among the tensors, all ranks' parts count, each element once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
+from lightning_osdp.state.state_dict import ShardedParameters
+
+_SHARDED: weakref.WeakSet[ShardedParameters] = weakref.WeakSet()
+
+_torch_total_norm = clip_grad._get_total_norm
+
+
+def patch_total_norm(sharded_parameters: ShardedParameters) -> None:
+    """From now on, as long as ``shardable_parameters`` lives, torch's total norm is right for its gradients. Idempotent."""
+    _SHARDED.add(sharded_parameters)
+    clip_grad._get_total_norm = _compute_total_norm
+
+
+def _compute_total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    for shards in _SHARDED:
+        owners = {id(parameter.grad): parameter for parameter in shards.parameters if parameter.grad is not None}
+        if owners.keys().isdisjoint(map(id, gradients)):
+            continue
+        owned = [(owners.get(id(gradient)), gradient) for gradient in gradients]
+        total = shards.compute_norm(owned, float(norm_type), gradients[0].device)
+        if error_if_nonfinite and not torch.isfinite(total):
+            raise RuntimeError(
+                f"the norm of the gradients over all ranks is {float(total)}: they can't be clipped by it"
+            )
+        return total
+    return _torch_total_norm(gradients, norm_type, error_if_nonfinite, foreach)

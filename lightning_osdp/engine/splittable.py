@@ -1,0 +1,76 @@
+"""Which modules can be split into slices, and along which dimensions of their weight.
+
+The planner asks when it reads a model, the engine asks again before it splits: one answer for both.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+WIDE_RATIO = 4
+"""A matrix with more than this many times as many outputs as inputs (a language model's head) is better cut along its
+outputs: each slice of a cut along the input runs over the whole output."""
+
+
+def split_dims(module: nn.Module) -> tuple[tuple[int, ...], str]:
+    """Dimensions of ``module.weight``, as it is stored, that it can be cut along, the best first.
+
+    Whether the weight is used outside of the module (tied, read by others) is not for this function to see.
+
+    Returns:
+        The dimensions and an empty text; or no dimensions and why not, in words.
+    """
+    reason = _unsplittable_reason(module)
+    if reason:
+        return (), reason
+    if isinstance(module, nn.Embedding):
+        return (1,), ""
+    input_dim = matrix_input_dim(module)
+    weight = module.weight
+    assert input_dim is not None
+    assert isinstance(weight, nn.Parameter)
+    wide = weight.shape[1 - input_dim] > WIDE_RATIO * weight.shape[input_dim]
+    return ((1 - input_dim, input_dim) if wide else (input_dim, 1 - input_dim)), ""
+
+
+def matrix_input_dim(module: nn.Module) -> int | None:
+    """Dimension of the weight that meets the input: 1 for Linear, 0 for transformers' Conv1D, None for all others."""
+    if isinstance(module, nn.Linear):
+        return 1
+    transformers = sys.modules.get("transformers.pytorch_utils")  # without it, nothing can be a Conv1D
+    return 0 if transformers is not None and isinstance(module, transformers.Conv1D) else None
+
+
+def _unsplittable_reason(module: nn.Module) -> str:
+    """Why the module can't be split at all; empty if it can."""
+    kind = type(module).__name__
+    base = _supported_base_class(module)
+    if base is None:
+        return f"{kind} is neither a Linear, an Embedding nor a Conv1D of transformers"
+    if type(module).forward is not base.forward or "forward" in vars(module):
+        return f"{kind} has a forward of its own"
+    weight = module._parameters.get("weight")
+    if weight is None or isinstance(weight, UninitializedParameter):
+        return "its weight is computed from others (parametrized, weight-normed or pruned) or not initialized yet"
+    if set(module._parameters) - {"weight", "bias"} or module._modules:
+        return f"{kind} has parameters besides weight and bias"
+    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+        return "there are hooks on its weight"
+    return _embedding_unsplittable_reason(module) if isinstance(module, nn.Embedding) else ""
+
+
+def _supported_base_class(module: nn.Module) -> type[nn.Module] | None:
+    if isinstance(module, nn.Embedding):
+        return nn.Embedding
+    if isinstance(module, nn.Linear):
+        return nn.Linear
+    return sys.modules["transformers.pytorch_utils"].Conv1D if matrix_input_dim(module) is not None else None
+
+
+def _embedding_unsplittable_reason(embedding: nn.Embedding) -> str:
+    if embedding.max_norm is not None:
+        return "max_norm changes whole rows of the weight"
+    return "its gradients are sparse" if embedding.sparse else ""

@@ -1,0 +1,1 @@
+"""Predict the step time and the memory of a plan."""

@@ -1,0 +1,1 @@
+"""Solve the multiple-choice knapsack that one batch size poses, exactly."""

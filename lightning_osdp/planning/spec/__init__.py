@@ -1,0 +1,1 @@
+"""The values that planning reads and returns: model, cluster, choices, constraints, plan."""

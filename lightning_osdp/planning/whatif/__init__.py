@@ -1,0 +1,1 @@
+"""Plan for hardware that is described in files instead of measured."""

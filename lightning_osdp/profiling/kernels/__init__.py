@@ -1,0 +1,1 @@
+"""Time the kernels that a traced step runs."""

@@ -1,0 +1,76 @@
+"""Made-up arguments for kernels that are run by themselves: right in shape, and in range where they are indices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_osdp.profiling.kernels.kernel import (
+    Kernel,
+    Spec,
+    TensorSpec,
+    tensor_specs,
+)
+
+aten = torch.ops.aten
+
+RANDOM_VALUES = 1 << 16
+"""Floats that are drawn for one tensor, and repeated in longer ones: drawing takes longer than most kernels."""
+
+
+def make_arguments(kernel: Kernel, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments that ``kernel`` accepts: positive floats, integers that are in range as indices of any of its tensors.
+
+    Absolute values of normal floats, because the square root of a negative number takes seven times as long.
+    """
+    bound = _index_bound(kernel)
+
+    def build(spec: Spec) -> Any:
+        if isinstance(spec, TensorSpec):
+            return _make_tensor(spec, bound, device)
+        if isinstance(spec, tuple):
+            return [build(item) for item in spec]
+        return device if isinstance(spec, torch.device) and spec.type != "cpu" else spec
+
+    return tuple(build(spec) for spec in kernel.args), {name: build(spec) for name, spec in kernel.kwargs}
+
+
+def _index_bound(kernel: Kernel) -> int:
+    """Integers below it are safe indices: a known table's rows, or else the smallest size of any float tensor."""
+    packet = kernel.func.overloadpacket
+    if packet is aten.embedding:
+        (table,) = tensor_specs(kernel.args[0])
+        return table.shape[0]
+    if packet is aten.embedding_dense_backward and isinstance(kernel.args[2], int):
+        return kernel.args[2]
+    specs = tensor_specs((kernel.args, kernel.kwargs))
+    floats = [spec for spec in specs if spec.dtype.is_floating_point]
+    return min((size for spec in floats or specs for size in spec.shape if size > 0), default=1)
+
+
+def clone_with_strides(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, even where these overlap."""
+    extent = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.as_strided((extent,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
+
+
+def _make_tensor(spec: TensorSpec, bound: int, device: torch.device) -> Tensor:
+    """A tensor of that shape, dtype and stride whose elements are drawn at random."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
+    extent = 0 if math.prod(spec.shape) == 0 else extent
+    if spec.dtype.is_complex:
+        flat = torch.randn(extent, dtype=spec.dtype, device=device)
+    elif spec.dtype.is_floating_point:
+        wide = torch.float32 if spec.dtype.itemsize < 4 else spec.dtype
+        drawn = torch.randn(min(extent, RANDOM_VALUES), dtype=wide, device=device).abs_().to(spec.dtype)
+        flat = drawn if extent <= RANDOM_VALUES else drawn.repeat(math.ceil(extent / RANDOM_VALUES))
+    elif spec.dtype == torch.bool:
+        flat = torch.ones(extent, dtype=torch.bool, device=device)
+    else:
+        flat = torch.randint(0, max(1, min(bound, torch.iinfo(spec.dtype).max)), (extent,), device=device).to(
+            spec.dtype
+        )
+    return flat.as_strided(spec.shape, spec.stride)

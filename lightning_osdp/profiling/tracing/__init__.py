@@ -1,0 +1,1 @@
+"""Read the operators of a module from one step on fake tensors."""

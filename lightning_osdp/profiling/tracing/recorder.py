@@ -1,0 +1,376 @@
+"""Records one training step below autograd: every aten call, which modules ran it, and what it allocates and frees.
+
+It works alike on fake and on real tensors, and never keeps a tensor alive: storages are followed by weak references.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from lightning_osdp.planning.spec.model import Phase
+from lightning_osdp.profiling.kernels.kernel import (
+    Spec,
+    TensorSpec,
+    spec_of,
+)
+from lightning_osdp.profiling.tracing import fake_kernels
+
+aten = torch.ops.aten
+
+SILENT_NAMESPACES = ("prim", "profiler")
+"""Questions about a tensor and profiler marks, not work."""
+
+CPU_ATTENTION_FLOPS: dict[Any, tuple[Callable[..., int], int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4),
+}
+"""What torch's registry lacks: formula, and how many of the leading arguments' shapes it takes."""
+
+
+@dataclass(slots=True)
+class Op:
+    """One aten call."""
+
+    func: torch._ops.OpOverload
+    args: tuple[Spec, ...]
+    kwargs: tuple[tuple[str, Spec], ...]
+    phase: Phase
+    site: tuple[str, ...]
+    """Modules that were running, outermost first, the root left out; in backward: when the node was made."""
+    node: int
+    """Sequence number of the autograd node that it belongs to."""
+    used_parameters: tuple[int, ...]
+    """Parameters whose storage is among its arguments."""
+    flops: float
+    is_view: bool
+    """Whether it makes no new storage and changes nothing: it costs no time."""
+    is_accumulation: bool
+    """Whether it adds up two gradients of an activation. Autograd does that in place, but not while a dispatch mode
+    looks on: its result takes the place of its first argument."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """One run of a module's forward, recomputation left out."""
+
+    name: str
+    start: int
+    """Index of its first op."""
+    stop: int
+    """Index after its last op."""
+    outputs: frozenset[int]
+    """Storages that it returned."""
+
+
+@dataclass(slots=True)
+class Recording:
+    """What one run left behind."""
+
+    ops: list[Op] = field(default_factory=list)
+    events: list[tuple[int, int, int]] = field(default_factory=list)
+    """In the order of time: (index of the op under way, storage, +1 allocated or -1 freed)."""
+    storage_bytes: list[int] = field(default_factory=list)
+    gradient_storages: set[int] = field(default_factory=set)
+    """Storages that turned out to be gradients of parameters."""
+    gradients: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of each parameter's gradient: indices of the op that began to make it and of the last one before it was whole."""
+    calls: Counter[str] = field(default_factory=Counter)
+    """How often each module ran in forward, recomputation left out."""
+    module_calls: list[ModuleCall] = field(default_factory=list)
+    """In the order in which they ended."""
+    recomputed_modules: set[str] = field(default_factory=set)
+    """Modules that ran in backward, too: the model recomputes them by itself."""
+    buffer_writers: set[str] = field(default_factory=set)
+    """Modules whose forward changes buffers."""
+    host_syncs: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    """Where the host read values of real tensors: (number of ops before, modules that were running)."""
+
+    def live_bytes(self) -> list[int]:
+        """Largest sum of live bytes during each op, over storages that are not excluded."""
+        peaks = [0] * len(self.ops)
+        live, position = 0, -1
+        for op, storage, sign in [*self.events, (len(self.ops) - 1, -1, 0)]:
+            while position < op:
+                position += 1
+                peaks[position] = live
+            if storage >= 0 and storage not in self.gradient_storages:
+                live += sign * self.storage_bytes[storage]
+            if position >= 0 and not self.ops[position].is_accumulation:
+                peaks[position] = max(peaks[position], live)
+        return peaks
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that fills a ``Recording``; enter it after (inside of) a FakeTensorMode."""
+
+    def __init__(self, module: nn.Module, parameters: Sequence[Tensor], *, free_gradients: bool = False) -> None:
+        """
+        Args:
+            module: whose submodules are told apart by name.
+            parameters: what ``Op.used_parameters`` are indices into.
+            free_gradients: whether to drop each gradient of a parameter as soon as it is whole.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._free_gradients = free_gradients
+        self.recording = Recording()
+        self._names = _visible_names(module)
+        self._stack: list[str] = []
+        self._starts: list[int] = []
+        self._site_changes: list[tuple[int, tuple[str, ...]]] = [(0, ())]
+        self._in_backward = False
+        self._last_site: tuple[str, ...] = ()
+        self._specs: dict[TensorSpec, TensorSpec] = {}
+        self._live_storages: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        self._sum_sources: dict[int, int] = {}
+        self._out_of_place_sums: set[int] = set()
+        self._made_at: list[int] = []
+        self._parameters = parameters
+        self._parameter_of: dict[int, tuple[int, ...]] = {}
+        self._buffer_keys = {_storage_key(buffer) for buffer in module.buffers() if buffer.layout == torch.strided}
+        for index, parameter in enumerate(parameters):
+            key = _storage_key(parameter)
+            self._parameter_of[key] = (*self._parameter_of.get(key, ()), index)
+
+    # -- what is under way -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def record_step(self) -> Iterator[None]:
+        """Records aten calls, module calls and gradients until the end of the block."""
+        handles = [
+            torch_module.register_module_forward_pre_hook(self._push),
+            torch_module.register_module_forward_hook(self._pop, always_call=True),
+        ]
+        for index, parameter in enumerate(self._parameters):
+            if parameter.requires_grad and parameter.is_leaf:
+                handle = parameter.register_post_accumulate_grad_hook(partial(self._record_gradient, index))  # type: ignore[no-untyped-call]
+                handles.append(handle)
+        try:
+            # Nodes are numbered by thread, and on CUDA a backward has one of its own: it would belong to no module.
+            with torch.autograd.set_multithreading_enabled(False), self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def mark_backward(self) -> Iterator[None]:
+        """Marks what runs in the block as backward; ``running`` a node of autograd's engine is taken so anyway."""
+        before, self._in_backward = self._in_backward, True
+        try:
+            yield
+        finally:
+            self._in_backward = before
+
+    def record_host_sync(self) -> None:
+        """The host reads values of a tensor."""
+        self.recording.host_syncs.append((len(self.recording.ops), self._current_site()))
+
+    def _push(self, module: nn.Module, _args: object) -> None:
+        name = self._names.get(id(module))
+        if name is None:
+            return
+        self._stack.append(name)
+        self._starts.append(len(self.recording.ops))
+        self._record_site()
+        if self._phase() == "forward":
+            self.recording.calls[name] += 1
+        else:
+            self.recording.recomputed_modules.add(name)
+
+    def _pop(self, module: nn.Module, _args: object, output: object) -> None:
+        name = self._names.get(id(module))
+        if name is not None and self._stack and self._stack[-1] == name:
+            self._stack.pop()
+            start = self._starts.pop()
+            self._record_site()
+            if self._phase() == "forward":
+                keys = [
+                    _storage_key(leaf)
+                    for leaf in tree_leaves(output)
+                    if isinstance(leaf, Tensor) and _has_storage(leaf)
+                ]
+                outputs = frozenset(self._live_storages[key][0] for key in keys if key in self._live_storages)
+                self.recording.module_calls.append(ModuleCall(name, start, len(self.recording.ops), outputs))
+
+    def _record_site(self) -> None:
+        self._site_changes.append((_next_autograd_node(), tuple(self._stack)))
+
+    def _current_site(self) -> tuple[str, ...]:
+        """The stack, as one tuple for all ops of a site."""
+        return self._site_changes[-1][1]
+
+    def _phase(self) -> Phase:
+        return "backward" if self._in_backward or torch._C._current_autograd_node() is not None else "forward"
+
+    def _site_of_node(self, node: int) -> tuple[str, ...]:
+        """Modules that were running when autograd made ``intra_node``: the last change of the stack not after it."""
+        return self._site_changes[bisect_right(self._site_changes, node, key=itemgetter(0)) - 1][1]
+
+    def _locate(self, phase: Phase) -> tuple[tuple[str, ...], int]:
+        """(site, node) of the op under way."""
+        if phase == "forward" or self._stack:  # a stack in backward: a module is being recomputed
+            return self._current_site(), _next_autograd_node() - 1
+        current = torch._C._current_autograd_node()
+        node = current._sequence_nr() if current is not None else -1
+        if 0 <= node < _next_autograd_node():  # gradient accumulation has no number: it belongs to the node before
+            return self._site_of_node(node), node
+        return self._last_site, -1
+
+    # -- aten calls ---------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in SILENT_NAMESPACES:
+            return fake_kernels.dispatch(func, args, kwargs)
+        # autograd adds up gradients in place, unless the first is a view: a transposed product, as of a Linear's weight
+        adds_up = func is aten.add.Tensor and not kwargs and _is_in_autograd_engine() and _has_matching_tensors(args)
+        op = self._describe(func, args, kwargs, is_accumulation=adds_up and not args[0]._is_view())
+        self.recording.ops.append(op)
+        if func._schema.is_mutable and op.phase == "forward" and op.site and self._is_buffer_write(func, args, kwargs):
+            self.recording.buffer_writers.add(op.site[-1])
+        out = fake_kernels.dispatch(func, args, kwargs)
+        fresh = [self.track(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if adds_up:
+            self._record_gradient_sum(args[0], out, out_of_place=not op.is_accumulation)
+        op.is_view = not any(fresh) and not func._schema.is_mutable
+        op.flops = _flops(func, args, kwargs, out)
+        return out
+
+    def _describe(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_accumulation: bool) -> Op:
+        phase = self._phase()
+        site, node = self._locate(phase)
+        self._last_site = site
+        uses: set[int] = set()
+        for leaf in tree_leaves((args, dict(kwargs))):
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+                uses.update(self._parameter_of.get(_storage_key(leaf), ()))
+        specs = tuple(spec_of(arg, self._specs) for arg in args)
+        keywords = tuple((name, spec_of(value, self._specs)) for name, value in sorted(kwargs.items()))
+        if is_accumulation:
+            func = aten.add_.Tensor
+        return Op(func, specs, keywords, phase, site, node, tuple(sorted(uses)), 0.0, False, is_accumulation)
+
+    def _is_buffer_write(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        given = [*zip(func._schema.arguments, args, strict=False)]
+        given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+        written = [value for argument, value in given if argument.alias_info and argument.alias_info.is_write]
+        leaves = [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor) and _has_storage(leaf)]
+        return any(_storage_key(leaf) in self._buffer_keys for leaf in leaves)
+
+    # -- storages -----------------------------------------------------------------------------------------------------
+
+    def track(self, tensor: Tensor) -> bool:
+        """Follows the tensor's storage from now on; True if it was not known before."""
+        if tensor.layout != torch.strided:
+            return False
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live_storages or key in self._parameter_of or key in self._buffer_keys:
+            return False
+        serial = len(self.recording.storage_bytes)
+        self.recording.storage_bytes.append(storage.nbytes())
+        self._made_at.append(len(self.recording.ops) - 1)
+        self._live_storages[key] = (serial, weakref.ref(storage, partial(self._on_storage_freed, key)))
+        self.recording.events.append((len(self.recording.ops) - 1, serial, 1))
+        return True
+
+    def _on_storage_freed(self, key: int, _reference: object) -> None:
+        serial, _ = self._live_storages.pop(key)
+        self.recording.events.append((len(self.recording.ops) - 1, serial, -1))
+
+    def _record_gradient_sum(self, first: Tensor, total: Tensor, *, out_of_place: bool) -> None:
+        """What was the first gradient goes on as the sum: in its place, or ``out_of_place`` it."""
+        keys = _storage_key(first), _storage_key(total)
+        if all(key in self._live_storages for key in keys):
+            before, after = (self._live_storages[key][0] for key in keys)
+            self._sum_sources[after] = before
+            if out_of_place:
+                self._out_of_place_sums.add(after)
+
+    def _record_gradient(self, index: int, parameter: Tensor) -> None:
+        """Leaves the gradient out of what is live: it is counted by its parameter."""
+        made = now = len(self.recording.ops) - 1
+        if parameter.grad is not None and parameter.grad.layout == torch.strided:
+            known = self._live_storages.get(_storage_key(parameter.grad))
+            serial = known[0] if known is not None else None
+            while serial is not None:
+                self.recording.gradient_storages.add(serial)
+                made = min(made, self._made_at[serial])
+                if serial in self._out_of_place_sums:
+                    self._record_coexisting_gradient(serial)
+                serial = self._sum_sources.get(serial)
+        self.recording.gradients[index] = (made, now)
+        if self._free_gradients:
+            parameter.grad = None
+
+    def _record_coexisting_gradient(self, serial: int) -> None:
+        """A gradient that was made beside its first part: during that op both are there, and its parameter is one."""
+        events, sizes = self.recording.events, self.recording.storage_bytes
+        at, op = next((at, op) for at, (op, each, sign) in enumerate(events) if (each, sign) == (serial, 1))
+        events[at:at] = [(op, len(sizes), 1), (op, len(sizes), -1)]
+        sizes.append(sizes[serial])
+        self._made_at.append(op)
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return bool(tensor.layout == torch.strided)
+
+
+def _storage_key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _next_autograd_node() -> int:
+    """Sequence number that autograd gives to the next node it makes on this thread."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def _is_in_autograd_engine() -> bool:
+    """Whether autograd's own code is running: a node that is not a Python function."""
+    node = torch._C._current_autograd_node()
+    return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def _has_matching_tensors(args: tuple[Any, ...]) -> bool:
+    """Whether the arguments are two tensors of one shape and dtype."""
+    if len(args) != 2 or not all(isinstance(arg, Tensor) for arg in args):
+        return False
+    return bool(args[0].shape == args[1].shape and args[0].dtype == args[1].dtype)
+
+
+def _visible_names(module: nn.Module) -> dict[int, str]:
+    """Names of submodules by id, without the root and without parametrizations: those run as part of their owner."""
+    hidden = {
+        id(inner)
+        for owner in module.modules()
+        if parametrize.is_parametrized(owner)
+        for inner in owner.parametrizations.modules()  # type: ignore[union-attr]
+    }
+    return {id(m): name for name, m in module.named_modules() if name and id(m) not in hidden}
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> float:
+    packet = func.overloadpacket
+    if packet in CPU_ATTENTION_FLOPS:
+        count, num_shapes = CPU_ATTENTION_FLOPS[packet]
+        return float(count(*(tensor.shape for tensor in args[:num_shapes])))
+    formula: Callable[..., int] | None = flop_registry.get(packet)
+    return float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0

@@ -1,0 +1,1 @@
+"""Show what was decided: tables, explanations, comparisons, figures and a page."""

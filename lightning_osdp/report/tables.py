@@ -1,0 +1,251 @@
+"""Plan to tables, for people: what was decided, what it is predicted to cost, and what was measured. Decides nothing.
+
+Seconds and bytes become ms and GiB in ``planning.wrap_assignment``. Tables read the same without
+colours and in 100 columns.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lightning_osdp.errors import OSDPWarning
+from lightning_osdp.planning.cost.run_correction import MeasuredStep
+from lightning_osdp.planning.spec.choices import Mode
+from lightning_osdp.planning.spec.formatting import (
+    format_bytes,
+    format_count,
+    format_seconds,
+)
+from lightning_osdp.planning.spec.plan import (
+    ExecutionPlan,
+    OperatorPlan,
+)
+from lightning_osdp.planning.whatif.simulate import SimulatedPoint
+from lightning_osdp.report.operator_runs import (
+    OperatorRun,
+    describe_operator_choice,
+    group_runs,
+)
+
+MAX_RUNNERS_UP = 3
+"""How many of the other batch sizes are shown."""
+
+_BAR_WIDTH = 24
+
+_OPTIONAL_COLUMNS = {
+    "sharded_share": "sharded",
+    "in_node_share": "in node",
+    "split_share": "split",
+    "recomputed_blocks": "recomputed",
+}
+"""Of the table by number of devices: field of ``SimulatedResult``, and title."""
+
+
+def plan_table(plan: ExecutionPlan, profiling_s: float | None = None, collectives: int | None = None) -> Group:
+    """The whole plan: what was chosen, per run of operators and per mode, and the best batch sizes that were not.
+
+    Args:
+        plan: what to show.
+        profiling_s: seconds that measuring took; None if nothing was measured.
+        collectives: how many collectives one optimizer step makes on each rank; None where it is not known.
+    """
+    parts: list[RenderableType] = [_heading(plan), _summary(plan, profiling_s, collectives), ""]
+    parts += [_run_table(group_runs(plan.operators)), "", _mode_table(plan.operators)]
+    others = [point for point in plan.frontier if point.batch_size != plan.batch_size]
+    if others:
+        parts += ["", _frontier_table(plan)]
+    return Group(*parts)
+
+
+def measured_table(plan: ExecutionPlan, measured: MeasuredStep, steps: int) -> Table:
+    """Predicted against measured: step time and what it consists of, throughput and peak memory.
+
+    The error is (predicted - measured) / measured, so it is positive where the prediction was too high.
+
+    Args:
+        plan: holds the prediction.
+        measured: what the ranks' steps took at most.
+        steps: how many optimizer steps were made until then.
+    """
+    predicted, waited_s = plan.predicted, measured.communication_s
+    rows: list[tuple[str, float, float, Callable[[float], str]]] = [
+        ("step time", predicted.step_time_s, measured.step_time_s, format_seconds)
+    ]
+    if waited_s is not None and plan.cluster.ranks > 1:
+        computed_s = measured.step_time_s - waited_s
+        rows.append(("  compute", predicted.compute_time_s, computed_s, format_seconds))
+        rows.append(("  communication", predicted.communication_time_s, waited_s, format_seconds))
+    samples_per_s = plan.global_batch_size / measured.step_time_s
+    rows.append(("throughput", predicted.samples_per_s, samples_per_s, _format_throughput))
+    rows.append(("peak memory", predicted.peak_memory_bytes, measured.peak_memory_bytes, format_bytes))
+    table = _table(f"after {steps} steps", ">predicted", ">measured", ">error")
+    for name, expected, seen, write in rows:
+        table.add_row(name, write(expected), write(seen), _format_difference(expected, seen) if seen else "")
+    return table
+
+
+def simulation_table(points: Sequence[SimulatedPoint]) -> Table:
+    """By number of devices: the plan (osdp) beside every operator replicated (dp) and every operator sharded (zdp).
+
+    Throughput is that of all devices, peak memory that of one. The last columns are shares of the parameters, and
+    numbers of blocks; those in which no plan has anything are left out.
+    """
+    plans = [point.osdp for point in points if point.osdp is not None]
+    more = [name for name in _OPTIONAL_COLUMNS if name == "sharded_share" or any(getattr(plan, name) for plan in plans)]
+    titles = (f">{_OPTIONAL_COLUMNS[name]}" for name in more)
+    table = _table("devices", "sharding", ">batch size", ">samples/s", ">peak memory", *titles)
+    for point in points:
+        nodes = f" ({point.nodes} nodes)" if point.nodes > 1 else ""
+        for name, one in (("osdp", point.osdp), ("dp", point.dp), ("zdp", point.zdp)):
+            devices = f"{point.devices}{nodes}" if name == "osdp" else ""
+            if one is None:
+                needed = f"needs {format_bytes(point.needed_bytes)}" if name == "osdp" else ""
+                table.add_row(devices, name, "", "does not fit", needed)
+                continue
+            table.add_row(
+                devices,
+                name,
+                str(one.batch_size),
+                f"{one.samples_per_s:,.1f}" if one.samples_per_s >= 1 else f"{one.samples_per_s:.3f}",
+                format_bytes(one.peak_memory_bytes),
+                *(f"{value:.0%}" if isinstance(value := getattr(one, name), float) else str(value) for name in more),
+            )
+    return table
+
+
+def to_text(renderable: RenderableType, width: int = 100) -> str:
+    """What ``renderable`` looks like as plain text of at most ``width`` columns: for logs and files."""
+    console = Console(width=width, color_system=None, force_terminal=False, force_jupyter=False)
+    with console.capture() as capture:
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _heading(plan: ExecutionPlan) -> Text:
+    cluster = plan.cluster
+    nodes = f"{cluster.nodes} nodes of {cluster.devices_per_node}" if cluster.nodes > 1 else "one node"
+    return Text(
+        f"Execution plan for {format_count(plan.model.num_parameters)} parameters on {cluster.ranks} ranks "
+        f"({nodes}, {cluster.device}, {cluster.backend})\n"
+    )
+
+
+def _summary(plan: ExecutionPlan, profiling_s: float | None, collectives: int | None) -> Table:
+    predicted, limit = plan.predicted, plan.memory_limit_bytes
+    rows = {
+        "batch size": f"{plan.batch_size} x {plan.accumulate_grad_batches} accumulated x {plan.cluster.ranks} ranks "
+        f"= {plan.global_batch_size} in all",
+        "step time": f"{format_seconds(predicted.step_time_s)} = {format_seconds(predicted.compute_time_s)} compute "
+        f"+ {format_seconds(predicted.communication_time_s)} communication",
+        "throughput": _format_throughput(predicted.samples_per_s),
+        "peak memory": f"{format_bytes(predicted.peak_memory_bytes)} of {format_bytes(limit)}  "
+        f"{_format_bar(predicted.peak_memory_bytes / limit)}",
+        "": f"{format_bytes(predicted.overhead_bytes)} of it before the model",
+    }
+    between = [f"{format_bytes(size)} for {what}" for what, size in predicted.non_training_bytes.items()]
+    if between:
+        rows["between steps"] = ", ".join(between)
+    if plan.update_in_backward:
+        rows["updates"] = "of sharded parameters in the backward pass, so that their gradients need not be kept"
+    if plan.retain_freed_memory:
+        rows["freed tensors"] = "stay in the heap, so that the next ones need no new pages"
+    if collectives is not None:
+        rows["collectives"] = f"{collectives} per step{_prefetch_text(plan)}"
+    if profiling_s is not None:
+        rows["profiling"] = f"took {format_seconds(profiling_s)}"
+    table = Table.grid(padding=(0, 3, 0, 0))
+    for name, value in rows.items():
+        table.add_row(Text(name, style="bold"), Text(value))
+    return table
+
+
+def _run_table(runs: Sequence[OperatorRun]) -> Table:
+    table = _table("operators", "mode", ">count", ">parameters")
+    for run in runs:
+        table.add_row(
+            Text(run.pattern or "(the module itself)"),  # a str would be read as markup
+            describe_operator_choice(run.operators[0]),
+            str(len(run.operators)),
+            format_count(run.num_parameters),
+        )
+    return table
+
+
+def _mode_table(operators: Iterable[OperatorPlan]) -> Table:
+    """Parameters by the mode of the slice that they are in; slices of one operator are equal parts."""
+    by_mode: Counter[Mode] = Counter()
+    for operator in operators:
+        for index, mode in enumerate(operator.slices):
+            whole, k = operator.num_parameters, len(operator.slices)
+            by_mode[mode] += whole * (index + 1) // k - whole * index // k
+    total = by_mode.total()
+    table = _table("mode", ">parameters", ">share")
+    for mode in Mode:
+        if mode in by_mode:
+            share = by_mode[mode] / total if total else 0.0
+            table.add_row(mode.value, format_count(by_mode[mode]), f"{share:.1%}")
+    return table
+
+
+def _frontier_table(plan: ExecutionPlan) -> Table:
+    others = sorted(
+        (point for point in plan.frontier if point.batch_size != plan.batch_size),
+        key=lambda point: point.samples_per_s,
+        reverse=True,
+    )
+    table = _table("runner-up", ">throughput", ">against the plan", ">peak memory")
+    for point in others[:MAX_RUNNERS_UP]:
+        table.add_row(
+            f"batch size {point.batch_size}",
+            _format_throughput(point.samples_per_s),
+            _format_difference(point.samples_per_s, plan.predicted.samples_per_s),
+            format_bytes(point.peak_memory_bytes),
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    """An empty table; a column whose title starts with ``>`` holds numbers and is aligned to the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold underline")
+    for title in columns:
+        table.add_column(title.removeprefix(">"), justify="right" if title.startswith(">") else "left", no_wrap=True)
+    table.columns[0].no_wrap = False
+    table.columns[0].overflow = "fold"
+    return table
+
+
+def _format_bar(share: float) -> str:
+    filled = min(_BAR_WIDTH, round(share * _BAR_WIDTH))
+    return f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {share:.1%}"
+
+
+def _prefetch_text(plan: ExecutionPlan) -> str:
+    size = plan.cluster.prefetch_max_bytes
+    return f", those of units up to {format_bytes(size)} beside compute" if size else ""
+
+
+def _format_throughput(samples_per_s: float) -> str:
+    return f"{samples_per_s:,.1f} samples/s" if samples_per_s >= 1 else f"{samples_per_s:.3f} samples/s"
+
+
+def _format_difference(value: float, reference: float) -> str:
+    return f"{(value - reference) / reference:+.1%}"
+
+
+def write_plan(plan: ExecutionPlan, path: Path) -> None:
+    """Writes the plan where it can be found again; where that is not possible a warning is enough.
+
+    The other ranks train already, and the plan is on the screen.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(plan.to_json())
+    except OSError as error:
+        warnings.warn(f"the plan can't be written to {path.parent}: {error}", OSDPWarning, stacklevel=3)

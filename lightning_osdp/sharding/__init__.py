@@ -1,1 +1,0 @@
-"""Doing: applies an ExecutionPlan to a module."""

@@ -1,0 +1,1 @@
+"""How tensors lie over ranks, and how they are saved and loaded."""

@@ -1,0 +1,193 @@
+"""Checkpoints that do not know the plan: one ordinary Lightning file, or a folder that every rank writes to.
+
+Folders are imported where there is one: torch.distributed.checkpoint takes 2.4 MiB of every rank, which most runs can
+use otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_osdp.backend.collectives import raise_on_all_ranks
+from lightning_osdp.errors import CheckpointError, ConfigurationError
+from lightning_osdp.state import (
+    atomic_files,
+    single_file,
+)
+from lightning_osdp.state.deferred_tensor import (
+    DeferredTensors,
+    LoadTarget,
+)
+
+if TYPE_CHECKING:
+    from lightning_osdp.state.folder import CheckpointFolder
+
+SAVE_FORMATS = ("full", "sharded")
+
+
+class CheckpointFormat:
+    """Saves and loads the checkpoints of one run.
+
+    Args:
+        save_format: ``"full"``: one file, as any Lightning run writes it; ``"sharded"``: a folder.
+
+    Raises:
+        ConfigurationError: no such format.
+    """
+
+    def __init__(self, save_format: str) -> None:
+        if save_format not in SAVE_FORMATS:
+            raise ConfigurationError(f"save_format={save_format!r} is not known: use 'full' or 'sharded'")
+        self.is_sharded = save_format == "sharded"
+        self.deferred_tensors: DeferredTensors | None = None
+        """The handles of the checkpoint that is being put together; None while none is."""
+        self._open_folder: CheckpointFolder | None = None
+
+    @contextmanager
+    def deferred_gathers(self, is_rank_zero: bool, eager: bool) -> Iterator[None]:
+        """Within it a checkpoint is put together and saved.
+
+        Args:
+            is_rank_zero: whether this rank is the first.
+            eager: whether values must be there before they are written.
+        """
+        self.deferred_tensors = DeferredTensors(
+            includes_replicated=self.is_sharded, eager=eager and not self.is_sharded, is_rank_zero=is_rank_zero
+        )
+        try:
+            yield
+        finally:
+            self.deferred_tensors = None
+
+    def save(self, checkpoint: dict[str, Any], path: Path, group: Any) -> None:
+        """Writes to a local path. Collective.
+
+        Raises:
+            CheckpointError: a rank could not write, on every rank; what was at ``path`` is as it was then.
+        """
+        pending = self.deferred_tensors or DeferredTensors()
+        if self.is_sharded:
+            from lightning_osdp.state import folder
+
+            folder.save(checkpoint, path, pending, group)
+        else:
+            _save_file(checkpoint, path, pending, group)
+
+    def load(self, path: Path, weights_only: bool | None, group: Any) -> dict[str, Any]:
+        """Opens either format and checks that it is whole. Collective.
+
+        Tensors in it are mapped from the file or are handles: ``fill`` puts them where they go.
+
+        Raises:
+            CheckpointError: it is damaged or foreign, on every rank.
+        """
+        rank, ranks = group.rank(), group.size()
+        raise_on_all_ranks(group, lambda: atomic_files.restore(path) if rank == 0 else None)
+        if path.is_dir():
+            from lightning_osdp.state.folder import CheckpointFolder
+
+            self._open_folder = opened = raise_on_all_ranks(group, lambda: CheckpointFolder(path, weights_only))
+            raise_on_all_ranks(group, lambda: opened.verify(rank, ranks))
+            return raise_on_all_ranks(group, lambda: _validate_checkpoint(opened.checkpoint, path))
+        self._open_folder = None
+        raise_on_all_ranks(group, lambda: atomic_files.verify(path) if rank == 0 else None)
+        return raise_on_all_ranks(group, lambda: _validate_checkpoint(atomic_files.load(path, weights_only), path))
+
+    def fill(self, targets: Sequence[LoadTarget]) -> None:
+        """Puts values where they go."""
+        stored = [target for target in targets if target.value.is_meta]
+        for target in targets:
+            if not target.value.is_meta:
+                target.fill()
+        if not stored:
+            return
+        if self._open_folder is None or not all(self._open_folder.has_tensor(target.value) for target in stored):
+            raise CheckpointError("the checkpoint holds a meta tensor, which has no values")
+        self._open_folder.fill(stored)
+
+
+def consolidate(source: Path, target: Path, weights_only: bool | None = None) -> None:
+    """Makes one ordinary file of a folder, one tensor in memory at a time. Needs no process group.
+
+    Raises:
+        CheckpointError: the folder is damaged or no checkpoint, or the file can't be written.
+    """
+    from lightning_osdp.state.folder import CheckpointFolder
+
+    opened = CheckpointFolder(source, weights_only)
+    opened.verify(0, 1)
+    try:
+        with atomic_files.atomic_write(target) as unfinished:
+            single_file.save(opened.checkpoint, unfinished, lambda handle: lambda: opened.read_full_tensor(handle))
+    except OSError as error:
+        raise CheckpointError(f"{target} can't be written: {error}") from error
+
+
+def _save_file(checkpoint: dict[str, Any], path: Path, deferred_tensors: DeferredTensors, group: Any) -> None:
+    """The first rank writes; before each tensor it tells the others which one to gather with it."""
+
+    def write() -> None:
+        try:
+            with atomic_files.atomic_write(path) as unfinished:
+                single_file.save(
+                    checkpoint, unfinished, lambda handle: lambda: gather(deferred_tensors.index_of(handle))
+                )
+        except OSError as error:
+            raise CheckpointError(f"the checkpoint {path} can't be written: {error}") from error
+        finally:
+            _broadcast_index(_DONE, group)
+
+    def gather(index: int) -> Tensor:
+        _broadcast_index(index, group)
+        return deferred_tensors.entries[index].unshard()
+
+    def serve_gathers() -> None:
+        while (index := _broadcast_index(_DONE, group)) != _DONE:
+            deferred_tensors.entries[index].unshard()
+
+    raise_on_all_ranks(group, write if group.rank() == 0 else serve_gathers)
+
+
+_DONE = -1
+
+
+def _broadcast_index(index: int, group: Any) -> int:
+    """The first rank's number, on every rank."""
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
+    number = torch.tensor(index, dtype=torch.int64, device=device)
+    dist.broadcast(number, src=dist.get_global_rank(group, 0), group=group)
+    return int(number)
+
+
+def _validate_checkpoint(checkpoint: Any, path: Path) -> dict[str, Any]:
+    """Refuses what is no checkpoint of Lightning; small tensors are copied, so that they keep no file open."""
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise CheckpointError(
+            f"{path} is not a Lightning checkpoint: it holds "
+            + (
+                f"the keys {sorted(map(str, checkpoint))[:5]}"
+                if isinstance(checkpoint, dict)
+                else f"{type(checkpoint)}"
+            )
+            + ", no state_dict"
+        )
+    large = ("state_dict", "optimizer_states")
+    return {key: value if key in large else _clone_tensors(value) for key, value in checkpoint.items()}
+
+
+def _clone_tensors(value: Any) -> Any:
+    """Containers of the plain kinds with their tensors copied."""
+    if isinstance(value, Tensor):
+        return value if value.is_meta else value.clone()
+    if type(value) is dict:
+        return {key: _clone_tensors(inner) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_clone_tensors(inner) for inner in value)
+    return value

@@ -1,0 +1,173 @@
+"""What a user may ask for: arguments read and checked, combinations that can't work refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planning.spec.cluster import Cluster
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.strategy import precision
+
+
+def validate_positive(name: str, value: int | str | None) -> int | None:
+    """``value`` if it is a positive whole number or None.
+
+    Raises:
+        ConfigurationError: it is anything else; ``key`` says which argument.
+    """
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ConfigurationError(f"{name}={value!r} is not a positive whole number")
+    return value
+
+
+def validate_choice(name: str, value: str, choices: Sequence[str]) -> str:
+    """``value`` if it is among those ``choices``.
+
+    Raises:
+        ConfigurationError: it is not; ``key`` says which argument.
+    """
+    if value not in choices:
+        raise ConfigurationError(f"{name}={value!r} is not known: use {' or '.join(map(repr, choices))}")
+    return value
+
+
+def reject_unsupported(trainer: pl.Trainer, plugin: Precision) -> None:
+    """Refuses combinations that would train wrongly.
+
+    Raises:
+        ConfigurationError: a callback averages weights, the precision is not supported, the whole module is compiled,
+            or batch norms are to be synchronised where they can't be.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ConfigurationError(
+                f"{type(callback).__name__} averages a copy of the whole module, which no rank holds under OSDP: "
+                "remove the callback"
+            )
+    precision.check(plugin)
+    module = trainer.lightning_module
+    if module._compiled_call_impl is not None:
+        raise ConfigurationError(
+            f"{type(module).__name__} is compiled as a whole, and no part of it could be sharded: compile submodules "
+            "instead, which then stay replicated"
+        )
+    norms = [name for name, inner in module.named_modules() if isinstance(inner, nn.modules.batchnorm._BatchNorm)]
+    on_cpu = trainer.strategy.root_device.type == "cpu"
+    if norms and on_cpu and getattr(trainer.strategy, "_layer_sync", None) is not None:
+        raise ConfigurationError(
+            f"sync_batchnorm=True: PyTorch synchronises batch norms ({norms[0]}) on GPUs only. Remove it to train on "
+            "the CPU, where each rank then normalises by its own batch"
+        )
+
+
+GRADIENT_HOOKS = (
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "optimizer_zero_grad",
+)
+"""Hooks of modules and callbacks that come when all gradients are there, decide about the optimizer's step, or may add
+up the gradients of several backward passes."""
+
+
+def in_backward_blocker(trainer: pl.Trainer, plugin: Precision, *, is_allowed: bool, per_parameter: bool) -> str:
+    """Why a run may not update parameters in the backward pass, in words; empty if it may.
+
+    Args:
+        trainer: of the run.
+        plugin: the precision.
+        is_allowed: whether the user allows it.
+        per_parameter: whether the optimizer does (``OptimizerStep.separable``).
+    """
+    if not is_allowed:
+        return "OSDPStrategy(update_in_backward=False)"
+    why_not = _all_gradients_blocker(trainer, plugin)
+    if why_not or per_parameter:
+        return why_not
+    return "its optimizer is not one of torch.optim that updates each parameter by itself without temporaries"
+
+
+def _all_gradients_blocker(trainer: pl.Trainer, plugin: Precision) -> str:
+    """What of a run needs all gradients before the first parameter is updated, in words; empty if nothing does."""
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        return f"{type(module).__name__} optimizes by itself (automatic_optimization=False)"
+    if trainer.gradient_clip_val:
+        return f"gradient_clip_val={trainer.gradient_clip_val} takes the norm of all gradients"
+    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        return f"precision={plugin.precision!r} scales the loss, and skips steps in which a gradient overflows"
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
+        return "GradientAccumulationScheduler sums gradients of several batches"
+    for hook in GRADIENT_HOOKS:
+        if is_overridden(hook, module, pl.LightningModule):
+            return f"{type(module).__name__} has its own {hook}"
+        for callback in callbacks:
+            if hasattr(pl.Callback, hook) and is_overridden(hook, callback, pl.Callback):
+                return f"{type(callback).__name__} has a hook {hook}"
+    return ""
+
+
+def check_plan_allows_in_backward(plan: ExecutionPlan | None, blocker: str) -> None:
+    """Refuses a ``make_plan`` that updates parameters in the backward pass in a run that may not (``blocker``).
+
+    Raises:
+        ConfigurationError: it does.
+    """
+    if plan is not None and plan.update_in_backward and blocker:
+        raise ConfigurationError(
+            f"the plan updates parameters in the backward pass, which this run does not allow: {blocker}. Make a new "
+            "plan"
+        )
+
+
+def disable_inference_mode(trainer: pl.Trainer) -> None:
+    """Has all loops evaluate under ``no_grad``: weights gathered under inference_mode can't be trained afterwards."""
+    loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    for loop in loops:
+        loop.inference_mode = False
+
+
+def read_plan(plan: str | Path | ExecutionPlan | None) -> ExecutionPlan | None:
+    """The plan that was given, from its file if it is a path.
+
+    Raises:
+        ConfigurationError: the file can't be read or is not a plan.
+        PlanMismatchError: it is a plan of another version.
+    """
+    if plan is None or isinstance(plan, ExecutionPlan):
+        return plan
+    return ExecutionPlan.from_json(_read_text(Path(plan), "plan"), source=str(plan))
+
+
+def read_cluster(cluster: str | Path | Cluster | None) -> Cluster | None:
+    """The hardware that was given, from its file if it is a path.
+
+    Raises:
+        ConfigurationError: the file can't be read or does not describe a cluster.
+    """
+    if cluster is None or isinstance(cluster, Cluster):
+        return cluster
+    text = _read_text(Path(cluster), "cluster")
+    try:
+        return Cluster.model_validate_json(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{cluster} is not a cluster file: {error}") from error
+
+
+def _read_text(path: Path, kind: str) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"the {kind} file {path} can't be read: {error}") from error

@@ -1,0 +1,210 @@
+"""Lightning's side of checkpoints: which ones this package writes and reads itself, and which a plugin does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_osdp.backend.collectives import raise_on_all_ranks
+from lightning_osdp.engine.base import Engine
+from lightning_osdp.errors import ConfigurationError, OSDPWarning
+from lightning_osdp.planning.spec.model import CheckpointMemory
+from lightning_osdp.state.checkpoint import CheckpointFormat
+from lightning_osdp.state.state_dict import (
+    ShardedParameters,
+    load_model_state,
+)
+from lightning_osdp.strategy.failure_aware import FailureAwareStrategy
+
+SAVE_WAIT_S = 10.0
+"""How long a rank that saves after an error waits for the others to do so."""
+
+
+def handles_natively(plugin: CheckpointIO, path: Any) -> bool:
+    """Whether this package writes there itself: a local path, and no plugin of the user's."""
+    return type(plugin) is TorchCheckpointIO and _is_local_file_protocol(path)
+
+
+def save(
+    checkpoint_format: CheckpointFormat,
+    plugin: CheckpointIO,
+    checkpoint: dict[str, Any],
+    path: Any,
+    storage_options: Any | None,
+    group: Any,
+) -> None:
+    """Saves to ``path``; all ranks raise if one fails. Collective.
+
+    Raises:
+        ConfigurationError: a sharded checkpoint is to go where only a plugin writes.
+        CheckpointError: the disk is full, or the path can't be written.
+    """
+    if handles_natively(plugin, path) and storage_options is None:
+        checkpoint_format.save(checkpoint, _local_path(path), group)
+        return
+    if checkpoint_format.is_sharded:
+        raise ConfigurationError(
+            f"save_format='sharded' writes to file systems that all ranks share, not to {path} with "
+            f"{type(plugin).__name__}: use save_format='full'"
+        )
+
+    def write() -> None:
+        if group.rank() == 0:
+            plugin.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+    raise_on_all_ranks(group, write)
+
+
+def load(
+    checkpoint_format: CheckpointFormat, plugin: CheckpointIO, path: Any, weights_only: bool | None, group: Any
+) -> dict[str, Any]:
+    """Loads from ``path``; all ranks raise if one fails. Collective.
+
+    Raises:
+        CheckpointError: it is damaged or foreign.
+    """
+    if handles_natively(plugin, path):
+        return checkpoint_format.load(_local_path(path), weights_only, group)
+    return raise_on_all_ranks(group, lambda: plugin.load_checkpoint(path, weights_only=weights_only))
+
+
+def states_by_optimizer(optimizers: Sequence[Optimizer], checkpoint: dict[str, Any]) -> dict[Optimizer, dict[str, Any]]:
+    """The saved state of each optimizer.
+
+    Raises:
+        ConfigurationError: the checkpoint has none, or for another number of optimizers.
+    """
+    states = checkpoint.get("optimizer_states")
+    if states is None:
+        raise ConfigurationError(
+            "the checkpoint holds the model only (ModelCheckpoint(save_weights_only=True)), so training can't go on "
+            "from it: load it with load_from_checkpoint and fit without ckpt_path"
+        )
+    if len(states) != len(optimizers):
+        raise ConfigurationError(
+            f"the checkpoint holds the state of {len(states)} optimizers, the module has {len(optimizers)}"
+        )
+    return dict(zip(optimizers, states, strict=True))
+
+
+class CheckpointingStrategy(FailureAwareStrategy):
+    """The part of the strategy that saves and loads."""
+
+    _checkpoint_format: CheckpointFormat
+    _engine: Engine | None
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole tensors on the first rank, nothing on others; while a checkpoint is saved, handles on all."""
+        if self._engine is None:
+            return super().lightning_module_state_dict()
+        return self._engine.model_state(self._checkpoint_format.deferred_tensors)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As for the module."""
+        assert self._engine is not None
+        plain = getattr(optimizer, "_optimizer", optimizer)
+        index = next((i for i, known in enumerate(self.optimizers) if known is plain), 0)
+        return self._engine.optimizer_state(plain, index, self._checkpoint_format.deferred_tensors)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Saves on every rank or fails on every rank."""
+        save(self._checkpoint_format, self.checkpoint_io, checkpoint, filepath, storage_options, dist.group.WORLD)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Either format; its large tensors are not read yet."""
+        return load(self._checkpoint_format, self.checkpoint_io, checkpoint_path, weights_only, dist.group.WORLD)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Loads whole states, saved under any plan, once all of the checkpoint is known to fit."""
+        assert self.lightning_module is not None
+        model, fill = checkpoint["state_dict"], self._checkpoint_format.fill
+        if self._engine is None:
+            load_model_state(self.lightning_module, ShardedParameters({}, None), model, strict, fill)
+            return
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        self._engine.check_state(model, strict, states_by_optimizer(self.optimizers, checkpoint) if fitting else {})
+        self._engine.load_model_state(model, strict, fill)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        assert self._engine is not None
+        for optimizer, state in states_by_optimizer(self.optimizers, checkpoint).items():
+            self._engine.load_optimizer_state(optimizer, state, self._checkpoint_format.fill)
+        _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _defer_gathers_on_save(self, trainer: pl.Trainer) -> None:
+        """Lets ``trainer.save_checkpoint`` put checkpoints together from handles. Idempotent.
+
+        Lightning asks the strategy for states before it tells where they go, and asks in the same way as a user who
+        wants whole tensors. Hooks and plugins that see the checkpoint are given whole tensors, too.
+        """
+        original = trainer.save_checkpoint
+        if getattr(original, "defers_gathers", False):
+            return
+
+        @functools.wraps(original)
+        def save_checkpoint(
+            filepath: Any, weights_only: bool | None = None, storage_options: Any | None = None
+        ) -> None:
+            if trainer.state.status == TrainerStatus.INTERRUPTED and not self._can_all_ranks_save():
+                rank_zero_warn(f"{filepath} is not saved: not all ranks are there to save it", category=OSDPWarning)
+                return
+            at_once = _hooks_inspect_checkpoint(trainer) or not handles_natively(self.checkpoint_io, filepath)
+            with self._checkpoint_format.deferred_gathers(self.is_global_zero, at_once):
+                original(filepath, weights_only, storage_options)
+
+        save_checkpoint.defers_gathers = True  # type: ignore[attr-defined]
+        trainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+
+    def _checkpoint_memory_mode(self, trainer: pl.Trainer) -> CheckpointMemory:
+        """What a rank makes whole on its device while the Trainer's callbacks save checkpoints."""
+        callbacks = trainer.checkpoint_callbacks
+        if self._checkpoint_format.is_sharded or not callbacks:
+            return "nothing"
+        places = [getattr(callback, "dirpath", None) or trainer.default_root_dir for callback in callbacks]
+        at_once = _hooks_inspect_checkpoint(trainer) or not all(
+            handles_natively(self.checkpoint_io, place) for place in places
+        )
+        return "gathered" if at_once and self.root_device.type == "cpu" else "streamed"
+
+    def _can_all_ranks_save(self) -> bool:
+        """Whether all ranks come to save after an error, where some may be gone or wait for something else."""
+        return self._failure_detector is not None and self._failure_detector.wait_for_all_ranks(
+            "save after an error", SAVE_WAIT_S
+        )
+
+
+def _local_path(path: Any) -> Path:
+    return Path(str(path).removeprefix("file://"))
+
+
+def _hooks_inspect_checkpoint(trainer: pl.Trainer) -> bool:
+    """Whether code of the user's sees the checkpoint before it is written."""
+    hook = "on_save_checkpoint"
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return is_overridden(hook, trainer.lightning_module, pl.LightningModule) or any(
+        is_overridden(hook, callback, pl.Callback) for callback in callbacks
+    )

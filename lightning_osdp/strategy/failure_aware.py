@@ -1,0 +1,70 @@
+"""The part of the strategy that keeps any rank from waiting for one that is gone."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from typing_extensions import override
+
+from lightning_osdp.strategy.failure_detector import (
+    FailureDetector,
+    SynchronizedDataLoader,
+    assert_equal_on_ranks,
+)
+
+
+class FailureAwareStrategy(ParallelStrategy):
+    """Tells the other ranks why this one fails, and finds uneven data."""
+
+    _failure_detector: FailureDetector | None = None
+    _num_dataloaders = 0
+
+    def _start_failure_detector(self, timeout: timedelta) -> None:
+        """To be called on every rank once the process group is there."""
+        self._stop_failure_detector()
+        self._num_dataloaders = 0
+        self._failure_detector = FailureDetector(self.global_rank, self.world_size, timeout)
+
+    def _stop_failure_detector(self) -> None:
+        if self._failure_detector is not None:
+            self._failure_detector.stop()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Leaves the cause for the other ranks, or finds theirs and puts it into the message."""
+        if self._failure_detector is not None:
+            self._failure_detector.report_failure(exception)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Has data of unknown length end on all ranks at the same batch."""
+        self._num_dataloaders += 1
+        if self._failure_detector is None or self.world_size == 1 or sized_len(dataloader) is not None:
+            return dataloader
+        return SynchronizedDataLoader(dataloader, self._failure_detector, f"dataloader {self._num_dataloaders}")
+
+    @override
+    def on_train_start(self) -> None:
+        self._check_num_batches("num_training_batches", "training")
+
+    @override
+    def on_validation_start(self) -> None:
+        sanity = self.lightning_module is not None and self.lightning_module.trainer.sanity_checking
+        self._check_num_batches("num_sanity_val_batches" if sanity else "num_val_batches", "validation")
+
+    @override
+    def on_test_start(self) -> None:
+        self._check_num_batches("num_test_batches", "test")
+
+    @override
+    def on_predict_start(self) -> None:
+        self._check_num_batches("num_predict_batches", "prediction")
+
+    def _check_num_batches(self, attribute: str, kind: str) -> None:
+        assert self.lightning_module is not None
+        count: Any = getattr(self.lightning_module.trainer, attribute)
+        assert_equal_on_ranks(dist.group.WORLD, f"the number of {kind} batches", count)

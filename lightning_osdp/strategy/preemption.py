@@ -1,0 +1,103 @@
+"""SLURM's signals, heeded at the end of a batch and by all ranks at the same one.
+
+Lightning saves within the signal handler, and tells other ranks of a SIGTERM there: collectives that may come between
+those of a training step, at another point on each rank. Here a handler only makes a note. At the end of each batch the
+ranks start to gather their notes, which is a few bytes over a group of its own while they train on, and read the answer
+at the end of the next: so all act at the same batch, and none waits.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
+from torch import Tensor
+from typing_extensions import override
+
+REQUEUE, STOP = 0, 1
+"""What a rank may note, as an index of its votes."""
+
+
+def install(trainer: pl.Trainer) -> None:
+    """Has the run heed signals at the end of a batch, where it runs in a SLURM job that is to be queued again.
+
+    Args:
+        trainer: before its ``fit`` has registered the handlers of Lightning.
+    """
+    environment = trainer._accelerator_connector.cluster_environment
+    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+        return
+    if not any(isinstance(callback, PreemptionCallback) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        trainer.callbacks.append(PreemptionCallback(environment))  # type: ignore[attr-defined]
+
+
+class PreemptionCallback(pl.Callback):
+    """Takes the place of Lightning's handlers for as long as they are registered (Lightning takes all of them back).
+
+    Args:
+        environment: knows the signal that asks for a checkpoint and for a place in the queue.
+    """
+
+    def __init__(self, environment: SLURMEnvironment) -> None:
+        self._signals = {environment.requeue_signal or signal.SIGUSR1: REQUEUE, signal.SIGTERM: STOP}
+        self._requeue_signal = environment.requeue_signal or signal.SIGUSR1
+        self._requested = [0, 0]
+        self._agreed = [0, 0]
+        self._pending_vote: tuple[Any, Tensor] | None = None
+        self._group: Any = None
+
+    @override
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._replace_handlers()
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._replace_handlers()
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Between optimizer steps: a checkpoint has no place for gradients that are half accumulated."""
+        self._collect_votes()
+        votes = torch.tensor(self._requested)
+        self._pending_vote = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True), votes
+        if trainer.fit_loop.epoch_loop._should_accumulate():
+            return
+        connector = trainer._signal_connector
+        if self._agreed[REQUEUE]:
+            self._requested[REQUEUE] = self._agreed[REQUEUE] = 0
+            self._pending_vote[0].wait()  # notes of the same signal
+            self._pending_vote = None
+            connector._slurm_sigusr_handler_fn(self._requeue_signal, None)  # type: ignore[arg-type]
+        elif self._agreed[STOP]:
+            connector.received_sigterm = True  # the loop ends after this batch, on all ranks
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._collect_votes()
+
+    def _replace_handlers(self) -> None:
+        """Replaces Lightning's handlers; one of the user's own stays."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for signum in self._signals:
+            if isinstance(signal.getsignal(signum), _HandlersCompose):
+                signal.signal(signum, self._record_signal)
+
+    def _record_signal(self, signum: int, _: Any) -> None:
+        self._requested[self._signals[signal.Signals(signum)]] = 1
+
+    def _collect_votes(self) -> None:
+        if self._pending_vote is None:
+            return
+        work, votes = self._pending_vote
+        work.wait()
+        self._agreed = [max(old, new) for old, new in zip(self._agreed, votes.tolist(), strict=True)]
+        self._pending_vote = None

@@ -1,0 +1,138 @@
+"""The part of the strategy that any strategy of several ranks has: who runs where, and how they talk."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_osdp.backend import memory
+from lightning_osdp.backend.cpu import malloc
+from lightning_osdp.strategy.checkpointing import CheckpointingStrategy
+from lightning_osdp.strategy.launcher import Launcher
+
+
+class ProcessGroupStrategy(CheckpointingStrategy):
+    """One process for each device, joined by a process group.
+
+    Args:
+        timeout: of the process group.
+        process_group_backend: None: NCCL on CUDA, gloo on the CPU.
+        **parts: what the Trainer sets.
+    """
+
+    def __init__(self, timeout: timedelta, process_group_backend: str | None, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._timeout = timeout
+        self._process_group_backend = process_group_backend
+        self._num_nodes = 1
+
+    @property
+    def is_distributed(self) -> bool:
+        """True: Lightning gives each rank its part of the data."""
+        return True
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines, set by the Trainer."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def resume_checkpoint_path(self, trainer: pl.Trainer) -> str | None:
+        """Path of the checkpoint that ``fit`` will resume from, known before it is loaded; None if it starts anew."""
+        assert isinstance(self._launcher, Launcher)
+        return self._launcher.resume_checkpoint_path(trainer)
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tells the cluster environment which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    @override
+    def setup_environment(self) -> None:
+        """Sets the allocator and joins the process group, before any of the user's hooks."""
+        super().setup_environment()
+        if self.root_device.type == "cpu":
+            malloc.configure_cpu_allocator()
+            memory.clear_linecache()
+        elif self.root_device.type == "cuda":
+            memory.enable_expandable_segments(self.root_device)
+        reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        device_id = self.root_device if self.root_device.type != "cpu" else None
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+        self._start_failure_detector(self._timeout)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not _distributed_is_initialized():
+            return
+        if self.root_device.type == "cuda":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not _distributed_is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    @override
+    def teardown(self) -> None:
+        """Ends the run; the module stays sharded for a later one on the same Trainer."""
+        # Not the base class's: it moves parameters to the CPU, away from what the units know of them.
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self._stop_failure_detector()
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()

@@ -1,0 +1,140 @@
+"""LightningCLI with the strategy: named or spelt out, written down and read back, and through ``osdp fit``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_osdp import (
+    OSDPCallback,
+    OSDPStrategy,
+)
+from lightning_osdp.cli import fit
+from lightning_osdp.planning.spec.constraints import SearchConstraints
+from tests.support.modules import GPTModule
+
+ROOT = Path(__file__).resolve().parents[1]
+
+ARGUMENTS: dict[str, Any] = {
+    "memory_limit": "2GiB",
+    "batch_size": 3,
+    "max_batch_size": 64,
+    "global_batch_size": 96,
+    "plan": "plan.json",
+    "cluster": "cluster.json",
+    "sharding_group": "world",
+    "save_format": "sharded",
+    "replan": "on_drift",
+    "rehearse": False,
+    "engine": "fairscale",
+    "cache": "measurements",
+    "timeout": "0:05:00",
+    "process_group_backend": "gloo",
+}
+
+
+WISHES: dict[str, Any] = {
+    "slice_granularity": {"model.blocks.0.*": 4},
+    "activation_checkpointing": ["model.blocks.1"],
+    "progress_bar": False,
+}
+
+
+def parse_cli(*args: str) -> Any:
+    """LightningCLI up to where it would run."""
+    options = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.logger=false", *args]
+    return LightningCLI(GPTModule, args=options, run=False, save_config_callback=None, seed_everything_default=1)
+
+
+@pytest.fixture(autouse=True)
+def clear_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LightningCLI warns where it is given arguments although the command line has some: here, pytest's."""
+    monkeypatch.setattr(sys, "argv", ["pytest"])
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lightning_cli_round_trips_strategy_and_callback_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "strategy.yaml"
+    strategy = {"class_path": "lightning_osdp.OSDPStrategy", "init_args": ARGUMENTS}
+    callback = {"class_path": "lightning_osdp.OSDPCallback", "init_args": WISHES}
+    path.write_text(yaml.safe_dump({"trainer": {"strategy": strategy, "callbacks": [callback]}}))
+    first = parse_cli("--config", str(path))
+    written = first.parser.dump(first.config, skip_none=False)
+    given = yaml.safe_load(written)["trainer"]["strategy"]
+    assert given["class_path"] == "lightning_osdp.OSDPStrategy"
+    assert {name: given["init_args"][name] for name in ARGUMENTS} == ARGUMENTS
+    path.write_text(written)
+    second = parse_cli("--config", str(path))
+    assert second.parser.dump(second.config, skip_none=False) == written
+    for made in (first.trainer.strategy, second.trainer.strategy):
+        assert isinstance(made, OSDPStrategy)
+        assert (made._memory_limit, made._batch_size, made._global_batch_size) == (2 << 30, 3, 96)
+        assert (made._given_plan, str(made._given_cluster), str(made._cache)) == (
+            "plan.json",
+            "cluster.json",
+            "measurements",
+        )
+        assert made._timeout.total_seconds() == 300
+    for trainer in (first.trainer, second.trainer):
+        (found,) = (one for one in trainer.callbacks if isinstance(one, OSDPCallback))
+        assert found.constraints == SearchConstraints({"model.blocks.0.*": 4}, ("model.blocks.1",))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lightning_cli_accepts_strategy_by_name() -> None:
+    assert isinstance(parse_cli("--trainer.strategy=osdp").trainer.strategy, OSDPStrategy)
+
+
+def write_config(folder: Path) -> Path:
+    """A file that a person would write: the strategy is not named, so it is ``run_osdp``."""
+    trainer = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "max_steps": 2,
+        "limit_val_batches": 1,
+        "num_sanity_val_steps": 0,
+        "default_root_dir": str(folder),
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(folder)}},
+    }
+    model = {"class_path": "tests.integration.modules.GPTModule", "init_args": {"batch_size": 4}}
+    path = folder / "fit.yaml"
+    path.write_text(yaml.safe_dump({"seed_everything": 1, "trainer": trainer, "model": model}))
+    return path
+
+
+def run_osdp(*args: str, folder: Path) -> str:
+    """What ``python -m lightning_osdp`` prints; it starts its second rank by itself."""
+    cache = {"LIGHTNING_OSDP_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | cache | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "lightning_osdp", *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_osdp_fit_and_validate_train_and_evaluate(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    assert "Execution plan for" in run_osdp("fit", "--config", str(path), folder=tmp_path)
+    (kept,) = tmp_path.glob("lightning_logs/version_0/config.yaml")
+    assert yaml.safe_load(kept.read_text())["trainer"]["strategy"] == "osdp"
+    (checkpoint,) = tmp_path.glob("lightning_logs/version_0/checkpoints/*.ckpt")
+    assert torch.load(checkpoint, weights_only=True)["global_step"] == 2
+    assert "val_loss" in run_osdp("validate", "--config", str(path), folder=tmp_path)
+
+
+def test_config_folders_are_taken_from_config_options() -> None:
+    assert list(fit._config_folders(["fit", "--config", "a/b.yaml", "-c=c/d.yaml", "--trainer.devices", "2"])) == [
+        str(ROOT / "a"),
+        str(ROOT / "c"),
+    ]

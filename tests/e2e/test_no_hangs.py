@@ -1,0 +1,112 @@
+"""Where one rank fails, all ranks end soon, say the real cause, and leave no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.ports import free_port
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 240.0
+"""For a run: it takes seconds, a hang would take the process group's 30 minutes."""
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def command(how: str, folder: Path) -> list[str]:
+    return [sys.executable, "-m", "tests.integration.failing", how, str(folder)]
+
+
+def run_two_ranks(how: str, folder: Path) -> list[tuple[int, str]]:
+    """Runs two ranks as torchrun starts them. Returns the exit status and the standard error of each."""
+    world = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "tests"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    processes = []
+    for rank in range(2):
+        values = world | where | {"RANK": rank, "LOCAL_RANK": rank}
+        env = environment() | {name: str(value) for name, value in values.items()}
+        with Path(folder, f"err-{rank}").open("w") as err, Path(folder, "out").open("a") as out:
+            processes.append(
+                subprocess.Popen(
+                    command(how, folder), env=env, cwd=ROOT, stdout=out, stderr=err, start_new_session=True
+                )
+            )
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert not [process.pid for process in processes if live_processes_in_session(process.pid)]
+    return [(code, Path(folder, f"err-{rank}").read_text()) for rank, code in enumerate(codes)]
+
+
+def live_processes_in_session(session: int) -> list[int]:
+    """Processes of a session that are alive, such as a dataloader's workers."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("how", "failed", "cause", "told"),
+    [
+        ("raise on 1", 1, "ValueError: the third step is unlucky", "rank 1 failed: ValueError: the third step is"),
+        ("raise on 0", 0, "ValueError: the third step is unlucky", "rank 0 "),
+        ("kill 1", 1, "", "rank 1 ended without an error: it was killed"),
+        ("worker", 1, "row 12 is unreadable", "OSError: row 12 is unreadable"),
+        ("stream", 1, "ran out after 6 batches", "rank 1 failed: ConfigurationError: uneven data"),
+        ("uneven", 1, "number of training batches differs", "number of training batches differs between ranks: 16 on"),
+        ("plan", 1, "the plan differs between ranks", "the plan differs between ranks"),
+        ("swallow on 1", 1, None, "rank 0 is ended: rank 1 failed: ValueError: nobody ends this process"),
+    ],
+)
+def test_failure_on_one_rank_ends_all_ranks_with_its_cause(
+    tmp_path: Path, how: str, failed: int, cause: str | None, told: str
+) -> None:
+    for rank, (code, text) in enumerate(run_two_ranks(how, tmp_path)):
+        if rank == failed and cause is None:
+            assert code == 0, text  # it catches its error and goes on
+            continue
+        assert code != 0, text
+        assert (cause if rank == failed else told) in text
+
+
+def test_ctrl_c_ends_all_processes(tmp_path: Path) -> None:
+    """In ranks that Lightning starts: the terminal sends the signal to all of them."""
+    with (tmp_path / "err").open("w") as err:
+        process = subprocess.Popen(
+            command("interrupt", tmp_path), env=environment(), cwd=ROOT, stdout=err, stderr=err, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not all((tmp_path / f"step-3-of-rank-{rank}").exists() for rank in range(2)):
+            assert process.poll() is None, (tmp_path / "err").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(LIMIT_S) == 1
+        while live_processes_in_session(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not live_processes_in_session(process.pid)
+    finally:
+        for pid in live_processes_in_session(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+    assert "Detected KeyboardInterrupt" in (tmp_path / "err").read_text()

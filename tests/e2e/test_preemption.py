@@ -1,0 +1,135 @@
+"""SLURM's signals while two ranks train: noted at once, heeded by all ranks at the end of the same batch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+
+from lightning_osdp.strategy.preemption import PreemptionCallback
+from tests.support.lightning_contract import (
+    RANKS,
+    Net,
+    batches,
+    build_seeded,
+    is_fake,
+    make_planned_trainer,
+)
+from tests.support.ranks import run_ranks
+
+BATCHES = 10
+
+
+class Signalled(Net):
+    """One rank gets a signal in the middle of a step."""
+
+    def __init__(self, signum: signal.Signals | None = None, rank: int = 0, at: int = 3) -> None:
+        super().__init__()
+        self.signum, self.rank, self.at = signum, rank, at
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        loss = super().training_step(batch, batch_index)
+        if not is_fake(loss) and self.signum and batch_index == self.at and dist.get_rank() == self.rank:
+            os.kill(os.getpid(), self.signum)
+            time.sleep(0.05)  # the handler runs
+        return loss
+
+
+def fake_slurm_environment(folder: str, rank: int) -> None:
+    """What SLURM sets, and a scontrol that writes down what it was asked for."""
+    names = {"NTASKS": RANKS, "NTASKS_PER_NODE": RANKS, "NNODES": 1, "PROCID": rank, "LOCALID": rank, "NODEID": 0}
+    os.environ |= {f"SLURM_{name}": str(value) for name, value in names.items()}
+    os.environ |= {"SLURM_JOB_ID": "417", "SLURM_JOB_NAME": "osdp"}
+    tools = Path(folder, f"tools-{rank}")
+    tools.mkdir()
+    script = tools / "scontrol"
+    script.write_text(f'#!/bin/sh\necho "$@" >> {folder}/scontrol.txt\n')
+    script.chmod(0o755)
+    os.environ["PATH"] = f"{tools}:{os.environ['PATH']}"
+
+
+def fit_under_slurm(folder: str, module: Any, **options: Any) -> pl.Trainer:
+    """A fit under SLURM's environment."""
+    data = batches(BATCHES, 2)
+    made = make_planned_trainer(folder, build_seeded(Net), data, plugins=[SLURMEnvironment()], **options)
+    made.fit(module, data)
+    return made
+
+
+def run_scenarios(rank: int, ranks: int, folder: str) -> dict[str, Any]:
+    """All in the same processes: without a signal, with each signal on one rank, and going on."""
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    fake_slurm_environment(folder, rank)
+    before = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGTERM)
+    whole, asked, resumed = (
+        build_seeded(Signalled),
+        build_seeded(Signalled, signal.SIGUSR1, rank=1),
+        build_seeded(Signalled),
+    )
+    fit_under_slurm(f"{folder}/whole", whole)
+    made = fit_under_slurm(f"{folder}/asked", asked, accumulation=2)
+    checkpoint = f"{folder}/asked/hpc_ckpt_1.ckpt"
+    saved = torch.load(checkpoint, weights_only=True)["global_step"]
+    fit_under_slurm(f"{folder}/asked", resumed, accumulation=2)  # Lightning finds the checkpoint by itself
+    stopped = build_seeded(Signalled, signal.SIGTERM, rank=0)
+    with pytest.raises(SIGTERMException):
+        fit_under_slurm(f"{folder}/stopped", stopped)
+    dist.barrier()
+    return {
+        "whole": whole.losses,
+        "asked": asked.losses,
+        "saved": saved,
+        "checkpoints": sorted(path.name for path in Path(folder, "asked").glob("*.ckpt")),
+        "resumed": len(resumed.losses),
+        "stopped": len(stopped.losses),
+        "scontrol": Path(folder, "scontrol.txt").read_text(),
+        "callbacks": sum(isinstance(callback, PreemptionCallback) for callback in made.callbacks),
+        "restored": before == (signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGTERM)),
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank returned."""
+    return run_ranks(run_scenarios, RANKS, str(tmp_path_factory.mktemp("signals")))
+
+
+def test_sigusr1_saves_checkpoint_on_all_ranks_after_optimizer_step(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        # Noted in the fourth batch, asked at its end, known at the end of the fifth, saved when the sixth has stepped.
+        assert result["saved"] == 3
+        assert result["checkpoints"] == ["hpc_ckpt_1.ckpt"]
+        assert len(result["asked"]) == BATCHES  # the run goes on until SLURM ends it
+
+
+def test_sigusr1_requeues_slurm_job_once(results: list[dict[str, Any]]) -> None:
+    assert results[0]["scontrol"] == "requeue 417\n"
+
+
+def test_requeued_job_resumes_at_saved_batch(results: list[dict[str, Any]]) -> None:
+    assert [result["resumed"] for result in results] == [BATCHES - 6] * RANKS
+
+
+def test_sigterm_stops_all_ranks_at_same_batch(results: list[dict[str, Any]]) -> None:
+    assert [result["stopped"] for result in results] == [5] * RANKS
+
+
+def test_signal_handlers_are_restored_after_fit(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["restored"]
+        assert result["callbacks"] == 1
+
+
+def test_fit_without_signal_trains_all_batches(results: list[dict[str, Any]]) -> None:
+    assert [len(result["whole"]) for result in results] == [BATCHES] * RANKS

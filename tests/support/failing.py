@@ -1,0 +1,103 @@
+"""A training script of which one rank fails, in the way that its first argument names."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_osdp import OSDPStrategy
+from lightning_osdp.strategy import failure_detector
+from tests.support.modules import (
+    GPTModule,
+    dataset,
+    trainer,
+)
+from tests.support.plans import plan_for
+
+STEPS = 1000
+"""More than any run gets to."""
+
+
+class Stream(IterableDataset[Any]):
+    """Rows without a known number; fewer of them on rank 1."""
+
+    def __init__(self, rank: int) -> None:
+        self._rows = dataset(24 if rank else 64).tensors[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from ((row,) for row in self._rows)
+
+
+class BadRows(TensorDataset):
+    """One row can't be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 12:
+            raise OSError("row 12 is unreadable")
+        return super().__getitem__(index)
+
+
+class Failing(GPTModule):
+    """Fails as ``how`` says, on one rank."""
+
+    def __init__(self, how: str, folder: str) -> None:
+        super().__init__(batch_size=4, rows=4 * STEPS)
+        self.how, self.folder = how, folder
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        loss = super().training_step(batch, batch_index)
+        if self.trainer.global_step == 3 and not isinstance(loss, torch._subclasses.FakeTensor):
+            if self.how == f"raise on {self.global_rank}":
+                raise ValueError("the third step is unlucky")
+            if self.how == f"swallow on {self.global_rank}":
+                raise ValueError("nobody ends this process")
+            if self.how == f"kill {self.global_rank}":
+                os.kill(os.getpid(), signal.SIGKILL)
+            Path(self.folder, f"step-3-of-rank-{self.global_rank}").touch()
+        if self.how == "interrupt":
+            time.sleep(0.02)
+        return loss
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        rank = self.global_rank
+        if self.how == "stream":
+            return DataLoader(Stream(rank), batch_size=4)
+        if self.how == "uneven":
+            return DataLoader(dataset(24 if rank else 64), batch_size=4)
+        if self.how == "worker" and rank == 1:
+            return DataLoader(BadRows(*dataset(4 * STEPS).tensors), batch_size=4, num_workers=1)
+        return super().train_dataloader()
+
+
+def main(how: str, folder: str) -> None:
+    if how.startswith("swallow"):
+        failure_detector.FAILURE_GRACE_S = (
+            2.0  # the other rank is ended by it; elsewhere it would hide what ends a rank by itself
+        )
+    # A shell has what it starts in the background ignore Ctrl-C, and the tests with it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    module = Failing(how, folder)
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    other = how == "plan" and rank == 1
+    plan = plan_for(module, [dataset(4).tensors[0]], 2, "zdp" if other else "mixed", 4)
+    strategy = OSDPStrategy(plan=plan)
+    fitting = trainer(folder, strategy, max_steps=STEPS, use_distributed_sampler=False)
+    try:
+        fitting.fit(module)
+    except ValueError:
+        if how != f"swallow on {rank}":
+            raise
+        time.sleep(10)  # the process and its connections go on
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

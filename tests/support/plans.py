@@ -1,0 +1,31 @@
+"""Plans made by hand for the test modules, so that nothing is measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_osdp.autotune import pipeline
+from lightning_osdp.planning.spec.choices import Mode
+from lightning_osdp.planning.spec.plan import (
+    ExecutionPlan,
+    OperatorPlan,
+)
+from lightning_osdp.profiling.tracing.trace import TracedStep
+from tests.support.models import hand_made_plan
+
+
+def plan_for(module: Any, batch: Any, ranks: int, policy: str, batch_size: int) -> ExecutionPlan:
+    """All operators kept as ``policy`` says: the name of a mode, or ``mixed`` for one mode after the other."""
+    traced: TracedStep = pipeline.profile_model(module, batch, len(batch[0]), torch.device("cpu"))
+    model = traced.model_profile
+    plan = hand_made_plan({}, ranks, batch_size=batch_size)
+    large = [op.name for op in model.operators if op.is_shardable]
+    modes = {name: list(Mode)[i % 3] if policy == "mixed" else Mode(policy) for i, name in enumerate(large)}
+    operators = tuple(
+        OperatorPlan(name=op.name, slices=(modes.get(op.name, Mode.DP),), num_parameters=op.num_parameters)
+        for op in model.operators
+    )
+    identity = plan.model.model_copy(update={"fingerprint": model.fingerprint, "num_parameters": model.num_parameters})
+    return plan.model_copy(update={"operators": operators, "model": identity})

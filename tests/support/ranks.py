@@ -1,0 +1,183 @@
+"""Runs a function on several ranks of a real gloo process group, each a process of its own.
+
+They are forked from a server that has imported the libraries and done nothing else: importing takes seconds of each
+process, and most tests need two to four.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lightning_osdp.autotune import trials
+from lightning_osdp.profiling import engine_overhead, network
+from lightning_osdp.profiling.kernels import benchmark
+
+PRELOADED = [
+    "lightning_osdp.sharding.fairscale",
+    "tests.integration.modules",
+    "tests.zoo",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.t5.modeling_t5",
+]
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+GRACE_S = 5.0
+"""How long the other ranks may go on after one failed: their tracebacks often say more than the first."""
+
+
+class RankError(AssertionError):
+    """A rank raised, died or took too long; the message holds every traceback that came back."""
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 560.0) -> list[Any]:
+    """Runs ``fn(rank, world_size, *args)`` on ``world_size`` processes joined by gloo and returns what they returned.
+
+    Each process has one thread and the environment that torchrun would give it. ``fn`` must be a module-level function;
+    its arguments and result travel by pickle, tensors by value. No process outlives the call.
+
+    Args:
+        fn: what to run.
+        world_size: how many ranks, all on this machine.
+        *args: handed to every rank.
+        timeout_s: for all ranks together, starting up included. Less than the limit of a test (pyproject.toml).
+
+    Returns:
+        The results in the order of ranks.
+
+    Raises:
+        RankError: a rank raised, died without a result, or was not done after ``timeout_s``.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    deadline = time.monotonic() + timeout_s
+    processes, receivers = [], []
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        try:
+            for rank in range(world_size):
+                receiver, sender = context.Pipe(duplex=False)
+                receivers.append(receiver)
+                process = context.Process(
+                    target=_run_rank, args=(fn, rank, world_size, args, folder, dict(os.environ), sender)
+                )
+                processes.append(process)
+                process.start()
+                sender.close()
+            replies = _collect(receivers, deadline)
+            for process in processes:
+                process.join(max(0.0, deadline - time.monotonic()) if len(replies) == world_size else 0.0)
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+            for receiver in receivers:
+                receiver.close()
+    _raise_failures(replies, [process.exitcode for process in processes], timeout_s)
+    return [replies[rank][1] for rank in range(world_size)]
+
+
+def _collect(receivers: list[Connection], deadline: float) -> dict[int, tuple[bool, Any]]:
+    """(succeeded, result or traceback) by rank, of the ranks that answered in time."""
+    replies: dict[int, tuple[bool, Any]] = {}
+    pending = {receiver: rank for rank, receiver in enumerate(receivers)}
+    while pending:
+        ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for receiver in ready:
+            rank = pending.pop(receiver)
+            try:
+                replies[rank] = pickle.loads(receiver.recv_bytes())
+            except EOFError:
+                replies[rank] = (False, "died without a result")
+            if not replies[rank][0]:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    return replies
+
+
+def _raise_failures(replies: dict[int, tuple[bool, Any]], exit_codes: list[int | None], timeout_s: float) -> None:
+    failed = {rank: text for rank, (succeeded, text) in sorted(replies.items()) if not succeeded}
+    silent = [rank for rank in range(len(exit_codes)) if rank not in replies]
+    if not failed and not silent:
+        return
+    parts = [f"rank {rank} (exit code {exit_codes[rank]}):\n{text}" for rank, text in failed.items()]
+    if silent:
+        when = f"{GRACE_S:g} s after the failure" if failed else f"after {timeout_s:g} s"
+        parts.append(f"ranks {silent} were not done {when}")
+    raise RankError("\n".join(parts))
+
+
+def _run_rank(
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: tuple[Any, ...],
+    folder: str,
+    environment: dict[str, str],
+    sender: Connection,
+) -> None:
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    os.environ.update(environment)  # the server's is that of the first call
+    _set_environment(rank, world_size)
+    torch.set_num_threads(1)
+    _shorten_measurements()
+    try:
+        dist.init_process_group(
+            "gloo", f"file://{folder}/store", rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+        )
+        # Plain pickle copies tensors; torch's own pickler would share memory that ends with this process.
+        reply = pickle.dumps((True, fn(rank, world_size, *args)))
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+    except BaseException:
+        reply = pickle.dumps((False, traceback.format_exc()))
+    sender.send_bytes(reply)
+    sender.close()
+
+
+def _shorten_measurements() -> None:
+    """Tests look at what comes of measurements, not at how precise they are."""
+    network.REPEATS_BUDGET_S, network.MIN_REPEATS = 0.05, 2
+    engine_overhead.REPEATS = benchmark.MAX_REPEATS = 3
+    trials.MIN_STEPS = trials.MOST = 1
+
+
+def _set_environment(rank: int, world_size: int) -> None:
+    """What torchrun sets, so that Lightning takes the ranks as given and starts none itself."""
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": 0,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 29500,
+        "TORCHELASTIC_RUN_ID": "tests",
+        "OMP_NUM_THREADS": 1,
+    }
+    os.environ.update({name: str(value) for name, value in values.items()})
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _exit_with_parent() -> None:
+    """Where the test process is killed outright, nobody is left to end its ranks."""
+    parent = mp.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

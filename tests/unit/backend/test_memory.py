@@ -1,0 +1,91 @@
+"""What counters say of memory, and what is kept free."""
+
+from __future__ import annotations
+
+import linecache
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_osdp.backend import memory
+
+
+def test_clear_linecache_drops_only_lines_readable_from_files() -> None:
+    made_up = ["x = 1\n"]
+    linecache.cache["<made up>"] = (6, None, made_up, "<made up>")
+    try:
+        line = linecache.getline(__file__, 1)
+        assert line
+        memory.clear_linecache()
+        assert __file__ not in linecache.cache
+        assert linecache.getline("<made up>", 1) == made_up[0]  # as notebooks keep theirs: there is no file
+        assert linecache.getline(__file__, 1) == line
+    finally:
+        del linecache.cache["<made up>"]
+
+
+def test_expected_file_pages_count_only_for_detected_limit_before_first_step() -> None:
+    cpu = torch.device("cpu")
+    found, given = memory.MemoryLimit(cpu, 1), memory.MemoryLimit(cpu, 1, user_limit=1 << 30)
+    assert found.expected_file_pages(after_trial=False) == memory.EXPECTED_FILE_PAGE_BYTES > 0
+    assert found.expected_file_pages(after_trial=True) == given.expected_file_pages(after_trial=False) == 0
+    assert memory.MemoryLimit(torch.device("cuda"), 1).expected_file_pages(after_trial=False) == 0
+    assert found.file_pages() > given.file_pages() == 0
+
+
+def test_memory_limit_of_cgroup_is_shared_and_includes_page_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_cgroup_limits", lambda: [1 << 30, 2 << 30])
+    monkeypatch.setattr(memory, "_meminfo", lambda field: 8 << 30)
+    monkeypatch.setattr(memory, "file_pages", lambda: 100 << 20)
+    assert memory.memory_limit(torch.device("cpu"), 4, group_ranks=2) == (612 << 20) - (1 << 20)
+    assert memory.memory_limit(torch.device("cpu"), 2) == (612 << 20) - (1 << 20)
+
+
+CUDA = torch.device("cuda", 0)
+
+
+class FakeGpu:
+    """Stands in for a device of 100 GiB, of which 10 are this process's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fraction: float, free_gib: int = 90) -> None:
+        self.fraction, self.settings = fraction, ""
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_gib << 30, 100 << 30))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 << 30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100 << 30))
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: self.fraction)
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: self.set(share))
+        monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", self.configure)
+
+    def set(self, fraction: float) -> None:
+        self.fraction = fraction
+
+    def configure(self, settings: str) -> None:
+        """As torch does it: what is not named is as it is by default."""
+        self.settings, self.fraction = settings, 1.0
+
+
+@pytest.mark.parametrize(
+    ("fraction", "free_gib", "expected_gib"),
+    [(1.0, 90, 88.0), (1.0, 40, 46.0), (0.5, 90, 44.0), (0.5, 30, 36.8)],
+    ids=["by itself", "beside others", "capped", "capped beside others"],
+)
+def test_memory_limit_on_cuda_counts_free_memory_and_process_fraction(
+    monkeypatch: pytest.MonkeyPatch, fraction: float, free_gib: int, expected_gib: float
+) -> None:
+    FakeGpu(monkeypatch, fraction, free_gib)
+    assert memory.memory_limit(CUDA, 1) == pytest.approx(expected_gib * (1 << 30))
+
+
+def test_expand_segments_respects_user_allocator_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in memory.ALLOCATOR_ENV_VARS:
+        monkeypatch.delenv(name, raising=False)
+    gpu = FakeGpu(monkeypatch, fraction=0.5)
+    memory.enable_expandable_segments(CUDA)
+    assert (gpu.settings, gpu.fraction) == ("expandable_segments:True", 0.5)
+    for name in memory.ALLOCATOR_ENV_VARS:
+        gpu = FakeGpu(monkeypatch, fraction=0.5)
+        with monkeypatch.context() as users:
+            users.setenv(name, "max_split_size_mb:128")
+            memory.enable_expandable_segments(CUDA)
+        assert (gpu.settings, gpu.fraction) == ("", 0.5)

@@ -1,0 +1,96 @@
+"""The paper's settings: descriptions made from others say the same; plans on them are near their bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bench.paper import (
+    models,
+    page,
+    systems,
+)
+from bench.paper.__main__ import SYSTEMS
+from lightning_osdp.planning.search.batch_size_search import (
+    BatchSizePolicy,
+    Problem,
+)
+from lightning_osdp.planning.search.plan_search import PlanSearch
+from lightning_osdp.planning.spec.choices import (
+    Mode,
+    ShardingChoice,
+)
+from lightning_osdp.planning.spec.constraints import SearchConstraints
+from lightning_osdp.planning.spec.model import ModelProfile
+from lightning_osdp.planning.whatif.hardware import load
+from lightning_osdp.planning.whatif.simulate import problem_for_hardware
+
+GIB = 1 << 30
+SETTING = models.Setting(models.I_AND_C, "small", (512,) * 8 + (1536,) * 2)
+
+
+@pytest.fixture(scope="module")
+def description() -> ModelProfile:
+    return models.describe(SETTING)
+
+
+@pytest.fixture(scope="module")
+def problem(description: ModelProfile) -> Problem:
+    return problem_for_hardware(
+        models.in_batches_of(description, models.SEQUENCES), load("titan-rtx-pcie3"), 8, 1 << 50
+    )
+
+
+def test_in_batches_of_sequences_costs_as_much_as_separate_sequences(
+    description: ModelProfile, problem: Problem
+) -> None:
+    single = replace(problem, model=description)
+    choices = tuple(ShardingChoice((Mode.ZDP if one.is_shardable else Mode.DP,)) for one in description.operators)
+    names = tuple(block.name for block in description.blocks)
+    one, many = PlanSearch(single), PlanSearch(problem)
+    for recomputed in ((), names):
+        expected = one.evaluate_choices(choices, 3 * models.SEQUENCES, 1, recomputed).peak.total_bytes
+        assert many.evaluate_choices(choices, 3, 1, recomputed).peak.total_bytes == pytest.approx(expected, rel=1e-6)
+    assert problem.model.flops_per_sample == pytest.approx(models.SEQUENCES * description.flops_per_sample)
+
+
+def test_fsdp_per_block_has_same_compute_and_less_communication(problem: Problem) -> None:
+    tight, rule = replace(problem, memory_limit_bytes=4 * GIB), BatchSizePolicy(batch_size=2)
+    apart, together = systems.fsdp_per_operator(tight, rule), systems.fsdp_per_block(tight, rule)
+    assert apart is not None
+    assert together is not None
+    assert together.compute_s == pytest.approx(apart.compute_s, rel=1e-3)  # biases are sharded, too
+    assert together.communication_s < apart.communication_s  # fewer latencies
+    assert together.peak_memory_bytes > apart.peak_memory_bytes  # a larger transient
+    again = systems.fsdp_per_block(tight, rule, recomputed=True)
+    assert again is not None
+    assert again.communication_s == together.communication_s
+    assert again.compute_s > together.compute_s
+    assert again.peak_memory_bytes < together.peak_memory_bytes
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_best_plan_just_above_min_memory_is_close_to_lower_bound(problem: Problem, batch_size: int) -> None:
+    """From 2 % above the least memory on, plans are close to the lower bound of their time (they were 50 % off)."""
+    free = replace(problem, constraints=SearchConstraints(activation_checkpointing=False))
+    least = PlanSearch(free).min_memory_plan(batch_size).peak.total_bytes
+    for percent in range(2, 24, 3):
+        limit = int(least * (1 + percent / 100))
+        found = PlanSearch(replace(free, memory_limit_bytes=limit)).best_plan(batch_size)
+        assert found.peak.total_bytes <= limit
+        assert found.step_time_s <= 1.03 * found.lower_bound_s
+
+
+def test_page_lists_every_setting_and_published_numbers(problem: Problem) -> None:
+    tight = replace(problem, memory_limit_bytes=2 * GIB)
+    rule = BatchSizePolicy(max_batch_size=2)
+    row = page.Row(SETTING, 1, 2 * GIB, {name: system(tight, rule) for name, system in SYSTEMS.items()})
+    nothing = page.Row(SETTING, 1, GIB, dict.fromkeys(SYSTEMS))
+    scenario = page.Scenario("as published", (row, nothing), models.SEQUENCES)
+    text = "\n".join(page.summary(scenario) + page.table(scenario, page.PLAIN_SYSTEMS, page.OPERATOR))
+    for words in ("+17.2%", "+52.9%, max +108.3%", "| 2 GiB |", "| 1 GiB |", "does not fit"):
+        assert words in text
+    gain = row.gain(page.AGAIN, page.BEST_FSDP)
+    assert gain is not None
+    assert gain > 0

@@ -1,0 +1,215 @@
+"""The parts of a unit that can be looked at without a process group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_osdp.backend.cuda.prefetch_limiter import (
+    MAX_GATHERS_IN_FLIGHT,
+    PrefetchLimiter,
+)
+from lightning_osdp.engine.fairscale.engine import FairScaleEngine
+from lightning_osdp.engine.fairscale.unit import (
+    FairScaleUnit,
+    fairscale_module,
+)
+from lightning_osdp.engine.fairscale.unit_collectives import merge_chunks
+from lightning_osdp.planning.spec.choices import Mode
+from tests.support.models import (
+    TinyGPT,
+    gpt_batches,
+    gpt_loss,
+    hand_made_plan,
+    modes_for,
+    two_groups,
+)
+from tests.support.ranks import run_ranks
+from tests.support.split_plans import split_plan
+
+
+class Device:
+    """A CUDA device in slow motion: events happen when ``synchronize`` is asked for them."""
+
+    def __init__(self) -> None:
+        self.waited: list[int] = []
+        self.recorded = 0
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Stands in for torch.cuda's events."""
+    device = Device()
+
+    class Event:
+        def record(self, stream: Any) -> None:
+            self.number = device.recorded
+            device.recorded += 1
+
+        def synchronize(self) -> None:
+            device.waited.append(self.number)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    return device
+
+
+def test_prefetch_limiter_allows_two_gathers_before_waiting_for_frees(device: Device) -> None:
+    bound = PrefetchLimiter(MAX_GATHERS_IN_FLIGHT)
+    waits = []
+    for _ in range(5):  # five operators: gather, run, free, with the host far ahead of the device
+        bound.before_gather()
+        waits.append(list(device.waited))
+        bound.after_free()
+    assert waits == [[], [], [0], [0, 1], [0, 1, 2]]
+
+
+def test_prefetch_limiter_without_frees_never_waits(device: Device) -> None:
+    bound = PrefetchLimiter(MAX_GATHERS_IN_FLIGHT)
+    for _ in range(10):  # zdp2: nothing is freed in the forward
+        bound.before_gather()
+    assert device.waited == []
+
+
+def test_merge_chunks_of_adjacent_chunks_makes_no_copy() -> None:
+    whole = torch.arange(12.0)
+    assert merge_chunks(list(whole.chunk(3))).data_ptr() == whole.data_ptr()
+    assert torch.equal(merge_chunks(list(whole.chunk(3))), whole)
+
+
+def test_merge_chunks_of_padded_or_foreign_chunks_copies() -> None:
+    whole = torch.arange(10.0)
+    chunks = list(whole.chunk(3))
+    chunks[-1] = torch.nn.functional.pad(chunks[-1], (0, 2))
+    assert torch.equal(merge_chunks(chunks), torch.cat([whole, torch.zeros(2)]))
+    swapped = [whole[5:], whole[:5]]
+    assert torch.equal(merge_chunks(swapped), torch.cat(swapped))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", list(Mode))
+def test_engine_on_one_cuda_rank_trains_like_cpu(mode: Mode, tmp_path: Any) -> None:
+    torch.distributed.init_process_group("nccl", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        states = []
+        for device in (torch.device("cpu"), torch.device("cuda", 0)):
+            torch.manual_seed(1)
+            model = TinyGPT().to(device)
+            optimizer = two_groups(model)
+            if device.type == "cuda":
+                engine = FairScaleEngine(device)
+                engine.apply(model, hand_made_plan(modes_for(model, mode), 1), [optimizer])
+            for batch in gpt_batches(5, 8).to(device):
+                optimizer.zero_grad()
+                gpt_loss(model, batch).backward()
+                if device.type == "cuda":
+                    engine.before_optimizer_step(optimizer)
+                optimizer.step()
+                if device.type == "cuda":
+                    engine.after_optimizer_step()
+            states.append({name: value.cpu() for name, value in model.state_dict().items()})
+        for name, weight in states[0].items():
+            torch.testing.assert_close(states[1][name], weight, rtol=1e-3, atol=1e-5)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def count_hook_calls(rank: int, ranks: int) -> list[int]:
+    """How often the units' hooks run in each of a few steps."""
+    calls = 0
+
+    def counted(self: FairScaleUnit, *args: object) -> None:
+        nonlocal calls
+        calls += 1
+        hook(self, *args)
+
+    hook, FairScaleUnit._post_backward_hook = FairScaleUnit._post_backward_hook, counted
+    model = TinyGPT()
+    engine = FairScaleEngine(torch.device("cpu"))
+    engine.apply(model, hand_made_plan(modes_for(model, "zdp"), ranks), [])
+    counts = []
+    for batch in gpt_batches(4, 4):
+        calls = 0
+        engine.before_forward()
+        loss = gpt_loss(model, batch)
+        loss.backward()
+        engine.finish_backward()
+        counts.append(calls)
+    return counts
+
+
+def test_backward_hooks_run_equally_often_in_every_step() -> None:
+    (counts,) = run_ranks(count_hook_calls, 1)
+    assert len(set(counts)) == 1
+
+
+class Adapted(nn.Module):
+    """Frozen layers with small trained ones beside them, in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.frozen = nn.ModuleList(nn.Linear(16, 16) for _ in range(4)).requires_grad_(False)
+        self.adapters = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, recompute: bool) -> Tensor:
+        for pair in zip(self.frozen, self.adapters, strict=True):
+            x = checkpoint(self.layer, x, *pair, use_reentrant=False) if recompute else self.layer(x, *pair)
+        return x
+
+    def layer(self, x: Tensor, frozen: nn.Module, adapter: nn.Module) -> Tensor:
+        return torch.tanh(frozen(x) + adapter(x))
+
+
+def train_frozen_units(rank: int, ranks: int, slices: int, recompute: bool) -> tuple[int, bool]:
+    """How many units are whole at once in a step, and whether gradients are those of the plain module."""
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(rank))
+    plain, ours = Adapted(), Adapted()
+    plain(x, recompute).square().sum().backward()
+    gradients = [parameter.grad for parameter in plain.adapters.parameters()]
+    for gradient in gradients:
+        torch.distributed.all_reduce(gradient)
+    names = dict.fromkeys((f"frozen.{index}" for index in range(4)), ((Mode.ZDP,) * slices, 1 if slices > 1 else None))
+    engine = FairScaleEngine(torch.device("cpu"))
+    engine.apply(ours, split_plan(names, ranks, ()))
+    most, gather = 0, FairScaleUnit._gather_all
+
+    def noted(self: FairScaleUnit, *args: Any) -> Any:
+        nonlocal most
+        found = gather(self, *args)
+        most = max(most, sum(unit.has_unsharded_params for unit in engine._units))
+        return found
+
+    FairScaleUnit._gather_all = noted
+    engine.before_forward()
+    ours(x, recompute).square().sum().backward()
+    engine.finish_backward()
+    most = max(most, sum(unit.has_unsharded_params for unit in engine._units) * 100)
+    own = [parameter.grad for parameter in ours.adapters.parameters()]
+    same = all(torch.allclose(one, other / ranks, atol=1e-6) for one, other in zip(own, gradients, strict=True))
+    return most, same
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("slices", [1, 2])
+def test_frozen_units_are_unsharded_one_at_a_time_and_then_resharded(slices: int, recompute: bool) -> None:
+    for most, same in run_ranks(train_frozen_units, 2, slices, recompute):
+        assert most == 1
+        assert same
+
+
+def gather_with_fairscale(rank: int, ranks: int) -> list[float]:
+    """What FairScale gathers for a unit that a user has made: over a process group of torch's."""
+    whole = torch.zeros(2 * ranks)
+    fairscale_module.dist._all_gather_base(whole, torch.full((2,), float(rank + 1)), group=dist.group.WORLD)
+    return whole.tolist()
+
+
+def test_user_fairscale_unit_gathers_over_torch_process_group() -> None:
+    assert run_ranks(gather_with_fairscale, 2) == 2 * [[1.0, 1.0, 2.0, 2.0]]

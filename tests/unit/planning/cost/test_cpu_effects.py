@@ -1,0 +1,247 @@
+"""Freed tensors that stay in the heap: planned with the memory that they take and the time that they save."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, reject
+from hypothesis import strategies as st
+
+from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.planning.cost.cpu_effects import (
+    HEAP_GROWTH,
+    MAX_MMAP_THRESHOLD,
+    NO_RETENTION,
+    HeapModel,
+    max_retained_batch_size,
+)
+from lightning_osdp.planning.cost.memory_timeline import Timeline
+from lightning_osdp.planning.cost.run_correction import (
+    Correction,
+    MeasuredStep,
+    exceeds_prediction,
+    update_correction,
+)
+from lightning_osdp.planning.cost.trial_correction import (
+    Trial,
+    plan_key,
+    predict_trial,
+)
+from lightning_osdp.planning.search.batch_size_search import (
+    BatchSizePolicy,
+    Problem,
+    WrapPolicySearch,
+    make_plan,
+)
+from lightning_osdp.planning.search.plan_selection import (
+    MIN_GAIN_RETAIN,
+    CachedPlan,
+    find_cached_plan,
+    repredict,
+    request_key,
+    select_plan,
+)
+from lightning_osdp.planning.spec.choices import (
+    Mode,
+    ShardingChoice,
+)
+from lightning_osdp.planning.spec.cluster import ComputeTimes
+from lightning_osdp.planning.spec.constraints import SearchConstraints
+from lightning_osdp.planning.spec.model import (
+    LinearInBatch,
+    NonTrainingWork,
+    OptimizerStep,
+)
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.report.diff import diff
+from lightning_osdp.report.explain import explain
+from lightning_osdp.report.tables import plan_table
+from tests.support.small_models import (
+    MIB,
+    blocks_of_one,
+    cluster,
+    compute,
+)
+
+MODEL = blocks_of_one(3, 2)
+ROOMY = 1 << 10
+USE = HeapModel(0.5, LinearInBatch(fixed=2 * MIB, per_sample=2 * MIB))
+FREED = ("gradients", "gathered", "transient", "activations")
+ONE, UP_TO_FOUR = BatchSizePolicy(batch_size=1), BatchSizePolicy(max_batch_size=4)
+
+
+def scaled(times: ComputeTimes, share: float) -> ComputeTimes:
+    return times.map_lines(lambda line: line.scale(share))
+
+
+def problem(limit_mib: float = ROOMY, share: float = 0.75) -> Problem:
+    """Compute takes ``share`` where freed tensors stay in the heap."""
+    times = compute(MODEL)
+    return Problem(MODEL, cluster(), times, int(limit_mib * MIB), compute_with_retained_heap=scaled(times, share))
+
+
+def trial_of(plan: ExecutionPlan, times: ComputeTimes, factor: float = 1.0) -> Trial:
+    expected = predict_trial(MODEL, times, plan.cluster, plan, plan.batch_size)
+    return expected.model_copy(update={"measured_s": factor * expected.measured_s, "plan": plan.without_alternatives()})
+
+
+def test_timeline_retained_heap_grows_within_step_and_not_between_steps() -> None:
+    between = NonTrainingWork(checkpoint_memory="streamed", evaluation_batch_size=2)
+    split = ShardingChoice((Mode.ZDP, Mode.DP), split_dim=1)
+    for choices in ([ShardingChoice((mode,)) for mode in Mode], [split, split, ShardingChoice((Mode.ZDP,))]):
+        for accumulation, again in ((1, ()), (2, ("blocks.0",))):
+            asked = (choices, 3, accumulation, again)
+            usual, grown = (Timeline(MODEL, cluster(), 7 * MIB, between, use) for use in (NO_RETENTION, USE))
+            before, after = usual.curves(*asked), grown.curves(*asked)
+            freed = sum(before[name] for name in FREED)
+            assert np.allclose(after["heap"], 0.5 * freed + 8 * MIB)
+            assert all(np.allclose(after[name], before[name]) for name in before if name != "heap")
+            assert grown.peak(*asked).total_bytes == round(max(sum(after.values())))
+            for name in ("saving_bytes", "evaluation_bytes"):
+                assert getattr(grown.peak(*asked), name) == getattr(usual.peak(*asked), name)
+
+
+def test_timeline_explain_names_retained_heap_beside_process_overhead() -> None:
+    choices = [ShardingChoice((Mode.DP,))] * 3
+    text = Timeline(MODEL, cluster(), 7 * MIB, heap=USE).explain(choices, 3)
+    assert "beside 7.0 MiB of the process before the model and 26.5 MiB of freed tensors that stay in the heap" in text
+
+
+def test_select_plan_with_ample_memory_retains_heap_and_explains_it() -> None:
+    plan = select_plan(problem(), ONE, [])
+    usual = make_plan(problem(), ONE)
+    assert (plan.retain_freed_memory, usual.retain_freed_memory) == (True, False)
+    assert plan.peak is not None
+    # the largest gradient is of 4 MiB, the largest activation of 2 a sample
+    freed = plan.peak.gradients + plan.peak.gathered + plan.peak.transient + plan.peak.activations
+    assert plan.predicted.heap_headroom_bytes == 6 * MIB
+    assert plan.peak.heap == pytest.approx(HEAP_GROWTH * freed + 6 * MIB)
+    assert plan.predicted.peak_memory_bytes == usual.predicted.peak_memory_bytes + plan.peak.heap
+    assert plan.predicted.step_time_s < usual.predicted.step_time_s
+    assert ExecutionPlan.from_json(plan.to_json()) == plan
+    assert "Freed tensors stay in the heap" in explain(plan)
+    assert "Freed tensors" not in explain(usual)
+    assert "freed tensors: are handed back to the system -> stay in the heap" in diff(usual, plan)
+    assert plan_key(plan) != plan_key(plan.model_copy(update={"retain_freed_memory": False}))
+
+
+def test_plan_table_says_when_freed_tensors_are_retained() -> None:
+    from rich.console import Console
+
+    for plan, said in ((select_plan(problem(), ONE, []), True), (make_plan(problem(), ONE), False)):
+        console = Console(record=True, width=200)
+        console.print(plan_table(plan))
+        assert ("freed tensors" in console.export_text()) == said
+
+
+def test_select_plan_releases_heap_where_retention_does_not_fit() -> None:
+    needed_mib, grown_mib = (
+        make_plan(each, ONE).predicted.peak_memory_bytes / MIB for each in (problem(), problem().with_retained_heap())
+    )
+    assert grown_mib > needed_mib + 5
+    for limit_mib, kept in ((grown_mib - 0.1, False), (grown_mib + 0.1, True)):
+        plan = select_plan(problem(limit_mib, share=0.9), ONE, [])  # it does not pay to shard for that
+        assert plan.retain_freed_memory == kept
+        assert all(op.slices == (Mode.DP,) for op in plan.operators)
+
+
+@pytest.mark.parametrize("gain", [0.5 * MIN_GAIN_RETAIN, 2 * MIN_GAIN_RETAIN])
+def test_select_plan_retains_heap_only_above_min_gain(gain: float) -> None:
+    usual = make_plan(problem(), ONE).predicted
+    share = 1 - usual.step_time_s * (1 - 1 / (1 + gain)) / usual.compute_time_s
+    assert select_plan(problem(share=share), ONE, []).retain_freed_memory == (gain > MIN_GAIN_RETAIN)
+
+
+def test_select_plan_without_retained_heap_compute_does_not_retain() -> None:
+    unknown = replace(problem(), compute_with_retained_heap=None)
+    assert unknown.with_retained_heap() is unknown
+    assert select_plan(unknown, ONE, []) == make_plan(unknown, ONE)
+
+
+@given(limit_mib=st.integers(16, 200), share=st.floats(0.3, 1.2))
+def test_select_plan_takes_better_of_retained_and_released_heap(limit_mib: int, share: float) -> None:
+    whole = problem(limit_mib, share)
+    try:
+        usual = make_plan(whole, UP_TO_FOUR)
+    except InfeasibleError:
+        reject()
+    plan = select_plan(whole, UP_TO_FOUR, [])
+    assert plan.predicted.max_memory_bytes <= limit_mib * MIB
+    try:
+        kept = make_plan(whole.with_retained_heap(), UP_TO_FOUR)
+    except InfeasibleError:
+        assert plan == usual
+        return
+    pays = kept.predicted.samples_per_s > usual.predicted.samples_per_s * (1 + MIN_GAIN_RETAIN)
+    assert plan == (kept if pays else usual)
+
+
+def test_select_plan_does_not_retain_heap_above_max_retained_batch_size() -> None:
+    whole = replace(problem(), max_retained_batch_size=2)
+    assert select_plan(problem(), BatchSizePolicy(batch_size=4), []).retain_freed_memory
+    assert not select_plan(whole, BatchSizePolicy(batch_size=4), []).retain_freed_memory
+    kept = select_plan(whole, BatchSizePolicy(batch_size=2), [])
+    assert kept.retain_freed_memory
+    plan = select_plan(whole, UP_TO_FOUR, [])
+    assert plan.batch_size <= 2 or not plan.retain_freed_memory
+    only_kept = select_plan(replace(whole, compute_with_retained_heap=scaled(whole.compute, 0.01)), UP_TO_FOUR, [])
+    assert (only_kept.retain_freed_memory, only_kept.batch_size) == (True, 2)
+    assert "The largest tried where freed tensors stay in the heap is 2" in explain(only_kept)
+    desks, larger = WrapPolicySearch(whole.with_retained_heap()), kept.model_copy(update={"batch_size": 4})
+    assert repredict(desks, UP_TO_FOUR, kept, kept) is not None
+    assert repredict(desks, UP_TO_FOUR, larger, kept) is None
+
+
+@pytest.mark.parametrize("per_sample", [1, 4 * MIB, MAX_MMAP_THRESHOLD - 1, MAX_MMAP_THRESHOLD])
+def test_max_retained_batch_size_keeps_tensors_below_max_mmap_threshold(per_sample: int) -> None:
+    made = MODEL.moments[1].model_copy(update={"live": LinearInBatch(per_sample=per_sample)})
+    model = MODEL.model_copy(update={"moments": (made.model_copy(update={"live": LinearInBatch()}), made)})
+    largest = max_retained_batch_size(model)
+    assert largest * per_sample < MAX_MMAP_THRESHOLD <= (largest + 1) * per_sample
+    assert max_retained_batch_size(MODEL.model_copy(update={"moments": (made, made)})) == float("inf")
+
+
+def test_select_plan_with_retained_heap_excludes_optimizer_in_backward() -> None:
+    model = MODEL.model_copy(update={"optimizer_step": OptimizerStep(per_parameter=True)})
+    whole = replace(problem(), model=model, constraints=SearchConstraints(update_in_backward=True))
+    plan = select_plan(whole, ONE, [])
+    assert (plan.retain_freed_memory, plan.update_in_backward) == (True, False)
+
+
+def test_select_plan_keeps_trialled_heap_variant_unless_other_gains_more() -> None:
+    whole, times = problem(share=0.9), compute(MODEL)
+    kept = select_plan(whole, ONE, [])
+    assert kept.retain_freed_memory
+    assert whole.compute_with_retained_heap is not None
+    quick = trial_of(kept, whole.compute_with_retained_heap)
+    assert select_plan(whole, ONE, [quick]).retain_freed_memory
+    slower = trial_of(kept, whole.compute_with_retained_heap, factor=1.5)
+    assert not select_plan(whole, ONE, [slower]).retain_freed_memory
+    usual = trial_of(make_plan(whole, ONE), times)
+    assert not select_plan(whole, ONE, [usual], min_gain=1.0).retain_freed_memory
+    assert select_plan(whole, ONE, [usual], min_gain=0.01).retain_freed_memory
+
+
+def test_find_cached_plan_repredicts_with_its_heap_retention() -> None:
+    whole = problem()
+    question = request_key(ONE, whole.constraints, NonTrainingWork(), Correction())
+    plan = select_plan(whole, ONE, [])
+    before = [CachedPlan(request_key=question, plan=plan.without_alternatives())]
+    again = find_cached_plan(whole, ONE, question, before, [])
+    assert again is not None
+    assert (again.retain_freed_memory, again.predicted) == (True, plan.predicted)
+    assert repredict(WrapPolicySearch(whole), ONE, plan, plan) is None
+    assert find_cached_plan(replace(whole, compute_with_retained_heap=None), ONE, question, before, []) is None
+
+
+def test_update_correction_ignores_memory_of_run_with_retained_heap() -> None:
+    plan = select_plan(problem(), ONE, [])
+    took = MeasuredStep(plan.predicted.step_time_s, None, plan.predicted.peak_memory_bytes + 50 * MIB)
+    assert update_correction(Correction(memory_bytes=3), plan, took).memory_bytes == 3
+    assert not exceeds_prediction(plan, took.peak_memory_bytes, 0.05)
+    assert exceeds_prediction(plan, plan.memory_limit_bytes + 1, 0.05)
+    usual = make_plan(problem(), ONE)
+    assert update_correction(Correction(memory_bytes=3), usual, took).memory_bytes > 50 * MIB
+    assert exceeds_prediction(usual, took.peak_memory_bytes, 0.05)

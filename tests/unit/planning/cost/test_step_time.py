@@ -1,0 +1,188 @@
+"""Communication that goes on beside compute, in seconds: by hand, and the same in the search's arrays."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_osdp.planning.cost.step_time import (
+    TimeCost,
+    communication_time,
+    overlapped_time,
+    time_cost,
+)
+from lightning_osdp.planning.search.batch_size_search import Problem
+from lightning_osdp.planning.search.search_space import SearchSpace
+from lightning_osdp.planning.spec.choices import (
+    Mode,
+    ShardingChoice,
+    ShardingScope,
+)
+from lightning_osdp.planning.spec.cluster import (
+    Cluster,
+    CollectiveFit,
+    ComputeTimes,
+    EngineOverhead,
+    Link,
+    ModeOverhead,
+    OperatorTime,
+)
+from lightning_osdp.planning.spec.model import (
+    LinearInBatch,
+    Operator,
+)
+from tests.support.small_models import (
+    MIB,
+    blocks_of_one,
+    blocks_of_two,
+    cluster,
+    compute,
+    linear,
+)
+
+LARGE = 1 << 30
+
+
+def link(reduce: float, gather: float, scatter: float) -> Link:
+    """Of 1 s for an all-reduce of 4 MiB on two ranks, half for the others; the shares are hidden."""
+
+    def fit(seconds: float, share: float) -> CollectiveFit:
+        return CollectiveFit(latency_s=0.0, s_per_byte=seconds / (2 * MIB), overlap_fraction=share)
+
+    return Link(all_reduce=fit(1.0, reduce), all_gather=fit(0.5, gather), reduce_scatter=fit(0.5, scatter))
+
+
+def two_ranks(ahead_bytes: int = LARGE, shares: tuple[float, float, float] = (0.8, 0.6, 0.4)) -> Cluster:
+    return Cluster(devices_per_node=2, device="cpu", backend="gloo", link=link(*shares), prefetch_max_bytes=ahead_bytes)
+
+
+def cost(choice: ShardingChoice, passes_s: float, *, ahead_bytes: int = LARGE, recomputed: bool = False) -> TimeCost:
+    time = OperatorTime(forward=LinearInBatch(fixed=passes_s / 4), backward=LinearInBatch(fixed=passes_s * 3 / 4))
+    times = ComputeTimes(operators=(time,), unattributed=OperatorTime(), optimizer_s_per_byte=0.0)
+    return time_cost(linear("one"), choice, two_ranks(ahead_bytes), times, time, 1, recomputed=recomputed)
+
+
+@pytest.mark.parametrize(
+    ("mode", "recomputed", "all_s", "hidden_s"),
+    [
+        (Mode.DP, False, 1.0, 0.8),
+        (Mode.DP, True, 1.0, 0.8),
+        (Mode.ZDP2, False, 0.5 + 0.5, 0.3 + 0.2),
+        (Mode.ZDP, False, 1.0 + 0.5, 0.6 + 0.2),
+        (Mode.ZDP, True, 1.5 + 0.5, 0.9 + 0.2),
+    ],
+)
+def test_time_cost_hides_communication_up_to_overlap_and_compute_time(
+    mode: Mode, recomputed: bool, all_s: float, hidden_s: float
+) -> None:
+    """Replicated gradients: as the backward pass takes, in which a recomputed forward is made."""
+    again = 1.25 if recomputed else 1.0
+    beside = again - 0.25 if mode == Mode.DP else again
+    for passes_s in (0.0, 0.1, 0.5, 10.0):
+        found = cost(ShardingChoice((mode,)), passes_s, recomputed=recomputed)
+        assert found.compute_s == pytest.approx(passes_s * again)
+        assert found.communication_s == pytest.approx(all_s - min(hidden_s, passes_s * beside))
+
+
+def test_overlapped_time_needs_prefetch_except_for_replicated_gradients() -> None:
+    bound = linear("one").parameters[0].parameter_bytes - 1
+    assert cost(ShardingChoice((Mode.ZDP,)), 10.0, ahead_bytes=bound).communication_s == pytest.approx(1.5)
+    assert overlapped_time(
+        linear("one"), ShardingChoice((Mode.ZDP,) * 2, 1), two_ranks(bound)
+    ).per_microbatch_s == pytest.approx(0.8)
+    assert cost(ShardingChoice((Mode.DP,)), 10.0, ahead_bytes=0).communication_s == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("own_s", "hidden_s"), [(0.2, 0.8), (0.0, 0.8), (-0.5, 0.3), (-2.0, 0.0)])
+def test_overlapped_time_is_reduced_by_negative_engine_time(own_s: float, hidden_s: float) -> None:
+    engine = EngineOverhead(zdp=ModeOverhead(fixed_s=own_s))
+    found = overlapped_time(
+        linear("one"), ShardingChoice((Mode.ZDP,)), two_ranks().model_copy(update={"engine": engine})
+    )
+    assert found.per_microbatch_s == pytest.approx(hidden_s)
+
+
+def two_nodes_of_two_ranks() -> Cluster:
+    plain = two_ranks().link
+    sharding = plain.model_dump(exclude={"all_reduce"})
+    nodes = {"inside": sharding, "between": plain.all_reduce, "two_stage": sharding}
+    return Cluster.model_validate(two_ranks().model_dump() | {"nodes": 2, "levels": nodes})
+
+
+def test_overlapped_time_per_microbatch_is_zero_where_ranks_share_node_link() -> None:
+    everywhere, inside = ShardingChoice((Mode.ZDP,)), ShardingChoice((Mode.ZDP,), scope=ShardingScope.NODE)
+    for choice in (everywhere, ShardingChoice((Mode.ZDP,), hierarchical=True)):
+        assert overlapped_time(linear("one"), choice, two_nodes_of_two_ranks()) == (0.0, 0.0)
+    assert overlapped_time(linear("one"), inside, two_nodes_of_two_ranks()).per_microbatch_s == 0.0
+    uneven = two_ranks().model_copy(update={"devices_per_node": 3, "devices_by_node": (2, 1)})
+    assert overlapped_time(linear("one"), everywhere, uneven) == (0.0, 0.0)
+    one_each = two_ranks().model_copy(update={"nodes": 2, "devices_per_node": 1})
+    assert overlapped_time(linear("one"), everywhere, one_each) == overlapped_time(
+        linear("one"), everywhere, two_ranks()
+    )
+
+
+@pytest.mark.parametrize(
+    ("slices", "sharded"), [((Mode.ZDP,), 1.0), ((Mode.ZDP2,) * 2, 1.0), ((Mode.DP, Mode.ZDP), 0.5)]
+)
+def test_overlapped_time_includes_inter_node_all_reduce_of_node_scope(slices: tuple[Mode, ...], sharded: float) -> None:
+    """Of 4 MiB, parts of 2 MiB are reduced on two nodes: half a second, of which 0.8 go on."""
+    here, choice = two_nodes_of_two_ranks(), ShardingChoice(slices, None if len(slices) == 1 else 1, ShardingScope.NODE)
+    replicated_s = 0.8 * here.link.all_reduce.time_s(4 * MIB, 4) * (1 - sharded)
+    found = overlapped_time(linear("one"), choice, here)
+    assert found.per_step_s == pytest.approx(0.8 * 0.5 * sharded + replicated_s)
+    assert found.per_step_s < communication_time(linear("one"), choice, here).per_step_s
+
+
+def every_choice(operator: Operator) -> list[ShardingChoice]:
+    sliced = [ShardingChoice(modes, 1) for modes in ((Mode.ZDP,) * 2, (Mode.DP, Mode.ZDP), (Mode.ZDP2, Mode.ZDP))]
+    return [ShardingChoice((mode,)) for mode in Mode] + sliced * bool(operator.split_dims)
+
+
+@given(shares=st.tuples(*[st.floats(0, 1)] * 3), ahead_mib=st.integers(0, 9), splittable=st.booleans())
+def test_overlapped_time_never_exceeds_communication_time(
+    shares: tuple[float, float, float], ahead_mib: int, splittable: bool
+) -> None:
+    operator = linear("one", 8, splittable=splittable)
+    for choice in every_choice(operator):
+        for recomputed in (False, True):
+            own = (operator, choice, two_ranks(ahead_mib * MIB, shares))
+            all_, beside = communication_time(*own, recomputed=recomputed), overlapped_time(*own, recomputed=recomputed)
+            assert 0 <= beside.per_step_s <= all_.per_step_s * (1 + 1e-9)
+            assert 0 <= beside.per_microbatch_s <= all_.per_microbatch_s * (1 + 1e-9)
+
+
+@given(
+    share=st.floats(0, 1),
+    ahead_mib=st.sampled_from([0, 2, 4, 16]),
+    accumulation=st.integers(1, 3),
+    several=st.booleans(),
+)
+def test_option_times_match_time_cost_with_overlap(
+    share: float, ahead_mib: int, accumulation: int, several: bool
+) -> None:
+    model, slow = blocks_of_two(2) if several else blocks_of_one(2, 2), cluster(6.0, 5.0, 4.0, latency_ms=0.5)
+    fits = {
+        name: getattr(slow.link, name).model_copy(update={"hidden": share}) for name in type(slow.link).model_fields
+    }
+    changes = {"link": slow.link.model_copy(update=fits), "ahead_bytes": ahead_mib * MIB}
+    problem = Problem(model, slow.model_copy(update=changes), compute(model), 1 << 30)
+    space, batch_size = SearchSpace(problem), 3
+    times = space.option_times(batch_size, accumulation)
+    for operator, menu_at, own in zip(model.operators, space.group_of, problem.compute.operators, strict=True):
+        menu = space.option_groups[menu_at]
+        for row, choice in enumerate(menu.choices, menu.options.start):
+            for recomputed in (False, True):
+                expected = time_cost(
+                    operator,
+                    choice,
+                    problem.cluster,
+                    problem.compute,
+                    own,
+                    batch_size,
+                    accumulation,
+                    recomputed=recomputed,
+                )
+                assert times.communication[int(recomputed), row] == pytest.approx(expected.communication_s, abs=1e-12)
+                assert times.compute[int(recomputed), row] == pytest.approx(expected.compute_s, abs=1e-12)

@@ -1,0 +1,229 @@
+"""The best plan at one batch size, against all plans there are."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_osdp.errors import ConfigurationError, InfeasibleError
+from lightning_osdp.planning.search.batch_size_search import (
+    BatchSizePolicy,
+    make_plan,
+)
+from lightning_osdp.planning.search.lower_bounds import LagrangianBounds
+from lightning_osdp.planning.search.plan_search import (
+    MIN_IMPROVEMENT,
+    Candidate,
+    PlanSearch,
+)
+from lightning_osdp.planning.search.search_space import Problem
+from lightning_osdp.planning.spec.choices import ShardingChoice
+from lightning_osdp.planning.spec.constraints import (
+    UNCONSTRAINED,
+    SearchConstraints,
+)
+from lightning_osdp.report.explain import explain
+from tests.support.small_models import (
+    MIB,
+    blocks_of_one,
+    cluster,
+    compute,
+)
+
+
+def problem(
+    limit_mib: float = 60,
+    blocks: int = 3,
+    saved_mib: int = 5,
+    wishes: SearchConstraints = UNCONSTRAINED,
+    **times: float,
+) -> Problem:
+    model = blocks_of_one(blocks, saved_mib)
+    return Problem(model, cluster(), compute(model, slices=(2,), **times), int(limit_mib * MIB), constraints=wishes)
+
+
+def every_plan(desk: PlanSearch, batch_size: int) -> list[Candidate]:
+    menus = [desk.space.option_groups[menu].choices for menu in desk.space.group_of]
+    names = [block.name for block in desk.problem.model.blocks]
+    return [
+        desk.evaluate_choices(choices, batch_size, recomputed=tuple(itertools.compress(names, flags)))
+        for choices in itertools.product(*menus)
+        for flags in itertools.product((False, True), repeat=len(names))
+    ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    saved_mib=st.integers(1, 12),
+    batch_size=st.integers(1, 3),
+    forward_ms=st.sampled_from([0.1, 0.5, 3.0]),
+    per_slice_ms=st.sampled_from([0.0, 0.05, 0.5]),
+    share=st.floats(0.0, 1.0),
+)
+def test_best_plan_of_two_blocks_matches_brute_force(
+    saved_mib: int, batch_size: int, forward_ms: float, per_slice_ms: float, share: float
+) -> None:
+    """Against every choice of slices and the earliest blocks recomputed, by the true peak along the step.
+
+    The bound holds for any set of recomputed blocks.
+    """
+    given_ = problem(blocks=2, saved_mib=saved_mib, forward_ms=forward_ms, per_slice_ms=per_slice_ms)
+    plans = every_plan(PlanSearch(given_), batch_size)
+    peaks = [plan.peak.total_bytes for plan in plans]
+    limit = int(min(peaks) + share * (max(peaks) - min(peaks)))
+    desk = PlanSearch(replace(given_, memory_limit_bytes=limit))
+    earliest = [plan for plan in plans if plan.recomputed != ("blocks.1",)]
+    best = min(plan.step_time_s for plan in plans if plan.peak.total_bytes <= limit)
+    best_of_these = min((p.step_time_s for p in earliest if p.peak.total_bytes <= limit), default=best)
+    found = desk.best_plan(batch_size)
+    assert found.peak.total_bytes <= limit
+    assert found.lower_bound_s <= best * (1 + 1e-9)
+    assert found.step_time_s <= best_of_these * (1 + 2 * MIN_IMPROVEMENT)
+
+
+@settings(max_examples=10, deadline=None)
+@given(batch_size=st.integers(1, 4), limit_mib=st.integers(40, 120))
+def test_lower_bounds_hold_for_each_number_of_recomputed_blocks(batch_size: int, limit_mib: int) -> None:
+    desk = PlanSearch(problem(limit_mib, blocks=2))
+    bounds = LagrangianBounds(desk.space).lower_bounds_s(desk.space.option_times(batch_size, 1), batch_size, 1)
+    for plan in every_plan(desk, batch_size):
+        if plan.peak.total_bytes <= limit_mib * MIB and plan.recomputed in (
+            (),
+            ("blocks.0",),
+            ("blocks.0", "blocks.1"),
+        ):
+            assert bounds[len(plan.recomputed)] <= plan.step_time_s * (1 + 1e-9)
+
+
+def test_best_plan_recomputes_blocks_where_cheaper_than_sharding() -> None:
+    # Communication takes longer than computing a block again; activations are what fills the memory.
+    fast = PlanSearch(problem(66, saved_mib=12, forward_ms=0.1)).best_plan(1)
+    assert fast.recomputed
+    assert set(fast.choices) == {ShardingChoice()}
+    slow = PlanSearch(problem(66, saved_mib=12, forward_ms=50.0)).best_plan(1)
+    assert not slow.recomputed
+    assert set(slow.choices) != {ShardingChoice()}
+
+
+def test_best_plan_recomputes_earliest_blocks() -> None:
+    for limit in range(48, 96, 4):
+        found = PlanSearch(problem(limit, blocks=4, saved_mib=12, forward_ms=0.1)).best_plan(1).recomputed
+        assert found == tuple(f"blocks.{index}" for index in range(len(found)))
+
+
+def test_best_plan_slices_operators_whose_gathers_do_not_fit() -> None:
+    whole = problem(wishes=SearchConstraints(1, False))
+    needed = PlanSearch(whole).min_memory_plan(1).peak.total_bytes
+    split = replace(whole, constraints=SearchConstraints("auto", False))
+    assert PlanSearch(split).min_memory_plan(1).peak.total_bytes < needed
+    found = PlanSearch(replace(split, memory_limit_bytes=needed - 1)).best_plan(1)
+    assert any(len(choice.slices) > 1 for choice in found.choices)
+    assert found.peak.total_bytes < needed
+
+
+def test_best_plan_obeys_checkpointing_and_slice_constraints() -> None:
+    everything = PlanSearch(problem(200, wishes=SearchConstraints("auto", True))).best_plan(1)
+    assert everything.recomputed == ("blocks.0", "blocks.1", "blocks.2")
+    one = PlanSearch(problem(200, wishes=SearchConstraints("auto", ("blocks.1",)))).best_plan(1)
+    assert one.recomputed == ("blocks.1",)
+    for limit in (40, 60, 80):
+        halves = PlanSearch(problem(limit, wishes=SearchConstraints(2))).best_plan(1)
+        assert all(len(choice.slices) == 2 or choice == ShardingChoice() for choice in halves.choices)
+        mixed = PlanSearch(problem(limit, wishes=SearchConstraints({"blocks.0": 1, "*": 2}))).best_plan(1)
+        assert len(mixed.choices[0].slices) == 1
+
+
+def test_search_space_with_many_block_kinds_coarsens_recompute_counts() -> None:
+    model = blocks_of_one(60, 3)
+    kinds = tuple(block.model_copy(update={"kind": f"kind {index % 3}"}) for index, block in enumerate(model.blocks))
+    model = model.model_copy(update={"blocks": kinds})
+    desk = PlanSearch(Problem(model, cluster(), compute(model), 500 * MIB))
+    vectors = desk.space.recompute_counts
+    assert vectors.shape[1] == 3
+    assert 200 < len(vectors) <= 700
+    assert vectors.max(axis=0).tolist() == [20, 20, 20]
+    found = desk.best_plan(2)
+    assert found.peak.total_bytes <= 500 * MIB
+
+
+def test_make_plan_keeps_blocks_with_recompute_blocker_and_explains_why() -> None:
+    given_ = problem(64, saved_mib=12, forward_ms=0.1)
+    pinned = tuple(
+        block.model_copy(update={"recompute_blocker": "it holds BatchNorm"}) for block in given_.model.blocks
+    )
+    given_ = replace(given_, model=given_.model.model_copy(update={"blocks": pinned}))
+    plan = make_plan(given_, BatchSizePolicy(batch_size=1))
+    assert plan.recomputed == ()
+    assert "Block in blocks: none of 3 recomputed: it holds BatchNorm." in explain(plan)
+
+
+def test_plan_reports_savings_and_costs_of_recomputing_and_slicing() -> None:
+    plan = make_plan(problem(50, saved_mib=12, forward_ms=0.1), BatchSizePolicy(batch_size=1))
+    assert plan.recomputed
+    first = plan.blocks[0]
+    assert first.recomputed
+    assert first.recompute_saves_bytes == 12 * MIB
+    assert first.time_s >= 0.15e-3  # its own forward and half of that outside of its operator
+    inside = {operator.name for operator in plan.operators if operator.is_recomputed}
+    assert inside == {f"{name}.up" for name in plan.recomputed}
+    text = explain(plan)
+    assert f"{len(plan.recomputed)} of 3 recomputed" in text
+    assert "frees 12.0 MiB" in text or "between forward and backward" in text
+    tight = make_plan(problem(28, saved_mib=1), BatchSizePolicy(batch_size=1))
+    assert any(len(operator.slices) > 1 for operator in tight.operators)
+    assert "Whole, as" in explain(tight) or "Next best" in explain(tight)
+
+
+def test_infeasible_error_suggests_slicing_and_recompute_forbidden_by_constraints() -> None:
+    free = PlanSearch(problem()).min_memory_plan(1).peak.total_bytes
+    strict = problem(free / MIB + 1, wishes=SearchConstraints(1, False))
+    with pytest.raises(InfeasibleError) as caught:
+        make_plan(strict, BatchSizePolicy(batch_size=1))
+    assert "slice_granularity='auto'" in str(caught.value)
+    assert "activation_checkpointing='auto'" in str(caught.value)
+    both = str(caught.value).split("What would fit: ")[1].split(". Not enough")[0]
+    assert "both of these" in both
+    assert make_plan(replace(strict, constraints=UNCONSTRAINED), BatchSizePolicy(batch_size=1)).batch_size == 1
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        (
+            SearchConstraints({"block.0": 2}),
+            r"slice_granularity: 'block\.0' matches no operator \(near names: blocks\.0\.up",
+        ),
+        (
+            SearchConstraints("auto", ("blocks.7",)),
+            r"activation_checkpointing: 'blocks\.7' matches no block that repeats",
+        ),
+    ],
+)
+def test_plan_search_rejects_constraint_patterns_that_match_nothing(wishes: SearchConstraints, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        PlanSearch(problem(wishes=wishes))
+
+
+@pytest.mark.parametrize("value", ["many", 0, True, {"blocks": 0}, 2.5])
+def test_search_constraints_reject_invalid_slice_granularity(value: object) -> None:
+    with pytest.raises(ConfigurationError, match="slice_granularity has to be"):
+        SearchConstraints.from_config(value, "auto")
+
+
+@pytest.mark.parametrize("value", ["blocks.0", 3, [1]])
+def test_search_constraints_reject_invalid_activation_checkpointing(value: object) -> None:
+    with pytest.raises(ConfigurationError, match="activation_checkpointing has to be"):
+        SearchConstraints.from_config("auto", value)
+
+
+def test_search_space_first_option_of_each_group_is_replicated() -> None:
+    space = PlanSearch(problem()).space
+    assert all(menu.choices[0] == ShardingChoice() for menu in space.option_groups)
+    rows = space.options_of((ShardingChoice(),) * 3)
+    assert np.array_equal(rows, space.first_option[space.group_of])
+    assert space.choices_of(rows) == (ShardingChoice(),) * 3

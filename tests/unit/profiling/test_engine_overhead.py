@@ -1,0 +1,118 @@
+"""What the engine itself takes is measured on the real ranks, and counts in what a mode costs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_osdp.backend.cpu.core_sharing import CORE_SHARING
+from lightning_osdp.planning.cost.step_time import engine_time
+from lightning_osdp.planning.spec.choices import (
+    Mode,
+    ShardingChoice,
+)
+from lightning_osdp.planning.spec.cluster import (
+    CalibrationFactors,
+    Cluster,
+    CollectiveFit,
+    EngineOverhead,
+    Link,
+    ModeOverhead,
+)
+from lightning_osdp.planning.spec.model import (
+    Operator,
+    ParameterInfo,
+)
+from lightning_osdp.profiling import engine_overhead
+from tests.support.models import some_cluster
+from tests.support.ranks import run_ranks
+
+NOTHING = CollectiveFit(latency_s=0.0, s_per_byte=0.0)
+OWN = EngineOverhead(
+    dp=ModeOverhead(fixed_s=1e-3, s_per_byte=1e-9),
+    zdp2=ModeOverhead(fixed_s=2e-3, s_per_byte=2e-9),
+    zdp=ModeOverhead(fixed_s=3e-3, s_per_byte=3e-9),
+)
+
+
+def engine_time_s(operator: Operator, mode: Mode, cluster: Cluster, accumulation: int = 1) -> float:
+    """In one optimizer step."""
+    once, each = engine_time(operator, ShardingChoice((mode,)), cluster)
+    return once + accumulation * each
+
+
+def measure(rank: int, ranks: int, shared: bool = False) -> tuple[EngineOverhead, EngineOverhead]:
+    """With collectives that are said to take nothing, and with some that are said to take an hour; whether ranks share
+    cores."""
+    CORE_SHARING.is_shared = shared
+    dear = CollectiveFit(latency_s=3600.0, s_per_byte=0.0)
+    clusters = (
+        some_cluster(ranks, link=Link(all_reduce=fit, all_gather=fit, reduce_scatter=fit)) for fit in (NOTHING, dear)
+    )
+    free, dearly = (
+        engine_overhead.measure_engine_overhead(dist.group.WORLD, torch.device("cpu"), cluster) for cluster in clusters
+    )
+    return free, dearly
+
+
+def test_measure_gives_equal_engine_overhead_without_collectives_on_all_ranks() -> None:
+    first, second = run_ranks(measure, 2)
+    assert first == second
+    free, dearly = first
+    # Collectives and a unit's hooks take some time, whatever the machine.
+    assert all(part.time_s(1 << 20) > 0 for part in (free.zdp2, free.zdp))
+    assert dearly.zdp2.time_s(1 << 20) == pytest.approx(-2 * 3600, abs=1)
+    assert dearly.zdp.time_s(1 << 20) == pytest.approx(-3 * 3600, abs=1)
+
+
+def test_measure_with_shared_cores_clamps_overhead_and_adds_calibration() -> None:
+    free, dearly = run_ranks(measure, 2, True)[0]
+    hour = dearly.model_dump(exclude={"excess"})
+    assert all(part["fixed_s"] == 0 for part in hour.values())
+    assert free.excess == dearly.excess
+    assert [free.excess.of([mode.value]) for mode in Mode] == pytest.approx(
+        [engine_overhead.SHARED_CORES_CALIBRATION] * len(Mode)
+    )
+    alone, _ = run_ranks(measure, 2)[0]
+    assert alone.excess == CalibrationFactors()
+
+
+def measured_widths(rank: int, ranks: int, rooms: list[int | None]) -> list[tuple[str, int]]:
+    """Of the weights that are measured, when rank 0 has each of ``rooms`` and the others have any."""
+    seen: list[tuple[str, int]] = []
+    engine_overhead._measure_per_operator_s = lambda mode, width, *_: seen.append((mode.value, width)) or 1.0
+    for room in rooms:
+        own = None if rank else room
+        engine_overhead.measure_engine_overhead(dist.group.WORLD, torch.device("cpu"), some_cluster(ranks), own)
+    return seen
+
+
+def test_measure_limits_widths_to_memory_of_rank_with_least() -> None:
+    mib = 1 << 20
+    first, second = run_ranks(measured_widths, 2, [None, 28 * mib, mib])
+    assert first == second
+    usual, tight, least = first[:6], first[6:12], first[12:]
+    assert [width for _, width in usual] == [width for widths in engine_overhead.WIDTHS.values() for width in widths]
+    wide = tight[5][1]
+    assert 128 < wide < 768
+    assert engine_overhead.MAX_LIVE_COPIES * engine_overhead.NUM_OPERATORS * 4 * wide**2 <= 28 * mib
+    assert [width for _, width in least] == [128, 192] * 3
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected_s"), [("dp", 1e-3 + 64e-6), ("zdp2", 2e-3 + 128e-6), ("zdp", 3e-3 + 192e-6)]
+)
+def test_engine_time_adds_fixed_and_per_byte_overhead_of_mode(mode: str, expected_s: float) -> None:
+    weight = ParameterInfo(name="op.weight", shape=(125, 128))
+    operator = Operator(name="op", kind="Linear", parameters=(weight,))
+    assert engine_time_s(operator, Mode(mode), some_cluster(engine=OWN)) == pytest.approx(expected_s)
+    assert engine_time_s(operator, Mode(mode), some_cluster()) == 0
+    micro_batches = 3 if mode != "dp" else 1
+    assert engine_time_s(operator, Mode(mode), some_cluster(engine=OWN), 3) == pytest.approx(micro_batches * expected_s)
+
+
+def test_engine_time_is_zero_on_one_rank_and_fixed_for_unbucketed_dp() -> None:
+    large = Operator(name="op", kind="Linear", parameters=(ParameterInfo(name="op.weight", shape=(1024, 1024)),))
+    assert engine_time_s(large, Mode.ZDP, some_cluster(1, engine=OWN)) == 0
+    assert engine_time_s(large, Mode.DP, some_cluster(engine=OWN)) == pytest.approx(1e-3)

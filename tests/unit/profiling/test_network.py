@@ -1,0 +1,193 @@
+"""Measuring the collectives of a real process group."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_osdp.backend.hierarchical import NodeGroups
+from lightning_osdp.planning.spec import cluster
+from lightning_osdp.planning.spec.cluster import (
+    CollectiveFit,
+    Link,
+)
+from lightning_osdp.profiling import network
+from tests.support.ranks import run_ranks
+
+CPU = torch.device("cpu")
+SIZES = (4 << 10, 64 << 10, 1 << 20, 2 << 20)
+
+
+def measure_links_on_rank(rank: int, world_size: int, long_s: float = math.inf) -> tuple[str, list[tuple[int, int]]]:
+    network.BANDWIDTH_BOUND_S = long_s
+    calls: list[tuple[int, int]] = []
+    link = network.measure_links(
+        dist.group.WORLD, CPU, sizes_bytes=SIZES, progress=lambda done, total: calls.append((done, total))
+    )
+    return link.model_dump_json(), calls
+
+
+def measure_hierarchical_links_on_rank(rank: int, world_size: int) -> tuple[str, list[tuple[int, int]]]:
+    calls: list[tuple[int, int]] = []
+    groups = NodeGroups.create(dist.group.WORLD, 2)
+    found = network.measure_hierarchical_links(
+        groups, CPU, sizes_bytes=(4 << 10, 1 << 20), progress=lambda done, total: calls.append((done, total))
+    )
+    groups.destroy()
+    return found.model_dump_json(), calls
+
+
+def count_measurements_under_limits(rank: int, world_size: int, limits: list[int | None]) -> int:
+    """How many measurements were made."""
+    network.BANDWIDTH_BOUND_S = math.inf
+    totals: list[int] = []
+    network.measure_links(
+        dist.group.WORLD,
+        CPU,
+        sizes_bytes=SIZES,
+        max_bytes=limits[rank],
+        progress=lambda done, total: totals.append(total),
+    )
+    assert totals == [len(totals)] * len(totals)
+    return len(totals)
+
+
+def measure_with_too_few_sizes(rank: int, world_size: int) -> None:
+    network.measure_links(dist.group.WORLD, CPU, sizes_bytes=(4096, 4095))
+
+
+def test_measure_links_all_ranks_agree_and_report_progress():
+    (first, calls), (second, other_calls) = run_ranks(measure_links_on_rank, 2)
+    assert first == second
+    link = Link.model_validate_json(first)
+    for fitted in (link.all_reduce, link.all_gather, link.reduce_scatter):
+        assert fitted.latency_s + fitted.s_per_byte > 0
+        assert fitted.time_s(16 << 20, 2) > 0
+        assert 0 <= fitted.overlap_fraction <= 1
+    assert calls == other_calls
+    assert calls == [(done, 12) for done in range(1, 13)]
+
+
+def test_measure_links_on_slow_link_skips_larger_sizes():
+    (first, calls), (second, _) = run_ranks(measure_links_on_rank, 2, 0.0)
+    assert first == second
+    assert calls == [(done, 12) for done in range(1, 10)]
+
+
+def test_measure_hierarchical_links_all_ranks_agree():
+    replies = run_ranks(measure_hierarchical_links_on_rank, 4)
+    assert len({text for text, _ in replies}) == 1
+    assert replies[0][1] == [(done, 10) for done in range(1, 11)]
+    found = cluster.HierarchicalLinks.model_validate_json(replies[0][0])
+    fits = [getattr(found.intra_node, name) for name in type(found.intra_node).model_fields]
+    fits += [getattr(found.hierarchical, name) for name in type(found.hierarchical).model_fields]
+    assert all(one.time_s(16 << 20, 4) > 0 for one in [*fits, found.inter_node])
+    assert 0 <= found.inter_node.overlap_fraction <= 1
+
+
+def test_measure_links_uses_smallest_memory_bound_of_all_ranks():
+    assert run_ranks(count_measurements_under_limits, 2, [None, 1 << 20]) == [9, 9]
+
+
+def test_measure_links_keeps_two_sizes_under_any_memory_bound():
+    assert run_ranks(count_measurements_under_limits, 2, [1, 1]) == [6, 6]
+
+
+def test_measure_links_on_single_rank_has_zero_cost():
+    ((text, calls),) = run_ranks(measure_links_on_rank, 1)
+    nothing = CollectiveFit(latency_s=0.0, s_per_byte=0.0)
+    assert Link.model_validate_json(text) == Link(all_reduce=nothing, all_gather=nothing, reduce_scatter=nothing)
+    assert calls == []
+
+
+def test_measure_links_requires_two_different_sizes():
+    with pytest.raises(AssertionError, match="ValueError: need two different sizes"):
+        run_ranks(measure_with_too_few_sizes, 2)
+
+
+class Clock:
+    """Seconds that pass only where a test lets them, so that no other process's work is measured."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def passes(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Transfer:
+    """A collective of 60 ms that begins at once; ``busy_s`` of it take the processor while it is waited for."""
+
+    def __init__(self, clock: Clock, busy_s: float) -> None:
+        self._clock = clock
+        self._busy_s = busy_s
+        self._arrives_s = clock.now_s + 0.06 - busy_s
+
+    def wait(self) -> None:
+        self._clock.passes(max(0.0, self._arrives_s - self._clock.now_s) + self._busy_s)
+
+
+@pytest.mark.parametrize(("long", "sizes"), [((6,), 4), ((6, 7), 3)])
+def test_fit_all_tolerates_one_slow_collective(
+    long: tuple[int, ...], sizes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three collectives at four sizes; the third size takes long."""
+    timed: list[int] = []
+
+    def time_s(*_: object, **__: object) -> float:
+        timed.append(len(timed))
+        return 1.0 if timed[-1] in long else 0.001
+
+    monkeypatch.setattr(network, "_time_s", time_s)
+    subject = network.CollectiveBenchmark(lambda _: lambda: None, 2, lambda: None)
+    subjects = dict.fromkeys(Link.model_fields, subject)
+    network._fit_all(subjects, SIZES, dist.group.WORLD, CPU, None)
+    assert len(timed) == 3 * sizes + 1  # and a stretch of compute
+
+
+def overlap_fractions_on_rank(rank: int, world_size: int) -> list[float]:
+    """Of collectives that go on by themselves, that need the processor for half of their time, or for all of it."""
+    clock = Clock()
+    network.time = clock
+    found, compute = [], partial(clock.passes, 0.001)
+    rest = 1000, 0.06, compute, 0.001, dist.group.WORLD, CPU
+    for busy_s in (0.0, 0.03, 0.06):
+        subject = network.CollectiveBenchmark(
+            lambda _, busy_s=busy_s: lambda: Transfer(clock, busy_s).wait(),
+            world_size,
+            lambda: None,
+            async_start=lambda _, busy_s=busy_s: lambda: Transfer(clock, busy_s),
+        )
+        found.append(network._overlap_fraction(subject, *rest))
+    return [*found, network._overlap_fraction(subject._replace(async_start=None), *rest)]
+
+
+def test_all_reduce_benchmark_reduces_shards_and_starts_async(monkeypatch: pytest.MonkeyPatch) -> None:
+    reduced: list[int] = []
+    for name in ("all_reduce_mean", "all_reduce_async"):
+        monkeypatch.setattr(network.collectives, name, lambda part, _: reduced.append(part.numel()))
+
+    class Across:
+        def size(self) -> int:
+            return 3
+
+    subject = network._all_reduce_benchmark(Across(), CPU, 2)
+    subject.make(8)()
+    assert subject.async_start is not None
+    subject.async_start(8)()
+    assert reduced == [4, 4]
+    assert subject.always_async
+    assert subject.ranks == 3
+
+
+def test_overlap_fraction_is_share_without_processor_time():
+    first, second = run_ranks(overlap_fractions_on_rank, 2)
+    assert first == second
+    assert first == pytest.approx([1.0, 0.5, 0.0, 0.0])

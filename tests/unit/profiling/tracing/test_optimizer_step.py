@@ -1,0 +1,79 @@
+"""Stepping a few parameters of each kind says the same as stepping all, or is not believed."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+
+from lightning_osdp.profiling.tracing import optimizer_step
+from lightning_osdp.profiling.tracing.optimizer_step import (
+    Clipping,
+    OptimizerTrace,
+    trace_optimizers,
+)
+
+
+class Normed(Optimizer):
+    """Divides by the norm of all gradients: what it does for a parameter depends on the others."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        own = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        total = torch.stack([p.grad.norm() for p in own]).norm()
+        for p in own:
+            p.sub_(p.grad / total)
+
+
+def parameters() -> list[nn.Parameter]:
+    shapes = 3 * [(16, 8), (16,), (16, 8), (16,), (8, 16), (8,)]
+    return [nn.Parameter(torch.empty(shape)) for shape in shapes]
+
+
+def traced(make: Any, clipping: Clipping = optimizer_step.NO_CLIPPING) -> OptimizerTrace:
+    with FakeTensorMode() as mode:
+        own = parameters()
+        made = make(own)
+    return trace_optimizers([made], own, mode, clipping)
+
+
+def adam_in_groups(own: list[nn.Parameter]) -> Optimizer:
+    return torch.optim.AdamW([{"params": own[:9], "weight_decay": 0.0}, {"params": own[9:], "amsgrad": True}], lr=1e-3)
+
+
+MAKERS: dict[str, Any] = {
+    "sgd": lambda own: torch.optim.SGD(own, lr=0.1),
+    "momentum": lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "loop": lambda own: torch.optim.Adam(own, foreach=False),
+    "groups": adam_in_groups,
+    "adagrad": torch.optim.Adagrad,
+    "adafactor": torch.optim.Adafactor,
+    "foreach": lambda own: torch.optim.AdamW(own, foreach=True),
+    "normed": Normed,
+}
+
+
+@pytest.mark.parametrize("clipping", [optimizer_step.NO_CLIPPING, Clipping(1.0), Clipping(1.0, by_value=True)])
+@pytest.mark.parametrize("name", MAKERS)
+def test_trace_optimizers_some_of_each_kind_equals_stepping_all(
+    name: str, clipping: Clipping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = traced(MAKERS[name], clipping)
+    monkeypatch.setattr(optimizer_step, "_step_by_kind", lambda *_: None)
+    every = traced(MAKERS[name], clipping)
+    assert set(some.kernels) == set(every.kernels)
+    assert (some.state_bytes, some.step, some.needs_unsharded) == (every.state_bytes, every.step, every.needs_unsharded)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_step_by_kind_declines_optimizers_that_couple_parameters(name: str) -> None:
+    with FakeTensorMode():
+        own = parameters()
+        found = optimizer_step._step_by_kind([MAKERS[name](own)], own)
+    assert (found is None) == (name in ("foreach", "normed"))

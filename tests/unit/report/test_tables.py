@@ -1,0 +1,270 @@
+"""The report shows the plan's numbers, with units, and joins repeated operators into runs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_osdp.planning.cost.run_correction import MeasuredStep
+from lightning_osdp.planning.spec.choices import Mode
+from lightning_osdp.planning.spec.cluster import (
+    Cluster,
+    CollectiveFit,
+    Link,
+)
+from lightning_osdp.planning.spec.plan import (
+    BatchSizePoint,
+    ExecutionPlan,
+    ModelIdentity,
+    OperatorPlan,
+    Prediction,
+)
+from lightning_osdp.planning.whatif.simulate import (
+    SimulatedPoint,
+    SimulatedResult,
+)
+from lightning_osdp.report.tables import (
+    format_bytes,
+    format_count,
+    format_seconds,
+    group_runs,
+    measured_table,
+    plan_table,
+    simulation_table,
+    to_text,
+)
+
+DP, ZDP2, ZDP = Mode.DP, Mode.ZDP2, Mode.ZDP
+FIT = CollectiveFit(latency_s=1e-4, s_per_byte=1e-9)
+
+
+def operator(name: str, *slices: Mode, num_parameters: int = 1000, checkpoint: bool = False) -> OperatorPlan:
+    split_dim = 1 if len(slices) > 1 else None
+    return OperatorPlan(
+        name=name, slices=slices, split_dim=split_dim, is_recomputed=checkpoint, num_parameters=num_parameters
+    )
+
+
+def gpt_operators() -> tuple[OperatorPlan, ...]:
+    """Eight blocks: attention sharded in all of them, the MLP in the last three only."""
+    operators = [operator("embed", DP, num_parameters=500_000)]
+    for index in range(8):
+        operators.append(operator(f"blocks.{index}.attn.qkv", ZDP, num_parameters=300_000))
+        operators.append(operator(f"blocks.{index}.mlp", ZDP2 if index >= 5 else DP, num_parameters=800_000))
+    return (*operators, operator("head", DP, num_parameters=500_000))
+
+
+def make_plan(operators: tuple[OperatorPlan, ...] | None = None, **changes: object) -> ExecutionPlan:
+    operators = gpt_operators() if operators is None else operators
+    link = Link(all_reduce=FIT, all_gather=FIT, reduce_scatter=FIT)
+    values: dict[str, object] = {
+        "model": ModelIdentity(fingerprint="f", num_parameters=sum(op.num_parameters for op in operators)),
+        "cluster": Cluster(nodes=2, devices_per_node=2, device="cpu", backend="gloo", link=link),
+        "memory_limit_bytes": 2 << 30,
+        "batch_size": 8,
+        "accumulate_grad_batches": 3,
+        "global_batch_size": 96,
+        "operators": operators,
+        "predicted": Prediction(
+            step_time_s=1.25,
+            compute_time_s=0.95,
+            communication_time_s=0.3,
+            samples_per_s=76.8,
+            peak_memory_bytes=1536 << 20,
+            overhead_bytes=420 << 20,
+        ),
+    }
+    return ExecutionPlan.model_validate(values | changes)
+
+
+def frontier(*points: tuple[int, float, int]) -> tuple[BatchSizePoint, ...]:
+    return tuple(BatchSizePoint(batch_size=b, samples_per_s=s, peak_memory_bytes=m << 20) for b, s, m in points)
+
+
+def cells(text: str, start: str) -> list[str]:
+    """The cells of the one line that starts with ``start``: columns are at least three blanks apart."""
+    (line,) = [line for line in text.splitlines() if line.startswith(start)]
+    return [cell.strip() for cell in line.split("   ") if cell.strip()]
+
+
+def test_plan_table_summary_shows_every_number_with_its_unit() -> None:
+    text = to_text(plan_table(make_plan(), profiling_s=12.5, collectives=34))
+    assert text.startswith("Execution plan for 9.8 M parameters on 4 ranks (2 nodes of 2, cpu, gloo)")
+    assert cells(text, "batch size") == ["batch size", "8 x 3 accumulated x 4 ranks = 96 in all"]
+    assert cells(text, "step time") == ["step time", "1.25 s = 950.0 ms compute + 300.0 ms communication"]
+    assert cells(text, "throughput") == ["throughput", "76.8 samples/s"]
+    assert cells(text, "peak memory") == ["peak memory", "1.50 GiB of 2.00 GiB  [##################......] 75.0%"]
+    assert "420.0 MiB of it before the model" in text
+    assert cells(text, "collectives") == ["collectives", "34 per step"]
+    assert cells(text, "profiling") == ["profiling", "took 12.50 s"]
+
+
+def test_plan_table_omits_unknown_values() -> None:
+    text = to_text(plan_table(make_plan()))
+    assert "collectives" not in text
+    assert "profiling" not in text
+    assert "runner-up" not in text
+
+
+def test_plan_table_shows_operator_runs_with_mode_count_and_parameters() -> None:
+    text = to_text(plan_table(make_plan()))
+    assert cells(text, "embed") == ["embed", "dp", "1", "500.0 K"]
+    assert cells(text, "blocks.0-7.attn.qkv") == ["blocks.0-7.attn.qkv", "zdp", "8", "2.4 M"]
+    assert cells(text, "blocks.0-4.mlp") == ["blocks.0-4.mlp", "dp", "5", "4.0 M"]
+    assert cells(text, "blocks.5-7.mlp") == ["blocks.5-7.mlp", "zdp2", "3", "2.4 M"]
+    assert cells(text, "head") == ["head", "dp", "1", "500.0 K"]
+
+
+def test_plan_table_shows_operator_names_literally() -> None:
+    text = to_text(plan_table(make_plan((operator("a[bold].0", DP), operator("", DP)))))
+    assert cells(text, "a[bold].0") == ["a[bold].0", "dp", "1", "1.0 K"]
+    assert cells(text, "(the module itself)") == ["(the module itself)", "dp", "1", "1.0 K"]
+
+
+def test_plan_table_shows_parameters_and_share_per_mode() -> None:
+    text = to_text(plan_table(make_plan()))
+    assert cells(text, "dp ") == ["dp", "5.0 M", "51.0%"]
+    assert cells(text, "zdp2 ") == ["zdp2", "2.4 M", "24.5%"]
+    assert cells(text, "zdp ") == ["zdp", "2.4 M", "24.5%"]
+
+
+def test_plan_table_counts_slices_for_their_mode() -> None:
+    split = operator("mlp", DP, ZDP, ZDP, ZDP, num_parameters=4002, checkpoint=True)
+    text = to_text(plan_table(make_plan((split,))))
+    assert cells(text, "mlp") == ["mlp", "dp x 1 + zdp x 3, recomputed", "1", "4.0 K"]
+    assert cells(text, "dp ") == ["dp", "1.0 K", "25.0%"]
+    assert cells(text, "zdp ") == ["zdp", "3.0 K", "75.0%"]
+
+
+def test_plan_table_runners_up_are_three_fastest_other_batch_sizes() -> None:
+    points = frontier((1, 20.0, 900), (2, 40.0, 1000), (4, 73.728, 1200), (8, 76.8, 1536), (16, 60.0, 2047))
+    text = to_text(plan_table(make_plan(frontier=points)))
+    assert [line.split("   ")[0] for line in text.splitlines() if line.startswith("batch size ")][1:] == [
+        "batch size 4",
+        "batch size 16",
+        "batch size 2",
+    ]
+    assert cells(text, "batch size 4") == ["batch size 4", "73.7 samples/s", "-4.0%", "1.17 GiB"]
+
+
+def test_measured_table_shows_prediction_measurement_and_error() -> None:
+    text = to_text(measured_table(make_plan(), MeasuredStep(1.0, 0.2, 2048 << 20), 20))
+    assert cells(text, "step time") == ["step time", "1.25 s", "1.00 s", "+25.0%"]
+    assert cells(text, "throughput") == ["throughput", "76.8 samples/s", "96.0 samples/s", "-20.0%"]
+    assert cells(text, "peak memory") == ["peak memory", "1.50 GiB", "2.00 GiB", "-25.0%"]
+
+
+def test_plan_table_text_has_no_colours_and_fits_width() -> None:
+    deep = tuple(operator(f"model.decoder.layers.{i}.self_attention.{'x' * 90}", ZDP) for i in range(2))
+    text = to_text(plan_table(make_plan(deep, frontier=frontier((1, 1.0, 1))), profiling_s=1.0, collectives=1))
+    assert text.isascii()
+    assert "\x1b" not in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+@pytest.mark.parametrize(
+    ("names", "patterns"),
+    [
+        (["a.0.b", "a.1.b", "a.2.b"], ["a.0-2.b"]),
+        (["a.0.q", "a.0.k", "a.1.q", "a.1.k"], ["a.0-1.q", "a.0-1.k"]),
+        (["a.0", "a.2"], ["a.0", "a.2"]),
+        (["a.9", "a.10"], ["a.9-10"]),
+        (["a.0.b.0", "a.0.b.1", "a.1.b.0", "a.1.b.1"], ["a.0.b.0-1", "a.1.b.0-1"]),
+        (["a.0.b.3", "a.1.b.3"], ["a.0-1.b.3"]),
+        (["a.0.b", "c.1.b"], ["a.0.b", "c.1.b"]),
+        (["conv1", "conv2"], ["conv1", "conv2"]),
+        (["", "head"], ["", "head"]),
+    ],
+)
+def test_group_runs_merges_names_that_differ_in_one_integer(names: list[str], patterns: list[str]) -> None:
+    assert [run.pattern for run in group_runs(operator(name, DP) for name in names)] == patterns
+
+
+def test_group_runs_starts_new_run_at_other_choice() -> None:
+    operators = [
+        operator("a.0", DP),
+        operator("a.1", DP),
+        operator("a.2", ZDP),
+        operator("a.3", ZDP, ZDP),
+        operator("a.4", ZDP, ZDP, checkpoint=True),
+        operator("a.5", DP),
+    ]
+    assert [run.pattern for run in group_runs(operators)] == ["a.0-1", "a.2", "a.3", "a.4", "a.5"]
+
+
+names_of_repeated_layers = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from("qk")), unique=True, max_size=30
+)
+
+
+@given(names_of_repeated_layers, st.data())
+def test_group_runs_contains_every_operator_once(triples: list[tuple[int, int, str]], data: st.DataObject) -> None:
+    operators = [operator(f"a.{i}.b.{j}.{k}", data.draw(st.sampled_from([DP, ZDP]))) for i, j, k in triples]
+    runs = group_runs(operators)
+    assert sorted(op.name for run in runs for op in run.operators) == sorted(op.name for op in operators)
+    assert all(len({op.slices for op in run.operators}) == 1 for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("amount", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (900 << 20, "900.0 MiB"),
+        ((1 << 30) - 1, "1.00 GiB"),
+        (8 << 30, "8.00 GiB"),
+        (2048 << 30, "2048.00 GiB"),
+    ],
+)
+def test_format_bytes(amount: int, text: str) -> None:
+    assert format_bytes(amount) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0.000 ms"),
+        (4.5e-5, "0.045 ms"),
+        (0.0123, "12.3 ms"),
+        (0.99996, "1.00 s"),
+        (1.25, "1.25 s"),
+        (59.999, "1 min 00 s"),
+        (125.2, "2 min 05 s"),
+    ],
+)
+def test_format_seconds(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(768, "768"), (98_304, "98.3 K"), (999_999, "1.0 M"), (1_500_000_000, "1.50 B")]
+)
+def test_format_count(count: int, text: str) -> None:
+    assert format_count(count) == text
+
+
+def test_simulation_table_shows_what_fits_and_what_the_rest_needs() -> None:
+    fits = SimulatedResult(
+        batch_size=3,
+        global_batch_size=24,
+        samples_per_s=12.34,
+        step_time_s=2.0,
+        peak_memory_bytes=3 << 30,
+        sharded_share=0.755,
+    )
+    common = {"memory_limit_bytes": 4 << 30, "plan": None, "dp": None}
+    points = [
+        SimulatedPoint(devices=1, nodes=1, osdp=None, zdp=None, needed_bytes=5 << 30, **common),
+        SimulatedPoint(devices=16, nodes=2, osdp=fits, zdp=fits, **common),
+    ]
+    lines = to_text(simulation_table(points), width=80).splitlines()
+    assert [line.split() for line in lines[1:]] == [
+        ["1", "osdp", "does", "not", "fit", "needs", "5.00", "GiB"],
+        ["dp", "does", "not", "fit"],
+        ["zdp", "does", "not", "fit"],
+        ["16", "(2", "nodes)", "osdp", "3", "12.3", "3.00", "GiB", "76%"],
+        ["dp", "does", "not", "fit"],
+        ["zdp", "3", "12.3", "3.00", "GiB", "76%"],
+    ]

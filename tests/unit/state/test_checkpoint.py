@@ -1,0 +1,132 @@
+"""Saving takes no more memory than the largest operator, and fails on all ranks or none."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_osdp.backend.cpu.malloc import configure_cpu_allocator
+from lightning_osdp.engine.fairscale.engine import FairScaleEngine
+from lightning_osdp.errors import OSDPError
+from lightning_osdp.state.checkpoint import (
+    CheckpointFormat,
+    consolidate,
+)
+from tests.support.models import (
+    hand_made_plan,
+    modes_for,
+)
+from tests.support.ranks import run_ranks
+
+WIDTH, LAYERS = 1024, 8
+LARGEST = 4 * WIDTH * WIDTH
+SLACK = 6 << 20
+"""Of the allocator, of buffers, and of modules that are imported while saving: a sixteenth of what is saved."""
+
+
+def process_status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+
+def peak_growth_bytes(work: Callable[[], None]) -> int:
+    """By how much the process's resident memory rose at the most."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = process_status_bytes("VmRSS")
+    work()
+    return process_status_bytes("VmHWM") - before
+
+
+@contextmanager
+def limited_file_size(is_full: bool) -> Any:
+    """Files can't grow beyond a mebibyte: writing fails in the middle, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if is_full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def save_and_measure(rank: int, ranks: int, folder: str) -> dict[str, Any]:
+    configure_cpu_allocator()
+    torch.manual_seed(1)
+    module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+    optimizer = torch.optim.Adam(module.parameters())
+    engine = FairScaleEngine(torch.device("cpu"))
+    engine.apply(module, hand_made_plan(modes_for(module, "zdp"), ranks), [optimizer])
+    module(torch.rand(2, WIDTH)).sum().backward()
+    engine.before_optimizer_step(optimizer)
+    optimizer.step()
+    engine.after_optimizer_step()
+    optimizer.zero_grad()
+
+    def save(kind: str, path: Path) -> None:
+        checkpoints = CheckpointFormat(kind)
+        with checkpoints.deferred_gathers(rank == 0, False):
+            state = {
+                "state_dict": engine.model_state(checkpoints.deferred_tensors),
+                "optimizer_states": [engine.optimizer_state(optimizer, 0, checkpoints.deferred_tensors)],
+            }
+            checkpoints.save(state, path, dist.group.WORLD)
+
+    found: dict[str, Any] = {}
+    for kind in ("full", "sharded"):
+        path = Path(folder, kind, "last.ckpt")
+        save(kind, path)  # once before it is measured, so that everything is imported
+        found[kind] = peak_growth_bytes(lambda kind=kind, path=path: save(kind, path))  # type: ignore[misc]
+        try:
+            with limited_file_size(rank == (0 if kind == "full" else 1)):
+                save(kind, path)
+        except OSDPError as error:
+            found[f"{kind} on a full disk"] = str(error)
+        found[f"{kind} beside"] = [entry.name for entry in path.parent.iterdir()]
+        found[f"{kind} still loads"] = len(CheckpointFormat(kind).load(path, True, dist.group.WORLD)["state_dict"])
+    if rank == 0:
+        source, target = Path(folder, "sharded", "last.ckpt"), Path(folder, "whole.ckpt")
+        found["consolidate"] = peak_growth_bytes(lambda: consolidate(source, target))
+    found["state"] = engine.model_state()
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saving")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(save_and_measure, 2, str(folder))
+
+
+def test_save_needs_no_more_memory_than_largest_operator(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["full"] < LARGEST + SLACK
+        assert result["sharded"] < LARGEST + SLACK
+    # A stored box, read into memory, beside the whole tensor that it is put into.
+    assert results[0]["consolidate"] < 2 * LARGEST + SLACK
+
+
+def test_saved_and_consolidated_files_hold_unsharded_state(results: list[dict[str, Any]], folder: Path) -> None:
+    for name in ("full/last.ckpt", "whole.ckpt"):
+        state = torch.load(folder / name, weights_only=True)["state_dict"]
+        assert list(state) == list(results[0]["state"])
+        assert all(torch.equal(value, results[0]["state"][key]) for key, value in state.items())
+
+
+def test_save_on_full_disk_raises_on_all_ranks_and_keeps_old_checkpoint(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        for kind in ("full", "sharded"):
+            assert "can't be written" in result[f"{kind} on a full disk"]
+            assert "File too large" in result[f"{kind} on a full disk"]
+            assert result[f"{kind} beside"] == ["last.ckpt"]
+            assert result[f"{kind} still loads"] == 2 * LAYERS

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from lightning_osdp.state.shard_layout import (
+    ShardLayout,
+    Slice,
+)
+
+
+def _layouts_by_rank(
+    shape: tuple[int, ...], cuts: list[int], sharded: list[bool], dim: int, ranks: int
+) -> list[ShardLayout]:
+    """One layout for each rank; the group is any object, since nothing is communicated."""
+    edges = [0, *cuts, shape[dim]]
+    pairs = list(pairwise(edges))
+    return [
+        ShardLayout(
+            torch.Size(shape),
+            tuple(
+                Slice(a, b, ranks, rank, "group") if is_sharded else Slice(a, b)
+                for (a, b), is_sharded in zip(pairs, sharded, strict=True)
+            ),
+            dim,
+        )
+        for rank in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_shard_holds_sharded_slices_once_and_replicated_slices_everywhere(dim: int, ranks: int) -> None:
+    whole = torch.arange(7 * 5, dtype=torch.float32).view(7, 5) + 1
+    layouts = _layouts_by_rank((7, 5), [2, 3], [True, False, True], dim, ranks)
+    parts = [layout.shard(whole) for layout in layouts]
+    for layout, part in zip(layouts, parts, strict=True):
+        assert part.shape == (layout.local_shard_numel,)
+    for index, (piece, first, last) in enumerate(layouts[0].slice_ranges()):
+        here = whole.narrow(dim, piece.start, piece.stop - piece.start).reshape(-1)
+        if index == 1:
+            assert all(torch.equal(part[first:last], here) for part in parts)
+            continue
+        joined = torch.cat([part[first:last] for part in parts])
+        assert torch.equal(joined[: here.numel()], here)
+        assert not joined[here.numel() :].any()
+
+
+def test_shard_returns_a_copy() -> None:
+    whole = torch.zeros(4, 4)
+    layout = ShardLayout(whole.shape, (Slice(0, 4),))
+    layout.shard(whole).add_(1)
+    assert not whole.any()

@@ -1,0 +1,54 @@
+"""The rules of the package's shape: imports run one way, planning stands by itself, the public names are the documented
+ones."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
+
+import lightning_osdp
+
+ROOT = Path(__file__).parent.parent
+PLANNING = sorted((ROOT / "lightning_osdp" / "planning").glob("**/*.py"))
+ENGINES = {"torch", "lightning", "pytorch_lightning", "fairscale"}
+
+
+def imported_packages(source: str) -> set[str]:
+    """Top-level packages that ``source`` imports anywhere, inside functions too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+def test_import_linter_contracts_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    status = lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True)
+    assert status == EXIT_STATUS_SUCCESS, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", PLANNING, ids=lambda path: path.name)
+def test_planning_module_imports_no_torch_or_engine_and_prints_nothing(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    assert not imported_packages(source) & ENGINES
+    calls = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    assert not any(isinstance(called, ast.Name) and called.id == "print" for called in calls)
+
+
+def test_imported_packages_includes_imports_inside_functions() -> None:
+    source = "def f():\n    import torch.nn\n    from lightning.pytorch import Trainer\n    from . import torchlike"
+    assert imported_packages(source) == {"torch", "lightning"}
+
+
+def test_public_names_match_readme_table() -> None:
+    """Every name in ``__all__`` exists and has a row in the README's table of public names, and no other name has."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^\| `lightning_osdp\.(\w+)` \|", readme, flags=re.MULTILINE)
+    assert sorted(lightning_osdp.__all__) == sorted(documented)
+    assert all(hasattr(lightning_osdp, name) for name in lightning_osdp.__all__)
