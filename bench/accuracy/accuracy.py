@@ -42,12 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from cases import OPTIONS, SUBJECTS, Case, Order, work
 
-from bench.accuracy.statistics import (
-    Round,
-    middle,
-    off,
-    unsteady,
-)
+from bench.accuracy.statistics import Round, middle, off, unsteady
 from tests.support.ports import free_port
 
 PLANS = ("dp", "zdp2", "zdp", "searched")

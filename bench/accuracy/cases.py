@@ -23,25 +23,11 @@ sys.path.insert(0, str(ROOT))
 from operators import OPERATORS  # noqa: E402
 
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.autotune import (  # noqa: E402
-    coordinator,
-    measure,
-)
-from lightning_osdp.backend import (
-    collectives,
-    memory,
-)
+from lightning_osdp.autotune import coordinator, measure  # noqa: E402
+from lightning_osdp.backend import collectives, memory
 from lightning_osdp.planning.search import search_space  # noqa: E402
-from lightning_osdp.planning.spec.choices import (  # noqa: E402
-    Mode,
-    ShardingChoice,
-    enumerate_choices,
-)
-from lightning_osdp.planning.spec.cluster import (  # noqa: E402
-    Cluster,
-    CollectiveFit,
-    Link,
-)
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, enumerate_choices  # noqa: E402
+from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, Link  # noqa: E402
 from lightning_osdp.planning.spec.constraints import SearchConstraints  # noqa: E402
 from lightning_osdp.profiling import compute
 from tests.support.zoo import ZOO  # noqa: E402
@@ -69,8 +55,7 @@ SUBJECTS = {
     "narrow and deep": Subject("stack", {"widths": (256,) * 16, "vocabulary": 2048, "length": 32}),
     "wide and shallow": Subject("stack", {"widths": (1024,) * 3, "vocabulary": 2048, "length": 32}),
     "inconsistent": Subject(
-        "stack",
-        {"widths": (192,) * 3 + (384,) * 3 + (768,) * 3 + (1024,), "vocabulary": 2048, "length": 32},
+        "stack", {"widths": (192,) * 3 + (384,) * 3 + (768,) * 3 + (1024,), "vocabulary": 2048, "length": 32}
     ),
     "gpt2": Subject("gpt2", {"width": 384, "layers": 6, "vocabulary": 8192, "length": 64}),
     "llama": Subject("llama", {"width": 512, "layers": 6, "vocabulary": 8192, "length": 64}),

@@ -27,32 +27,10 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to look for a GPU without t
 
 from rich.console import Console
 
-from bench.comparison import (
-    cleanup,
-    document,
-    launch,
-    models,
-    report,
-    systems,
-    tournament,
-    verify,
-)
-from bench.comparison.cells import (
-    LEVELS,
-    MIB,
-    cells,
-)
-from bench.comparison.jobs import (
-    FULL_SETTINGS,
-    QUICK_SETTINGS,
-    SETTINGS,
-    Job,
-)
-from bench.comparison.records import (
-    ROOT,
-    Runs,
-    current_commit,
-)
+from bench.comparison import cleanup, document, launch, models, report, systems, tournament, verify
+from bench.comparison.cells import LEVELS, MIB, cells
+from bench.comparison.jobs import FULL_SETTINGS, QUICK_SETTINGS, SETTINGS, Job
+from bench.comparison.records import ROOT, Runs, current_commit
 from bench.comparison.worker import run_rank
 from bench.multinode import emulated_cluster
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from bench.comparison.jobs import (
-    SETTINGS,
-    Job,
-    Setting,
-)
+from bench.comparison.jobs import SETTINGS, Job, Setting
 from bench.comparison.models import MODELS
 from bench.comparison.records import Runs
 

@@ -14,15 +14,9 @@ from typing import Any
 
 import torch
 
-from bench.comparison import (
-    figures,
-    report,
-)
+from bench.comparison import figures, report
 from bench.comparison.cells import SHARES
-from bench.comparison.models import (
-    MODELS,
-    build,
-)
+from bench.comparison.models import MODELS, build
 from bench.comparison.records import ROOT
 from bench.comparison.systems import OSDP
 from bench.comparison.tournament import Comparison

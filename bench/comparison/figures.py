@@ -9,14 +9,8 @@ from typing import Any
 
 from bench.comparison.cells import MIB
 from bench.comparison.jobs import SETTINGS
-from bench.comparison.systems import (
-    BASES,
-    OSDP,
-)
-from bench.comparison.tournament import (
-    Comparison,
-    Row,
-)
+from bench.comparison.systems import BASES, OSDP
+from bench.comparison.tournament import Comparison, Row
 
 COLORS = ("#9ecae1", "#4292c6", "#a1d99b", "#41ab5d", "#dadaeb", "#807dba", "#bdbdbd", "#d94801")
 """Of the competitors, in pairs of a kind, and of OSDP."""

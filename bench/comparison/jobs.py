@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bench.comparison.systems import (
-    System,
-    parse,
-)
+from bench.comparison.systems import System, parse
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,7 @@ import numpy as np
 import torch
 
 from bench.comparison.jobs import Job
-from bench.comparison.worker import (
-    INFEASIBLE_STATUS,
-    OUT_OF_MEMORY_STATUS,
-    run_rank,
-)
+from bench.comparison.worker import INFEASIBLE_STATUS, OUT_OF_MEMORY_STATUS, run_rank
 from bench.multinode import emulated_cluster
 
 LIBC = ctypes.CDLL(None, use_errno=True)

@@ -9,23 +9,10 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.comparison.cells import (
-    MIB,
-    Cell,
-)
-from bench.comparison.models import (
-    MODELS,
-    PAPERS_FAMILIES,
-)
-from bench.comparison.systems import (
-    OSDP,
-    parse,
-)
-from bench.comparison.tournament import (
-    PAPER,
-    Comparison,
-    Row,
-)
+from bench.comparison.cells import MIB, Cell
+from bench.comparison.models import MODELS, PAPERS_FAMILIES
+from bench.comparison.systems import OSDP, parse
+from bench.comparison.tournament import PAPER, Comparison, Row
 
 
 @dataclass(frozen=True)

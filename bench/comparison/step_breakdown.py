@@ -26,15 +26,8 @@ from torch import Tensor
 from bench.comparison.cells import Cell
 from bench.comparison.jobs import Job
 from bench.comparison.records import Runs
-from bench.comparison.systems import (
-    ALONE,
-    OSDP,
-    parse,
-)
-from bench.comparison.worker import (
-    Recorder,
-    run_rank,
-)
+from bench.comparison.systems import ALONE, OSDP, parse
+from bench.comparison.worker import Recorder, run_rank
 from bench.multinode import emulated_cluster
 
 INTERVAL_S = 0.004

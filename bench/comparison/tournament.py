@@ -18,16 +18,10 @@ from bench.comparison.batch_probe import (
     next_sizes,
     time_for,
 )
-from bench.comparison.cells import (
-    Cell,
-    is_easier,
-)
+from bench.comparison.cells import Cell, is_easier
 from bench.comparison.jobs import Job
 from bench.comparison.records import Runs
-from bench.comparison.systems import (
-    OSDP,
-    System,
-)
+from bench.comparison.systems import OSDP, System
 
 SLACK = 1.15
 """A system is left out of a cell if even this much more than it reached in an easier one would not win."""

@@ -7,22 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from bench.comparison.data import (
-    Ladder,
-    Text,
-)
+from bench.comparison.data import Ladder, Text
 from bench.comparison.jobs import Job
-from bench.comparison.models import (
-    MODELS,
-    adamw,
-    build,
-    next_byte_loss,
-)
+from bench.comparison.models import MODELS, adamw, build, next_byte_loss
 from bench.comparison.records import Runs
-from bench.comparison.systems import (
-    OSDP,
-    System,
-)
+from bench.comparison.systems import OSDP, System
 
 STEPS, BATCH_SIZE = 6, 3
 TOLERANCE = 2e-4

@@ -19,12 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.comparison.batch_probe import (
-    SLOW_STEP_S,
-    SLOW_WARM_UP,
-    fewer,
-    is_flat,
-)
+from bench.comparison.batch_probe import SLOW_STEP_S, SLOW_WARM_UP, fewer, is_flat
 from bench.comparison.jobs import Job
 
 OUT_OF_MEMORY_STATUS, INFEASIBLE_STATUS = 99, 98

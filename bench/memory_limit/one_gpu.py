@@ -47,10 +47,7 @@ def train(given: argparse.Namespace) -> None:
     import torch
 
     from bench.comparison.data import plain_loader
-    from bench.comparison.models import (
-        MODELS,
-        build,
-    )
+    from bench.comparison.models import MODELS, build
     from lightning_osdp import OSDPStrategy
 
     warnings.filterwarnings("ignore")

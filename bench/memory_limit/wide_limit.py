@@ -117,10 +117,7 @@ def worker(args: argparse.Namespace) -> None:
     """What a rank runs."""
     import torch
 
-    from bench.comparison.models import (
-        Decoder,
-        Task,
-    )
+    from bench.comparison.models import Decoder, Task
 
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -151,10 +148,7 @@ def train_with_fairscale(args: argparse.Namespace, task: Any) -> None:
 
     from bench.comparison import fairscale_loop
     from bench.comparison.jobs import Job
-    from bench.comparison.models import (
-        adamw,
-        next_byte_loss,
-    )
+    from bench.comparison.models import adamw, next_byte_loss
     from bench.comparison.worker import fix_allocator
 
     fix_allocator()

@@ -150,14 +150,8 @@ def write_plan(args: argparse.Namespace, file: Path) -> None:
     """An all-zdp plan for this model: what the planner would make, with its modes replaced."""
     import torch
 
-    from lightning_osdp.planning.spec.choices import (
-        Mode,
-        legal_modes,
-    )
-    from lightning_osdp.planning.spec.plan import (
-        ModelIdentity,
-        OperatorPlan,
-    )
+    from lightning_osdp.planning.spec.choices import Mode, legal_modes
+    from lightning_osdp.planning.spec.plan import ModelIdentity, OperatorPlan
     from lightning_osdp.profiling.tracing.trace import trace
     from tests.support.models import hand_made_plan
 

@@ -11,10 +11,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.support.zoo import (
-    Batch,
-    ZooModule,
-)
+from tests.support.zoo import Batch, ZooModule
 
 TOKENS, HEAD = 16, 64
 

@@ -25,15 +25,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.search.batch_size_search import (
-    BatchSizePolicy,
-    make_plan,
-)
-from lightning_osdp.planning.solver.knapsack import (
-    Option,
-    Solution,
-    solve,
-)
+from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, make_plan
+from lightning_osdp.planning.solver.knapsack import Option, Solution, solve
 from lightning_osdp.planning.spec.model import (
     UNATTRIBUTED,
     LinearInBatch,
@@ -45,10 +38,7 @@ from lightning_osdp.planning.spec.model import (
 )
 from lightning_osdp.planning.whatif import hardware
 from lightning_osdp.planning.whatif.simulate import problem_for_hardware
-from lightning_osdp.report.operator_runs import (
-    describe_operator_choice,
-    group_runs,
-)
+from lightning_osdp.report.operator_runs import describe_operator_choice, group_runs
 
 Menus = list[list[Option]]
 MEGABYTE = 10**6

@@ -182,9 +182,7 @@ def start(cluster: Cluster, rank: int, command: list[str]) -> subprocess.Popen[b
     host = cluster.host(rank // cluster.per_node)
     inside = ["ip", "netns", "exec", host, *command]
     return subprocess.Popen(
-        ["sh", "-c", enter, str(cluster.cgroup(rank)), *inside],
-        env=environment(cluster, rank),
-        start_new_session=True,
+        ["sh", "-c", enter, str(cluster.cgroup(rank)), *inside], env=environment(cluster, rank), start_new_session=True
     )
 
 

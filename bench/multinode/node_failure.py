@@ -54,10 +54,7 @@ def train(args: argparse.Namespace) -> None:
         num_nodes=args.nodes,
         strategy=OSDPStrategy(batch_size=1, cache="", cluster=cluster, sharding_group=args.group),
         max_steps=_step_of(args.resume) + RESUMED_STEPS if args.resume else 100_000,
-        callbacks=[
-            ModelCheckpoint(args.folder, "{step}", every_n_train_steps=SAVE_EVERY, save_top_k=-1),
-            Said(),
-        ],
+        callbacks=[ModelCheckpoint(args.folder, "{step}", every_n_train_steps=SAVE_EVERY, save_top_k=-1), Said()],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -74,13 +71,7 @@ def _step_of(checkpoint: str) -> int:
 
 def known_cluster(nodes: int, per_node: int) -> Any:
     """Links that need not be measured: times don't matter here."""
-    from lightning_osdp.planning.spec.cluster import (
-        Cluster,
-        CollectiveFit,
-        HierarchicalLinks,
-        Link,
-        ShardingLink,
-    )
+    from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, HierarchicalLinks, Link, ShardingLink
 
     slow, fast = (CollectiveFit(latency_s=1e-3, s_per_byte=rate) for rate in (1e-8, 1e-9))
     world = Link(all_reduce=slow, all_gather=slow, reduce_scatter=slow)

@@ -197,12 +197,7 @@ def plan_and_compare(folder: str, plan_for: Any, problem: Any, *args: Any) -> An
     """In place of ``plan_or_fallback``: keeps the plan it finds and what that is compared with, each with its prediction."""
     from lightning_osdp.planning.search.plan_search import PlanSearch
     from lightning_osdp.planning.search.plan_selection import variant_of_plan
-    from lightning_osdp.planning.spec.choices import (
-        Mode,
-        ShardingChoice,
-        ShardingScope,
-        legal_modes,
-    )
+    from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope, legal_modes
 
     searched = plan_for(problem, *args)
     desk, sharded = PlanSearch(variant_of_plan(searched, problem)), ShardingChoice((Mode.ZDP,))
@@ -268,10 +263,7 @@ def link_bytes(args: argparse.Namespace, plan: Any) -> float:
     """Bytes that each node sends in one step, by the model."""
     from train_gpt import GPT
 
-    from lightning_osdp.planning.cost.sharding_scopes import (
-        all_reduce_link_bytes,
-        step_link_bytes,
-    )
+    from lightning_osdp.planning.cost.sharding_scopes import all_reduce_link_bytes, step_link_bytes
     from lightning_osdp.planning.spec.choices import Mode
 
     model = GPT(args.layers, args.width, BLOCK_SIZE)

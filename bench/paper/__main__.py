@@ -16,27 +16,12 @@ from functools import partial
 from pathlib import Path
 
 from bench.paper import page
-from bench.paper.models import (
-    HEADLINE,
-    SEQUENCES,
-    SETTINGS,
-    Setting,
-    describe,
-    in_batches_of,
-)
-from bench.paper.systems import (
-    System,
-    fsdp_per_block,
-    fsdp_per_operator,
-    osdp,
-)
+from bench.paper.models import HEADLINE, SEQUENCES, SETTINGS, Setting, describe, in_batches_of
+from bench.paper.systems import System, fsdp_per_block, fsdp_per_operator, osdp
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import ModelProfile
-from lightning_osdp.planning.whatif.hardware import (
-    Hardware,
-    load,
-)
+from lightning_osdp.planning.whatif.hardware import Hardware, load
 from lightning_osdp.planning.whatif.simulate import problem_for_hardware
 
 ROOT = Path(__file__).resolve().parents[2]

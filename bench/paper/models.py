@@ -16,12 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_osdp.planning.spec.model import (
-    LinearInBatch,
-    ModelProfile,
-    Operator,
-    RepeatedBlock,
-)
+from lightning_osdp.planning.spec.model import LinearInBatch, ModelProfile, Operator, RepeatedBlock
 from lightning_osdp.profiling.tracing.trace import trace
 
 VOCABULARY, TOKENS = 10, 6

@@ -6,12 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.paper.models import (
-    I_AND_C,
-    N_AND_D,
-    W_AND_S,
-    Setting,
-)
+from bench.paper.models import I_AND_C, N_AND_D, W_AND_S, Setting
 from bench.paper.systems import Result
 
 GIB = 1 << 30

@@ -11,21 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.search.batch_size_search import (
-    BatchSizePolicy,
-    Problem,
-    make_plan,
-    pick_batch_size,
-)
-from lightning_osdp.planning.search.plan_search import (
-    Candidate,
-    PlanSearch,
-)
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingChoice,
-    legal_modes,
-)
+from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, make_plan, pick_batch_size
+from lightning_osdp.planning.search.plan_search import Candidate, PlanSearch
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, legal_modes
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import Operator
 from lightning_osdp.planning.spec.wrapping import wrap_assignments

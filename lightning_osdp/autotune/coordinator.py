@@ -11,34 +11,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from lightning_osdp.autotune import measure
-from lightning_osdp.autotune.measure import (
-    Profile,
-    RankGroup,
-)
+from lightning_osdp.autotune.measure import Profile, RankGroup
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.autotune.trials import run_plan_trial
-from lightning_osdp.backend.collectives import (
-    all_reduce_max,
-    broadcast_object,
-    raise_on_all_ranks,
-)
+from lightning_osdp.backend.collectives import all_reduce_max, broadcast_object, raise_on_all_ranks
 from lightning_osdp.backend.cpu.malloc import HEAP
-from lightning_osdp.backend.memory import (
-    MemoryLimit,
-    growth_reserve,
-    memory_in_use,
-    process_overhead,
-)
+from lightning_osdp.backend.memory import MemoryLimit, growth_reserve, memory_in_use, process_overhead
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
-from lightning_osdp.planning.cost.caching_allocator import (
-    fragmentation_bytes,
-    persistent_tensor_sizes,
-)
+from lightning_osdp.planning.cost.caching_allocator import fragmentation_bytes, persistent_tensor_sizes
 from lightning_osdp.planning.cost.cpu_effects import max_retained_batch_size
-from lightning_osdp.planning.cost.run_correction import (
-    correct_cluster,
-    correct_compute,
-)
+from lightning_osdp.planning.cost.run_correction import correct_cluster, correct_compute
 from lightning_osdp.planning.cost.trial_correction import (
     TRIAL_RELATIVE_ERROR,
     Trial,
@@ -46,17 +28,8 @@ from lightning_osdp.planning.cost.trial_correction import (
     fit_calibration,
     trials_of_plan,
 )
-from lightning_osdp.planning.search.batch_size_search import (
-    BatchSizePolicy,
-    Problem,
-    no_deadline,
-)
-from lightning_osdp.planning.search.plan_selection import (
-    CachedPlan,
-    find_cached_plan,
-    prune_trials,
-    select_plan,
-)
+from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, no_deadline
+from lightning_osdp.planning.search.plan_selection import CachedPlan, find_cached_plan, prune_trials, select_plan
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import NonTrainingWork

@@ -24,10 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.autotune.trials import run_calibration_trials
 from lightning_osdp.backend import collectives
-from lightning_osdp.backend.collectives import (
-    broadcast_object,
-    raise_on_all_ranks,
-)
+from lightning_osdp.backend.collectives import broadcast_object, raise_on_all_ranks
 from lightning_osdp.backend.cpu.core_sharing import CORE_SHARING
 from lightning_osdp.backend.hierarchical import NodeGroups as LevelGroups
 from lightning_osdp.backend.hierarchical import detect_node_layout
@@ -46,10 +43,7 @@ from lightning_osdp.planning.spec.cluster import (
     Link,
 )
 from lightning_osdp.planning.spec.constraints import SearchConstraints
-from lightning_osdp.planning.spec.model import (
-    FrozenModel,
-    ModelProfile,
-)
+from lightning_osdp.planning.spec.model import FrozenModel, ModelProfile
 from lightning_osdp.profiling import compute, engine_overhead, network
 from lightning_osdp.profiling.kernels.benchmark import KernelTimes
 from lightning_osdp.profiling.tracing.trace import TracedStep

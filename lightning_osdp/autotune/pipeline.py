@@ -15,36 +15,15 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_osdp.autotune import measure
-from lightning_osdp.autotune.coordinator import (
-    UNTRIED_PLAN_MARGIN,
-    PlanningCoordinator,
-    build_problem,
-    non_model_bytes,
-)
-from lightning_osdp.autotune.measure import (
-    NO_CORRECTION,
-    NO_LINK,
-    Profile,
-    RankGroup,
-)
+from lightning_osdp.autotune.coordinator import UNTRIED_PLAN_MARGIN, PlanningCoordinator, build_problem, non_model_bytes
+from lightning_osdp.autotune.measure import NO_CORRECTION, NO_LINK, Profile, RankGroup
 from lightning_osdp.autotune.trial_step import TrialContext
-from lightning_osdp.autotune.trials import (
-    can_measure_heap_retention,
-    run_heap_trial,
-    run_local_trial,
-)
+from lightning_osdp.autotune.trials import can_measure_heap_retention, run_heap_trial, run_local_trial
 from lightning_osdp.backend import collectives
-from lightning_osdp.backend.memory import (
-    MemoryLimit,
-    memory_in_use,
-    memory_limit,
-)
+from lightning_osdp.backend.memory import MemoryLimit, memory_in_use, memory_limit
 from lightning_osdp.errors import ConfigurationError, OSDPWarning, PlanMismatchError, TraceError
 from lightning_osdp.planning.cost.run_correction import Correction
-from lightning_osdp.planning.search.batch_size_search import (
-    BatchSizePolicy,
-    Problem,
-)
+from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem
 from lightning_osdp.planning.search.plan_selection import (
     CachedPlan,
     append_cached_plan,
@@ -53,22 +32,11 @@ from lightning_osdp.planning.search.plan_selection import (
     variant_of_plan,
 )
 from lightning_osdp.planning.spec.cluster import Cluster
-from lightning_osdp.planning.spec.constraints import (
-    UNCONSTRAINED,
-    SearchConstraints,
-)
-from lightning_osdp.planning.spec.model import (
-    NO_NON_TRAINING_WORK,
-    NonTrainingWork,
-)
+from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
+from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling import compute
-from lightning_osdp.profiling.tracing.trace import (
-    TracedStep,
-    architecture_key,
-    trace,
-    trace_by_running,
-)
+from lightning_osdp.profiling.tracing.trace import TracedStep, architecture_key, trace, trace_by_running
 
 Result = TypeVar("Result")
 
@@ -316,7 +284,10 @@ def plan_offline(
             if times is not parts and can_measure_heap_retention(device, None):
                 kept = run_heap_trial(trial_context, traced, None, cluster, times, room_bytes)
         known = Profile(
-            link=cluster.link, hierarchical_links=cluster.hierarchical_links, compute=times, compute_with_retained_heap=kept
+            link=cluster.link,
+            hierarchical_links=cluster.hierarchical_links,
+            compute=times,
+            compute_with_retained_heap=kept,
         )
         from_cache = False
         if files:

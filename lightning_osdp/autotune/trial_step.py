@@ -19,21 +19,10 @@ from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp.backend.collectives import (
-    COMM_WAIT,
-    all_reduce_max,
-    all_reduce_min,
-)
+from lightning_osdp.backend.collectives import COMM_WAIT, all_reduce_max, all_reduce_min
 from lightning_osdp.backend.cpu.malloc import HEAP
-from lightning_osdp.backend.memory import (
-    growth_reserve,
-    trim,
-)
-from lightning_osdp.backend.timer import (
-    elapsed_s,
-    record_event,
-    synchronize,
-)
+from lightning_osdp.backend.memory import growth_reserve, trim
+from lightning_osdp.backend.timer import elapsed_s, record_event, synchronize
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.engine.sliced_operator import release_storage
 from lightning_osdp.planning.spec.plan import ExecutionPlan

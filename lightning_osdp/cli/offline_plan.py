@@ -25,26 +25,16 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
 
-from lightning_osdp.autotune import (
-    measure,
-    pipeline,
-)
+from lightning_osdp.autotune import measure, pipeline
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.backend import memory
 from lightning_osdp.backend.cpu import malloc
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.spec.cluster import Cluster
-from lightning_osdp.planning.spec.constraints import (
-    UNCONSTRAINED,
-    SearchConstraints,
-)
+from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
 from lightning_osdp.planning.spec.formatting import parse_bytes
-from lightning_osdp.planning.spec.model import (
-    CheckpointMemory,
-    ModelProfile,
-    NonTrainingWork,
-)
+from lightning_osdp.planning.spec.model import CheckpointMemory, ModelProfile, NonTrainingWork
 from lightning_osdp.strategy import arguments
 from lightning_osdp.strategy.dataloader import TrainData
 

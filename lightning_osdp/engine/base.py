@@ -11,10 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.state.deferred_tensor import DeferredTensors
-from lightning_osdp.state.state_dict import (
-    Fill,
-    fill_from_memory,
-)
+from lightning_osdp.state.state_dict import Fill, fill_from_memory
 
 
 class Engine(Protocol):

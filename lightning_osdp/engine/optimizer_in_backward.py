@@ -21,10 +21,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_osdp.backend.fused_adam import (
-    enable_fused,
-    has_foreign_hooks,
-)
+from lightning_osdp.backend.fused_adam import enable_fused, has_foreign_hooks
 from lightning_osdp.errors import ShardingError
 
 

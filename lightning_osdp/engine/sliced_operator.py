@@ -25,15 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_osdp.engine import sliced_matmul
-from lightning_osdp.engine.splittable import (
-    matrix_input_dim,
-    split_dims,
-)
+from lightning_osdp.engine.splittable import matrix_input_dim, split_dims
 from lightning_osdp.errors import ShardingError
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    slice_sizes,
-)
+from lightning_osdp.planning.spec.choices import Mode, slice_sizes
 from lightning_osdp.planning.spec.model import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.spec.plan import OperatorPlan
 from lightning_osdp.state.shard_layout import ShardLayout

@@ -13,21 +13,9 @@ import torch
 
 from lightning_osdp.planning.cost.trial_correction import fit_nonnegative_line
 from lightning_osdp.planning.spec.choices import slice_counts
-from lightning_osdp.planning.spec.cluster import (
-    ComputeTimes,
-    KernelWorkspace,
-    OperatorTime,
-    SplitTime,
-)
-from lightning_osdp.planning.spec.constraints import (
-    UNCONSTRAINED,
-    SearchConstraints,
-)
-from lightning_osdp.planning.spec.model import (
-    UNATTRIBUTED,
-    LinearInBatch,
-    Phase,
-)
+from lightning_osdp.planning.spec.cluster import ComputeTimes, KernelWorkspace, OperatorTime, SplitTime
+from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
+from lightning_osdp.planning.spec.model import UNATTRIBUTED, LinearInBatch, Phase
 from lightning_osdp.profiling.kernels.benchmark import (
     UNLIMITED_BYTES,
     AutogradOverhead,

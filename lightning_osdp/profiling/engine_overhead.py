@@ -17,18 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_osdp.backend import collectives
-from lightning_osdp.backend.cpu.core_sharing import (
-    CORE_SHARING,
-    typical_time_s,
-)
+from lightning_osdp.backend.cpu.core_sharing import CORE_SHARING, typical_time_s
 from lightning_osdp.backend.timer import synchronize
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.engine.sliced_operator import release_storage
 from lightning_osdp.planning.cost.step_time import communication_time
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingChoice,
-)
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
 from lightning_osdp.planning.spec.cluster import (
     NO_ENGINE_OVERHEAD,
     CalibrationFactors,
@@ -38,16 +32,8 @@ from lightning_osdp.planning.spec.cluster import (
     Link,
     ModeOverhead,
 )
-from lightning_osdp.planning.spec.model import (
-    Operator,
-    ParameterInfo,
-)
-from lightning_osdp.planning.spec.plan import (
-    ExecutionPlan,
-    ModelIdentity,
-    OperatorPlan,
-    Prediction,
-)
+from lightning_osdp.planning.spec.model import Operator, ParameterInfo
+from lightning_osdp.planning.spec.plan import ExecutionPlan, ModelIdentity, OperatorPlan, Prediction
 
 WIDTHS = {Mode.DP: (128, 448), Mode.ZDP2: (128, 768), Mode.ZDP: (128, 768)}
 """Of the square weights: 64 KiB, and 784 KiB, small enough to ride in buckets when replicated, or 2.25 MiB."""

@@ -16,24 +16,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_osdp.backend import collectives
-from lightning_osdp.backend.cpu.core_sharing import (
-    CORE_SHARING,
-    typical_time_s,
-)
-from lightning_osdp.backend.hierarchical import (
-    Communicator,
-    FlatCommunicator,
-    HierarchicalCommunicator,
-    NodeGroups,
-)
+from lightning_osdp.backend.cpu.core_sharing import CORE_SHARING, typical_time_s
+from lightning_osdp.backend.hierarchical import Communicator, FlatCommunicator, HierarchicalCommunicator, NodeGroups
 from lightning_osdp.backend.timer import synchronize
 from lightning_osdp.planning.cost.link_fit import fit_collective
 from lightning_osdp.planning.spec import cluster
-from lightning_osdp.planning.spec.cluster import (
-    CollectiveFit,
-    Link,
-    ShardingLink,
-)
+from lightning_osdp.planning.spec.cluster import CollectiveFit, Link, ShardingLink
 
 DEFAULT_SIZES_BYTES = (16 << 10, 128 << 10, 1 << 20, 4 << 20, 32 << 20)
 """Of the whole tensor: from a small layer's weights to a large embedding's."""

@@ -12,27 +12,11 @@ from typing import NamedTuple
 
 from lightning_osdp.planning.cost.peak_text import explain_peak
 from lightning_osdp.planning.search.batch_size_search import THROUGHPUT_TOLERANCE
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingChoice,
-)
-from lightning_osdp.planning.spec.formatting import (
-    format_bytes,
-    format_seconds,
-)
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
+from lightning_osdp.planning.spec.formatting import format_bytes, format_seconds
 from lightning_osdp.planning.spec.model import FrozenModel
-from lightning_osdp.planning.spec.plan import (
-    BatchSizePoint,
-    BlockPlan,
-    ChoiceCost,
-    ExecutionPlan,
-    OperatorPlan,
-)
-from lightning_osdp.report.operator_runs import (
-    OperatorRun,
-    describe_choice,
-    group_runs,
-)
+from lightning_osdp.planning.spec.plan import BatchSizePoint, BlockPlan, ChoiceCost, ExecutionPlan, OperatorPlan
+from lightning_osdp.report.operator_runs import OperatorRun, describe_choice, group_runs
 
 MODE_DESCRIPTIONS = {
     Mode.DP: "replicated",

@@ -15,24 +15,12 @@ from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.cost.cpu_effects import HeapModel
 from lightning_osdp.planning.cost.memory_timeline import Timeline
 from lightning_osdp.planning.search.batch_size_search import Candidate
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingScope,
-)
+from lightning_osdp.planning.spec.choices import Mode, ShardingScope
 from lightning_osdp.planning.spec.formatting import format_bytes
-from lightning_osdp.planning.spec.model import (
-    LinearInBatch,
-    ModelProfile,
-)
-from lightning_osdp.planning.spec.plan import (
-    ExecutionPlan,
-    OperatorPlan,
-)
+from lightning_osdp.planning.spec.model import LinearInBatch, ModelProfile
+from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.planning.spec.wrapping import WrappedModel
-from lightning_osdp.planning.whatif.simulate import (
-    SimulatedPoint,
-    SimulatedResult,
-)
+from lightning_osdp.planning.whatif.simulate import SimulatedPoint, SimulatedResult
 
 try:
     import matplotlib

@@ -9,17 +9,10 @@ from html import escape
 from matplotlib.figure import Figure
 
 from lightning_osdp.planning.search.batch_size_search import Candidate
-from lightning_osdp.planning.spec.formatting import (
-    format_bytes,
-    format_count,
-    format_seconds,
-)
+from lightning_osdp.planning.spec.formatting import format_bytes, format_count, format_seconds
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from lightning_osdp.planning.whatif.simulate import (
-    SimulatedPoint,
-    SimulatedResult,
-)
+from lightning_osdp.planning.whatif.simulate import SimulatedPoint, SimulatedResult
 from lightning_osdp.report.figures import (
     STRATEGIES,
     decisions_figure,
@@ -30,10 +23,7 @@ from lightning_osdp.report.figures import (
     to_svg,
     tradeoff_figure,
 )
-from lightning_osdp.report.operator_runs import (
-    describe_operator_choice,
-    group_runs,
-)
+from lightning_osdp.report.operator_runs import describe_operator_choice, group_runs
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en">

@@ -6,10 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_osdp.planning.spec.choices import (
-    ShardingChoice,
-    ShardingScope,
-)
+from lightning_osdp.planning.spec.choices import ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.plan import OperatorPlan
 
 

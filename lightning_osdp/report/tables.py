@@ -18,21 +18,10 @@ from rich.text import Text
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.run_correction import MeasuredStep
 from lightning_osdp.planning.spec.choices import Mode
-from lightning_osdp.planning.spec.formatting import (
-    format_bytes,
-    format_count,
-    format_seconds,
-)
-from lightning_osdp.planning.spec.plan import (
-    ExecutionPlan,
-    OperatorPlan,
-)
+from lightning_osdp.planning.spec.formatting import format_bytes, format_count, format_seconds
+from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint
-from lightning_osdp.report.operator_runs import (
-    OperatorRun,
-    describe_operator_choice,
-    group_runs,
-)
+from lightning_osdp.report.operator_runs import OperatorRun, describe_operator_choice, group_runs
 
 MAX_RUNNERS_UP = 3
 """How many of the other batch sizes are shown."""

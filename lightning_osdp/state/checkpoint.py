@@ -17,14 +17,8 @@ from torch import Tensor
 
 from lightning_osdp.backend.collectives import raise_on_all_ranks
 from lightning_osdp.errors import CheckpointError, ConfigurationError
-from lightning_osdp.state import (
-    atomic_files,
-    single_file,
-)
-from lightning_osdp.state.deferred_tensor import (
-    DeferredTensors,
-    LoadTarget,
-)
+from lightning_osdp.state import atomic_files, single_file
+from lightning_osdp.state.deferred_tensor import DeferredTensors, LoadTarget
 
 if TYPE_CHECKING:
     from lightning_osdp.state.folder import CheckpointFolder

@@ -39,24 +39,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_osdp.backend.collectives import (
-    broadcast_object,
-    raise_on_all_ranks,
-)
+from lightning_osdp.backend.collectives import broadcast_object, raise_on_all_ranks
 from lightning_osdp.errors import CheckpointError
-from lightning_osdp.state import (
-    atomic_files,
-    single_file,
-)
-from lightning_osdp.state.chunks import (
-    TensorChunk,
-    local_chunks,
-)
-from lightning_osdp.state.deferred_tensor import (
-    DeferredTensor,
-    DeferredTensors,
-    LoadTarget,
-)
+from lightning_osdp.state import atomic_files, single_file
+from lightning_osdp.state.chunks import TensorChunk, local_chunks
+from lightning_osdp.state.deferred_tensor import DeferredTensor, DeferredTensors, LoadTarget
 from lightning_osdp.state.shard_layout import ShardLayout
 
 TRAINER_FILE = "trainer.pt"

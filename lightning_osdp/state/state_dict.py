@@ -13,11 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_osdp.errors import ShardingError
-from lightning_osdp.state.deferred_tensor import (
-    DeferredTensor,
-    DeferredTensors,
-    LoadTarget,
-)
+from lightning_osdp.state.deferred_tensor import DeferredTensor, DeferredTensors, LoadTarget
 from lightning_osdp.state.shard_layout import ShardLayout
 
 PARAMETER_NAMES = "param_names"

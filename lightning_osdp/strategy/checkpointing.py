@@ -23,10 +23,7 @@ from lightning_osdp.engine.base import Engine
 from lightning_osdp.errors import ConfigurationError, OSDPWarning
 from lightning_osdp.planning.spec.model import CheckpointMemory
 from lightning_osdp.state.checkpoint import CheckpointFormat
-from lightning_osdp.state.state_dict import (
-    ShardedParameters,
-    load_model_state,
-)
+from lightning_osdp.state.state_dict import ShardedParameters, load_model_state
 from lightning_osdp.strategy.failure_aware import FailureAwareStrategy
 
 SAVE_WAIT_S = 10.0

@@ -10,11 +10,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from typing_extensions import override
 
-from lightning_osdp.strategy.failure_detector import (
-    FailureDetector,
-    SynchronizedDataLoader,
-    assert_equal_on_ranks,
-)
+from lightning_osdp.strategy.failure_detector import FailureDetector, SynchronizedDataLoader, assert_equal_on_ranks
 
 
 class FailureAwareStrategy(ParallelStrategy):

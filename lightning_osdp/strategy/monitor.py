@@ -8,12 +8,7 @@ from rich.console import Console
 
 from lightning_osdp.autotune.measure import RankGroup
 from lightning_osdp.backend import collectives
-from lightning_osdp.planning.cost.run_correction import (
-    Correction,
-    MeasuredStep,
-    exceeds_prediction,
-    update_correction,
-)
+from lightning_osdp.planning.cost.run_correction import Correction, MeasuredStep, exceeds_prediction, update_correction
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.report import tables
 from lightning_osdp.strategy.step_timer import StepTimer

@@ -28,49 +28,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp.autotune import (
-    measure,
-    pipeline,
-)
+from lightning_osdp.autotune import measure, pipeline
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.backend import memory
 from lightning_osdp.backend.cpu.heap_controller import HeapController
 from lightning_osdp.backend.fused_adam import fused_step
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
-from lightning_osdp.engine.meta_init import (
-    MetaInitializer,
-    check_initializable,
-    is_meta,
-)
+from lightning_osdp.engine.meta_init import MetaInitializer, check_initializable, is_meta
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPWarning
-from lightning_osdp.planning.cost.run_correction import (
-    Correction,
-    MeasuredStep,
-    update_correction,
-)
+from lightning_osdp.planning.cost.run_correction import Correction, MeasuredStep, update_correction
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.formatting import parse_bytes
-from lightning_osdp.planning.spec.model import (
-    NO_NON_TRAINING_WORK,
-    NonTrainingWork,
-)
+from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.report import tables
 from lightning_osdp.state.checkpoint import CheckpointFormat
-from lightning_osdp.strategy import (
-    arguments,
-    model_summary,
-    out_of_memory,
-    precision,
-    preemption,
-)
-from lightning_osdp.strategy.dataloader import (
-    TrainData,
-    apply_batch_size,
-    read_data,
-)
+from lightning_osdp.strategy import arguments, model_summary, out_of_memory, precision, preemption
+from lightning_osdp.strategy.dataloader import TrainData, apply_batch_size, read_data
 from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
 from lightning_osdp.strategy.monitor import PredictionMonitor
 from lightning_osdp.strategy.processes import ProcessGroupStrategy

@@ -9,14 +9,8 @@ from typing import Any
 
 import torch
 
-from lightning_osdp.backend.memory import (
-    peak_memory,
-    reset_peak,
-)
-from lightning_osdp.backend.timer import (
-    elapsed_s,
-    record_event,
-)
+from lightning_osdp.backend.memory import peak_memory, reset_peak
+from lightning_osdp.backend.timer import elapsed_s, record_event
 from lightning_osdp.planning.cost.run_correction import MeasuredStep
 
 WARMUP_STEPS = 3

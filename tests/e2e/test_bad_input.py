@@ -19,13 +19,7 @@ from lightning_osdp.errors import (
     ShardingError,
     TraceError,
 )
-from tests.support.modules import (
-    FixedLoader,
-    GPTModule,
-    LateParameter,
-    loader,
-    trainer,
-)
+from tests.support.modules import FixedLoader, GPTModule, LateParameter, loader, trainer
 from tests.support.ranks import run_ranks
 
 

@@ -11,11 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_osdp import (
-    ConfigurationError,
-    OSDPCallback,
-    OSDPStrategy,
-)
+from lightning_osdp import ConfigurationError, OSDPCallback, OSDPStrategy
 from lightning_osdp.autotune import pipeline
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan

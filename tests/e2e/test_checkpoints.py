@@ -15,15 +15,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.cli.main import main
 from lightning_osdp.errors import CheckpointError, ConfigurationError, OSDPError, ShardingError
-from tests.support.models import (
-    gpt_loss,
-    two_groups,
-)
-from tests.support.modules import (
-    GPTModule,
-    dataset,
-    trainer,
-)
+from tests.support.models import gpt_loss, two_groups
+from tests.support.modules import GPTModule, dataset, trainer
 from tests.support.plans import plan_for
 from tests.support.ranks import run_ranks
 

@@ -13,10 +13,7 @@ import torch
 import yaml
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_osdp import (
-    OSDPCallback,
-    OSDPStrategy,
-)
+from lightning_osdp import OSDPCallback, OSDPStrategy
 from lightning_osdp.cli import fit
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from tests.support.modules import GPTModule

@@ -14,25 +14,12 @@ import torch
 from torch import Tensor
 
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.autotune import (
-    coordinator,
-    measure,
-)
+from lightning_osdp.autotune import coordinator, measure
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from tests.support.models import (
-    gpt_loss,
-    two_groups,
-)
-from tests.support.modules import (
-    DataDependent,
-    FixedLoader,
-    GPTModule,
-    dataset,
-    loader,
-    trainer,
-)
+from tests.support.models import gpt_loss, two_groups
+from tests.support.modules import DataDependent, FixedLoader, GPTModule, dataset, loader, trainer
 from tests.support.ranks import run_ranks
 
 RANKS = 2

@@ -16,11 +16,7 @@ from torch.nn import functional
 from lightning_osdp.backend import memory
 from lightning_osdp.backend.cpu import malloc
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
-from lightning_osdp.engine.meta_init import (
-    MetaInitializer,
-    check_initializable,
-    is_meta,
-)
+from lightning_osdp.engine.meta_init import MetaInitializer, check_initializable, is_meta
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.choices import Mode
 from tests.support.lightning_contract import (

@@ -12,22 +12,10 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.errors import ConfigurationError, OSDPWarning, PlanMismatchError
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingScope,
-)
-from lightning_osdp.planning.spec.cluster import (
-    Cluster,
-    CollectiveFit,
-    HierarchicalLinks,
-    Link,
-    ShardingLink,
-)
+from lightning_osdp.planning.spec.choices import Mode, ShardingScope
+from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, HierarchicalLinks, Link, ShardingLink
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from tests.support.modules import (
-    GPTModule,
-    trainer,
-)
+from tests.support.modules import GPTModule, trainer
 from tests.support.ranks import run_ranks
 
 RANKS = 4

@@ -14,11 +14,7 @@ from typing_extensions import override
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.backend.cpu.malloc import configure_cpu_allocator
-from lightning_osdp.backend.memory import (
-    memory_in_use,
-    peak_memory,
-    reset_peak,
-)
+from lightning_osdp.backend.memory import memory_in_use, peak_memory, reset_peak
 from tests.support.modules import trainer
 from tests.support.ranks import run_ranks
 

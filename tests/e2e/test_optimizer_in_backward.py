@@ -14,17 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from lightning_osdp import (
-    ConfigurationError,
-    InfeasibleError,
-    OSDPCallback,
-    OSDPStrategy,
-)
+from lightning_osdp import ConfigurationError, InfeasibleError, OSDPCallback, OSDPStrategy
 from lightning_osdp.backend.cpu.malloc import configure_cpu_allocator
-from lightning_osdp.backend.memory import (
-    peak_memory,
-    reset_peak,
-)
+from lightning_osdp.backend.memory import peak_memory, reset_peak
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.strategy import arguments
 from tests.support.modules import trainer

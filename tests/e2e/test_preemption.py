@@ -18,14 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_osdp.strategy.preemption import PreemptionCallback
-from tests.support.lightning_contract import (
-    RANKS,
-    Net,
-    batches,
-    build_seeded,
-    is_fake,
-    make_planned_trainer,
-)
+from tests.support.lightning_contract import RANKS, Net, batches, build_seeded, is_fake, make_planned_trainer
 from tests.support.ranks import run_ranks
 
 BATCHES = 10

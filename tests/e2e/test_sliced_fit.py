@@ -8,15 +8,8 @@ import torch
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from tests.support.models import (
-    gpt_loss,
-    two_groups,
-)
-from tests.support.modules import (
-    GPTModule,
-    dataset,
-    trainer,
-)
+from tests.support.models import gpt_loss, two_groups
+from tests.support.modules import GPTModule, dataset, trainer
 from tests.support.ranks import run_ranks
 from tests.support.split_plans import split_all
 

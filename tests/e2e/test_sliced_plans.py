@@ -7,25 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_osdp import (
-    ConfigurationError,
-    InfeasibleError,
-    OSDPCallback,
-    OSDPStrategy,
-    explain,
-)
+from lightning_osdp import ConfigurationError, InfeasibleError, OSDPCallback, OSDPStrategy, explain
 from lightning_osdp.autotune import coordinator
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from tests.e2e.test_fit import build_seeded
-from tests.support.models import (
-    gpt_loss,
-    some_cluster,
-    two_groups,
-)
-from tests.support.modules import (
-    dataset,
-    trainer,
-)
+from tests.support.models import gpt_loss, some_cluster, two_groups
+from tests.support.modules import dataset, trainer
 from tests.support.ranks import run_ranks
 
 RANKS, BATCH_SIZE, STEPS = 2, 4, 4

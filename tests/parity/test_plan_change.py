@@ -8,20 +8,9 @@ import torch
 
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.planning.spec.choices import Mode
-from lightning_osdp.planning.spec.plan import (
-    ExecutionPlan,
-    OperatorPlan,
-)
+from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from tests.support.leaks import leaked_parameter_bytes
-from tests.support.models import (
-    TinyGPT,
-    gpt_batches,
-    gpt_loss,
-    hand_made_plan,
-    modes_for,
-    two_groups,
-    wrap_blocks,
-)
+from tests.support.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups, wrap_blocks
 from tests.support.parity import plain_step
 from tests.support.ranks import run_ranks
 

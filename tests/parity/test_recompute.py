@@ -15,11 +15,7 @@ from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.planning.spec.choices import Mode
 from tests.support.models import wrap_blocks
 from tests.support.ranks import run_ranks
-from tests.support.split_plans import (
-    Split,
-    split_all,
-    split_plan,
-)
+from tests.support.split_plans import Split, split_all, split_plan
 
 WIDTH = 12
 

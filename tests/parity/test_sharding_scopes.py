@@ -15,15 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingChoice,
-    ShardingScope,
-)
-from lightning_osdp.planning.spec.plan import (
-    ExecutionPlan,
-    OperatorPlan,
-)
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
+from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from tests.support.models import (
     TinyGPT,
     gpt_batches,

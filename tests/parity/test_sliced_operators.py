@@ -12,22 +12,10 @@ from torch import Tensor, nn
 
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.planning.spec.choices import Mode
-from tests.support.models import (
-    VOCABULARY,
-    TinyGPT,
-    gpt_batches,
-    gpt_loss,
-    wrap_blocks,
-)
-from tests.support.parity import (
-    engine_step,
-    plain_step,
-)
+from tests.support.models import VOCABULARY, TinyGPT, gpt_batches, gpt_loss, wrap_blocks
+from tests.support.parity import engine_step, plain_step
 from tests.support.ranks import run_ranks
-from tests.support.split_plans import (
-    split_all,
-    split_plan,
-)
+from tests.support.split_plans import split_all, split_plan
 
 STEPS, BATCH = 10, 8
 JOINED = 0

@@ -13,17 +13,8 @@ from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from tests.support.models import (
-    TinyGPT,
-    gpt_batches,
-    hand_made_plan,
-    modes_for,
-    two_groups,
-)
-from tests.support.parity import (
-    engine_step,
-    plain_step,
-)
+from tests.support.models import TinyGPT, gpt_batches, hand_made_plan, modes_for, two_groups
+from tests.support.parity import engine_step, plain_step
 from tests.support.ranks import run_ranks
 
 CPU, RANKS = torch.device("cpu"), 2

@@ -7,14 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.models import (
-    TinyGPT,
-    modes_for,
-)
-from tests.support.parity import (
-    reference,
-    train,
-)
+from tests.support.models import TinyGPT, modes_for
+from tests.support.parity import reference, train
 from tests.support.ranks import run_ranks
 
 STEPS = 20

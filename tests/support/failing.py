@@ -16,11 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.strategy import failure_detector
-from tests.support.modules import (
-    GPTModule,
-    dataset,
-    trainer,
-)
+from tests.support.modules import GPTModule, dataset, trainer
 from tests.support.plans import plan_for
 
 STEPS = 1000

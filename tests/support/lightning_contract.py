@@ -14,10 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.autotune import pipeline
 from lightning_osdp.planning.spec.choices import Mode
-from lightning_osdp.planning.spec.plan import (
-    ExecutionPlan,
-    ModelIdentity,
-)
+from lightning_osdp.planning.spec.plan import ExecutionPlan, ModelIdentity
 from tests.support.models import hand_made_plan
 from tests.support.modules import trainer
 

@@ -9,19 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_osdp.planning.spec.choices import Mode
-from lightning_osdp.planning.spec.cluster import (
-    Cluster,
-    CollectiveFit,
-    HierarchicalLinks,
-    Link,
-    ShardingLink,
-)
-from lightning_osdp.planning.spec.plan import (
-    ExecutionPlan,
-    ModelIdentity,
-    OperatorPlan,
-    Prediction,
-)
+from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, HierarchicalLinks, Link, ShardingLink
+from lightning_osdp.planning.spec.plan import ExecutionPlan, ModelIdentity, OperatorPlan, Prediction
 
 VOCABULARY, WIDTH, LENGTH = 61, 32, 12
 

@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from tests.support.models import (
-    TinyGPT,
-    gpt_batches,
-    gpt_loss,
-    two_groups,
-)
+from tests.support.models import TinyGPT, gpt_batches, gpt_loss, two_groups
 
 
 class GPTModule(pl.LightningModule):

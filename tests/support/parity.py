@@ -11,15 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
-from tests.support.models import (
-    TinyGPT,
-    gpt_batches,
-    gpt_loss,
-    hand_made_plan,
-    modes_for,
-    two_groups,
-    wrap_blocks,
-)
+from tests.support.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups, wrap_blocks
 
 LossOf = Callable[[nn.Module, Tensor], Tensor]
 

@@ -8,10 +8,7 @@ import torch
 
 from lightning_osdp.autotune import pipeline
 from lightning_osdp.planning.spec.choices import Mode
-from lightning_osdp.planning.spec.plan import (
-    ExecutionPlan,
-    OperatorPlan,
-)
+from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.profiling.tracing.trace import TracedStep
 from tests.support.models import hand_made_plan
 

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from lightning_osdp.planning.cost.trial_correction import pass_times
-from lightning_osdp.planning.spec.cluster import (
-    Cluster,
-    CollectiveFit,
-    ComputeTimes,
-    Link,
-    OperatorTime,
-    SplitTime,
-)
+from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, ComputeTimes, Link, OperatorTime, SplitTime
 from lightning_osdp.planning.spec.model import (
     UNATTRIBUTED,
     LinearInBatch,
@@ -130,12 +123,7 @@ def compute(
     times = []
     for operator in model.operators:
         splits = tuple(
-            SplitTime(
-                dim=operator.split_dims[0],
-                slices=k,
-                forward=ms(k * per_slice_ms),
-                backward=ms(k * per_slice_ms),
-            )
+            SplitTime(dim=operator.split_dims[0], slices=k, forward=ms(k * per_slice_ms), backward=ms(k * per_slice_ms))
             for k in (slices if operator.split_dims else ())
         )
         times.append(OperatorTime(forward=ms(forward_ms), backward=ms(2 * forward_ms), splits=splits))

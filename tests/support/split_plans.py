@@ -8,10 +8,7 @@ from torch import nn
 
 from lightning_osdp.engine.splittable import split_dims
 from lightning_osdp.planning.spec.choices import Mode
-from lightning_osdp.planning.spec.plan import (
-    ExecutionPlan,
-    OperatorPlan,
-)
+from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from tests.support.models import hand_made_plan
 
 Split = tuple[tuple[Mode, ...], int | None]

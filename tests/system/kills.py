@@ -25,15 +25,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.state import atomic_files
 from lightning_osdp.state.folder import CheckpointFolder
-from tests.support.models import (
-    gpt_batches,
-    gpt_loss,
-    two_groups,
-)
-from tests.support.modules import (
-    GPTModule,
-    trainer,
-)
+from tests.support.models import gpt_batches, gpt_loss, two_groups
+from tests.support.modules import GPTModule, trainer
 from tests.support.plans import plan_for
 from tests.support.ports import free_port
 

@@ -11,10 +11,7 @@ from __future__ import annotations
 import torch
 
 from lightning_osdp.backend.cpu.malloc import HEAP
-from lightning_osdp.backend.memory import (
-    memory_in_use,
-    peak_memory,
-)
+from lightning_osdp.backend.memory import memory_in_use, peak_memory
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 
 WARMUP_BATCHES = 2

@@ -17,10 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_osdp.backend.collectives import (
-    Work,
-    all_reduce_async,
-)
+from lightning_osdp.backend.collectives import Work, all_reduce_async
 from lightning_osdp.backend.hierarchical import (
     Communicator,
     FlatCommunicator,
@@ -30,16 +27,9 @@ from lightning_osdp.backend.hierarchical import (
 )
 from lightning_osdp.engine.fairscale.unit_collectives import CoalescedReduceScatter
 from lightning_osdp.planning.cost.sharding_scopes import COALESCE_BYTES
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingChoice,
-    ShardingScope,
-)
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster
-from lightning_osdp.planning.spec.plan import (
-    ExecutionPlan,
-    OperatorPlan,
-)
+from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 
 
 def sharded_operators(plan: ExecutionPlan) -> list[OperatorPlan]:

@@ -13,14 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_osdp.engine.activation_checkpointing import (
-    check_recomputed_blocks,
-    checkpoint_block,
-)
-from lightning_osdp.engine.fairscale.communicators import (
-    sharded_operators,
-    sharded_units,
-)
+from lightning_osdp.engine.activation_checkpointing import check_recomputed_blocks, checkpoint_block
+from lightning_osdp.engine.fairscale.communicators import sharded_operators, sharded_units
 from lightning_osdp.engine.fairscale.sharded_operator import (
     NestedOperators,
     ShardedOperator,
@@ -29,33 +23,17 @@ from lightning_osdp.engine.fairscale.sharded_operator import (
     modules_holding,
     own_parameters,
 )
-from lightning_osdp.engine.fairscale.unit import (
-    UNIT_DTYPES,
-    EngineContext,
-    FairScaleUnit,
-)
+from lightning_osdp.engine.fairscale.unit import UNIT_DTYPES, EngineContext, FairScaleUnit
 from lightning_osdp.engine.grad_norm import patch_total_norm
 from lightning_osdp.engine.gradient_buckets import BucketedAllReduce
-from lightning_osdp.engine.meta_init import (
-    MetaInitializer,
-    check_initializable,
-)
-from lightning_osdp.engine.sliced_operator import (
-    SlicedOperator,
-    check_slicing,
-)
+from lightning_osdp.engine.meta_init import MetaInitializer, check_initializable
+from lightning_osdp.engine.sliced_operator import SlicedOperator, check_slicing
 from lightning_osdp.errors import ShardingError
-from lightning_osdp.planning.spec.plan import (
-    ExecutionPlan,
-    OperatorPlan,
-)
+from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.state import state_dict as states
 from lightning_osdp.state.deferred_tensor import DeferredTensors
 from lightning_osdp.state.shard_layout import ShardLayout
-from lightning_osdp.state.state_dict import (
-    Fill,
-    ShardedParameters,
-)
+from lightning_osdp.state.state_dict import Fill, ShardedParameters
 
 
 class FairScaleEngine:

@@ -18,21 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_osdp.engine.fairscale.communicators import UnitCommunicators
-from lightning_osdp.engine.fairscale.unit import (
-    EngineContext,
-    FairScaleUnit,
-)
-from lightning_osdp.engine.sliced_operator import (
-    ForwardStage,
-    SlicedOperator,
-)
+from lightning_osdp.engine.fairscale.unit import EngineContext, FairScaleUnit
+from lightning_osdp.engine.sliced_operator import ForwardStage, SlicedOperator
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.model import SMALL_PARAMETER_ELEMENTS
-from lightning_osdp.planning.spec.plan import (
-    ExecutionPlan,
-    OperatorPlan,
-)
+from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.state.shard_layout import ShardLayout
 
 NestedOperators = Mapping[str, Sequence[str]]

@@ -48,25 +48,10 @@ from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_osdp.backend.cpu.stub_streams import (
-    STUB_STREAM,
-    ModuleProxy,
-    patch_cuda_streams,
-)
-from lightning_osdp.backend.cuda.prefetch_limiter import (
-    MAX_GATHERS_IN_FLIGHT,
-    NoLimit,
-    PrefetchLimiter,
-)
-from lightning_osdp.backend.hierarchical import (
-    Communicator,
-    cached_group_copy,
-)
-from lightning_osdp.engine.fairscale.communicators import (
-    CommunicatorFactory,
-    UnitCommunicators,
-    sharded_operators,
-)
+from lightning_osdp.backend.cpu.stub_streams import STUB_STREAM, ModuleProxy, patch_cuda_streams
+from lightning_osdp.backend.cuda.prefetch_limiter import MAX_GATHERS_IN_FLIGHT, NoLimit, PrefetchLimiter
+from lightning_osdp.backend.hierarchical import Communicator, cached_group_copy
+from lightning_osdp.engine.fairscale.communicators import CommunicatorFactory, UnitCommunicators, sharded_operators
 from lightning_osdp.engine.fairscale.unit_collectives import (
     CoalescedAllGather,
     CoalescedReduceScatter,
@@ -75,10 +60,7 @@ from lightning_osdp.engine.fairscale.unit_collectives import (
     is_in_backward,
 )
 from lightning_osdp.engine.optimizer_in_backward import BackwardOptimizer
-from lightning_osdp.engine.sliced_operator import (
-    ForwardStage,
-    WeightSlice,
-)
+from lightning_osdp.engine.sliced_operator import ForwardStage, WeightSlice
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan

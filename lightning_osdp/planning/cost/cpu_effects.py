@@ -6,10 +6,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_osdp.planning.spec.model import (
-    LinearInBatch,
-    ModelProfile,
-)
+from lightning_osdp.planning.spec.model import LinearInBatch, ModelProfile
 
 HEAP_GROWTH = 0.5
 """By how much larger than what a step frees the heap is planned to be: what is freed is seldom as large as what comes

@@ -33,16 +33,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_osdp.planning.cost.cpu_effects import (
-    NO_RETENTION,
-    HeapModel,
-)
+from lightning_osdp.planning.cost.cpu_effects import NO_RETENTION, HeapModel
 from lightning_osdp.planning.cost.peak_text import explain_peak
-from lightning_osdp.planning.cost.step_time import (
-    BUCKET_BYTES,
-    Footprint,
-    footprint,
-)
+from lightning_osdp.planning.cost.step_time import BUCKET_BYTES, Footprint, footprint
 from lightning_osdp.planning.spec.choices import ShardingChoice
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import (
@@ -359,7 +352,10 @@ class Timeline:
     def _saving_bytes(self, footprints: Floats) -> int:
         if self._non_training.checkpoint_memory == "nothing":
             return 0
-        largest, every = footprints[:, COLUMN["checkpoint_tensor"]].max(initial=0.0), footprints[:, COLUMN["unsharded_state"]].sum()
+        largest, every = (
+            footprints[:, COLUMN["checkpoint_tensor"]].max(initial=0.0),
+            footprints[:, COLUMN["unsharded_state"]].sum(),
+        )
         return round(
             self._idle_bytes(footprints)
             + float(largest if self._non_training.checkpoint_memory == "streamed" else every)

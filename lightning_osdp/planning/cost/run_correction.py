@@ -6,11 +6,7 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import TypeVar
 
-from lightning_osdp.planning.spec.cluster import (
-    Cluster,
-    CollectiveFit,
-    ComputeTimes,
-)
+from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, ComputeTimes
 from lightning_osdp.planning.spec.model import FrozenModel
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 

@@ -15,14 +15,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingScope,
-)
-from lightning_osdp.planning.spec.cluster import (
-    Cluster,
-    CollectiveFit,
-)
+from lightning_osdp.planning.spec.choices import Mode, ShardingScope
+from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit
 
 DIRECT_REDUCE_SCATTER_BYTES = 1 << 20
 """On gloo, tensors up to this size are reduced by sending each rank its part in one round, instead of N - 1 of a ring,

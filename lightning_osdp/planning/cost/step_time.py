@@ -30,22 +30,9 @@ from lightning_osdp.planning.cost.sharding_scopes import (
     scope_links,
     sharding_ranks,
 )
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingChoice,
-    ShardingScope,
-    slice_sizes,
-)
-from lightning_osdp.planning.spec.cluster import (
-    Cluster,
-    ComputeTimes,
-    OperatorTime,
-)
-from lightning_osdp.planning.spec.model import (
-    LinearInBatch,
-    Operator,
-    ParameterInfo,
-)
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope, slice_sizes
+from lightning_osdp.planning.spec.cluster import Cluster, ComputeTimes, OperatorTime
+from lightning_osdp.planning.spec.model import LinearInBatch, Operator, ParameterInfo
 
 BUCKET_BYTES = 25 << 20
 """Replicated gradients are copied into buckets of up to this size (PyTorch DDP's default)."""

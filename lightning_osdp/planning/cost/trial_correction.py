@@ -17,17 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_osdp.planning.cost.memory_timeline import Timeline
-from lightning_osdp.planning.cost.step_time import (
-    calibration_kinds,
-    communication_time,
-    engine_time,
-    time_cost,
-)
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingChoice,
-    legal_modes,
-)
+from lightning_osdp.planning.cost.step_time import calibration_kinds, communication_time, engine_time, time_cost
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, legal_modes
 from lightning_osdp.planning.spec.cluster import (
     MAX_CORRECTION,
     CalibrationFactors,
@@ -35,13 +26,7 @@ from lightning_osdp.planning.spec.cluster import (
     ComputeTimes,
     EngineOverhead,
 )
-from lightning_osdp.planning.spec.model import (
-    FrozenModel,
-    LinearInBatch,
-    ModelProfile,
-    Operator,
-    OptimizerStep,
-)
+from lightning_osdp.planning.spec.model import FrozenModel, LinearInBatch, ModelProfile, Operator, OptimizerStep
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.spec.wrapping import WrappedModel
 

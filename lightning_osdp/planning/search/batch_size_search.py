@@ -12,19 +12,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.search.alternatives import (
-    PlanRationale,
-    explain_choices,
-)
-from lightning_osdp.planning.search.infeasibility import (
-    infeasible_error,
-    with_suggestions,
-)
-from lightning_osdp.planning.search.plan_search import (
-    MIN_IMPROVEMENT,
-    Candidate,
-    PlanSearch,
-)
+from lightning_osdp.planning.search.alternatives import PlanRationale, explain_choices
+from lightning_osdp.planning.search.infeasibility import infeasible_error, with_suggestions
+from lightning_osdp.planning.search.plan_search import MIN_IMPROVEMENT, Candidate, PlanSearch
 from lightning_osdp.planning.search.search_space import Problem
 from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
 from lightning_osdp.planning.spec.plan import (
@@ -36,10 +26,7 @@ from lightning_osdp.planning.spec.plan import (
     Prediction,
     SearchStop,
 )
-from lightning_osdp.planning.spec.wrapping import (
-    WrapAssignment,
-    wrap_assignments,
-)
+from lightning_osdp.planning.spec.wrapping import WrapAssignment, wrap_assignments
 
 __all__ = [
     "BatchSizePolicy",
@@ -269,9 +256,7 @@ def to_plan(
     model, known = problem.model, explain_choices(desk, chosen, wrap_search.unwrapped)
     return ExecutionPlan(
         model=ModelIdentity(
-            fingerprint=model.fingerprint,
-            num_parameters=model.num_parameters,
-            flops_per_sample=model.flops_per_sample,
+            fingerprint=model.fingerprint, num_parameters=model.num_parameters, flops_per_sample=model.flops_per_sample
         ),
         cluster=problem.cluster,
         memory_limit_bytes=problem.memory_limit_bytes,

@@ -18,25 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.cost.memory_timeline import (
-    COLUMN,
-    Floats,
-    Ints,
-    LineArray,
-)
-from lightning_osdp.planning.search.search_space import (
-    OptionTimes,
-    SearchSpace,
-)
-from lightning_osdp.planning.solver.knapsack import (
-    Option,
-    solve,
-)
-from lightning_osdp.planning.solver.relaxation import (
-    EXCLUDED_COST,
-    PADDING_BYTES,
-    compute_hulls,
-)
+from lightning_osdp.planning.cost.memory_timeline import COLUMN, Floats, Ints, LineArray
+from lightning_osdp.planning.search.search_space import OptionTimes, SearchSpace
+from lightning_osdp.planning.solver.knapsack import Option, solve
+from lightning_osdp.planning.solver.relaxation import EXCLUDED_COST, PADDING_BYTES, compute_hulls
 
 MAX_MOMENTS = 10
 """Moments that the bound looks at."""
@@ -54,8 +39,12 @@ def resident_bytes_by_phase(space: SearchSpace, batch_size: int, accumulation: i
     whole, pieces = column["replicated_gradients"], column["sharded_gradients"]
     early = whole + pieces if accumulation > 1 else 0.0
     before = column["states"] + column["unsharded_between_passes"] + early
-    running = column["states"] + column["unsharded_between_passes"] + whole + (whole + pieces if accumulation > 1 else 0.0)
-    running = running + column["unsharded_while_running"] + column["transient"] + column["backward_per_sample"] * batch_size
+    running = (
+        column["states"] + column["unsharded_between_passes"] + whole + (whole + pieces if accumulation > 1 else 0.0)
+    )
+    running = (
+        running + column["unsharded_while_running"] + column["transient"] + column["backward_per_sample"] * batch_size
+    )
     return np.array([before, running, column["states"] + whole + pieces], dtype=np.float64)
 
 
@@ -64,10 +53,14 @@ def transient_bytes(space: SearchSpace, batch_size: int, accumulation: int) -> F
     column = {name: space.footprints[:, index] for name, index in COLUMN.items()}
     # What its neighbours have under way beside it counts as its own: they are often alike.
     beside = column["prefetched_parameters"] + column["inflight_gradient"]
-    backward = column["unsharded_while_running"] + column["transient"] + beside + column["backward_per_sample"] * batch_size
+    backward = (
+        column["unsharded_while_running"] + column["transient"] + beside + column["backward_per_sample"] * batch_size
+    )
     if accumulation > 1:  # the new gradient stands beside the accumulated one until it is added
         backward = backward + column["replicated_gradients"]
-    forward = column["unsharded_while_running"] + column["prefetched_parameters"] + column["forward_per_sample"] * batch_size
+    forward = (
+        column["unsharded_while_running"] + column["prefetched_parameters"] + column["forward_per_sample"] * batch_size
+    )
     return np.asarray(np.maximum(forward, backward))
 
 

@@ -13,12 +13,7 @@ from dataclasses import replace
 
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.cost.run_correction import Correction
-from lightning_osdp.planning.cost.trial_correction import (
-    TRIAL_RELATIVE_ERROR,
-    Trial,
-    apply_trial,
-    trials_of_plan,
-)
+from lightning_osdp.planning.cost.trial_correction import TRIAL_RELATIVE_ERROR, Trial, apply_trial, trials_of_plan
 from lightning_osdp.planning.search.batch_size_search import (
     BatchSizePolicy,
     Problem,
@@ -29,10 +24,7 @@ from lightning_osdp.planning.search.batch_size_search import (
     to_plan,
 )
 from lightning_osdp.planning.spec.constraints import SearchConstraints
-from lightning_osdp.planning.spec.model import (
-    FrozenModel,
-    NonTrainingWork,
-)
+from lightning_osdp.planning.spec.model import FrozenModel, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 
 BUDGET_TOLERANCE, BUDGET_TOLERANCE_BYTES = 0.1, 12 << 20

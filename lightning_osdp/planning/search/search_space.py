@@ -15,18 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_osdp.planning.cost.cpu_effects import (
-    NO_RETENTION,
-    HeapModel,
-)
-from lightning_osdp.planning.cost.memory_timeline import (
-    COLUMN,
-    Flags,
-    Floats,
-    Ints,
-    LineArray,
-    Timeline,
-)
+from lightning_osdp.planning.cost.cpu_effects import NO_RETENTION, HeapModel
+from lightning_osdp.planning.cost.memory_timeline import COLUMN, Flags, Floats, Ints, LineArray, Timeline
 from lightning_osdp.planning.cost.step_time import (
     calibration_time,
     communication_time,
@@ -35,26 +25,10 @@ from lightning_osdp.planning.cost.step_time import (
     forward_backward_time,
     overlapped_time,
 )
-from lightning_osdp.planning.spec.choices import (
-    ShardingChoice,
-    ShardingScope,
-    enumerate_choices,
-)
-from lightning_osdp.planning.spec.cluster import (
-    Cluster,
-    ComputeTimes,
-    OperatorTime,
-)
-from lightning_osdp.planning.spec.constraints import (
-    UNCONSTRAINED,
-    SearchConstraints,
-)
-from lightning_osdp.planning.spec.model import (
-    NO_NON_TRAINING_WORK,
-    ModelProfile,
-    NonTrainingWork,
-    Operator,
-)
+from lightning_osdp.planning.spec.choices import ShardingChoice, ShardingScope, enumerate_choices
+from lightning_osdp.planning.spec.cluster import Cluster, ComputeTimes, OperatorTime
+from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
+from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, ModelProfile, NonTrainingWork, Operator
 
 OVERHEAD_TERMS = (communication_time, overlapped_time, engine_time, calibration_time)
 """What sharing adds to an operator's time beside its compute, and what compute may hide of it."""

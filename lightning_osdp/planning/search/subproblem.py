@@ -7,13 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.cost.memory_timeline import (
-    COLUMN,
-    Flags,
-    Floats,
-    Ints,
-    Peak,
-)
+from lightning_osdp.planning.cost.memory_timeline import COLUMN, Flags, Floats, Ints, Peak
 from lightning_osdp.planning.search.lower_bounds import (
     AFTER_BACKWARD,
     BEFORE_BACKWARD,
@@ -21,15 +15,8 @@ from lightning_osdp.planning.search.lower_bounds import (
     resident_bytes_by_phase,
     transient_bytes,
 )
-from lightning_osdp.planning.search.search_space import (
-    OptionTimes,
-    SearchSpace,
-)
-from lightning_osdp.planning.solver.knapsack import (
-    Option,
-    Solution,
-    solve,
-)
+from lightning_osdp.planning.search.search_space import OptionTimes, SearchSpace
+from lightning_osdp.planning.solver.knapsack import Option, Solution, solve
 from lightning_osdp.planning.spec.choices import ShardingChoice
 
 NUM_PHASES = 3
@@ -51,7 +38,9 @@ class OptionCosts:
         self.times: OptionTimes = space.option_times(batch_size, accumulation)
         self.resident_bytes = np.rint(resident_bytes_by_phase(space, batch_size, accumulation)).astype(np.int64)
         self.transient = np.rint(transient_bytes(space, batch_size, accumulation)).astype(np.int64)
-        self.unsharded_between_passes = np.rint(space.footprints[:, COLUMN["unsharded_between_passes"]]).astype(np.int64)
+        self.unsharded_between_passes = np.rint(space.footprints[:, COLUMN["unsharded_between_passes"]]).astype(
+            np.int64
+        )
 
 
 class GroupOptions(NamedTuple):

@@ -16,12 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_osdp.planning.solver.pareto import Ints
-from lightning_osdp.planning.solver.relaxation import (
-    OptionTable,
-    Relaxation,
-    hull_step_counts,
-    solve_relaxation,
-)
+from lightning_osdp.planning.solver.relaxation import OptionTable, Relaxation, hull_step_counts, solve_relaxation
 
 MAX_DUAL_ITERATIONS = 24
 """Relaxations per side; the tangents of a concave, piecewise linear function meet in its maximum after a few."""

@@ -32,24 +32,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.solver.branching import (
-    BranchSide,
-    branch,
-)
-from lightning_osdp.planning.solver.node import (
-    INITIAL_MAX_ENTRIES,
-    Incumbent,
-    Node,
-    four_swap_search,
-    round_relaxation,
-)
-from lightning_osdp.planning.solver.pareto import (
-    Floats,
-    Ints,
-    MergeLimits,
-    best_pair,
-    merge_fronts,
-)
+from lightning_osdp.planning.solver.branching import BranchSide, branch
+from lightning_osdp.planning.solver.node import INITIAL_MAX_ENTRIES, Incumbent, Node, four_swap_search, round_relaxation
+from lightning_osdp.planning.solver.pareto import Floats, Ints, MergeLimits, best_pair, merge_fronts
 from lightning_osdp.planning.solver.relaxation import (
     EXCLUDED_COST,
     PADDING_BYTES,

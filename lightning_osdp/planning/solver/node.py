@@ -24,11 +24,7 @@ from lightning_osdp.planning.solver.pareto import (
     identical_operator_fronts,
     single_choice_front,
 )
-from lightning_osdp.planning.solver.relaxation import (
-    OptionTable,
-    Relaxation,
-    exact_dot,
-)
+from lightning_osdp.planning.solver.relaxation import OptionTable, Relaxation, exact_dot
 
 INITIAL_MAX_DEVIATIONS, INITIAL_MAX_ENTRIES = 32, 1 << 15
 """Deviations of least excess, and entries per front, that the first round of a cap looks at."""

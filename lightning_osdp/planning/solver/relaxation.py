@@ -16,10 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_osdp.planning.solver.pareto import (
-    Floats,
-    Ints,
-)
+from lightning_osdp.planning.solver.pareto import Floats, Ints
 
 PADDING_BYTES = 1 << 61
 """Bytes of places in a row that hold no option: more than any sum of real ones."""

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from lightning_osdp.planning.spec.model import (
-    UNATTRIBUTED,
-    FrozenModel,
-    LinearInBatch,
-    ModelProfile,
-    Moment,
-)
+from lightning_osdp.planning.spec.model import UNATTRIBUTED, FrozenModel, LinearInBatch, ModelProfile, Moment
 
 MAX_CORRECTION = 3.0
 """What was measured in parts is changed by this factor at most."""
@@ -40,7 +34,10 @@ class CollectiveFit(FrozenModel):
 
     def overlapped_part(self) -> CollectiveFit:
         """The part that goes on beside compute."""
-        parts = {name: self.overlap_fraction * getattr(self, name) for name in ("latency_s", "s_per_byte", "extra_tensor_latency_s")}
+        parts = {
+            name: self.overlap_fraction * getattr(self, name)
+            for name in ("latency_s", "s_per_byte", "extra_tensor_latency_s")
+        }
         return self.model_copy(update=parts)
 
 

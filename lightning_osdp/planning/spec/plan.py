@@ -8,16 +8,9 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingChoice,
-    ShardingScope,
-)
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster
-from lightning_osdp.planning.spec.model import (
-    FrozenModel,
-    ModelProfile,
-)
+from lightning_osdp.planning.spec.model import FrozenModel, ModelProfile
 
 PLAN_FORMAT = "lightning_osdp.plan"
 PLAN_VERSION = 1

@@ -12,23 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
 
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingChoice,
-    legal_modes,
-)
-from lightning_osdp.planning.spec.cluster import (
-    ComputeTimes,
-    OperatorTime,
-)
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, legal_modes
+from lightning_osdp.planning.spec.cluster import ComputeTimes, OperatorTime
 from lightning_osdp.planning.spec.constraints import SearchConstraints
-from lightning_osdp.planning.spec.model import (
-    UNATTRIBUTED,
-    LinearInBatch,
-    ModelProfile,
-    Operator,
-    RepeatedBlock,
-)
+from lightning_osdp.planning.spec.model import UNATTRIBUTED, LinearInBatch, ModelProfile, Operator, RepeatedBlock
 
 MAX_BLOCK_KINDS = 2
 """Kinds of blocks that are joined or not independently of each other; where there are more, all of them or none."""

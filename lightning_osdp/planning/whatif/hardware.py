@@ -23,13 +23,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.planning.spec.cluster import (
-    Cluster,
-    CollectiveFit,
-    HierarchicalLinks,
-    Link,
-    ShardingLink,
-)
+from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, HierarchicalLinks, Link, ShardingLink
 from lightning_osdp.planning.spec.model import FrozenModel
 
 NODE_COUNTS = (2, 8)

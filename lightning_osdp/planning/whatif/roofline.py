@@ -23,19 +23,8 @@ from dataclasses import dataclass
 
 from lightning_osdp.planning.cost.trial_correction import fit_nonnegative_line
 from lightning_osdp.planning.spec.choices import slice_counts
-from lightning_osdp.planning.spec.cluster import (
-    ComputeTimes,
-    OperatorTime,
-    SplitTime,
-)
-from lightning_osdp.planning.spec.model import (
-    UNATTRIBUTED,
-    LinearInBatch,
-    ModelProfile,
-    Operator,
-    Phase,
-    RepeatedBlock,
-)
+from lightning_osdp.planning.spec.cluster import ComputeTimes, OperatorTime, SplitTime
+from lightning_osdp.planning.spec.model import UNATTRIBUTED, LinearInBatch, ModelProfile, Operator, Phase, RepeatedBlock
 from lightning_osdp.planning.whatif.hardware import Hardware
 
 FORWARD_SHARE = 1 / 3

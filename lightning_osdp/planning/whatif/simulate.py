@@ -19,31 +19,13 @@ from lightning_osdp.planning.search.batch_size_search import (
     find_best_candidate,
     pick_batch_size,
 )
-from lightning_osdp.planning.search.plan_search import (
-    Candidate,
-    PlanSearch,
-)
+from lightning_osdp.planning.search.plan_search import Candidate, PlanSearch
 from lightning_osdp.planning.search.plan_selection import select_plan
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingChoice,
-    ShardingScope,
-    legal_modes,
-)
-from lightning_osdp.planning.spec.constraints import (
-    UNCONSTRAINED,
-    SearchConstraints,
-)
-from lightning_osdp.planning.spec.model import (
-    FrozenModel,
-    ModelProfile,
-)
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope, legal_modes
+from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
+from lightning_osdp.planning.spec.model import FrozenModel, ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from lightning_osdp.planning.whatif.hardware import (
-    USABLE_MEMORY_FRACTION,
-    Hardware,
-    build_cluster,
-)
+from lightning_osdp.planning.whatif.hardware import USABLE_MEMORY_FRACTION, Hardware, build_cluster
 from lightning_osdp.planning.whatif.roofline import compute_times
 
 BASELINE_CONSTRAINTS = SearchConstraints(slice_granularity=1, activation_checkpointing=False)

@@ -18,20 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_osdp.backend.cpu.core_sharing import (
-    CORE_SHARING,
-    typical_time_s,
-)
-from lightning_osdp.backend.memory import (
-    memory_in_use,
-    peak_memory,
-    reset_peak,
-)
-from lightning_osdp.backend.timer import (
-    elapsed_s,
-    record_event,
-    synchronize,
-)
+from lightning_osdp.backend.cpu.core_sharing import CORE_SHARING, typical_time_s
+from lightning_osdp.backend.memory import memory_in_use, peak_memory, reset_peak
+from lightning_osdp.backend.timer import elapsed_s, record_event, synchronize
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.profiling.kernels.kernel import (
     Kernel,
@@ -41,10 +30,7 @@ from lightning_osdp.profiling.kernels.kernel import (
     sample_rows,
     select_from_lists,
 )
-from lightning_osdp.profiling.kernels.synthetic_args import (
-    clone_with_strides,
-    make_arguments,
-)
+from lightning_osdp.profiling.kernels.synthetic_args import clone_with_strides, make_arguments
 
 aten = torch.ops.aten
 

@@ -12,11 +12,7 @@ from functools import cached_property
 
 import torch
 
-from lightning_osdp.profiling.kernels.kernel import (
-    Kernel,
-    TensorSpec,
-    tensor_specs,
-)
+from lightning_osdp.profiling.kernels.kernel import Kernel, TensorSpec, tensor_specs
 
 aten = torch.ops.aten
 

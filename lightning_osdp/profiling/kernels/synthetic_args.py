@@ -8,12 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_osdp.profiling.kernels.kernel import (
-    Kernel,
-    Spec,
-    TensorSpec,
-    tensor_specs,
-)
+from lightning_osdp.profiling.kernels.kernel import Kernel, Spec, TensorSpec, tensor_specs
 
 aten = torch.ops.aten
 

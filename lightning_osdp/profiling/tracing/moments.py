@@ -5,21 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from lightning_osdp.planning.spec.model import (
-    UNATTRIBUTED,
-    LinearInBatch,
-    Moment,
-    Phase,
-)
-from lightning_osdp.profiling.kernels.kernel import (
-    Kernel,
-    Spec,
-)
+from lightning_osdp.planning.spec.model import UNATTRIBUTED, LinearInBatch, Moment, Phase
+from lightning_osdp.profiling.kernels.kernel import Kernel, Spec
 from lightning_osdp.profiling.tracing.parameter_owners import OwnerScope
-from lightning_osdp.profiling.tracing.recorder import (
-    Op,
-    Recording,
-)
+from lightning_osdp.profiling.tracing.recorder import Op, Recording
 
 
 class OpRun(NamedTuple):

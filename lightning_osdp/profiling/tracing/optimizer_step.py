@@ -17,22 +17,9 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Opti
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.backend.fused_adam import can_fuse
-from lightning_osdp.planning.spec.model import (
-    UNATTRIBUTED,
-    OptimizerStep,
-)
-from lightning_osdp.profiling.kernels.kernel import (
-    Kernel,
-    Spec,
-    list_length,
-    select_from_lists,
-    spec_of,
-)
-from lightning_osdp.profiling.tracing.recorder import (
-    Op,
-    Recorder,
-    Recording,
-)
+from lightning_osdp.planning.spec.model import UNATTRIBUTED, OptimizerStep
+from lightning_osdp.profiling.kernels.kernel import Kernel, Spec, list_length, select_from_lists, spec_of
+from lightning_osdp.profiling.tracing.recorder import Op, Recorder, Recording
 from lightning_osdp.profiling.tracing.stand_ins import FakeCopyMode
 
 aten = torch.ops.aten

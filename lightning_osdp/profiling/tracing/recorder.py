@@ -24,11 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_osdp.planning.spec.model import Phase
-from lightning_osdp.profiling.kernels.kernel import (
-    Spec,
-    TensorSpec,
-    spec_of,
-)
+from lightning_osdp.profiling.kernels.kernel import Spec, TensorSpec, spec_of
 from lightning_osdp.profiling.tracing import fake_kernels
 
 aten = torch.ops.aten

@@ -14,16 +14,8 @@ import numpy as np
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_osdp.planning.spec.model import (
-    UNATTRIBUTED,
-    LinearInBatch,
-    Operator,
-    RepeatedBlock,
-)
-from lightning_osdp.profiling.tracing.moments import (
-    OpRun,
-    line_through,
-)
+from lightning_osdp.planning.spec.model import UNATTRIBUTED, LinearInBatch, Operator, RepeatedBlock
+from lightning_osdp.profiling.tracing.moments import OpRun, line_through
 from lightning_osdp.profiling.tracing.recorder import Recording
 
 NO_BLOCK = -1

@@ -24,29 +24,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.backend.memory import allowed_bytes
-from lightning_osdp.engine.splittable import (
-    matrix_input_dim,
-    split_dims,
-)
+from lightning_osdp.engine.splittable import matrix_input_dim, split_dims
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, TraceError
-from lightning_osdp.planning.spec.model import (
-    UNATTRIBUTED,
-    ModelProfile,
-    Operator,
-    ParameterInfo,
-)
+from lightning_osdp.planning.spec.model import UNATTRIBUTED, ModelProfile, Operator, ParameterInfo
 from lightning_osdp.profiling.kernels.kernel import Kernel
-from lightning_osdp.profiling.kernels.sliced_kernels import (
-    MatmulKernels,
-    find_matmul,
-)
+from lightning_osdp.profiling.kernels.sliced_kernels import MatmulKernels, find_matmul
 from lightning_osdp.profiling.tracing.host_syncs import HostSyncDetector
-from lightning_osdp.profiling.tracing.moments import (
-    count_kernels,
-    fit_moments,
-    group_ops,
-    owners_of_ops,
-)
+from lightning_osdp.profiling.tracing.moments import count_kernels, fit_moments, group_ops, owners_of_ops
 from lightning_osdp.profiling.tracing.optimizer_step import (
     Clipping,
     OptimizerTrace,
@@ -54,21 +38,9 @@ from lightning_osdp.profiling.tracing.optimizer_step import (
     fake_optimizers,
     trace_optimizers,
 )
-from lightning_osdp.profiling.tracing.parameter_owners import (
-    NamedParameter,
-    OwnerScope,
-    find_scopes,
-    named_parameters,
-)
-from lightning_osdp.profiling.tracing.recorder import (
-    Recorder,
-    Recording,
-)
-from lightning_osdp.profiling.tracing.repeated_blocks import (
-    blocks_of_ops,
-    describe_blocks,
-    find_blocks,
-)
+from lightning_osdp.profiling.tracing.parameter_owners import NamedParameter, OwnerScope, find_scopes, named_parameters
+from lightning_osdp.profiling.tracing.recorder import Recorder, Recording
+from lightning_osdp.profiling.tracing.repeated_blocks import blocks_of_ops, describe_blocks, find_blocks
 from lightning_osdp.profiling.tracing.stand_ins import (
     detached_from_trainer,
     extract_loss,

@@ -19,16 +19,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_osdp import OSDPStrategy
-from tests.support.lightning_contract import (
-    is_fake,
-    mixed_plan,
-)
-from tests.support.models import (
-    TinyGPT,
-    gpt_batches,
-    gpt_loss,
-    two_groups,
-)
+from tests.support.lightning_contract import is_fake, mixed_plan
+from tests.support.models import TinyGPT, gpt_batches, gpt_loss, two_groups
 
 NODES = 2
 BATCH = 4

@@ -12,10 +12,7 @@ import pytest
 import torch
 
 from lightning_osdp.autotune import coordinator as planning_team
-from lightning_osdp.autotune import (
-    measure,
-    pipeline,
-)
+from lightning_osdp.autotune import measure, pipeline
 from lightning_osdp.autotune.coordinator import (
     APPLY_RESERVE_S,
     FIRST_SEARCH_FRACTION,
@@ -27,34 +24,14 @@ from lightning_osdp.autotune.coordinator import (
 )
 from lightning_osdp.autotune.measure import Profile
 from lightning_osdp.backend import memory
-from lightning_osdp.backend.memory import (
-    EVALUATION_GROWTH_BYTES,
-    FIRST_STEP_GROWTH_BYTES,
-)
+from lightning_osdp.backend.memory import EVALUATION_GROWTH_BYTES, FIRST_STEP_GROWTH_BYTES
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
-from lightning_osdp.planning.cost.trial_correction import (
-    TRIAL_RELATIVE_ERROR,
-    Trial,
-    plan_key,
-)
-from lightning_osdp.planning.search.batch_size_search import (
-    BatchSizePolicy,
-    Problem,
-    make_plan,
-    min_memory_bytes,
-)
+from lightning_osdp.planning.cost.trial_correction import TRIAL_RELATIVE_ERROR, Trial, plan_key
+from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, make_plan, min_memory_bytes
 from lightning_osdp.planning.search.plan_selection import CachedPlan
-from lightning_osdp.planning.spec.model import (
-    NO_NON_TRAINING_WORK,
-    NonTrainingWork,
-)
+from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from tests.support.small_models import (
-    MIB,
-    blocks_of_one,
-    cluster,
-    compute,
-)
+from tests.support.small_models import MIB, blocks_of_one, cluster, compute
 
 MODEL = blocks_of_one(3, 2)
 RULE = BatchSizePolicy(batch_size=2)
@@ -108,9 +85,7 @@ class Alone(PlanningCoordinator):
         return [*least, *most]
 
 
-def test_cached_memory_budget_is_used_unless_process_uses_more_than_seen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cached_memory_budget_is_used_unless_process_uses_more_than_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(ROOMY, RULE)
     monkeypatch.setattr(planning_team, "memory_in_use", lambda device: 50)
     monkeypatch.setattr(planning_team, "growth_reserve", lambda device, stepped, evaluates: 7)

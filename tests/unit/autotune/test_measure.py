@@ -10,17 +10,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_osdp.autotune import measure
-from lightning_osdp.autotune.measure import (
-    ClusterProfile,
-    Profile,
-    RankGroup,
-)
+from lightning_osdp.autotune.measure import ClusterProfile, Profile, RankGroup
 from lightning_osdp.errors import OSDPWarning
-from lightning_osdp.planning.spec.cluster import (
-    NO_ENGINE_OVERHEAD,
-    ComputeTimes,
-    OperatorTime,
-)
+from lightning_osdp.planning.spec.cluster import NO_ENGINE_OVERHEAD, ComputeTimes, OperatorTime
 from tests.support.models import some_cluster
 from tests.support.ranks import run_ranks
 

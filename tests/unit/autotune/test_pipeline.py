@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from lightning_osdp.autotune import pipeline
 from lightning_osdp.autotune.measure import RankGroup
 from lightning_osdp.errors import OSDPWarning, TraceError
-from lightning_osdp.planning.spec.model import (
-    NO_NON_TRAINING_WORK,
-    ModelProfile,
-)
+from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, ModelProfile
 from lightning_osdp.profiling import compute
 from tests.support.ranks import run_ranks
 from tests.support.traced_models import Regression

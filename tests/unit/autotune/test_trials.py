@@ -16,23 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_osdp.autotune import (
-    trial_step,
-    trials,
-)
-from lightning_osdp.autotune.trial_step import (
-    StepTiming,
-    TrialContext,
-)
-from lightning_osdp.autotune.trials import (
-    run_calibration_trials,
-    run_local_trial,
-    run_plan_trial,
-)
-from lightning_osdp.backend.cpu.malloc import (
-    HEAP,
-    configure_cpu_allocator,
-)
+from lightning_osdp.autotune import trial_step, trials
+from lightning_osdp.autotune.trial_step import StepTiming, TrialContext
+from lightning_osdp.autotune.trials import run_calibration_trials, run_local_trial, run_plan_trial
+from lightning_osdp.backend.cpu.malloc import HEAP, configure_cpu_allocator
 from lightning_osdp.backend.memory import FIRST_STEP_GROWTH_BYTES
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.errors import OSDPWarning
@@ -44,24 +31,14 @@ from lightning_osdp.planning.cost.trial_correction import (
     trial_peak_bytes,
 )
 from lightning_osdp.planning.spec.choices import Mode
-from lightning_osdp.planning.spec.cluster import (
-    Cluster,
-    ComputeTimes,
-)
+from lightning_osdp.planning.spec.cluster import Cluster, ComputeTimes
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling import compute
-from lightning_osdp.profiling.tracing.stand_ins import (
-    lazy_clone,
-    lazy_clone_bytes,
-)
+from lightning_osdp.profiling.tracing.stand_ins import lazy_clone, lazy_clone_bytes
 from lightning_osdp.profiling.tracing.trace import trace
 from tests.support.leaks import leaked_parameter_bytes
-from tests.support.models import (
-    hand_made_plan,
-    some_cluster,
-    uniform_hierarchical_links,
-)
+from tests.support.models import hand_made_plan, some_cluster, uniform_hierarchical_links
 from tests.support.ranks import run_ranks
 from tests.support.small_models import compute_s
 
@@ -300,9 +277,7 @@ def test_calibration_trials_skip_modes_and_sizes_that_exceed_memory() -> None:
         assert [set(one.overhead_by_kind_s) for one in shown] == [{"dp"}]
 
 
-def test_time_unsharded_step_takes_largest_size_within_memory_and_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_time_unsharded_step_takes_largest_size_within_memory_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
     module, hardware, asked = Module(), some_cluster(2), []
     traced = trace(module, BATCH, 4, device=CPU)
     parts = compute.measure_compute(traced, CPU, time_budget_s=0.0)

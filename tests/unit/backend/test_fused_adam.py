@@ -8,10 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_osdp.backend.fused_adam import (
-    can_fuse,
-    fused_step,
-)
+from lightning_osdp.backend.fused_adam import can_fuse, fused_step
 
 
 def parameters() -> list[nn.Parameter]:

@@ -13,15 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from bench.comparison import (
-    cleanup,
-    document,
-    launch,
-    report,
-    step_breakdown,
-    systems,
-    worker,
-)
+from bench.comparison import cleanup, document, launch, report, step_breakdown, systems, worker
 from bench.comparison.batch_probe import (
     LARGEST,
     SLOW_STEP_S,
@@ -31,19 +23,10 @@ from bench.comparison.batch_probe import (
     longest_step,
     next_sizes,
 )
-from bench.comparison.cells import (
-    Cell,
-    is_easier,
-)
-from bench.comparison.jobs import (
-    SETTINGS,
-    Job,
-)
+from bench.comparison.cells import Cell, is_easier
+from bench.comparison.jobs import SETTINGS, Job
 from bench.comparison.records import Runs
-from bench.comparison.tournament import (
-    Comparer,
-    Effort,
-)
+from bench.comparison.tournament import Comparer, Effort
 from bench.multinode import emulated_cluster
 
 ROOT = Path(__file__).resolve().parents[2]

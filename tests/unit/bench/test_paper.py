@@ -6,21 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from bench.paper import (
-    models,
-    page,
-    systems,
-)
+from bench.paper import models, page, systems
 from bench.paper.__main__ import SYSTEMS
-from lightning_osdp.planning.search.batch_size_search import (
-    BatchSizePolicy,
-    Problem,
-)
+from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem
 from lightning_osdp.planning.search.plan_search import PlanSearch
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingChoice,
-)
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.whatif.hardware import load

@@ -8,12 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.accuracy.statistics import (
-    MOST_ROUNDS,
-    middle,
-    off,
-    unsteady,
-)
+from bench.accuracy.statistics import MOST_ROUNDS, middle, off, unsteady
 
 SECONDS = st.floats(0.1, 10.0)
 ROUNDS = st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=5)

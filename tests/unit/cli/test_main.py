@@ -15,20 +15,13 @@ import pytest
 import yaml
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_osdp.cli import (
-    main,
-    measure_links,
-    offline_plan,
-)
+from lightning_osdp.cli import main, measure_links, offline_plan
 from lightning_osdp.errors import ConfigurationError, OSDPError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.strategy.osdp import OSDPStrategy
-from tests.support.models import (
-    hand_made_plan,
-    some_cluster,
-)
+from tests.support.models import hand_made_plan, some_cluster
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "cli" / "fit.yaml"
 
@@ -205,9 +198,7 @@ def test_plan_updates_in_backward_only_where_training_can(
 
 def test_plan_with_unsupported_callback_is_rejected(osdp: Run, folder: Path, cache: Path) -> None:
     config = yaml.safe_load((folder / "fit.yaml").read_text())
-    averaging = {
-        "class_path": "lightning.pytorch.callbacks.EMAWeightAveraging",
-    }
+    averaging = {"class_path": "lightning.pytorch.callbacks.EMAWeightAveraging"}
     write_yaml(folder / "fit.yaml", config | {"trainer": config["trainer"] | {"callbacks": [averaging]}})
     status, _, error = run_plan(osdp, folder, cache)
     assert status == main.BAD_INPUT

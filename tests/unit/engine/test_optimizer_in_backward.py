@@ -15,20 +15,9 @@ from lightning_osdp.engine.optimizer_in_backward import BackwardOptimizer
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from tests.support.models import (
-    TinyGPT,
-    gpt_batches,
-    gpt_loss,
-    hand_made_plan,
-    modes_for,
-    two_groups,
-    wrap_blocks,
-)
+from tests.support.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups, wrap_blocks
 from tests.support.ranks import run_ranks
-from tests.support.split_plans import (
-    split_all,
-    split_plan,
-)
+from tests.support.split_plans import split_all, split_plan
 
 STEPS, BATCH, RANKS = 12, 8, 2
 HALF = STEPS // 2

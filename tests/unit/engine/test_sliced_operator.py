@@ -53,11 +53,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
     "conv1d, input": (lambda: Conv1D(OUT, IN), rows, 0),
     "conv1d, output": (lambda: Conv1D(OUT, IN), rows, 1),
     "embedding": (lambda: nn.Embedding(9, OUT), ids, 1),
-    "embedding, padding and frequency": (
-        lambda: nn.Embedding(9, OUT, padding_idx=0, scale_grad_by_freq=True),
-        ids,
-        1,
-    ),
+    "embedding, padding and frequency": (lambda: nn.Embedding(9, OUT, padding_idx=0, scale_grad_by_freq=True), ids, 1),
 }
 
 

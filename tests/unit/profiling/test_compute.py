@@ -16,37 +16,15 @@ from lightning_osdp.backend.memory import trim
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.trial_correction import fit_nonnegative_line
 from lightning_osdp.planning.spec.cluster import KernelWorkspace
-from lightning_osdp.planning.spec.model import (
-    UNATTRIBUTED,
-    LinearInBatch,
-)
+from lightning_osdp.planning.spec.model import UNATTRIBUTED, LinearInBatch
 from lightning_osdp.profiling import compute
-from lightning_osdp.profiling.compute import (
-    measure_compute,
-    measure_partition,
-    warm_up,
-)
-from lightning_osdp.profiling.kernels import (
-    benchmark,
-    synthetic_args,
-)
-from lightning_osdp.profiling.kernels.kernel import (
-    Kernel,
-    KernelPhase,
-    TensorSpec,
-    spec_of,
-)
-from lightning_osdp.profiling.tracing.trace import (
-    TracedStep,
-    trace,
-)
+from lightning_osdp.profiling.compute import measure_compute, measure_partition, warm_up
+from lightning_osdp.profiling.kernels import benchmark, synthetic_args
+from lightning_osdp.profiling.kernels.kernel import Kernel, KernelPhase, TensorSpec, spec_of
+from lightning_osdp.profiling.tracing.trace import TracedStep, trace
 from tests.support.small_models import blocks_of_one
 from tests.support.small_models import compute as times_of
-from tests.support.traced_models import (
-    Regression,
-    TinyGPT,
-    tokens,
-)
+from tests.support.traced_models import Regression, TinyGPT, tokens
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten

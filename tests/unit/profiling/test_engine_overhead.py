@@ -8,10 +8,7 @@ import torch.distributed as dist
 
 from lightning_osdp.backend.cpu.core_sharing import CORE_SHARING
 from lightning_osdp.planning.cost.step_time import engine_time
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingChoice,
-)
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
 from lightning_osdp.planning.spec.cluster import (
     CalibrationFactors,
     Cluster,
@@ -20,10 +17,7 @@ from lightning_osdp.planning.spec.cluster import (
     Link,
     ModeOverhead,
 )
-from lightning_osdp.planning.spec.model import (
-    Operator,
-    ParameterInfo,
-)
+from lightning_osdp.planning.spec.model import Operator, ParameterInfo
 from lightning_osdp.profiling import engine_overhead
 from tests.support.models import some_cluster
 from tests.support.ranks import run_ranks

@@ -11,10 +11,7 @@ import torch.distributed as dist
 
 from lightning_osdp.backend.hierarchical import NodeGroups
 from lightning_osdp.planning.spec import cluster
-from lightning_osdp.planning.spec.cluster import (
-    CollectiveFit,
-    Link,
-)
+from lightning_osdp.planning.spec.cluster import CollectiveFit, Link
 from lightning_osdp.profiling import network
 from tests.support.ranks import run_ranks
 

@@ -10,29 +10,12 @@ from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.cluster import CollectiveFit
-from lightning_osdp.planning.spec.model import (
-    LinearInBatch,
-    ParameterInfo,
-)
+from lightning_osdp.planning.spec.model import LinearInBatch, ParameterInfo
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from lightning_osdp.report.diff import (
-    build_difference,
-    diff,
-)
-from lightning_osdp.report.explain import (
-    build_explanation,
-    explain,
-)
+from lightning_osdp.report.diff import build_difference, diff
+from lightning_osdp.report.explain import build_explanation, explain
 from tests.support.models import hand_made_plan
-from tests.unit.planning.search.test_batch_size_search import (
-    MIB,
-    RANKS,
-    cluster,
-    compute,
-    model,
-    modes,
-    plan_for,
-)
+from tests.unit.planning.search.test_batch_size_search import MIB, RANKS, cluster, compute, model, modes, plan_for
 
 
 def line(text: str, start: str) -> str:

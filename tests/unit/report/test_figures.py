@@ -12,30 +12,14 @@ from matplotlib.figure import Figure
 
 from lightning_osdp import report
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
-from lightning_osdp.planning.search.batch_size_search import (
-    BatchSizePolicy,
-    Problem,
-    make_plan,
-)
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingScope,
-)
+from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, make_plan
+from lightning_osdp.planning.spec.choices import Mode, ShardingScope
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.whatif.hardware import load
-from lightning_osdp.planning.whatif.simulate import (
-    SimulatedPoint,
-    simulate,
-    sweep_memory_limits,
-)
+from lightning_osdp.planning.whatif.simulate import SimulatedPoint, simulate, sweep_memory_limits
 from lightning_osdp.report import figures
-from tests.unit.planning.search.test_batch_size_search import (
-    MIB,
-    cluster,
-    compute,
-    model,
-)
+from tests.unit.planning.search.test_batch_size_search import MIB, cluster, compute, model
 
 RULE = BatchSizePolicy(max_batch_size=4)
 

@@ -8,22 +8,9 @@ from hypothesis import strategies as st
 
 from lightning_osdp.planning.cost.run_correction import MeasuredStep
 from lightning_osdp.planning.spec.choices import Mode
-from lightning_osdp.planning.spec.cluster import (
-    Cluster,
-    CollectiveFit,
-    Link,
-)
-from lightning_osdp.planning.spec.plan import (
-    BatchSizePoint,
-    ExecutionPlan,
-    ModelIdentity,
-    OperatorPlan,
-    Prediction,
-)
-from lightning_osdp.planning.whatif.simulate import (
-    SimulatedPoint,
-    SimulatedResult,
-)
+from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, Link
+from lightning_osdp.planning.spec.plan import BatchSizePoint, ExecutionPlan, ModelIdentity, OperatorPlan, Prediction
+from lightning_osdp.planning.whatif.simulate import SimulatedPoint, SimulatedResult
 from lightning_osdp.report.tables import (
     format_bytes,
     format_count,

@@ -16,14 +16,8 @@ from torch import nn
 from lightning_osdp.backend.cpu.malloc import configure_cpu_allocator
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.errors import OSDPError
-from lightning_osdp.state.checkpoint import (
-    CheckpointFormat,
-    consolidate,
-)
-from tests.support.models import (
-    hand_made_plan,
-    modes_for,
-)
+from lightning_osdp.state.checkpoint import CheckpointFormat, consolidate
+from tests.support.models import hand_made_plan, modes_for
 from tests.support.ranks import run_ranks
 
 WIDTH, LAYERS = 1024, 8

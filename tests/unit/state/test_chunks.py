@@ -5,14 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_osdp.state.chunks import (
-    chunks_of_flat_range,
-    local_chunks,
-)
-from lightning_osdp.state.shard_layout import (
-    ShardLayout,
-    Slice,
-)
+from lightning_osdp.state.chunks import chunks_of_flat_range, local_chunks
+from lightning_osdp.state.shard_layout import ShardLayout, Slice
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
@@ -28,11 +22,7 @@ def test_chunks_of_flat_range_hold_its_elements_in_order(shape: tuple[int, ...],
     assert len(boxes) <= 2 * len(shape) - 1
 
 
-@given(
-    shape=SHAPES.filter(lambda shape: max(shape) > 1),
-    ranks=st.integers(1, 4),
-    data=st.data(),
-)
+@given(shape=SHAPES.filter(lambda shape: max(shape) > 1), ranks=st.integers(1, 4), data=st.data())
 def test_local_chunks_of_all_ranks_cover_tensor_once_per_copy(
     shape: tuple[int, ...], ranks: int, data: st.DataObject
 ) -> None:

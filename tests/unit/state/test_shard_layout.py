@@ -5,10 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lightning_osdp.state.shard_layout import (
-    ShardLayout,
-    Slice,
-)
+from lightning_osdp.state.shard_layout import ShardLayout, Slice
 
 
 def _layouts_by_rank(

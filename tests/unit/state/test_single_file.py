@@ -8,10 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_osdp.state import (
-    atomic_files,
-    single_file,
-)
+from lightning_osdp.state import atomic_files, single_file
 
 
 def test_single_file_save_is_torch_loadable_and_holds_one_tensor_at_a_time(tmp_path: Path) -> None:

@@ -11,10 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
-from tests.support.ranks import (
-    RankError,
-    run_ranks,
-)
+from tests.support.ranks import RankError, run_ranks
 
 
 def all_reduce_total(rank: int, world_size: int, factor: float) -> torch.Tensor:

@@ -8,10 +8,7 @@ import pytest
 import torch
 
 from lightning_osdp.backend.cpu import core_sharing
-from lightning_osdp.backend.cpu.core_sharing import (
-    CoreSharing,
-    typical_time_s,
-)
+from lightning_osdp.backend.cpu.core_sharing import CoreSharing, typical_time_s
 
 
 def test_typical_time_ignores_outlier_unless_cores_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:

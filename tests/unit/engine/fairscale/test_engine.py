@@ -14,14 +14,7 @@ from torch import Tensor, nn
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
-from tests.support.models import (
-    TinyGPT,
-    gpt_batches,
-    gpt_loss,
-    hand_made_plan,
-    modes_for,
-    two_groups,
-)
+from tests.support.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -10,25 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_osdp.backend.cuda.prefetch_limiter import (
-    MAX_GATHERS_IN_FLIGHT,
-    PrefetchLimiter,
-)
+from lightning_osdp.backend.cuda.prefetch_limiter import MAX_GATHERS_IN_FLIGHT, PrefetchLimiter
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
-from lightning_osdp.engine.fairscale.unit import (
-    FairScaleUnit,
-    fairscale_module,
-)
+from lightning_osdp.engine.fairscale.unit import FairScaleUnit, fairscale_module
 from lightning_osdp.engine.fairscale.unit_collectives import merge_chunks
 from lightning_osdp.planning.spec.choices import Mode
-from tests.support.models import (
-    TinyGPT,
-    gpt_batches,
-    gpt_loss,
-    hand_made_plan,
-    modes_for,
-    two_groups,
-)
+from tests.support.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.split_plans import split_plan
 

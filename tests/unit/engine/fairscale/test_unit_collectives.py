@@ -14,10 +14,7 @@ from lightning_osdp.engine.fairscale import unit_collectives
 from lightning_osdp.engine.fairscale.communicators import CommunicatorFactory
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.engine.fairscale.unit import FairScaleUnit
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingChoice,
-)
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from tests.support.models import (
     TinyGPT,
@@ -30,10 +27,7 @@ from tests.support.models import (
     wrap_blocks,
 )
 from tests.support.ranks import run_ranks
-from tests.support.split_plans import (
-    split_all,
-    split_plan,
-)
+from tests.support.split_plans import split_all, split_plan
 
 STEPS, BATCH = 5, 12
 ALL = 1 << 30

@@ -18,23 +18,9 @@ from lightning_osdp.planning.cost.cpu_effects import (
     max_retained_batch_size,
 )
 from lightning_osdp.planning.cost.memory_timeline import Timeline
-from lightning_osdp.planning.cost.run_correction import (
-    Correction,
-    MeasuredStep,
-    exceeds_prediction,
-    update_correction,
-)
-from lightning_osdp.planning.cost.trial_correction import (
-    Trial,
-    plan_key,
-    predict_trial,
-)
-from lightning_osdp.planning.search.batch_size_search import (
-    BatchSizePolicy,
-    Problem,
-    WrapPolicySearch,
-    make_plan,
-)
+from lightning_osdp.planning.cost.run_correction import Correction, MeasuredStep, exceeds_prediction, update_correction
+from lightning_osdp.planning.cost.trial_correction import Trial, plan_key, predict_trial
+from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, WrapPolicySearch, make_plan
 from lightning_osdp.planning.search.plan_selection import (
     MIN_GAIN_RETAIN,
     CachedPlan,
@@ -43,27 +29,15 @@ from lightning_osdp.planning.search.plan_selection import (
     request_key,
     select_plan,
 )
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingChoice,
-)
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
 from lightning_osdp.planning.spec.cluster import ComputeTimes
 from lightning_osdp.planning.spec.constraints import SearchConstraints
-from lightning_osdp.planning.spec.model import (
-    LinearInBatch,
-    NonTrainingWork,
-    OptimizerStep,
-)
+from lightning_osdp.planning.spec.model import LinearInBatch, NonTrainingWork, OptimizerStep
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.report.diff import diff
 from lightning_osdp.report.explain import explain
 from lightning_osdp.report.tables import plan_table
-from tests.support.small_models import (
-    MIB,
-    blocks_of_one,
-    cluster,
-    compute,
-)
+from tests.support.small_models import MIB, blocks_of_one, cluster, compute
 
 MODEL = blocks_of_one(3, 2)
 ROOMY = 1 << 10

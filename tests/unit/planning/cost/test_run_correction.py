@@ -12,13 +12,7 @@ from lightning_osdp.planning.cost.run_correction import (
     exceeds_prediction,
     update_correction,
 )
-from lightning_osdp.planning.spec.cluster import (
-    Cluster,
-    CollectiveFit,
-    ComputeTimes,
-    Link,
-    OperatorTime,
-)
+from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, ComputeTimes, Link, OperatorTime
 from lightning_osdp.planning.spec.model import LinearInBatch
 from tests.support.models import uniform_hierarchical_links
 from tests.unit.report.test_tables import make_plan

@@ -13,21 +13,9 @@ from lightning_osdp.planning.cost.sharding_scopes import (
     scope_links,
     step_link_bytes,
 )
-from lightning_osdp.planning.cost.step_time import (
-    communication_time,
-    footprint,
-)
-from lightning_osdp.planning.search.batch_size_search import (
-    BatchSizePolicy,
-    Problem,
-    make_plan,
-)
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingChoice,
-    ShardingScope,
-    enumerate_choices,
-)
+from lightning_osdp.planning.cost.step_time import communication_time, footprint
+from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, make_plan
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope, enumerate_choices
 from lightning_osdp.planning.spec.cluster import (
     Cluster,
     CollectiveFit,
@@ -38,13 +26,7 @@ from lightning_osdp.planning.spec.cluster import (
     ShardingLink,
 )
 from lightning_osdp.planning.spec.constraints import SearchConstraints
-from lightning_osdp.planning.spec.model import (
-    LinearInBatch,
-    ModelProfile,
-    Moment,
-    Operator,
-    ParameterInfo,
-)
+from lightning_osdp.planning.spec.model import LinearInBatch, ModelProfile, Moment, Operator, ParameterInfo
 
 P = 64 << 20
 

@@ -6,19 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_osdp.planning.cost.step_time import (
-    TimeCost,
-    communication_time,
-    overlapped_time,
-    time_cost,
-)
+from lightning_osdp.planning.cost.step_time import TimeCost, communication_time, overlapped_time, time_cost
 from lightning_osdp.planning.search.batch_size_search import Problem
 from lightning_osdp.planning.search.search_space import SearchSpace
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingChoice,
-    ShardingScope,
-)
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.cluster import (
     Cluster,
     CollectiveFit,
@@ -28,18 +19,8 @@ from lightning_osdp.planning.spec.cluster import (
     ModeOverhead,
     OperatorTime,
 )
-from lightning_osdp.planning.spec.model import (
-    LinearInBatch,
-    Operator,
-)
-from tests.support.small_models import (
-    MIB,
-    blocks_of_one,
-    blocks_of_two,
-    cluster,
-    compute,
-    linear,
-)
+from lightning_osdp.planning.spec.model import LinearInBatch, Operator
+from tests.support.small_models import MIB, blocks_of_one, blocks_of_two, cluster, compute, linear
 
 LARGE = 1 << 30
 

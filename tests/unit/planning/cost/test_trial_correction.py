@@ -29,16 +29,8 @@ from lightning_osdp.planning.cost.trial_correction import (
     trial_peak_bytes,
     uniform_choice,
 )
-from lightning_osdp.planning.search.batch_size_search import (
-    BatchSizePolicy,
-    Problem,
-    make_plan,
-)
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingChoice,
-    ShardingScope,
-)
+from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, make_plan
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.cluster import (
     MAX_CORRECTION,
     CalibrationFactors,
@@ -47,27 +39,10 @@ from lightning_osdp.planning.spec.cluster import (
     EngineOverhead,
     ModeOverhead,
 )
-from lightning_osdp.planning.spec.model import (
-    LinearInBatch,
-    ModelProfile,
-    Operator,
-)
+from lightning_osdp.planning.spec.model import LinearInBatch, ModelProfile, Operator
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from tests.support.models import (
-    hand_made_plan,
-    uniform_hierarchical_links,
-    wrap_blocks,
-)
-from tests.support.small_models import (
-    MIB,
-    RANKS,
-    blocks_of_one,
-    blocks_of_two,
-    cluster,
-    compute,
-    compute_s,
-    linear,
-)
+from tests.support.models import hand_made_plan, uniform_hierarchical_links, wrap_blocks
+from tests.support.small_models import MIB, RANKS, blocks_of_one, blocks_of_two, cluster, compute, compute_s, linear
 
 OPERATORS = (
     linear("free.0"),

@@ -19,18 +19,9 @@ from lightning_osdp.planning.search.batch_size_search import (
     no_deadline,
     pick_batch_size,
 )
-from lightning_osdp.planning.search.plan_search import (
-    MIN_IMPROVEMENT,
-    Candidate,
-)
+from lightning_osdp.planning.search.plan_search import MIN_IMPROVEMENT, Candidate
 from lightning_osdp.planning.spec.choices import Mode
-from lightning_osdp.planning.spec.cluster import (
-    Cluster,
-    CollectiveFit,
-    ComputeTimes,
-    Link,
-    OperatorTime,
-)
+from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, ComputeTimes, Link, OperatorTime
 from lightning_osdp.planning.spec.model import (
     UNATTRIBUTED,
     LinearInBatch,
@@ -250,9 +241,7 @@ def candidate_with_bound(batch_size: int, step_s: float, bound_s: float) -> Cand
     return Candidate(batch_size, 1, (), (), step_s, 0.0, Peak("nowhere", 0, 0, 0, 0, 0, 0), RANKS, bound_s)
 
 
-@given(
-    st.lists(st.tuples(st.floats(0.9, 1.1), st.floats(1.0, 1.1), st.floats(0.9, 1.0)), min_size=1, max_size=30),
-)
+@given(st.lists(st.tuples(st.floats(0.9, 1.1), st.floats(1.0, 1.1), st.floats(0.9, 1.0)), min_size=1, max_size=30))
 def test_complete_searches_choice_is_as_good_as_searching_all_batch_sizes(
     sizes: list[tuple[float, float, float]],
 ) -> None:

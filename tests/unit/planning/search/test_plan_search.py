@@ -11,29 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
-from lightning_osdp.planning.search.batch_size_search import (
-    BatchSizePolicy,
-    make_plan,
-)
+from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, make_plan
 from lightning_osdp.planning.search.lower_bounds import LagrangianBounds
-from lightning_osdp.planning.search.plan_search import (
-    MIN_IMPROVEMENT,
-    Candidate,
-    PlanSearch,
-)
+from lightning_osdp.planning.search.plan_search import MIN_IMPROVEMENT, Candidate, PlanSearch
 from lightning_osdp.planning.search.search_space import Problem
 from lightning_osdp.planning.spec.choices import ShardingChoice
-from lightning_osdp.planning.spec.constraints import (
-    UNCONSTRAINED,
-    SearchConstraints,
-)
+from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
 from lightning_osdp.report.explain import explain
-from tests.support.small_models import (
-    MIB,
-    blocks_of_one,
-    cluster,
-    compute,
-)
+from tests.support.small_models import MIB, blocks_of_one, cluster, compute
 
 
 def problem(

@@ -11,19 +11,9 @@ from hypothesis import strategies as st
 
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.cost.run_correction import Correction
-from lightning_osdp.planning.cost.trial_correction import (
-    TRIAL_RELATIVE_ERROR,
-    Trial,
-    plan_key,
-    predict_trial,
-)
+from lightning_osdp.planning.cost.trial_correction import TRIAL_RELATIVE_ERROR, Trial, plan_key, predict_trial
 from lightning_osdp.planning.search import batch_size_search
-from lightning_osdp.planning.search.batch_size_search import (
-    BatchSizePolicy,
-    Problem,
-    WrapPolicySearch,
-    make_plan,
-)
+from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, WrapPolicySearch, make_plan
 from lightning_osdp.planning.search.plan_search import PlanSearch
 from lightning_osdp.planning.search.plan_selection import (
     BUDGET_TOLERANCE,
@@ -40,23 +30,10 @@ from lightning_osdp.planning.search.plan_selection import (
 )
 from lightning_osdp.planning.search.search_space import MIN_OVERLAP
 from lightning_osdp.planning.spec.constraints import SearchConstraints
-from lightning_osdp.planning.spec.model import (
-    LinearInBatch,
-    NonTrainingWork,
-    OptimizerStep,
-)
+from lightning_osdp.planning.spec.model import LinearInBatch, NonTrainingWork, OptimizerStep
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from lightning_osdp.planning.spec.wrapping import (
-    WrapAssignment,
-    wrap_assignments,
-)
-from tests.support.small_models import (
-    MIB,
-    blocks_of_one,
-    blocks_of_two,
-    cluster,
-    compute,
-)
+from lightning_osdp.planning.spec.wrapping import WrapAssignment, wrap_assignments
+from tests.support.small_models import MIB, blocks_of_one, blocks_of_two, cluster, compute
 
 MODEL = blocks_of_one(3, 2)
 ROOMY, TIGHT, TIGHTER, TIGHTEST = 1 << 10, 55, 40, 28

@@ -15,12 +15,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.solver.knapsack import (
-    MIN_DISTINCT_S,
-    Option,
-    solve,
-    solve_frontier,
-)
+from lightning_osdp.planning.solver.knapsack import MIN_DISTINCT_S, Option, solve, solve_frontier
 
 Menus = Sequence[Sequence[Option]]
 EVERYTHING = 1 << 60
@@ -123,10 +118,7 @@ def test_solve_memory_for_time_options_matches_brute_force(seed: int) -> None:
 
 
 def test_solve_handles_times_of_very_different_magnitude() -> None:
-    menus = [
-        [Option(1e30, 0, 0), Option(1.0, 10, 0), Option(0.5, 11, 0)],
-        [Option(1e-30, 10, 0), Option(2e-30, 0, 0)],
-    ]
+    menus = [[Option(1e30, 0, 0), Option(1.0, 10, 0), Option(0.5, 11, 0)], [Option(1e-30, 10, 0), Option(2e-30, 0, 0)]]
     assert solve(menus, 11).choices == (2, 1)
     assert solve(menus, 10).choices == (1, 1)
     assert solve(menus, 0).choices == (0, 1)

@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_osdp.planning.cost.memory_timeline import Timeline
-from lightning_osdp.planning.cost.step_time import (
-    communication_time,
-    engine_time,
-    footprint,
-    time_cost,
-)
+from lightning_osdp.planning.cost.step_time import communication_time, engine_time, footprint, time_cost
 from lightning_osdp.planning.spec.choices import (
     MIN_SLICE_ELEMENTS,
     Mode,
@@ -18,19 +13,9 @@ from lightning_osdp.planning.spec.choices import (
     enumerate_choices,
     slice_counts,
 )
-from lightning_osdp.planning.spec.cluster import (
-    EngineOverhead,
-    ModeOverhead,
-)
+from lightning_osdp.planning.spec.cluster import EngineOverhead, ModeOverhead
 from lightning_osdp.planning.spec.model import ParameterInfo
-from tests.support.small_models import (
-    MIB,
-    RANKS,
-    blocks_of_one,
-    cluster,
-    compute,
-    linear,
-)
+from tests.support.small_models import MIB, RANKS, blocks_of_one, cluster, compute, linear
 
 DP, ZDP2, ZDP = Mode.DP, Mode.ZDP2, Mode.ZDP
 

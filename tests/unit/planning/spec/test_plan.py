@@ -7,20 +7,9 @@ import json
 import pytest
 
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    legal_modes,
-)
-from lightning_osdp.planning.spec.model import (
-    ModelProfile,
-    Operator,
-    ParameterInfo,
-)
-from lightning_osdp.planning.spec.plan import (
-    ExecutionPlan,
-    ModelIdentity,
-    OperatorPlan,
-)
+from lightning_osdp.planning.spec.choices import Mode, legal_modes
+from lightning_osdp.planning.spec.model import ModelProfile, Operator, ParameterInfo
+from lightning_osdp.planning.spec.plan import ExecutionPlan, ModelIdentity, OperatorPlan
 from tests.support.models import hand_made_plan
 
 

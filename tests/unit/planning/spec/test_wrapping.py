@@ -11,44 +11,17 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.cost.step_time import (
-    communication_time,
-    footprint,
-)
-from lightning_osdp.planning.search.batch_size_search import (
-    BatchSizePolicy,
-    Problem,
-    find_best_candidate,
-    make_plan,
-)
-from lightning_osdp.planning.search.plan_search import (
-    MIN_IMPROVEMENT,
-    Candidate,
-    PlanSearch,
-)
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingChoice,
-)
+from lightning_osdp.planning.cost.step_time import communication_time, footprint
+from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, find_best_candidate, make_plan
+from lightning_osdp.planning.search.plan_search import MIN_IMPROVEMENT, Candidate, PlanSearch
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
 from lightning_osdp.planning.spec.cluster import Cluster
-from lightning_osdp.planning.spec.constraints import (
-    UNCONSTRAINED,
-    SearchConstraints,
-)
+from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from lightning_osdp.planning.spec.wrapping import (
-    WrappedModel,
-    wrap_assignments,
-)
+from lightning_osdp.planning.spec.wrapping import WrappedModel, wrap_assignments
 from lightning_osdp.report.explain import explain
-from tests.support.small_models import (
-    MIB,
-    RANKS,
-    blocks_of_two,
-    cluster,
-    compute,
-)
+from tests.support.small_models import MIB, RANKS, blocks_of_two, cluster, compute
 
 ZDP = ShardingChoice((Mode.ZDP,))
 GATHER_MS = 1.0

@@ -11,13 +11,7 @@ import pytest
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.cost.sharding_scopes import scope_links
 from lightning_osdp.planning.spec.choices import ShardingScope
-from lightning_osdp.planning.whatif.hardware import (
-    Hardware,
-    LinkSpec,
-    build_cluster,
-    list_names,
-    load,
-)
+from lightning_osdp.planning.whatif.hardware import Hardware, LinkSpec, build_cluster, list_names, load
 
 
 def link_spec(bandwidth: float, latency_s: float = 0.0) -> LinkSpec:

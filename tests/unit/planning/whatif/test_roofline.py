@@ -13,11 +13,7 @@ from lightning_osdp.planning.spec.model import (
     Operator,
     ParameterInfo,
 )
-from lightning_osdp.planning.whatif.roofline import (
-    Efficiency,
-    compute_times,
-    optimizer_traffic,
-)
+from lightning_osdp.planning.whatif.roofline import Efficiency, compute_times, optimizer_traffic
 from tests.unit.planning.whatif.test_hardware import hardware
 
 WHOLE = Efficiency(flops=1.0, bandwidth=1.0)

@@ -5,31 +5,17 @@ from __future__ import annotations
 import pytest
 
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
-from lightning_osdp.planning.search.batch_size_search import (
-    THROUGHPUT_TOLERANCE,
-    BatchSizePolicy,
-    Candidate,
-    Problem,
-)
+from lightning_osdp.planning.search.batch_size_search import THROUGHPUT_TOLERANCE, BatchSizePolicy, Candidate, Problem
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.model import ModelProfile
-from lightning_osdp.planning.whatif.hardware import (
-    USABLE_MEMORY_FRACTION,
-    load,
-)
+from lightning_osdp.planning.whatif.hardware import USABLE_MEMORY_FRACTION, load
 from lightning_osdp.planning.whatif.simulate import (
     best_uniform_plan,
     problem_for_hardware,
     simulate,
     sweep_memory_limits,
 )
-from tests.unit.planning.search.test_batch_size_search import (
-    MIB,
-    RANKS,
-    cluster,
-    compute,
-    model,
-)
+from tests.unit.planning.search.test_batch_size_search import MIB, RANKS, cluster, compute, model
 
 DP, ZDP = Mode.DP, Mode.ZDP
 FIXED = BatchSizePolicy(batch_size=1)

@@ -9,11 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from lightning_osdp.profiling.tracing import optimizer_step
-from lightning_osdp.profiling.tracing.optimizer_step import (
-    Clipping,
-    OptimizerTrace,
-    trace_optimizers,
-)
+from lightning_osdp.profiling.tracing.optimizer_step import Clipping, OptimizerTrace, trace_optimizers
 
 
 class Normed(Optimizer):

@@ -14,15 +14,8 @@ from torch import nn
 from lightning_osdp.autotune.measure import ModelProfileCache
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.spec.model import ModelProfile
-from lightning_osdp.profiling.tracing.trace import (
-    TracedStep,
-    trace,
-)
-from tests.support.traced_models import (
-    Regression,
-    TinyGPT,
-    tokens,
-)
+from lightning_osdp.profiling.tracing.trace import TracedStep, trace
+from tests.support.traced_models import Regression, TinyGPT, tokens
 
 CPU = torch.device("cpu")
 BATCH = torch.ones(4, 8)

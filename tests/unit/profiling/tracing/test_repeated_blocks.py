@@ -10,20 +10,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.planning.cost.step_time import forward_backward_time
-from lightning_osdp.planning.spec.choices import (
-    Mode,
-    ShardingChoice,
-)
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
 from lightning_osdp.planning.spec.constraints import SearchConstraints
-from lightning_osdp.planning.spec.model import (
-    UNATTRIBUTED,
-    ModelProfile,
-)
+from lightning_osdp.planning.spec.model import UNATTRIBUTED, ModelProfile
 from lightning_osdp.profiling.compute import measure_compute
-from lightning_osdp.profiling.tracing.trace import (
-    TracedStep,
-    trace,
-)
+from lightning_osdp.profiling.tracing.trace import TracedStep, trace
 
 CPU = torch.device("cpu")
 WIDTH = 32
