@@ -18,6 +18,7 @@ from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.whatif.hardware import load
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint, simulate, sweep_memory_limits
 from lightning_osdp.report import figures
+from lightning_osdp.report.html import render_page
 from tests.unit.planning.search.test_batch_size_search import MIB, cluster, compute, model
 
 RULE = BatchSizePolicy(max_batch_size=4)
@@ -97,7 +98,7 @@ def test_decisions_figure_names_only_modes_in_use(plan: ExecutionPlan) -> None:
 
 def test_decisions_figure_draws_slices_nodes_and_recomputed_blocks(plan: ExecutionPlan) -> None:
     slices = (Mode.DP, Mode.ZDP, Mode.ZDP, Mode.ZDP)
-    changes = {"slices": slices, "split_dim": 1, "sharding_group": ShardingScope.NODE, "checkpoint": True}
+    changes = {"slices": slices, "split_dim": 1, "sharding_group": ShardingScope.NODE, "is_recomputed": True}
     first = plan.operators[0].model_copy(update=changes)
     split = plan.model_copy(update={"operators": (first, *plan.operators[1:])})
     figure = figures.decisions_figure(split)
@@ -107,7 +108,7 @@ def test_decisions_figure_draws_slices_nodes_and_recomputed_blocks(plan: Executi
     assert "zdp: sharded throughout, inside nodes" in words
     assert "its block is recomputed" in words
     assert "recomputed" not in svg_text(figures.decisions_figure(plan))
-    assert "dp x 1 + zdp x 3" in report.render_page(split)
+    assert "dp x 1 + zdp x 3" in render_page(split)
 
 
 def test_decisions_figure_marks_operators_without_choice(plan: ExecutionPlan) -> None:
@@ -177,7 +178,7 @@ def test_svg_of_equal_figures_is_equal(plan: ExecutionPlan) -> None:
 def test_html_page_loads_nothing_external_and_holds_the_numbers(
     plan: ExecutionPlan, problem: Problem, points: tuple[SimulatedPoint, ...], description: ModelProfile
 ) -> None:
-    page = report.render_page(
+    page = render_page(
         plan, model=description, tradeoff=sweep_memory_limits(problem, 1, points=3), points=points
     )
     sources = re.findall(r'(?:src|href)\s*=\s*"([^"]*)"', page)
@@ -195,6 +196,6 @@ def test_html_page_loads_nothing_external_and_holds_the_numbers(
 
 def test_html_page_escapes_operator_names(plan: ExecutionPlan) -> None:
     strange = plan.operators[0].model_copy(update={"name": "<script>alert(1)</script>"})
-    page = report.render_page(plan.model_copy(update={"operators": (strange, *plan.operators[1:])}))
+    page = render_page(plan.model_copy(update={"operators": (strange, *plan.operators[1:])}))
     assert "<script" not in page
     assert "&lt;script&gt;" in page

@@ -106,7 +106,7 @@ def test_timeline_zdp2_with_prefetch_gathers_parameters_once() -> None:
 
 @pytest.mark.parametrize("bound_mib", [7, 8])
 def test_timeline_prefetches_only_units_up_to_prefetch_max_bytes(bound_mib: int) -> None:
-    found = curves([Mode.ZDP, Mode.ZDP], cluster={"ahead_bytes": bound_mib * MIB})
+    found = curves([Mode.ZDP, Mode.ZDP], cluster={"prefetch_max_bytes": bound_mib * MIB})
     ahead = 8 if bound_mib == 8 else 0
     assert found["gathered"] == [4 + ahead, 8, 0, 8 + 4, 4, 0]
     assert found["transient"] == [0, 0, 0, 8, 4 + ahead, 0]

@@ -147,7 +147,7 @@ def test_option_times_match_time_cost_with_overlap(
     fits = {
         name: getattr(slow.link, name).model_copy(update={"overlap_fraction": share}) for name in type(slow.link).model_fields
     }
-    changes = {"link": slow.link.model_copy(update=fits), "ahead_bytes": ahead_mib * MIB}
+    changes = {"link": slow.link.model_copy(update=fits), "prefetch_max_bytes": ahead_mib * MIB}
     problem = Problem(model, slow.model_copy(update=changes), compute(model), 1 << 30)
     space, batch_size = SearchSpace(problem), 3
     times = space.option_times(batch_size, accumulation)
