@@ -47,7 +47,7 @@ def train(args: argparse.Namespace) -> None:
 
     L.seed_everything(1)
     model = GPT(LAYERS, WIDTH, BLOCK_SIZE)
-    cluster = Cluster.model_validate_json(Path(args.folder, f"{args.name}.json").read_text())
+    cluster = Cluster.from_json(Path(args.folder, f"{args.name}.json").read_text())
     trainer = L.Trainer(
         accelerator="cpu",
         devices=args.per_node,

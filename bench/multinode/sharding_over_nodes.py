@@ -269,7 +269,7 @@ def link_bytes(args: argparse.Namespace, plan: Any) -> float:
     """Bytes that each node sends in one step, by the model."""
     from train_gpt import GPT
 
-    from lightning_osdp.planning.cost.sharding_scopes import all_reduce_link_bytes, step_link_bytes
+    from bench.multinode.link_bytes import all_reduce_link_bytes, step_link_bytes
     from lightning_osdp.planning.spec.choices import Mode
 
     model = GPT(args.layers, args.width, BLOCK_SIZE)

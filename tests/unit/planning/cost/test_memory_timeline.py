@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_osdp.planning.cost.footprint import footprint
 from lightning_osdp.planning.cost.memory_timeline import Timeline
-from lightning_osdp.planning.cost.step_time import footprint
+from lightning_osdp.planning.cost.peak_text import explain_peak
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import (
@@ -329,12 +330,12 @@ def test_peak_names_moment_and_total_bytes() -> None:
 
 def test_timeline_explain_lists_largest_part_of_peak_first() -> None:
     timeline = Timeline(model(), some_cluster(N, reduce_scatter_copy_factor=0.0), overhead_bytes=7 * MIB)
-    assert timeline.explain(unsliced_choices([Mode.ZDP, Mode.ZDP]), batch_size=2) == (
+    assert explain_peak(timeline.peak(unsliced_choices([Mode.ZDP, Mode.ZDP]), batch_size=2)) == (
         "reached in the backward of second: states 18.0 MiB (47%), gathered parameters 8.0 MiB (21%), transients "
         "(whole gradients on their way to be reduced, and buckets) 8.0 MiB (21%), activations 4.0 MiB (11%); beside "
         "7.0 MiB of the process before the model"
     )
-    assert timeline.explain(unsliced_choices([Mode.DP, Mode.DP]), batch_size=1).startswith(
+    assert explain_peak(timeline.peak(unsliced_choices([Mode.DP, Mode.DP]), batch_size=1)).startswith(
         "reached in the backward of first: states 36.0"
     )
 

@@ -28,10 +28,10 @@ from lightning_osdp.planning.search.plan_selection import (
     request_key,
     select_plan,
 )
-from lightning_osdp.planning.search.search_space import MIN_OVERLAP
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import LinearInBatch, NonTrainingWork, OptimizerStep
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.problem import MIN_OVERLAP
 from lightning_osdp.planning.spec.wrapping import WrapAssignment, wrap_assignments
 from tests.support.small_models import MIB, blocks_of_one, blocks_of_two, cluster, compute
 
