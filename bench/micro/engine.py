@@ -1,6 +1,6 @@
 """All-zdp through OSDPStrategy against FairScale's own FSDP around the same operators: step time, ratio.
 
-    python -m bench.micro.engine [--rounds 3] [--ranks 2] [--layers 6] [--width 384] [--batch-size 8]
+    python -m bench engine [--rounds 3] [--ranks 2] [--layers 6] [--width 384] [--batch-size 8]
 
 Both sides train the example's GPT with AdamW on the CPU over gloo, one thread a rank, with the same allocator setting.
 The baseline is FairScale as its documentation has it: every Linear and Embedding wrapped, an outer wrap for the rest,

@@ -1,6 +1,6 @@
 """Reads the training step of a LLaMA of 7 B parameters on this machine: seconds and memory that takes.
 
-    python -m bench.micro.trace_7b [--layers 32] [--width 4096] [--batch-size 4] [--length 2048]
+    python -m bench trace-7b [--layers 32] [--width 4096] [--batch-size 4] [--length 2048]
 
 The user builds the module on the meta device, where parameters have shapes and no data:
 
