@@ -59,7 +59,9 @@ def curves(
     cluster: dict[str, int] | None = None,
     **changes: object,
 ) -> dict[str, list[float]]:
-    timeline = Timeline(model(**changes), some_cluster(N, reduce_scatter_copy_factor=0.0, **(cluster or {})), overhead_bytes=7 * MIB)
+    timeline = Timeline(
+        model(**changes), some_cluster(N, reduce_scatter_copy_factor=0.0, **(cluster or {})), overhead_bytes=7 * MIB
+    )
     return {
         name: (curve / MIB).tolist()
         for name, curve in timeline.curves(unsliced_choices(modes), batch_size, accumulation).items()
@@ -130,7 +132,8 @@ def test_timeline_prefetch_spans_replicated_operator_in_between() -> None:
 def test_footprint_prefetches_next_slice() -> None:
     choice = ShardingChoice((Mode.ZDP,) * 4, 0)
     usual, found = (
-        footprint(operator("one", 8), choice, some_cluster(N, reduce_scatter_copy_factor=0.0, **more)) for more in ({}, AHEAD)
+        footprint(operator("one", 8), choice, some_cluster(N, reduce_scatter_copy_factor=0.0, **more))
+        for more in ({}, AHEAD)
     )
     assert (usual.unsharded_while_running, usual.prefetched_parameters, usual.inflight_gradient) == (2 * MIB, 0, 0)
     assert (found.unsharded_while_running, found.prefetched_parameters, found.inflight_gradient) == (
@@ -139,12 +142,18 @@ def test_footprint_prefetches_next_slice() -> None:
         2 * MIB,
     )
     assert found.transient == usual.transient + 2 * MIB
-    kept = footprint(operator("one", 8), ShardingChoice((Mode.ZDP2,) * 4, 0), some_cluster(N, reduce_scatter_copy_factor=0.0, **AHEAD))
+    kept = footprint(
+        operator("one", 8),
+        ShardingChoice((Mode.ZDP2,) * 4, 0),
+        some_cluster(N, reduce_scatter_copy_factor=0.0, **AHEAD),
+    )
     assert (kept.unsharded_while_running, kept.unsharded_between_passes) == (0, 8 * MIB)
 
 
 def test_footprint_inflight_gradient_includes_parts_received_from_ranks() -> None:
-    found = footprint(operator("one", 8), ShardingChoice((Mode.ZDP,)), some_cluster(4, reduce_scatter_copy_factor=0.0, **AHEAD))
+    found = footprint(
+        operator("one", 8), ShardingChoice((Mode.ZDP,)), some_cluster(4, reduce_scatter_copy_factor=0.0, **AHEAD)
+    )
     assert found.inflight_gradient == 8 * MIB * (1 + 2 / 4)
 
 
@@ -240,7 +249,9 @@ def test_timeline_small_gradients_count_twice_while_bucket_is_reduced() -> None:
 def test_peak_saving_bytes_count_one_tensor_streamed_or_all_gathered() -> None:
     def saving_mib(how: str, choices: list[ShardingChoice]) -> float:
         between = NonTrainingWork(checkpoint_memory=how)  # type: ignore[arg-type]
-        timeline = Timeline(model(buffer_bytes=3 * MIB), some_cluster(N, reduce_scatter_copy_factor=0.0), 7 * MIB, between)
+        timeline = Timeline(
+            model(buffer_bytes=3 * MIB), some_cluster(N, reduce_scatter_copy_factor=0.0), 7 * MIB, between
+        )
         return timeline.peak(choices, batch_size=1).saving_bytes / MIB
 
     sharded, half = unsliced_choices([Mode.ZDP, Mode.ZDP2]), unsliced_choices([Mode.ZDP, Mode.DP])
@@ -265,7 +276,9 @@ def test_peak_evaluation_bytes_count_only_running_operators() -> None:
 
     def evaluation_mib(batch_size: int, modes: list[Mode]) -> float:
         between = NonTrainingWork(evaluation_batch_size=batch_size)
-        timeline = Timeline(model(evaluation=moments), some_cluster(N, reduce_scatter_copy_factor=0.0), 7 * MIB, between)
+        timeline = Timeline(
+            model(evaluation=moments), some_cluster(N, reduce_scatter_copy_factor=0.0), 7 * MIB, between
+        )
         return timeline.peak(unsliced_choices(modes), batch_size=1).evaluation_bytes / MIB
 
     assert evaluation_mib(0, [Mode.DP, Mode.DP]) == 0
