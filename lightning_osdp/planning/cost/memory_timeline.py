@@ -128,11 +128,11 @@ class Timeline:
         self._recompute_moments = np.flatnonzero(moments.recomputed_block != NOT_RECOMPUTED)
         block = moments.recomputed_block[self._recompute_moments]
         source = moments.source[self._recompute_moments]
-        kept = live[:, moments.source]
-        kept[:, self._recompute_moments] = before_backward[:, block]
+        usual = live[:, moments.source]
+        usual[:, self._recompute_moments] = before_backward[:, block]
         recomputed = before_backward[:, block] - saves[:, block] + live[:, source] - before_forward[:, block]
         self.live, self._recomputed_live, self.recompute_saves = (
-            LineArray(*lines) for lines in (kept, recomputed, saves)
+            LineArray(*lines) for lines in (usual, recomputed, saves)
         )
         ends = np.array([moments.position[block.forward[1]] + 1 for block in blocks], dtype=np.int64)
         self.released_intervals = Intervals(ends, moments.recompute_start)
