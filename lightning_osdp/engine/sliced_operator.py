@@ -30,7 +30,7 @@ from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode, slice_sizes
 from lightning_osdp.planning.spec.model import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.spec.plan import OperatorPlan
-from lightning_osdp.state.shard_layout import ShardLayout
+from lightning_osdp.state.flat_layout import FlatPaddedLayout
 
 
 class ForwardStage:
@@ -139,7 +139,7 @@ class SlicedOperator:
         self.full_parameter = operator.weight
         shape, modes = operator.weight.shape, plan.slices
         sizes = slice_sizes(shape[plan.split_dim], len(modes))
-        self.layout = ShardLayout.create_sliced(
+        self.layout = FlatPaddedLayout.create_sliced(
             shape, plan.split_dim, sizes, [mode != Mode.DP for mode in modes], group
         )
         self._forward, product = self._select_forward(operator)

@@ -27,9 +27,9 @@ from lightning_osdp.profiling import engine_overhead, network
 from lightning_osdp.profiling.kernels import benchmark
 
 PRELOADED = [
-    "lightning_osdp.sharding.fairscale",
-    "tests.integration.modules",
-    "tests.zoo",
+    "lightning_osdp.engine.fairscale.engine",
+    "tests.support.modules",
+    "tests.support.zoo",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.t5.modeling_t5",
 ]

@@ -24,7 +24,7 @@ from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.model import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
-from lightning_osdp.state.shard_layout import ShardLayout
+from lightning_osdp.state.flat_layout import FlatPaddedLayout
 
 NestedOperators = Mapping[str, Sequence[str]]
 """For each operator that encloses others, those."""
@@ -98,7 +98,7 @@ class ShardedOperator:
         self._original_forward = vars(module).get("forward")
         self._attributes = {parameter: set(vars(parameter)) for parameter in parameters}
         self.layouts = {
-            parameter: ShardLayout.create_sharded(parameter.shape, communicators.group) for parameter in parameters
+            parameter: FlatPaddedLayout.create_sharded(parameter.shape, communicators.group) for parameter in parameters
         }
         self.units: list[FairScaleUnit] = []
         self.sliced_operator: SlicedOperator | None = None
