@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planning.spec.capabilities import ALL_CAPABILITIES, EngineCapabilities
 from lightning_osdp.planning.spec.choices import Mode, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit
 
@@ -62,11 +63,16 @@ class ScopeLinks(NamedTuple):
         return self.inter_node.time_s(unsharded_bytes / self.ranks, self.nodes) if self.inter_node is not None else 0.0
 
 
-def available_scopes(cluster: Cluster) -> tuple[tuple[ShardingScope, bool], ...]:
+def available_scopes(
+    cluster: Cluster, capabilities: EngineCapabilities = ALL_CAPABILITIES
+) -> tuple[tuple[ShardingScope, bool], ...]:
     """What there is to choose from: (group, whether in two stages). The plain one is first."""
     if not cluster.is_hierarchical or cluster.hierarchical_links is None:
         return ((ShardingScope.WORLD, False),)
-    return ((ShardingScope.WORLD, False), (ShardingScope.WORLD, True), (ShardingScope.NODE, False))
+    scopes = [(ShardingScope.WORLD, False)]
+    scopes += [(ShardingScope.WORLD, True)] if capabilities.hierarchical else []
+    scopes += [(ShardingScope.NODE, False)] if capabilities.node_scope else []
+    return tuple(scopes)
 
 
 def sharding_ranks(cluster: Cluster, scope: ShardingScope) -> int:

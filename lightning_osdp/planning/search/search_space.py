@@ -25,6 +25,7 @@ from lightning_osdp.planning.cost.step_time import (
     forward_backward_time,
     overlapped_time,
 )
+from lightning_osdp.planning.spec.capabilities import EngineCapabilities
 from lightning_osdp.planning.spec.choices import ShardingChoice, ShardingScope, enumerate_choices
 from lightning_osdp.planning.spec.cluster import Cluster, ComputeTimes, OperatorTime
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
@@ -78,7 +79,8 @@ class Problem:
     def with_prefetch(self) -> Problem:
         """The same, but so, where there is a link that can be hidden."""
         cluster = self.cluster
-        if not cluster.supports_prefetch or cluster.link.all_gather.overlap_fraction < MIN_OVERLAP:
+        can_prefetch = self.constraints.capabilities.prefetch and cluster.supports_prefetch
+        if not can_prefetch or cluster.link.all_gather.overlap_fraction < MIN_OVERLAP:
             return self
         most = PREFETCH_FRACTION * self.memory_limit_bytes
         ahead_bytes = 1 << max(20, int(most).bit_length() - 1)
@@ -165,7 +167,7 @@ class SearchSpace:
             key = (operator.signature, times, wished)
             if key not in known:
                 known[key] = len(self.option_groups)
-                choices = _available_choices(operator, times, wished, groups)
+                choices = _available_choices(operator, times, wished, groups, problem.constraints.capabilities)
                 self.option_groups.append(OptionGroup(choices, slice(len(columns), len(columns) + len(choices))))
                 columns += [self._option_columns(operator, choice, times) for choice in choices]
             self.group_of[index] = known[key]
@@ -279,11 +281,13 @@ def _available_choices(
     times: OperatorTime,
     allowed_slices: tuple[int, ...] | None,
     scopes: Sequence[tuple[ShardingScope, bool]],
+    capabilities: EngineCapabilities,
 ) -> tuple[ShardingChoice, ...]:
     dims = operator.split_dims[:1]
+    measured_slices = [split.slices for split in times.splits if split.dim in dims]
     return tuple(
         enumerate_choices(
-            operator, allowed_slices, [split.slices for split in times.splits if split.dim in dims], scopes
+            operator, allowed_slices, measured_slices, scopes, capabilities.modes, capabilities.mixed_slices
         )
     )
 

@@ -105,6 +105,8 @@ def enumerate_choices(
     allowed_slices: Iterable[int] | None = None,
     measured_slices: Iterable[int] = DEFAULT_SLICE_COUNTS,
     scopes: Iterable[tuple[ShardingScope, bool]] = ((ShardingScope.WORLD, False),),
+    engine_modes: Iterable[Mode] = tuple(Mode),
+    mixed_slices: bool = True,
 ) -> list[ShardingChoice]:
     """What may be decided for ``operator``, replicated first.
 
@@ -113,15 +115,18 @@ def enumerate_choices(
         allowed_slices: numbers of slices that it may have when it is sharded, 1 for whole; None for whatever pays.
         measured_slices: numbers of slices whose compute time is known; others are not offered.
         scopes: what it may be sharded over, and whether in two stages.
+        engine_modes: modes that the engine can carry out.
+        mixed_slices: whether slices of one operator may have different modes.
     """
-    modes = legal_modes(operator)
+    modes = [mode for mode in legal_modes(operator) if mode in set(engine_modes)]
     wanted = None if allowed_slices is None else tuple(allowed_slices)
     counts = [k for k in slice_counts(operator, wanted) if k in set(measured_slices)]
     rows = []
     if wanted is None or 1 in wanted or not counts:
         rows += [ShardingChoice((mode,)) for mode in modes[1:]]
     if Mode.ZDP in modes:
-        rows += [ShardingChoice(slices, operator.split_dims[0]) for k in counts for slices in _mixed_modes(k)]
+        mixtures = (slices for k in counts for slices in _mixed_modes(k) if mixed_slices or len(set(slices)) == 1)
+        rows += [ShardingChoice(slices, operator.split_dims[0]) for slices in mixtures if set(slices) <= set(modes)]
     return [
         ShardingChoice(),
         *(row._replace(scope=group, hierarchical=staged) for group, staged in scopes for row in rows),

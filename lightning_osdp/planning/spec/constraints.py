@@ -15,6 +15,7 @@ from typing import Literal
 
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.cost.sharding_scopes import available_scopes
+from lightning_osdp.planning.spec.capabilities import ALL_CAPABILITIES, EngineCapabilities
 from lightning_osdp.planning.spec.choices import ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import ModelProfile
@@ -39,6 +40,7 @@ class SearchConstraints:
         sharding_group: the ranks that operators are sharded over: all of them, in one stage or two (``"world"``), or
             those of each node (``"node"``).
         update_in_backward: whether sharded parameters may be updated in the backward pass, where that pays.
+        capabilities: what the engine can carry out.
 
     Raises:
         ConfigurationError: a value is of another form.
@@ -48,6 +50,7 @@ class SearchConstraints:
     activation_checkpointing: Literal["auto"] | bool | Sequence[str] = "auto"
     sharding_group: str = "auto"
     update_in_backward: bool = False
+    capabilities: EngineCapabilities = ALL_CAPABILITIES
 
     def __post_init__(self) -> None:
         if self.sharding_group not in SHARDING_GROUPS:
@@ -86,6 +89,8 @@ class SearchConstraints:
 
     def allowed_slices(self, operator: str) -> tuple[int, ...] | None:
         """Numbers of slices that the operator of that name may have where it is sharded; None: left to the search."""
+        if not self.capabilities.slices:
+            return (1,)
         wanted = self.slice_granularity
         if isinstance(wanted, Mapping):
             found = (count for pattern, count in wanted.items() if matches(pattern, operator))
@@ -99,7 +104,7 @@ class SearchConstraints:
         Raises:
             ConfigurationError: nodes are wished for where they make no difference or what they cost is not known.
         """
-        there = available_scopes(cluster)
+        there = available_scopes(cluster, self.capabilities)
         wanted = tuple(pair for pair in there if self.sharding_group in ("auto", pair[0].value))
         if wanted:
             return wanted
