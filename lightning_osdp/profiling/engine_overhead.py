@@ -220,7 +220,7 @@ def _minimal_cluster(world_size: int) -> Cluster:
 
 
 def minimal_plan(operators: Iterable[OperatorPlan], cluster: Cluster) -> ExecutionPlan:
-    """A plan that says what is done with operators on these ranks, and nothing else."""
+    """Return a plan that says what is done with operators on these ranks, and nothing else."""
     return ExecutionPlan(
         model=ModelIdentity(fingerprint="", num_parameters=0),
         cluster=cluster,
