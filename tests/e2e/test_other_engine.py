@@ -22,7 +22,6 @@ def fit(rank: int, ranks: int, folder: str) -> Any:
     torch.manual_seed(1 + rank)  # the engine gives all ranks rank 0's weights
     module = GPTModule(rows=8 * STEPS, own_rows=True)
     options = {"max_steps": STEPS, "gradient_clip_val": 0.5, "use_distributed_sampler": False}
-    # So little memory that FairScale's engine would shard everything.
     made = trainer(folder, OSDPStrategy(cache=f"{folder}/cache", batch_size=4, engine="replicated"), **options)
     made.fit(module)
     made.save_checkpoint(f"{folder}/replicated.ckpt")
