@@ -34,7 +34,6 @@ from lightning_osdp.backend.memory import can_reset_peak
 from lightning_osdp.engine.base import engine_capabilities
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.cpu_effects import HEAP_GROWTH, max_retained_batch_size
-from lightning_osdp.planning.cost.sharding_scopes import available_scopes
 from lightning_osdp.planning.cost.trial_correction import (
     PLAN_TRIAL_RELATIVE_ERROR,
     PassTimes,
@@ -54,7 +53,6 @@ from lightning_osdp.planning.spec.constraints import UNCONSTRAINED
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.planning.spec.wrapping import WrapAssignment, wrap_assignments
-from lightning_osdp.profiling.engine_overhead import minimal_plan
 from lightning_osdp.profiling.tracing.stand_ins import fork_rng
 from lightning_osdp.profiling.tracing.trace import TracedStep
 
@@ -378,11 +376,12 @@ def _uniform_plans(
 ) -> tuple[ExecutionPlan, ...]:
     """All operators replicated, sharded inside nodes where there are two levels, and in the other modes, as far as they
     can; where blocks may share units, kept parameters do."""
-    apart, *joined = wrap_assignments(model_profile, replace(UNCONSTRAINED, capabilities=capabilities))
+    constraints = replace(UNCONSTRAINED, capabilities=capabilities)
+    apart, *joined = wrap_assignments(model_profile, constraints)
     together = joined[-1] if joined else apart
     inside = (
         [(Mode.ZDP2, together, ShardingScope.NODE)]
-        if (ShardingScope.NODE, False) in available_scopes(cluster, capabilities)
+        if (ShardingScope.NODE, False) in constraints.allowed_scopes(cluster)
         else []
     )
     everywhere = [(Mode.ZDP2, together, ShardingScope.WORLD), (Mode.ZDP, apart, ShardingScope.WORLD)]
@@ -442,4 +441,4 @@ def _uniform_plan(
         )
         for operator, unit in zip(model_profile.operators, units, strict=True)
     )
-    return minimal_plan(operators, cluster.model_copy(update={"prefetch_max_bytes": 0}))
+    return ExecutionPlan.minimal(operators, cluster.model_copy(update={"prefetch_max_bytes": 0}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_osdp.planning.spec.choices import Mode
+from lightning_osdp.planning.spec.choices import Mode, ShardingScope
 from lightning_osdp.planning.spec.model import FrozenModel
 
 DEFAULT_ENGINE = "fairscale"
@@ -30,6 +30,10 @@ class EngineCapabilities(FrozenModel):
     """Sharded parameters can be updated in the backward pass."""
     prefetch: bool = True
     """Units up to ``Cluster.prefetch_max_bytes`` can be gathered and reduced while others compute."""
+
+    def can_shard_over(self, scope: ShardingScope, hierarchical: bool) -> bool:
+        """Return whether operators can be sharded over a scope, in two stages if ``hierarchical``."""
+        return self.node_scope if scope == ShardingScope.NODE else self.hierarchical or not hierarchical
 
 
 ALL_CAPABILITIES = EngineCapabilities()
