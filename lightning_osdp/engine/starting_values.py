@@ -29,8 +29,8 @@ class StartingValues:
         compare = group is not None and device.type == "cpu"
         self._equal_on_all_ranks = _find_equal_on_all_ranks(list(tensors), group) if compare else set()
 
-    def place(self, tensor: Tensor) -> None:
-        """Move a tensor in place. Collective."""
+    def move_to_device(self, tensor: Tensor) -> None:
+        """Move a tensor in place and give it rank 0's values. Collective."""
         tensor.data = tensor.data.to(self._device)
         if self._group is not None and tensor not in self._equal_on_all_ranks:
             dist.broadcast(tensor.data, src=dist.get_global_rank(self._group, 0), group=self._group)

@@ -58,7 +58,7 @@ class ReplicatedEngine(Engine):
         values = StartingValues(tensors, self._device, self._group if self._broadcast else None)
         MetaInitializer(module, self._device, self._group).fill(module)
         for tensor in tensors:
-            values.place(tensor)
+            values.move_to_device(tensor)
         self._undo = [checkpoint_block(module.get_submodule(name)) for name in plan.recomputed]
 
     def apply_plan_change(self, plan: ExecutionPlan, optimizers: Iterable[Optimizer]) -> None:

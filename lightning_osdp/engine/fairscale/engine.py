@@ -99,12 +99,12 @@ class FairScaleEngine(Engine):
                 for part in modules_holding(body, parameters) if operator.name in self._nested_operators else [body]:
                     initializer.fill(part)
                 for parameter in parameters:
-                    values.place(parameter)
+                    values.move_to_device(parameter)
             self._shard(unit, operators, plan)
         initializer.fill(module)
         sharded = {parameter for operator in self._operators.values() for parameter in operator.layouts}
         for tensor in [p for p in module.parameters() if p not in sharded] + list(module.buffers()):
-            values.place(tensor)
+            values.move_to_device(tensor)
         self._finalize(plan)
         self.shard_optimizer_state(optimizers)
         # The fast path of torch's attention in evaluation reads the weights of submodules without calling them, so it
