@@ -49,33 +49,33 @@ lint: $(INSTALLED)
 	$(BIN)/lint-imports
 
 test-limit: $(INSTALLED)
-	$(BIN)/python benchmarks/hard_limit.py
+	$(BIN)/python -m bench.memory_limit.hard_limit
 
 test-limit-wide: $(INSTALLED)
-	$(BIN)/python benchmarks/wide_limit.py
+	$(BIN)/python -m bench.memory_limit.wide_limit
 
 lab: $(INSTALLED)
-	$(BIN)/python benchmarks/node_failure.py
-	$(BIN)/python benchmarks/multinode.py
+	$(BIN)/python -m bench.multinode.node_failure
+	$(BIN)/python -m bench.multinode.sharding_over_nodes
 
 # Each goes on where it was stopped; OPTIONS='--only nd-small --settings 2-1gbit --write-docs' and the like are passed on.
 bench: $(INSTALLED)
-	$(BIN)/python -m benchmarks.throughput $(OPTIONS)
+	$(BIN)/python -m bench.comparison $(OPTIONS)
 
 bench-quick: $(INSTALLED)
-	$(BIN)/python -m benchmarks.throughput --quick --fresh $(OPTIONS)
+	$(BIN)/python -m bench.comparison --quick --fresh $(OPTIONS)
 
 bench-gpu: $(INSTALLED)
-	$(BIN)/python -m benchmarks.throughput --device cuda $(OPTIONS)
+	$(BIN)/python -m bench.comparison --device cuda $(OPTIONS)
 
 bench-one-gpu: $(INSTALLED)
-	$(BIN)/python benchmarks/one_gpu.py $(OPTIONS)
+	$(BIN)/python -m bench.memory_limit.one_gpu $(OPTIONS)
 
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu tests
 
 bench-verify: $(INSTALLED)
-	$(BIN)/python -m benchmarks.throughput --verify --only nd-quick --settings 2-loopback $(OPTIONS)
+	$(BIN)/python -m bench.comparison --verify --only nd-quick --settings 2-loopback $(OPTIONS)
 
 test-slurm: $(INSTALLED)
 	$(BIN)/python tests/system/slurm/preempt.py
@@ -84,28 +84,28 @@ test-kill: $(INSTALLED)
 	$(BIN)/python -m tests.system.kills 10
 
 bench-engine: $(INSTALLED)
-	$(BIN)/python benchmarks/fairscale_baseline.py
+	$(BIN)/python -m bench.micro.engine
 
 bench-collectives: $(INSTALLED)
-	$(BIN)/python benchmarks/collectives.py
+	$(BIN)/python -m bench.micro.collectives
 
 bench-search: $(INSTALLED)
-	$(BIN)/python benchmarks/search.py
+	$(BIN)/python -m bench.micro.search
 
 bench-paper: $(INSTALLED)
-	$(BIN)/python -m benchmarks.paper
+	$(BIN)/python -m bench.paper
 
 bench-splitting: $(INSTALLED)
-	$(BIN)/python benchmarks/splitting.py $(OPTIONS)
+	$(BIN)/python -m bench.micro.splitting $(OPTIONS)
 
 accuracy: $(INSTALLED)
-	$(BIN)/python benchmarks/accuracy.py --write docs/accuracy.md
+	$(BIN)/python -m bench.accuracy.accuracy --write docs/accuracy.md
 
 bench-allocator: $(INSTALLED)
-	$(BIN)/python benchmarks/allocator.py $(OPTIONS)
+	$(BIN)/python -m bench.micro.allocator $(OPTIONS)
 
 bench-huge: $(INSTALLED)
-	$(BIN)/python benchmarks/huge.py
+	$(BIN)/python -m bench.micro.trace_7b
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix
