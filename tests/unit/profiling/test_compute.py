@@ -21,10 +21,10 @@ from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.compute import measure_compute, measure_partition, warm_up
 from lightning_osdp.profiling.kernels import benchmark, synthetic_args
 from lightning_osdp.profiling.kernels.kernel import Kernel, KernelPhase, TensorSpec, spec_of
-from lightning_osdp.profiling.tracing.trace import TracedStep, trace
+from lightning_osdp.profiling.tracing.trace import TracedStep
 from tests.support.small_models import blocks_of_one
 from tests.support.small_models import compute as times_of
-from tests.support.traced_models import Regression, TinyGPT, tokens
+from tests.support.traced_models import Regression, TinyGPT, tokens, trace
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
