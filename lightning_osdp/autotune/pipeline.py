@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -267,9 +266,7 @@ def plan_offline(
     known = next((found for found in stored if found is not None), None)
     if known is None:
         traced = traced.with_all_kernels()
-        with measure.show_progress(True, ("compute",)) as advance:
-            shown = partial(advance, "compute")
-            times = compute.measure_compute(traced, device, progress=shown, constraints=constraints)
+        times = compute.measure_compute(traced, device, constraints=constraints)
         kept = None
         if trial_context is not None:
             room_bytes = max(0, memory_limit(device, cluster.devices_per_node) - memory_in_use(device))

@@ -71,7 +71,11 @@ class MatmulKernels:
         (m, c), n, dtype = left.shape, right.shape[1], left.dtype
         transposed = right.stride[0] == 1
         x, g, y = _matrix(m, c, dtype), _matrix(m, n, dtype), _matrix(m, n, dtype)
-        bias = [_kernel(aten.add_.Tensor, y, _vector(n, dtype))] if self.forward.func is aten.addmm.default else []
+        bias = (
+            [_kernel(aten.add_.Tensor, y, TensorSpec.contiguous((n,), dtype))]
+            if self.forward.func is aten.addmm.default
+            else []
+        )
         if slice_outputs:
             s = -(-n // k)
             part, g_s = _matrix(m, s, dtype), TensorSpec((m, s), (n, 1), dtype)
@@ -95,13 +99,13 @@ class MatmulKernels:
         table, ids = self._operands
         rows, width = table.shape
         s = -(-width // k)
-        part = _contiguous_spec((*ids.shape, s), table.dtype)
+        part = TensorSpec.contiguous((*ids.shape, s), table.dtype)
         slice_ = _matrix(rows, s, table.dtype)
         forward = [
             replace(self.forward, args=(slice_, *self.forward.args[1:]), count=k),
             _kernel(aten.cat.default, (part,) * k, -1),
         ]
-        strides = _contiguous_spec((*ids.shape, width), table.dtype).stride
+        strides = TensorSpec.contiguous((*ids.shape, width), table.dtype).stride
         gradient = TensorSpec(part.shape, strides, table.dtype)
         backward = [replace(one, args=(gradient, *one.args[1:]), count=k * one.count) for one in self.backward]
         return forward, backward
@@ -121,20 +125,8 @@ def _kernel(func: torch._ops.OpOverload, *args: object, count: int = 1) -> Kerne
     return Kernel(func, args, count=count)
 
 
-def _contiguous_spec(shape: tuple[int, ...], dtype: torch.dtype) -> TensorSpec:
-    strides, stride = [], 1
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= size
-    return TensorSpec(shape, tuple(reversed(strides)), dtype)
-
-
 def _matrix(rows: int, columns: int, dtype: torch.dtype) -> TensorSpec:
-    return _contiguous_spec((rows, columns), dtype)
-
-
-def _vector(size: int, dtype: torch.dtype) -> TensorSpec:
-    return _contiguous_spec((size,), dtype)
+    return TensorSpec.contiguous((rows, columns), dtype)
 
 
 def _right_operand(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> TensorSpec:

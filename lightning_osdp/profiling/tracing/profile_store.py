@@ -1,4 +1,4 @@
-"""Profiles of steps that were traced before: the larger batch size of a known step, or all of it, is not traced again."""
+"""Reuses the profiles of steps that were traced before, so that a known step is traced in part or not at all."""
 
 from __future__ import annotations
 
