@@ -68,7 +68,7 @@ def _similar_modules(
 
 
 def _stem(parent: nn.Module, name: str) -> str:
-    """Return a text that is equal for members of one container, and for siblings whose names differ in a last number."""
+    """Return a text that is equal for members of one container, and for siblings with numbered names."""
     if isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict):
         return ""
     own = name.rpartition(".")[2]
