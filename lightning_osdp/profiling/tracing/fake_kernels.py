@@ -30,8 +30,8 @@ FAKE_KERNELS: Mapping[Any, Callable[..., Any]] = {
     aten._grouped_mm.default: _grouped_mm,
     torch.ops.prim.device.default: attrgetter("fake_device"),
 }
-"""In torch 2.13 the fake kernel of a mixture of experts' product accepts bfloat16 alone. Autograd asks two or three times
-for the device of each tensor, more often than for anything else."""
+"""In torch 2.13 the fake kernel of a mixture of experts' product accepts bfloat16 alone. Autograd asks for the
+device of each tensor two or three times, more often than for anything else."""
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

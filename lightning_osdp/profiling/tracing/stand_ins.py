@@ -146,7 +146,7 @@ def has_batch_dimension(batch: Any, batch_size: int) -> bool:
 
 
 def fake_batch(batch: Any, batch_size: int, size: int, fake_mode: FakeTensorMode) -> Any:
-    """Return ``batch`` as fake tensors of ``size`` rows where it has ``batch_size`` rows; call it outside of the mode."""
+    """Return ``batch`` as fake tensors of ``size`` rows where it has ``batch_size``; call it outside of the mode."""
 
     def resize(tensor: Tensor) -> Tensor:
         if not _has_rows(tensor, batch_size):
@@ -158,7 +158,7 @@ def fake_batch(batch: Any, batch_size: int, size: int, fake_mode: FakeTensorMode
 
 
 def real_batch(batch: Any, batch_size: int, size: int) -> Any:
-    """Return ``batch`` with ``size`` rows where it has ``batch_size``: its first rows, repeated if there are too few."""
+    """Return ``batch`` with ``size`` rows where it has ``batch_size``: its first rows, repeated if need be."""
 
     def resize(tensor: Tensor) -> Tensor:
         if not _has_rows(tensor, batch_size):
@@ -169,7 +169,7 @@ def real_batch(batch: Any, batch_size: int, size: int) -> Any:
 
 
 def move_batch(module: LightningModule, batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` after the transfer hooks to ``device``: the data module's where it has them, else the module's."""
+    """Return ``batch`` after the transfer hooks to ``device``: the data module's if it has them, else the module's."""
     trainer = module._trainer
     datamodule = trainer.datamodule if trainer is not None else None  # type: ignore[attr-defined]
 
