@@ -23,7 +23,7 @@ BATCH = torch.ones(4, 8)
 
 
 class InMemoryProfileStore(dict[str, ModelProfile]):
-    """Descriptions in memory."""
+    """Profiles in memory."""
 
     def load(self, key: str) -> ModelProfile | None:
         return self.get(key)
@@ -57,15 +57,15 @@ def test_trace_known_key_skips_tracing_unless_parameters_differ() -> None:
     known = InMemoryProfileStore()
     module = Regression(mlp(nn.ReLU()))
     first = trace_stored(module, known)
-    (name,) = known
-    told = trace_stored(module, known, key=name)
-    assert (told.model_profile, told.batch_sizes, told.key) == (first.model_profile, first.batch_sizes, name)
+    (key,) = known
+    told = trace_stored(module, known, key=key)
+    assert (told.model_profile, told.batch_sizes, told.key) == (first.model_profile, first.batch_sizes, key)
     assert not told.kernels
     assert told.with_all_kernels() == first
     for other in (Regression(mlp(nn.ReLU(), width=9)), Regression(frozen()), Regression(mlp(nn.ReLU())).double()):
         batch = BATCH.to(next(other.parameters()).dtype)
         assert (
-            trace_stored(other, known, batch, key=name).model_profile
+            trace_stored(other, known, batch, key=key).model_profile
             == trace(other, batch, 4, device=CPU).model_profile
         )
     assert trace_stored(module, known, key="not kept").kernels
