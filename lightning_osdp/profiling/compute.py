@@ -87,16 +87,19 @@ def measure_compute(
             kernels = _all_kernels(trace, splits)
             times = time_all(kernels, Clock(device, available_bytes), time_budget_s, known)
         overhead = measure_autograd_overhead(Clock(device))
-    summary = _StepSummary(trace, times, overhead)
+    return _sum_by_operator(trace, splits, _StepSummary(trace, times, overhead))
+
+
+def _sum_by_operator(trace: TracedStep, splits: Sequence[_Split], summary: _StepSummary) -> ComputeTimes:
     operators, blocks = range(len(trace.model_profile.operators)), range(len(trace.model_profile.blocks))
-    trainable = sum(p.gradient_bytes for operator in trace.model_profile.operators for p in operator.parameters)
-    optimizer_s = sum(times[kernel.name].seconds * kernel.count for kernel in trace.optimizer_kernels)
+    trainable_bytes = sum(p.gradient_bytes for operator in trace.model_profile.operators for p in operator.parameters)
+    optimizer_s = summary.sum_s(trace.optimizer_kernels)
     return ComputeTimes(
         operators=tuple(
             summary.operator_time(index, [split for split in splits if split.operator == index]) for index in operators
         ),
         unattributed=summary.operator_time(UNATTRIBUTED),
-        optimizer_s_per_byte=optimizer_s / trainable if trainable else 0.0,
+        optimizer_s_per_byte=optimizer_s / trainable_bytes if trainable_bytes else 0.0,
         blocks=tuple(summary.time(UNATTRIBUTED, "forward", index) for index in blocks),
         workspace=tuple(
             KernelWorkspace(forward=summary.workspace(index, "forward"), backward=summary.workspace(index, "backward"))
@@ -137,9 +140,9 @@ def _find_splits(trace: TracedStep, constraints: SearchConstraints) -> list[_Spl
             kernels_of.setdefault((kernel.operator, size), []).append(kernel)
     splits = []
     for index, operator in enumerate(trace.model_profile.operators):
-        found = {size: find_matmul(kernels_of.get((index, size), [])) for size in trace.kernels}
-        matmuls = {size: matmul for size, matmul in found.items() if matmul is not None}
-        if len(matmuls) < len(found):
+        by_size = {size: find_matmul(kernels_of.get((index, size), [])) for size in trace.kernels}
+        matmuls = {size: matmul for size, matmul in by_size.items() if matmul is not None}
+        if len(matmuls) < len(by_size):
             continue
         for k in slice_counts(operator, constraints.allowed_slices(operator.name)):
             dim = operator.split_dims[0]
@@ -192,7 +195,7 @@ class _StepSummary:
         per_node_s = self._overhead_s[phase]
         return fit_nonnegative_line(
             [
-                (size, self._sum_s(kernels) + per_node_s * sum(kernel.num_autograd_nodes for kernel in kernels))
+                (size, self.sum_s(kernels) + per_node_s * sum(kernel.num_autograd_nodes for kernel in kernels))
                 for size, kernels in self._select(operator, phase, block)
             ]
         )
@@ -217,7 +220,7 @@ class _StepSummary:
             [
                 (
                     size,
-                    max(0.0, self._sum_s(split.kernels[size][index]) - self._sum_s(split.replaced_kernels[size][index]))
+                    max(0.0, self.sum_s(split.kernels[size][index]) - self.sum_s(split.replaced_kernels[size][index]))
                     + nodes_s,
                 )
                 for size in self._batch_sizes
@@ -228,5 +231,6 @@ class _StepSummary:
         kernels = self._kernels.get((operator, phase, block), {})
         return [(size, kernels.get(size, [])) for size in self._batch_sizes]
 
-    def _sum_s(self, kernels: Sequence[Kernel]) -> float:
+    def sum_s(self, kernels: Sequence[Kernel]) -> float:
+        """Return the seconds of all calls of some kernels."""
         return sum(self._times[kernel.name].seconds * kernel.count for kernel in kernels)

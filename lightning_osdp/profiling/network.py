@@ -291,14 +291,8 @@ def _overlap_fraction(
     """Return the share of a collective that goes on beside compute, less its standard error.
 
     The estimate is cautious because units that run ahead take memory. Where ranks share cores, collectives that units
-    would have to run ahead for overlap nothing: while one rank waits, another computes. [M-links-5]
-
-    Args:
-        benchmark: The collective.
-        numel: Number of elements of the unsharded tensor.
-        collective_s: About how many seconds the collective takes.
-        compute_s: About how many seconds one stretch of ``timer.compute`` takes.
-        timer: Times the calls.
+    would have to run ahead for overlap nothing: while one rank waits, another computes. [M-links-5] The seconds of the
+    collective and of one stretch of ``timer.compute`` need not be precise.
     """
     shares_cores = CORE_SHARING.is_shared and not benchmark.is_always_async
     if benchmark.make_async is None or benchmark.ranks == 1 or shares_cores:

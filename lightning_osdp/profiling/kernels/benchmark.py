@@ -76,7 +76,7 @@ UNRUNNABLE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, NotImpleme
 
 
 class KernelTime(NamedTuple):
-    """Seconds of one call of a kernel, and the bytes that it takes beside arguments and results."""
+    """Seconds of one call of a kernel, and the bytes that it takes on top of arguments and results."""
 
     seconds: float
     workspace_bytes: int = 0
@@ -113,7 +113,7 @@ class Clock:
         return elapsed_s(start, record_event(self.device))
 
     def measure_time_and_workspace(self, call: Callable[[], object]) -> KernelTime:
-        """Return the seconds of one call and its peak of bytes beside its result, 0 if negligible."""
+        """Return the seconds of one call and its peak of bytes on top of its result, 0 if negligible."""
         results: list[object] = []
         reset_peak(self.device)
         before = memory_in_use(self.device)

@@ -183,12 +183,6 @@ def _estimate_temporaries(
 
     A loop over parameters holds those of one, and at most a leftover tensor of the one before. A class of the user's
     own may update parameters in any way: only known optimizers are ``OptimizerStep.per_parameter``.
-
-    Args:
-        optimizers: The optimizers.
-        trainable: Their trainable parameters.
-        peak_bytes: Peak of live bytes of a step.
-        largest_only_peak_bytes: The peak if only the largest parameter has a gradient.
     """
     largest_bytes, total_bytes = max(p.nbytes for p in trainable), sum(p.nbytes for p in trainable)
     grows = peak_bytes > largest_only_peak_bytes + 1.5 * largest_bytes
@@ -283,17 +277,14 @@ def _sum_calls(recordings: Sequence[Recording], factors: Sequence[int]) -> Count
 def _count_calls(recording: Recording, per_tensor: bool = False) -> Counter[Call]:
     """Count the calls of a step without views, which cost nothing.
 
-    Args:
-        recording: The step.
-        per_tensor: Whether a call that changes several tensors in place counts as one for each: a CPU takes them in
-            turn anyway.
+    With ``per_tensor``, a call that changes several tensors in place counts once for each: a CPU takes them in turn.
     """
     calls: Counter[Call] = Counter()
     for op in recording.ops:
-        is_split = per_tensor and op.func.overloadpacket.__name__.endswith("_")
-        length = list_length(op.func, op.args) if is_split else 1
         if op.is_view:
             continue
+        is_split = per_tensor and op.func.overloadpacket.__name__.endswith("_")
+        length = list_length(op.func, op.args) if is_split else 1
         for index in range(length):
             args = op.args if length == 1 else select_from_lists(op.args, (index,))
             calls[op.func, args, op.kwargs] += 1

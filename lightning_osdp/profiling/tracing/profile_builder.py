@@ -143,12 +143,7 @@ def _optimizer_needs_unsharded_reason(scope: OwnerScope, optimizer_trace: Optimi
 
 
 def _gradient_orders(scopes: Sequence[OwnerScope], gradients: Mapping[int, tuple[int, int]]) -> dict[int, int]:
-    """Return ``ParameterInfo.gradient_order`` by parameter: a new turn begins once all gradients before are complete.
-
-    Args:
-        scopes: The operators.
-        gradients: ``Recording.gradients``.
-    """
+    """Return ``ParameterInfo.gradient_order`` by parameter: a new turn begins once all so far are complete."""
     orders: dict[int, int] = {}
     for scope in scopes:
         turn, turn_end = -1, -1

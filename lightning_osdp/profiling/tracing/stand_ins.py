@@ -6,7 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from lightning_osdp.errors import TraceError
-
-if TYPE_CHECKING:
-    from lightning_osdp.profiling.tracing.recorder import Recorder
 
 TRAINER_DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(["current_epoch", "global_step", "global_rank", "local_rank"], 0),
@@ -289,16 +286,6 @@ def _overrides(trainer: TrainerStub, strategy: StrategyStub, schedulers: list[An
 
     silent = dict.fromkeys(("log", "log_dict", "print", "clip_gradients", "lr_scheduler_step"), do_nothing)
     return {**silent, "optimizers": optimizers, "lr_schedulers": lr_schedulers, "all_gather": all_gather}
-
-
-def make_manual_backward(module: LightningModule, recorder: Recorder) -> Callable[..., None]:
-    """Return a ``manual_backward`` for a traced module that marks what it runs as backward in the recording."""
-
-    def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        with recorder.mark_backward():
-            module.backward(loss, *args, **kwargs)
-
-    return manual_backward
 
 
 @contextmanager

@@ -206,13 +206,7 @@ def choose_batch_sizes(step: TrainingStep) -> tuple[int, ...]:
 
 
 def _saturating_sizes(sizes: tuple[int, ...], live_bytes: int, device_bytes: int) -> tuple[int, ...]:
-    """Return ``sizes`` with the larger one doubled as long as its step would fit the device.
-
-    Args:
-        sizes: One or two batch sizes.
-        live_bytes: Peak of live bytes at the smaller one.
-        device_bytes: Bytes that a step may take on the device.
-    """
+    """Return ``sizes`` with the larger one doubled as long as its step, of ``live_bytes`` at the smaller, would fit."""
     *smaller, larger = sizes
     while smaller and 2 * larger <= MAX_TRACE_BATCH_SIZE and 2 * larger / smaller[0] * live_bytes <= device_bytes:
         larger *= 2
@@ -225,22 +219,15 @@ def _saturating_sizes(sizes: tuple[int, ...], live_bytes: int, device_bytes: int
 def _record(
     step: TrainingStep, module: LightningModule, batch: Any, *, real: bool = False, autograd: bool = True
 ) -> Recording:
-    """Run forward and backward of ``module`` on one batch and return the recording.
-
-    Args:
-        step: The step that is traced.
-        module: Its module, or the fake copy.
-        batch: A real or a fake batch.
-        real: Whether tensors are real; then gradients are freed as they come.
-        autograd: Whether gradients are recorded and the backward is run.
-    """
+    """Run forward and, with ``autograd``, backward of ``module`` on one batch; free ``real`` gradients as they come."""
     batch = stand_ins.move_batch(module, batch, step.device)
     parameters = [parameter.tensor for parameter in named_parameters(module)]
     recorder = Recorder(module, parameters, free_gradients=real)
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
             recorder.track(leaf)
-    module.__dict__["manual_backward"] = stand_ins.make_manual_backward(module, recorder)
+    backward = recorder.mark_backward()(module.backward)
+    module.__dict__["manual_backward"] = backward
     if real:
         gc.collect()  # Garbage may hold memory that the step needs.
     host_syncs = HostSyncDetector(recorder.record_host_sync) if real else nullcontext()
@@ -249,9 +236,7 @@ def _record(
             with step.step_context():
                 output = module.training_step(*stand_ins.step_arguments(module, batch))
             if module.automatic_optimization and autograd:
-                loss = stand_ins.extract_loss(output)
-                with recorder.mark_backward():
-                    module.backward(loss)
+                backward(stand_ins.extract_loss(output))
     finally:
         module.__dict__.pop("manual_backward", None)
         for parameter in module.parameters():
