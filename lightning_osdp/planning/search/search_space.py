@@ -26,6 +26,7 @@ from lightning_osdp.planning.cost.step_time import (
     forward_backward_time,
     overlapped_time,
 )
+from lightning_osdp.planning.spec.capabilities import EngineCapabilities
 from lightning_osdp.planning.spec.choices import ShardingChoice, ShardingScope, enumerate_choices
 from lightning_osdp.planning.spec.cluster import OperatorTime
 from lightning_osdp.planning.spec.model import Operator
@@ -99,7 +100,7 @@ class SearchSpace:
             key = (operator.signature, times, wished)
             if key not in known:
                 known[key] = len(self.option_groups)
-                choices = _available_choices(operator, times, wished, groups)
+                choices = _available_choices(operator, times, wished, groups, problem.constraints.capabilities)
                 self.option_groups.append(OptionGroup(choices, slice(len(columns), len(columns) + len(choices))))
                 columns += [self._option_columns(operator, choice, times) for choice in choices]
             self.group_of[index] = known[key]
@@ -213,11 +214,13 @@ def _available_choices(
     times: OperatorTime,
     allowed_slices: tuple[int, ...] | None,
     scopes: Sequence[tuple[ShardingScope, bool]],
+    capabilities: EngineCapabilities,
 ) -> tuple[ShardingChoice, ...]:
     dims = operator.split_dims[:1]
+    measured_slices = [split.slices for split in times.splits if split.dim in dims]
     return tuple(
         enumerate_choices(
-            operator, allowed_slices, [split.slices for split in times.splits if split.dim in dims], scopes
+            operator, allowed_slices, measured_slices, scopes, capabilities.modes, capabilities.mixed_slices
         )
     )
 
