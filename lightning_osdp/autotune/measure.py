@@ -29,6 +29,7 @@ from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.run_correction import Correction
 from lightning_osdp.planning.cost.trial_correction import Trial
 from lightning_osdp.planning.search.plan_selection import CachedPlan
+from lightning_osdp.planning.spec.capabilities import ALL_CAPABILITIES, EngineCapabilities
 from lightning_osdp.planning.spec.cluster import (
     NO_ENGINE_OVERHEAD,
     Cluster,
@@ -250,11 +251,11 @@ def load_or_measure(
     here = current_cluster(rank_group, NO_LINK)
     file = cache / f"{cache_key(traced, rank_group.device, here, constraints)}.json" if cache is not None else None
     stored = _load_on_rank0(file, Profile, rank_group)
-    engine_overhead.warm_up(rank_group.group, rank_group.device)
+    engine_overhead.warm_up(rank_group.group, rank_group.device, constraints.capabilities)
     if stored is not None and (cluster is not None or _is_cache_valid(stored, rank_group)):
         return stored, True, file
     traced, room_bytes = raise_on_all_ranks(rank_group.group, traced.with_all_kernels), free_bytes()
-    connections = _load_or_measure_links(rank_group, cluster, cache, room_bytes)
+    connections = _load_or_measure_links(rank_group, cluster, cache, room_bytes, constraints.capabilities)
     parts = times = _measure_compute_times(traced, rank_group, constraints, room_bytes)
     measured = Profile(**dict(connections), compute=parts)
     if trial_context is not None:
@@ -280,19 +281,24 @@ def _load_on_rank0(file: Path | None, kind: type[ProfileT], rank_group: RankGrou
 
 
 def _load_or_measure_links(
-    rank_group: RankGroup, cluster: Cluster | None, cache: Path | None, available_bytes: int
+    rank_group: RankGroup,
+    cluster: Cluster | None,
+    cache: Path | None,
+    available_bytes: int,
+    capabilities: EngineCapabilities = ALL_CAPABILITIES,
 ) -> ClusterProfile:
     """As given, as they were measured for another model, or measured now. Collective."""
     if cluster is not None:
         return ClusterProfile(link=cluster.link, hierarchical_links=cluster.hierarchical_links, engine=cluster.engine)
     here = current_cluster(rank_group, NO_LINK)
-    file = cache / f"ranks-{_hash(_cache_key_fields(rank_group.device, here))}.json" if cache is not None else None
+    fields = _cache_key_fields(rank_group.device, here) | {"engine": capabilities.engine}
+    file = cache / f"ranks-{_hash(fields)}.json" if cache is not None else None
     stored = _load_on_rank0(file, ClusterProfile, rank_group)
     if stored is not None and _is_cache_valid(stored, rank_group):
         return stored
     link, levels = measure_links(rank_group, available_bytes)
     engine = engine_overhead.measure_engine_overhead(
-        rank_group.group, rank_group.device, current_cluster(rank_group, link, levels), available_bytes
+        rank_group.group, rank_group.device, current_cluster(rank_group, link, levels), available_bytes, capabilities
     )
     connections = ClusterProfile(link=link, hierarchical_links=levels, engine=engine)
     if rank_group.is_rank_zero and file is not None:
@@ -382,6 +388,7 @@ def cache_key(
         "model": traced.model_profile.fingerprint,
         "step": traced.model_profile.model_dump_json(exclude={"evaluation"}),  # nothing is measured of that
         "slices": str(constraints.slice_granularity),
+        "engine": constraints.capabilities.engine,
     }
     if offline:
         facts["offline"] = True
