@@ -1,4 +1,4 @@
-"""Measures the links between this machine's devices with processes of its own, which are gone when it returns."""
+"""Measure the links between this machine's devices, with processes that are gone when the function returns."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def measure_cluster(devices: int, device_type: str, timeout_s: float = 600.0) -> Cluster:
-    """This machine as a cluster of one node: one process for each device times the collectives of training.
+    """Describe this machine as a cluster of one node, with one process for each device that times collectives.
 
     Args:
-        devices: processes, and devices on CUDA.
+        devices: number of processes (on CUDA: of devices).
         device_type: ``cpu`` or ``cuda``.
-        timeout_s: for everything, starting up included.
+        timeout_s: seconds for everything, starting up included.
+
+    Returns:
+        The cluster with its measured links.
 
     Raises:
-        ConfigurationError: there are not so many devices.
+        ConfigurationError: there are fewer devices.
         OSDPError: a process failed or took too long; the others are ended.
     """
     if device_type == "cuda" and devices > torch.cuda.device_count():
@@ -60,7 +63,7 @@ def measure_cluster(devices: int, device_type: str, timeout_s: float = 600.0) ->
 
 
 def _await_rank0_reply(receivers: list[Connection], deadline: float, timeout_s: float) -> str:
-    """What rank 0 found, once every rank is done.
+    """Return the reply of rank 0 once every rank is done.
 
     Raises:
         OSDPError: a rank failed, or time ran out.
@@ -84,7 +87,7 @@ def _await_rank0_reply(receivers: list[Connection], deadline: float, timeout_s: 
 
 
 def _terminate(processes: list[SpawnProcess], receivers: list[Connection]) -> None:
-    """Leaves no process behind: what has replied has nothing more to do."""
+    """End all processes: one that has replied has nothing more to do."""
     for process in processes:
         if process.pid is not None:
             process.kill()
@@ -94,7 +97,7 @@ def _terminate(processes: list[SpawnProcess], receivers: list[Connection]) -> No
 
 
 def _run_rank(rank: int, ranks: int, device_type: str, store: str, timeout_s: float, sender: Connection) -> None:
-    """One process: sends (error, cluster as JSON), of which one is empty."""
+    """Measure on one rank and send (error, cluster as JSON), one of which is empty."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -113,14 +116,14 @@ def _run_rank(rank: int, ranks: int, device_type: str, store: str, timeout_s: fl
         reply = ("", measure.current_cluster(group, link).model_dump_json())
         dist.barrier(group=group.group)
         dist.destroy_process_group()
-    except Exception as error:
+    except Exception as error:  # whatever it is, the parent process reports it
         reply = (f"{type(error).__name__}: {error}", "")
     sender.send(reply)
     sender.close()
 
 
 def _exit_with_parent() -> None:
-    """Where the parent is killed outright, nobody else would end its ranks."""
+    """End this rank when its parent process is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
