@@ -264,7 +264,7 @@ class BudgetBisection:
         self._largest_fitting = self._smallest_exceeding = 0
 
     def update(self, slack: int) -> bool:
-        """Move the budget after a plan with ``slack`` bytes below the limit (negative: above); return False at the end."""
+        """Move the budget after a plan with ``slack`` bytes below the limit (or above); return False at the end."""
         fits = slack >= 0
         if fits:
             self._largest_fitting = self.budget

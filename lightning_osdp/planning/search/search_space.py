@@ -125,7 +125,7 @@ class OptionGroup:
 
 
 class OptionTimes(NamedTuple):
-    """Seconds per optimizer step of each option, (2, options): in a block that is not recomputed, and in one that is."""
+    """Seconds per optimizer step of each option, (2, options): in a block that is kept, and in a recomputed one."""
 
     compute: Floats
     communication: Floats
