@@ -16,10 +16,7 @@ from lightning_osdp.planning.spec.plan import BlockPlan, ChoiceCost
 class PlanRationale(NamedTuple):
     """The reasons for a candidate's choices.
 
-    Attributes:
-        alternatives: choices and costs of each operator.
-        memory_shadow_price: seconds per byte in the linear relaxation, at the budget that just admits the candidate.
-        blocks: costs and savings of recomputing each block.
+    The memory shadow price is in seconds per byte, at the budget that just admits the candidate.
     """
 
     alternatives: list[tuple[ChoiceCost, ...]]

@@ -9,7 +9,7 @@ order of lower bounds (``lower_bounds``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -48,12 +48,8 @@ class Candidate:
     Attributes:
         batch_size: samples per device and micro-batch.
         accumulation: micro-batches per optimizer step.
-        choices: the choice of each operator.
         recomputed: names of the recomputed blocks.
-        compute_s: compute per optimizer step.
-        communication_s: exposed communication per optimizer step.
-        peak: the moment of most memory.
-        ranks: number of devices.
+        communication_s: communication that compute does not hide.
         lower_bound_s: no plan at this batch size is known to take less.
         wrap_assignment: the block whose unit each operator shares; empty for its own unit and for replicated operators.
     """
@@ -144,13 +140,16 @@ class PlanSearch:
         search = self.for_batch_size(batch_size, accumulation)
         bounds = search.lower_bounds_s
         plans: dict[int, _ScoredPlan] = {}
-        max_solves = MAX_HEURISTIC_SOLVES if heuristic_only else MAX_SOLVES
-        for index in self._recompute_counts_to_try(
-            np.where(bounds < upper_bound_s, bounds, np.inf), plans, heuristic_only
-        ):
-            plan = search.solve_with_recompute(index, max_solves)
+        best_s = np.inf
+        for index in np.argsort(bounds, kind="stable").tolist():
+            if bounds[index] >= min(upper_bound_s, best_s * (1 - MIN_IMPROVEMENT)):
+                break
+            if len(plans) >= (1 if heuristic_only else MAX_RECOMPUTE_COUNTS_TRIED):
+                break
+            plan = search.solve_with_recompute(index, MAX_HEURISTIC_SOLVES if heuristic_only else MAX_SOLVES)
             if plan is not None:
                 plans[index] = plan
+                best_s = min(best_s, plan.time_s)
         if not plans:
             return None
         if not heuristic_only:
@@ -202,50 +201,6 @@ class PlanSearch:
     def recompute_mask(self, recomputed: Sequence[str]) -> Flags:
         """Return whether each block is among those of the given names, (blocks,)."""
         return np.array([block.name in recomputed for block in self.problem.model.blocks], dtype=bool)
-
-    def _recompute_counts_to_try(
-        self, lower_bounds_s: Floats, plans: dict[int, _ScoredPlan], heuristic_only: bool
-    ) -> Iterator[int]:
-        """Yield rows of ``recompute_counts``: by lower bound up to the first plan, then around the best, then the rest.
-
-        Args:
-            lower_bounds_s: seconds, infinite for rows that are of no use.
-            plans: the plans found so far, which the caller adds to.
-            heuristic_only: whether the first plan is enough.
-        """
-        order = np.argsort(lower_bounds_s, kind="stable").tolist()
-        tried: set[int] = set()
-
-        def try_once(index: int) -> Iterator[int]:
-            best_s = min((plan.time_s for plan in plans.values()), default=np.inf)
-            is_promising = index not in tried and lower_bounds_s[index] < best_s * (1 - MIN_IMPROVEMENT)
-            if is_promising and len(plans) < MAX_RECOMPUTE_COUNTS_TRIED:
-                tried.add(index)
-                yield index
-
-        for index in order:  # rows that nothing fits are quickly rejected
-            yield from try_once(index)
-            if plans:
-                break
-        if heuristic_only:
-            return
-        distance = max(1, int(self.space.recompute_counts.max(initial=1)) // 2)
-        while distance and plans:
-            best = min(plans, key=lambda index: plans[index].time_s)
-            for index in self._neighbours(best, distance):
-                yield from try_once(index)
-            distance //= 2
-        for index in order:
-            yield from try_once(index)
-
-    def _neighbours(self, counts_index: int, distance: int) -> Iterator[int]:
-        """Yield the rows of ``recompute_counts`` that differ in one kind by about ``distance`` blocks."""
-        counts = self.space.recompute_counts
-        for kind in range(counts.shape[1]):
-            is_equal_elsewhere = np.delete(counts == counts[counts_index], kind, axis=1).all(axis=1)
-            for sign in (1, -1):
-                target = counts[counts_index, kind] + sign * distance
-                yield int(np.where(is_equal_elsewhere, np.abs(counts[:, kind] - target), np.inf).argmin())
 
 
 class BudgetBisection:

@@ -64,13 +64,7 @@ class CachedPlan(FrozenModel):
 
 
 class Variant(NamedTuple):
-    """A way to run a step, apart from the choices of operators and blocks.
-
-    Attributes:
-        prefetch: units are gathered ahead.
-        retained_heap: freed tensors stay in the heap.
-        optimizer_in_backward: sharded parameters are updated during backward.
-    """
+    """Whether units are prefetched, freed tensors stay in the heap, and sharded parameters are updated in backward."""
 
     prefetch: bool = False
     retained_heap: bool = False
@@ -78,12 +72,12 @@ class Variant(NamedTuple):
 
     @classmethod
     def of_problem(cls, problem: Problem) -> Variant:
-        """Return the variant that a problem is solved in."""
+        """Return the variant of a problem."""
         return cls(problem.has_prefetch, problem.has_retained_heap, problem.has_optimizer_in_backward)
 
     @classmethod
     def of_plan(cls, plan: ExecutionPlan) -> Variant:
-        """Return the variant that a plan was made in."""
+        """Return the variant of a plan."""
         return cls(plan.cluster.prefetch_max_bytes > 0, plan.retain_freed_memory, plan.update_in_backward)
 
     def apply(self, problem: Problem) -> Problem:

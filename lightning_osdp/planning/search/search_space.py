@@ -53,9 +53,6 @@ class Problem:
     """Everything that a plan is decided from.
 
     Attributes:
-        model: as profiled.
-        cluster: ranks and links.
-        compute: seconds of the operators.
         memory_limit_bytes: per device; no plan's predicted peak exceeds it.
         overhead_bytes: memory of the process without the model.
         constraints: decisions that the user has made.

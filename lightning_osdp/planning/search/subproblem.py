@@ -39,15 +39,7 @@ class OptionCosts:
 
 
 class GroupOptions(NamedTuple):
-    """The options of one group and their costs.
-
-    Attributes:
-        choices: the choice of each option.
-        first_option: position of the first one in the space.
-        time_s: seconds, (options,).
-        resident: bytes, (options,).
-        transient: bytes, (options,).
-    """
+    """The options of one group, the position of the first in the space, and their seconds and bytes, (options,)."""
 
     choices: tuple[ShardingChoice, ...]
     first_option: int

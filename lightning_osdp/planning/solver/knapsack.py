@@ -12,7 +12,7 @@ import numpy as np
 
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.solver.branching import BranchSide, branch
-from lightning_osdp.planning.solver.node import INITIAL_MAX_ENTRIES, Incumbent, Node, four_swap_search, round_relaxation
+from lightning_osdp.planning.solver.node import INITIAL_MAX_ENTRIES, Incumbent, Node, round_relaxation
 from lightning_osdp.planning.solver.pareto import Floats, Ints, MergeLimits, best_pair, merge_fronts
 from lightning_osdp.planning.solver.relaxation import (
     EXCLUDED_COST,
@@ -26,7 +26,7 @@ from lightning_osdp.planning.solver.relaxation import (
 RELATIVE_TOLERANCE = 5e-13
 """Solutions that are better by less than this are not searched for."""
 
-OPTIMALITY_TOLERANCE = 1e-9
+OPTIMALITY_TOLERANCE = 1e-8
 """Relative: once lists have to be cut, a solution this close to the bound counts as optimal."""
 
 COST_UNITS_LOG2 = 58
@@ -41,9 +41,6 @@ MIN_DISTINCT_S = 1e-290
 
 SMALL_TABLE = 256
 """Options up to which setting up several relaxations takes longer than a better start saves."""
-
-MAX_FOUR_SWAP_SEARCHES = 4
-"""Times that a solution is improved by ``four_swap_search``, if it gains each time."""
 
 MIN_GAP_CLOSED = 0.05
 """Part of the gap that a branch has to close."""
@@ -66,7 +63,7 @@ class Solution:
         lower_bound_s: no solution takes less (to a relative 1e-12); at most ``time_s``.
         optimal: whether the search finished instead of stopping at the time limit or at lists too long to hold.
             ``lower_bound_s`` equals ``time_s`` then; only where lists of millions would have been needed to prove
-            that may it be lower, by a relative 1e-9 at most.
+            that may it be lower, by a relative 1e-8 at most.
         memory_shadow_price: seconds that one more byte of budget would save, by the linear relaxation; 0 where every
             operator has its fastest option.
     """
@@ -315,20 +312,13 @@ class _BranchAndBound:
 
     def _add_node(self, index: int, node: Node) -> None:
         """Make a first guess at a node and bound it."""
-        self._update_incumbent(node.record_solution(*node.best_two_swaps()))
+        self._update_incumbent(node.to_incumbent(*node.best_two_swaps()))
         node.fix_by_reduced_cost(self.cutoff)
         self.nodes[index] = node
         self._raise_bound(index, node.lower_bound)
 
     def _branch(self, index: int, node: Node) -> bool:
-        """Improve the best solution of a node, and part the node in two if that raises its bound enough."""
-        solution = node.best
-        for _ in range(MAX_FOUR_SWAP_SEARCHES):
-            if solution is None:
-                break
-            solution = four_swap_search(self.table, self.cost, node, solution, self.cost_unit_s, self.check_deadline)
-            if solution is not None:
-                self._update_incumbent(solution)
+        """Part a node in two if that raises its bound enough."""
         sides = branch(self.table, self.cost, node.admitted, node.capacity, node.relaxation)
         enough = node.lower_bound + (self.cutoff - node.lower_bound) * MIN_GAP_CLOSED
         if not sides or min(side.lower_bound for side in sides) < enough:
@@ -355,7 +345,7 @@ class _BranchAndBound:
         cost = math.inf
         if pair is not None:
             cost = node.reference_cost + pair[0]
-            self._update_incumbent(node.record_solution(*pair))
+            self._update_incumbent(node.to_incumbent(*pair))
         if not (left.is_complete and right.is_complete):
             if node.is_leaf or not self._branch(index, node):
                 node.max_entries *= 8

@@ -7,7 +7,6 @@ little more reduced cost than the last (see ``pareto``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +18,6 @@ from lightning_osdp.planning.solver.pareto import (
     Front,
     Ints,
     MergeLimits,
-    add,
     best_pair,
     identical_operator_fronts,
     single_choice_front,
@@ -31,12 +29,6 @@ INITIAL_MAX_DEVIATIONS, INITIAL_MAX_ENTRIES = 32, 1 << 15
 
 MIN_LIMIT_LOG2 = 40
 """The smallest reduced cost that a round allows is the gap over 2**40."""
-
-MAX_SWAP_OPTIONS = 256
-"""Options in each of the four parts of ``four_swap_search``."""
-
-PARTITION_SHIFTS = (0, 2, 4)
-"""``four_swap_search`` parts the groups by two binary digits of their index, from each of these digits on in turn."""
 
 
 @dataclass(frozen=True)
@@ -59,22 +51,18 @@ class Node:
     """The state of the search of one cap, or of one side of a branch on it.
 
     Attributes:
-        relaxation: the linear relaxation, whose reference the other fields refer to.
+        relaxation: the linear relaxation; costs and bytes are relative to its reference.
         memory_shadow_price: seconds per byte in the cap's relaxation.
         capacity: bytes above ``OptionTable.min_resident_bytes``.
         admitted: the options that may be taken, (groups, options).
         reference_cost: cost of the reference in units.
         remaining_bytes: bytes that the reference leaves.
-        added_bytes: bytes of each option above its group's reference, (groups, options).
-        added_cost: cost of each option above its group's reference, (groups, options).
+        added_bytes, added_cost: bytes and cost of each option above its group's reference, (groups, options).
         reduced_cost: loss of each option against the relaxation, (groups, options).
         useful: options that may improve on the best solution, (groups, options); the reference is not among them.
         lower_bound: the least cost at this node.
-        best: the best solution found here.
-        is_branched: whether it is a side of a branch.
-        is_leaf: whether there is nothing more to branch on.
-        max_deviations: deviations that the next round looks at.
-        max_entries: entries per front that the next round may keep.
+        is_branched, is_leaf: whether it is a side of a branch, and whether there is nothing more to branch on.
+        max_deviations, max_entries: what the next round looks at.
     """
 
     def __init__(
@@ -104,19 +92,14 @@ class Node:
         # Neither the reference itself nor its equals (except for their transient) are deviations.
         self.useful = admitted & ((self.added_bytes != 0) | (self.added_cost < 0))
         self.lower_bound = side.lower_bound
-        self.best: Incumbent | None = None
         self.is_branched = self.is_leaf = side.hull_step_counts is not None
         self.max_deviations = INITIAL_MAX_DEVIATIONS
         self.max_entries = INITIAL_MAX_ENTRIES
 
-    def record_solution(self, added_cost: int, deviations: Deviations) -> Incumbent:
-        """Return a solution that deviates from the reference, and remember it if it is the best one here."""
-        solution = Incumbent(
-            self.reference_cost + added_cost, self.relaxation.reference, deviations, self.memory_shadow_price
-        )
-        if self.best is None or solution.cost < self.best.cost:
-            self.best = solution
-        return solution
+    def to_incumbent(self, added_cost: int, deviations: Deviations) -> Incumbent:
+        """Return a solution that deviates from the reference."""
+        cost = self.reference_cost + added_cost
+        return Incumbent(cost, self.relaxation.reference, deviations, self.memory_shadow_price)
 
     def fix_by_reduced_cost(self, cutoff: float) -> None:
         """Drop the options that no solution below ``cutoff`` takes, and with them memory that nothing can use.
@@ -172,49 +155,3 @@ class Node:
             front = single_choice_front(np.full(len(options), row), options, *values)
             fronts += identical_operator_fronts(front, row, int(count[row]), limits)
         return fronts
-
-
-def four_swap_search(
-    table: OptionTable,
-    cost: Ints,
-    node: Node,
-    solution: Incumbent,
-    cost_unit_s: float,
-    check_deadline: Callable[[], None],
-) -> Incumbent | None:
-    """Return the best solution around another in which at most four operators change; None if nothing is gained.
-
-    The groups of a single operator are parted in four, with one change in each part. Where the options of a branch
-    lose next to nothing, only a few bytes are left to gain, and the best quadruple wastes hardly any.
-    """
-    is_single, groups = table.count == 1, np.arange(len(table.count))
-    single_deviations = dict(key for key in solution.deviations if is_single[key[0]])
-    others = {key: count for key, count in solution.deviations.items() if not is_single[key[0]]}
-    choice = solution.reference.copy()
-    choice[list(single_deviations)] = list(single_deviations.values())
-    if not node.admitted[groups, choice].all():
-        return None
-    weight = table.extra_bytes - table.extra_bytes[groups, choice][:, None]
-    added_cost = cost - cost[groups, choice][:, None]
-    loss = np.abs(added_cost + solution.memory_shadow_price / cost_unit_s * weight)
-    used = int(table.extra_bytes[groups, choice] @ table.count)
-    used += sum(int(weight[key]) * count for key, count in others.items())
-    limits = MergeLimits(1.0, False, MAX_SWAP_OPTIONS**2, check_deadline)
-
-    def part_front(members: NDArray[np.bool_]) -> Front:
-        rows, options = np.nonzero(node.admitted & members[:, None] & (weight != 0))
-        least = np.argsort(loss[rows, options], kind="stable")[:MAX_SWAP_OPTIONS]
-        key = rows[least], options[least]
-        return single_choice_front(*key, weight[key], added_cost[key], np.zeros(len(least)))
-
-    best: tuple[int, Deviations] = (0, {})
-    for shift in PARTITION_SHIFTS:
-        parts = [part_front(is_single & ((groups >> shift) & 3 == part)) for part in range(4)]
-        pair = best_pair(add(parts[0], parts[1], limits), add(parts[2], parts[3], limits), node.capacity - used)
-        if pair is not None and pair[0] < best[0]:
-            best = pair
-    if best[0] >= 0:
-        return None
-    single_deviations |= dict(best[1].keys())
-    changed = {(row, at): 1 for row, at in single_deviations.items() if at != solution.reference[row]}
-    return Incumbent(solution.cost + best[0], solution.reference, others | changed, solution.memory_shadow_price)
