@@ -102,7 +102,9 @@ def enumerate_plans(problem: LabelProblem, upper_bound_s: float) -> Iterator[Int
         label, choice = np.divmod(kept, rows.stop - rows.start)
         time_s, bytes_ = next_s[kept], next_bytes[kept]
         chosen = np.column_stack([chosen[label], choice + rows.start])
-    yield from problem.options[chosen[np.argsort(time_s, kind="stable")][:, np.argsort(order)]]
+    fastest = np.argsort(time_s, kind="stable")
+    fastest = fastest[time_s[fastest] < upper_bound_s]  # a bound below it does not mean that the plan is
+    yield from problem.options[chosen[fastest][:, np.argsort(order)]]
 
 
 def _lagrange_multipliers(problem: LabelProblem, upper_bound_s: float) -> tuple[Floats, float]:
