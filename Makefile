@@ -78,10 +78,10 @@ bench-verify: $(INSTALLED)
 	$(BIN)/python -m benchmarks.throughput --verify --only nd-quick --settings 2-loopback $(OPTIONS)
 
 test-slurm: $(INSTALLED)
-	$(BIN)/python tests/slurm/preempt.py
+	$(BIN)/python tests/system/slurm/preempt.py
 
 test-kill: $(INSTALLED)
-	$(BIN)/python -m tests.integration.kills 10
+	$(BIN)/python -m tests.system.kills 10
 
 bench-engine: $(INSTALLED)
 	$(BIN)/python benchmarks/fairscale_baseline.py

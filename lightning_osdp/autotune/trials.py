@@ -32,7 +32,6 @@ from lightning_osdp.backend.cpu.malloc import HEAP
 from lightning_osdp.backend.memory import can_reset_peak
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.cpu_effects import HEAP_GROWTH, max_retained_batch_size
-from lightning_osdp.planning.cost.sharding_scopes import available_scopes
 from lightning_osdp.planning.cost.trial_correction import (
     PLAN_TRIAL_RELATIVE_ERROR,
     PassTimes,
@@ -45,13 +44,12 @@ from lightning_osdp.planning.cost.trial_correction import (
     trial_peak_bytes,
     uniform_choice,
 )
-from lightning_osdp.planning.spec.choices import Mode, ShardingScope
+from lightning_osdp.planning.spec.choices import Mode, ShardingScope, available_scopes
 from lightning_osdp.planning.spec.cluster import Cluster, ComputeTimes
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.planning.spec.wrapping import WrapAssignment, wrap_assignments
-from lightning_osdp.profiling.engine_overhead import minimal_plan
 from lightning_osdp.profiling.tracing.stand_ins import fork_rng
 from lightning_osdp.profiling.tracing.trace import TracedStep
 
@@ -434,4 +432,4 @@ def _uniform_plan(
         )
         for operator, unit in zip(model_profile.operators, units, strict=True)
     )
-    return minimal_plan(operators, cluster.model_copy(update={"prefetch_max_bytes": 0}))
+    return ExecutionPlan.minimal(operators, cluster.model_copy(update={"prefetch_max_bytes": 0}))

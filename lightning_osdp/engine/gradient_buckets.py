@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_osdp.backend.collectives import all_reduce_async
 from lightning_osdp.errors import ShardingError
-from lightning_osdp.planning.cost.step_time import BUCKET_BYTES, UNBUCKETED_BYTES
+from lightning_osdp.planning.spec.cluster import BUCKET_BYTES, UNBUCKETED_BYTES
 
 
 @dataclass(eq=False)

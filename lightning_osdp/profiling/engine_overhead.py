@@ -33,7 +33,7 @@ from lightning_osdp.planning.spec.cluster import (
     ModeOverhead,
 )
 from lightning_osdp.planning.spec.model import Operator, ParameterInfo
-from lightning_osdp.planning.spec.plan import ExecutionPlan, ModelIdentity, OperatorPlan, Prediction
+from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 
 WIDTHS = {Mode.DP: (128, 448), Mode.ZDP2: (128, 768), Mode.ZDP: (128, 768)}
 """Of the square weights: 64 KiB, and 784 KiB, small enough to ride in buckets when replicated, or 2.25 MiB."""
@@ -188,7 +188,7 @@ def _make_engine_step(mode: Mode, count: int, width: int, group: dist.ProcessGro
     model, sample = _make_operators(count, width, device), _make_sample(width, device)
     engine = FairScaleEngine(device, group)
     operators = [OperatorPlan(name=str(index), slices=(mode,), num_parameters=0) for index in range(len(model))]
-    engine.apply(model, minimal_plan(operators, _minimal_cluster(group.size())))
+    engine.apply(model, ExecutionPlan.minimal(operators, _minimal_cluster(group.size())))
 
     def step() -> None:
         engine.before_forward()
@@ -215,23 +215,3 @@ def _minimal_cluster(world_size: int) -> Cluster:
     nothing = CollectiveFit(latency_s=0.0, s_per_byte=0.0)
     link = Link(all_reduce=nothing, all_gather=nothing, reduce_scatter=nothing)
     return Cluster(devices_per_node=world_size, device="", backend="", link=link)
-
-
-def minimal_plan(operators: Iterable[OperatorPlan], cluster: Cluster) -> ExecutionPlan:
-    """A plan that says what is done with operators on these ranks, and nothing else."""
-    return ExecutionPlan(
-        model=ModelIdentity(fingerprint="", num_parameters=0),
-        cluster=cluster,
-        memory_limit_bytes=1,
-        batch_size=1,
-        global_batch_size=cluster.ranks,
-        operators=tuple(operators),
-        predicted=Prediction(
-            step_time_s=0.0,
-            compute_time_s=0.0,
-            communication_time_s=0.0,
-            samples_per_s=0.0,
-            peak_memory_bytes=0,
-            overhead_bytes=0,
-        ),
-    )

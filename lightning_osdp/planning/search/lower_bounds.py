@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_osdp.planning.cost.memory_timeline import Floats, Ints, LineArray
+from lightning_osdp.planning.cost.moments import Floats, Ints, LineArray
 from lightning_osdp.planning.search.search_space import (
     AFTER_BACKWARD,
     BEFORE_BACKWARD,

@@ -9,36 +9,30 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from lightning_osdp.planning.cost.cpu_effects import NO_RETENTION, HeapModel
-from lightning_osdp.planning.cost.memory_timeline import COLUMN, Flags, Floats, Ints, LineArray, Timeline
+from lightning_osdp.planning.cost.cpu_effects import HeapModel
+from lightning_osdp.planning.cost.footprint import COLUMN, footprint
+from lightning_osdp.planning.cost.memory_timeline import Timeline
+from lightning_osdp.planning.cost.moments import Flags, Floats, Ints, LineArray
 from lightning_osdp.planning.cost.step_time import (
     calibration_time,
     communication_time,
     engine_time,
-    footprint,
     forward_backward_time,
     overlapped_time,
 )
 from lightning_osdp.planning.spec.choices import ShardingChoice, enumerate_choices
-from lightning_osdp.planning.spec.cluster import Cluster, ComputeTimes, OperatorTime
-from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
-from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, ModelProfile, NonTrainingWork, Operator
+from lightning_osdp.planning.spec.cluster import OperatorTime
+from lightning_osdp.planning.spec.model import Operator
+from lightning_osdp.planning.spec.problem import Problem
 
 OVERHEAD_TERMS = (communication_time, overlapped_time, engine_time, calibration_time)
 """Parts of an operator's time other than its compute; compute hides ``overlapped_time`` of them."""
-
-PREFETCH_FRACTION = 1 / 24
-"""Fraction of the memory limit up to which units are prefetched, rounded down to a power of two. Larger units need more
-memory (one more unsharded unit and one more gradient) than prefetching is worth."""
-
-MIN_OVERLAP = 0.15
-"""Fraction of a collective's time that must overlap with compute for prefetching to be considered."""
 
 MAX_RECOMPUTE_COUNTS = 700
 """Limit of the ways to recompute blocks that are distinguished. Above it (many kinds of blocks), the number of
@@ -46,66 +40,6 @@ recomputed blocks of a kind is counted in larger steps."""
 
 BEFORE_BACKWARD, IN_BACKWARD, AFTER_BACKWARD = range(NUM_PHASES := 3)
 """Phase of an operator at a moment of the step, relative to its backward."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Everything that a plan is decided from.
-
-    Attributes:
-        memory_limit_bytes: per device; no plan's predicted peak exceeds it.
-        overhead_bytes: memory of the process without the model.
-        constraints: decisions that the user has made.
-        non_training: memory of work between training steps.
-        compute_with_retained_heap: ``compute`` if freed tensors stay in the heap; None if unknown or impossible.
-        max_retained_batch_size: the largest batch size at which they may stay; None for any.
-        heap: memory of a retained heap.
-    """
-
-    model: ModelProfile
-    cluster: Cluster
-    compute: ComputeTimes
-    memory_limit_bytes: int
-    overhead_bytes: int = 0
-    constraints: SearchConstraints = UNCONSTRAINED
-    non_training: NonTrainingWork = NO_NON_TRAINING_WORK
-    compute_with_retained_heap: ComputeTimes | None = None
-    max_retained_batch_size: int | None = None
-    heap: HeapModel = NO_RETENTION
-
-    @property
-    def has_prefetch(self) -> bool:
-        """Whether units are gathered ahead, while others compute."""
-        return self.cluster.prefetch_max_bytes > 0
-
-    def with_prefetch(self) -> Problem:
-        """Return a copy in which small units are prefetched, if compute can hide enough of the link."""
-        cluster = self.cluster
-        if not cluster.supports_prefetch or cluster.link.all_gather.overlap_fraction < MIN_OVERLAP:
-            return self
-        max_bytes = 1 << max(20, int(PREFETCH_FRACTION * self.memory_limit_bytes).bit_length() - 1)
-        return replace(self, cluster=cluster.model_copy(update={"prefetch_max_bytes": max_bytes}))
-
-    @property
-    def has_optimizer_in_backward(self) -> bool:
-        """Whether sharded parameters are updated during backward."""
-        return self.model.optimizer_step.in_backward
-
-    def with_optimizer_in_backward(self) -> Problem:
-        """Return a copy in which sharded parameters are updated during backward."""
-        step = self.model.optimizer_step.model_copy(update={"in_backward": True})
-        return replace(self, model=self.model.model_copy(update={"optimizer_step": step}))
-
-    @property
-    def has_retained_heap(self) -> bool:
-        """Whether freed tensors stay in the heap."""
-        return self.heap != NO_RETENTION
-
-    def with_retained_heap(self) -> Problem:
-        """Return a copy in which freed tensors stay in the heap, if its compute times are known."""
-        if self.compute_with_retained_heap is None:
-            return self
-        return replace(self, compute=self.compute_with_retained_heap, heap=HeapModel.for_model(self.model))
 
 
 @dataclass(frozen=True)
@@ -149,8 +83,9 @@ class SearchSpace:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self._heap = HeapModel.for_model(problem.model, retained=problem.has_retained_heap)
         self.timeline = Timeline(
-            problem.model, problem.cluster, problem.overhead_bytes, problem.non_training, problem.heap
+            problem.model, problem.cluster, problem.overhead_bytes, problem.non_training, self._heap
         )
         self._build_option_groups()
         self._build_block_kinds()
@@ -188,10 +123,8 @@ class SearchSpace:
             [term(operator, choice, cluster, recomputed=is_recomputed) for term in OVERHEAD_TERMS]
             for is_recomputed in (False, True)
         )
-        memory = footprint(
-            operator, choice, cluster, updated_in_backward=self.problem.model.optimizer_step.in_backward
-        ).with_heap_growth(self.problem.heap.growth)
-        return memory, plain, recomputed, *forward_backward_time(times, choice)
+        memory = footprint(operator, choice, cluster, updated_in_backward=self.problem.model.optimizer_step.in_backward)
+        return self._heap.grow(memory), plain, recomputed, *forward_backward_time(times, choice)
 
     def option_times(self, batch_size: int, accumulation: int) -> OptionTimes:
         """Return the time of each option at one batch size (``step_time.time_cost``, for all options at once)."""
