@@ -27,14 +27,14 @@ from lightning_osdp.planning.spec.problem import Problem
 from lightning_osdp.planning.spec.wrapping import WrapAssignment, WrappedModel
 
 MAX_SOLVES, MAX_HEURISTIC_SOLVES = 12, 3
-"""Knapsacks per way to recompute blocks, in a complete search and in a first look [M-planning-search-1]."""
+"""Knapsacks per way to recompute blocks, in a complete search and in a first look [M-search-1]."""
 
 BUDGET_STEPS = 2000
 """A change of the budget by less than the memory limit over this is not worth another knapsack."""
 
 SMALL_MODEL, MAX_EXACT_SEARCHES = 64, 4
 """Up to this number of operators, exact searches improve the best plans of several ways to recompute blocks; above it,
-one improves the very best plan [M-planning-search-1]."""
+one improves the very best plan [M-search-1]."""
 
 MAX_RECOMPUTE_COUNTS_TRIED = 24
 """Ways to recompute blocks that are tried at one batch size, of those that lower bounds do not exclude."""

@@ -28,7 +28,7 @@ NODE_COUNTS = (2, 8)
 """Numbers of nodes that ``list_names`` lists; ``load`` takes any number."""
 
 USABLE_MEMORY_FRACTION = 0.92
-"""Fraction of a device's memory that is planned with if no limit is given [M-planning-search-2]."""
+"""Fraction of a device's memory that is planned with if no limit is given [M-search-2]."""
 
 _NAME = re.compile(r"(?:(\d+)x)?([^+]+?)(?:\+([^+]+))?")
 _FILES = resources.files(__package__) / "hardware_files"

@@ -40,7 +40,7 @@ exact where the same bound holds at both."""
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Fractions of the peaks that programs reach [M-planning-search-3].
+    """Fractions of the peaks that programs reach [M-search-3].
 
     Attributes:
         flops: fraction of the peak FLOP/s.
