@@ -8,18 +8,14 @@ import os
 import platform
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.autotune.trials import run_calibration_trials
@@ -33,6 +29,7 @@ from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.run_correction import Correction
 from lightning_osdp.planning.cost.trial_correction import Trial
 from lightning_osdp.planning.search.plan_selection import CachedPlan
+from lightning_osdp.planning.spec.capabilities import ALL_CAPABILITIES, EngineCapabilities
 from lightning_osdp.planning.spec.cluster import (
     NO_ENGINE_OVERHEAD,
     Cluster,
@@ -254,13 +251,12 @@ def load_or_measure(
     here = current_cluster(rank_group, NO_LINK)
     file = cache / f"{cache_key(traced, rank_group.device, here, constraints)}.json" if cache is not None else None
     stored = _load_on_rank0(file, Profile, rank_group)
-    engine_overhead.warm_up(rank_group.group, rank_group.device)
+    engine_overhead.warm_up(rank_group.group, rank_group.device, constraints.capabilities)
     if stored is not None and (cluster is not None or _is_cache_valid(stored, rank_group)):
         return stored, True, file
     traced, room_bytes = raise_on_all_ranks(rank_group.group, traced.with_all_kernels), free_bytes()
-    with show_progress(rank_group.is_rank_zero, ("network", "compute")) as advance:
-        connections = _load_or_measure_links(rank_group, cluster, cache, advance, room_bytes)
-        parts = times = _measure_compute_times(traced, rank_group, constraints, partial(advance, "compute"), room_bytes)
+    connections = _load_or_measure_links(rank_group, cluster, cache, room_bytes, constraints.capabilities)
+    parts = times = _measure_compute_times(traced, rank_group, constraints, room_bytes)
     measured = Profile(**dict(connections), compute=parts)
     if trial_context is not None:
         known = resolve_cluster(rank_group, cluster, measured)
@@ -288,20 +284,21 @@ def _load_or_measure_links(
     rank_group: RankGroup,
     cluster: Cluster | None,
     cache: Path | None,
-    advance: Callable[[str, int, int], None],
     available_bytes: int,
+    capabilities: EngineCapabilities = ALL_CAPABILITIES,
 ) -> ClusterProfile:
     """As given, as they were measured for another model, or measured now. Collective."""
     if cluster is not None:
         return ClusterProfile(link=cluster.link, hierarchical_links=cluster.hierarchical_links, engine=cluster.engine)
     here = current_cluster(rank_group, NO_LINK)
-    file = cache / f"ranks-{_hash(_cache_key_fields(rank_group.device, here))}.json" if cache is not None else None
+    fields = _cache_key_fields(rank_group.device, here) | {"engine": capabilities.engine}
+    file = cache / f"ranks-{_hash(fields)}.json" if cache is not None else None
     stored = _load_on_rank0(file, ClusterProfile, rank_group)
     if stored is not None and _is_cache_valid(stored, rank_group):
         return stored
-    link, levels = measure_links(rank_group, advance, available_bytes)
+    link, levels = measure_links(rank_group, available_bytes)
     engine = engine_overhead.measure_engine_overhead(
-        rank_group.group, rank_group.device, current_cluster(rank_group, link, levels), available_bytes
+        rank_group.group, rank_group.device, current_cluster(rank_group, link, levels), available_bytes, capabilities
     )
     connections = ClusterProfile(link=link, hierarchical_links=levels, engine=engine)
     if rank_group.is_rank_zero and file is not None:
@@ -309,42 +306,25 @@ def _load_or_measure_links(
     return connections
 
 
-def measure_links(
-    rank_group: RankGroup, advance: Callable[[str, int, int], None], available_bytes: int | None = None
-) -> tuple[Link, HierarchicalLinks | None]:
+def measure_links(rank_group: RankGroup, available_bytes: int | None = None) -> tuple[Link, HierarchicalLinks | None]:
     """The links of all ranks together, and those of nodes where there are two levels. Collective.
 
     Args:
         rank_group: who trains together.
-        advance: called as ``advance("network", done, total)``.
         available_bytes: that it may take on this rank; None: as much as it likes.
     """
     max_bytes = None if available_bytes is None else available_bytes // LARGEST_TENSOR_DIVISOR
-    kinds = 2 if rank_group.is_hierarchical else 1
-
-    def link_progress(done: int, total: int) -> None:
-        advance("network", done, kinds * total)
-
-    def hierarchical_links_progress(done: int, total: int) -> None:
-        advance("network", total + done, 2 * total)
-
-    link = network.measure_links(rank_group.group, rank_group.device, max_bytes=max_bytes, progress=link_progress)
+    link = network.measure_links(rank_group.group, rank_group.device, max_bytes=max_bytes)
     if not rank_group.is_hierarchical:
         return link, None
     groups = LevelGroups.create(rank_group.group, rank_group.nodes)
-    levels = network.measure_hierarchical_links(
-        groups, rank_group.device, max_bytes=max_bytes, progress=hierarchical_links_progress
-    )
+    levels = network.measure_hierarchical_links(groups, rank_group.device, max_bytes=max_bytes)
     groups.destroy()
     return link, levels
 
 
 def _measure_compute_times(
-    traced: TracedStep,
-    rank_group: RankGroup,
-    constraints: SearchConstraints,
-    advance: Callable[[int, int], None],
-    available_bytes: int,
+    traced: TracedStep, rank_group: RankGroup, constraints: SearchConstraints, available_bytes: int
 ) -> ComputeTimes:
     """Those of the slowest team. The ranks of a team share the work: they have equal devices, and the sums are those of
     the slowest rank once the whole step is rehearsed. Collective."""
@@ -360,7 +340,7 @@ def _measure_compute_times(
     shares: list[Any] = [None] * rank_group.world_size
 
     def measure_own_partition() -> KernelTimes:
-        return compute.measure_partition(traced, rank_group.device, place, many, progress=advance, **work)
+        return compute.measure_partition(traced, rank_group.device, place, many, **work)
 
     dist.all_gather_object(shares, raise_on_all_ranks(rank_group.group, measure_own_partition), group=rank_group.group)
     here = shares[rank_group.group.rank() - place :][:many]
@@ -408,6 +388,7 @@ def cache_key(
         "model": traced.model_profile.fingerprint,
         "step": traced.model_profile.model_dump_json(exclude={"evaluation"}),  # nothing is measured of that
         "slices": str(constraints.slice_granularity),
+        "engine": constraints.capabilities.engine,
     }
     if offline:
         facts["offline"] = True
@@ -454,19 +435,6 @@ def write(file: Path, text: str) -> None:
         Path(temporary.name).replace(file)
     except OSError as error:
         warnings.warn(f"measurements can't be kept in {file.parent}: {error}", OSDPWarning, stacklevel=2)
-
-
-@contextmanager
-def show_progress(enabled: bool, names: Sequence[str]) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for each kind of measurement, on the standard error stream, if ``enabled``."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not enabled) as bars:
-        tasks = {name: bars.add_task(f"measuring the {name}", total=None) for name in names}
-
-        def advance(name: str, done: int, total: int) -> None:
-            bars.update(tasks[name], completed=done, total=total)
-
-        yield advance
 
 
 def store_correction(file: Path, correction: Correction) -> None:

@@ -6,8 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +35,8 @@ from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstr
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling import compute
-from lightning_osdp.profiling.tracing.trace import TracedStep, architecture_key, trace, trace_by_running
+from lightning_osdp.profiling.tracing.profile_store import architecture_key, trace_with_store
+from lightning_osdp.profiling.tracing.trace import TracedStep, TrainingStep, trace, trace_by_running
 
 Result = TypeVar("Result")
 
@@ -82,18 +82,10 @@ def profile_model(
     ``non_training`` steps something is evaluated in batches of its own, what that takes, too, as far as it can be told.
     Steps that ``cache`` knows are only read as far as needed to know them again, and not at all where their ``key`` is
     known."""
-    known = measure.ModelProfileCache(cache) if cache is not None else None
+    evaluation = non_training.has_own_evaluation_batch_size
+    step = TrainingStep(module, batch, batch_size, device, step_context=step_context, evaluation=evaluation)
     try:
-        return trace(
-            module,
-            batch,
-            batch_size,
-            device=device,
-            step_context=step_context,
-            evaluation=non_training.has_own_evaluation_batch_size,
-            store=known,
-            key=key,
-        )
+        return trace(step) if cache is None else trace_with_store(step, measure.ModelProfileCache(cache), key)
     except TraceError as error:
         if any(parameter.is_meta for parameter in module.parameters()):
             raise  # a module without values can't run for real
@@ -102,8 +94,8 @@ def profile_model(
             OSDPWarning,
             stacklevel=2,
         )
-    where = next(module.parameters()).device  # on CUDA the module is still on the host, where the step runs as well
-    return trace_by_running(module, batch, batch_size, device=where, step_context=step_context)
+    # on CUDA the module is still on the host, where the step runs as well
+    return trace_by_running(replace(step, device=next(module.parameters()).device))
 
 
 def profile_model_on_ranks(
@@ -274,9 +266,7 @@ def plan_offline(
     known = next((found for found in stored if found is not None), None)
     if known is None:
         traced = traced.with_all_kernels()
-        with measure.show_progress(True, ("compute",)) as advance:
-            shown = partial(advance, "compute")
-            times = compute.measure_compute(traced, device, progress=shown, constraints=constraints)
+        times = compute.measure_compute(traced, device, constraints=constraints)
         kept = None
         if trial_context is not None:
             room_bytes = max(0, memory_limit(device, cluster.devices_per_node) - memory_in_use(device))

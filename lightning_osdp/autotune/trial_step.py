@@ -23,8 +23,8 @@ from lightning_osdp.backend.collectives import COMM_WAIT, all_reduce_max, all_re
 from lightning_osdp.backend.cpu.malloc import HEAP
 from lightning_osdp.backend.memory import growth_reserve, trim
 from lightning_osdp.backend.timer import elapsed_s, record_event, synchronize
-from lightning_osdp.engine.fairscale.engine import FairScaleEngine
-from lightning_osdp.engine.sliced_operator import release_storage
+from lightning_osdp.engine.base import Engine, create_engine
+from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling.tracing.optimizer_step import build_optimizers
 from lightning_osdp.profiling.tracing.stand_ins import (
@@ -88,6 +88,7 @@ class TrialContext:
         batch_size: samples in it.
         device: of this rank.
         step_context: what ``training_step`` runs in (autocast).
+        engine: name of the engine that carries trial plans out.
     """
 
     module: LightningModule
@@ -95,6 +96,7 @@ class TrialContext:
     batch_size: int
     device: torch.device
     step_context: Callable[[], AbstractContextManager[Any]]
+    engine: str = DEFAULT_ENGINE
 
     def available_bytes(self, free_bytes: int, group: dist.ProcessGroup | None) -> int:
         """The least that a step may take on any rank of ``free_bytes``, beside the copy and a process's first steps;
@@ -173,13 +175,14 @@ def _with_module_copy(
 ) -> list[StepTiming]:
     """What ``time_steps`` makes of steps on a copy, of which nothing is left."""
     twin = lazy_clone(trial_context.module)
-    engine = None if plan is None else FairScaleEngine(trial_context.device, group, broadcast=False)
+    engine = None if plan is None else create_engine(trial_context.engine, trial_context.device, group, broadcast=False)
     try:
         return _run_on_copy(twin, engine, trial_context, sizes, plan, time_steps)
     finally:
-        release_storage(twin.parameters())
         if engine is not None:
             engine.close()
+        for parameter in twin.parameters():  # whoever still refers to them
+            parameter.data = parameter.data.new_empty(0)
         del twin, engine
         trim(trial_context.device, GC_GENERATION)
 
@@ -198,7 +201,7 @@ class _NoOpOptimizer(Optimizer):
 
 def _run_on_copy(
     module_copy: LightningModule,
-    engine: FairScaleEngine | None,
+    engine: Engine | None,
     trial_context: TrialContext,
     sizes: Sequence[int],
     plan: ExecutionPlan | None,
@@ -224,7 +227,7 @@ def _run_on_copy(
 
 
 def _forward_backward(
-    trial_context: TrialContext, module_copy: LightningModule, batch: Any, engine: FairScaleEngine | None
+    trial_context: TrialContext, module_copy: LightningModule, batch: Any, engine: Engine | None
 ) -> Any:
     """Forward and backward; gradients are freed. Returns the instant between them."""
     if engine is not None:

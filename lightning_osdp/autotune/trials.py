@@ -11,6 +11,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -30,6 +31,7 @@ from lightning_osdp.autotune.trial_step import (
 from lightning_osdp.backend.collectives import all_reduce_min, raise_on_all_ranks
 from lightning_osdp.backend.cpu.malloc import HEAP
 from lightning_osdp.backend.memory import can_reset_peak
+from lightning_osdp.engine.base import engine_capabilities
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.cpu_effects import HEAP_GROWTH, max_retained_batch_size
 from lightning_osdp.planning.cost.trial_correction import (
@@ -44,7 +46,8 @@ from lightning_osdp.planning.cost.trial_correction import (
     trial_peak_bytes,
     uniform_choice,
 )
-from lightning_osdp.planning.spec.choices import Mode, ShardingScope, available_scopes
+from lightning_osdp.planning.spec.capabilities import ALL_CAPABILITIES, EngineCapabilities
+from lightning_osdp.planning.spec.choices import Mode, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster, ComputeTimes
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED
 from lightning_osdp.planning.spec.model import ModelProfile
@@ -134,7 +137,8 @@ def run_calibration_trials(
 
     try:
         with fork_rng(trial_context.device):
-            uniform = _uniform_plans(model, cluster)
+            capabilities = engine_capabilities(trial_context.engine, trial_context.device)
+            uniform = _uniform_plans(model, cluster, capabilities)
             room = trial_context.available_bytes(free_bytes(), group)
             plain = raise_on_all_ranks(
                 group, partial(_time_unsharded_step, trial_context, traced, group, cluster, compute, room)
@@ -367,17 +371,22 @@ def _warn(error: Exception) -> None:
     warnings.warn(text, OSDPWarning, stacklevel=3)
 
 
-def _uniform_plans(model_profile: ModelProfile, cluster: Cluster) -> tuple[ExecutionPlan, ...]:
+def _uniform_plans(
+    model_profile: ModelProfile, cluster: Cluster, capabilities: EngineCapabilities = ALL_CAPABILITIES
+) -> tuple[ExecutionPlan, ...]:
     """All operators replicated, sharded inside nodes where there are two levels, and in the other modes, as far as they
     can; where blocks may share units, kept parameters do."""
-    apart, *joined = wrap_assignments(model_profile, UNCONSTRAINED)
+    constraints = replace(UNCONSTRAINED, capabilities=capabilities)
+    apart, *joined = wrap_assignments(model_profile, constraints)
     together = joined[-1] if joined else apart
     inside = (
-        [(Mode.ZDP2, together, ShardingScope.NODE)] if (ShardingScope.NODE, False) in available_scopes(cluster) else []
+        [(Mode.ZDP2, together, ShardingScope.NODE)]
+        if (ShardingScope.NODE, False) in constraints.allowed_scopes(cluster)
+        else []
     )
     everywhere = [(Mode.ZDP2, together, ShardingScope.WORLD), (Mode.ZDP, apart, ShardingScope.WORLD)]
     kinds = [(Mode.DP, apart, ShardingScope.WORLD), *inside, *everywhere]
-    return tuple(_uniform_plan(model_profile, cluster, *kind) for kind in kinds)
+    return tuple(_uniform_plan(model_profile, cluster, *kind) for kind in kinds if kind[0] in capabilities.modes)
 
 
 def _run_trial(

@@ -26,14 +26,13 @@ from lightning_osdp.profiling import network
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
-def measure_cluster(devices: int, device_type: str, timeout_s: float = 600.0, show_progress: bool = True) -> Cluster:
+def measure_cluster(devices: int, device_type: str, timeout_s: float = 600.0) -> Cluster:
     """This machine as a cluster of one node: one process for each device times the collectives of training.
 
     Args:
         devices: processes, and devices on CUDA.
         device_type: ``cpu`` or ``cuda``.
         timeout_s: for everything, starting up included.
-        show_progress: whether to show the progress on the standard error stream.
 
     Raises:
         ConfigurationError: there are not so many devices.
@@ -51,7 +50,7 @@ def measure_cluster(devices: int, device_type: str, timeout_s: float = 600.0, sh
             for rank in range(devices):
                 receiver, sender = context.Pipe(duplex=False)
                 receivers.append(receiver)
-                arguments = (rank, devices, device_type, store, timeout_s, show_progress, sender)
+                arguments = (rank, devices, device_type, store, timeout_s, sender)
                 processes.append(context.Process(target=_run_rank, args=arguments))
                 processes[-1].start()
                 sender.close()
@@ -94,9 +93,7 @@ def _terminate(processes: list[SpawnProcess], receivers: list[Connection]) -> No
         receiver.close()
 
 
-def _run_rank(
-    rank: int, ranks: int, device_type: str, store: str, timeout_s: float, show_progress: bool, sender: Connection
-) -> None:
+def _run_rank(rank: int, ranks: int, device_type: str, store: str, timeout_s: float, sender: Connection) -> None:
     """One process: sends (error, cluster as JSON), of which one is empty."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     if any(name == "lo" for _, name in socket.if_nameindex()):
@@ -112,10 +109,7 @@ def _run_rank(
             BACKENDS[device_type], store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s)
         )
         group = measure.RankGroup(dist.group.WORLD, 1, device)
-        with measure.show_progress(show_progress and rank == 0, ("network",)) as advance:
-            link = network.measure_links(
-                group.group, device, progress=lambda done, all_: advance("network", done, all_)
-            )
+        link = network.measure_links(group.group, device)
         reply = ("", measure.current_cluster(group, link).model_dump_json())
         dist.barrier(group=group.group)
         dist.destroy_process_group()

@@ -33,11 +33,12 @@ from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.backend import memory
 from lightning_osdp.backend.cpu.heap_controller import HeapController
 from lightning_osdp.backend.fused_adam import fused_step
-from lightning_osdp.engine.fairscale.engine import FairScaleEngine
+from lightning_osdp.engine.base import Engine, create_engine, engine_capabilities, find_engine
 from lightning_osdp.engine.meta_init import MetaInitializer, check_initializable, is_meta
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPWarning
 from lightning_osdp.planning.cost.run_correction import Correction, MeasuredStep, update_correction
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
+from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.formatting import parse_bytes
@@ -74,7 +75,7 @@ class OSDPStrategy(ProcessGroupStrategy):
         sharding_group: where there are several nodes: ``"auto"`` chooses for each operator whether it is sharded over
             all ranks or over those of its node (gradients are then averaged between nodes), ``"world"`` and
             ``"node"`` allow one of them.
-        engine: what carries the plan out; ``"fairscale"`` is the only one.
+        engine: what carries the plan out: ``"fairscale"``, or a name given to ``engine.base.register_engine``.
         save_format: ``"full"`` saves one ordinary file; ``"sharded"`` a folder that every rank writes its part of.
         replan: ``"on_drift"`` makes a new plan, at the same batch size and with nothing lost, when the measured peak of
             memory leaves the predicted one by more than 5 % or exceeds the limit; ``"never"`` only reports it.
@@ -106,7 +107,7 @@ class OSDPStrategy(ProcessGroupStrategy):
         plan: str | Path | ExecutionPlan | None = None,
         cluster: str | Path | Cluster | None = None,
         sharding_group: str = "auto",
-        engine: str = "fairscale",
+        engine: str = DEFAULT_ENGINE,
         save_format: str = "full",
         replan: str = "never",
         trial_steps: bool = True,
@@ -135,10 +136,10 @@ class OSDPStrategy(ProcessGroupStrategy):
         self._global_batch_size = arguments.validate_positive("global_batch_size", global_batch_size)
         self._given_plan, self._given_cluster = plan, cluster
         self._sharding_group = SearchConstraints(sharding_group=sharding_group).sharding_group
-        if engine != "fairscale":
-            raise ConfigurationError(f"engine={engine!r} is not known: the only one is 'fairscale'")
+        find_engine(engine)  # imported now: later it would count as memory that training takes
+        self._engine_name = engine
         self._checkpoint_format = CheckpointFormat(save_format)
-        self._engine: FairScaleEngine | None = None
+        self._engine: Engine | None = None
         self._cache = measure.cache_folder(cache)
         self._replan_mode = arguments.validate_choice("replan", replan, REPLAN_MODES)
         self._trial_steps = trial_steps
@@ -233,7 +234,7 @@ class OSDPStrategy(ProcessGroupStrategy):
             )  # it holds all that was read of the step: some MiB
         self._plan = plan = self._planning_result.plan
         assert_equal_on_ranks(ranks.group, "the plan", hashlib.sha256(plan.to_json().encode()).hexdigest()[:12])
-        engine = FairScaleEngine(self.root_device, ranks.group)
+        engine = create_engine(self._engine_name, self.root_device, ranks.group)
         pipeline.raise_on_all_ranks(ranks, lambda: engine.check(module, plan))
         if plan.batch_size != batch_size:
             pipeline.raise_on_all_ranks(ranks, lambda: apply_batch_size(data, plan.batch_size))
@@ -309,9 +310,17 @@ class OSDPStrategy(ProcessGroupStrategy):
             model_bytes,
             cluster=cluster,
             cache=self._cache,
-            constraints=replace(self.search_constraints, update_in_backward=not why_not),
+            constraints=replace(
+                self.search_constraints,
+                update_in_backward=not why_not,
+                capabilities=engine_capabilities(self._engine_name, device),
+            ),
             non_training=between,
-            trial_context=TrialContext(module, batch, batch_size, device, context) if self._trial_steps else None,
+            trial_context=(
+                TrialContext(module, batch, batch_size, device, context, self._engine_name)
+                if self._trial_steps
+                else None
+            ),
             started_at_s=started_at_s,
         )
 

@@ -222,10 +222,11 @@ def _can_retain_heap(problem: Problem, policy: BatchSizePolicy) -> bool:
 
 
 def _can_update_in_backward(problem: Problem, policy: BatchSizePolicy) -> bool:
-    """Return whether user and optimizer allow it, and gradients are not accumulated over several passes."""
+    """Return whether user, engine and optimizer allow it, and gradients are not accumulated over several passes."""
     step, ranks = problem.model.optimizer_step, problem.cluster.ranks
     accumulates = any(accumulation > 1 for _, accumulation in policy.candidates(ranks))
-    return problem.constraints.update_in_backward and step.per_parameter and ranks > 1 and not accumulates
+    is_allowed = problem.constraints.update_in_backward and problem.constraints.capabilities.in_backward
+    return is_allowed and step.per_parameter and ranks > 1 and not accumulates
 
 
 def _variant_policy(variant: Problem, policy: BatchSizePolicy) -> BatchSizePolicy:

@@ -105,7 +105,8 @@ class SearchSpace:
             if key not in known:
                 known[key] = len(self.option_groups)
                 measured = [split.slices for split in times.splits if split.dim in operator.split_dims[:1]]
-                choices = tuple(enumerate_choices(operator, allowed_slices, measured, scopes))
+                modes, mixed_slices = constraints.capabilities.modes, constraints.capabilities.mixed_slices
+                choices = tuple(enumerate_choices(operator, allowed_slices, measured, scopes, modes, mixed_slices))
                 self.option_groups.append(OptionGroup(choices, slice(len(columns), len(columns) + len(choices))))
                 columns += [self._option_columns(operator, choice, times) for choice in choices]
             self.group_of[index] = known[key]

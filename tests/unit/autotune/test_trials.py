@@ -36,11 +36,11 @@ from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.tracing.stand_ins import lazy_clone, lazy_clone_bytes
-from lightning_osdp.profiling.tracing.trace import trace
 from tests.support.leaks import leaked_parameter_bytes
 from tests.support.models import hand_made_plan, some_cluster, uniform_hierarchical_links
 from tests.support.ranks import run_ranks
 from tests.support.small_models import compute_s
+from tests.support.traced_models import trace
 
 CPU, ROOM = torch.device("cpu"), 1 << 40
 BATCH = torch.arange(4 * 64, dtype=torch.float32).view(4, 64) / 256
