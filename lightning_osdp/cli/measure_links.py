@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
-from lightning_osdp.autotune import measure
+from lightning_osdp.autotune.ranks import RankGroup, current_cluster
 from lightning_osdp.backend.cpu.core_sharing import CORE_SHARING
 from lightning_osdp.errors import ConfigurationError, OSDPError
 from lightning_osdp.planning.spec.cluster import Cluster
@@ -111,13 +111,10 @@ def _run_rank(
         dist.init_process_group(
             BACKENDS[device_type], store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s)
         )
-        group = measure.RankGroup(dist.group.WORLD, 1, device)
-        with measure.show_progress(show_progress and rank == 0, ("network",)) as advance:
-            link = network.measure_links(
-                group.group, device, progress=lambda done, all_: advance("network", done, all_)
-            )
-        reply = ("", measure.current_cluster(group, link).model_dump_json())
-        dist.barrier(group=group.group)
+        ranks_here = RankGroup(dist.group.WORLD, 1, device)
+        link = network.measure_links(ranks_here.group, device)
+        reply = ("", current_cluster(ranks_here, link).model_dump_json())
+        ranks_here.barrier()
         dist.destroy_process_group()
     except Exception as error:
         reply = (f"{type(error).__name__}: {error}", "")
