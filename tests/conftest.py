@@ -14,7 +14,7 @@ torch.set_num_threads(1)
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
-LONGEST = ("test_no_hangs.py", "test_split_parity.py", "test_fit.py", "test_kills.py", "test_training_cli.py")
+LONGEST = ("test_no_hangs.py", "test_sliced_operators.py", "test_fit.py", "test_kills.py", "test_cli_fit.py")
 """Files that take minutes each, the longest first."""
 
 

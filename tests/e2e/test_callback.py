@@ -117,19 +117,22 @@ class Misled(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = trainer.strategy
-        plan, again = strategy._plan, strategy._planning_result.again
+        plan, again = strategy._plan, strategy._planning_result.replan
         lower = plan.predicted.model_copy(update={"peak_memory_bytes": plan.predicted.peak_memory_bytes // 2})
-        handed_back = {"keep_heap": False}  # else only a peak above the limit would count
+        handed_back = {"retain_freed_memory": False}  # else only a peak above the limit would count
         strategy._monitor._plan = plan.model_copy(update={"predicted": lower, **handed_back})
 
         def sharded(correction: Any, rule: Any) -> ExecutionPlan:
             new = again(correction, rule)
-            operators = [op.model_copy(update={"slices": (Mode.ZDP,)}) if not op.pinned else op for op in new.operators]
+            operators = [
+                op.model_copy(update={"slices": (Mode.ZDP,)}) if not op.replicated_reason else op
+                for op in new.operators
+            ]
             large = [op for op in operators if op.num_parameters > 1000]
             kept = tuple(op if op in large else before for op, before in zip(operators, new.operators, strict=True))
             return new.model_copy(update={"operators": kept})
 
-        strategy._planning_result = dataclasses.replace(strategy._planning_result, again=sharded)
+        strategy._planning_result = dataclasses.replace(strategy._planning_result, replan=sharded)
 
 
 def train_with_and_without_replanning(rank: int, world_size: int, folder: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lightning_osdp.cli import fit
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from tests.support.modules import GPTModule
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 ARGUMENTS: dict[str, Any] = {
     "memory_limit": "2GiB",
@@ -30,7 +30,7 @@ ARGUMENTS: dict[str, Any] = {
     "sharding_group": "world",
     "save_format": "sharded",
     "replan": "on_drift",
-    "rehearse": False,
+    "trial_steps": False,
     "engine": "fairscale",
     "cache": "measurements",
     "timeout": "0:05:00",
@@ -104,7 +104,7 @@ def write_config(folder: Path) -> Path:
         "enable_model_summary": False,
         "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(folder)}},
     }
-    model = {"class_path": "tests.integration.modules.GPTModule", "init_args": {"batch_size": 4}}
+    model = {"class_path": "tests.support.modules.GPTModule", "init_args": {"batch_size": 4}}
     path = folder / "fit.yaml"
     path.write_text(yaml.safe_dump({"seed_everything": 1, "trainer": trainer, "model": model}))
     return path

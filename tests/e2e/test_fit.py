@@ -187,9 +187,15 @@ def rehearsing(folder: str) -> list[int]:
     """Real steps of runs of two steps: with a rehearsal, once more with its measurements, and without."""
     counts = []
     measure.PROBE_TOLERANCE = 1e9  # a busy machine's links are not measured again
-    for rehearse in (True, True, False):
+    for trial_steps in (True, True, False):
         Counted.steps.clear()
-        fit(f"{folder}/{rehearse}", build_seeded(Counted), rehearse=rehearse, batch_size=4, options={"max_steps": 2})
+        fit(
+            f"{folder}/{trial_steps}",
+            build_seeded(Counted),
+            trial_steps=trial_steps,
+            batch_size=4,
+            options={"max_steps": 2},
+        )
         counts.append(len(Counted.steps))
     return counts
 
@@ -224,7 +230,7 @@ def left_by_searches(folder: str) -> list[bool]:
     coordinator.plan_or_fallback = leaving
     for size in (4, 3):
         options = {"max_steps": 1, "callbacks": [Begun()]}
-        fit(f"{folder}/left", build_seeded(), rehearse=False, batch_size=size, options=options)
+        fit(f"{folder}/left", build_seeded(), trial_steps=False, batch_size=size, options=options)
     coordinator.plan_or_fallback = search
     return [bool(left), *gone]
 

@@ -89,7 +89,7 @@ def train_with_released_and_retained_heap(rank: int, ranks: int, folder: str) ->
     _, usual = fit(folder, made)
     (peak,) = all_reduce_max([max(peak for _, peak, _ in usual.steps)], dist.group.WORLD, CPU)
     limit = int((peak + SHORT_BYTES) / (1 - LIMIT_MARGIN))
-    kept_plan = made.model_copy(update={"keep_heap": True})
+    kept_plan = made.model_copy(update={"retain_freed_memory": True})
     _, short = fit(folder, kept_plan.model_copy(update={"memory_limit_bytes": limit}))
     saving = {"enable_checkpointing": True, "limit_val_batches": 1.0, "val_check_interval": STEPS // 2}
     _, kept = fit(folder, kept_plan, **saving)

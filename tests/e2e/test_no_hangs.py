@@ -23,7 +23,7 @@ def environment() -> dict[str, str]:
 
 
 def command(how: str, folder: Path) -> list[str]:
-    return [sys.executable, "-m", "tests.integration.failing", how, str(folder)]
+    return [sys.executable, "-m", "tests.support.failing", how, str(folder)]
 
 
 def run_two_ranks(how: str, folder: Path) -> list[tuple[int, str]]:

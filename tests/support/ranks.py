@@ -23,13 +23,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lightning_osdp.autotune import trials
-from lightning_osdp.profiling import engine_overhead, network
+from lightning_osdp.profiling import network
 from lightning_osdp.profiling.kernels import benchmark
 
 PRELOADED = [
-    "lightning_osdp.sharding.fairscale",
-    "tests.integration.modules",
-    "tests.zoo",
+    "lightning_osdp.engine.fairscale.engine",
+    "tests.support.modules",
+    "tests.support.zoo",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.t5.modeling_t5",
 ]
@@ -153,8 +153,8 @@ def _run_rank(
 def _shorten_measurements() -> None:
     """Tests look at what comes of measurements, not at how precise they are."""
     network.REPEATS_BUDGET_S, network.MIN_REPEATS = 0.05, 2
-    engine_overhead.REPEATS = benchmark.MAX_REPEATS = 3
-    trials.MIN_STEPS = trials.MOST = 1
+    benchmark.MAX_REPEATS = 3
+    trials.MIN_STEPS = 1
 
 
 def _set_environment(rank: int, world_size: int) -> None:

@@ -1,6 +1,6 @@
 """A run with a checkpoint every two steps is killed again and again, and ends at the loss of one that was not.
 
-``python -m tests.integration.kills 10`` kills ten times at random moments, half of the times a run that saves whole
+``python -m tests.system.kills 10`` kills ten times at random moments, half of the times a run that saves whole
 files, half of the times one that saves sharded folders. After each kill the last checkpoint must be complete.
 """
 
@@ -103,7 +103,7 @@ def expected_losses() -> list[float]:
 def start_ranks(folder: Path, save_format: str) -> list[subprocess.Popen[bytes]]:
     world = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "kills"}
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
-    command = [sys.executable, "-m", "tests.integration.kills", "train", str(folder), save_format]
+    command = [sys.executable, "-m", "tests.system.kills", "train", str(folder), save_format]
     processes = []
     for rank in range(RANKS):
         env = os.environ | {n: str(v) for n, v in (world | where | {"RANK": rank, "LOCAL_RANK": rank}).items()}

@@ -12,7 +12,7 @@ from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
 
 import lightning_osdp
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PLANNING = sorted((ROOT / "lightning_osdp" / "planning").glob("**/*.py"))
 ENGINES = {"torch", "lightning", "pytorch_lightning", "fairscale"}
 

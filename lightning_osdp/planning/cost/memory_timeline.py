@@ -309,7 +309,7 @@ class Timeline:
         live = LineArray.from_lines([moment.live for moment in self._model.moments]).scale(self.heap_growth_factor)
         begins, ends, self.recompute_saves = (
             LineArray.from_lines([getattr(block, name) for block in blocks]).scale(self.heap_growth_factor)
-            for name in ("before_forward", "before_backward", "saved")
+            for name in ("live_before_forward", "live_before_backward", "recompute_saves")
         )
         self.released_intervals = Intervals(  # from the end of the first forward to the beginning of the second
             np.array([moments.position[block.forward[1]] + 1 for block in blocks], dtype=np.int64),

@@ -55,8 +55,8 @@ def _with_wrapping(
     batch = (candidate.batch_size, candidate.accumulation, candidate.recomputed)
     alone = unwrapped_search.evaluate_choices(candidate.choices, *batch)
     changes = {
-        "joining_s": (alone.step_time_s - candidate.step_time_s) / len(members),
-        "joining_bytes": candidate.peak.total_bytes - alone.peak.total_bytes,
+        "wrapping_saves_s": (alone.step_time_s - candidate.step_time_s) / len(members),
+        "wrapping_bytes": candidate.peak.total_bytes - alone.peak.total_bytes,
     }
     return tuple(
         block.model_copy(update={"num_wrapped": members[block.name], **(changes if members[block.name] else {})})

@@ -324,7 +324,7 @@ class BatchSizeSearch(OptionCosts):
         saved_s: list[float] = []
         moves: list[tuple[int, int]] = []
         for operator in sorted({*first.tolist(), *last.tolist()}):
-            menu, own = self.space.option_groups[self.space.group_of[operator]].rows, options[operator]
+            menu, own = self.space.option_groups[self.space.group_of[operator]].options, options[operator]
             saved = self.times.total[is_recomputed[operator], own] - self.times.total[is_recomputed[operator], menu]
             saved_s += saved.tolist()
             moves += [(operator, row) for row in range(menu.start, menu.stop)]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CLUSTER = Path(__file__).with_name("cluster.sh")
 NODES, DEVICES, STEPS, PREEMPTED_AT = 2, 2, 24, 8
 LIMIT_S = 240

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightning_osdp.autotune import coordinator as planning_team
+from lightning_osdp.autotune import coordinator as planning_coordinator
 from lightning_osdp.autotune import measure, pipeline
 from lightning_osdp.autotune.coordinator import (
     APPLY_RESERVE_S,
@@ -68,27 +68,27 @@ def test_plan_or_fallback_returns_searched_plan_when_it_fits() -> None:
 class Counted:
     """A limit that was found, 100 bytes of it pages of files."""
 
-    def now(self) -> int:
+    def current(self) -> int:
         return 1000
 
     def file_pages(self) -> int:
         return 100
 
-    def pages_to_come(self, stepped: bool) -> int:
-        return 0 if stepped else 3
+    def expected_file_pages(self, after_trial: bool) -> int:
+        return 0 if after_trial else 3
 
 
 class Alone(PlanningCoordinator):
     """One rank without a process group."""
 
-    def least_and_most(self, least: Sequence[int], most: Sequence[int]) -> list[int]:
-        return [*least, *most]
+    def all_reduce_min_max(self, minima: Sequence[int], maxima: Sequence[int]) -> list[int]:
+        return [*minima, *maxima]
 
 
 def test_cached_memory_budget_is_used_unless_process_uses_more_than_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(ROOMY, RULE)
-    monkeypatch.setattr(planning_team, "memory_in_use", lambda device: 50)
-    monkeypatch.setattr(planning_team, "growth_reserve", lambda device, stepped, evaluates: 7)
+    monkeypatch.setattr(planning_coordinator, "memory_in_use", lambda device: 50)
+    monkeypatch.setattr(planning_coordinator, "growth_reserve", lambda device, after_trial, evaluates: 7)
     ranks: Any = SimpleNamespace(device=torch.device("cpu"))
     nothing: Any = None
     limit: Any = Counted()
@@ -112,8 +112,8 @@ def test_cached_memory_budget_is_used_unless_process_uses_more_than_seen(monkeyp
 def test_memory_budget_adds_file_pages_that_first_steps_will_read(
     stepped: bool, room: MemoryBudget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning_team, "non_model_bytes", lambda *_: 57)
-    monkeypatch.setattr(planning_team, "growth_reserve", lambda device, stepped, evaluates: 7)
+    monkeypatch.setattr(planning_coordinator, "non_model_bytes", lambda *_: 57)
+    monkeypatch.setattr(planning_coordinator, "growth_reserve", lambda device, after_trial, evaluates: 7)
     ranks: Any = SimpleNamespace(device=torch.device("cpu"))
     nothing: Any = None
     limit: Any = Counted()
@@ -142,32 +142,37 @@ class Timed(PlanningCoordinator):
         super().__init__(*[None] * 8)  # type: ignore[arg-type]
         self.__dict__.update(plans=list(plans), gains=[], shares=[], seconds=left_s, search_s=search_s, fits=fits)
 
-    def known(self, measured: Any, rule: Any, plan: ExecutionPlan, room: Any) -> ExecutionPlan | None:
+    def repredict(self, profile: Any, policy: Any, plan: ExecutionPlan, memory_budget: Any) -> ExecutionPlan | None:
         return plan if self.__dict__["fits"] else None
 
-    def decide(
-        self, measured: Any, rule: Any, room: Any, gain: float = 0.0, share: float | None = None
+    def plan_on_rank_zero(
+        self,
+        profile: Any,
+        policy: Any,
+        memory_budget: Any,
+        required_gain: float = 0.0,
+        time_fraction: float | None = None,
     ) -> ExecutionPlan:
-        assert share is not None, "a start's search is to end in time"
-        self.__dict__["gains"].append(gain)
-        self.__dict__["shares"].append(share)
+        assert time_fraction is not None, "a start's search is to end in time"
+        self.__dict__["gains"].append(required_gain)
+        self.__dict__["shares"].append(time_fraction)
         self.__dict__["seconds"] -= self.__dict__["search_s"]
         plans: list[ExecutionPlan] = self.__dict__["plans"]
         return plans.pop(0) if len(plans) > 1 else plans[0]
 
-    def rehearsed(self, stage: Any, measured: Profile, plan: ExecutionPlan, search_s: float) -> Trial | None:
+    def run_trial(self, trial_context: Any, profile: Profile, plan: ExecutionPlan, search_s: float) -> Trial | None:
         assert search_s == self.__dict__["search_s"]
-        if stage == "no room":
+        if trial_context == "no trial":
             return None
-        if any(one.plan_key == plan_key(plan) for one in measured.trials):
+        if any(one.plan_key == plan_key(plan) for one in profile.trials):
             return None
         self.__dict__["seconds"] -= 10.0
         return Trial(plan_key=plan_key(plan), predicted_s=1.0, measured_s=1.0, overhead_by_kind_s={})
 
-    def room(self, stepped: bool) -> MemoryBudget:
+    def memory_budget(self, after_trial: bool) -> MemoryBudget:
         return MemoryBudget(100, 50, 0)
 
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         return float(self.__dict__["seconds"])
 
 
@@ -206,7 +211,7 @@ def test_search_and_trial_tries_plans_while_time_remains_then_demands_margin(
 )
 def test_search_and_trial_continues_cut_search_when_no_trial_is_possible(search_s: float, shares: list[float]) -> None:
     plans = [make_plan(ROOMY, BatchSizePolicy(batch_size=1 + at)) for at in range(3)]
-    team, stage = Timed(plans, 20.0 + APPLY_RESERVE_S, search_s), cast(Any, "no room")
+    team, stage = Timed(plans, 20.0 + APPLY_RESERVE_S, search_s), cast(Any, "no trial")
     nothing = Profile(compute=compute(MODEL), link=ROOMY.cluster.link)
     plan, measured, room = team.search_and_trial(nothing, RULE, MemoryBudget(100, 60, 12), stage)
     assert team.__dict__["shares"] == shares
@@ -251,17 +256,17 @@ def test_autotune_marks_memory_as_observed_only_after_trial_of_searched_plan(
     )
     measured = Profile(compute=compute(MODEL), link=ROOMY.cluster.link, trials=(shown,))
 
-    def room(self: PlanningCoordinator, stepped: bool) -> MemoryBudget:
-        asked_for.append(stepped)
+    def memory_budget(self: PlanningCoordinator, after_trial: bool) -> MemoryBudget:
+        asked_for.append(after_trial)
         return MemoryBudget(100, 60, 12, 5)
 
     monkeypatch.setattr(measure, "load_or_measure", lambda *_: (measured, False, file))
-    monkeypatch.setattr(PlanningCoordinator, "memory_budget", room)
+    monkeypatch.setattr(PlanningCoordinator, "memory_budget", memory_budget)
     monkeypatch.setattr(
-        PlanningCoordinator, "search_and_trial", lambda self, measured, rule, room, stage: (plan, measured, room)
+        PlanningCoordinator, "search_and_trial", lambda self, profile, policy, budget, context: (plan, profile, budget)
     )
     nothing: Any = None
-    ranks: Any = SimpleNamespace(count=2, is_first=True)
+    ranks: Any = SimpleNamespace(world_size=2, is_rank_zero=True)
     pipeline.autotune(nothing, ranks, RULE, nothing, 0, started_at_s=0.0)
     assert asked_for == [False]
     (one,) = Profile.model_validate_json(file.read_text()).cached_plans
@@ -284,8 +289,8 @@ def test_plan_on_rank_zero_ends_search_after_its_share_of_startup_time(
             told.append(arguments[-1]())
         return make_plan(ROOMY, RULE)
 
-    monkeypatch.setattr(planning_team, "time", SimpleNamespace(monotonic=lambda: now_s))
-    monkeypatch.setattr(planning_team, "plan_or_fallback", searching)
+    monkeypatch.setattr(planning_coordinator, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(planning_coordinator, "plan_or_fallback", searching)
     monkeypatch.setattr(PlanningCoordinator, "_on_rank_zero", lambda _, work, *__: work(ROOMY))
     nothing: Any = None
     ranks: Any = SimpleNamespace(device=torch.device("meta"))

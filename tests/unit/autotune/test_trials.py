@@ -122,7 +122,7 @@ def test_calibration_trials_keep_module_unchanged_and_scale_compute_to_step() ->
         assert not messages
         limits = [min(1.0, 3 * compute_s(parts, size)) for size in (2, 8)]
         assert [compute_s(times, size) for size in (2, 8)] == pytest.approx(limits, rel=0.3)
-        assert [set(one.overhead_by_kind_s) - {"dp", "joined"} for one in shown] == [{"zdp"}, {"zdp2"}, set()]
+        assert [set(one.overhead_by_kind_s) - {"dp", "wrapped"} for one in shown] == [{"zdp"}, {"zdp2"}, set()]
         assert {(one.measured_s, one.exposed_comm_s) for one in shown} == {(2.0, 0.25)}
         excess = fit_calibration(some_cluster().engine, shown).calibration
         assert all(excess.for_kinds([mode.value]) > 0 for mode in Mode)
@@ -156,7 +156,7 @@ def run_short_trials(
     _, _, shown = run_calibration_trials(
         make_trial_context(module), traced, group, hardware, parts[0], lambda: ROOM, lambda: left_s
     )
-    return [set(one.overhead_by_kind_s) - {"dp", "joined"} for one in shown], seconds[-len(shown) :]
+    return [set(one.overhead_by_kind_s) - {"dp", "wrapped"} for one in shown], seconds[-len(shown) :]
 
 
 def test_calibration_trials_with_little_time_run_each_mode_once_cheapest_first() -> None:
@@ -590,7 +590,7 @@ def test_plan_trial_runs_at_plan_batch_size_or_smaller_one() -> None:
     assert [each for _, each in others] == [one, other]
     assert size == 6
     assert one is not None
-    assert (one.plan_key, one.error) == (name, PLAN_TRIAL_RELATIVE_ERROR)
+    assert (one.plan_key, one.relative_error) == (name, PLAN_TRIAL_RELATIVE_ERROR)
     assert one.exposed_comm_s is not None
     assert 0 < one.exposed_comm_s < one.measured_s
     assert set(one.overhead_by_kind_s) >= {"zdp", "zdp2", "split"}

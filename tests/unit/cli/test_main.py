@@ -23,7 +23,7 @@ from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.strategy.osdp import OSDPStrategy
 from tests.support.models import hand_made_plan, some_cluster
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "cli" / "fit.yaml"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "cli" / "fit.yaml"
 
 # Lightning 2.6 calls what jsonargparse 4.53 is about to rename.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
@@ -138,7 +138,7 @@ def test_plan_with_global_batch_size_reaches_it(osdp: Run, folder: Path, cache: 
 
 def test_plan_accepts_fit_section_with_ckpt_path_and_no_datamodule(osdp: Run, folder: Path, cache: Path) -> None:
     config = yaml.safe_load((folder / "fit.yaml").read_text())
-    config["model"] = {"class_path": "tests.integration.modules.GPTModule"}
+    config["model"] = {"class_path": "tests.support.modules.GPTModule"}
     del config["data"]
     write_yaml(folder / "fit.yaml", {"fit": config | {"ckpt_path": "none.ckpt"}})
     status, text, error = run_plan(osdp, folder, cache, "--json", "--batch-size", 2)
@@ -169,13 +169,13 @@ def test_plan_when_nothing_fits_returns_status_1_and_suggestions(osdp: Run, fold
     assert found["needed_bytes"] > found["memory_limit_bytes"] == 1 << 20
 
 
-LOOKING = {"class_path": "tests.integration.test_updates.Looks"}
+LOOKING = {"class_path": "tests.e2e.test_optimizer_in_backward.Looks"}
 
 
 def test_plan_updates_in_backward_only_where_training_can(
     osdp: Run, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_osdp.planner.not_for_the_model", lambda *_: 0)
+    monkeypatch.setattr("lightning_osdp.autotune.pipeline.non_model_bytes", lambda *_: 0)
     config = yaml.safe_load((folder / "fit.yaml").read_text())
     config["model"]["init_args"]["width"] = 512
 
@@ -351,7 +351,7 @@ def test_help_lists_every_command(osdp: Run) -> None:
 
 
 def test_cli_as_program_returns_exit_status(folder: Path) -> None:
-    program = [sys.executable, "-m", "lightning_osdp.cli", "explain"]
+    program = [sys.executable, "-m", "lightning_osdp.cli.main", "explain"]
     environment = os.environ | {"PYTHONWARNINGS": "ignore"}
     for name, status in (("a.json", 0), ("cluster.json", 2)):
         done = subprocess.run([*program, folder / name], env=environment, capture_output=True, text=True, timeout=120)

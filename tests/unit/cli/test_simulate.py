@@ -11,7 +11,7 @@ import yaml
 
 from lightning_osdp.cli import main
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "cli" / "fit.yaml"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "cli" / "fit.yaml"
 HARDWARE = ("--config", str(EXAMPLE), "--hardware", "2xtitan-rtx-pcie3+10gbit", "--max-batch-size", "8")
 
 # Lightning 2.6 calls what jsonargparse 4.53 is about to rename.

@@ -62,14 +62,14 @@ def test_measure_gives_equal_engine_overhead_without_collectives_on_all_ranks() 
 
 def test_measure_with_shared_cores_clamps_overhead_and_adds_calibration() -> None:
     free, dearly = run_ranks(measure, 2, True)[0]
-    hour = dearly.model_dump(exclude={"excess"})
+    hour = dearly.model_dump(exclude={"calibration"})
     assert all(part["fixed_s"] == 0 for part in hour.values())
-    assert free.excess == dearly.excess
-    assert [free.excess.of([mode.value]) for mode in Mode] == pytest.approx(
+    assert free.calibration == dearly.calibration
+    assert [free.calibration.for_kinds([mode.value]) for mode in Mode] == pytest.approx(
         [engine_overhead.SHARED_CORES_CALIBRATION] * len(Mode)
     )
     alone, _ = run_ranks(measure, 2)[0]
-    assert alone.excess == CalibrationFactors()
+    assert alone.calibration == CalibrationFactors()
 
 
 def measured_widths(rank: int, ranks: int, rooms: list[int | None]) -> list[tuple[str, int]]:

@@ -148,10 +148,10 @@ def test_explain_names_gain_of_larger_batch_size_within_tolerance() -> None:
 def test_plan_file_without_rationale_still_loads_and_explains() -> None:
     old = hand_made_plan({"up": Mode.ZDP, "down": Mode.DP}, 2)
     data = json.loads(old.to_json())
-    for field in ("price_s_per_byte", "peak", "search_end"):
+    for field in ("memory_shadow_price", "peak", "search_stop"):
         del data[field]
     for operator in data["operators"]:
-        del operator["alternatives"], operator["pinned"]
+        del operator["alternatives"], operator["replicated_reason"]
     read = ExecutionPlan.from_json(json.dumps(data))
     assert read == old
     assert "up, down" not in explain(read)

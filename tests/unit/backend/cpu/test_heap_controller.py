@@ -33,12 +33,12 @@ class Machine:
     room: int = 0
     told: list[int | None] = field(default_factory=list)
 
-    def keep(self, most_bytes: int | None = None) -> None:
-        assert most_bytes is not None
-        self.room = most_bytes
-        self.told.append(most_bytes)
+    def retain(self, max_bytes: int | None = None) -> None:
+        assert max_bytes is not None
+        self.room = max_bytes
+        self.told.append(max_bytes)
 
-    def hand_back(self) -> None:
+    def release(self) -> None:
         self.room = 0
         self.told.append(None)
 
@@ -48,10 +48,10 @@ class Machine:
         return self.live + round(in_heap * self.waste / (1 + self.waste))
 
 
-def make_plan(keep_heap: bool = True, spare: int = 0) -> ExecutionPlan:
+def make_plan(retains: bool = True, spare: int = 0) -> ExecutionPlan:
     made = hand_made_plan({"one": Mode.DP}, 2)
     predicted = made.predicted.model_copy(update={"heap_headroom_bytes": spare})
-    update = {"memory_limit_bytes": LIMIT, "keep_heap": keep_heap, "predicted": predicted}
+    update = {"memory_limit_bytes": LIMIT, "retain_freed_memory": retains, "predicted": predicted}
     return made.model_copy(update=update)
 
 
@@ -140,7 +140,7 @@ def test_heap_controller_release_frees_heap_until_next_step(monkeypatch: pytest.
 def test_heap_controller_is_inactive_on_cuda_or_without_retention(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(700 * MIB)
     patch_machine(machine, monkeypatch)
-    kept = HeapController(make_plan(keep_heap=device == "cuda"), torch.device(device))
+    kept = HeapController(make_plan(retains=device == "cuda"), torch.device(device))
     for _ in range(10):
         run_step(kept)
     kept.release()

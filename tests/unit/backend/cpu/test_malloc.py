@@ -12,7 +12,8 @@ from lightning_osdp.backend.cpu import malloc
 HOLES = """
 import ctypes
 import torch
-from lightning_osdp.profiling import heap, memory
+from lightning_osdp.backend import memory
+from lightning_osdp.backend.cpu import malloc
 
 cpu, libc = torch.device("cpu"), ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
@@ -20,10 +21,10 @@ libc.mallopt(-3, 1 << 25)  # large blocks lie in the heap, as before the strateg
 blocks = [(libc.malloc(100_000), libc.malloc(60_000)) for _ in range(400)]
 for block, _ in blocks:
     ctypes.memset(block, 1, 100_000)
-heap.fix_cpu_allocator()
+malloc.configure_cpu_allocator()
 for block, _ in blocks:
     libc.free(block)
-memory.release_unused(cpu)
+memory.trim(cpu)
 before = memory.memory_in_use(cpu)
 tensors = [torch.ones(20_000) for _ in range(400)]
 held = memory.memory_in_use(cpu) - before
@@ -42,7 +43,8 @@ def test_configured_heap_with_holes_leaves_no_freed_tensors_resident() -> None:
 ONE_HOLE = """
 import ctypes
 import torch
-from lightning_osdp.profiling import heap, memory
+from lightning_osdp.backend import memory
+from lightning_osdp.backend.cpu import malloc
 
 cpu, libc = torch.device("cpu"), ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
@@ -52,10 +54,10 @@ guard = libc.malloc(1 << 20)  # the hole does not end where the heap does
 before = memory.memory_in_use(cpu)
 for block in blocks:
     ctypes.memset(block, 1, 1 << 20)
-heap.fix_cpu_allocator()
+malloc.configure_cpu_allocator()
 for block in blocks:
     libc.free(block)
-memory.release_unused(cpu)
+memory.trim(cpu)
 print(memory.memory_in_use(cpu) - before)
 """
 
@@ -70,10 +72,11 @@ MANY_ARRAYS = """
 import resource, sys
 import numpy as np
 import torch
-from lightning_osdp.profiling import heap, memory
+from lightning_osdp.backend import memory
+from lightning_osdp.backend.cpu import malloc
 
 cpu = torch.device("cpu")
-heap.fix_cpu_allocator()
+malloc.configure_cpu_allocator()
 kept = []
 
 def work():
@@ -84,10 +87,10 @@ def work():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 work()
-memory.release_unused(cpu)
+memory.trim(cpu)
 held = memory.memory_in_use(cpu)
 outside = work()
-with heap.HEAP.kept():
+with malloc.HEAP.retained():
     within = work()
 left = memory.memory_in_use(cpu) - held
 again = work()
@@ -107,11 +110,12 @@ def test_heap_retained_reuses_pages_and_leaves_none_behind() -> None:
 BOUNDED = """
 import resource, sys
 import torch
-from lightning_osdp.profiling import heap, memory
+from lightning_osdp.backend import memory
+from lightning_osdp.backend.cpu import malloc
 
 cpu, mib = torch.device("cpu"), 1 << 20
-heap.fix_cpu_allocator()
-memory.release_unused(cpu)
+malloc.configure_cpu_allocator()
+memory.trim(cpu)
 
 def work():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -124,12 +128,12 @@ resting = memory.memory_in_use(cpu)
 for most in (None, 128 * mib, 32 * mib):
     work()
     usual = work()
-    heap.HEAP.keep(most)
+    malloc.HEAP.retain(most)
     for _ in range(6):  # it may use another part of its room each time, until all was touched
         work()
     faults, peak = work()
     held = memory.memory_in_use(cpu) - resting
-    heap.HEAP.hand_back()
+    malloc.HEAP.release()
     again, left = work()[0], memory.memory_in_use(cpu) - resting
     print(*usual, faults, peak, held, again, left)
 """
@@ -150,18 +154,19 @@ def test_heap_retain_keeps_at_most_given_bytes_and_release_frees_them() -> None:
 
 CYCLES = """
 import torch
-from lightning_osdp.profiling import heap, memory
+from lightning_osdp.backend import memory
+from lightning_osdp.backend.cpu import malloc
 
 cpu, mib = torch.device("cpu"), 1 << 20
-heap.fix_cpu_allocator()
-memory.release_unused(cpu)
+malloc.configure_cpu_allocator()
+memory.trim(cpu)
 pins, sizes = [], []
 for cycle in range(12):
-    heap.HEAP.keep(64 * mib)
+    malloc.HEAP.retain(64 * mib)
     tensors = [torch.ones(mib // 4) for _ in range(40)]
     pins.append(torch.ones(100))  # the heap's end can't be handed back
     del tensors
-    heap.HEAP.hand_back()
+    malloc.HEAP.release()
     sizes.append((memory._status("VmSize"), memory.memory_in_use(cpu)))
 print(*sizes[1], *sizes[-1])
 """

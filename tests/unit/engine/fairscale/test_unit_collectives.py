@@ -81,17 +81,17 @@ class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: Counter[str] = Counter()
         for kind, name in (
-            (unit_collectives.CoalescedAllGather, "begin"),
-            (unit_collectives.CoalescedAllGather, "run"),
+            (unit_collectives.CoalescedAllGather, "start"),
+            (unit_collectives.CoalescedAllGather, "flush"),
         ):
             monkeypatch.setattr(kind, name, self._counting(name, getattr(kind, name)))
-        for name in ("begin_all_gather", "begin_reduce_scatter"):
+        for name in ("all_gather_async", "reduce_scatter_async"):
             monkeypatch.setattr(unit_collectives, name, self._counting(name, getattr(unit_collectives, name)))
 
     def _counting(self, name: str, function: Any) -> Any:
         def counted(*args: Any) -> Any:
             self.calls[name] += 1
-            if name == "run" and args[0].begun:
+            if name == "flush" and args[0].is_started:
                 self.calls["in time"] += 1
             return function(*args)
 
@@ -127,7 +127,7 @@ def train(rank: int, ranks: int, policy: str, ahead_bytes: int, accumulation: in
             with torch.no_grad():
                 losses.append(float(gpt_loss(model, batch[rank::ranks])))
             model.train()
-            assert counted.calls["begin"] == begun[-1].get("begin", 0)  # evaluation has no room for the next
+            assert counted.calls["start"] == begun[-1].get("start", 0)  # evaluation has no room for the next
             engine.before_forward()
             gpt_loss(model, batch[rank::ranks])  # a forward without a backward
             engine.finish_backward()
@@ -164,11 +164,11 @@ def test_prefetch_starts_collectives_before_they_are_needed(
     runs: dict[Any, list[list[dict[str, Any]]]], case: Any
 ) -> None:
     for usual, found in runs[case]:
-        assert usual["begun"].get("begin_all_gather", usual["begun"].get("begin_reduce_scatter", 0)) == 0
-        assert found["begun"]["begin_reduce_scatter"] > 0
-        begun, in_time = found["begun"]["begin"], found["begun"]["in time"]
+        assert usual["begun"].get("all_gather_async", usual["begun"].get("reduce_scatter_async", 0)) == 0
+        assert found["begun"]["reduce_scatter_async"] > 0
+        begun, in_time = found["begun"]["start"], found["begun"]["in time"]
         if not case[2]:  # one step to learn the order; then all but the first of each pass
-            assert in_time == begun > (STEPS - 2) / STEPS * 0.5 * (found["begun"]["run"] - found["begun"]["begin"])
+            assert in_time == begun > (STEPS - 2) / STEPS * 0.5 * (found["begun"]["flush"] - found["begun"]["start"])
         else:
             assert 0 < in_time <= begun
 

@@ -58,7 +58,7 @@ def curves(
     cluster: dict[str, int] | None = None,
     **changes: object,
 ) -> dict[str, list[float]]:
-    timeline = Timeline(model(**changes), some_cluster(N, reduce_copy=0.0, **(cluster or {})), overhead_bytes=7 * MIB)
+    timeline = Timeline(model(**changes), some_cluster(N, reduce_scatter_copy_factor=0.0, **(cluster or {})), overhead_bytes=7 * MIB)
     return {
         name: (curve / MIB).tolist()
         for name, curve in timeline.curves(unsliced_choices(modes), batch_size, accumulation).items()
@@ -88,7 +88,7 @@ def test_timeline_zdp2_keeps_parameters_unsharded_between_passes() -> None:
     assert found["gathered"] == [4, 12, 12, 12, 4, 0]
 
 
-AHEAD = {"ahead_bytes": 1 << 30}
+AHEAD = {"prefetch_max_bytes": 1 << 30}
 
 
 def test_timeline_prefetch_holds_next_parameters_and_previous_gradient() -> None:
@@ -106,7 +106,7 @@ def test_timeline_zdp2_with_prefetch_gathers_parameters_once() -> None:
 
 @pytest.mark.parametrize("bound_mib", [7, 8])
 def test_timeline_prefetches_only_units_up_to_prefetch_max_bytes(bound_mib: int) -> None:
-    found = curves([Mode.ZDP, Mode.ZDP], cluster={"ahead_bytes": bound_mib * MIB})
+    found = curves([Mode.ZDP, Mode.ZDP], cluster={"prefetch_max_bytes": bound_mib * MIB})
     ahead = 8 if bound_mib == 8 else 0
     assert found["gathered"] == [4 + ahead, 8, 0, 8 + 4, 4, 0]
     assert found["transient"] == [0, 0, 0, 8, 4 + ahead, 0]
@@ -120,7 +120,7 @@ def test_timeline_prefetch_spans_replicated_operator_in_between() -> None:
             *(Moment(phase="backward", operator=at, live=LinearInBatch()) for at in reversed(range(3))),
         ),
     )
-    timeline = Timeline(three, some_cluster(N, reduce_copy=0.0, **AHEAD), overhead_bytes=0)
+    timeline = Timeline(three, some_cluster(N, reduce_scatter_copy_factor=0.0, **AHEAD), overhead_bytes=0)
     found = timeline.curves(unsliced_choices([Mode.ZDP, Mode.DP, Mode.ZDP]), 1)
     assert (found["gathered"] / MIB).tolist() == [4 + 2, 2, 2, 2 + 4, 4, 4, 0]
     assert (found["transient"] / MIB).tolist() == [0, 0, 0, 2, 2, 4 + 2, 0]
@@ -129,7 +129,7 @@ def test_timeline_prefetch_spans_replicated_operator_in_between() -> None:
 def test_footprint_prefetches_next_slice() -> None:
     choice = ShardingChoice((Mode.ZDP,) * 4, 0)
     usual, found = (
-        footprint(operator("one", 8), choice, some_cluster(N, reduce_copy=0.0, **more)) for more in ({}, AHEAD)
+        footprint(operator("one", 8), choice, some_cluster(N, reduce_scatter_copy_factor=0.0, **more)) for more in ({}, AHEAD)
     )
     assert (usual.unsharded_while_running, usual.prefetched_parameters, usual.inflight_gradient) == (2 * MIB, 0, 0)
     assert (found.unsharded_while_running, found.prefetched_parameters, found.inflight_gradient) == (
@@ -138,12 +138,12 @@ def test_footprint_prefetches_next_slice() -> None:
         2 * MIB,
     )
     assert found.transient == usual.transient + 2 * MIB
-    kept = footprint(operator("one", 8), ShardingChoice((Mode.ZDP2,) * 4, 0), some_cluster(N, reduce_copy=0.0, **AHEAD))
+    kept = footprint(operator("one", 8), ShardingChoice((Mode.ZDP2,) * 4, 0), some_cluster(N, reduce_scatter_copy_factor=0.0, **AHEAD))
     assert (kept.unsharded_while_running, kept.unsharded_between_passes) == (0, 8 * MIB)
 
 
 def test_footprint_inflight_gradient_includes_parts_received_from_ranks() -> None:
-    found = footprint(operator("one", 8), ShardingChoice((Mode.ZDP,)), some_cluster(4, reduce_copy=0.0, **AHEAD))
+    found = footprint(operator("one", 8), ShardingChoice((Mode.ZDP,)), some_cluster(4, reduce_scatter_copy_factor=0.0, **AHEAD))
     assert found.inflight_gradient == 8 * MIB * (1 + 2 / 4)
 
 
@@ -161,7 +161,7 @@ def test_footprint_has_no_prefetch_where_ranks_share_a_node_link() -> None:
 
 
 def test_timeline_copying_reduce_scatter_counts_beyond_freed_parameter() -> None:
-    timeline = Timeline(model(), some_cluster(N, reduce_copy=1.5), overhead_bytes=0)
+    timeline = Timeline(model(), some_cluster(N, reduce_scatter_copy_factor=1.5), overhead_bytes=0)
     found = timeline.curves(unsliced_choices([Mode.ZDP, Mode.ZDP]), 1)["transient"] / MIB
     assert found.tolist() == [0, 0, 0, 8 + 12 + 4 - 8, 4 + 6 + 2 - 4, 0]
 
@@ -169,7 +169,7 @@ def test_timeline_copying_reduce_scatter_counts_beyond_freed_parameter() -> None
 @pytest.mark.parametrize(("ranks", "most", "extra"), [(2, 8, 0), (3, 8, 4 / 3), (4, 8, 2), (4, 1, 1)])
 def test_footprint_reduction_buffers_depend_on_ranks_and_buffer_size(ranks: int, most: int, extra: float) -> None:
     """Of a slice of 4 MiB, which is freed before its gradient is made; with 3 ranks one part, with more of them two."""
-    cluster = some_cluster(ranks, reduce_copy=0.0, reduce_buffer_bytes=most * MIB)
+    cluster = some_cluster(ranks, reduce_scatter_copy_factor=0.0, reduce_scatter_buffer_bytes=most * MIB)
     found = footprint(operator("one", 8), ShardingChoice((Mode.ZDP, Mode.ZDP), 0), cluster)
     assert found.transient / MIB == pytest.approx(8 / ranks + extra)
 
@@ -215,7 +215,7 @@ def test_footprint_operator_updated_at_step_keeps_its_gradients(choice: Sharding
 
 
 def test_footprint_in_backward_keeps_slice_gradients_until_weight_is_complete() -> None:
-    choice, cluster = ShardingChoice((Mode.ZDP, Mode.ZDP), 0), some_cluster(N, reduce_copy=0.0)
+    choice, cluster = ShardingChoice((Mode.ZDP, Mode.ZDP), 0), some_cluster(N, reduce_scatter_copy_factor=0.0)
     usual = footprint(operator("one", 8), choice, cluster)
     found = footprint(operator("one", 8), choice, cluster, updated_in_backward=True)
     assert (usual.sharded_gradients, usual.slice_gradient_copy, usual.transient) == (4 * MIB, 2 * MIB, 4 * MIB)
@@ -239,7 +239,7 @@ def test_timeline_small_gradients_count_twice_while_bucket_is_reduced() -> None:
 def test_peak_saving_bytes_count_one_tensor_streamed_or_all_gathered() -> None:
     def saving_mib(how: str, choices: list[ShardingChoice]) -> float:
         between = NonTrainingWork(checkpoint_memory=how)  # type: ignore[arg-type]
-        timeline = Timeline(model(buffer_bytes=3 * MIB), some_cluster(N, reduce_copy=0.0), 7 * MIB, between)
+        timeline = Timeline(model(buffer_bytes=3 * MIB), some_cluster(N, reduce_scatter_copy_factor=0.0), 7 * MIB, between)
         return timeline.peak(choices, batch_size=1).saving_bytes / MIB
 
     sharded, half = unsliced_choices([Mode.ZDP, Mode.ZDP2]), unsliced_choices([Mode.ZDP, Mode.DP])
@@ -264,7 +264,7 @@ def test_peak_evaluation_bytes_count_only_running_operators() -> None:
 
     def evaluation_mib(batch_size: int, modes: list[Mode]) -> float:
         between = NonTrainingWork(evaluation_batch_size=batch_size)
-        timeline = Timeline(model(evaluation=moments), some_cluster(N, reduce_copy=0.0), 7 * MIB, between)
+        timeline = Timeline(model(evaluation=moments), some_cluster(N, reduce_scatter_copy_factor=0.0), 7 * MIB, between)
         return timeline.peak(unsliced_choices(modes), batch_size=1).evaluation_bytes / MIB
 
     assert evaluation_mib(0, [Mode.DP, Mode.DP]) == 0
@@ -283,7 +283,7 @@ def test_peak_evaluation_bytes_keep_tied_parameters_unsharded() -> None:
     def evaluation_mib(tied: bool) -> float:
         operators = (first.model_copy(update={"tied": tied}), *others)
         described = model(evaluation=moments, operators=operators)
-        timeline = Timeline(described, some_cluster(N, reduce_copy=0.0), 7 * MIB, between)
+        timeline = Timeline(described, some_cluster(N, reduce_scatter_copy_factor=0.0), 7 * MIB, between)
         return timeline.peak(unsliced_choices([Mode.ZDP2, Mode.ZDP]), batch_size=1).evaluation_bytes / MIB
 
     assert evaluation_mib(tied=False) == 7 + 18 + 1 + 8
@@ -305,7 +305,7 @@ def test_timeline_gradient_order_within_operator_lowers_transient() -> None:
 
 
 def test_peak_names_moment_and_total_bytes() -> None:
-    timeline = Timeline(model(), some_cluster(N, reduce_copy=0.0), overhead_bytes=7 * MIB)
+    timeline = Timeline(model(), some_cluster(N, reduce_scatter_copy_factor=0.0), overhead_bytes=7 * MIB)
     peak = timeline.peak(unsliced_choices([Mode.DP, Mode.DP]), batch_size=1)
     assert peak.where == "backward of first"
     assert peak.total_bytes == (36 + 12 + 1 + 7) * MIB
@@ -315,7 +315,7 @@ def test_peak_names_moment_and_total_bytes() -> None:
 
 
 def test_timeline_explain_lists_largest_part_of_peak_first() -> None:
-    timeline = Timeline(model(), some_cluster(N, reduce_copy=0.0), overhead_bytes=7 * MIB)
+    timeline = Timeline(model(), some_cluster(N, reduce_scatter_copy_factor=0.0), overhead_bytes=7 * MIB)
     assert timeline.explain(unsliced_choices([Mode.ZDP, Mode.ZDP]), batch_size=2) == (
         "reached in the backward of second: states 18.0 MiB (47%), gathered parameters 8.0 MiB (21%), transients "
         "(whole gradients on their way to be reduced, and buckets) 8.0 MiB (21%), activations 4.0 MiB (11%); beside "

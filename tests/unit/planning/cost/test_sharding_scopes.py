@@ -95,7 +95,7 @@ def test_inter_node_link_bytes_match_hand_computation():
 
 
 @pytest.mark.parametrize(
-    ("mode", "group", "two_stage", "expected"),
+    ("mode", "group", "hierarchical", "expected"),
     [
         (Mode.DP, ShardingScope.WORLD, False, 2 * 3 / 4),
         (Mode.ZDP, ShardingScope.WORLD, False, 3 * 3 / 4),
@@ -106,11 +106,11 @@ def test_inter_node_link_bytes_match_hand_computation():
         (Mode.ZDP2, ShardingScope.NODE, False, 1),
     ],
 )
-def test_step_link_bytes_on_two_nodes_of_two_ranks_match_hand_computation(mode, group, two_stage, expected):
-    once = step_link_bytes(cluster(2, 2), mode, group, two_stage, P)
+def test_step_link_bytes_on_two_nodes_of_two_ranks_match_hand_computation(mode, group, hierarchical, expected):
+    once = step_link_bytes(cluster(2, 2), mode, group, hierarchical, P)
     assert once == expected * P
     repeated = mode != Mode.DP and group == ShardingScope.WORLD  # the others cross the link once a step
-    assert step_link_bytes(cluster(2, 2), mode, group, two_stage, P, 3) == once * (3 if repeated else 1)
+    assert step_link_bytes(cluster(2, 2), mode, group, hierarchical, P, 3) == once * (3 if repeated else 1)
 
 
 def test_reduce_link_bytes_on_gloo_send_small_tensors_directly():

@@ -87,8 +87,8 @@ def test_overlapped_time_is_reduced_by_negative_engine_time(own_s: float, hidden
 def two_nodes_of_two_ranks() -> Cluster:
     plain = two_ranks().link
     sharding = plain.model_dump(exclude={"all_reduce"})
-    nodes = {"inside": sharding, "between": plain.all_reduce, "two_stage": sharding}
-    return Cluster.model_validate(two_ranks().model_dump() | {"nodes": 2, "levels": nodes})
+    nodes = {"intra_node": sharding, "inter_node": plain.all_reduce, "hierarchical": sharding}
+    return Cluster.model_validate(two_ranks().model_dump() | {"nodes": 2, "hierarchical_links": nodes})
 
 
 def test_overlapped_time_per_microbatch_is_zero_where_ranks_share_node_link() -> None:
@@ -145,9 +145,9 @@ def test_option_times_match_time_cost_with_overlap(
 ) -> None:
     model, slow = blocks_of_two(2) if several else blocks_of_one(2, 2), cluster(6.0, 5.0, 4.0, latency_ms=0.5)
     fits = {
-        name: getattr(slow.link, name).model_copy(update={"hidden": share}) for name in type(slow.link).model_fields
+        name: getattr(slow.link, name).model_copy(update={"overlap_fraction": share}) for name in type(slow.link).model_fields
     }
-    changes = {"link": slow.link.model_copy(update=fits), "ahead_bytes": ahead_mib * MIB}
+    changes = {"link": slow.link.model_copy(update=fits), "prefetch_max_bytes": ahead_mib * MIB}
     problem = Problem(model, slow.model_copy(update=changes), compute(model), 1 << 30)
     space, batch_size = SearchSpace(problem), 3
     times = space.option_times(batch_size, accumulation)

@@ -145,7 +145,7 @@ def test_predict_trial_equals_planner_prediction(
     found = predict_trial(model, compute(model), hardware, plan, 2)
     assert found.measured_s == found.predicted_s == pytest.approx(plan.predicted.step_time_s)
     biased = hardware.model_copy(
-        update={"engine": EngineOverhead(**dict(PARTS.engine) | {"excess": CalibrationFactors(dp=1.0)})}
+        update={"engine": EngineOverhead(**dict(PARTS.engine) | {"calibration": CalibrationFactors(dp=1.0)})}
     )
     assert predict_trial(model, compute(model), biased, plan, 2) == found, "what is known already does not count"
 
@@ -218,13 +218,13 @@ def test_fit_calibration_separates_slicing_and_wrapping_from_mode() -> None:
     assert found.split > 0.3
     assert max(abs(found.dp), abs(found.zdp2), abs(found.zdp)) < 0.1
     together = wrap_blocks(uniform_plan(Mode.ZDP2), ["free"])
-    found = calibrated_cluster(*uniform_ones, trial_with_overheads(together, {"joined": -0.4}, 1e-3)).engine.calibration
+    found = calibrated_cluster(*uniform_ones, trial_with_overheads(together, {"wrapped": -0.4}, 1e-3)).engine.calibration
     assert found.wrapped < -0.25
     assert found.split == pytest.approx(0.0, abs=1e-6)
 
 
 def test_fit_calibration_separates_node_scope_from_world_scope() -> None:
-    two_levels = {"nodes": 2, "devices_per_node": RANKS // 2, "levels": uniform_hierarchical_links(PARTS.link)}
+    two_levels = {"nodes": 2, "devices_per_node": RANKS // 2, "hierarchical_links": uniform_hierarchical_links(PARTS.link)}
     nodes = PARTS.model_copy(update=two_levels)
     everywhere = uniform_plan(Mode.ZDP)
     inside = [op.model_copy(update={"sharding_group": ShardingScope.NODE}) for op in everywhere.operators]
@@ -307,14 +307,14 @@ def test_calibration_factors_for_kinds_are_limited() -> None:
 def test_calibration_kinds_name_mode_slicing_wrapping_and_scope() -> None:
     shared = linear("block").model_copy(update={"num_wrapped": 2})
     assert calibration_kinds(shared, ShardingChoice((Mode.DP,))) == ["dp"]
-    assert calibration_kinds(shared, ShardingChoice((Mode.ZDP2,))) == ["zdp2", "joined"]
+    assert calibration_kinds(shared, ShardingChoice((Mode.ZDP2,))) == ["zdp2", "wrapped"]
     assert calibration_kinds(OPERATORS[0], ShardingChoice((Mode.DP, Mode.ZDP2), 1)) == ["zdp2", "split"]
     assert calibration_kinds(shared, ShardingChoice((Mode.ZDP2,), scope=ShardingScope.NODE)) == [
         "zdp2",
-        "joined",
+        "wrapped",
         "node",
     ]
-    assert calibration_kinds(OPERATORS[0], ShardingChoice((Mode.ZDP,), hierarchical=True)) == ["zdp", "two_stage"]
+    assert calibration_kinds(OPERATORS[0], ShardingChoice((Mode.ZDP,), hierarchical=True)) == ["zdp", "hierarchical"]
     assert calibration_kinds(OPERATORS[0], ShardingChoice((Mode.DP,), scope=ShardingScope.NODE)) == ["dp"]
 
 

@@ -87,14 +87,14 @@ def modes(plan: ExecutionPlan) -> list[Mode]:
 def test_make_plan_leaves_memory_to_save_checkpoint() -> None:
     # Nothing sharded: 4 x 12 MiB between steps, and nothing becomes whole. One is: 3 x 12 + 3, and 12 beside it.
     between = NonTrainingWork(checkpoint_memory="gathered")
-    plan = plan_for(64, between=between)
+    plan = plan_for(64, non_training=between)
     assert modes(plan) == [Mode.DP] * 4
     assert plan.predicted.saving_memory_bytes == 48 * MIB
     # Without saving, 40 MiB are enough for states of 12 + 3 x 3, and what a step makes whole.
     assert plan_for(40).predicted.peak_memory_bytes <= 40 * MIB
     with pytest.raises(InfeasibleError, match=r"for saving a checkpoint \(.*save_format='sharded'\)"):
-        plan_for(40, between=between)
-    streamed = plan_for(40, between=NonTrainingWork(checkpoint_memory="streamed"))
+        plan_for(40, non_training=between)
+    streamed = plan_for(40, non_training=NonTrainingWork(checkpoint_memory="streamed"))
     assert max(streamed.predicted.non_training_bytes.values()) <= streamed.predicted.max_memory_bytes <= 40 * MIB
 
 
@@ -230,7 +230,7 @@ class StubPlanSearch:
         self.best_s = best_s
         self.searched: list[int] = []
 
-    def under(self, seconds: float, batch_size: int, accumulation: int = 1) -> Candidate | None:
+    def best_plan_below(self, seconds: float, batch_size: int, accumulation: int = 1) -> Candidate | None:
         self.searched.append(batch_size)
         best_s = self.best_s[batch_size - 1]
         return candidate_with_bound(batch_size, best_s, 0.0) if best_s < seconds else None

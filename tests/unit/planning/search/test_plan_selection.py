@@ -336,7 +336,7 @@ def overlappable_problem(limit_mib: int, hidden: float, gather_ms: float = 8.0) 
     """Of a model that has to be sharded, over a link of which compute may hide a share."""
     slow = cluster(all_reduce_ms=2 * gather_ms, gather_ms=gather_ms, scatter_ms=gather_ms)
     fits = {
-        name: getattr(slow.link, name).model_copy(update={"hidden": hidden}) for name in type(slow.link).model_fields
+        name: getattr(slow.link, name).model_copy(update={"overlap_fraction": hidden}) for name in type(slow.link).model_fields
     }
     link = slow.link.model_copy(update=fits)
     return replace(separable_problem(limit_mib), cluster=slow.model_copy(update={"link": link}))

@@ -117,7 +117,7 @@ def test_wrapped_block_coalesces_reduction_of_small_gradients() -> None:
     (block,) = WrappedModel.from_assignment(model, ("blocks.0", "blocks.0")).model.operators
     gather_s = reduce_s = (5 + 3 / 4 * GATHER_MS) * 1e-3  # 1 + 2 MiB at the latency of one, either way
     assert communication_time(block, ZDP, links).per_microbatch_s == pytest.approx(2 * gather_s + reduce_s)
-    for one_by_one in ({"ahead_bytes": 3 * MIB}, {"nodes": 2, "devices_per_node": 2}, {"device": "cuda: some"}):
+    for one_by_one in ({"prefetch_max_bytes": 3 * MIB}, {"nodes": 2, "devices_per_node": 2}, {"device": "cuda: some"}):
         other = links.model_copy(update=one_by_one)
         assert communication_time(block, ZDP, other).per_microbatch_s == pytest.approx(2 * gather_s + reduce_s + 5e-3)
 

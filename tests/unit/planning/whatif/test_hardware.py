@@ -65,7 +65,7 @@ def test_hardware_names_cover_one_two_and_eight_nodes_on_two_networks() -> None:
 
 
 def test_hardware_names_match_packaged_files() -> None:
-    files = resources.files("lightning_osdp.planning") / "hardware_files" / "nodes"
+    files = resources.files("lightning_osdp.planning.whatif") / "hardware_files" / "nodes"
     stems = {file.name.removesuffix(".json") for file in files.iterdir()}
     assert stems == {name for name in list_names() if "+" not in name}
 
