@@ -26,6 +26,9 @@ LARGEST_TENSOR_DIVISOR = 3
 MAX_TIMING_RANKS = 8
 """Maximum number of neighbouring ranks that share the timing of kernels."""
 
+LOGGED_BYTES = 32 << 20
+"""Size of the tensor whose bandwidth is logged."""
+
 PROBE_BYTES = 4 << 20
 PROBE_TOLERANCE = 3.0
 """Cached links are used only if a fresh all-gather agrees with them within this factor: the same host may reach its
@@ -68,10 +71,12 @@ def load_or_measure_cluster(
         return stored
     began_s = time.monotonic()
     link, hierarchical = measure_links(ranks, available_bytes)
-    log_info("measured links: %s, in %s", _bandwidths(link, ranks), format_seconds(time.monotonic() - began_s))
-    began_s, cluster = time.monotonic(), current_cluster(ranks, link, hierarchical)
+    measured_s = time.monotonic()
+    cluster = current_cluster(ranks, link, hierarchical)
     engine = engine_overhead.measure_engine_overhead(ranks.group, ranks.device, cluster, available_bytes)
-    log_info("measured the engine's overhead in %s", format_seconds(time.monotonic() - began_s))
+    if ranks.world_size > 1:
+        log_info("measured links: %s, in %s", _bandwidths(link, ranks), format_seconds(measured_s - began_s))
+        log_info("measured the engine's overhead in %s", format_seconds(time.monotonic() - measured_s))
     cluster_profile = ClusterProfile(link=link, hierarchical_links=hierarchical, engine=engine)
     cache.save_cluster_profile(cluster_profile)
     return cluster_profile
@@ -138,9 +143,7 @@ def _total_s(times: ComputeTimes) -> float:
 
 def _bandwidths(link: Link, ranks: RankGroup) -> str:
     """Return the bandwidth of each collective for a large tensor, in words."""
-    numel_bytes = 32 << 20
-    times_s = {name: fit.time_s(numel_bytes, ranks.world_size) for name, fit in link}
     return ", ".join(
-        f"{name.replace('_', '-')} {format_bytes(int(numel_bytes / time_s))}/s" if time_s else f"{name}: none"
-        for name, time_s in times_s.items()
+        f"{name.replace('_', '-')} {format_bytes(LOGGED_BYTES / fit.time_s(LOGGED_BYTES, ranks.world_size))}/s"
+        for name, fit in link
     )
