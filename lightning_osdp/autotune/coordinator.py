@@ -103,8 +103,10 @@ class PlanningCoordinator:
     batch_sizes: tuple[int, ...] = field(default=())
 
     def free_bytes(self) -> int:
-        """Return what this rank may take now. Not collective."""
-        return max(0, self.request.memory_limit.current() - memory_in_use(self.ranks.device))
+        """Return what this rank may take now: within the limit of training, if it trains afterwards. Not collective."""
+        limit = self.request.memory_limit
+        limit = replace(limit, user_limit=None) if self.ranks.group is None else limit
+        return max(0, limit.current() - memory_in_use(self.ranks.device))
 
     def memory_budget(self, after_trial: bool) -> MemoryBudget:
         """Return the memory that there is now; ``after_trial``: after steps of a plan that was found."""

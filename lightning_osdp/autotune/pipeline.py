@@ -196,21 +196,24 @@ def autotune(
     _warm_up(request, ranks)
     coordinator = PlanningCoordinator(request, ranks, budget, traced.model_profile, traced.batch_sizes)
     files = ProfileCache.open(cache, ranks, traced, request.cluster, request.constraints)
-
+    # 2. Look up.
     profile = _load_valid_profile(files, request)
     from_cache, plan = profile is not None, None
     if profile is not None:
         plan, memory_budget = _reuse_cached_plan(coordinator, profile, traced)
     else:
+        # 3. Measure.
         traced = ranks.raise_on_all_ranks(traced.with_all_kernels)
         profile = measure_profile(traced, ranks, request.cluster, files, request.constraints, coordinator.free_bytes())
+        # 4. Calibrate.
         profile = _calibrate(coordinator, profile, traced, trial_context)
         files.save_profile(profile)
         memory_budget = coordinator.memory_budget(after_trial=False)
-
     is_reused = plan is not None
     if plan is None:
+        # 5. Search, 6. try the plan, 7. search again.
         plan, profile, memory_budget = _search_and_trial(coordinator, profile, memory_budget, trial_context)
+        # 8. Cache it.
         profile = _cache_plan(request, profile, plan, memory_budget, files)
     seconds = time.monotonic() - began_s
     log_info("planned in %s", format_seconds(seconds))

@@ -51,11 +51,10 @@ from lightning_osdp.strategy import arguments, model_summary, out_of_memory, pre
 from lightning_osdp.strategy.dataloader import TrainData, apply_batch_size, read_data
 from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
 from lightning_osdp.strategy.monitor import PredictionMonitor
-from lightning_osdp.strategy.planning_options import PlanningOptions
+from lightning_osdp.strategy.planning_options import PlanningOptions, check_and_read_plan, check_given_plan
 from lightning_osdp.strategy.processes import ProcessGroupStrategy
 
 REPLAN_MODES = ("never", "on_drift")
-"""Values of ``replan``."""
 
 PLAN_FILE = "osdp_plan.json"
 """Name of the plan in the trainer's log directory."""
@@ -91,11 +90,7 @@ class OSDPStrategy(ProcessGroupStrategy):
         cache: folder of measurements; None for one in the user's cache folder, ``""`` to cache nothing.
         timeout: timeout of the process group; None for 30 minutes.
         process_group_backend: None for NCCL on CUDA and gloo on the CPU.
-        accelerator: set by the Trainer.
-        parallel_devices: set by the Trainer.
-        cluster_environment: set by the Trainer.
-        checkpoint_io: set by the Trainer.
-        precision_plugin: set by the Trainer.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: set by the Trainer.
 
     Raises:
         ConfigurationError: an argument can't be used.
@@ -228,17 +223,12 @@ class OSDPStrategy(ProcessGroupStrategy):
         assert module is not None
         ranks = RankGroup.from_node_rank(dist.group.WORLD, self.node_rank, self.root_device)
         budget = StartupBudget(ranks, began_s)
-        given_plan = ranks.raise_on_all_ranks(lambda: self._validate_and_load_plan(trainer))
+        given_plan = ranks.raise_on_all_ranks(lambda: check_and_read_plan(trainer, self._given_plan))
         self.model = self.precision_plugin.convert_module(module)
         with isolate_rng():  # planning must not change the run's own random numbers
             data, batch, batch_size = ranks.raise_on_all_ranks(lambda: read_data(trainer, module))
-            context = TrialContext(
-                module,
-                self.precision_plugin.convert_input(batch),
-                batch_size,
-                self.root_device,
-                self.precision_plugin.train_step_context,
-            )
+            batch, step_context = self.precision_plugin.convert_input(batch), self.precision_plugin.train_step_context
+            context = TrialContext(module, batch, batch_size, self.root_device, step_context)
             self._planning_result = self._resolve_plan(trainer, budget, given_plan, data, context)
             data.reset_dataloader()
         if self._replan_mode == "never":  # the measurements take some MiB, which training needs
@@ -250,7 +240,7 @@ class OSDPStrategy(ProcessGroupStrategy):
         if plan.batch_size != batch_size:
             ranks.raise_on_all_ranks(lambda: apply_batch_size(data, plan.batch_size))
         trainer.accumulate_grad_batches = plan.accumulate_grad_batches
-        self._apply_plan(trainer, module, plan, engine, ranks)
+        self._apply_plan(trainer, module, engine, ranks)
         self._engine = engine
         # Without measuring or searching there is little garbage; it was collected, or counted as in use.
         memory.trim(self.root_device, generation=1 if self._planning_result.is_reused else 2)
@@ -258,23 +248,19 @@ class OSDPStrategy(ProcessGroupStrategy):
         self._print_and_write_plan(trainer, self._planning_result.profiling_s)
 
     def _apply_plan(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        plan: ExecutionPlan,
-        engine: FairScaleEngine,
-        ranks: RankGroup,
+        self, trainer: pl.Trainer, module: pl.LightningModule, engine: FairScaleEngine, ranks: RankGroup
     ) -> None:
+        assert self._plan is not None
         if self._layer_sync is not None:  # after planning: a synchronised layer can't run on fake tensors
             self.model = self._layer_sync.apply(module)
         if is_meta(module):  # there are no values yet that optimizers could copy, and the module is never unsharded
-            engine.apply(module, plan, ())
+            engine.apply(module, self._plan, ())
             with engine.unsharded_shapes():
                 ranks.raise_on_all_ranks(lambda: self.setup_optimizers(trainer))
             engine.shard_optimizer_state(self.optimizers)
         else:
             ranks.raise_on_all_ranks(lambda: self.setup_optimizers(trainer))
-            engine.apply(module, plan, self.optimizers)
+            engine.apply(module, self._plan, self.optimizers)
 
     def _resolve_plan(
         self,
@@ -286,55 +272,35 @@ class OSDPStrategy(ProcessGroupStrategy):
     ) -> PlanningResult:
         """Return the plan that was given or that a checkpoint holds, once it is known to be valid, or a new one."""
         ranks, options = budget.ranks, self._options
-        cache = options.cache_folder
         non_training = NO_NON_TRAINING_WORK
         if given_plan is None:
-            evaluation_batch_size = data.evaluation_batch_size()
-            non_training = NonTrainingWork(
-                checkpoint_memory=self._checkpoint_memory_mode(trainer), evaluation_batch_size=evaluation_batch_size
-            )
-        traced = pipeline.profile_model_on_ranks(ranks, context, non_training, cache)
+            mode, evaluation_batch_size = self._checkpoint_memory_mode(trainer), data.evaluation_batch_size()
+            non_training = NonTrainingWork(checkpoint_memory=mode, evaluation_batch_size=evaluation_batch_size)
+        traced = pipeline.profile_model_on_ranks(ranks, context, non_training, options.cache_folder)
         assert_equal_on_ranks(ranks.group, "the model (fingerprint)", traced.model_profile.fingerprint[:12])
         blocker = options.in_backward_blocker(trainer, traced)
         if given_plan is not None:
-            model = traced.model_profile
-            ranks.raise_on_all_ranks(lambda: given_plan.check(model, ranks.world_size, ranks.nodes))
-            ranks.raise_on_all_ranks(lambda: arguments.check_plan_allows_in_backward(given_plan, blocker))
+            ranks.raise_on_all_ranks(lambda: check_given_plan(given_plan, traced, ranks, blocker))
             return PlanningResult(given_plan)
         sharing, limit_bytes = ranks_sharing_memory_limit(ranks), options.memory_limit_bytes
         limit = memory.MemoryLimit(context.device, self.num_processes, sharing, limit_bytes)
         constraints = options.constraints(self.constraints, blocker)
-        request = ranks.raise_on_all_ranks(
-            lambda: options.request(
-                trainer, data, context.batch_size, ranks.world_size, limit, constraints, non_training
-            )
-        )
+        facts = (trainer, data, context.batch_size, ranks.world_size, limit, constraints, non_training)
+        request = ranks.raise_on_all_ranks(lambda: options.request(*facts))
         resumed = pipeline.reuse_if_valid(self.resumed_plan, traced, ranks, request.policy, limit.current())
         if resumed is not None and self._replan_mode == "never" and not (resumed.update_in_backward and blocker):
             return PlanningResult(resumed)
-        trial_context = context if options.trial_steps else None
-        return pipeline.autotune(traced, request, ranks, budget, cache=cache, trial_context=trial_context)
-
-    def _validate_and_load_plan(self, trainer: pl.Trainer) -> ExecutionPlan | None:
-        """Reject what can't work, and read the plan that was given, before anything else is done."""
-        arguments.reject_unsupported(trainer, self.precision_plugin)
-        assert self.lightning_module is not None
-        if not any(p.requires_grad for p in self.lightning_module.parameters()):
-            raise ConfigurationError("the module has no trainable parameters: there is nothing to plan or train")
-        return arguments.read_plan(self._given_plan)
+        trials = {"trial_context": context} if options.trial_steps else {}
+        return pipeline.autotune(traced, request, ranks, budget, cache=options.cache_folder, **trials)
 
     def _create_monitor(self, detect_drift: bool = True) -> PredictionMonitor:
         assert self._plan is not None
         assert self._planning_result is not None
-        result = self._planning_result
-        file = result.cache_file
-        return PredictionMonitor(
-            self._plan,
-            RankGroup(dist.group.WORLD, self.num_nodes, self.root_device),
-            result.correction,
-            partial(profile_cache.store_correction, file) if file is not None else None,
-            detect_drift=detect_drift and self._replan_mode == "on_drift",
-        )
+        correction, file = self._planning_result.correction, self._planning_result.cache_file
+        save_correction = partial(profile_cache.store_correction, file) if file is not None else None
+        ranks = RankGroup(dist.group.WORLD, self.num_nodes, self.root_device)
+        detect_drift = detect_drift and self._replan_mode == "on_drift"
+        return PredictionMonitor(self._plan, ranks, correction, save_correction, detect_drift)
 
     def _print_and_write_plan(self, trainer: pl.Trainer, profiling_s: float | None) -> None:
         assert self._plan is not None
@@ -379,20 +345,17 @@ class OSDPStrategy(ProcessGroupStrategy):
         assert self._plan is not None
         assert self.lightning_module is not None
         result, self._monitor = self._planning_result, self._create_monitor(detect_drift=False)
-        unchanged = "memory left its prediction, but the plan is kept: "
-        if result.replanner is None:
-            rank_zero_warn(unchanged + "it was given", category=OSDPWarning)
-            return
-        if not self.lightning_module.automatic_optimization:
-            reason = "gradients are the module's own (manual optimization)"
-            rank_zero_warn(unchanged + reason, category=OSDPWarning)
+        replanner, unchanged = result.replanner, "memory left its prediction, but the plan is kept"
+        if replanner is None or not self.lightning_module.automatic_optimization:
+            reason = "it was given" if replanner is None else "gradients are the module's own (manual optimization)"
+            rank_zero_warn(f"{unchanged}: {reason}", category=OSDPWarning)
             return
         correction = update_correction(result.correction, self._plan, measured_step)
         policy = BatchSizePolicy(batch_size=self._plan.batch_size, accumulation=self._plan.accumulate_grad_batches)
         try:
-            plan = result.replanner.replan(correction, policy)
+            plan = replanner.replan(correction, policy)
         except InfeasibleError as error:
-            rank_zero_warn(f"{unchanged}{error}", category=OSDPWarning)
+            rank_zero_warn(f"{unchanged}: {error}", category=OSDPWarning)
             return
         self._engine.apply_plan_change(plan, self.optimizers)
         memory.trim(self.root_device)
@@ -422,6 +385,7 @@ class OSDPStrategy(ProcessGroupStrategy):
         assert self._engine is not None
         assert self._monitor is not None
         assert self.lightning_module is not None
+        assert self._heap_controller is not None
         self._engine.before_optimizer_step(optimizer)
         with self._explain_oom(), fused_step(optimizer):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -430,7 +394,6 @@ class OSDPStrategy(ProcessGroupStrategy):
             # Lightning frees gradients only after the next forward, where they would add to the activations.
             optimizer.zero_grad(set_to_none=True)
         self._monitor.on_step_end()
-        assert self._heap_controller is not None
         self._heap_controller.on_step_end()
         return result
 
@@ -463,13 +426,7 @@ class OSDPStrategy(ProcessGroupStrategy):
     def on_validation_start(self) -> None:
         self._release_heap()
 
-    @override
-    def on_test_start(self) -> None:
-        self._release_heap()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._release_heap()
+    on_test_start = on_predict_start = on_validation_start
 
     @override
     def teardown(self) -> None:
@@ -489,9 +446,6 @@ class OSDPStrategy(ProcessGroupStrategy):
         return super().lightning_module_state_dict()
 
     def summon_full_params(self, module: Any = None, writeback: bool = True) -> AbstractContextManager[None]:
-        """Return a context in which parameters (of ``module`` alone, if given) are unsharded, as FSDP's.
-
-        Collective: every rank must enter it. See ``Engine.summon_full_params``.
-        """
+        """Return a context with unsharded parameters (of ``module`` alone, if given): see ``Engine.summon_full_params``."""
         self._release_heap()
         return self._engine.summon_full_params(module, writeback) if self._engine is not None else nullcontext()

@@ -9,12 +9,15 @@ import lightning.pytorch as pl
 
 from lightning_osdp.autotune import profile_cache
 from lightning_osdp.autotune.coordinator import PlanRequest
+from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.backend.memory import MemoryLimit
+from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.formatting import parse_bytes
 from lightning_osdp.planning.spec.model import NonTrainingWork
+from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling.tracing.trace import TracedStep
 from lightning_osdp.strategy import arguments
 from lightning_osdp.strategy.dataloader import TrainData
@@ -114,3 +117,26 @@ class PlanningOptions:
             constraints=constraints,
             non_training=non_training,
         )
+
+
+def check_and_read_plan(trainer: pl.Trainer, plan: str | Path | ExecutionPlan | None) -> ExecutionPlan | None:
+    """Reject what can't work, and read the plan that was given, before anything else is done.
+
+    Raises:
+        ConfigurationError: the run can't work, or the plan can't be read.
+    """
+    arguments.reject_unsupported(trainer, trainer.precision_plugin)
+    if not any(parameter.requires_grad for parameter in trainer.lightning_module.parameters()):
+        raise ConfigurationError("the module has no trainable parameters: there is nothing to plan or train")
+    return arguments.read_plan(plan)
+
+
+def check_given_plan(plan: ExecutionPlan, traced: TracedStep, ranks: RankGroup, in_backward_blocker: str) -> None:
+    """Reject a plan that is not for this model, these ranks and this run.
+
+    Raises:
+        PlanMismatchError: the plan is for another model or other ranks.
+        ConfigurationError: the plan updates parameters in the backward pass, which the run does not allow.
+    """
+    plan.check(traced.model_profile, ranks.world_size, ranks.nodes)
+    arguments.check_plan_allows_in_backward(plan, in_backward_blocker)

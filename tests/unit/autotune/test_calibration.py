@@ -125,7 +125,7 @@ def test_calibration_trials_with_little_time_run_each_mode_once_cheapest_first()
 
 
 def test_calibration_trials_on_two_nodes_include_node_sharding() -> None:
-    nodes = some_cluster(2, nodes=2, levels=uniform_hierarchical_links(some_cluster().link))
+    nodes = some_cluster(2, nodes=2, hierarchical_links=uniform_hierarchical_links(some_cluster().link))
     for kinds, _ in run_ranks(run_short_trials, 4, SHORT_S, nodes):
         assert kinds == [{"zdp2", "node"}, set(), {"zdp2"}, {"zdp"}]
     in_turn = uniform_plans(trace(Module(), BATCH, 4, device=CPU).model_profile, nodes)
