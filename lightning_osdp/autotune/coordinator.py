@@ -5,9 +5,13 @@ Every public method is collective: every rank must call it, and gets the same re
 
 from __future__ import annotations
 
+import logging
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_osdp.autotune.profile import Profile
 from lightning_osdp.autotune.ranks import RankGroup, resolve_cluster
@@ -23,8 +27,11 @@ from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Pr
 from lightning_osdp.planning.search.plan_selection import CachedPlan, find_cached_plan, select_plan
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
+from lightning_osdp.planning.spec.formatting import format_seconds
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, ModelProfile, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+
+log_info = rank_zero_only(logging.getLogger(__name__).info)
 
 MAX_RETAIN_BATCH_FACTOR = 2
 """Freed tensors are retained up to this multiple of the largest traced batch size; beyond it the speedup is not known.
@@ -150,7 +157,7 @@ class PlanningCoordinator:
         Raises:
             InfeasibleError: nothing fits.
         """
-        deadline_reached = self.budget.deadline(time_fraction)
+        began_s, deadline_reached = time.monotonic(), self.budget.deadline(time_fraction)
 
         def find_plan(problem: Problem) -> ExecutionPlan:
             with HEAP.retained():
@@ -165,6 +172,9 @@ class PlanningCoordinator:
 
         plan = self._on_rank_zero(find_plan, profile, memory_budget)
         assert plan is not None
+        text = f"batch size {plan.batch_size}, predicted {format_seconds(plan.predicted.step_time_s)}"
+        searched_s = format_seconds(time.monotonic() - began_s)
+        log_info("searched %d batch sizes in %s: %s", len(plan.frontier), searched_s, text)
         return plan
 
     def look_up_plan(

@@ -17,8 +17,7 @@ from lightning_osdp.planning.spec.formatting import format_bytes, format_seconds
 from lightning_osdp.profiling import compute, engine_overhead, network
 from lightning_osdp.profiling.tracing.trace import TracedStep
 
-log = logging.getLogger(__name__)
-log_info = rank_zero_only(log.info)
+log_info = rank_zero_only(logging.getLogger(__name__).info)
 
 LARGEST_TENSOR_DIVISOR = 3
 """Divisor of the free memory that gives the largest tensor to measure links with: two such tensors are needed."""

@@ -57,8 +57,7 @@ from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling import compute, engine_overhead
 from lightning_osdp.profiling.tracing.trace import TracedStep, architecture_key, trace, trace_by_running
 
-log = logging.getLogger(__name__)
-log_info = rank_zero_only(log.info)
+log_info = rank_zero_only(logging.getLogger(__name__).info)
 
 MAX_PLAN_TRIALS = 2
 """Maximum number of plans that one start finds and tries."""
@@ -193,7 +192,7 @@ def autotune(
             pattern matches nothing.
     """
     began_s = time.monotonic()
-    _warm_up(request, ranks)
+    _prepare_ranks(request, ranks)
     coordinator = PlanningCoordinator(request, ranks, budget, traced.model_profile, traced.batch_sizes)
     files = ProfileCache.open(cache, ranks, traced, request.cluster, request.constraints)
     # 2. Look up.
@@ -249,7 +248,7 @@ def plan_offline(
     return autotune(traced, request, ranks, StartupBudget.unlimited(ranks), cache=cache, trial_context=trial_context)
 
 
-def _warm_up(request: PlanRequest, ranks: RankGroup) -> None:
+def _prepare_ranks(request: PlanRequest, ranks: RankGroup) -> None:
     """Check the number of ranks, and load what the engine loads at its first use."""
     if ranks.group is None:
         return
@@ -324,7 +323,7 @@ def _search_and_trial(
     """Steps 5 to 7. Return the plan, and measurements and memory as they are after its trials."""
     budget = coordinator.budget
     began_s = budget.elapsed_s()
-    plan = _log_search(coordinator, profile, memory_budget, TRIAL_RELATIVE_ERROR, FIRST_SEARCH_FRACTION)  # step 5
+    plan = coordinator.search(profile, memory_budget, TRIAL_RELATIVE_ERROR, FIRST_SEARCH_FRACTION)  # step 5
     search_s = budget.elapsed_s() - began_s
     was_cut_short = search_s >= FIRST_SEARCH_FRACTION * (budget.total_s - began_s - APPLY_RESERVE_S)
 
@@ -334,7 +333,7 @@ def _search_and_trial(
         if trial is None:
             # A search that takes no more time than the first one finds nothing better.
             if was_cut_short and budget.remaining_s() - APPLY_RESERVE_S > search_s:
-                plan = _log_search(coordinator, profile, memory_budget, UNTRIED_PLAN_MARGIN, 1.0)
+                plan = coordinator.search(profile, memory_budget, UNTRIED_PLAN_MARGIN, 1.0)
             break
         profile = profile.model_copy(update={"trials": prune_trials((*profile.trials, trial))})
         memory_budget = coordinator.memory_budget(after_trial=True)
@@ -349,27 +348,12 @@ def _search_and_trial(
             (TRIAL_RELATIVE_ERROR, FIRST_SEARCH_FRACTION) if can_try_another else (UNTRIED_PLAN_MARGIN, 1.0)
         )
         try:
-            plan = _log_search(coordinator, profile, memory_budget, gain, fraction)  # step 7
+            plan = coordinator.search(profile, memory_budget, gain, fraction)  # step 7
         except InfeasibleError:  # the trial has left something behind, and the plan was the last that fits
             return apply_trial(plan, profile.trials), profile, memory_budget
         if not can_try_another:
             break
     return plan, profile, memory_budget
-
-
-def _log_search(
-    coordinator: PlanningCoordinator, profile: Profile, memory_budget: MemoryBudget, gain: float, fraction: float
-) -> ExecutionPlan:
-    began_s = time.monotonic()
-    plan = coordinator.search(profile, memory_budget, gain, fraction)
-    log_info(
-        "searched %d batch sizes in %s: batch size %d, predicted %s",
-        len(plan.frontier),
-        format_seconds(time.monotonic() - began_s),
-        plan.batch_size,
-        format_seconds(plan.predicted.step_time_s),
-    )
-    return plan
 
 
 def _try_plan(

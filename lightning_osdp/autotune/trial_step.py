@@ -74,9 +74,6 @@ class StepTiming(NamedTuple):
 StepFunction = Callable[[], Any]
 """Runs forward and backward; returns the event between them (``backend.timer``)."""
 
-TimingProcedure = Callable[[Sequence[StepFunction]], list[StepTiming]]
-"""Times steps, one for each batch size."""
-
 
 @dataclass(frozen=True)
 class TrialContext:
@@ -137,10 +134,9 @@ def time_step(
     Raises:
         TrialError: the user's step fails, or the module can't be copied.
     """
-    procedure: TimingProcedure = partial(_time_repeats, ranks=ranks, device=trial_context.device, duration_s=duration_s)
-    if heap_bytes is not None:
-        procedure = partial(_with_retained_heap, procedure, heap_bytes)
-    return dict(zip(sizes, _with_module_copy(trial_context, sizes, ranks, plan, procedure), strict=True))
+    heap = nullcontext() if heap_bytes is None else HEAP.retained(heap_bytes)
+    with _copied_steps(trial_context, sizes, ranks, plan) as steps, heap:
+        return dict(zip(sizes, _time_repeats(steps, ranks, trial_context.device, duration_s=duration_s), strict=True))
 
 
 def time_release_and_retain(
@@ -156,10 +152,15 @@ def time_release_and_retain(
     """
     if released.is_slow:
         return released, time_step(trial_context, [size], ranks, None, SLOW_TRIAL_S, heap_bytes)[size]
-    procedure: TimingProcedure = partial(_time_repeats, ranks=ranks, device=trial_context.device, duration_s=0.0)
-    procedure = partial(_alternate, procedure, heap_bytes)
-    first, second = _with_module_copy(trial_context, [size], ranks, None, procedure)
-    return first, second
+    timings: tuple[list[StepTiming], list[StepTiming]] = ([], [])
+    with _copied_steps(trial_context, [size], ranks, None) as steps:
+        for _ in range(ALTERNATIONS):
+            timings[0].extend(_time_repeats(steps, ranks, trial_context.device, duration_s=0.0))
+            with HEAP.retained(heap_bytes):
+                timings[1].extend(_time_repeats(steps, ranks, trial_context.device, duration_s=0.0))
+            if timings[0][0].is_slow:
+                break
+    return _average(statistics.mean, timings[0]), _average(statistics.mean, timings[1])
 
 
 def release_and_retain_duration_s(released: StepTiming) -> float:
@@ -183,28 +184,6 @@ def _raise_trial_error(errors: type[Exception] = Exception) -> Iterator[None]:
         raise TrialError(f"{type(error).__name__}: {error}") from error
 
 
-def _with_module_copy(
-    trial_context: TrialContext,
-    sizes: Sequence[int],
-    ranks: RankGroup,
-    plan: ExecutionPlan | None,
-    time_steps: TimingProcedure,
-) -> list[StepTiming]:
-    """Time steps on a copy of the module, and free all of the copy."""
-    with _raise_trial_error():
-        module_copy = lazy_clone(trial_context.module)
-    engine = None if plan is None else FairScaleEngine(trial_context.device, ranks.group, broadcast=False)
-    try:
-        with _raise_trial_error(torch.OutOfMemoryError):
-            return _run_on_copy(module_copy, engine, trial_context, sizes, plan, time_steps)
-    finally:
-        release_storage(module_copy.parameters())
-        if engine is not None:
-            engine.close()
-        del module_copy, engine
-        trim(trial_context.device, GC_GENERATION)
-
-
 class _NoOpOptimizer(Optimizer):
     """Stands in for the optimizer of a plan that updates in the backward pass, so that gradients are freed there."""
 
@@ -216,30 +195,47 @@ class _NoOpOptimizer(Optimizer):
         """Change nothing."""
 
 
-def _run_on_copy(
-    module_copy: LightningModule,
-    engine: FairScaleEngine | None,
-    trial_context: TrialContext,
-    sizes: Sequence[int],
-    plan: ExecutionPlan | None,
-    time_steps: TimingProcedure,
-) -> list[StepTiming]:
+@contextmanager
+def _copied_steps(
+    trial_context: TrialContext, sizes: Sequence[int], ranks: RankGroup, plan: ExecutionPlan | None
+) -> Iterator[list[StepFunction]]:
+    """Yield a step for each batch size on a copy of the module, and free all of the copy afterwards."""
     device = trial_context.device
-    if engine is None or plan is None:
-        module_copy.to(device)
-    else:
-        with _raise_trial_error(ShardingError):
-            optimizer = [_NoOpOptimizer(module_copy.parameters())] if plan.update_in_backward else []
-            engine.apply(module_copy, plan, optimizer)
+    with _raise_trial_error():
+        module_copy = lazy_clone(trial_context.module)
+    engine = None if plan is None else FairScaleEngine(device, ranks.group, broadcast=False)
+    steps: list[StepFunction] = []
     optimizers: list[Any] = []
     schedulers: list[Any] = []
-    with detached_from_trainer(module_copy, optimizers, schedulers), torch.compiler.set_stance("force_eager"):
-        with engine.unsharded_shapes() if engine is not None else nullcontext(), _raise_trial_error():
-            optimizers[:], schedulers[:] = build_optimizers(module_copy)
-        resized = [real_batch(trial_context.batch, trial_context.batch_size, size) for size in sizes]
-        with _raise_trial_error():
-            batches = [move_batch(module_copy, batch, device) for batch in resized]
-        return time_steps([partial(_forward_backward, trial_context, module_copy, batch, engine) for batch in batches])
+    try:
+        with _raise_trial_error(torch.OutOfMemoryError):
+            _put_on_device(module_copy, device, engine, plan)
+            with detached_from_trainer(module_copy, optimizers, schedulers), torch.compiler.set_stance("force_eager"):
+                with engine.unsharded_shapes() if engine is not None else nullcontext(), _raise_trial_error():
+                    optimizers[:], schedulers[:] = build_optimizers(module_copy)
+                batches = (real_batch(trial_context.batch, trial_context.batch_size, size) for size in sizes)
+                with _raise_trial_error():
+                    moved = [move_batch(module_copy, batch, device) for batch in batches]
+                steps += [partial(_forward_backward, trial_context, module_copy, batch, engine) for batch in moved]
+                moved.clear()
+                yield steps
+    finally:
+        steps.clear()
+        release_storage(module_copy.parameters())
+        if engine is not None:
+            engine.close()
+        del module_copy, engine
+        trim(device, GC_GENERATION)
+
+
+def _put_on_device(
+    module_copy: LightningModule, device: torch.device, engine: FairScaleEngine | None, plan: ExecutionPlan | None
+) -> None:
+    if engine is None or plan is None:
+        module_copy.to(device)
+        return
+    with _raise_trial_error(ShardingError):
+        engine.apply(module_copy, plan, [_NoOpOptimizer(module_copy.parameters())] if plan.update_in_backward else [])
 
 
 def _forward_backward(
@@ -258,23 +254,6 @@ def _forward_backward(
         engine.after_optimizer_step()
     module_copy.zero_grad(set_to_none=True)
     return event
-
-
-def _with_retained_heap(
-    time_steps: TimingProcedure, heap_bytes: int, steps: Sequence[StepFunction]
-) -> list[StepTiming]:
-    with HEAP.retained(heap_bytes):
-        return time_steps(steps)
-
-
-def _alternate(time_steps: TimingProcedure, heap_bytes: int, steps: Sequence[StepFunction]) -> list[StepTiming]:
-    """Time one step with freed tensors released and retained in turns; return the mean of each."""
-    released: list[StepTiming] = []
-    retained: list[StepTiming] = []
-    while len(released) < (1 if released and released[0].is_slow else ALTERNATIONS):
-        released += time_steps(steps)
-        retained += _with_retained_heap(time_steps, heap_bytes, steps)
-    return [_average(statistics.mean, timings) for timings in (released, retained)]
 
 
 # -- how repeats are timed ---------------------------------------------------------------------------------------------

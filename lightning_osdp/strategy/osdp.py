@@ -290,8 +290,8 @@ class OSDPStrategy(ProcessGroupStrategy):
         resumed = pipeline.reuse_if_valid(self.resumed_plan, traced, ranks, request.policy, limit.current())
         if resumed is not None and self._replan_mode == "never" and not (resumed.update_in_backward and blocker):
             return PlanningResult(resumed)
-        trials = {"trial_context": context} if options.trial_steps else {}
-        return pipeline.autotune(traced, request, ranks, budget, cache=options.cache_folder, **trials)
+        step = context if options.trial_steps else None
+        return pipeline.autotune(traced, request, ranks, budget, cache=options.cache_folder, trial_context=step)
 
     def _create_monitor(self, detect_drift: bool = True) -> PredictionMonitor:
         assert self._plan is not None

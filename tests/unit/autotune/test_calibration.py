@@ -57,8 +57,8 @@ def run_trials(
     if means is not None:
         run = trial_step._time_repeats
 
-        def given(steps: Any, **named: Any) -> list[StepTiming]:
-            run(steps, **named)
+        def given(steps: Any, *arguments: Any, **named: Any) -> list[StepTiming]:
+            run(steps, *arguments, **named)
             return [StepTiming(means[len(steps)], 0.25, means[len(steps)] / 4)] * len(steps)
 
         trial_step._time_repeats = given
@@ -264,8 +264,8 @@ def test_calibration_trials_alone_scale_compute_to_unsharded_step(monkeypatch: p
     parts = compute.measure_compute(traced, CPU, time_budget_s=0.0)
     before = {name: value.clone() for name, value in module.state_dict().items()}
 
-    def a_second_each(steps: Any, **named: Any) -> list[StepTiming]:
-        run(steps, **named)
+    def a_second_each(steps: Any, *arguments: Any, **named: Any) -> list[StepTiming]:
+        run(steps, *arguments, **named)
         return [StepTiming(1.0, 0.0, 0.25)] * len(steps)
 
     monkeypatch.setattr(trial_step, "_time_repeats", a_second_each)

@@ -234,7 +234,7 @@ def test_autotune_marks_memory_as_observed_only_after_trial_of_searched_plan(
         asked_for.append(after_trial)
         return MemoryBudget(100, 60, 12, 5)
 
-    monkeypatch.setattr(pipeline, "_warm_up", lambda *_: None)
+    monkeypatch.setattr(pipeline, "_prepare_ranks", lambda *_: None)
     monkeypatch.setattr(pipeline, "measure_profile", lambda *_: measured)
     monkeypatch.setattr(pipeline, "_calibrate", lambda coordinator, profile, *_: profile)
     monkeypatch.setattr(PlanningCoordinator, "memory_budget", memory_budget)
