@@ -1,6 +1,6 @@
 """Predicted beside measured: step time and peak memory of many models, plans and batch sizes on two ranks.
 
-    python benchmarks/accuracy.py [--only NAME ...] [--quick] [--json FILE] [--write docs/accuracy.md]
+    python -m bench accuracy [--only NAME ...] [--quick] [--json FILE] [--write docs/accuracy.md]
 
 Models: the paper's three families scaled down (narrow and deep, wide and shallow, inconsistent widths) and the zoo of
 architectures of the tests. Each is trained by ``Trainer(strategy=OSDPStrategy(...))`` under all-dp, all-zdp2, all-zdp
@@ -31,17 +31,14 @@ import os
 import platform
 import signal
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of the ranks, before any of them loads torch
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from cases import OPTIONS, SUBJECTS, Case, Order, work
-
+from bench.accuracy.cases import OPTIONS, SUBJECTS, Case, Order, work
 from bench.accuracy.statistics import Round, middle, off, unsteady
 from tests.support.ports import free_port
 
@@ -64,10 +61,10 @@ TIMEOUT_S = 600
 def forkserver() -> multiprocessing.context.ForkServerContext:
     """Processes are forked from one that has imported ``cases``. Python 3.11 starts it with a ``sys.path`` of its own,
     and says nothing where it finds nothing there."""
-    here = Path(__file__).resolve().parent
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    root = Path(__file__).resolve().parents[2]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cases"])
+    context.set_forkserver_preload(["bench.accuracy.cases"])
     return context
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 import warnings
 from dataclasses import asdict, dataclass, field
@@ -17,20 +16,16 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from operators import OPERATORS  # noqa: E402
-
+from bench.micro.operators import OPERATORS
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.autotune import coordinator, measure  # noqa: E402
+from lightning_osdp.autotune import coordinator, measure
 from lightning_osdp.backend import collectives, memory
-from lightning_osdp.planning.search import search_space  # noqa: E402
-from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, enumerate_choices  # noqa: E402
-from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, Link  # noqa: E402
-from lightning_osdp.planning.spec.constraints import SearchConstraints  # noqa: E402
+from lightning_osdp.planning.search import search_space
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, enumerate_choices
+from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, Link
+from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.profiling import compute
-from tests.support.zoo import ZOO  # noqa: E402
+from tests.support.zoo import ZOO
 
 STEPS_S, FEWEST_STEPS, MOST_STEPS, QUICK_STEPS = 6.0, 7, 30, 5
 """How long to train: about so many seconds, but within these numbers of steps."""
@@ -163,8 +158,8 @@ def work(rank: int, order: Order) -> None:
     names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": order.port, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "accuracy"}
     os.environ.update({name: str(value) for name, value in names.items()})
     torch.set_num_threads(1)
-    instead(measure, "remember", nothing)  # a case is predicted from measurements, not from the cases before it
-    instead(coordinator, "settled_before", nothing)  # nor is a plan for fewer modes the same problem
+    instead(measure, "store_correction", nothing)  # a case is predicted from measurements, not from the cases before it
+    instead(coordinator, "find_cached_plan", nothing)  # nor is a plan for fewer modes the same problem
     note_allowances()
     slices = tuple(Mode(mode) for mode in order.slices or [order.plan] if order.plan != "searched")
     if slices:
@@ -201,7 +196,7 @@ def note_allowances() -> None:
         ALLOWANCES.append(allowance(*args))
         return ALLOWANCES[-1]
 
-    instead(memory, "allowance", noted)
+    instead(memory, "growth_reserve", noted)
 
 
 def tell(strategy: OSDPStrategy, order: Order) -> None:
@@ -239,14 +234,14 @@ def only(slices: tuple[Mode, ...]) -> None:
         alike = [row for row in whole if row.slices[0] == slices[0]]
         return (wanted or alike or whole[-1:])[:1]
 
-    instead(search_space, "menu", nearest)
+    instead(search_space, "enumerate_choices", nearest)
 
 
 def guessed(ranks: int) -> Cluster:
     """Hardware that is not measured: its times mean nothing, but the memory along the step does not depend on them."""
-    instead(compute, "BUDGET_S", 0.0)
-    instead(measure, "rehearse", lambda stage, traced, group, cluster, compute, *_: (compute, ()))
-    instead(coordinator, "rehearse_chosen", nothing)
+    instead(compute, "KERNEL_TIMING_BUDGET_S", 0.0)
+    instead(measure, "run_calibration_trials", lambda trial, traced, group, cluster, compute, *_: (compute, None, ()))
+    instead(coordinator, "run_plan_trial", nothing)
     fit = CollectiveFit(latency_s=1e-3, s_per_byte=1e-9)
     link = Link(all_reduce=fit, all_gather=fit, reduce_scatter=fit)
     return Cluster(

@@ -5,7 +5,7 @@ can't pay each time. So this process imports them once and ranks are forked from
 until it writes to them, and the kernel charges them to the parent: its memory would look smaller than that of a
 process which was started on its own. A rank therefore first copies every private page it was given (``madvise`` with
 ``MADV_POPULATE_WRITE``) and maps the same pages of library files; then its resident size and what its cgroup is
-charged are those of a fresh process (``tests/benchmarks`` compares them). This process must run one thread, import no
+charged are those of a fresh process (``tests/unit/bench`` compares them). This process must run one thread, import no
 part of lightning_osdp or fairscale and never touch CUDA.
 """
 
@@ -29,7 +29,8 @@ import numpy as np
 import torch
 
 from bench.comparison.jobs import Job
-from bench.comparison.worker import INFEASIBLE_STATUS, OUT_OF_MEMORY_STATUS, run_rank
+from bench.comparison.step_log import INFEASIBLE_STATUS, OUT_OF_MEMORY_STATUS
+from bench.comparison.worker import run_rank
 from bench.multinode import emulated_cluster
 
 LIBC = ctypes.CDLL(None, use_errno=True)

@@ -26,8 +26,9 @@ from torch import Tensor
 from bench.comparison.cells import Cell
 from bench.comparison.jobs import Job
 from bench.comparison.records import Runs
+from bench.comparison.step_log import Recorder
 from bench.comparison.systems import ALONE, OSDP, parse
-from bench.comparison.worker import Recorder, run_rank
+from bench.comparison.worker import run_rank
 from bench.multinode import emulated_cluster
 
 INTERVAL_S = 0.004
@@ -45,7 +46,7 @@ def classify(frame: FrameType | None) -> str:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if not innermost and "/torch/utils/_contextlib" not in file:
             innermost = file
-        if file.endswith(("lightning_osdp/collectives.py", "torch/distributed/distributed_c10d.py")):
+        if file.endswith(("lightning_osdp/backend/collectives.py", "torch/distributed/distributed_c10d.py")):
             communication = name  # the outermost one names what is being done
         in_backward |= name == "_engine_run_backward"
         frame = frame.f_back
@@ -58,7 +59,7 @@ def work(file: str, in_backward: bool) -> str:
     """What code of ``cache_file`` does. Lightning runs forward and backward inside of the optimizer's step."""
     if file.endswith("torch/autograd/graph.py"):
         return "backward (with what the reducer waits for in DDP)"
-    if any(part in file for part in ("/torch/nn/", "/transformers/", "throughput/models.py")):
+    if any(part in file for part in ("/torch/nn/", "/transformers/", "comparison/models.py")):
         return "recomputed forward" if in_backward else "forward"
     if "/torch/optim/" in file or file.endswith("_foreach_utils.py"):
         return "optimizer"

@@ -1,11 +1,12 @@
 """The limit holds: a plan made for a memory limit survives under it, all-dp at the same batch size is killed.
 
-    sudo python benchmarks/hard_limit.py [--limit 1000M] [--layers 6] [--width 768]
+    sudo python -m bench hard-limit [--limit 1000M] [--layers 6] [--width 768]
 
 Each rank runs in a memory cgroup whose hard limit is the limit that the plan was made for: the process, its libraries,
 profiling and training all count (but for pages of library files that another process has read before; the plan counts
 those too, as the process's own peak does). Over it the kernel kills the rank. First a run plans and trains under the
-limit, then a run with every operator replicated and the same batch size. Needs root and cgroup v1 (see lab.py).
+limit, then a run with every operator replicated and the same batch size. Needs root and cgroup v1 (see
+emulated_cluster.py).
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import lab
+from bench.multinode import emulated_cluster
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
 MIB = 1 << 20
 
@@ -50,12 +51,14 @@ def train(args: argparse.Namespace) -> None:
     trainer.fit(GPT(args.layers, args.width, block_size=128), StandardLibrary(block_size=128))
 
 
-def under_limit(args: argparse.Namespace, name: str, plan: str | None, folder: str) -> list[lab.Outcome]:
+def under_limit(args: argparse.Namespace, name: str, plan: str | None, folder: str) -> list[emulated_cluster.Outcome]:
     """Runs all ranks under the hard limit and prints what became of them."""
     own = ["--limit", args.limit, "--layers", str(args.layers), "--width", str(args.width), "--folder", folder]
-    command = [sys.executable, __file__, "--worker", "--ranks", str(args.ranks), *own]
-    cluster = lab.Cluster(f"limit{os.getpid()}", 1, args.ranks, None, lab.parse_bytes(args.limit))
-    outcomes = lab.run(cluster, command + (["--plan", plan] if plan else []), timeout_s=300)
+    command = [sys.executable, "-m", "bench.memory_limit.hard_limit", "--worker", "--ranks", str(args.ranks), *own]
+    cluster = emulated_cluster.Cluster(
+        f"limit{os.getpid()}", 1, args.ranks, None, emulated_cluster.parse_bytes(args.limit)
+    )
+    outcomes = emulated_cluster.run(cluster, command + (["--plan", plan] if plan else []), timeout_s=300)
     ends = ", ".join(
         f"rank {i} {'KILLED, out of memory' if o.out_of_memory else f'ended with {o.status}'}, "
         f"peak {o.peak_bytes / MIB:.0f} MiB"
@@ -95,7 +98,7 @@ def main() -> int:
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        args.limit = lab.parse_bytes(args.limit)
+        args.limit = emulated_cluster.parse_bytes(args.limit)
         train(args)
         return 0
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
 """Predicted beside measured on one GPU, of models that fill it as far as they may.
 
-    python benchmarks/one_gpu.py [--model nd-gpu --memory-limit 8GiB --precision 32-true]
+    python -m bench one-gpu [--model nd-gpu --memory-limit 8GiB --precision 32-true]
 
 Each is trained in a process of its own by a plain ``Trainer(strategy=OSDPStrategy())`` on one device, with no
 measurements from before. OSDP's own table after the training is what is printed: step time, samples a second and the
@@ -14,9 +14,6 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 CASES = (("nd-gpu", "8GiB", "32-true"), ("gpt2-gpu", "auto", "bf16-mixed"))
 """Model, memory limit and precision: one that is short of memory, and one that has the device."""
@@ -24,7 +21,7 @@ CASES = (("nd-gpu", "8GiB", "32-true"), ("gpt2-gpu", "auto", "bf16-mixed"))
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="one of benchmarks.throughput's; default: " + ", ".join(c[0] for c in CASES))
+    parser.add_argument("--model", help="one of bench.comparison's; default: " + ", ".join(c[0] for c in CASES))
     parser.add_argument("--memory-limit", default="auto")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--steps", type=int, default=12)
@@ -38,7 +35,9 @@ def main() -> int:
         print(f"== {model}, {limit}, {precision}", flush=True)
         case = ["--model", model, "--memory-limit", limit, "--precision", precision]
         same = ["--steps", str(given.steps), "--accelerator", given.accelerator]
-        status |= subprocess.run([sys.executable, __file__, *case, *same], check=False).returncode
+        status |= subprocess.run(
+            [sys.executable, "-m", "bench.memory_limit.one_gpu", *case, *same], check=False
+        ).returncode
     return status
 
 

@@ -1,13 +1,13 @@
 """A wide, shallow model trains under OSDP within a hard memory limit that kills FairScale FSDP at batch size 1.
 
-    sudo python benchmarks/wide_limit.py [--limit 1390M] [--layers 2] [--width 2048] [--tokens 128]
+    sudo python -m bench wide-limit [--limit 1390M] [--layers 2] [--width 2048] [--tokens 128]
 
-Each of two ranks runs in a memory cgroup; over its limit the kernel kills it (see lab.py). Four runs of the same model:
-FairScale FSDP around each block without a limit, which shows that it works and what it takes; the same under the
-limit; the same with each block recomputed as well; and OSDP, which plans by itself for that limit. Which operators to
-split and how finely is the search's choice; recomputing is asked for (--recompute auto leaves it to the search as well,
-which needs it only for long samples). Both sides get glibc's setting that hands freed tensors back to the system. Needs
-root and cgroup v1.
+Each of two ranks runs in a memory cgroup; over its limit the kernel kills it (see emulated_cluster.py). Four runs of
+the same model: FairScale FSDP around each block without a limit, which shows that it works and what it takes; the same
+under the limit; the same with each block recomputed as well; and OSDP, which plans by itself for that limit. Which
+operators to split and how finely is the search's choice; recomputing is asked for (--recompute auto leaves it to the
+search as well, which needs it only for long samples). Both sides get glibc's setting that hands freed tensors back to
+the system. Needs root and cgroup v1.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import lab
+from bench.multinode import emulated_cluster
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
 
 RANKS, STEPS = 2, 4
 MIB = 1 << 20
@@ -35,7 +35,7 @@ def main() -> int:
     if args.system:
         worker(args)
         return 0
-    limit = lab.parse_bytes(args.limit)
+    limit = emulated_cluster.parse_bytes(args.limit)
     block, recomputed = "fairscale-block", "fairscale-block+ckpt"
     free = run(args, "FairScale FSDP per block, no limit", block, None)
     runs = {
@@ -70,14 +70,16 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(args: argparse.Namespace, name: str, system: str, limit: int | None) -> list[lab.Outcome]:
+def run(args: argparse.Namespace, name: str, system: str, limit: int | None) -> list[emulated_cluster.Outcome]:
     """Trains on both ranks under the limit and prints what became of them."""
     with tempfile.TemporaryDirectory() as folder:
         model = ["--layers", str(args.layers), "--width", str(args.width), "--tokens", str(args.tokens)]
         model += ["--recompute", args.recompute]
         own = ["--system", system, "--limit", args.limit, "--folder", folder]
-        cluster = lab.Cluster(f"wide{os.getpid()}", 1, RANKS, None, limit)
-        outcomes = lab.run(cluster, [sys.executable, __file__, *model, *own], TIMEOUT_S)
+        cluster = emulated_cluster.Cluster(f"wide{os.getpid()}", 1, RANKS, None, limit)
+        outcomes = emulated_cluster.run(
+            cluster, [sys.executable, "-m", "bench.memory_limit.wide_limit", *model, *own], TIMEOUT_S
+        )
         done = Path(folder, DONE_FILE)
         steps = len(done.read_text()) if done.exists() else 0
         if system == "osdp":
@@ -180,7 +182,7 @@ def train_with_osdp(args: argparse.Namespace, task: Any) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=RANKS,
-        strategy=OSDPStrategy(memory_limit=lab.parse_bytes(args.limit), max_batch_size=1, cache=""),
+        strategy=OSDPStrategy(memory_limit=emulated_cluster.parse_bytes(args.limit), max_batch_size=1, cache=""),
         max_steps=STEPS,
         callbacks=[OSDPCallback(activation_checkpointing=recompute, progress_bar=False), Steps()],
         logger=False,

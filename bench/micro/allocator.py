@@ -1,13 +1,13 @@
 """What glibc's allocator costs on a CPU: as it is, as OSDP sets it, with PyTorch's large pages, and with a fused Adam.
 
-    python benchmarks/allocator.py [--width 512] [--batch-size 8] [--repeats 3]
+    python -m bench allocator [--width 512] [--batch-size 8] [--repeats 3]
 
-OSDP has glibc hand freed tensors back to the system (``profiling.heap.configure_cpu_allocator``), so that a process takes
-what its live tensors take, as predicted. Every tensor's pages are then new ones, which the kernel clears at their first
-touch. Where there is memory for it, OSDP lets freed tensors stay in a heap of limited size (``heap_controller.py``), here as
-shares of what a step frees. ``THP_MEM_ALLOC_ENABLE=1`` in the environment, read by PyTorch at its first tensor, asks
-for pages of 2 MiB. The optimizer has its part in it: a loop over parameters makes temporaries for each, the fused form
-(``fused_adam.py``) none.
+OSDP has glibc hand freed tensors back to the system (``backend.cpu.malloc.configure_cpu_allocator``), so that a process
+takes what its live tensors take, as predicted. Every tensor's pages are then new ones, which the kernel clears at their
+first touch. Where there is memory for it, OSDP lets freed tensors stay in a heap of limited size
+(``heap_controller.py``), here as shares of what a step frees. ``THP_MEM_ALLOC_ENABLE=1`` in the environment, read by
+PyTorch at its first tensor, asks for pages of 2 MiB. The optimizer has its part in it: a loop over parameters makes
+temporaries for each, the fused form (``fused_adam.py``) none.
 
 Four layers of ``nn.TransformerEncoderLayer`` train with AdamW in one thread, in processes of their own that take turns.
 """
@@ -95,7 +95,7 @@ def one(width: int, batch_size: int, kept: float | None, fused: bool) -> Figures
 def elsewhere(args: argparse.Namespace, name: str) -> Figures:
     """``one`` in a process of its own."""
     kept, fused, large_pages = SETTINGS[name]
-    command = [sys.executable, __file__, "--one"]
+    command = [sys.executable, "-m", "bench.micro.allocator", "--one"]
     command += [*([] if kept is None else [f"--kept={kept}"]), *(["--fused"] if fused else [])]
     command += [f"--width={args.width}", f"--batch-size={args.batch_size}"]
     env = os.environ | {"OMP_NUM_THREADS": "1", LARGE_PAGES: large_pages}

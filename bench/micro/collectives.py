@@ -1,7 +1,7 @@
 """The engine's all-gather and reduce-scatter on CPU against gloo's own, and the all-reduce beside them.
 
-    python benchmarks/collectives.py                      # 2 and 4 ranks of this machine, over loopback
-    python benchmarks/lab.py --nodes 2 --per-node 1 --rate 2gbit -- python benchmarks/collectives.py
+    python -m bench collectives                      # 2 and 4 ranks of this machine, over loopback
+    python -m bench emulated-cluster --nodes 2 --per-node 1 --rate 2gbit -- python -m bench collectives
 
 Prints medians in milliseconds of the slowest rank, and how many times faster the engine's are. The repeats of all
 candidates are interleaved, so that a busy moment of the machine hits them alike.
@@ -81,7 +81,9 @@ def run_rank(rank: int, ranks: int, store: str, repeats: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="ignored under torchrun or lab.py")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[2, 4], help="ignored under torchrun or emulated_cluster.py"
+    )
     parser.add_argument("--repeats", type=int, default=11)
     args = parser.parse_args()
     if int(os.environ.get("RANK", "0")) == 0:

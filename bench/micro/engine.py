@@ -1,6 +1,6 @@
 """All-zdp through OSDPStrategy against FairScale's own FSDP around the same operators: step time, ratio.
 
-    python benchmarks/fairscale_baseline.py [--rounds 3] [--ranks 2] [--layers 6] [--width 384] [--batch-size 8]
+    python -m bench engine [--rounds 3] [--ranks 2] [--layers 6] [--width 384] [--batch-size 8]
 
 Both sides train the example's GPT with AdamW on the CPU over gloo, one thread a rank, with the same allocator setting.
 The baseline is FairScale as its documentation has it: every Linear and Embedding wrapped, an outer wrap for the rest,
@@ -21,11 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from tests.support.ports import free_port
 
-from tests.support.ports import free_port  # noqa: E402
-
+ROOT = Path(__file__).resolve().parents[2]
 STEPS, SKIPPED = 12, 3
 
 
@@ -170,7 +168,7 @@ def write_plan(args: argparse.Namespace, file: Path) -> None:
 def run_side(side: str, args: argparse.Namespace, plan: Path) -> float:
     """Median step time of one side in processes of its own."""
     own = ["--ranks", args.ranks, "--layers", args.layers, "--width", args.width, "--batch-size", args.batch_size]
-    command = [sys.executable, __file__, "--side", side, "--plan", str(plan), *map(str, own)]
+    command = [sys.executable, "-m", "bench.micro.engine", "--side", side, "--plan", str(plan), *map(str, own)]
     names = {"WORLD_SIZE": args.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
     names |= {"LOCAL_WORLD_SIZE": args.ranks, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "bench"}
     ranks = [

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.support.zoo import Batch, ZooModule
 

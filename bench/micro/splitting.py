@@ -1,6 +1,6 @@
 """What splitting operators costs and saves, measured beside predicted (after the paper's figures 6 to 8).
 
-    python benchmarks/splitting.py [--widths 512 1024 2048 4096] [--slices 1 2 4 8 16] [--quick] [--json FILE]
+    python -m bench splitting [--widths 512 1024 2048 4096] [--slices 1 2 4 8 16] [--quick] [--json FILE]
 
 The Linear operators of attention (qkv, proj) and of an MLP (up, down) are trained by SGD on two ranks. Figures 7 and 8:
 every slice under zdp, for each hidden size and number of slices. Figure 6: 4 slices, 0 to 4 of them under zdp and the
@@ -13,18 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of the ranks, before any of them loads torch
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from accuracy import MIB, run_case
-from cases import WIDTHS, Case, Order
-
+from bench.accuracy.accuracy import MIB, run_case
+from bench.accuracy.cases import WIDTHS, Case, Order
 from lightning_osdp.backend.memory import LATER_STEPS_GROWTH_BYTES
 from tests.support.ports import free_port
 

@@ -1,6 +1,6 @@
 """Reads the training step of a LLaMA of 7 B parameters on this machine: seconds and memory that takes.
 
-    python benchmarks/huge.py [--layers 32] [--width 4096] [--batch-size 4] [--length 2048]
+    python -m bench trace-7b [--layers 32] [--width 4096] [--batch-size 4] [--length 2048]
 
 The user builds the module on the meta device, where parameters have shapes and no data:
 
@@ -16,16 +16,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from lightning_osdp.backend import memory  # noqa: E402
-from lightning_osdp.profiling.tracing.trace import trace  # noqa: E402
-from tests.support.zoo import llama  # noqa: E402
+from lightning_osdp.backend import memory
+from lightning_osdp.profiling.tracing.trace import trace
+from tests.support.zoo import llama
 
 MOST_S, MOST_BYTES = 60.0, 2 << 30
 

@@ -1,11 +1,11 @@
 """A node fails: the run on the other ends with the cause, and goes on from its last checkpoint on one node alone.
 
-    sudo python benchmarks/node_failure.py [--within 30]
+    sudo python -m bench node-failure [--within 30]
 
-Two nodes of two ranks (see lab.py) train a small GPT, sharded inside nodes, and write a checkpoint every few steps.
-Once there is one, all ranks of the second node are killed. Those of the first have to end by themselves within --within
-seconds, each with an error that names the connection that was lost. Then the first node resumes by itself, under a plan
-of its own. Needs root.
+Two nodes of two ranks (see emulated_cluster.py) train a small GPT, sharded inside nodes, and write a checkpoint every
+few steps. Once there is one, all ranks of the second node are killed. Those of the first have to end by themselves
+within --within seconds, each with an error that names the connection that was lost. Then the first node resumes by
+itself, under a plan of its own. Needs root.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lab
+from bench.multinode import emulated_cluster
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
 LAYERS, WIDTH, BLOCK_SIZE, SAVE_EVERY, RESUMED_STEPS = 2, 256, 32, 5, 4
@@ -47,7 +47,7 @@ def train(args: argparse.Namespace) -> None:
 
     L.seed_everything(1)
     model = GPT(LAYERS, WIDTH, BLOCK_SIZE)
-    cluster = Cluster.model_validate_json(Path(args.folder, f"{args.name}.json").read_text())
+    cluster = Cluster.from_json(Path(args.folder, f"{args.name}.json").read_text())
     trainer = L.Trainer(
         accelerator="cpu",
         devices=args.per_node,
@@ -83,12 +83,20 @@ def known_cluster(nodes: int, per_node: int) -> Any:
     )  # fmt: skip
 
 
-def start(args: argparse.Namespace, cluster: lab.Cluster, name: str, folder: str, **more: str) -> list[Any]:
+def start(
+    args: argparse.Namespace, cluster: emulated_cluster.Cluster, name: str, folder: str, **more: str
+) -> list[Any]:
     """Starts all ranks."""
     Path(folder, f"{name}.json").write_text(known_cluster(cluster.nodes, cluster.per_node).model_dump_json())
     own = {"nodes": cluster.nodes, "per-node": cluster.per_node, "name": name, "folder": folder} | more
-    command = [sys.executable, __file__, "--worker", *(f"--{key}={value}" for key, value in own.items())]
-    return [lab.start(cluster, rank, command) for rank in range(cluster.ranks)]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.multinode.node_failure",
+        "--worker",
+        *(f"--{key}={value}" for key, value in own.items()),
+    ]
+    return [emulated_cluster.start(cluster, rank, command) for rank in range(cluster.ranks)]
 
 
 def wait_for_checkpoint(folder: str, ranks: list[Any], timeout_s: float) -> None:
@@ -105,8 +113,8 @@ def _tail(folder: str, name: str) -> str:
 
 def fail_a_node(args: argparse.Namespace, folder: str) -> str:
     """Trains on two nodes and kills one; returns the last checkpoint."""
-    cluster = lab.Cluster(f"nf{os.getpid()}", 2, 2, "1gbit", None)
-    with lab.network(cluster), lab.memory_cgroups(cluster):
+    cluster = emulated_cluster.Cluster(f"nf{os.getpid()}", 2, 2, "1gbit", None)
+    with emulated_cluster.network(cluster), emulated_cluster.memory_cgroups(cluster):
         ranks = start(args, cluster, "two", folder, group="node")
         try:
             wait_for_checkpoint(folder, ranks, args.timeout)
@@ -117,7 +125,7 @@ def fail_a_node(args: argparse.Namespace, folder: str) -> str:
                 rank.wait(timeout=max(0.1, killed + args.within - time.monotonic()))
             print(f"node 1 was killed; node 0 ended by itself after {time.monotonic() - killed:.1f} s")
         finally:
-            lab.end(ranks)
+            emulated_cluster.end(ranks)
     for rank, process in enumerate(ranks[: cluster.per_node]):
         said = Path(folder, f"two{rank}.log").read_text(errors="replace")
         cause = next((line for line in reversed(said.splitlines()) if any(word in line for word in CAUSES)), None)
@@ -129,13 +137,13 @@ def fail_a_node(args: argparse.Namespace, folder: str) -> str:
 
 def resume(args: argparse.Namespace, folder: str, checkpoint: str) -> None:
     """Goes on from ``is_recomputed`` on one node."""
-    cluster = lab.Cluster(f"nr{os.getpid()}", 1, 2, None, None)
-    with lab.network(cluster), lab.memory_cgroups(cluster):
+    cluster = emulated_cluster.Cluster(f"nr{os.getpid()}", 1, 2, None, None)
+    with emulated_cluster.network(cluster), emulated_cluster.memory_cgroups(cluster):
         ranks = start(args, cluster, "one", folder, resume=checkpoint, group="auto")
         try:
-            lab.wait(ranks, args.timeout)
+            emulated_cluster.wait(ranks, args.timeout)
         finally:
-            lab.end(ranks)
+            emulated_cluster.end(ranks)
     step = _step_of(checkpoint)
     said = Path(folder, "one0.log").read_text(errors="replace")
     if f"starts at step {step}\n" not in said or f"ended at step {step + RESUMED_STEPS}\n" not in said:

@@ -1,9 +1,9 @@
 """Sharding over nodes: what crosses the link between them, how long a step takes, and what was predicted.
 
-    sudo python benchmarks/multinode.py [--layouts 2x2 4x1] [--rates 1gbit 10gbit] [--layers 4] [--width 512]
+    sudo python -m bench nodes [--layouts 2x2 4x1] [--rates 1gbit 10gbit] [--layers 4]
 
-Nodes are network namespaces joined by links of limited rate (see lab.py). In each setting, a first run measures the
-hardware and searches a plan. Then four plans train the same GPT, each in processes of its own:
+Nodes are network namespaces joined by links of limited rate (see emulated_cluster.py). In each setting, a first run
+measures the hardware and searches a plan. Then four plans train the same GPT, each in processes of its own:
 
     world       every operator zdp over all ranks
     two-stage   the same with two-stage collectives
@@ -12,7 +12,7 @@ hardware and searches a plan. Then four plans train the same GPT, each in proces
 
 One line for each: the median step time of the slowest rank, bytes that a node sent over its link in one step (from the
 interface's counters), and the largest peak of a rank's resident memory, each beside its prediction. With nodes of one
-rank, "two-stage" is "world" and "node" replicates. Needs root (see lab.py).
+rank, "two-stage" is "world" and "node" replicates. Needs root (see emulated_cluster).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import lab
+from bench.multinode import emulated_cluster
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
 SKIPPED_STEPS = 3
@@ -135,13 +135,19 @@ def run(args: argparse.Namespace, setting: tuple[int, int, str], plan: str | Non
     nodes, per_node, rate = setting
     own = {"nodes": nodes, "per-node": per_node, "folder": folder, "layers": args.layers, "width": args.width}
     own |= {"batch-size": args.batch_size, "steps": args.steps, "limit": args.limit} | ({"plan": plan} if plan else {})
-    command = [sys.executable, __file__, "--worker", *(f"--{name}={value}" for name, value in own.items())]
-    cluster = lab.Cluster(f"mn{os.getpid()}", nodes, per_node, rate, None)
-    outcomes = lab.run(cluster, command, timeout_s=args.timeout)
+    command = [
+        sys.executable,
+        "-m",
+        "bench.multinode.sharding_over_nodes",
+        "--worker",
+        *(f"--{name}={value}" for name, value in own.items()),
+    ]
+    cluster = emulated_cluster.Cluster(f"mn{os.getpid()}", nodes, per_node, rate, None)
+    outcomes = emulated_cluster.run(cluster, command, timeout_s=args.timeout)
     failed = [rank for rank, outcome in enumerate(outcomes) if outcome.status]
     if failed:
         said = Path(folder, f"rank{failed[0]}.log").read_text()[-3000:]
-        raise SystemExit(f"{said}\nFAILED: {lab.report(outcomes, as_json=False)}")
+        raise SystemExit(f"{said}\nFAILED: {emulated_cluster.report(outcomes, as_json=False)}")
     files = [Path(folder, f"rank{rank}.json") for rank in range(cluster.ranks)]
     return [json.loads(file.read_text()) for file in files if file.exists()]
 
@@ -194,7 +200,7 @@ def _beside(predicted: float, measured: float) -> tuple[str, str, str]:
 
 
 def plan_and_compare(folder: str, plan_for: Any, problem: Any, *args: Any) -> Any:
-    """In place of ``plan_or_fallback``: keeps the plan it finds and what that is compared with, each with its prediction."""
+    """In place of ``plan_or_fallback``: keeps its plan and what that is compared with, each with its prediction."""
     from lightning_osdp.planning.search.plan_search import PlanSearch
     from lightning_osdp.planning.search.plan_selection import variant_of_plan
     from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope, legal_modes
@@ -223,9 +229,9 @@ def _with(plan: Any, choices: Sequence[Any], cost: Any) -> Any:
                 "slices": choice.slices,
                 "unit": "",
                 "split_dim": choice.split_dim,
-                "sharding_group": choice.group,
-                "two_stage": choice.hierarchical,
-                "checkpoint": False,
+                "sharding_group": choice.scope,
+                "hierarchical": choice.hierarchical,
+                "is_recomputed": False,
             }
         )
         for op, choice in zip(plan.operators, choices, strict=True)
@@ -240,7 +246,7 @@ def _large(model: Any, operator: Any) -> list[Any]:
     """The parameters that are sharded where the operator is."""
     from lightning_osdp.planning.spec.model import SMALL_PARAMETER_ELEMENTS
 
-    if operator.pinned or not operator.name:
+    if operator.replicated_reason or not operator.name:
         return []
     parameters = model.get_submodule(operator.name).parameters()
     return [p for p in parameters if p.dim() > 1 or p.numel() >= SMALL_PARAMETER_ELEMENTS]
@@ -252,8 +258,8 @@ def _all_of(plan: Any, choice: Any, model: Any) -> Any:
         "slices": choice.slices,
         "unit": "",
         "split_dim": None,
-        "sharding_group": choice.group,
-        "two_stage": choice.hierarchical,
+        "sharding_group": choice.scope,
+        "hierarchical": choice.hierarchical,
     }
     operators = tuple(op.model_copy(update=update) if _large(model, op) else op for op in plan.operators)
     return plan.model_copy(update={"operators": operators, "recomputed": ()})
@@ -263,7 +269,7 @@ def link_bytes(args: argparse.Namespace, plan: Any) -> float:
     """Bytes that each node sends in one step, by the model."""
     from train_gpt import GPT
 
-    from lightning_osdp.planning.cost.sharding_scopes import all_reduce_link_bytes, step_link_bytes
+    from bench.multinode.link_bytes import all_reduce_link_bytes, step_link_bytes
     from lightning_osdp.planning.spec.choices import Mode
 
     model = GPT(args.layers, args.width, BLOCK_SIZE)

@@ -145,7 +145,10 @@ def in_batches_of(model: ModelProfile, sequences: int) -> ModelProfile:
         return one.model_copy(update={name: getattr(one, name) * sequences for name in names})
 
     def block(one: RepeatedBlock) -> RepeatedBlock:
-        lines = {name: line(getattr(one, name)) for name in ("saved", "before_forward", "before_backward")}
+        lines = {
+            name: line(getattr(one, name))
+            for name in ("recompute_saves", "live_before_forward", "live_before_backward")
+        }
         return one.model_copy(
             update=lines | {"unattributed_flops_per_sample": one.unattributed_flops_per_sample * sequences}
         )

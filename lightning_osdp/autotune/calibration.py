@@ -36,8 +36,8 @@ from lightning_osdp.autotune.trials import (
 )
 from lightning_osdp.backend.cpu.malloc import HEAP
 from lightning_osdp.backend.memory import can_reset_peak
+from lightning_osdp.engine.base import engine_capabilities
 from lightning_osdp.planning.cost.cpu_effects import max_retained_batch_size
-from lightning_osdp.planning.cost.sharding_scopes import available_scopes
 from lightning_osdp.planning.cost.trial_correction import (
     PassTimes,
     Trial,
@@ -48,13 +48,13 @@ from lightning_osdp.planning.cost.trial_correction import (
     trials_of_plan,
     uniform_choice,
 )
+from lightning_osdp.planning.spec.capabilities import ALL_CAPABILITIES, EngineCapabilities
 from lightning_osdp.planning.spec.choices import Mode, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster, ComputeTimes
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.planning.spec.wrapping import WrapAssignment, wrap_assignments
-from lightning_osdp.profiling.engine_overhead import minimal_plan
 from lightning_osdp.profiling.tracing.stand_ins import fork_rng
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,8 @@ CalibrationTrial = Callable[[TrialSetup, Calibration], PreparedTrial | None]
 def calibration_trials(setup: TrialSetup) -> dict[str, CalibrationTrial]:
     """Return what to try before the search by name, in order of priority: see Note [the list of trials]."""
     trials: dict[str, CalibrationTrial] = {"unsharded": prepare_unsharded_trial, "retained heap": prepare_heap_trial}
-    plans = uniform_plans(setup.model, setup.cluster) if setup.ranks.world_size > 1 else {}
+    capabilities = engine_capabilities(setup.context.engine, setup.context.device)
+    plans = uniform_plans(setup.model, setup.cluster, capabilities) if setup.ranks.world_size > 1 else {}
     # Modes, with several steps each: first those that add most to the unsharded step.
     trials |= {name: partial(prepare_mode_trial, plans[name]) for name in reversed(plans)}
     # Without time for that, a single step of each that is not tried yet: first those that add least.
@@ -270,19 +271,22 @@ def prepare_mode_trial(
     return PreparedTrial(seconds.TRIAL_S, seconds.MODE_TRIAL_RESERVE_S, run)
 
 
-def uniform_plans(model: ModelProfile, cluster: Cluster) -> dict[str, ExecutionPlan]:
+def uniform_plans(
+    model: ModelProfile, cluster: Cluster, capabilities: EngineCapabilities = ALL_CAPABILITIES
+) -> dict[str, ExecutionPlan]:
     """Return plans with all operators in one mode by name, those that add least to the unsharded step first.
 
     Operators that can't be in a mode take the nearest one. With ZDP2, operators of a block share a unit if they may.
     """
-    unwrapped, *wrapped = wrap_assignments(model, UNCONSTRAINED)
+    constraints = replace(UNCONSTRAINED, capabilities=capabilities)
+    unwrapped, *wrapped = wrap_assignments(model, constraints)
     per_block = wrapped[-1] if wrapped else unwrapped
-    plans = {"dp": _uniform_plan(model, cluster, Mode.DP, unwrapped, ShardingScope.WORLD)}
-    if (ShardingScope.NODE, False) in available_scopes(cluster):
-        plans["zdp2 in nodes"] = _uniform_plan(model, cluster, Mode.ZDP2, per_block, ShardingScope.NODE)
-    plans["zdp2"] = _uniform_plan(model, cluster, Mode.ZDP2, per_block, ShardingScope.WORLD)
-    plans["zdp"] = _uniform_plan(model, cluster, Mode.ZDP, unwrapped, ShardingScope.WORLD)
-    return plans
+    kinds = {"dp": (Mode.DP, unwrapped, ShardingScope.WORLD)}
+    if (ShardingScope.NODE, False) in constraints.allowed_scopes(cluster):
+        kinds["zdp2 in nodes"] = (Mode.ZDP2, per_block, ShardingScope.NODE)
+    kinds["zdp2"] = (Mode.ZDP2, per_block, ShardingScope.WORLD)
+    kinds["zdp"] = (Mode.ZDP, unwrapped, ShardingScope.WORLD)
+    return {n: _uniform_plan(model, cluster, *kind) for n, kind in kinds.items() if kind[0] in capabilities.modes}
 
 
 def _uniform_plan(
@@ -299,4 +303,4 @@ def _uniform_plan(
         )
         for operator, unit in zip(model.operators, units, strict=True)
     )
-    return minimal_plan(operators, cluster.model_copy(update={"prefetch_max_bytes": 0}))
+    return ExecutionPlan.minimal(operators, cluster.model_copy(update={"prefetch_max_bytes": 0}))

@@ -11,6 +11,7 @@ from lightning_osdp.autotune.profile import ClusterProfile, Profile
 from lightning_osdp.autotune.profile_cache import ProfileCache
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster
 from lightning_osdp.backend.hierarchical import NodeGroups
+from lightning_osdp.planning.spec.capabilities import ALL_CAPABILITIES, EngineCapabilities
 from lightning_osdp.planning.spec.cluster import Cluster, ComputeTimes, HierarchicalLinks, Link
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.formatting import format_bytes, format_seconds
@@ -49,10 +50,10 @@ def measure_profile(
         ranks: the ranks.
         cluster: hardware that is known already.
         cache: the cached measurements.
-        constraints: the constraints, which say how many slices are measured.
+        constraints: the constraints, which say how many slices are measured, and of which engine.
         available_bytes: memory that measuring may take on this rank.
     """
-    cluster_profile = load_or_measure_cluster(ranks, cluster, cache, available_bytes)
+    cluster_profile = load_or_measure_cluster(ranks, cluster, cache, available_bytes, constraints.capabilities)
     began_s = time.monotonic()
     times = measure_compute_times(traced, ranks, constraints, available_bytes)
     log_info("measured kernels in %s", format_seconds(time.monotonic() - began_s))
@@ -60,7 +61,11 @@ def measure_profile(
 
 
 def load_or_measure_cluster(
-    ranks: RankGroup, cluster: Cluster | None, cache: ProfileCache, available_bytes: int
+    ranks: RankGroup,
+    cluster: Cluster | None,
+    cache: ProfileCache,
+    available_bytes: int,
+    capabilities: EngineCapabilities = ALL_CAPABILITIES,
 ) -> ClusterProfile:
     """Return links and engine overhead: as given, as cached by another model's start, or measured now."""
     if cluster is not None:
@@ -72,7 +77,7 @@ def load_or_measure_cluster(
     link, hierarchical = measure_links(ranks, available_bytes)
     measured_s = time.monotonic()
     cluster = current_cluster(ranks, link, hierarchical)
-    engine = engine_overhead.measure_engine_overhead(ranks.group, ranks.device, cluster, available_bytes)
+    engine = engine_overhead.measure_engine_overhead(ranks.group, ranks.device, cluster, available_bytes, capabilities)
     if ranks.world_size > 1:
         log_info("measured links: %s, in %s", _bandwidths(link, ranks), format_seconds(measured_s - began_s))
         log_info("measured the engine's overhead in %s", format_seconds(time.monotonic() - measured_s))

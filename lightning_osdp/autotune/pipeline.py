@@ -256,7 +256,7 @@ def _prepare_ranks(request: PlanRequest, ranks: RankGroup) -> None:
         raise ConfigurationError(f"cluster describes {request.cluster.ranks} ranks, this run has {ranks.world_size}")
     if ranks.device.type == "cpu":
         CORE_SHARING.set_process_count(ranks.count_equal(CORE_SHARING.key()))
-    engine_overhead.warm_up(ranks.group, ranks.device)
+    engine_overhead.warm_up(ranks.group, ranks.device, request.constraints.capabilities)
 
 
 def _load_valid_profile(files: ProfileCache, request: PlanRequest) -> Profile | None:

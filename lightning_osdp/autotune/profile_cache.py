@@ -87,11 +87,9 @@ class ProfileCache:
             offline = (cache_key(traced, ranks.device, cluster, constraints, offline) for offline in (False, True))
             return cls(ranks, tuple(folder / f"{key}.json" for key in offline))
         cluster = current_cluster(ranks)
-        key, cluster_key = (
-            cache_key(traced, ranks.device, cluster, constraints),
-            _hash(_key_fields(ranks.device, cluster)),
-        )
-        return cls(ranks, (folder / f"{key}.json",), folder / f"ranks-{cluster_key}.json")
+        fields = _key_fields(ranks.device, cluster, constraints)
+        key = cache_key(traced, ranks.device, cluster, constraints)
+        return cls(ranks, (folder / f"{key}.json",), folder / f"ranks-{_hash(fields)}.json")
 
     @property
     def file(self) -> Path | None:
@@ -144,10 +142,10 @@ def cache_key(
         traced: the step of the model.
         device: the device that is measured.
         cluster: the cluster, whose number of ranks and backend count; its links do not.
-        constraints: the constraints, which say how many slices are measured.
+        constraints: the constraints, which say how many slices are measured, and of which engine.
         offline: whether a single process measures, while no other rank uses the machine.
     """
-    fields = _key_fields(device, cluster) | {
+    fields = _key_fields(device, cluster, constraints) | {
         "model": traced.model_profile.fingerprint,
         "step": traced.model_profile.model_dump_json(exclude={"evaluation"}),  # evaluation is not measured
         "slices": str(constraints.slice_granularity),
@@ -157,7 +155,7 @@ def cache_key(
     return _hash(fields)
 
 
-def _key_fields(device: torch.device, cluster: Cluster) -> dict[str, Any]:
+def _key_fields(device: torch.device, cluster: Cluster, constraints: SearchConstraints) -> dict[str, Any]:
     """Return what all measurements depend on."""
     name = platform.processor() or platform.machine()
     if device.type == "cuda":
@@ -169,6 +167,7 @@ def _key_fields(device: torch.device, cluster: Cluster) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "backend": cluster.backend,
         "torch": torch.__version__,
+        "engine": constraints.capabilities.engine,
         "format": CACHE_VERSION,
     }
 

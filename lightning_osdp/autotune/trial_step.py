@@ -24,9 +24,9 @@ from lightning_osdp.backend.collectives import COMM_WAIT
 from lightning_osdp.backend.cpu.malloc import HEAP
 from lightning_osdp.backend.memory import growth_reserve, trim
 from lightning_osdp.backend.timer import elapsed_s, record_event, synchronize
-from lightning_osdp.engine.fairscale.engine import FairScaleEngine
-from lightning_osdp.engine.sliced_operator import release_storage
+from lightning_osdp.engine.base import Engine, create_engine
 from lightning_osdp.errors import OSDPError, ShardingError
+from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling.tracing.optimizer_step import build_optimizers
 from lightning_osdp.profiling.tracing.stand_ins import (
@@ -85,6 +85,7 @@ class TrialContext:
         batch_size: number of samples in ``batch``.
         device: device of this rank.
         step_context: makes the context that ``training_step`` runs in (autocast).
+        engine: name of the engine that applies plans.
     """
 
     module: LightningModule
@@ -92,6 +93,7 @@ class TrialContext:
     batch_size: int
     device: torch.device
     step_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    engine: str = DEFAULT_ENGINE
 
     def available_bytes(self, free_bytes: int, ranks: RankGroup) -> int:
         """Return the bytes that a step of the copy may take on the rank with least.
@@ -203,7 +205,7 @@ def _copied_steps(
     device = trial_context.device
     with _raise_trial_error():
         module_copy = lazy_clone(trial_context.module)
-    engine = None if plan is None else FairScaleEngine(device, ranks.group, broadcast=False)
+    engine = None if plan is None else create_engine(trial_context.engine, device, ranks.group, broadcast=False)
     steps: list[StepFunction] = []
     optimizers: list[Any] = []
     schedulers: list[Any] = []
@@ -221,15 +223,16 @@ def _copied_steps(
                 yield steps
     finally:
         steps.clear()
-        release_storage(module_copy.parameters())
         if engine is not None:
             engine.close()
+        for parameter in module_copy.parameters():  # others may still refer to them
+            parameter.data = parameter.data.new_empty(0)
         del module_copy, engine
         trim(device, GC_GENERATION)
 
 
 def _put_on_device(
-    module_copy: LightningModule, device: torch.device, engine: FairScaleEngine | None, plan: ExecutionPlan | None
+    module_copy: LightningModule, device: torch.device, engine: Engine | None, plan: ExecutionPlan | None
 ) -> None:
     if engine is None or plan is None:
         module_copy.to(device)
@@ -239,7 +242,7 @@ def _put_on_device(
 
 
 def _forward_backward(
-    trial_context: TrialContext, module_copy: LightningModule, batch: Any, engine: FairScaleEngine | None
+    trial_context: TrialContext, module_copy: LightningModule, batch: Any, engine: Engine | None
 ) -> Any:
     """Run forward and backward and free the gradients; return the event between the passes."""
     if engine is not None:

@@ -55,7 +55,7 @@ def measure_cluster(devices: int, device_type: str, timeout_s: float = 600.0, sh
                 processes.append(context.Process(target=_run_rank, args=arguments))
                 processes[-1].start()
                 sender.close()
-            return Cluster.model_validate_json(_await_rank0_reply(receivers, deadline, timeout_s))
+            return Cluster.from_json(_await_rank0_reply(receivers, deadline, timeout_s))
         finally:
             _terminate(processes, receivers)
 

@@ -189,7 +189,7 @@ def profile_from_config(config: TrainingConfig) -> tuple[ModelProfile, SearchCon
         context = _trial_context(trainer, TrainData(trainer, trainer.lightning_module), torch.device("cpu"))
         traced = pipeline.profile_model(context)
         blocker = options.in_backward_blocker(trainer, traced)
-        return traced.model_profile, options.constraints(config.callback_constraints, blocker)
+        return traced.model_profile, options.constraints(config.callback_constraints, blocker, context.device)
 
     result: tuple[ModelProfile, SearchConstraints] = _run_until_setup(config, torch.device("cpu"), profile_in_trainer)
     return result
@@ -222,7 +222,8 @@ def _plan(
     cache = options.cache_folder
     traced = pipeline.profile_model_on_ranks(RankGroup.single(device), context, non_training, cache)
     limit = MemoryLimit(device, cluster.devices_per_node, user_limit=options.memory_limit_bytes)
-    constraints = options.constraints(config.callback_constraints, options.in_backward_blocker(trainer, traced))
+    blocker = options.in_backward_blocker(trainer, traced)
+    constraints = options.constraints(config.callback_constraints, blocker, device)
     request = options.request(trainer, data, context.batch_size, cluster.ranks, limit, constraints, non_training)
     trial_context = context if options.trial_steps else None
     return pipeline.plan_offline(traced, request, device, cache=cache, trial_context=trial_context)

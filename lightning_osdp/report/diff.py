@@ -1,4 +1,4 @@
-"""How two plans differ, in words and as values. Reads nothing but plans."""
+"""Compare two plans, in words and as values. Reads nothing but plans."""
 
 from __future__ import annotations
 
@@ -12,43 +12,49 @@ from lightning_osdp.report.operator_runs import describe_operator_choice, group_
 
 
 class Change(FrozenModel):
-    """One thing that differs, as text; empty where one side has none."""
+    """One difference as text; ``before`` or ``after`` is empty where one plan has no such thing.
+
+    ``relative`` is (after - before) / before, where both are numbers and ``before`` is not 0.
+    """
 
     what: str
     before: str
     after: str
     relative: float | None = None
-    """(after - before) / before, where both are numbers and before is not 0."""
 
 
 class Difference(FrozenModel):
-    """What differs from one plan to another; all empty if they decide and predict the same."""
+    """All differences between two plans; empty if they decide and predict the same.
+
+    Attributes:
+        problem: model, hardware and memory limit that the plans were made for.
+        decision: batch size, accumulation, and modes by runs of operators.
+        prediction: step time, throughput and memory.
+    """
 
     problem: tuple[Change, ...]
-    """What they were made for: model, hardware, limit."""
     decision: tuple[Change, ...]
-    """Batch size, accumulation, and modes by runs of operators."""
     prediction: tuple[Change, ...]
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """All of them."""
+        """The differences of all three kinds."""
         return self.problem + self.decision + self.prediction
 
     def to_text(self) -> str:
-        """One line for each change: ``WHAT: BEFORE -> AFTER (+1.0%)``."""
+        """Format one line for each change: ``WHAT: BEFORE -> AFTER (+1.0%)``."""
         if not self.changes:
             return "no difference"
         return "\n".join(_format_change(change) for change in self.changes)
 
 
 def diff(a: ExecutionPlan, b: ExecutionPlan) -> str:
-    """What differs from ``a`` to ``b``, one line each; ``no difference`` if they decide and predict the same."""
+    """Describe how plan ``b`` differs from plan ``a``, one line for each change, or return ``no difference``."""
     return build_difference(a, b).to_text()
 
 
 def build_difference(a: ExecutionPlan, b: ExecutionPlan) -> Difference:
-    """``diff`` as a value, for JSON."""
+    """Compare two plans and return the differences as a value that can be written as JSON."""
     decision = [
         _numeric_change("batch size", a.batch_size, b.batch_size),
         _numeric_change("accumulated batches", a.accumulate_grad_batches, b.accumulate_grad_batches),
@@ -56,7 +62,7 @@ def build_difference(a: ExecutionPlan, b: ExecutionPlan) -> Difference:
         Change(what="sharded parameters are updated", before=_update_time_text(a), after=_update_time_text(b)),
         Change(what="freed tensors", before=_freed_tensors_text(a), after=_freed_tensors_text(b)),
         _numeric_change(
-            "units run ahead up to", a.cluster.prefetch_max_bytes, b.cluster.prefetch_max_bytes, format_bytes
+            "prefetched units up to", a.cluster.prefetch_max_bytes, b.cluster.prefetch_max_bytes, format_bytes
         ),
     ]
     return Difference(
@@ -109,7 +115,7 @@ def _prediction_changes(a: Prediction, b: Prediction) -> list[Change]:
 
 
 def _mode_changes(a: Sequence[OperatorPlan], b: Sequence[OperatorPlan]) -> tuple[Change, ...]:
-    """Operators whose mode differs or that only one plan has, joined where both sides of neighbours agree."""
+    """Return the operators whose mode differs or that only one plan has, neighbours with the same change as one run."""
     before, after = ({operator.name: describe_operator_choice(operator) for operator in side} for side in (a, b))
     everyone = {operator.name: operator for operator in (*a, *b)}
     by_change: dict[tuple[str, str], list[OperatorPlan]] = {}
@@ -119,7 +125,7 @@ def _mode_changes(a: Sequence[OperatorPlan], b: Sequence[OperatorPlan]) -> tuple
             plain = OperatorPlan(name=name, slices=(Mode.DP,), num_parameters=operator.num_parameters)
             by_change.setdefault(change, []).append(plain)
     return tuple(
-        Change(what=run.pattern or "(the module itself)", before=old, after=new)
+        Change(what=run.label, before=old, after=new)
         for (old, new), operators in by_change.items()
         for run in group_runs(operators)
     )
@@ -128,7 +134,7 @@ def _mode_changes(a: Sequence[OperatorPlan], b: Sequence[OperatorPlan]) -> tuple
 def _numeric_change(what: str, before: float, after: float, format_value: Callable[..., str] = str) -> Change:
     relative = (after - before) / before if before and before != after else None
     old, new = format_value(before), format_value(after)
-    if old == new and before != after:  # a difference that rounding hides
+    if old == new and before != after:  # rounding hides the difference
         old, new = str(before), str(after)
     return Change(what=what, before=old, after=new, relative=relative)
 

@@ -1,8 +1,8 @@
-"""Why a plan is what it is, in words and as values. Reads nothing but plans.
+"""Explain why a plan is what it is, in words and as values. Reads nothing but plans.
 
-The plan holds what the search saw: what each operator might have been and what that costs, and the price of memory at
-the limit (the dual of the linear relaxation: seconds that one more byte would save). A choice pays if no other is
-faster by more than the memory that it takes in addition is worth. Bytes are those at the moment of the plan's peak.
+A plan holds the alternatives of each operator with their costs, and the shadow price of memory at the limit (the dual
+of the linear relaxation: seconds that one more byte would save). A choice pays if no other choice saves more time than
+its additional memory is worth. Bytes are counted at the moment of the plan's peak.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ MODE_DESCRIPTIONS = {
 
 
 class Reason(FrozenModel):
-    """Why some operators have their mode."""
+    """The reason why some operators have their mode; ``operators`` are patterns of names such as ``blocks.0-7.qkv``."""
 
     operators: tuple[str, ...]
-    """Patterns of their names, a range where a number counts up: ``blocks.0-7.qkv``."""
     mode: str
     count: int
     num_parameters: int
@@ -37,35 +36,39 @@ class Reason(FrozenModel):
 
 
 class Explanation(FrozenModel):
-    """A plan in words: whole sentences, one line each."""
+    """A plan in words: complete sentences, one line each; empty where the plan does not say.
+
+    Attributes:
+        batch_size: why the batch size is neither smaller nor larger.
+        memory: where the peak is and what makes it up.
+        price: what memory is worth.
+        blocks: for each kind of repeated block, how many are recomputed and why not more or fewer.
+        operators: why each run of operators has its mode.
+    """
 
     batch_size: str
-    """Why not a smaller or a larger one."""
     memory: str
-    """Where the peak is and what makes it up; empty if the plan does not say."""
     price: str
-    """What memory is worth; empty if the plan does not say."""
     blocks: tuple[str, ...]
-    """Of each kind of repeated block, how many are recomputed and why not more or fewer; empty if there are none."""
     operators: tuple[Reason, ...]
 
     def to_text(self) -> str:
-        """All of it as paragraphs, the operators' as ``NAME: MODE. REASON``."""
+        """Format the explanation as paragraphs, those of operators as ``NAME: MODE. REASON``."""
         lines = [line for line in (self.batch_size, self.memory, self.price, *self.blocks) if line]
         lines += [f"{', '.join(reason.operators)}: {reason.mode}. {reason.text}".rstrip() for reason in self.operators]
         return "\n".join(lines)
 
 
 def explain(plan: ExecutionPlan) -> str:
-    """Why ``make_plan`` is what it is: its batch size, its peak, the price of memory, and the mode of each run of operators.
+    """Explain a plan: its batch size, its peak, the price of memory, and the mode of each run of operators.
 
-    A plan that was written by hand or by an earlier release may not hold the reasons; what can be said is said.
+    A plan that was written by hand may not hold the reasons; the explanation says what it can.
     """
     return build_explanation(plan).to_text()
 
 
 def build_explanation(plan: ExecutionPlan) -> Explanation:
-    """``explain`` as a value, for JSON."""
+    """Explain a plan as a value that can be written as JSON."""
     reasons = [(run, _explain_run(plan, run)) for run in group_runs(plan.operators)]
     return Explanation(
         batch_size=_batch_size_text(plan),
@@ -81,8 +84,7 @@ def build_explanation(plan: ExecutionPlan) -> Explanation:
 
 def _batch_size_text(plan: ExecutionPlan) -> str:
     start = f"batch size {plan.batch_size}"
-    end = plan.search_stop
-    if end is not None and end.reason == "fixed":
+    if plan.search_stop is not None and plan.search_stop.reason == "fixed":
         return f"{start}: fixed, not searched."
     points = {point.batch_size: point for point in plan.frontier}
     if plan.batch_size not in points:
@@ -93,8 +95,8 @@ def _batch_size_text(plan: ExecutionPlan) -> str:
     best = max(plan.frontier, key=lambda point: point.samples_per_s)
     if best.batch_size > plan.batch_size:
         sentences.append(
-            f"{_comparison_text(best, own)}, within the tolerance of {THROUGHPUT_TOLERANCE:.0%}: larger batches amortise "
-            "communication ever further, but the last percent is not worth fewer optimizer steps"
+            f"{_comparison_text(best, own)}, within the tolerance of {THROUGHPUT_TOLERANCE:.0%}: larger batches "
+            "amortise communication ever further, but the last percent is not worth fewer optimizer steps"
         )
     elif plan.batch_size != others[-1]:
         sentences.append(_comparison_text(points[others[others.index(plan.batch_size) + 1]], own))
@@ -102,7 +104,6 @@ def _batch_size_text(plan: ExecutionPlan) -> str:
 
 
 def _comparison_text(point: BatchSizePoint, own: BatchSizePoint) -> str:
-    """``Batch size 8 would be 1.0% faster``, in samples per second."""
     share = point.samples_per_s / own.samples_per_s - 1
     if abs(share) < 5e-4:
         return f"Batch size {point.batch_size} would be as fast"
@@ -110,17 +111,17 @@ def _comparison_text(point: BatchSizePoint, own: BatchSizePoint) -> str:
 
 
 def _search_stop_text(plan: ExecutionPlan) -> str:
-    end, largest = plan.search_stop, max(point.batch_size for point in plan.frontier)
-    if end is None:
+    stop, largest = plan.search_stop, max(point.batch_size for point in plan.frontier)
+    if stop is None:
         return f"The largest tried was {largest}"
-    if end.reason == "memory":
-        needed = format_bytes(end.needed_bytes or 0)
+    if stop.reason == "memory":
+        needed = format_bytes(stop.needed_bytes or 0)
         limit = format_bytes(plan.memory_limit_bytes)
-        return f"Batch size {end.batch_size} does not fit: its smallest plan needs {needed} of {limit}"
-    if end.reason == "maximum" and plan.retain_freed_memory:
-        return f"The largest tried where freed tensors stay in the heap is {end.batch_size}"
-    if end.reason == "maximum":
-        return f"The largest allowed is {end.batch_size}"
+        return f"Batch size {stop.batch_size} does not fit: its smallest plan needs {needed} of {limit}"
+    if stop.reason == "maximum" and plan.retain_freed_memory:
+        return f"The largest tried with retained freed memory is {stop.batch_size}"
+    if stop.reason == "maximum":
+        return f"The largest allowed is {stop.batch_size}"
     return f"Larger ones than {largest} can't make the global batch size of {plan.global_batch_size}"
 
 
@@ -128,29 +129,29 @@ def _memory_text(plan: ExecutionPlan) -> str:
     used = format_bytes(plan.predicted.peak_memory_bytes)
     start = f"memory: {used} of {format_bytes(plan.memory_limit_bytes)}"
     peak = f", {explain_peak(plan.peak)}" if plan.peak is not None else ""
-    between = [
+    non_training = "".join(
         f" Between steps, {what} takes {format_bytes(size)}."
         for what, size in plan.predicted.non_training_bytes.items()
-    ]
+    )
     updates = ""
     if plan.update_in_backward:
         updates = (
-            " Sharded parameters are updated in the backward pass: to keep their gradients for the optimizer's step "
+            " Sharded parameters are updated during backward: to store their gradients until the optimizer's step "
             "would cost too much here."
         )
-    kept = ""
+    retained = ""
     if plan.retain_freed_memory:
-        kept = (
-            " Freed tensors stay in the heap, where the next ones find their pages: memory for that is left, and it "
-            "saves the time in which the system clears new pages."
+        retained = (
+            " Freed memory is retained in the heap: there is room for it, and new tensors find their pages "
+            "there, which saves the time in which the system clears new pages."
         )
-    ahead = ""
+    prefetch = ""
     if plan.cluster.prefetch_max_bytes:
-        ahead = (
-            f" Units of up to {format_bytes(plan.cluster.prefetch_max_bytes)} are gathered and reduced beside compute, so "
-            "that the next one's parameters are in memory as well, and the last one's gradients."
+        prefetch = (
+            f" Units of up to {format_bytes(plan.cluster.prefetch_max_bytes)} are prefetched and reduced during "
+            "compute, so the parameters of the next unit and the gradients of the last one are in memory as well."
         )
-    return f"{start}{peak}.{kept}{updates}{ahead}{''.join(between)}"
+    return f"{start}{peak}.{retained}{updates}{prefetch}{non_training}"
 
 
 def _price_text(plan: ExecutionPlan) -> str:
@@ -166,7 +167,6 @@ def _price_text(plan: ExecutionPlan) -> str:
 
 
 def _block_kind_texts(plan: ExecutionPlan) -> list[str]:
-    """One line for each kind of block."""
     kinds: dict[tuple[str, str], list[BlockPlan]] = {}
     for block in plan.blocks:
         kinds.setdefault((block.kind, block.recompute_blocker), []).append(block)
@@ -177,40 +177,45 @@ def _block_kind_texts(plan: ExecutionPlan) -> list[str]:
 
 
 def _wrapping_text(blocks: Sequence[BlockPlan]) -> str:
-    """What it brings that operators share units; empty if none do. Starts with a blank."""
-    joined = [block for block in blocks if block.num_wrapped]
-    if not joined:
+    """Say what it brings to wrap whole blocks as units; empty if none is wrapped. Starts with a blank."""
+    wrapped = [block for block in blocks if block.num_wrapped]
+    if not wrapped:
         return ""
-    seconds, bytes_ = sum(block.wrapping_saves_s for block in joined), max(block.wrapping_bytes for block in joined)
+    seconds, bytes_ = sum(block.wrapping_saves_s for block in wrapped), max(block.wrapping_bytes for block in wrapped)
     return (
-        f" Joined: in {len(joined)} of {len(blocks)}, {joined[0].num_wrapped} operators are gathered together, which "
-        f"{'saves' if seconds >= 0 else 'costs'} {format_seconds(abs(seconds))} a step and takes "
+        f" Per block: in {len(wrapped)} of {len(blocks)}, {wrapped[0].num_wrapped} operators are gathered together, "
+        f"which {'saves' if seconds >= 0 else 'costs'} {format_seconds(abs(seconds))} a step and takes "
         f"{format_bytes(abs(bytes_))} {'more' if bytes_ >= 0 else 'less'} at the peak."
     )
 
 
 def _recompute_text(plan: ExecutionPlan, blocks: Sequence[BlockPlan]) -> str:
-    again = [block for block in blocks if block.recomputed]
+    recomputed = [block for block in blocks if block.recomputed]
     if blocks[0].recompute_blocker:
         return f"none of {len(blocks)} recomputed: {blocks[0].recompute_blocker}."
-    start = f"{len(again) or 'none'} of {len(blocks)} recomputed"
-    if again:
-        bytes_, seconds = sum(block.recompute_saves_bytes for block in again), sum(block.time_s for block in again)
-        start += f" (up to {again[-1].name}), which frees {format_bytes(bytes_)} between forward and backward and "
+    start = f"{len(recomputed) or 'none'} of {len(blocks)} recomputed"
+    if recomputed:
+        bytes_, seconds = (
+            sum(block.recompute_saves_bytes for block in recomputed),
+            sum(block.time_s for block in recomputed),
+        )
+        start += f" (up to {recomputed[-1].name}), which frees {format_bytes(bytes_)} between forward and backward and "
         start += f"costs {format_seconds(seconds)} a step"
     if all(block.user_requested for block in blocks):
-        return f"{start}, as was asked for."
+        return f"{start}, as you asked for."
     left = [block for block in blocks if not block.recomputed]
     if not left:
         return f"{start}."
-    one = left[0]
-    would = f"{'One more' if again else 'One'} would free {format_bytes(one.recompute_saves_bytes)} and cost "
-    would += f"{format_seconds(one.time_s)} a step"
+    candidate = left[0]
+    would = (
+        f"{'One more' if recomputed else 'One'} would free {format_bytes(candidate.recompute_saves_bytes)} and cost "
+    )
+    would += f"{format_seconds(candidate.time_s)} a step"
     price = plan.memory_shadow_price or 0.0
     if not price:
         return f"{start}. {would}, and memory is not scarce."
-    worth = price * one.recompute_saves_bytes
-    if worth > one.time_s:  # its own backward needs what it saves: a peak there stays
+    worth = price * candidate.recompute_saves_bytes
+    if worth > candidate.time_s:  # its own backward needs what it saves: a peak there stays
         return f"{start}. {would}, but no plan with it was found to be faster: it frees nothing while it runs backward."
     return f"{start}. {would}; at the price of memory those bytes are worth {format_seconds(worth)}."
 
@@ -219,14 +224,14 @@ def _recompute_text(plan: ExecutionPlan, blocks: Sequence[BlockPlan]) -> str:
 
 
 class _ChoiceDelta(NamedTuple):
-    """What another choice would change for a run of operators; negative: less."""
+    """Change of time and memory if a run of operators took another choice; negative: less."""
 
     choice: ShardingChoice
     time_s: float
     memory_bytes: int
 
     def loss_s(self, price: float) -> float:
-        """What it loses, memory counted at its price."""
+        """Return the loss in seconds, memory counted at its price."""
         return self.time_s + price * self.memory_bytes
 
 
@@ -234,9 +239,9 @@ def _explain_run(plan: ExecutionPlan, run: OperatorRun) -> Reason:
     first = run.operators[0]
     text = _replicated_text(run) or _choice_text(plan, run)
     return Reason(
-        operators=(run.pattern or "(the module itself)",),
+        operators=(run.label,),
         mode=_describe_choice_and_slices(first.choice)
-        + ", joined" * bool(first.unit)
+        + ", per block" * bool(first.unit)
         + ", recomputed" * first.is_recomputed,
         count=len(run.operators),
         num_parameters=run.num_parameters,
@@ -245,7 +250,7 @@ def _explain_run(plan: ExecutionPlan, run: OperatorRun) -> Reason:
 
 
 def _replicated_text(run: OperatorRun) -> str:
-    """Why there was nothing to choose; empty if there was, or if the plan does not say."""
+    """Say why there was nothing to choose; empty if there was a choice, or if the plan does not say."""
     first = run.operators[0]
     if first.replicated_reason:
         same = all(operator.replicated_reason == first.replicated_reason for operator in run.operators)
@@ -258,7 +263,7 @@ def _replicated_text(run: OperatorRun) -> str:
 def _choice_text(plan: ExecutionPlan, run: OperatorRun) -> str:
     first = run.operators[0]
     if first.unit and not first.alternatives:
-        return "Shares the unit of its block, whose choice is told above."
+        return "Shares the unit of its block, whose choice is explained above."
     others = _choice_deltas(plan, run)
     if not others:
         return "The plan does not say why."
@@ -266,24 +271,23 @@ def _choice_text(plan: ExecutionPlan, run: OperatorRun) -> str:
     best = min(others, key=lambda other: other.loss_s(price))
     number = len(run.operators)
     together = f", for {'both' if number == 2 else f'all {number}'} together," if number > 1 else ""
-    room = plan.memory_limit_bytes - plan.predicted.peak_memory_bytes
-    trade = _tradeoff_text(best, price, room)
+    free_bytes = plan.memory_limit_bytes - plan.predicted.peak_memory_bytes
+    trade = _tradeoff_text(best, price, free_bytes)
     shared = "One unit for the whole block; times and bytes are those of all in it. " if first.unit else ""
     text = (
         f"{shared}{_role_text(run)}. Next best{together} is {_describe_choice_and_mode(best.choice)}: it would {trade}."
     )
-    return text if first.unit else text + _split_text(run, others, best, price, room)
+    return text if first.unit else text + _split_text(run, others, best, price, free_bytes)
 
 
 def _describe_choice_and_mode(choice: ShardingChoice) -> str:
-    """``zdp (sharded, gathered twice a step)``, ``4 slices (zdp x 4)``."""
+    """Describe a choice as ``zdp (sharded, gathered twice a step)`` or ``4 slices (zdp x 4)``."""
     if choice.split_dim is None:
         return f"{describe_choice(choice)} ({MODE_DESCRIPTIONS[choice.slices[0]]})"
     return _describe_choice_and_slices(choice)
 
 
 def _describe_choice_and_slices(choice: ShardingChoice) -> str:
-    """``zdp``, ``4 slices (zdp x 4)``."""
     words = describe_choice(choice)
     return words if choice.split_dim is None else f"{len(choice.slices)} slices ({words})"
 
@@ -291,7 +295,7 @@ def _describe_choice_and_slices(choice: ShardingChoice) -> str:
 def _split_text(
     run: OperatorRun, others: Sequence[_ChoiceDelta], reported: _ChoiceDelta, price: float, available_bytes: int
 ) -> str:
-    """Why the run is split or not, in so far as the next best choice does not say so; starts with a blank."""
+    """Say why the run is split or not, unless the next best choice says so; starts with a blank."""
     first, split = run.operators[0], run.operators[0].split_dim is not None
     opposite = [other for other in others if (other.choice.split_dim is not None) != split]
     if not split and not opposite:
@@ -304,10 +308,9 @@ def _split_text(
 
 
 def _role_text(run: OperatorRun) -> str:
-    """``Its fastest choice``, ``Its smallest choice``, or neither."""
     first = run.operators[0]
     own, costs = _find_cost(first, first.choice), first.alternatives
-    assert own is not None, "only operators with exchanges have a role"
+    assert own is not None, "only operators with alternatives have a role"
     if own.time_s <= min(cost.time_s for cost in costs):
         return "Its fastest choice"
     if own.resident_bytes + own.transient_bytes <= min(cost.resident_bytes + cost.transient_bytes for cost in costs):
@@ -318,7 +321,7 @@ def _role_text(run: OperatorRun) -> str:
 
 
 def _tradeoff_text(other: _ChoiceDelta, price: float, available_bytes: int) -> str:
-    """What an exchange would bring and cost, and whether that pays."""
+    """Say what another choice would save and cost, and whether that pays."""
     time, memory = format_seconds(abs(other.time_s)), format_bytes(abs(other.memory_bytes))
     worth, rate = price * abs(other.memory_bytes), f"{format_seconds(price * (1 << 20))} per MiB"
     under = f"at the price of memory under this limit ({rate})"
@@ -348,27 +351,27 @@ def _tradeoff_text(other: _ChoiceDelta, price: float, available_bytes: int) -> s
 _INDIVISIBLE_TEXT = "operators change as a whole and no exchange of whole ones gains"
 
 _BYTES_TOLERANCE = 1 << 10
-"""Less than this is rounding of shards to whole elements."""
+"""Differences below this many bytes come from rounding shards to whole elements."""
 
 _VALUE_TOLERANCE = 1e-3
-"""Relative: worths and costs this close are equal, as they are for the operator that sets the price."""
+"""Relative difference below which worth and cost are equal, as they are for the operator that sets the price."""
 
 
 def _choice_deltas(plan: ExecutionPlan, run: OperatorRun) -> list[_ChoiceDelta]:
-    """What each other choice would change if all of the run took it; empty if the plan does not say."""
+    """Return what each other choice would change if the whole run took it; empty if the plan does not say."""
     first = run.operators[0]
     if any(_find_cost(operator, operator.choice) is None for operator in run.operators):
         return []
     members = {operator.name for operator in run.operators}
-    beside = max((cost.transient_bytes for cost in _chosen_costs(plan.operators, members)), default=0)
+    other_transient = max((cost.transient_bytes for cost in _chosen_costs(plan.operators, members)), default=0)
 
     def total_cost(choice: ShardingChoice) -> tuple[float, int] | None:
         costs = [_find_cost(operator, choice) for operator in run.operators]
-        known = [one for one in costs if one is not None]
+        known = [cost for cost in costs if cost is not None]
         if len(known) < len(costs):
             return None
-        largest = max(beside, *(one.transient_bytes for one in known))
-        return sum(one.time_s for one in known), sum(one.resident_bytes for one in known) + largest
+        largest = max(other_transient, *(cost.transient_bytes for cost in known))
+        return sum(cost.time_s for cost in known), sum(cost.resident_bytes for cost in known) + largest
 
     own = total_cost(first.choice)
     others = {alternative.choice: total_cost(alternative.choice) for alternative in first.alternatives}
@@ -384,13 +387,12 @@ def _find_cost(operator: OperatorPlan, choice: ShardingChoice) -> ChoiceCost | N
 
 
 def _chosen_costs(operators: Iterable[OperatorPlan], excluded: set[str]) -> list[ChoiceCost]:
-    """The costs of what the other operators are."""
-    found = [_find_cost(operator, operator.choice) for operator in operators if operator.name not in excluded]
-    return [cost for cost in found if cost is not None]
+    costs = [_find_cost(operator, operator.choice) for operator in operators if operator.name not in excluded]
+    return [cost for cost in costs if cost is not None]
 
 
 def _merge_reasons(reasons: Sequence[tuple[OperatorRun, Reason]]) -> list[Reason]:
-    """Reasons of the same text and mode as one, but not where the text counts a run's operators together."""
+    """Merge reasons with the same text and mode, but not where the text counts the operators of a run together."""
     groups: dict[tuple[str, ...], list[Reason]] = {}
     for run, reason in reasons:
         counted = len(run.operators) > 1 and not _replicated_text(run)

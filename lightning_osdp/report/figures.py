@@ -1,7 +1,7 @@
-"""A plan as pictures. Decides nothing.
+"""Draw a plan as figures; needs the extra ``pictures`` (matplotlib).
 
-Each function returns a ``matplotlib.figure.Figure`` of its own; nothing is registered with pyplot. Needs the extra
-``pictures``. Colours are Okabe and Ito's, which colour-blind readers can tell apart; they differ in lightness, too.
+Each function returns a ``matplotlib.figure.Figure`` of its own; nothing is registered with pyplot. The colours are
+Okabe and Ito's: colour-blind readers can tell them apart, and they differ in lightness, too.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ CATEGORY_COLOURS = {
     "heap": "#CC79A7",
     "overhead": "#999999",
 }
-"""In the order in which they are stacked, from below."""
+"""Colours of the memory categories, in the order in which they are stacked from below."""
 
 STRATEGIES = {
     "osdp": ("OSDP", "#0072B2", "o", "-"),
     "dp": ("all dp (DDP)", "#D55E00", "s", "--"),
     "zdp": ("all zdp (FSDP)", "#009E73", "^", ":"),
 }
-"""Label, colour, marker and line of each field of ``SimulatedPoint``."""
+"""Label, colour, marker and line style of each field of ``SimulatedPoint``."""
 
 LIMIT_COLOUR = "#000000"
 
@@ -67,11 +67,11 @@ MIN_LOG_AXIS_RATIO = 64
 """Batch sizes that differ by more than this factor are drawn on a logarithmic axis."""
 
 MAX_NAMES_SHOWN = 12
-"""Operators named below a strip; more would overlap."""
+"""Most operators that are named below a strip; more names would overlap."""
 
 
 def throughput_figure(plan: ExecutionPlan) -> Figure:
-    """Throughput and peak memory of the best plan at each batch size, the chosen one marked."""
+    """Draw throughput and peak memory of the best plan at each batch size, the chosen one marked."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     speed, memory = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     sizes = [point.batch_size for point in plan.frontier]
@@ -99,20 +99,27 @@ def throughput_figure(plan: ExecutionPlan) -> Figure:
 
 
 def memory_figure(plan: ExecutionPlan, model: ModelProfile) -> Figure:
-    """What one device holds along a training step, by category, against the memory limit.
+    """Draw what one device holds along a training step, by category, against the memory limit.
+
+    Args:
+        plan: the plan to draw.
+        model: the model that it is for.
+
+    Returns:
+        A stacked area chart over the moments of the step.
 
     Raises:
         PlanMismatchError: the plan is for another model.
     """
     plan.check(model, plan.cluster.ranks)
-    joined = WrappedModel.from_assignment(model, [operator.unit for operator in plan.operators])
+    wrapped = WrappedModel.from_assignment(model, [operator.unit for operator in plan.operators])
     growth = plan.peak.heap_growth if plan.peak is not None else 0.0
     timeline = Timeline(
-        joined.model, plan.cluster, plan.predicted.overhead_bytes, heap=HeapModel(growth, LinearInBatch())
+        wrapped.model, plan.cluster, plan.predicted.overhead_bytes, heap=HeapModel(growth, LinearInBatch())
     )
-    asked = (plan.batch_size, plan.accumulate_grad_batches, plan.recomputed)
-    choices = joined.merge_choices([operator.choice for operator in plan.operators])
-    curves, peak = timeline.curves(choices, *asked), timeline.peak(choices, *asked)
+    step = (plan.batch_size, plan.accumulate_grad_batches, plan.recomputed)
+    choices = wrapped.merge_choices([operator.choice for operator in plan.operators])
+    curves, peak = timeline.curves(choices, *step), timeline.peak(choices, *step)
     phases = timeline.phases(plan.recomputed)
     total = sum(curves.values())
     scale, unit = _memory_unit([plan.memory_limit_bytes])
@@ -150,10 +157,10 @@ def memory_figure(plan: ExecutionPlan, model: ModelProfile) -> Figure:
 
 
 def decisions_figure(plan: ExecutionPlan) -> Figure:
-    """How each operator's states are kept, in the order of the model's depth, and how large it is.
+    """Draw how the states of each operator are kept and how large it is, in the order of the model's depth.
 
-    An operator of several slices is divided from below in the order of its slices. Hatches tell that it is sharded
-    inside nodes, a dark line below the strip that it is recomputed.
+    A bar of a split operator is divided from below in the order of its slices. Hatches mark operators sharded inside
+    nodes; a dark line below the strip marks recomputed ones.
     """
     figure = Figure(figsize=(9, 5), layout="constrained")
     size, strip = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
@@ -193,11 +200,14 @@ def decisions_figure(plan: ExecutionPlan) -> Figure:
 
 
 def tradeoff_figure(candidates: Sequence[Candidate], memory_limit_bytes: int | None = None) -> Figure:
-    """Step time against memory: what each further byte buys at one batch size.
+    """Draw step time against memory: what each further byte buys at one batch size.
 
     Args:
-        candidates: as ``simulate.sweep_memory_limits`` gives them, at least one.
-        memory_limit_bytes: marked, if given.
+        candidates: plans as ``simulate.sweep_memory_limits`` returns them, at least one.
+        memory_limit_bytes: a limit to mark.
+
+    Returns:
+        A step curve with the compute time as a reference.
 
     Raises:
         ConfigurationError: there are no candidates.
@@ -229,7 +239,13 @@ def tradeoff_figure(candidates: Sequence[Candidate], memory_limit_bytes: int | N
 
 
 def devices_figure(points: Sequence[SimulatedPoint]) -> Figure:
-    """Throughput and memory by number of devices, for the plan and both baselines; a cross where nothing fits.
+    """Draw throughput and memory by number of devices, for the plan and both baselines; a cross where nothing fits.
+
+    Args:
+        points: results of ``simulate.simulate``, at least one.
+
+    Returns:
+        Two charts with a common axis.
 
     Raises:
         ConfigurationError: there are no points.
@@ -241,16 +257,15 @@ def devices_figure(points: Sequence[SimulatedPoint]) -> Figure:
     places = range(len(points))
     scale, unit = _memory_unit([point.memory_limit_bytes for point in points])
     for row, (field, (label, colour, marker, line)) in enumerate(STRATEGIES.items()):
-        found: list[SimulatedResult | None] = [getattr(point, field) for point in points]
+        results: list[SimulatedResult | None] = [getattr(point, field) for point in points]
         style = {"color": colour, "marker": marker, "linestyle": line, "markersize": 6}
-        rates = [one.samples_per_s if one is not None else float("nan") for one in found]
-        peaks = [one.peak_memory_bytes / scale if one is not None else float("nan") for one in found]
+        rates = [one.samples_per_s if one is not None else float("nan") for one in results]
+        peaks = [one.peak_memory_bytes / scale if one is not None else float("nan") for one in results]
         speed.plot(places, rates, label=label, **style)
         memory.plot(places, peaks, **style)
-        lost = [place for place, one in zip(places, found, strict=True) if one is None]
-        if lost:  # drawn beside each other where several do not fit
-            at = [place + 0.06 * (row - 1) for place in lost]
-            speed.plot(at, [0.0] * len(at), "x", color=colour, markersize=9, clip_on=False)
+        infeasible = [place + 0.06 * (row - 1) for place, one in zip(places, results, strict=True) if one is None]
+        if infeasible:  # shifted, so that the crosses of several strategies do not overlap
+            speed.plot(infeasible, [0.0] * len(infeasible), "x", color=colour, markersize=9, clip_on=False)
     if any(getattr(point, field) is None for point in points for field in STRATEGIES):
         speed.plot([], [], "x", color="#444444", markersize=9, label="does not fit")
     limits = [point.memory_limit_bytes / scale for point in points]
@@ -267,19 +282,19 @@ def devices_figure(points: Sequence[SimulatedPoint]) -> Figure:
 
 
 def format_rate(samples_per_s: float) -> str:
-    """Throughput as people read it: ``0.0123 samples/s``, ``13.5 samples/s``, ``800,771 samples/s``."""
+    """Format a throughput: ``0.0123 samples/s``, ``13.5 samples/s``, ``800,771 samples/s``."""
     return f"{samples_per_s:,.0f} samples/s" if samples_per_s >= 100 else f"{samples_per_s:.3g} samples/s"
 
 
 def to_png(figure: Figure, dpi: int = 150) -> bytes:
-    """The picture as a PNG file."""
+    """Render a figure as the content of a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi)
     return buffer.getvalue()
 
 
 def to_svg(figure: Figure) -> str:
-    """The picture as SVG with its text as text; equal figures give equal files."""
+    """Render a figure as SVG with its text as text; equal figures give equal files."""
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "lightning_osdp"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
@@ -307,7 +322,7 @@ def _draw_limit(axes: Axes, value: float) -> None:
 
 
 def _label_limit(axes: Axes, value: float) -> None:
-    """Words on the limit's line, at its left end, where memory is usually lower."""
+    """Write on the limit's line, at its left end, where memory is usually lower."""
     axes.annotate(
         "memory limit",
         (0.01, value),
@@ -320,7 +335,7 @@ def _label_limit(axes: Axes, value: float) -> None:
 
 
 def _label_phases(axes: Axes, phases: Sequence[str]) -> None:
-    """Marks where forward turns into backward (and what is recomputed there), and the optimizer's step at the end."""
+    """Mark where backward begins, what is recomputed in it, and where the optimizer's step begins."""
     turn = next((at for at, phase in enumerate(phases) if phase != "forward"), len(phases))
     for at, phase in enumerate(phases):
         if phase == "recompute":
@@ -346,7 +361,7 @@ def _time_unit(seconds: Sequence[float]) -> tuple[float, str]:
 
 
 class _BarStyle(NamedTuple):
-    """How a slice is drawn, and its place in the legend."""
+    """Style of the bar of a slice, and its rank in the legend."""
 
     rank: int
     colour: str

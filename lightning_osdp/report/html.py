@@ -1,4 +1,4 @@
-"""A plan as one page of HTML that needs nothing from elsewhere."""
+"""Write a plan as one page of HTML that loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -54,13 +54,16 @@ def render_page(
     tradeoff: Sequence[Candidate] = (),
     points: Sequence[SimulatedPoint] = (),
 ) -> str:
-    """The plan's numbers and pictures as one page; it loads nothing from anywhere.
+    """Render the numbers and figures of a plan as one page of HTML.
 
     Args:
-        plan: what to show.
-        model: adds the memory along a step.
-        tradeoff: adds the picture of time against memory (``simulate.sweep_memory_limits``).
-        points: adds the picture and the table by number of devices (``simulate.simulate``).
+        plan: the plan to show.
+        model: its model; adds the memory along a step.
+        tradeoff: plans under other limits (``simulate.sweep_memory_limits``); adds the figure of time against memory.
+        points: results of ``simulate.simulate``; adds a figure and a table by number of devices.
+
+    Returns:
+        The page, figures included.
 
     Raises:
         PlanMismatchError: the plan is for another model than ``model``.
@@ -92,7 +95,7 @@ def _image(figure: Figure, description: str) -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; a column whose title starts with ``>`` holds numbers and is aligned to the right."""
+    """Make a table; a column whose title starts with ``>`` holds numbers and is aligned to the right."""
     kinds = [' class="number"' if title.startswith(">") else "" for title in header]
 
     def line(tag: str, cells: Sequence[str]) -> str:
@@ -132,7 +135,7 @@ def _summary_table(plan: ExecutionPlan) -> str:
 def _operator_table(plan: ExecutionPlan) -> str:
     rows = [
         (
-            run.pattern or "(the module itself)",
+            run.label,
             describe_operator_choice(run.operators[0]),
             str(len(run.operators)),
             format_count(run.num_parameters),

@@ -1,8 +1,4 @@
-"""Plan to tables, for people: what was decided, what it is predicted to cost, and what was measured. Decides nothing.
-
-Seconds and bytes become ms and GiB in ``planning.wrap_assignment``. Tables read the same without
-colours and in 100 columns.
-"""
+"""Show plans as tables: decisions, predictions and measurements. Tables read well without colours, in 100 columns."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from lightning_osdp.planning.whatif.simulate import SimulatedPoint
 from lightning_osdp.report.operator_runs import OperatorRun, describe_operator_choice, group_runs
 
 MAX_RUNNERS_UP = 3
-"""How many of the other batch sizes are shown."""
+"""Number of other batch sizes that a table shows."""
 
 _BAR_WIDTH = 24
 
@@ -34,43 +30,42 @@ _OPTIONAL_COLUMNS = {
     "split_share": "split",
     "recomputed_blocks": "recomputed",
 }
-"""Of the table by number of devices: field of ``SimulatedResult``, and title."""
+"""Titles of the optional columns of the simulation table, by field of ``SimulatedResult``."""
 
 
 def plan_table(plan: ExecutionPlan, profiling_s: float | None = None, collectives: int | None = None) -> Group:
-    """The whole plan: what was chosen, per run of operators and per mode, and the best batch sizes that were not.
+    """Show a plan: its summary, the choice of each run of operators, the share of each mode, and other batch sizes.
 
     Args:
-        plan: what to show.
+        plan: the plan.
         profiling_s: seconds that measuring took; None if nothing was measured.
-        collectives: how many collectives one optimizer step makes on each rank; None where it is not known.
+        collectives: number of collectives in one optimizer step on each rank; None if unknown.
     """
     parts: list[RenderableType] = [_heading(plan), _summary(plan, profiling_s, collectives), ""]
     parts += [_run_table(group_runs(plan.operators)), "", _mode_table(plan.operators)]
-    others = [point for point in plan.frontier if point.batch_size != plan.batch_size]
-    if others:
+    if any(point.batch_size != plan.batch_size for point in plan.frontier):
         parts += ["", _frontier_table(plan)]
     return Group(*parts)
 
 
 def measured_table(plan: ExecutionPlan, measured: MeasuredStep, steps: int) -> Table:
-    """Predicted against measured: step time and what it consists of, throughput and peak memory.
+    """Compare predicted with measured step time, its parts, throughput and peak memory.
 
-    The error is (predicted - measured) / measured, so it is positive where the prediction was too high.
+    The error is (predicted - measured) / measured: positive where the prediction was too high.
 
     Args:
-        plan: holds the prediction.
-        measured: what the ranks' steps took at most.
-        steps: how many optimizer steps were made until then.
+        plan: the plan with the prediction.
+        measured: the measurements of the slowest rank.
+        steps: number of optimizer steps made so far.
     """
-    predicted, waited_s = plan.predicted, measured.communication_s
+    predicted, exposed_s = plan.predicted, measured.communication_s
     rows: list[tuple[str, float, float, Callable[[float], str]]] = [
         ("step time", predicted.step_time_s, measured.step_time_s, format_seconds)
     ]
-    if waited_s is not None and plan.cluster.ranks > 1:
-        computed_s = measured.step_time_s - waited_s
+    if exposed_s is not None and plan.cluster.ranks > 1:
+        computed_s = measured.step_time_s - exposed_s
         rows.append(("  compute", predicted.compute_time_s, computed_s, format_seconds))
-        rows.append(("  communication", predicted.communication_time_s, waited_s, format_seconds))
+        rows.append(("  communication", predicted.communication_time_s, exposed_s, format_seconds))
     samples_per_s = plan.global_batch_size / measured.step_time_s
     rows.append(("throughput", predicted.samples_per_s, samples_per_s, _format_throughput))
     rows.append(("peak memory", predicted.peak_memory_bytes, measured.peak_memory_bytes, format_bytes))
@@ -81,10 +76,10 @@ def measured_table(plan: ExecutionPlan, measured: MeasuredStep, steps: int) -> T
 
 
 def simulation_table(points: Sequence[SimulatedPoint]) -> Table:
-    """By number of devices: the plan (osdp) beside every operator replicated (dp) and every operator sharded (zdp).
+    """Compare the plan (osdp) with all operators replicated (dp) or sharded (zdp), by number of devices.
 
-    Throughput is that of all devices, peak memory that of one. The last columns are shares of the parameters, and
-    numbers of blocks; those in which no plan has anything are left out.
+    Throughput is that of all devices, peak memory that of one. The last columns are shares of the parameters and
+    numbers of blocks; columns in which no plan has anything are left out.
     """
     plans = [point.osdp for point in points if point.osdp is not None]
     more = [name for name in _OPTIONAL_COLUMNS if name == "sharded_share" or any(getattr(plan, name) for plan in plans)]
@@ -110,7 +105,7 @@ def simulation_table(points: Sequence[SimulatedPoint]) -> Table:
 
 
 def to_text(renderable: RenderableType, width: int = 100) -> str:
-    """What ``renderable`` looks like as plain text of at most ``width`` columns: for logs and files."""
+    """Render a table as plain text of at most ``width`` columns, for logs and files."""
     console = Console(width=width, color_system=None, force_terminal=False, force_jupyter=False)
     with console.capture() as capture:
         console.print(renderable)
@@ -138,13 +133,13 @@ def _summary(plan: ExecutionPlan, profiling_s: float | None, collectives: int | 
         f"{_format_bar(predicted.peak_memory_bytes / limit)}",
         "": f"{format_bytes(predicted.overhead_bytes)} of it before the model",
     }
-    between = [f"{format_bytes(size)} for {what}" for what, size in predicted.non_training_bytes.items()]
-    if between:
-        rows["between steps"] = ", ".join(between)
+    if predicted.non_training_bytes:
+        needs = (f"{format_bytes(size)} for {what}" for what, size in predicted.non_training_bytes.items())
+        rows["between steps"] = ", ".join(needs)
     if plan.update_in_backward:
-        rows["updates"] = "of sharded parameters in the backward pass, so that their gradients need not be kept"
+        rows["updates"] = "sharded parameters are updated during backward, so their gradients need not be stored"
     if plan.retain_freed_memory:
-        rows["freed tensors"] = "stay in the heap, so that the next ones need no new pages"
+        rows["freed memory"] = "is retained in the heap, so that new tensors need no new pages"
     if collectives is not None:
         rows["collectives"] = f"{collectives} per step{_prefetch_text(plan)}"
     if profiling_s is not None:
@@ -159,7 +154,7 @@ def _run_table(runs: Sequence[OperatorRun]) -> Table:
     table = _table("operators", "mode", ">count", ">parameters")
     for run in runs:
         table.add_row(
-            Text(run.pattern or "(the module itself)"),  # a str would be read as markup
+            Text(run.label),  # a str would be read as markup
             describe_operator_choice(run.operators[0]),
             str(len(run.operators)),
             format_count(run.num_parameters),
@@ -168,12 +163,12 @@ def _run_table(runs: Sequence[OperatorRun]) -> Table:
 
 
 def _mode_table(operators: Iterable[OperatorPlan]) -> Table:
-    """Parameters by the mode of the slice that they are in; slices of one operator are equal parts."""
+    """Count parameters by the mode of their slice; the slices of an operator are equal parts."""
     by_mode: Counter[Mode] = Counter()
     for operator in operators:
         for index, mode in enumerate(operator.slices):
-            whole, k = operator.num_parameters, len(operator.slices)
-            by_mode[mode] += whole * (index + 1) // k - whole * index // k
+            numel, k = operator.num_parameters, len(operator.slices)
+            by_mode[mode] += numel * (index + 1) // k - numel * index // k
     total = by_mode.total()
     table = _table("mode", ">parameters", ">share")
     for mode in Mode:
@@ -201,7 +196,7 @@ def _frontier_table(plan: ExecutionPlan) -> Table:
 
 
 def _table(*columns: str) -> Table:
-    """An empty table; a column whose title starts with ``>`` holds numbers and is aligned to the right."""
+    """Make an empty table; a column whose title starts with ``>`` holds numbers and is aligned to the right."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold underline")
     for title in columns:
         table.add_column(title.removeprefix(">"), justify="right" if title.startswith(">") else "left", no_wrap=True)
@@ -217,7 +212,7 @@ def _format_bar(share: float) -> str:
 
 def _prefetch_text(plan: ExecutionPlan) -> str:
     size = plan.cluster.prefetch_max_bytes
-    return f", those of units up to {format_bytes(size)} beside compute" if size else ""
+    return f", overlapped with compute for units up to {format_bytes(size)}" if size else ""
 
 
 def _format_throughput(samples_per_s: float) -> str:
@@ -229,10 +224,7 @@ def _format_difference(value: float, reference: float) -> str:
 
 
 def write_plan(plan: ExecutionPlan, path: Path) -> None:
-    """Writes the plan where it can be found again; where that is not possible a warning is enough.
-
-    The other ranks train already, and the plan is on the screen.
-    """
+    """Write the plan to a file, or warn: the other ranks train already, and the plan is on the screen."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(plan.to_json())

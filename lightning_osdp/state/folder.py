@@ -42,9 +42,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from lightning_osdp.backend.collectives import broadcast_object, raise_on_all_ranks
 from lightning_osdp.errors import CheckpointError
 from lightning_osdp.state import atomic_files, single_file
-from lightning_osdp.state.chunks import TensorChunk, local_chunks
 from lightning_osdp.state.deferred_tensor import DeferredTensor, DeferredTensors, LoadTarget
-from lightning_osdp.state.shard_layout import ShardLayout
+from lightning_osdp.state.shard_layout import ReplicatedLayout, TensorChunk
 
 TRAINER_FILE = "trainer.pt"
 """What is no tensor of the model or of an optimizer."""
@@ -160,7 +159,7 @@ class _ChunkSavePlanner(DefaultSavePlanner):
             [
                 self._make_write_item(source, box)
                 for source in self._deferred_tensors
-                for box in local_chunks(source.layout)
+                for box in source.layout.local_chunks()
             ]
         )
 
@@ -258,7 +257,7 @@ class CheckpointFolder:
     def read_full_tensor(self, placeholder: Tensor) -> Tensor:
         """All of a tensor, on the CPU."""
         whole = torch.empty(placeholder.shape, dtype=placeholder.dtype)
-        self.fill([LoadTarget(ShardLayout.create_replicated(placeholder.shape), whole, placeholder)])
+        self.fill([LoadTarget(ReplicatedLayout(placeholder.shape), whole, placeholder)])
         return whole
 
 
@@ -272,7 +271,7 @@ class _ChunkLoadPlanner(DefaultLoadPlanner):
         for name, target in named_targets:
             stored = metadata.state_dict_metadata[name]
             assert isinstance(stored, TensorStorageMetadata)
-            boxes = list(local_chunks(target.layout))
+            boxes = list(target.layout.local_chunks())
             self._chunk_buffers |= {(name, torch.Size(box.offsets)): box.view(target.local_shard) for box in boxes}
             items += create_read_items_for_chunk_list(name, stored, [_to_chunk_metadata(box) for box in boxes])
         self.plan = LoadPlan(items)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.state.deferred_tensor import DeferredTensor, DeferredTensors, LoadTarget
-from lightning_osdp.state.shard_layout import ShardLayout
+from lightning_osdp.state.shard_layout import ReplicatedLayout, ShardLayout
 
 PARAMETER_NAMES = "param_names"
 """Key of the parameters' names in an optimizer's state, beside ``job_state`` and ``param_groups``. PyTorch would have them
@@ -51,7 +51,7 @@ class ShardedParameters:
 
     def layout_of(self, parameter: nn.Parameter) -> ShardLayout:
         """How a parameter lies, sharded or not."""
-        return self._layouts.get(parameter) or ShardLayout.create_replicated(parameter.shape)
+        return self._layouts.get(parameter) or ReplicatedLayout(parameter.shape)
 
     @contextmanager
     def show_unsharded_shapes(self) -> Iterator[None]:
@@ -82,7 +82,7 @@ class ShardedParameters:
         finally:
             for parameter, part in parts.items():
                 if writeback:
-                    part.view(-1).copy_(self._layouts[parameter].shard(parameter.data))
+                    part.copy_(self._layouts[parameter].shard(parameter.data).view(part.shape))
                 parameter.data = part
 
     def shard_existing_state(self, optimizer: Optimizer) -> None:
@@ -119,7 +119,7 @@ class ShardedParameters:
 
     def _process_groups(self) -> list[Any]:
         """Groups over which slices are cut into pieces, and None for what every rank holds."""
-        groups = {piece.group: None for layout in self._layouts.values() for piece in layout.slices}
+        groups = {group: None for layout in self._layouts.values() for group in layout.groups}
         return list(groups | {None: None})
 
     def _split_by_group(self, parameter: nn.Parameter | None, gradient: Tensor) -> Iterator[tuple[Any, Tensor]]:
@@ -127,8 +127,7 @@ class ShardedParameters:
         if layout is None:
             yield None, gradient
             return
-        for piece, first, last in layout.slice_ranges():
-            yield piece.group, gradient.reshape(-1)[first:last]
+        yield from layout.split_by_group(gradient)
 
 
 def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

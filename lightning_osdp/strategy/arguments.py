@@ -161,7 +161,7 @@ def read_cluster(cluster: str | Path | Cluster | None) -> Cluster | None:
         return cluster
     text = _read_text(Path(cluster), "cluster")
     try:
-        return Cluster.model_validate_json(text)
+        return Cluster.from_json(text)
     except ValueError as error:
         raise ConfigurationError(f"{cluster} is not a cluster file: {error}") from error
 

@@ -36,11 +36,12 @@ from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.backend import memory
 from lightning_osdp.backend.cpu.heap_controller import HeapController
 from lightning_osdp.backend.fused_adam import fused_step
-from lightning_osdp.engine.fairscale.engine import FairScaleEngine
+from lightning_osdp.engine.base import Engine, create_engine
 from lightning_osdp.engine.meta_init import MetaInitializer, check_initializable, is_meta
-from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPWarning
+from lightning_osdp.errors import InfeasibleError, OSDPWarning
 from lightning_osdp.planning.cost.run_correction import MeasuredStep, update_correction
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
+from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, NonTrainingWork
@@ -76,7 +77,7 @@ class OSDPStrategy(ProcessGroupStrategy):
         cluster: hardware that is known already, or the path of its JSON: links are not measured.
         sharding_group: with several nodes, the ranks that operators are sharded over: ``"world"`` for all ranks,
             ``"node"`` for those of a node (FSDP's HYBRID_SHARD), ``"auto"`` to choose for each operator.
-        engine: what applies the plan; ``"fairscale"`` is the only one.
+        engine: what applies the plan: ``"fairscale"``, or a name given to ``engine.base.register_engine``.
         save_format: ``"full"`` saves one ordinary file (FSDP's FULL_STATE_DICT); ``"sharded"`` saves a folder that
             every rank writes its shards to (SHARDED_STATE_DICT).
         replan: ``"on_drift"`` makes a new plan, at the same batch size and with nothing lost, if the measured peak of
@@ -105,7 +106,7 @@ class OSDPStrategy(ProcessGroupStrategy):
         plan: str | Path | ExecutionPlan | None = None,
         cluster: str | Path | Cluster | None = None,
         sharding_group: str = "auto",
-        engine: str = "fairscale",
+        engine: str = DEFAULT_ENGINE,
         save_format: str = "full",
         replan: str = "never",
         trial_steps: bool = True,
@@ -138,13 +139,12 @@ class OSDPStrategy(ProcessGroupStrategy):
             cache,
             trial_steps,
             update_in_backward,
+            engine,
         )
         self._given_plan = plan
-        if engine != "fairscale":
-            raise ConfigurationError(f"engine={engine!r} is not known: the only one is 'fairscale'")
         self._checkpoint_format = CheckpointFormat(save_format)
         self._replan_mode = arguments.validate_choice("replan", replan, REPLAN_MODES)
-        self._engine: FairScaleEngine | None = None
+        self._engine: Engine | None = None
         self._plan: ExecutionPlan | None = None
         self._monitor: PredictionMonitor | None = None
         self._heap_controller: HeapController | None = None
@@ -228,14 +228,14 @@ class OSDPStrategy(ProcessGroupStrategy):
         with isolate_rng():  # planning must not change the run's own random numbers
             data, batch, batch_size = ranks.raise_on_all_ranks(lambda: read_data(trainer, module))
             batch, step_context = self.precision_plugin.convert_input(batch), self.precision_plugin.train_step_context
-            context = TrialContext(module, batch, batch_size, self.root_device, step_context)
+            context = TrialContext(module, batch, batch_size, self.root_device, step_context, self._options.engine)
             self._planning_result = self._resolve_plan(trainer, budget, given_plan, data, context)
             data.reset_dataloader()
         if self._replan_mode == "never":  # the measurements take some MiB, which training needs
             self._planning_result = replace(self._planning_result, replanner=None)
         self._plan = plan = self._planning_result.plan
         assert_equal_on_ranks(ranks.group, "the plan", hashlib.sha256(plan.to_json().encode()).hexdigest()[:12])
-        engine = FairScaleEngine(self.root_device, ranks.group)
+        engine = create_engine(self._options.engine, self.root_device, ranks.group)
         ranks.raise_on_all_ranks(lambda: engine.check(module, plan))
         if plan.batch_size != batch_size:
             ranks.raise_on_all_ranks(lambda: apply_batch_size(data, plan.batch_size))
@@ -247,9 +247,7 @@ class OSDPStrategy(ProcessGroupStrategy):
         model_summary.count_unsharded_parameters(trainer, engine.unsharded_shapes)
         self._print_and_write_plan(trainer, self._planning_result.profiling_s)
 
-    def _apply_plan(
-        self, trainer: pl.Trainer, module: pl.LightningModule, engine: FairScaleEngine, ranks: RankGroup
-    ) -> None:
+    def _apply_plan(self, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine, ranks: RankGroup) -> None:
         assert self._plan is not None
         if self._layer_sync is not None:  # after planning: a synchronised layer can't run on fake tensors
             self.model = self._layer_sync.apply(module)
@@ -284,7 +282,7 @@ class OSDPStrategy(ProcessGroupStrategy):
             return PlanningResult(given_plan)
         sharing, limit_bytes = ranks_sharing_memory_limit(ranks), options.memory_limit_bytes
         limit = memory.MemoryLimit(context.device, self.num_processes, sharing, limit_bytes)
-        constraints = options.constraints(self.constraints, blocker)
+        constraints = options.constraints(self.constraints, blocker, context.device)
         facts = (trainer, data, context.batch_size, ranks.world_size, limit, constraints, non_training)
         request = ranks.raise_on_all_ranks(lambda: options.request(*facts))
         resumed = pipeline.reuse_if_valid(self.resumed_plan, traced, ranks, request.policy, limit.current())
@@ -446,6 +444,6 @@ class OSDPStrategy(ProcessGroupStrategy):
         return super().lightning_module_state_dict()
 
     def summon_full_params(self, module: Any = None, writeback: bool = True) -> AbstractContextManager[None]:
-        """Return a context with unsharded parameters (of ``module`` alone, if given): see ``Engine.summon_full_params``."""
+        """Return a context with unsharded parameters, of ``module`` alone if given (``Engine.summon_full_params``)."""
         self._release_heap()
         return self._engine.summon_full_params(module, writeback) if self._engine is not None else nullcontext()

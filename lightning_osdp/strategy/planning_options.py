@@ -6,13 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import lightning.pytorch as pl
+import torch
 
 from lightning_osdp.autotune import profile_cache
 from lightning_osdp.autotune.coordinator import PlanRequest
 from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.backend.memory import MemoryLimit
+from lightning_osdp.engine.base import engine_capabilities, find_engine
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
+from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.formatting import parse_bytes
@@ -40,9 +43,11 @@ class PlanningOptions:
     cache: str | Path | None = None
     trial_steps: bool = True
     update_in_backward: bool = True
+    engine: str = DEFAULT_ENGINE
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
+        """Check the arguments, and import the engine: later that would count as memory that training takes."""
+        find_engine(self.engine)
         _ = self.policy, self.memory_limit_bytes, SearchConstraints(sharding_group=self.sharding_group)
 
     @property
@@ -64,14 +69,22 @@ class PlanningOptions:
         """The folder of measurements; None to cache nothing."""
         return profile_cache.cache_folder(self.cache)
 
-    def constraints(self, from_callback: SearchConstraints, in_backward_blocker: str) -> SearchConstraints:
+    def constraints(
+        self, from_callback: SearchConstraints, in_backward_blocker: str, device: torch.device
+    ) -> SearchConstraints:
         """Return what is not left to the search.
 
         Args:
             from_callback: the constraints of OSDPCallback.
             in_backward_blocker: why parameters may not be updated in the backward pass; empty if they may.
+            device: the device to train on.
         """
-        return replace(from_callback, sharding_group=self.sharding_group, update_in_backward=not in_backward_blocker)
+        return replace(
+            from_callback,
+            sharding_group=self.sharding_group,
+            update_in_backward=not in_backward_blocker,
+            capabilities=engine_capabilities(self.engine, device),
+        )
 
     def in_backward_blocker(self, trainer: pl.Trainer, traced: TracedStep) -> str:
         """Return why the run may not update parameters in the backward pass, in words; empty if it may."""

@@ -142,6 +142,7 @@ def test_profile_contains_compute_with_retained_heap(tmp_path: Path) -> None:
     found = run_ranks(fit_and_read_profile, RANKS, str(tmp_path))[0]
     assert found.compute_with_retained_heap is not None
     usual, kept = (
-        sum(one.at(BATCH) for one in times.operators) for times in (found.compute, found.compute_with_retained_heap)
+        sum(one.seconds_at(BATCH) for one in times.operators)
+        for times in (found.compute, found.compute_with_retained_heap)
     )
     assert 0 < kept <= usual

@@ -57,7 +57,7 @@ def operator_plan_fields(choice: ShardingChoice) -> dict[str, Any]:
         "slices": choice.slices,
         "split_dim": choice.split_dim,
         "sharding_group": choice.scope,
-        "two_stage": choice.hierarchical,
+        "hierarchical": choice.hierarchical,
     }
 
 

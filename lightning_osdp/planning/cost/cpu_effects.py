@@ -1,58 +1,163 @@
-"""What a heap takes in which freed tensors stay, beside those that are live (CPU, glibc)."""
+"""Memory effects that exist on CPUs only: a heap that retains freed tensors, and prefetching by the engine."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
+from lightning_osdp.planning.cost.moments import Flags, Floats, Held, Intervals, OperatorRuns
+from lightning_osdp.planning.cost.shards import ParamShard, Unit
+from lightning_osdp.planning.spec.choices import Mode
+from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import LinearInBatch, ModelProfile
 
-HEAP_GROWTH = 0.5
-"""By how much larger than what a step frees the heap is planned to be: what is freed is seldom as large as what comes
-next. While training it is given room by and by, and no more than there is (``keeping``). [measured, natural language
-model of 19 M parameters, batches of 8: 0.1 for a tenth of the time saved, 0.2 for two thirds, 0.5 for all; batches of
-4: 1.0 for all]"""
+if TYPE_CHECKING:
+    from lightning_osdp.planning.cost.footprint import Footprint
 
+HEAP_GROWTH = 0.5
+"""Planned size of a heap that retains freed tensors, beyond the live ones, as a fraction of what a step frees: freed
+tensors seldom have the size of the next ones. In training it grows step by step within the limit. [M-cost-5]"""
 
 MAX_MMAP_THRESHOLD = 32 << 20
-"""From this size on a tensor has a mapping of its own and never stays: glibc lets its threshold be no higher."""
+"""Larger tensors have their own memory mapping and are never retained: glibc's threshold can't be higher."""
 
 
 @dataclass(frozen=True)
 class HeapModel:
-    """What is planned for it.
+    """Planned size of the heap.
 
     Attributes:
-        growth: share of what is freed within a step.
-        headroom: bytes by batch size that stay free: a heap that had room for all tensors may have none for a large one
-            in the next step, which then lies beside it. [measured, wide model of 21.7 M parameters: 17 steps of 952
-            MiB, one of more than 987]
+        growth: Fraction of what is freed within a step.
+        headroom: Free bytes by batch size. In some step a large tensor finds no gap in the heap and is placed beside
+            it. [M-cost-6]
     """
 
     growth: float
     headroom: LinearInBatch
 
     @classmethod
-    def for_model(cls, model: ModelProfile) -> HeapModel:
-        """A half of what is freed, and room for the largest gradient and the largest activation."""
+    def for_model(cls, model: ModelProfile, *, retained: bool = True) -> HeapModel:
+        """Return the plan for a heap that has room for the largest gradient and the largest activation."""
+        if not retained:
+            return NO_RETENTION
         gradients = (p.gradient_bytes for operator in model.operators for p in operator.parameters)
         live = [moment.live.per_sample for moment in model.moments]
-        made = max((after - before for before, after in pairwise(live)), default=0.0)
-        return cls(HEAP_GROWTH, LinearInBatch(fixed=max(gradients, default=0), per_sample=max(0.0, made)))
+        activation = max((after - before for before, after in pairwise(live)), default=0.0)
+        return cls(HEAP_GROWTH, LinearInBatch(fixed=max(gradients, default=0), per_sample=max(0.0, activation)))
+
+    def grow(self, footprint: Footprint[float]) -> Footprint[float]:
+        """Return the footprint with everything that is freed within a step larger by ``growth``."""
+        permanent = ("states", "local_trainable", "eval_unsharded", "checkpoint_tensor", "unsharded_state")
+        grown = {name: (1 + self.growth) * size for name, size in footprint._asdict().items() if name not in permanent}
+        return footprint._replace(**grown) if self.growth else footprint
+
+    def separate(self, curves: dict[str, Floats], batch_size: int) -> dict[str, Floats]:
+        """Move what the heap adds to categories that are freed within a step into a category of its own."""
+        freed = ("gradients", "gathered", "transient", "activations")
+        added = (1 - 1 / (1 + self.growth)) * sum(curves[name] for name in freed)
+        heap = np.asarray(added + self.headroom.value_at(batch_size))
+        return curves | {"heap": heap} | {name: curves[name] / (1 + self.growth) for name in freed}
+
+
+NO_RETENTION = HeapModel(0.0, LinearInBatch())
+"""The heap if freed tensors are returned to the system."""
 
 
 def max_retained_batch_size(model: ModelProfile) -> float:
-    """The largest batch whose activations all find room in a heap; infinite if any does.
+    """Return the largest batch size whose activations are all below ``MAX_MMAP_THRESHOLD``; infinite if any are.
 
-    What lies beside the heap for its size is there at the same time as what the heap keeps for others, so a larger
-    batch takes more memory than ``HeapModel`` says, or finds less of it in the heap. [measured, GPT-2 of 21 M parameters,
-    4 ranks of 1038 MiB on 2 cores, logits of 4 MiB a sample: batches of 14 take 5.7 s, 3.8 foreseen, and touch 1.4 GiB
-    of new pages in each; of 6 1.84, 1.89 foreseen, and 0.1 GiB]
+    Larger tensors are mapped while the heap retains the memory of others, so memory or time would be underestimated.
+    [M-cost-7]
     """
     per_sample = HeapModel.for_model(model).headroom.per_sample
     return (MAX_MMAP_THRESHOLD - 1) // per_sample if per_sample else math.inf
 
 
-NO_RETENTION = HeapModel(0.0, LinearInBatch())
-"""Where freed tensors are handed back."""
+class PrefetchBytes(NamedTuple):
+    """Bytes that prefetching adds to one operator."""
+
+    next_unit: float = 0.0
+    """``Footprint.prefetched_parameters``."""
+    inflight_gradient: float = 0.0
+    """``Footprint.inflight_gradient``."""
+    next_slice: float = 0.0
+    """The operator's own next slice, while it runs."""
+    previous_gradient: float = 0.0
+    """Gradient of its previous slice or parameter, while it runs backward."""
+
+
+def prefetch_bytes(units: list[Unit], gathered: list[float], cluster: Cluster, ranks: int) -> PrefetchBytes:
+    """Return what prefetching adds to an operator with these units.
+
+    Args:
+        units: The operator's units.
+        gathered: Bytes that gathering each unit takes.
+        cluster: The ranks.
+        ranks: Ranks that the units are sharded over.
+    """
+    prefetched = [(unit, size) for unit, size in zip(units, gathered, strict=True) if unit.is_prefetched(cluster)]
+    if not prefetched:
+        return PrefetchBytes()
+    next_unit = max(size for _, size in prefetched)
+    # The parts that other ranks have sent are held, too, except for those of one rank.
+    largest = max(shard.gradient_bytes for unit, _ in prefetched for shard in unit.shards)
+    inflight = largest * (1 + max(0, ranks - 2) / ranks)
+    several = sum(unit.num_slices for unit in units) > 1
+    is_freed = any(unit.mode == Mode.ZDP for unit, _ in prefetched)  # zdp2 slices count from the first one on
+    return PrefetchBytes(
+        next_unit,
+        inflight,
+        next_unit if several and is_freed else 0.0,
+        inflight if several or len(units[0].shards) > 1 else 0.0,
+    )
+
+
+def coalesced_reduction_bytes(groups: Sequence[Sequence[ParamShard]], ranks: int) -> float:
+    """Return the largest memory of reducing gradients by one collective, on top of their gathered parameters.
+
+    All gradients are held until the last exists; then also their reduced parts and what other ranks have sent.
+
+    Args:
+        groups: The shards whose gradients appear at the same time, in order.
+        ranks: Ranks that they are sharded over.
+    """
+    largest = held = 0.0
+    for group in groups:
+        gradients = sum(shard.gradient_bytes for shard in group)
+        largest = max(largest, held + gradients)
+        held += gradients - sum(shard.parameter_bytes for shard in group)
+    total = sum(shard.gradient_bytes for group in groups for shard in group)
+    return max(largest, held + total * (1 + max(0, ranks - 2)) / ranks)
+
+
+def prefetch_held(
+    runs: OperatorRuns, footprints: Footprint[Floats], recomputed_blocks: Flags, wrapped: Flags
+) -> Iterator[Held]:
+    """Yield what prefetching holds between units: the next parameters, and gradients that are still being reduced.
+
+    Args:
+        runs: When operators run.
+        footprints: Their footprints.
+        recomputed_blocks: Whether each block is recomputed.
+        wrapped: Whether an operator stands for several that share a unit.
+    """
+    is_sharded, is_freed = footprints.eval_unsharded > 0, footprints.unsharded_while_running > 0
+    recomputed = np.append(recomputed_blocks, False)[runs.block] & (runs.recompute.stop > 0)
+    # A shared unit is gathered once for its recomputed forward and its backward.
+    backward = is_freed & runs.has_backward & ~(recomputed & wrapped)
+    second_pass = ((runs.recompute, is_freed & recomputed), (runs.backward, backward))
+    for passes in (((runs.forward, is_sharded),), second_pass):
+        starts = np.concatenate([intervals.start[which] for intervals, which in passes])
+        amounts = np.concatenate([footprints.prefetched_parameters[which] for _, which in passes])
+        order = np.argsort(starts, kind="stable")
+        starts, amounts = starts[order], amounts[order]
+        yield Held("gathered", Intervals(starts[:-1], starts[1:]), amounts[1:])
+    which = np.flatnonzero(is_sharded & runs.has_backward)
+    order = which[np.argsort(runs.backward.stop[which], kind="stable")]
+    stops, amounts = runs.backward.stop[order], footprints.inflight_gradient[order]
+    yield Held("transient", Intervals(stops[:-1], stops[1:]), amounts[:-1])

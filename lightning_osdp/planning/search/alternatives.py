@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_osdp.planning.cost.memory_timeline import Ints
+from lightning_osdp.planning.cost.moments import Ints
 from lightning_osdp.planning.search.plan_search import BatchSizeSearch, Candidate, PlanSearch
 from lightning_osdp.planning.search.subproblem import KnapsackSubproblem, pareto_options
 from lightning_osdp.planning.spec.choices import ShardingChoice

@@ -12,10 +12,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.planning.cost.cpu_effects import HeapModel
 from lightning_osdp.planning.search.alternatives import PlanRationale, explain_choices
 from lightning_osdp.planning.search.infeasibility import infeasible_error, with_suggestions
 from lightning_osdp.planning.search.plan_search import MIN_IMPROVEMENT, Candidate, PlanSearch
-from lightning_osdp.planning.search.search_space import Problem
 from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
 from lightning_osdp.planning.spec.plan import (
     BatchSizePoint,
@@ -26,6 +26,7 @@ from lightning_osdp.planning.spec.plan import (
     Prediction,
     SearchStop,
 )
+from lightning_osdp.planning.spec.problem import Problem
 from lightning_osdp.planning.spec.wrapping import WrapAssignment, wrap_assignments
 
 __all__ = [
@@ -314,7 +315,9 @@ def _build_prediction(problem: Problem, chosen: Candidate) -> Prediction:
         overhead_bytes=problem.overhead_bytes,
         saving_memory_bytes=chosen.peak.saving_bytes,
         evaluation_memory_bytes=chosen.peak.evaluation_bytes,
-        heap_headroom_bytes=round(problem.heap.headroom.value_at(chosen.batch_size)),
+        heap_headroom_bytes=round(
+            HeapModel.for_model(problem.model, retained=problem.has_retained_heap).headroom.value_at(chosen.batch_size)
+        ),
     )
 
 

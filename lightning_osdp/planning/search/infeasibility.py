@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.planning.cost.memory_timeline import Peak
-from lightning_osdp.planning.search.search_space import Problem
 from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
 from lightning_osdp.planning.spec.cluster import Cluster
+from lightning_osdp.planning.spec.problem import Problem
 
 RANK_FACTORS = (2, 4, 8)
 """How many times the ranks are tried, to say how many would be enough."""

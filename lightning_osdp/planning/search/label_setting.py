@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_osdp.planning.cost.memory_timeline import Flags, Floats, Ints
+from lightning_osdp.planning.cost.moments import Flags, Floats, Ints
 from lightning_osdp.planning.search.search_space import OptionTimes, SearchSpace
 
 MAX_SUBGRADIENT_STEPS = 60

@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.cost.memory_timeline import COLUMN, Floats, Ints, LineArray
+from lightning_osdp.planning.cost.footprint import COLUMN
+from lightning_osdp.planning.cost.moments import Floats, Ints, LineArray
 from lightning_osdp.planning.search.search_space import OptionTimes, SearchSpace
 from lightning_osdp.planning.solver.knapsack import Option, solve
 from lightning_osdp.planning.solver.relaxation import EXCLUDED_COST, PADDING_BYTES, compute_hulls

@@ -15,13 +15,15 @@ from functools import cached_property
 
 import numpy as np
 
-from lightning_osdp.planning.cost.memory_timeline import Flags, Floats, Ints, Peak
+from lightning_osdp.planning.cost.memory_timeline import Peak
+from lightning_osdp.planning.cost.moments import Flags, Floats, Ints
 from lightning_osdp.planning.search.infeasibility import infeasible_error
 from lightning_osdp.planning.search.label_setting import LabelProblem, enumerate_plans
 from lightning_osdp.planning.search.lower_bounds import LagrangianBounds, min_memory_options
-from lightning_osdp.planning.search.search_space import Problem, SearchSpace
+from lightning_osdp.planning.search.search_space import SearchSpace
 from lightning_osdp.planning.search.subproblem import KnapsackSubproblem, OptionCosts
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
+from lightning_osdp.planning.spec.problem import Problem
 from lightning_osdp.planning.spec.wrapping import WrapAssignment, WrappedModel
 
 MAX_SOLVES = 12

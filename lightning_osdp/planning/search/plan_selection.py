@@ -244,7 +244,8 @@ def _can_update_in_backward(problem: Problem, policy: BatchSizePolicy) -> bool:
     gradients are not to be summed over several passes first."""
     step, ranks = problem.model.optimizer_step, problem.cluster.ranks
     once = all(accumulation == 1 for _, accumulation in policy.candidates(ranks))
-    return problem.constraints.update_in_backward and step.per_parameter and ranks > 1 and once
+    is_allowed = problem.constraints.update_in_backward and problem.constraints.capabilities.in_backward
+    return is_allowed and step.per_parameter and ranks > 1 and once
 
 
 def _prefer_trialled(

@@ -9,101 +9,35 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from lightning_osdp.planning.cost.cpu_effects import NO_RETENTION, HeapModel
-from lightning_osdp.planning.cost.memory_timeline import COLUMN, Flags, Floats, Ints, LineArray, Timeline
+from lightning_osdp.planning.cost.cpu_effects import HeapModel
+from lightning_osdp.planning.cost.footprint import COLUMN, footprint
+from lightning_osdp.planning.cost.memory_timeline import Timeline
+from lightning_osdp.planning.cost.moments import Flags, Floats, Ints, LineArray
 from lightning_osdp.planning.cost.step_time import (
     calibration_time,
     communication_time,
     engine_time,
-    footprint,
     forward_backward_time,
     overlapped_time,
 )
+from lightning_osdp.planning.spec.capabilities import EngineCapabilities
 from lightning_osdp.planning.spec.choices import ShardingChoice, ShardingScope, enumerate_choices
-from lightning_osdp.planning.spec.cluster import Cluster, ComputeTimes, OperatorTime
-from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
-from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, ModelProfile, NonTrainingWork, Operator
+from lightning_osdp.planning.spec.cluster import OperatorTime
+from lightning_osdp.planning.spec.model import Operator
+from lightning_osdp.planning.spec.problem import Problem
 
 OVERHEAD_TERMS = (communication_time, overlapped_time, engine_time, calibration_time)
 """What sharing adds to an operator's time beside its compute, and what compute may hide of it."""
 
-PREFETCH_FRACTION = 1 / 24
-"""Of the memory limit: units up to this size, a power of two, run ahead where any do. For larger ones the memory (one
-is whole more, and one's gradients) is of more use elsewhere."""
-
-MIN_OVERLAP = 0.15
-"""Share of a collective's time that has to go on beside compute for units to run ahead."""
-
 MAX_RECOMPUTE_COUNTS = 700
 """Ways to recompute blocks that are told apart. Where there are more (many kinds of blocks), the number of recomputed
 blocks of a kind is counted in larger steps."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Everything that the schedule decides from.
-
-    Attributes:
-        memory_limit_bytes: per device; no plan's predicted peak exceeds it.
-        overhead_bytes: of the process before the model.
-        constraints: what is not left to the search.
-        non_training: what is done between steps.
-        compute_with_retained_heap: ``compute`` where freed tensors stay in the heap; None if that is not known, or can't be.
-        max_retained_batch_size: the largest at which they may; None if any. Of larger batches' tensors fewer find room.
-        heap: what it takes if they do.
-    """
-
-    model: ModelProfile
-    cluster: Cluster
-    compute: ComputeTimes
-    memory_limit_bytes: int
-    overhead_bytes: int = 0
-    constraints: SearchConstraints = UNCONSTRAINED
-    non_training: NonTrainingWork = NO_NON_TRAINING_WORK
-    compute_with_retained_heap: ComputeTimes | None = None
-    max_retained_batch_size: int | None = None
-    heap: HeapModel = NO_RETENTION
-
-    @property
-    def has_prefetch(self) -> bool:
-        """Whether collectives of units go on beside compute."""
-        return self.cluster.prefetch_max_bytes > 0
-
-    def with_prefetch(self) -> Problem:
-        """The same, but so, where there is a link that can be hidden."""
-        cluster = self.cluster
-        if not cluster.supports_prefetch or cluster.link.all_gather.overlap_fraction < MIN_OVERLAP:
-            return self
-        most = PREFETCH_FRACTION * self.memory_limit_bytes
-        ahead_bytes = 1 << max(20, int(most).bit_length() - 1)
-        return replace(self, cluster=cluster.model_copy(update={"prefetch_max_bytes": ahead_bytes}))
-
-    @property
-    def has_optimizer_in_backward(self) -> bool:
-        """Whether sharded parameters are updated in the backward pass."""
-        return self.model.optimizer_step.in_backward
-
-    def with_optimizer_in_backward(self) -> Problem:
-        """The same, but so."""
-        step = self.model.optimizer_step.model_copy(update={"in_backward": True})
-        return replace(self, model=self.model.model_copy(update={"optimizer_step": step}))
-
-    @property
-    def has_retained_heap(self) -> bool:
-        """Whether freed tensors stay in the heap."""
-        return self.heap != NO_RETENTION
-
-    def with_retained_heap(self) -> Problem:
-        """The same, but so, where it is known what that brings."""
-        if self.compute_with_retained_heap is None:
-            return self
-        return replace(self, compute=self.compute_with_retained_heap, heap=HeapModel.for_model(self.model))
 
 
 @dataclass(frozen=True)
@@ -145,8 +79,9 @@ class SearchSpace:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self._heap = HeapModel.for_model(problem.model, retained=problem.has_retained_heap)
         self.timeline = Timeline(
-            problem.model, problem.cluster, problem.overhead_bytes, problem.non_training, problem.heap
+            problem.model, problem.cluster, problem.overhead_bytes, problem.non_training, self._heap
         )
         self._build_option_groups()
         self._build_block_kinds()
@@ -165,7 +100,7 @@ class SearchSpace:
             key = (operator.signature, times, wished)
             if key not in known:
                 known[key] = len(self.option_groups)
-                choices = _available_choices(operator, times, wished, groups)
+                choices = _available_choices(operator, times, wished, groups, problem.constraints.capabilities)
                 self.option_groups.append(OptionGroup(choices, slice(len(columns), len(columns) + len(choices))))
                 columns += [self._option_columns(operator, choice, times) for choice in choices]
             self.group_of[index] = known[key]
@@ -184,7 +119,7 @@ class SearchSpace:
             for recomputed in (False, True)
         )
         own = footprint(operator, choice, cluster, updated_in_backward=at_once)
-        return own.with_heap_growth(self.problem.heap.growth), plain, again, *forward_backward_time(times, choice)
+        return self._heap.grow(own), plain, again, *forward_backward_time(times, choice)
 
     def option_times(self, batch_size: int, accumulation: int) -> OptionTimes:
         """What each row takes at one batch size (``step_time.time_cost``, for all rows at once)."""
@@ -279,11 +214,13 @@ def _available_choices(
     times: OperatorTime,
     allowed_slices: tuple[int, ...] | None,
     scopes: Sequence[tuple[ShardingScope, bool]],
+    capabilities: EngineCapabilities,
 ) -> tuple[ShardingChoice, ...]:
     dims = operator.split_dims[:1]
+    measured_slices = [split.slices for split in times.splits if split.dim in dims]
     return tuple(
         enumerate_choices(
-            operator, allowed_slices, [split.slices for split in times.splits if split.dim in dims], scopes
+            operator, allowed_slices, measured_slices, scopes, capabilities.modes, capabilities.mixed_slices
         )
     )
 

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.cost.memory_timeline import COLUMN, Flags, Floats, Ints, Peak
+from lightning_osdp.planning.cost.footprint import COLUMN
+from lightning_osdp.planning.cost.memory_timeline import Peak
+from lightning_osdp.planning.cost.moments import Flags, Floats, Ints
 from lightning_osdp.planning.search.lower_bounds import (
     AFTER_BACKWARD,
     BEFORE_BACKWARD,

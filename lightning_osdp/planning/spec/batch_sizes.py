@@ -1,4 +1,4 @@
-"""Which batch sizes may be tried, and in what order."""
+"""Which batch sizes a search may try, and in what order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.plan import SearchStop
 
 MAX_BATCH_SIZE = 4096
-"""Where the walk ends if memory never does."""
+"""Largest batch size tried unless the user gives another; memory usually ends the search earlier."""
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,10 @@ class BatchSizePolicy:
     """Which batch sizes may be tried.
 
     Attributes:
-        batch_size: per device and micro-batch, fixed; None to search.
-        max_batch_size: upper end of the search.
-        global_batch_size: if given, batch size x accumulation x ranks makes exactly this.
-        accumulation: micro-batches per optimizer step where ``global_batch_size`` does not decide it.
+        batch_size: Fixed samples per device and micro-batch; None to search.
+        max_batch_size: Upper end of the search.
+        global_batch_size: If given, batch size x accumulation x ranks is exactly this number.
+        accumulation: Micro-batches per optimizer step if ``global_batch_size`` does not decide it.
     """
 
     batch_size: int | None = None
@@ -29,38 +29,36 @@ class BatchSizePolicy:
     accumulation: int = 1
 
     def candidates(self, ranks: int) -> Iterator[tuple[int, int]]:
-        """(batch size, accumulation) to try, by rising batch size.
+        """Yield the pairs (batch size, accumulation) to try, by rising batch size.
 
         Raises:
-            ConfigurationError: ``global_batch_size`` can't be made from ``ranks`` (and ``batch_size``).
+            ConfigurationError: ``global_batch_size`` is no multiple of ``ranks`` (times ``batch_size``).
         """
-        most = self.max_batch_size or MAX_BATCH_SIZE
+        largest = self.max_batch_size or MAX_BATCH_SIZE
         if self.global_batch_size is not None:
-            yield from self._candidates_for_global(ranks, most)
+            yield from self._candidates_for_global(self.global_batch_size, ranks, largest)
         elif self.batch_size is not None:
             yield self.batch_size, self.accumulation
         else:
             size = 1
-            while size <= most:
+            while size <= largest:
                 yield size, self.accumulation
                 size += max(1, size // 8)
 
     def stop_reason(self) -> SearchStop:
-        """Why no larger batch size is tried than the last of ``candidates``."""
+        """Return why no batch size above the last of ``candidates`` is tried."""
         if self.batch_size is not None:
             return SearchStop(reason="fixed")
         if self.global_batch_size is not None and self.max_batch_size is None:
             return SearchStop(reason="global_batch_size")
         return SearchStop(reason="maximum", batch_size=self.max_batch_size or MAX_BATCH_SIZE)
 
-    def _candidates_for_global(self, ranks: int, max_batch_size: int) -> Iterator[tuple[int, int]]:
-        total = self.global_batch_size
-        assert total is not None
+    def _candidates_for_global(self, total: int, ranks: int, max_batch_size: int) -> Iterator[tuple[int, int]]:
         if total % ranks:
-            near = total // ranks * ranks
+            below = total // ranks * ranks
             raise ConfigurationError(
                 f"global_batch_size={total} is not a multiple of the {ranks} ranks: the nearest are "
-                f"{near or ranks} and {near + ranks}"
+                f"{below or ranks} and {below + ranks}"
             )
         per_rank = total // ranks
         if self.batch_size is not None and per_rank % self.batch_size:
@@ -69,6 +67,4 @@ class BatchSizePolicy:
                 f"batch_size={self.batch_size}"
             )
         sizes = [self.batch_size] if self.batch_size is not None else range(1, min(per_rank, max_batch_size) + 1)
-        for size in sizes:
-            if per_rank % size == 0:
-                yield size, per_rank // size
+        yield from ((size, per_rank // size) for size in sizes if per_rank % size == 0)

@@ -1,7 +1,7 @@
-"""What is legal for an operator: the modes of the paper, which of them it may take, and how it may be split.
+"""The choices for an operator: the paper's modes, the ways to split it, and the ranks to shard it over.
 
-The paper's appendix C: of k slices any number may be sharded. Of those menus only rows are kept that can be of use:
-slices are alike, so it only matters how many have which mode; and what is all replicated gains nothing by being split.
+The paper's appendix C lets any number of k slices be sharded. Slices are equal, so only the number in each mode
+matters; choices with all slices replicated are left out, because splitting brings them nothing.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import Operator
 
 
 class Mode(StrEnum):
-    """How the states of one slice are kept (the paper knows DP and ZDP; zdp2 is what its figure 1 draws as DP)."""
+    """How the states of one slice are stored (the paper has DP and ZDP; zdp2 is what its figure 1 draws as DP)."""
 
     DP = "dp"
-    """Replicated: one all-reduce of the gradient."""
+    """Replicated, with one all-reduce of the gradient (FSDP's NO_SHARD)."""
     ZDP2 = "zdp2"
-    """States sharded, parameters kept whole from forward to backward (ZeRO-2, FSDP's SHARD_GRAD_OP)."""
+    """States sharded, parameters unsharded from forward to backward (ZeRO-2, FSDP's SHARD_GRAD_OP)."""
     ZDP = "zdp"
     """States sharded, parameters gathered for the forward and again for the backward (ZeRO-3, FSDP's FULL_SHARD)."""
 
@@ -29,40 +30,44 @@ class ShardingScope(StrEnum):
     """The ranks that an operator is sharded over."""
 
     WORLD = "world"
-    """All of them."""
     NODE = "node"
-    """Those of one node; gradients are then averaged between nodes (known as hybrid sharding, or MiCS)."""
+    """The ranks of one node; gradients are then averaged between nodes (FSDP's HYBRID_SHARD, MiCS)."""
 
 
 class ShardingChoice(NamedTuple):
-    """One row of an operator's menu: everything that is decided for it."""
+    """Everything that a plan decides for an operator."""
 
     slices: tuple[Mode, ...] = (Mode.DP,)
     """The mode of each slice, in order; a single one if the operator is not split."""
     split_dim: int | None = None
     """Dimension of the weight that the slices divide; None if the operator is not split."""
     scope: ShardingScope = ShardingScope.WORLD
-    """Of the slices that are sharded."""
+    """The ranks that sharded slices are spread over."""
     hierarchical: bool = False
-    """Whether world-wide collectives run in two stages, inside nodes and between them."""
+    """Whether collectives of all ranks run in two stages, inside nodes and between them."""
 
 
 DEFAULT_SLICE_COUNTS = (2, 4, 8, 16)
-"""Numbers of slices that are considered where none is wished for."""
+"""Numbers of slices that are considered unless the user gives some."""
 
 MIN_SLICE_ELEMENTS = 1 << 16
-"""Smaller slices are not offered: their collectives are all latency. [256 KiB in fp32; on gloo, where a latency is
-worth about 100 KiB of transfer, and NCCL, where it is worth more, halving such a slice doubles what it costs]"""
+"""Smaller slices are not considered, because latency dominates their collectives. [M-cost-4]"""
 
 SHARDED_FRACTION_STEPS = 4
-"""Of more than this many slices, the sharded ones are counted in this many steps: finer ones differ by next to nothing
-and make menus long."""
+"""Of more than this many slices, only these fractions of sharded ones are considered; others cost nearly the same."""
+
+
+def available_scopes(cluster: Cluster) -> tuple[tuple[ShardingScope, bool], ...]:
+    """Return the pairs (scope, hierarchical) that operators may be sharded with, plain world sharding first."""
+    if not cluster.is_hierarchical or cluster.hierarchical_links is None:
+        return ((ShardingScope.WORLD, False),)
+    return ((ShardingScope.WORLD, False), (ShardingScope.WORLD, True), (ShardingScope.NODE, False))
 
 
 def legal_modes(operator: Operator) -> tuple[Mode, ...]:
-    """Modes that ``operator`` may take, ``dp`` first.
+    """Return the modes that ``operator`` may take, ``dp`` first.
 
-    An operator that runs more than once in a step may not be freed in between, so it never takes ``zdp``; nor do tied
+    ``zdp`` frees parameters after each use, so it is not for operators that run several times in a step, nor for tied
     weights, which are used from one end of the model to the other.
     """
     if not operator.is_shardable:
@@ -73,10 +78,10 @@ def legal_modes(operator: Operator) -> tuple[Mode, ...]:
 
 
 def slice_sizes(size: int, num_slices: int) -> tuple[int, ...]:
-    """Sizes of ``num_slices`` slices of a dimension, as equal as can be, the larger ones first (``torch.tensor_split``'s rule).
+    """Return the sizes of nearly equal slices of a dimension, larger ones first, by ``torch.tensor_split``'s rule.
 
     Raises:
-        ConfigurationError: there are not 1 to ``size`` slices.
+        ConfigurationError: ``num_slices`` is not between 1 and ``size``.
     """
     if not 1 <= num_slices <= size:
         raise ConfigurationError(f"a dimension of size {size} can't be cut into {num_slices} slices")
@@ -85,11 +90,11 @@ def slice_sizes(size: int, num_slices: int) -> tuple[int, ...]:
 
 
 def slice_counts(operator: Operator, allowed_slices: Iterable[int] | None = None) -> tuple[int, ...]:
-    """Numbers of slices, above 1, that ``operator`` may be cut into.
+    """Return the numbers of slices above 1 that ``operator`` may be cut into.
 
     Args:
-        operator: has to be splittable, and to run once in a step.
-        allowed_slices: numbers to choose from, however small the slices are; None for ``DEFAULT_SLICE_COUNTS``.
+        operator: Any operator; the result is empty if it can't be split or runs several times in a step.
+        allowed_slices: Numbers to choose from, however small the slices are; None for ``DEFAULT_SLICE_COUNTS``.
     """
     weight = operator.weight
     if weight is None or not operator.split_dims or operator.calls != 1:
@@ -105,34 +110,39 @@ def enumerate_choices(
     allowed_slices: Iterable[int] | None = None,
     measured_slices: Iterable[int] = DEFAULT_SLICE_COUNTS,
     scopes: Iterable[tuple[ShardingScope, bool]] = ((ShardingScope.WORLD, False),),
+    engine_modes: Iterable[Mode] = tuple(Mode),
+    mixed_slices: bool = True,
 ) -> list[ShardingChoice]:
-    """What may be decided for ``operator``, replicated first.
+    """Return all choices for ``operator``, the replicated one first.
 
     Args:
-        operator: whose menu.
-        allowed_slices: numbers of slices that it may have when it is sharded, 1 for whole; None for whatever pays.
-        measured_slices: numbers of slices whose compute time is known; others are not offered.
-        scopes: what it may be sharded over, and whether in two stages.
+        operator: The operator.
+        allowed_slices: Numbers of slices that it may have where it is sharded, 1 for unsplit; None for any number.
+        measured_slices: Numbers of slices with a known compute time; no others are returned.
+        scopes: Pairs (scope, hierarchical) that it may be sharded with.
+        engine_modes: Modes that the engine can carry out.
+        mixed_slices: Whether slices of one operator may have different modes.
     """
-    modes = legal_modes(operator)
-    wanted = None if allowed_slices is None else tuple(allowed_slices)
-    counts = [k for k in slice_counts(operator, wanted) if k in set(measured_slices)]
-    rows = []
-    if wanted is None or 1 in wanted or not counts:
-        rows += [ShardingChoice((mode,)) for mode in modes[1:]]
+    modes = [mode for mode in legal_modes(operator) if mode in set(engine_modes)]
+    allowed = None if allowed_slices is None else tuple(allowed_slices)
+    counts = [k for k in slice_counts(operator, allowed) if k in set(measured_slices)]
+    choices = []
+    if allowed is None or 1 in allowed or not counts:
+        choices += [ShardingChoice((mode,)) for mode in modes[1:]]
     if Mode.ZDP in modes:
-        rows += [ShardingChoice(slices, operator.split_dims[0]) for k in counts for slices in _mixed_modes(k)]
+        splits = (slices for k in counts for slices in _mixed_modes(k) if mixed_slices or len(set(slices)) == 1)
+        choices += [ShardingChoice(slices, operator.split_dims[0]) for slices in splits if set(slices) <= set(modes)]
     return [
         ShardingChoice(),
-        *(row._replace(scope=group, hierarchical=staged) for group, staged in scopes for row in rows),
+        *(choice._replace(scope=scope, hierarchical=staged) for scope, staged in scopes for choice in choices),
     ]
 
 
 def _mixed_modes(num_slices: int) -> Iterator[tuple[Mode, ...]]:
-    """Modes of k slices: any number sharded in one of two ways, the others sharded in the second or replicated."""
+    """Yield the modes of k slices: some in a sharded mode, the others in a second sharded mode or replicated."""
+    steps = range(1, SHARDED_FRACTION_STEPS + 1)
+    counts = sorted({max(1, num_slices * step // SHARDED_FRACTION_STEPS) for step in steps})
     for first, second in ((Mode.ZDP2, Mode.DP), (Mode.ZDP, Mode.DP), (Mode.ZDP, Mode.ZDP2)):
-        for number in sorted(
-            {max(1, num_slices * share // SHARDED_FRACTION_STEPS) for share in range(1, SHARDED_FRACTION_STEPS + 1)}
-        ):
-            if number < num_slices or second == Mode.DP:
-                yield (first,) * number + (second,) * (num_slices - number)
+        for count in counts:
+            if count < num_slices or second == Mode.DP:
+                yield (first,) * count + (second,) * (num_slices - count)

@@ -1,8 +1,7 @@
-"""What a user asks of the search beyond its limits: how operators may be split and over which ranks they may
-be sharded, and which blocks are recomputed.
+"""What the user decides instead of the search: slices, sharding group, recomputed blocks.
 
-Names match a pattern if the pattern is a dotted prefix of them (``model.blocks.3`` for all that is in that block), or
-a glob that fits the whole of them (``*.mlp.*``).
+A pattern matches a name if it is a dotted prefix of it (``model.blocks.3`` for everything in that block), or a glob
+that fits the whole name (``*.mlp.*``).
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.planning.cost.sharding_scopes import available_scopes
-from lightning_osdp.planning.spec.choices import ShardingScope
+from lightning_osdp.planning.spec.capabilities import ALL_CAPABILITIES, EngineCapabilities
+from lightning_osdp.planning.spec.choices import ShardingScope, available_scopes
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import ModelProfile
 
 SHARDING_GROUPS = ("auto", "world", "node")
-"""What ``sharding_group`` may be."""
+"""Values that ``sharding_group`` may have."""
 
 MAX_SUGGESTIONS = 5
 """How many names an error suggests."""
@@ -28,82 +27,73 @@ MAX_SUGGESTIONS = 5
 
 @dataclass(frozen=True)
 class SearchConstraints:
-    """What is left to the search (``"auto"``), and what is not.
+    """Decisions of the user; ``"auto"`` leaves a decision to the search.
 
     Attributes:
-        slice_granularity: in how many slices operators are cut that can be and that are sharded at all (one that is
-            replicated gains nothing). By pattern of the operator's name: the first that matches counts, operators that
-            none matches are left to the search. 1: whole.
-        activation_checkpointing: whether blocks are recomputed: all that can be (True), none (False), or those of
-            these names and no others.
-        sharding_group: the ranks that operators are sharded over: all of them, in one stage or two (``"world"``), or
+        slice_granularity: Number of slices of each operator that can be split and is sharded, 1 for unsplit; or such
+            numbers by pattern of operator names. The first pattern that matches counts; operators without one are left
+            to the search.
+        activation_checkpointing: Whether blocks are recomputed: all that can be (True), none (False), or only those
+            that match one of these patterns.
+        sharding_group: The ranks that operators are sharded over: all of them, in one stage or two (``"world"``), or
             those of each node (``"node"``).
-        update_in_backward: whether sharded parameters may be updated in the backward pass, where that pays.
+        update_in_backward: Whether sharded parameters may be updated in the backward pass if that is faster.
+        capabilities: What the engine can carry out; not a decision of the user.
 
     Raises:
-        ConfigurationError: a value is of another form.
+        ConfigurationError: A value has another form.
     """
 
     slice_granularity: Literal["auto"] | int | Mapping[str, int] = "auto"
     activation_checkpointing: Literal["auto"] | bool | Sequence[str] = "auto"
     sharding_group: str = "auto"
     update_in_backward: bool = False
+    capabilities: EngineCapabilities = ALL_CAPABILITIES
 
     def __post_init__(self) -> None:
         if self.sharding_group not in SHARDING_GROUPS:
+            names = " or ".join(map(repr, SHARDING_GROUPS))
+            raise ConfigurationError(f"sharding_group has to be {names}, not {self.sharding_group!r}")
+        slices = self.slice_granularity
+        counts = slices.values() if isinstance(slices, Mapping) else [1 if slices == "auto" else slices]
+        if any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in counts):
             raise ConfigurationError(
-                f"sharding_group has to be {_join_with_or(SHARDING_GROUPS)}, not {self.sharding_group!r}"
+                "slice_granularity has to be 'auto', a whole number from 1 on, or such numbers by pattern of "
+                f"operator names, not {slices!r}"
             )
-        wanted = self.slice_granularity
-        counts = wanted.values() if isinstance(wanted, Mapping) else [1 if wanted == "auto" else wanted]
-        for count in counts:
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ConfigurationError(
-                    "slice_granularity has to be 'auto', a whole number from 1 on, or such numbers by pattern of "
-                    f"operator names, not {wanted!r}"
-                )
         recompute = self.activation_checkpointing
         if recompute == "auto" or isinstance(recompute, bool):
             return
-        listed = isinstance(recompute, Sequence) and not isinstance(recompute, str)
-        if not listed or not all(isinstance(pattern, str) for pattern in recompute):
+        is_list = isinstance(recompute, Sequence) and not isinstance(recompute, str)
+        if not is_list or not all(isinstance(pattern, str) for pattern in recompute):
             raise ConfigurationError(
                 "activation_checkpointing has to be 'auto', True, False, or patterns of the names of blocks, not "
                 f"{recompute!r}"
             )
 
-    @classmethod
-    def from_config(cls, slice_granularity: object, activation_checkpointing: object) -> SearchConstraints:
-        """From what a configuration file holds.
-
-        Raises:
-            ConfigurationError: a value is of another form.
-        """
-        recompute = activation_checkpointing
-        if isinstance(recompute, list | tuple):
-            recompute = tuple(recompute)
-        return cls(slice_granularity, recompute)  # type: ignore[arg-type]  # checked at once
-
     def allowed_slices(self, operator: str) -> tuple[int, ...] | None:
-        """Numbers of slices that the operator of that name may have where it is sharded; None: left to the search."""
-        wanted = self.slice_granularity
-        if isinstance(wanted, Mapping):
-            found = (count for pattern, count in wanted.items() if matches(pattern, operator))
-            count = next(found, None)
-            return None if count is None else (count,)
-        return None if wanted == "auto" else (wanted,)
+        """Return the numbers of slices that the operator with this name may have if sharded; None for any."""
+        if not self.capabilities.slices:
+            return (1,)
+        slices = self.slice_granularity
+        if isinstance(slices, Mapping):
+            return next(((count,) for pattern, count in slices.items() if matches(pattern, operator)), None)
+        return None if slices == "auto" else (slices,)
 
     def allowed_scopes(self, cluster: Cluster) -> tuple[tuple[ShardingScope, bool], ...]:
-        """What operators may be sharded over, and whether in two stages.
+        """Return the pairs (scope, hierarchical) that operators may be sharded with.
 
         Raises:
-            ConfigurationError: nodes are wished for where they make no difference or what they cost is not known.
+            ConfigurationError: Sharding inside nodes is demanded, but ``cluster`` has a single level, or the links
+                inside and between its nodes were not measured.
         """
-        there = available_scopes(cluster)
-        wanted = tuple(pair for pair in there if self.sharding_group in ("auto", pair[0].value))
-        if wanted:
-            return wanted
-        if cluster.devices_by_node:
+        scopes = [scope for scope in available_scopes(cluster) if self.capabilities.can_shard_over(*scope)]
+        allowed = tuple(pair for pair in scopes if self.sharding_group in ("auto", pair[0].value))
+        if allowed:
+            return allowed
+        if not self.capabilities.node_scope:
+            why = f"the engine {self.capabilities.engine} can't shard inside nodes"
+        elif cluster.devices_by_node:
             why = f"nodes have {', '.join(map(str, cluster.devices_by_node))} devices: it needs equally many on each"
         elif not cluster.is_hierarchical:
             why = (
@@ -114,19 +104,19 @@ class SearchConstraints:
         raise ConfigurationError(f"sharding_group='node' can't be had: {why}")
 
     def forced_recompute(self, block: str) -> bool | None:
-        """Whether the block of that name is recomputed; None: left to the search."""
-        wanted = self.activation_checkpointing
-        if isinstance(wanted, bool):
-            return wanted
-        if isinstance(wanted, str):  # "auto"
+        """Return whether the block with this name is recomputed; None if the search decides."""
+        recompute = self.activation_checkpointing
+        if isinstance(recompute, bool):
+            return recompute
+        if isinstance(recompute, str):  # "auto"
             return None
-        return any(matches(pattern, block) for pattern in wanted)
+        return any(matches(pattern, block) for pattern in recompute)
 
     def check(self, model: ModelProfile) -> None:
-        """Refuses patterns that say nothing about ``model``.
+        """Refuse patterns that match nothing in ``model``.
 
         Raises:
-            ConfigurationError: a pattern matches no operator (or no block), or only blocks that can't be recomputed.
+            ConfigurationError: A pattern matches no operator (or no block), or a block that can't be recomputed.
         """
         if isinstance(self.slice_granularity, Mapping):
             operators = [operator.name for operator in model.operators]
@@ -135,31 +125,24 @@ class SearchConstraints:
             return
         names = [block.name for block in model.blocks]
         _check_matches("activation_checkpointing", self.activation_checkpointing, names, "block that repeats")
-        for pattern in self.activation_checkpointing:
-            pinned = [block for block in model.blocks if matches(pattern, block.name) and block.recompute_blocker]
-            if pinned:
+        for block in model.blocks:
+            if block.recompute_blocker and self.forced_recompute(block.name):
                 raise ConfigurationError(
-                    f"activation_checkpointing: {pinned[0].name} can't be recomputed: {pinned[0].recompute_blocker}"
+                    f"activation_checkpointing: {block.name} can't be recomputed: {block.recompute_blocker}"
                 )
 
 
 UNCONSTRAINED = SearchConstraints()
-"""Everything is left to the search."""
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether ``pattern`` is a dotted prefix of ``key`` or a glob that fits it."""
+    """Return whether ``pattern`` is a dotted prefix of ``name`` or a glob that fits it."""
     return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
 
 
 def _check_matches(argument: str, patterns: Iterable[str], names: Sequence[str], kind: str) -> None:
     for pattern in patterns:
-        if any(matches(pattern, name) for name in names):
-            continue
-        near = difflib.get_close_matches(pattern, names, MAX_SUGGESTIONS, cutoff=0.3) or names[:MAX_SUGGESTIONS]
-        there = f"near names: {', '.join(near)}" if near else "this model has none"
-        raise ConfigurationError(f"{argument}: {pattern!r} matches no {kind} ({there})")
-
-
-def _join_with_or(words: Iterable[str]) -> str:
-    return " or ".join(repr(word) for word in words)
+        if not any(matches(pattern, name) for name in names):
+            close = difflib.get_close_matches(pattern, names, MAX_SUGGESTIONS, cutoff=0.3) or names[:MAX_SUGGESTIONS]
+            hint = f"near names: {', '.join(close)}" if close else "this model has none"
+            raise ConfigurationError(f"{argument}: {pattern!r} matches no {kind} ({hint})")

@@ -1,8 +1,9 @@
-"""ExecutionPlan: the only hand-over between deciding and doing. JSON in and out."""
+"""ExecutionPlan: everything that the search hands to the engine, with JSON in and out."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -11,66 +12,24 @@ from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import FrozenModel, ModelProfile
+from lightning_osdp.planning.spec.plan_v1 import upgrade_plan
 
 PLAN_FORMAT = "lightning_osdp.plan"
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 class ModelIdentity(FrozenModel):
-    """Which model a plan is for."""
+    """The model that a plan is for."""
 
     fingerprint: str
     num_parameters: int = Field(ge=0)
     flops_per_sample: float = 0.0
-    """Of forward and backward together, each once; 0 if the plan does not say."""
+    """Flops of forward and backward together, without recomputation; 0 if the plan does not say."""
 
 
-class ChoiceCost(FrozenModel):
-    """What an operator costs under one choice, as the search saw it: per rank and optimizer step."""
+class _Choice(FrozenModel):
+    """A ``ShardingChoice`` as fields of a plan."""
 
-    slices: tuple[Mode, ...] = Field(min_length=1)
-    split_dim: int | None = None
-    sharding_group: ShardingScope = ShardingScope.WORLD
-    hierarchical: bool = False
-    time_s: float
-    resident_bytes: int
-    """Held when the plan is at its peak, or just before that, the operator's own run apart."""
-    transient_bytes: int
-    """Held only while the operator runs; of all operators only the largest counts."""
-
-    @property
-    def choice(self) -> ShardingChoice:
-        """The same without costs."""
-        return ShardingChoice(self.slices, self.split_dim, self.sharding_group, self.hierarchical)
-
-
-class BlockPlan(FrozenModel):
-    """What was decided for one repeated block, and what recomputing it brings and costs."""
-
-    name: str
-    kind: str
-    """What it has in common with its like: ``Block in model.blocks``."""
-    recomputed: bool
-    recompute_blocker: str = ""
-    """Why it can't be recomputed; empty if it can."""
-    user_requested: bool = False
-    """Whether the user decided it."""
-    recompute_saves_bytes: int = 0
-    """What recomputing it frees between its forward and its backward, at this batch size."""
-    time_s: float = 0.0
-    """What recomputing it adds to an optimizer step, further gathers included, with its operators as they are."""
-    num_wrapped: int = 0
-    """How many of its operators share its unit."""
-    wrapping_saves_s: float = 0.0
-    """What that saves in an optimizer step, beside units of their own: an equal share for each block."""
-    wrapping_bytes: int = 0
-    """What joining all such blocks adds to the peak."""
-
-
-class OperatorPlan(FrozenModel):
-    """What was decided for one operator."""
-
-    name: str
     slices: tuple[Mode, ...] = Field(min_length=1)
     """The mode of each slice, in order; a single one if the operator is not split."""
     split_dim: int | None = None
@@ -78,10 +37,53 @@ class OperatorPlan(FrozenModel):
     sharding_group: ShardingScope = ShardingScope.WORLD
     """The ranks that sharded slices are spread over."""
     hierarchical: bool = False
-    """Whether world-wide collectives run in two stages, inside nodes and between them."""
+    """Whether collectives of all ranks run in two stages, inside nodes and between them."""
+
+    @property
+    def choice(self) -> ShardingChoice:
+        """The choice alone."""
+        return ShardingChoice(self.slices, self.split_dim, self.sharding_group, self.hierarchical)
+
+
+class ChoiceCost(_Choice):
+    """Predicted cost of an operator under one choice, per rank and optimizer step."""
+
+    time_s: float
+    resident_bytes: int
+    """Bytes held at the plan's peak or just before it, except while the operator itself runs."""
+    transient_bytes: int
+    """Bytes held only while the operator runs; of all operators the largest counts."""
+
+
+class BlockPlan(FrozenModel):
+    """The decision for one repeated block, and what recomputing it saves and costs."""
+
+    name: str
+    kind: str
+    """Description that equal blocks share: ``Block in model.blocks``."""
+    recomputed: bool
+    recompute_blocker: str = ""
+    """Why it can't be recomputed; empty if it can."""
+    user_requested: bool = False
+    """Whether the user decided it."""
+    recompute_saves_bytes: int = 0
+    """Bytes that recomputing frees between its forward and its backward, at this batch size."""
+    time_s: float = 0.0
+    """Seconds that recomputing adds to an optimizer step, further gathers included."""
+    num_wrapped: int = 0
+    """How many of its operators share its unit."""
+    wrapping_saves_s: float = 0.0
+    """Seconds of an optimizer step that the shared unit saves: an equal share for each block."""
+    wrapping_bytes: int = 0
+    """Bytes that the shared units of all such blocks add to the peak."""
+
+
+class OperatorPlan(_Choice):
+    """The decision for one operator."""
+
+    name: str
     unit: str = ""
-    """Name of the block whose sharded operators are gathered together, if it is one of them; empty if it is gathered by
-    itself."""
+    """Block whose unit it shares; empty if it has its own."""
     is_recomputed: bool = False
     """Whether it lies in a block that is recomputed (``ExecutionPlan.recomputed``)."""
     num_parameters: int = Field(ge=0)
@@ -90,7 +92,7 @@ class OperatorPlan(FrozenModel):
     unsplittable_reason: str = ""
     """Why it can't be split; empty if it can, or if the plan does not say."""
     alternatives: tuple[ChoiceCost, ...] = ()
-    """What it might have been and what that costs, the choice itself among them; empty if the plan does not say."""
+    """All its choices and their costs, the one taken among them; empty if the plan does not say."""
 
     @model_validator(mode="after")
     def _check_split_dim(self) -> OperatorPlan:
@@ -102,40 +104,35 @@ class OperatorPlan(FrozenModel):
             raise ValueError(f"{self.name}: only what is sharded whole can share the unit of {self.unit}")
         return self
 
-    @property
-    def choice(self) -> ShardingChoice:
-        """The same without names and costs."""
-        return ShardingChoice(self.slices, self.split_dim, self.sharding_group, self.hierarchical)
-
 
 class Prediction(FrozenModel):
-    """What the plan is expected to cost, per optimizer step (accumulation included) and per rank."""
+    """Predicted cost of a plan, per optimizer step (accumulation included) and rank."""
 
     step_time_s: float
     compute_time_s: float
     communication_time_s: float
     samples_per_s: float
-    """Over all ranks."""
+    """Samples of all ranks."""
     peak_memory_bytes: int
-    """What the device's own counter will show for a rank while it trains."""
+    """Peak in training, as the device's own counter will show it."""
     overhead_bytes: int
-    """The part of the peak that was there before the model."""
+    """Part of the peak that was there before the model."""
     saving_memory_bytes: int = 0
-    """What a rank holds between steps while it saves a checkpoint; 0 if none is, or nothing becomes whole for that."""
+    """Memory while a checkpoint is saved; 0 if none is, or if nothing is gathered for it."""
     evaluation_memory_bytes: int = 0
-    """The same while it evaluates; 0 if that takes no more than a step's forward."""
+    """Memory in evaluation; 0 if it never exceeds a step's forward."""
     heap_headroom_bytes: int = 0
-    """Of the peak, what stays free beside a heap in which freed tensors stay."""
+    """Part of the peak that stays free in a heap that retains freed tensors."""
 
     @property
     def non_training_bytes(self) -> dict[str, int]:
-        """Bytes by what is done between steps, in words; without what is not done or takes no more than a step."""
-        known = {"saving a checkpoint": self.saving_memory_bytes, "evaluation": self.evaluation_memory_bytes}
-        return {what: size for what, size in known.items() if size}
+        """Memory by kind of work between steps, without kinds that never exceed a step."""
+        named = {"saving a checkpoint": self.saving_memory_bytes, "evaluation": self.evaluation_memory_bytes}
+        return {kind: size for kind, size in named.items() if size}
 
     @property
     def max_memory_bytes(self) -> int:
-        """In steps and between them: what must fit."""
+        """Largest memory in steps and between them; the limit applies to it."""
         return max(self.peak_memory_bytes, self.saving_memory_bytes, self.evaluation_memory_bytes)
 
 
@@ -148,7 +145,7 @@ class BatchSizePoint(FrozenModel):
 
 
 class PeakMoment(FrozenModel):
-    """The moment of a step at which most is held, and what makes it up, in bytes."""
+    """The moment of a step with the largest memory, and its parts in bytes (see ``cost.memory_timeline``)."""
 
     where: str
     """``forward of NAME``, ``backward of NAME``, ``optimizer step``."""
@@ -159,11 +156,11 @@ class PeakMoment(FrozenModel):
     activations: int
     overhead: int
     heap: int = 0
-    """What the heap takes beside, if freed tensors stay in it."""
+    """What a heap that retains freed tensors takes in addition to live ones."""
 
     @property
     def heap_growth(self) -> float:
-        """``heap`` as a share of what is freed within a step."""
+        """``heap`` as a fraction of the tensors that are freed within a step."""
         freed = self.gradients + self.gathered + self.transient + self.activations
         return self.heap / freed if freed else 0.0
 
@@ -172,18 +169,18 @@ class SearchStop(FrozenModel):
     """Why no larger batch size was tried."""
 
     reason: Literal["memory", "maximum", "fixed", "global_batch_size"]
-    """Out of memory, at the largest one asked for, told what to use, or told what all ranks together make."""
+    """The next one does not fit, the largest allowed was reached, or the user gave the (global) batch size."""
     batch_size: int | None = None
-    """``process_status_bytes``: the first that does not fit; ``maximum``: the largest allowed."""
+    """``memory``: the first that does not fit; ``maximum``: the largest allowed."""
     needed_bytes: int | None = None
-    """``process_status_bytes``: the peak of the smallest plan at that batch size."""
+    """``memory``: the smallest possible peak at that batch size."""
 
 
 class ExecutionPlan(FrozenModel):
-    """The chosen batch size and the choice for each operator, with what they are predicted to cost."""
+    """The batch size and the choice for each operator, with their predicted cost."""
 
     format: Literal["lightning_osdp.plan"] = "lightning_osdp.plan"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     model: ModelIdentity
     cluster: Cluster
     memory_limit_bytes: int = Field(gt=0)
@@ -192,20 +189,19 @@ class ExecutionPlan(FrozenModel):
     global_batch_size: int = Field(gt=0)
     operators: tuple[OperatorPlan, ...]
     recomputed: tuple[str, ...] = ()
-    """Names of the modules (blocks) whose activations are not kept but computed again in the backward pass."""
+    """Names of the blocks whose activations are recomputed in the backward pass."""
     blocks: tuple[BlockPlan, ...] = ()
     """All repeated blocks of the model, recomputed or not; empty if the plan does not say."""
     update_in_backward: bool = False
     """Whether the optimizer updates sharded parameters in the backward pass, each as soon as its gradient is reduced,
-    which is freed then; others (replicated as a whole or in a slice, sharded inside nodes) wait for the optimizer's
-    step."""
+    which is freed then. Parameters with a replicated slice or sharded inside nodes wait for the optimizer's step."""
     retain_freed_memory: bool = False
-    """Whether freed tensors stay in the process's heap for the next ones, whose pages are there then (CPU, glibc). That
-    takes more memory (``PeakMoment.heap``); without it, what is freed is handed back to the system."""
+    """Whether freed tensors stay in the process's heap (CPU, glibc): reusing their pages is faster than new ones, but
+    the heap is larger than the live tensors (``PeakMoment.heap``). Otherwise they go back to the system."""
     predicted: Prediction
     frontier: tuple[BatchSizePoint, ...] = ()
     memory_shadow_price: float | None = None
-    """Seconds a step that one more byte of memory would save at this batch size, by the search's linear relaxation."""
+    """Seconds of a step that one more byte of memory would save, by the search's linear relaxation."""
     peak: PeakMoment | None = None
     search_stop: SearchStop | None = None
 
@@ -217,26 +213,40 @@ class ExecutionPlan(FrozenModel):
                 raise ValueError(f"{operator.name} differs in mode or group from others in the unit of {operator.unit}")
         return self
 
+    @classmethod
+    def minimal(cls, operators: Iterable[OperatorPlan], cluster: Cluster) -> ExecutionPlan:
+        """Return a plan that holds decisions for operators, and no model, limit or prediction."""
+        zeros: dict[str, Any] = {name: 0 for name, field in Prediction.model_fields.items() if field.is_required()}
+        return cls(
+            model=ModelIdentity(fingerprint="", num_parameters=0),
+            cluster=cluster,
+            memory_limit_bytes=1,
+            batch_size=1,
+            global_batch_size=cluster.ranks,
+            operators=tuple(operators),
+            predicted=Prediction(**zeros),
+        )
+
     def without_alternatives(self) -> ExecutionPlan:
-        """What was decided and how it came about, without what else each operator could be."""
+        """Return a copy without the blocks and the costs of each operator's other choices."""
         operators = tuple(operator.model_copy(update={"alternatives": ()}) for operator in self.operators)
         return self.model_copy(update={"operators": operators, "blocks": ()})
 
     def to_json(self) -> str:
-        """The plan as indented JSON text."""
+        """Return the plan as indented JSON text."""
         return self.model_dump_json(indent=2)
 
     @classmethod
     def from_json(cls, text: str, source: str = "the plan") -> ExecutionPlan:
-        """Reads what ``to_json`` wrote.
+        """Read a plan that this or an earlier release has written.
 
         Args:
             text: JSON text.
-            source: where it came from, for the error.
+            source: Name of the plan in errors.
 
         Raises:
             ConfigurationError: ``text`` is not JSON, or a field is missing or wrong.
-            PlanMismatchError: it is a plan of another version.
+            PlanMismatchError: The plan has a version that is not known.
         """
         try:
             data: Any = json.loads(text)
@@ -244,49 +254,50 @@ class ExecutionPlan(FrozenModel):
             raise ConfigurationError(f"{source} is not JSON: {error}") from error
         if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
             raise ConfigurationError(f'{source} is not an execution plan: it has no "format": "{PLAN_FORMAT}"')
+        if data.get("version") == 1:
+            data = upgrade_plan(data)
         if data.get("version") != PLAN_VERSION:
             raise PlanMismatchError(
-                f"{source} has version {data.get('version')}, this release reads version {PLAN_VERSION}: make a new plan"
+                f"{source} has version {data.get('version')}, this release reads versions up to {PLAN_VERSION}: "
+                "make a new plan"
             )
         try:
-            return cls.model_validate_json(text)
+            return cls.model_validate_json(json.dumps(data))
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise ConfigurationError(f"{source} is damaged: field {where}: {first['msg']}") from error
 
     def check(self, model: ModelProfile, ranks: int, nodes: int | None = None) -> None:
-        """Refuses a plan that was made for something else.
+        """Refuse a plan that was made for another model or another number of ranks.
 
         Args:
-            model: that it is to be applied to.
-            ranks: of this run.
-            nodes: they are on; None if that is not known yet. It matters only to plans that use nodes.
+            model: The model that the plan is to be applied to.
+            ranks: Ranks of this run.
+            nodes: Nodes of this run; None if not known yet. Only plans that shard inside nodes depend on it.
 
         Raises:
-            PlanMismatchError: says what differs: the model, its operators, or the ranks.
+            PlanMismatchError: Says what differs: the model, its operators, or the ranks.
         """
+
+        def refuse(text: str) -> PlanMismatchError:
+            return PlanMismatchError(f"the plan {text}: make a new plan")
+
         if self.cluster.ranks != ranks:
-            raise PlanMismatchError(
-                f"the plan is for {self.cluster.ranks} ranks, this run has {ranks}: make a new plan"
-            )
-        in_nodes = any(op.sharding_group == ShardingScope.NODE or op.hierarchical for op in self.operators)
-        if nodes is not None and in_nodes and nodes != self.cluster.nodes:
-            raise PlanMismatchError(
-                f"the plan shards operators inside {self.cluster.nodes} nodes, this run has {nodes}: make a new plan"
-            )
+            raise refuse(f"is for {self.cluster.ranks} ranks, this run has {ranks}")
+        uses_nodes = any(op.sharding_group == ShardingScope.NODE or op.hierarchical for op in self.operators)
+        if nodes is not None and uses_nodes and nodes != self.cluster.nodes:
+            raise refuse(f"shards operators inside {self.cluster.nodes} nodes, this run has {nodes}")
         if self.model.num_parameters != model.num_parameters:
-            raise PlanMismatchError(
-                f"the plan is for a model of {self.model.num_parameters:,} parameters, "
-                f"this one has {model.num_parameters:,}: make a new plan"
-            )
+            counts = f"{self.model.num_parameters:,} parameters, this one has {model.num_parameters:,}"
+            raise refuse(f"is for a model of {counts}")
         planned, present = [op.name for op in self.operators], [op.name for op in model.operators]
         if planned != present:
-            missing = sorted(set(planned) ^ set(present))
-            what = f"operators that only one of them has: {', '.join(missing[:5])}" if missing else "order of operators"
-            raise PlanMismatchError(f"the plan is for another model ({what}): make a new plan")
+            differing = ", ".join(sorted(set(planned) ^ set(present))[:5])
+            what = f"operators that only one of them has: {differing}" if differing else "order of operators"
+            raise refuse(f"is for another model ({what})")
         if self.model.fingerprint != model.fingerprint:
-            raise PlanMismatchError(
-                "the plan is for another model: names and counts agree, but shapes, dtypes or trainability differ "
-                f"(fingerprint {self.model.fingerprint[:12]}, here {model.fingerprint[:12]}): make a new plan"
+            raise refuse(
+                "is for another model: names and counts agree, but shapes, dtypes or trainability differ "
+                f"(fingerprint {self.model.fingerprint[:12]}, here {model.fingerprint[:12]})"
             )

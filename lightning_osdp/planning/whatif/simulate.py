@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.cost.step_time import num_sharded_elements
+from lightning_osdp.planning.cost.shards import num_sharded_elements
 from lightning_osdp.planning.search.batch_size_search import (
     BatchSizePolicy,
     Problem,

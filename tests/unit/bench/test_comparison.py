@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from bench.comparison import cleanup, document, launch, report, step_breakdown, systems, worker
+from bench.comparison import cleanup, document, launch, report, step_breakdown, step_log, systems
 from bench.comparison.batch_probe import (
     LARGEST,
     SLOW_STEP_S,
@@ -29,7 +29,7 @@ from bench.comparison.records import Runs
 from bench.comparison.tournament import Comparer, Effort
 from bench.multinode import emulated_cluster
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MIB = 1 << 20
 
 
@@ -250,8 +250,8 @@ def test_recorder_measures_few_slow_steps_where_system_picks_batch_size(
         monkeypatch.setenv(name, value)
     job = Job("final", "nd-quick", "2-loopback", "osdp", (), warm_up=3, steps=8)
     clock = iter(step_s * tick for tick in range(100))
-    monkeypatch.setattr(worker.time, "perf_counter", lambda: next(clock))
-    with worker.Recorder(job, tmp_path, torch.device("cpu")) as recorder:
+    monkeypatch.setattr(step_log.time, "perf_counter", lambda: next(clock))
+    with step_log.Recorder(job, tmp_path, torch.device("cpu")) as recorder:
         going_on = [recorder.after_step(5) for _ in range(taken)]
 
     assert going_on == [True] * (taken - 1) + [False]
@@ -290,7 +290,7 @@ def test_totals_and_page_match_cell_results(tmp_path: Path) -> None:
     assert best.words()[2:4] == (f"{geometric_mean(expected):.2f}", f"{fmean(expected):.2f}")
     page = document.write(compared, document.facts(["--quick"], {"abc"}, "cpu"), tmp_path)
     text = page.read_text()
-    assert "python -m benchmarks.throughput --quick" in text
+    assert "python -m bench comparison --quick" in text
     assert f"{min(expected):.2f}" in text
     assert "out of memory" in text
     assert (tmp_path / "benchmarks" / "nd-quick.svg").exists()
@@ -323,7 +323,7 @@ def test_page_keeps_cells_of_earlier_runs_with_their_origin(tmp_path: Path) -> N
     ]  # fmt: skip
     assert [c.made["commits"] for c in cells] == [["def"], ["def"], ["abc"]]
     assert cells[1].rows == anew[0].rows
-    assert all(page.read_text().count(f"throughput {word}    (") == 1 for word in ("--slow", "--fast"))
+    assert all(page.read_text().count(f"comparison {word}    (") == 1 for word in ("--slow", "--fast"))
     on_another, here = page.read_text().split("another, 2 of 3 cells:")[1].split(", 1 of 3 cells:")
     assert "--fast" in on_another
     assert "--slow" in here
@@ -351,14 +351,14 @@ TOUCH = """
 import os, re, sys, json
 os.environ["OMP_NUM_THREADS"] = "1"
 from pathlib import Path
-from benchmarks import lab
-from benchmarks.throughput import launch
-from benchmarks.throughput.jobs import Job
+from bench.multinode import emulated_cluster
+from bench.comparison import launch
+from bench.comparison.jobs import Job
 ballast = bytearray(os.urandom(64 << 20))  # what a rank inherits
 
 def work(job, folder, cache):
     rank = int(os.environ["RANK"])
-    lab.raise_limit(int(sys.argv[3]) << 20)
+    emulated_cluster.raise_limit(int(sys.argv[3]) << 20)
     anonymous = int(re.findall(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[0]) << 10
     took = os.urandom(job.sizes[0] << 20)
     (folder / f"rank{rank}.jsonl").write_text(json.dumps({"event": "own", "bytes": anonymous}) + "\\n")
@@ -415,13 +415,16 @@ def test_work_attributes_time_to_kind_of_innermost_module() -> None:
     assert step_breakdown.work(f"{site}/torch/nn/modules/linear.py", in_backward=False) == "forward"
     assert step_breakdown.work(f"{site}/torch/nn/modules/linear.py", in_backward=True) == "recomputed forward"
     assert step_breakdown.work(f"{site}/torch/optim/adamw.py", in_backward=False) == "optimizer"
-    assert step_breakdown.work(f"{site}/lightning_osdp/sharding/replicas.py", in_backward=True) == "engine: replicas.py"
+    assert (
+        step_breakdown.work(f"{site}/lightning_osdp/engine/gradient_buckets.py", in_backward=True)
+        == "engine: gradient_buckets.py"
+    )
     assert step_breakdown.classify(sys._getframe()) == "other"
 
 
 def test_other_systems_do_not_import_lightning_osdp() -> None:
     code = (
-        "import sys; from benchmarks.throughput import fairscale_loop, lightning_loop, models, worker; "
+        "import sys; from bench.comparison import fairscale_loop, lightning_loop, models, worker; "
         "models.build('ic-quick'); sys.exit('lightning_osdp' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0

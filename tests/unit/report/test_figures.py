@@ -178,9 +178,7 @@ def test_svg_of_equal_figures_is_equal(plan: ExecutionPlan) -> None:
 def test_html_page_loads_nothing_external_and_holds_the_numbers(
     plan: ExecutionPlan, problem: Problem, points: tuple[SimulatedPoint, ...], description: ModelProfile
 ) -> None:
-    page = render_page(
-        plan, model=description, tradeoff=sweep_memory_limits(problem, 1, points=3), points=points
-    )
+    page = render_page(plan, model=description, tradeoff=sweep_memory_limits(problem, 1, points=3), points=points)
     sources = re.findall(r'(?:src|href)\s*=\s*"([^"]*)"', page)
     assert len(sources) == 5
     head = "data:image/svg+xml;base64,"

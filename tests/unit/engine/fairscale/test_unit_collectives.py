@@ -207,7 +207,7 @@ def test_prefetch_is_off_where_ranks_of_a_node_share_its_link() -> None:
         )
 
     assert bound() == bound(nodes=4, devices_per_node=1) == ALL
-    assert bound(nodes=2, devices_per_node=2) == bound(uneven=(3, 1)) == 0
+    assert bound(nodes=2, devices_per_node=2) == bound(devices_by_node=(3, 1)) == 0
 
 
 class Pair(nn.Module):

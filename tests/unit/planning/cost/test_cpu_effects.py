@@ -18,6 +18,7 @@ from lightning_osdp.planning.cost.cpu_effects import (
     max_retained_batch_size,
 )
 from lightning_osdp.planning.cost.memory_timeline import Timeline
+from lightning_osdp.planning.cost.peak_text import explain_peak
 from lightning_osdp.planning.cost.run_correction import Correction, MeasuredStep, exceeds_prediction, update_correction
 from lightning_osdp.planning.cost.trial_correction import Trial, plan_key, predict_trial
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, WrapPolicySearch, make_plan
@@ -79,7 +80,7 @@ def test_timeline_retained_heap_grows_within_step_and_not_between_steps() -> Non
 
 def test_timeline_explain_names_retained_heap_beside_process_overhead() -> None:
     choices = [ShardingChoice((Mode.DP,))] * 3
-    text = Timeline(MODEL, cluster(), 7 * MIB, heap=USE).explain(choices, 3)
+    text = explain_peak(Timeline(MODEL, cluster(), 7 * MIB, heap=USE).peak(choices, 3))
     assert "beside 7.0 MiB of the process before the model and 26.5 MiB of freed tensors that stay in the heap" in text
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_osdp.planning.cost.footprint import footprint
 from lightning_osdp.planning.cost.memory_timeline import Timeline
-from lightning_osdp.planning.cost.step_time import footprint
+from lightning_osdp.planning.cost.peak_text import explain_peak
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import (
@@ -58,7 +59,9 @@ def curves(
     cluster: dict[str, int] | None = None,
     **changes: object,
 ) -> dict[str, list[float]]:
-    timeline = Timeline(model(**changes), some_cluster(N, reduce_scatter_copy_factor=0.0, **(cluster or {})), overhead_bytes=7 * MIB)
+    timeline = Timeline(
+        model(**changes), some_cluster(N, reduce_scatter_copy_factor=0.0, **(cluster or {})), overhead_bytes=7 * MIB
+    )
     return {
         name: (curve / MIB).tolist()
         for name, curve in timeline.curves(unsliced_choices(modes), batch_size, accumulation).items()
@@ -129,7 +132,8 @@ def test_timeline_prefetch_spans_replicated_operator_in_between() -> None:
 def test_footprint_prefetches_next_slice() -> None:
     choice = ShardingChoice((Mode.ZDP,) * 4, 0)
     usual, found = (
-        footprint(operator("one", 8), choice, some_cluster(N, reduce_scatter_copy_factor=0.0, **more)) for more in ({}, AHEAD)
+        footprint(operator("one", 8), choice, some_cluster(N, reduce_scatter_copy_factor=0.0, **more))
+        for more in ({}, AHEAD)
     )
     assert (usual.unsharded_while_running, usual.prefetched_parameters, usual.inflight_gradient) == (2 * MIB, 0, 0)
     assert (found.unsharded_while_running, found.prefetched_parameters, found.inflight_gradient) == (
@@ -138,12 +142,18 @@ def test_footprint_prefetches_next_slice() -> None:
         2 * MIB,
     )
     assert found.transient == usual.transient + 2 * MIB
-    kept = footprint(operator("one", 8), ShardingChoice((Mode.ZDP2,) * 4, 0), some_cluster(N, reduce_scatter_copy_factor=0.0, **AHEAD))
+    kept = footprint(
+        operator("one", 8),
+        ShardingChoice((Mode.ZDP2,) * 4, 0),
+        some_cluster(N, reduce_scatter_copy_factor=0.0, **AHEAD),
+    )
     assert (kept.unsharded_while_running, kept.unsharded_between_passes) == (0, 8 * MIB)
 
 
 def test_footprint_inflight_gradient_includes_parts_received_from_ranks() -> None:
-    found = footprint(operator("one", 8), ShardingChoice((Mode.ZDP,)), some_cluster(4, reduce_scatter_copy_factor=0.0, **AHEAD))
+    found = footprint(
+        operator("one", 8), ShardingChoice((Mode.ZDP,)), some_cluster(4, reduce_scatter_copy_factor=0.0, **AHEAD)
+    )
     assert found.inflight_gradient == 8 * MIB * (1 + 2 / 4)
 
 
@@ -239,7 +249,9 @@ def test_timeline_small_gradients_count_twice_while_bucket_is_reduced() -> None:
 def test_peak_saving_bytes_count_one_tensor_streamed_or_all_gathered() -> None:
     def saving_mib(how: str, choices: list[ShardingChoice]) -> float:
         between = NonTrainingWork(checkpoint_memory=how)  # type: ignore[arg-type]
-        timeline = Timeline(model(buffer_bytes=3 * MIB), some_cluster(N, reduce_scatter_copy_factor=0.0), 7 * MIB, between)
+        timeline = Timeline(
+            model(buffer_bytes=3 * MIB), some_cluster(N, reduce_scatter_copy_factor=0.0), 7 * MIB, between
+        )
         return timeline.peak(choices, batch_size=1).saving_bytes / MIB
 
     sharded, half = unsliced_choices([Mode.ZDP, Mode.ZDP2]), unsliced_choices([Mode.ZDP, Mode.DP])
@@ -264,7 +276,9 @@ def test_peak_evaluation_bytes_count_only_running_operators() -> None:
 
     def evaluation_mib(batch_size: int, modes: list[Mode]) -> float:
         between = NonTrainingWork(evaluation_batch_size=batch_size)
-        timeline = Timeline(model(evaluation=moments), some_cluster(N, reduce_scatter_copy_factor=0.0), 7 * MIB, between)
+        timeline = Timeline(
+            model(evaluation=moments), some_cluster(N, reduce_scatter_copy_factor=0.0), 7 * MIB, between
+        )
         return timeline.peak(unsliced_choices(modes), batch_size=1).evaluation_bytes / MIB
 
     assert evaluation_mib(0, [Mode.DP, Mode.DP]) == 0
@@ -316,12 +330,12 @@ def test_peak_names_moment_and_total_bytes() -> None:
 
 def test_timeline_explain_lists_largest_part_of_peak_first() -> None:
     timeline = Timeline(model(), some_cluster(N, reduce_scatter_copy_factor=0.0), overhead_bytes=7 * MIB)
-    assert timeline.explain(unsliced_choices([Mode.ZDP, Mode.ZDP]), batch_size=2) == (
+    assert explain_peak(timeline.peak(unsliced_choices([Mode.ZDP, Mode.ZDP]), batch_size=2)) == (
         "reached in the backward of second: states 18.0 MiB (47%), gathered parameters 8.0 MiB (21%), transients "
         "(whole gradients on their way to be reduced, and buckets) 8.0 MiB (21%), activations 4.0 MiB (11%); beside "
         "7.0 MiB of the process before the model"
     )
-    assert timeline.explain(unsliced_choices([Mode.DP, Mode.DP]), batch_size=1).startswith(
+    assert explain_peak(timeline.peak(unsliced_choices([Mode.DP, Mode.DP]), batch_size=1)).startswith(
         "reached in the backward of first: states 36.0"
     )
 

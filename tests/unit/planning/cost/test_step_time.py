@@ -145,7 +145,8 @@ def test_option_times_match_time_cost_with_overlap(
 ) -> None:
     model, slow = blocks_of_two(2) if several else blocks_of_one(2, 2), cluster(6.0, 5.0, 4.0, latency_ms=0.5)
     fits = {
-        name: getattr(slow.link, name).model_copy(update={"overlap_fraction": share}) for name in type(slow.link).model_fields
+        name: getattr(slow.link, name).model_copy(update={"overlap_fraction": share})
+        for name in type(slow.link).model_fields
     }
     changes = {"link": slow.link.model_copy(update=fits), "prefetch_max_bytes": ahead_mib * MIB}
     problem = Problem(model, slow.model_copy(update=changes), compute(model), 1 << 30)

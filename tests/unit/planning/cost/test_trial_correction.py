@@ -218,13 +218,19 @@ def test_fit_calibration_separates_slicing_and_wrapping_from_mode() -> None:
     assert found.split > 0.3
     assert max(abs(found.dp), abs(found.zdp2), abs(found.zdp)) < 0.1
     together = wrap_blocks(uniform_plan(Mode.ZDP2), ["free"])
-    found = calibrated_cluster(*uniform_ones, trial_with_overheads(together, {"wrapped": -0.4}, 1e-3)).engine.calibration
+    found = calibrated_cluster(
+        *uniform_ones, trial_with_overheads(together, {"wrapped": -0.4}, 1e-3)
+    ).engine.calibration
     assert found.wrapped < -0.25
     assert found.split == pytest.approx(0.0, abs=1e-6)
 
 
 def test_fit_calibration_separates_node_scope_from_world_scope() -> None:
-    two_levels = {"nodes": 2, "devices_per_node": RANKS // 2, "hierarchical_links": uniform_hierarchical_links(PARTS.link)}
+    two_levels = {
+        "nodes": 2,
+        "devices_per_node": RANKS // 2,
+        "hierarchical_links": uniform_hierarchical_links(PARTS.link),
+    }
     nodes = PARTS.model_copy(update=two_levels)
     everywhere = uniform_plan(Mode.ZDP)
     inside = [op.model_copy(update={"sharding_group": ShardingScope.NODE}) for op in everywhere.operators]

@@ -14,9 +14,9 @@ from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, make_plan
 from lightning_osdp.planning.search.lower_bounds import LagrangianBounds
 from lightning_osdp.planning.search.plan_search import MIN_IMPROVEMENT, Candidate, PlanSearch
-from lightning_osdp.planning.search.search_space import Problem
 from lightning_osdp.planning.spec.choices import ShardingChoice
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
+from lightning_osdp.planning.spec.problem import Problem
 from lightning_osdp.report.explain import explain
 from tests.support.small_models import MIB, blocks_of_one, cluster, compute
 
@@ -197,13 +197,13 @@ def test_plan_search_rejects_constraint_patterns_that_match_nothing(wishes: Sear
 @pytest.mark.parametrize("value", ["many", 0, True, {"blocks": 0}, 2.5])
 def test_search_constraints_reject_invalid_slice_granularity(value: object) -> None:
     with pytest.raises(ConfigurationError, match="slice_granularity has to be"):
-        SearchConstraints.from_config(value, "auto")
+        SearchConstraints(value, "auto")
 
 
 @pytest.mark.parametrize("value", ["blocks.0", 3, [1]])
 def test_search_constraints_reject_invalid_activation_checkpointing(value: object) -> None:
     with pytest.raises(ConfigurationError, match="activation_checkpointing has to be"):
-        SearchConstraints.from_config("auto", value)
+        SearchConstraints("auto", value)
 
 
 def test_search_space_first_option_of_each_group_is_replicated() -> None:

@@ -28,10 +28,10 @@ from lightning_osdp.planning.search.plan_selection import (
     request_key,
     select_plan,
 )
-from lightning_osdp.planning.search.search_space import MIN_OVERLAP
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import LinearInBatch, NonTrainingWork, OptimizerStep
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.problem import MIN_OVERLAP
 from lightning_osdp.planning.spec.wrapping import WrapAssignment, wrap_assignments
 from tests.support.small_models import MIB, blocks_of_one, blocks_of_two, cluster, compute
 
@@ -336,7 +336,8 @@ def overlappable_problem(limit_mib: int, hidden: float, gather_ms: float = 8.0) 
     """Of a model that has to be sharded, over a link of which compute may hide a share."""
     slow = cluster(all_reduce_ms=2 * gather_ms, gather_ms=gather_ms, scatter_ms=gather_ms)
     fits = {
-        name: getattr(slow.link, name).model_copy(update={"overlap_fraction": hidden}) for name in type(slow.link).model_fields
+        name: getattr(slow.link, name).model_copy(update={"overlap_fraction": hidden})
+        for name in type(slow.link).model_fields
     }
     link = slow.link.model_copy(update=fits)
     return replace(separable_problem(limit_mib), cluster=slow.model_copy(update={"link": link}))

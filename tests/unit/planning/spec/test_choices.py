@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_osdp.planning.cost.footprint import footprint
 from lightning_osdp.planning.cost.memory_timeline import Timeline
-from lightning_osdp.planning.cost.step_time import communication_time, engine_time, footprint, time_cost
+from lightning_osdp.planning.cost.step_time import communication_time, engine_time, time_cost
 from lightning_osdp.planning.spec.choices import (
     MIN_SLICE_ELEMENTS,
     Mode,

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.cost.step_time import communication_time, footprint
+from lightning_osdp.planning.cost.footprint import footprint
+from lightning_osdp.planning.cost.step_time import communication_time
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, find_best_candidate, make_plan
 from lightning_osdp.planning.search.plan_search import MIN_IMPROVEMENT, Candidate, PlanSearch
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice

@@ -22,13 +22,13 @@ BATCH = torch.ones(4, 8)
 
 
 class InMemoryProfileStore(dict[str, ModelProfile]):
-    """Descriptions in memory."""
+    """Profiles in memory."""
 
-    def find(self, name: str) -> ModelProfile | None:
-        return self.get(name)
+    def load(self, key: str) -> ModelProfile | None:
+        return self.get(key)
 
-    def keep(self, name: str, description: ModelProfile) -> None:
-        self[name] = description
+    def save(self, key: str, model_profile: ModelProfile) -> None:
+        self[key] = model_profile
 
 
 def trace_with_store(
@@ -56,18 +56,18 @@ def test_trace_known_key_skips_tracing_unless_parameters_differ() -> None:
     known = InMemoryProfileStore()
     module = Regression(mlp(nn.ReLU()))
     first = trace_with_store(module, known)
-    (name,) = known
-    told = trace_with_store(module, known, name=name)
-    assert (told.model_profile, told.batch_sizes, told.key) == (first.model_profile, first.batch_sizes, name)
+    (key,) = known
+    told = trace_with_store(module, known, key=key)
+    assert (told.model_profile, told.batch_sizes, told.key) == (first.model_profile, first.batch_sizes, key)
     assert not told.kernels
     assert told.with_all_kernels() == first
     for other in (Regression(mlp(nn.ReLU(), width=9)), Regression(frozen()), Regression(mlp(nn.ReLU())).double()):
         batch = BATCH.to(next(other.parameters()).dtype)
         assert (
-            trace_with_store(other, known, batch, name=name).model_profile
+            trace_with_store(other, known, batch, key=key).model_profile
             == trace(other, batch, 4, device=CPU).model_profile
         )
-    assert trace_with_store(module, known, name="not kept").kernels
+    assert trace_with_store(module, known, key="not kept").kernels
 
 
 def mlp(*inner: nn.Module, width: int = 8) -> nn.Module:

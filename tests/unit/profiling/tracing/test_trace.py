@@ -384,7 +384,7 @@ def test_trace_reads_trainer_without_changing_it(how: Any) -> None:
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=1)
     module.trainer = trainer
     before = dict(module.__dict__)
-    assert how(module, torch.ones(4, 8), 4, device=CPU).description.operators[0].name == "net"
+    assert how(module, torch.ones(4, 8), 4, device=CPU).model_profile.operators[0].name == "net"
     assert module.trainer is trainer
     assert set(module.__dict__) == set(before)
     assert trainer.optimizers == []

@@ -1,0 +1,222 @@
+"""The memory of an operator under a choice: bytes on one rank, by the time at which they are held."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from lightning_osdp.planning.cost.cpu_effects import PrefetchBytes, coalesced_reduction_bytes, prefetch_bytes
+from lightning_osdp.planning.cost.sharding_scopes import all_gather_copy_factor, sharding_ranks
+from lightning_osdp.planning.cost.shards import OperatorShards, ParamShard, Unit, shards_of
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
+from lightning_osdp.planning.spec.cluster import Cluster
+from lightning_osdp.planning.spec.model import Operator
+
+T = TypeVar("T")
+
+
+class Footprint(NamedTuple, Generic[T]):
+    """Bytes on one rank, by the time at which they are held; ``memory_timeline`` adds them up."""
+
+    states: T
+    """Parameters and optimizer states: always."""
+    replicated_gradients: T
+    """From the operator's backward on."""
+    sharded_gradients: T
+    """A rank's parts, after the operator's backward; none if they are used up in the backward pass."""
+    unsharded_between_passes: T
+    """Unsharded parameters from its forward to its backward (zdp2)."""
+    unsharded_while_running: T
+    """Unsharded parameters while it runs forward or backward (zdp)."""
+    transient: T
+    """Unsharded gradients and buffers of their reduction, while it runs backward."""
+    forward_per_sample: T
+    """Bytes per sample that splitting adds to the traced operator's forward."""
+    backward_per_sample: T
+    """Bytes per sample that splitting adds to its backward."""
+    bucketed: T
+    """Gradients that are copied into buckets."""
+    prefetched_parameters: T
+    """Unsharded parameters of its first unit, which are gathered while the unit before runs."""
+    inflight_gradient: T
+    """Unsharded gradients of its last unit, which are still being reduced while the next unit runs backward."""
+    slice_gradient_copy: T
+    """Second copy of slices' gradients while they are copied into their weight's gradient."""
+    local_trainable: T
+    """Trainable parameters that a rank's optimizer updates."""
+    largest_local_trainable: T
+    """The largest single one of these."""
+    eval_unsharded: T
+    """Unsharded parameters while its forward runs without autograd, in every mode."""
+    checkpoint_tensor: T
+    """Its largest sharded tensor when gathered to be saved, with the slice being gathered."""
+    unsharded_state: T
+    """All its sharded parameters and optimizer states when gathered."""
+
+
+COLUMN = {name: index for index, name in enumerate(Footprint._fields)}
+"""Index of each field if footprints are rows of an array."""
+
+
+class _Layout(NamedTuple):
+    """One operator's shards, and where they lie."""
+
+    operator: Operator
+    choice: ShardingChoice
+    cluster: Cluster
+    shards: OperatorShards
+    ranks: int
+    """Ranks that its states are spread over."""
+    in_backward: bool
+    """Whether its sharded parameters are updated in the backward pass."""
+
+    @property
+    def gathered(self) -> list[float]:
+        """Bytes that gathering each unit takes."""
+        copies = 1 + all_gather_copy_factor(self.cluster, self.choice.scope, self.choice.hierarchical)
+        return [copies * unit.parameter_bytes for unit in self.shards.units]
+
+    @property
+    def updates(self) -> list[float]:
+        """Bytes of each gradient that the optimizer sees; the slices of a weight are one."""
+        sizes = [(shard, float(shard.all_gradient_bytes)) for shard in self.shards.replicated]
+        sizes += [(shard, shard.all_gradient_bytes / self.ranks) for shard in self.shards.sharded]
+        slices = [size for shard, size in sizes if shard.is_slice]
+        return [*(size for shard, size in sizes if not shard.is_slice), *([sum(slices)] if slices else [])]
+
+
+def footprint(
+    operator: Operator, choice: ShardingChoice, cluster: Cluster, *, updated_in_backward: bool = False
+) -> Footprint[float]:
+    """Return the bytes that ``operator`` takes on one rank.
+
+    Args:
+        operator: An operator of the model.
+        choice: The choice for it.
+        cluster: The ranks.
+        updated_in_backward: Whether the optimizer updates sharded parameters in the backward pass, where it can.
+    """
+    # Replicated slices, and gradients averaged between nodes at the end of the pass, wait for the optimizer's step.
+    waits = Mode.DP in choice.slices or choice.scope == ShardingScope.NODE
+    ranks = sharding_ranks(cluster, choice.scope)
+    layout = _Layout(operator, choice, cluster, shards_of(operator, choice), ranks, updated_in_backward and not waits)
+    prefetch = prefetch_bytes(layout.shards.units, layout.gathered, cluster, ranks)
+    return Footprint(
+        **_parameter_bytes(layout, prefetch),
+        **_gradient_bytes(layout, prefetch),
+        **_optimizer_bytes(layout),
+        **_checkpoint_bytes(layout),
+        **_slicing_bytes(layout),
+    )
+
+
+def _parameter_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, float]:
+    shards, gathered = layout.shards, layout.gathered
+    zdp = [size for unit, size in zip(shards.units, gathered, strict=True) if unit.mode == Mode.ZDP]
+    replicated = [(shard.parameter_bytes + shard.optimizer_bytes) * shard.num_slices for shard in shards.replicated]
+    sharded = [
+        -(-(shard.parameter_bytes + shard.optimizer_bytes) // layout.ranks) * shard.num_slices
+        for shard in shards.sharded
+    ]
+    return {
+        "states": sum(replicated) + sum(sharded),
+        "unsharded_between_passes": sum(u.parameter_bytes * u.num_slices for u in shards.units if u.mode == Mode.ZDP2),
+        "unsharded_while_running": max(zdp, default=0) + prefetch.next_slice,
+        "prefetched_parameters": prefetch.next_unit,
+        "eval_unsharded": max(gathered, default=0),
+    }
+
+
+def _gradient_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, float]:
+    cluster, shards = layout.cluster, layout.shards
+    own_parts = sum(shard.all_gradient_bytes for shard in shards.sharded) / layout.ranks
+    bucketed = [s.all_gradient_bytes for s in shards.replicated if s.gradient_bytes < cluster.unbucketed_bytes]
+    transients = [_transient_bytes(unit, own_parts, cluster, layout.ranks) for unit in shards.units]
+    transient = max(transients, default=0.0) + prefetch.previous_gradient
+    copied = _slice_copy_bytes(layout)
+    if layout.in_backward and copied:
+        transient = max(transient, own_parts + copied)
+    return {
+        "replicated_gradients": sum(shard.all_gradient_bytes for shard in shards.replicated),
+        "sharded_gradients": 0.0 if layout.in_backward else own_parts,
+        "transient": transient,
+        "bucketed": sum(bucketed) if cluster.ranks > 1 else 0,
+        "inflight_gradient": prefetch.inflight_gradient,
+        "slice_gradient_copy": 0.0 if layout.in_backward else copied,
+    }
+
+
+def _slice_copy_bytes(layout: _Layout) -> float:
+    """Return the bytes held twice while slices' gradients are copied into the weight's, each freed after its copy."""
+    slices = [shard for shard in (*layout.shards.replicated, *layout.shards.sharded) if shard.is_slice]
+    if not slices:
+        return 0.0
+    if not layout.cluster.allocates_on_write:
+        return max(layout.updates)
+    return max(shard.gradient_bytes / (1 if shard.mode == Mode.DP else layout.ranks) for shard in slices)
+
+
+def _transient_bytes(unit: Unit, own_parts: float, cluster: Cluster, ranks: int) -> float:
+    """Return the largest memory of reducing a unit's gradients, on top of its gathered parameters.
+
+    Gradients appear one after the other, and each parameter is freed then; a slice is freed before its gradient exists.
+    """
+    if unit.shards[0].is_slice:
+        return _reduction_bytes(unit.shards, own_parts, cluster, ranks, freed_before_gradient=True)
+    orders = sorted({shard.gradient_order for shard in unit.shards})
+    groups = [[shard for shard in unit.shards if shard.gradient_order == order] for order in orders]
+    if unit.coalesces_gradients(cluster):
+        return coalesced_reduction_bytes(groups, ranks)
+    if len(groups) == 1:
+        return _reduction_bytes(unit.shards, own_parts, cluster, ranks)
+    largest = freed = 0.0
+    for group in groups:
+        reduced = sum(shard.gradient_bytes for shard in group) / ranks
+        largest = max(largest, _reduction_bytes(group, reduced, cluster, ranks) - freed)
+        freed += sum(shard.parameter_bytes for shard in group) - reduced
+    return largest
+
+
+def _reduction_bytes(
+    shards: Sequence[ParamShard], own_parts: float, cluster: Cluster, ranks: int, *, freed_before_gradient: bool = False
+) -> float:
+    """Return the bytes held while gradients are reduced: they, buffers, and the operator's reduced parts.
+
+    The parameters are freed before the reduction, or already before the gradient exists; the larger moment counts.
+    """
+    gradient = sum(shard.gradient_bytes for shard in shards)
+    reduced = gradient / ranks
+    received = min(cluster.reduce_scatter_buffer_bytes, max(0, min(2, ranks - 2)) * reduced)
+    reduction = reduced + gradient * cluster.reduce_scatter_copy_factor + received
+    reduction -= sum(shard.parameter_bytes for shard in shards)
+    peak = max(0.0, gradient + reduction) if freed_before_gradient else gradient + max(0.0, reduction)
+    return peak + own_parts - reduced
+
+
+def _optimizer_bytes(layout: _Layout) -> dict[str, float]:
+    return {"local_trainable": sum(layout.updates), "largest_local_trainable": max(layout.updates, default=0.0)}
+
+
+def _checkpoint_bytes(layout: _Layout) -> dict[str, float]:
+    operator = layout.operator
+    saved = operator.shardable_parameters if layout.shards.units else ()
+    largest_slice = max((shard.parameter_bytes for shard in layout.shards.sharded if shard.is_slice), default=0)
+    tensors = [p.parameter_bytes + (largest_slice if p is operator.weight else 0) for p in saved]
+    return {
+        "checkpoint_tensor": max(tensors, default=0),
+        "unsharded_state": sum(p.parameter_bytes + p.optimizer_bytes for p in saved),
+    }
+
+
+def _slicing_bytes(layout: _Layout) -> dict[str, float]:
+    """Return what splitting needs per sample beyond the traced operator.
+
+    Slices of the input: their input gradients before they are concatenated. Slices of the output: the slices before
+    they are concatenated, and one more input gradient, because it is a sum.
+    """
+    operator, dim = layout.operator, layout.choice.split_dim
+    is_output = dim is not None and dim in operator.output_dims
+    return {
+        "forward_per_sample": operator.output_per_sample if is_output else 0.0,
+        "backward_per_sample": operator.input_per_sample if dim is not None else 0.0,
+    }

@@ -1,0 +1,121 @@
+"""The parameters and slices of an operator under a choice, and the units in which they are gathered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lightning_osdp.planning.cost.sharding_scopes import COALESCE_BYTES
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, slice_sizes
+from lightning_osdp.planning.spec.cluster import Cluster
+from lightning_osdp.planning.spec.model import Operator, ParameterInfo
+
+
+class ParamShard(NamedTuple):
+    """A parameter, or ``num_slices`` equal slices of one, with the unsharded bytes of a single one."""
+
+    mode: Mode
+    parameter_bytes: int
+    gradient_bytes: int
+    """0 if it is frozen."""
+    optimizer_bytes: int
+    num_slices: int = 1
+    gradient_order: int = 0
+    """``ParameterInfo.gradient_order``."""
+    is_slice: bool = False
+
+    @property
+    def all_gradient_bytes(self) -> int:
+        """Unsharded gradient bytes of all slices."""
+        return self.gradient_bytes * self.num_slices
+
+
+class Unit(NamedTuple):
+    """Sharded parameters that are gathered by one collective: those of an unsplit operator, or a single slice."""
+
+    shards: tuple[ParamShard, ...]
+
+    @property
+    def mode(self) -> Mode:
+        """Mode of all its shards."""
+        return self.shards[0].mode
+
+    @property
+    def num_slices(self) -> int:
+        """Number of equal units that this one stands for."""
+        return self.shards[0].num_slices
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of its unsharded parameters."""
+        return sum(shard.parameter_bytes for shard in self.shards)
+
+    @property
+    def gradient_sizes(self) -> list[int]:
+        """Bytes of each of its unsharded gradients."""
+        return [shard.gradient_bytes for shard in self.shards if shard.gradient_bytes]
+
+    def is_prefetched(self, cluster: Cluster) -> bool:
+        """Return whether its collectives run while its neighbours compute."""
+        return cluster.supports_prefetch and self.parameter_bytes <= cluster.prefetch_max_bytes
+
+    def coalesces_gradients(self, cluster: Cluster) -> bool:
+        """Return whether its gradients are reduced by one collective once all exist, and not one by one."""
+        sizes = self.gradient_sizes
+        return (
+            cluster.coalesces_gradients
+            and len(sizes) > 1
+            and sum(sizes) <= COALESCE_BYTES
+            and not self.is_prefetched(cluster)
+        )
+
+
+class OperatorShards(NamedTuple):
+    """The shards of one operator by how they are stored."""
+
+    replicated: list[ParamShard]
+    units: list[Unit]
+
+    @property
+    def sharded(self) -> list[ParamShard]:
+        """The shards in units."""
+        return [shard for unit in self.units for shard in unit.shards]
+
+
+def shards_of(operator: Operator, choice: ShardingChoice) -> OperatorShards:
+    """Return the parameters and slices of ``operator`` under ``choice``."""
+    # A large bias beside slices is sharded like the first sharded slice.
+    mode = next((mode for mode in choice.slices if mode != Mode.DP), Mode.DP)
+    is_split, shardable = choice.split_dim is not None, operator.shardable_parameters
+    unsplit = [p for p in operator.parameters if not (is_split and p is operator.weight)]
+    shards = [_unsplit_shard(p, mode if p in shardable else Mode.DP) for p in unsplit]
+    if is_split:
+        shards += _slice_shards(operator, choice)
+    sharded = tuple(shard for shard in shards if shard.mode != Mode.DP)
+    units = [Unit((shard,)) for shard in sharded] if is_split or not sharded else [Unit(sharded)]
+    return OperatorShards([shard for shard in shards if shard.mode == Mode.DP], units)
+
+
+def _unsplit_shard(parameter: ParameterInfo, mode: Mode) -> ParamShard:
+    sizes = (parameter.parameter_bytes, parameter.gradient_bytes, parameter.optimizer_bytes)
+    return ParamShard(mode, *sizes, gradient_order=parameter.gradient_order)
+
+
+def _slice_shards(operator: Operator, choice: ShardingChoice) -> Iterator[ParamShard]:
+    weight = operator.weight
+    assert weight is not None, "only operators with a weight are split"
+    assert choice.split_dim is not None
+    length = weight.shape[choice.split_dim]
+    counts = Counter(zip(choice.slices, slice_sizes(length, len(choice.slices)), strict=True))
+    for (mode, size), count in counts.items():
+        own = weight.parameter_bytes * size // length
+        gradient_bytes, optimizer_bytes = own if weight.trainable else 0, weight.optimizer_bytes * size // length
+        yield ParamShard(mode, own, gradient_bytes, optimizer_bytes, count, is_slice=True)
+
+
+def num_sharded_elements(operator: Operator, choice: ShardingChoice) -> float:
+    """Return the number of elements whose states are sharded."""
+    total = sum(p.parameter_bytes for p in operator.parameters)
+    sharded = sum(shard.parameter_bytes * shard.num_slices for shard in shards_of(operator, choice).sharded)
+    return operator.num_parameters * sharded / total if total else 0.0
