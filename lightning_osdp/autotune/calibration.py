@@ -111,6 +111,7 @@ def calibration_trials(setup: TrialSetup) -> dict[str, CalibrationTrial]:
     """Return what to try before the search by name, in order of priority: see Note [the list of trials]."""
     trials: dict[str, CalibrationTrial] = {"unsharded": prepare_unsharded_trial, "retained heap": prepare_heap_trial}
     capabilities = engine_capabilities(setup.context.engine, setup.context.device)
+    # Without the plans of this line, modes are not tried and collectives not calibrated before the search.
     plans = uniform_plans(setup.model, setup.cluster, capabilities) if setup.ranks.world_size > 1 else {}
     # Modes, with several steps each: first those that add most to the unsharded step.
     trials |= {name: partial(prepare_mode_trial, plans[name]) for name in reversed(plans)}
@@ -128,7 +129,7 @@ def run_calibration_trials(setup: TrialSetup, compute: ComputeTimes) -> Calibrat
         compute: the compute times as measured kernel by kernel.
 
     Returns:
-        What the trials have shown; ``compute`` alone if the step fails or takes too long.
+        What the trials have shown until one has failed, if any has; ``compute`` alone if the step takes too long.
     """
     calibration = Calibration(compute)
     try:
@@ -147,7 +148,6 @@ def run_calibration_trials(setup: TrialSetup, compute: ComputeTimes) -> Calibrat
                     return Calibration(compute)
     except TrialError as error:
         warn_of_failure(error)
-        return Calibration(compute)
     return calibration
 
 

@@ -135,7 +135,7 @@ def fits_time(predicted: Trial, max_s: float = MAX_TRIAL_S, num_steps: int = MIN
 
 def warn_of_failure(error: TrialError) -> None:
     """Warn that a trial failed. Either the user's step is broken (training will show it) or it can't be copied."""
-    text = f"the step can't be rehearsed, so its time is less sure: {error}"
+    text = f"the step can't be tried on a copy, so its predicted time is less sure: {error}"
     warnings.warn(text, OSDPWarning, stacklevel=3)
 
 

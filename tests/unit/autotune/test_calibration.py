@@ -44,7 +44,7 @@ def run_trials(
     modes: int = 99,
     roomy: int = 99,
 ) -> tuple[bool, ComputeTimes, ComputeTimes, tuple[Trial, ...], list[str]]:
-    """Whether the module is as it was, times before and after, rehearsals, and warnings; it is late after ``modes``,
+    """Whether the module is as it was, times before and after, trials, and warnings; it is late after ``modes``,
     and there is no room when it is asked for more than ``roomy`` times."""
     torch.manual_seed(1)
     module = Module(fails)
@@ -99,7 +99,7 @@ def test_calibration_trials_stop_trying_modes_at_deadline() -> None:
 def run_short_trials(
     rank: int, ranks: int, left_s: float, hardware: Cluster | None = None
 ) -> tuple[list[set[str]], list[float]]:
-    """Kinds of operators of each mode that is rehearsed, and for how long."""
+    """Kinds of operators of each mode that is tried, and for how long."""
     seconds: list[float] = []
     run = trial_step._time_repeats
 
@@ -151,7 +151,7 @@ def run_heap_trials(
     rank: int, ranks: int, room_bytes: int, left_s: float
 ) -> tuple[bool, ComputeTimes, ComputeTimes | None, int]:
     """Whether the module is as it was and freed tensors are handed back, times, what there is where they stay, and how
-    many modes were rehearsed."""
+    many modes were tried."""
     configure_cpu_allocator()
     module = Module()
     traced = trace(module, BATCH, 4, device=CPU)
@@ -201,7 +201,7 @@ def test_calibration_trials_of_real_steps_measure_nonzero_times() -> None:
 
 
 def trial_memory_bytes(mode: Mode, size: int) -> int:
-    """Of rehearsing all operators in one mode."""
+    """Memory of a trial with all operators in one mode."""
     module = Module()
     model = trace(module, BATCH, 4, device=CPU).model_profile
     plan = uniform_plans(model, some_cluster(2))[mode.value]
@@ -253,9 +253,7 @@ def test_calibration_trials_without_memory_or_on_failure_keep_compute_times(fail
     for same, parts, times, shown, messages in run_ranks(run_trials, 2, None, ROOM if fails else 1 << 10, fails):
         assert same
         assert (times, shown) == (parts, ())
-        assert [("can't be rehearsed" in message and "not for real" in message) for message in messages] == [
-            True
-        ] * fails
+        assert [("can't be tried" in message and "not for real" in message) for message in messages] == [True] * fails
 
 
 def test_calibration_trials_alone_scale_compute_to_unsharded_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +286,7 @@ def test_calibration_trials_free_copy_whose_step_fails(monkeypatch: pytest.Monke
     module = Module(fails=True)
     traced = trace(module, BATCH, 4, device=CPU)
     parts = compute.measure_compute(traced, CPU, time_budget_s=0.0)
-    with pytest.warns(OSDPWarning, match=r"can't be rehearsed.*not for real"):
+    with pytest.warns(OSDPWarning, match=r"can't be tried.*not for real"):
         assert run_calibration_trials(make_trial_setup(module, traced, some_cluster(4)), parts) == Calibration(parts)
     assert twins
     assert {parameter.numel() for twin in twins for parameter in twin.parameters()} == {0}

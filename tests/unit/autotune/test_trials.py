@@ -32,7 +32,7 @@ def make_setup() -> TrialSetup:
 
 
 def run_mixed_plan_trials(rank: int, ranks: int, room_bytes: int) -> tuple[str, list[tuple[int, Trial | None]], bool]:
-    """The plan's name, rehearsals of a mixed plan at two batch sizes, and whether the module is as it was and its
+    """The plan's name, trials of a mixed plan at two batch sizes, and whether the module is as it was and its
     copies are gone."""
     module = Module()
     traced = trace(module, BATCH, 4, device=CPU)
@@ -83,7 +83,7 @@ def test_plan_trial_without_memory_is_skipped() -> None:
 
 
 def count_kept_gradients(rank: int, ranks: int) -> dict[bool, tuple[bool, set[int]]]:
-    """By whether the plan updates in the backward pass: whether it was rehearsed, and how many sharded parameters still
+    """By whether the plan updates in the backward pass: whether it was tried, and how many sharded parameters still
     had a gradient at the end of each backward pass."""
     module = Module()
     traced = trace(module, BATCH, 4, device=CPU)
