@@ -150,11 +150,12 @@ def write_plan(args: argparse.Namespace, file: Path) -> None:
 
     from lightning_osdp.planning.spec.choices import Mode, legal_modes
     from lightning_osdp.planning.spec.plan import ModelIdentity, OperatorPlan
-    from lightning_osdp.profiling.tracing.trace import trace
+    from lightning_osdp.profiling.tracing.trace import TrainingStep, trace
     from tests.support.models import hand_made_plan
 
     model = gpt(args)
-    found = trace(model, batches(args)[: args.batch_size], args.batch_size, device=torch.device("cpu")).model_profile
+    step = TrainingStep(model, batches(args)[: args.batch_size], args.batch_size, torch.device("cpu"))
+    found = trace(step).model_profile
     operators = tuple(
         OperatorPlan(name=op.name, slices=(legal_modes(op)[-1],), num_parameters=op.num_parameters)
         for op in found.operators

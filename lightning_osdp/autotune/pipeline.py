@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -55,7 +55,8 @@ from lightning_osdp.planning.spec.formatting import format_seconds
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling import compute, engine_overhead
-from lightning_osdp.profiling.tracing.trace import TracedStep, architecture_key, trace, trace_by_running
+from lightning_osdp.profiling.tracing.profile_store import architecture_key, trace_with_store
+from lightning_osdp.profiling.tracing.trace import TracedStep, TrainingStep, trace, trace_by_running
 
 log_info = rank_zero_only(logging.getLogger(__name__).info)
 
@@ -113,16 +114,17 @@ def profile_model(
     Raises:
         TraceError: the step can't be traced in either way.
     """
-    module, step = context.module, (context.module, context.batch, context.batch_size)
+    module = context.module
+    step = TrainingStep(
+        module,
+        context.batch,
+        context.batch_size,
+        context.device,
+        step_context=context.step_context,
+        evaluation=non_training.has_own_evaluation_batch_size,
+    )
     try:
-        return trace(
-            *step,
-            device=context.device,
-            step_context=context.step_context,
-            evaluation=non_training.has_own_evaluation_batch_size,
-            store=ModelProfileCache(cache) if cache is not None else None,
-            key=key,
-        )
+        return trace(step) if cache is None else trace_with_store(step, ModelProfileCache(cache), key)
     except TraceError as error:
         if any(parameter.is_meta for parameter in module.parameters()):
             raise  # a module without values can't run for real
@@ -131,8 +133,8 @@ def profile_model(
             OSDPWarning,
             stacklevel=2,
         )
-    module_device = next(module.parameters()).device  # on CUDA the module is still on the host and runs there
-    return trace_by_running(*step, device=module_device, step_context=context.step_context)
+    # On CUDA the module is still on the host and runs there.
+    return trace_by_running(replace(step, device=next(module.parameters()).device))
 
 
 def profile_model_on_ranks(

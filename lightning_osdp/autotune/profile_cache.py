@@ -34,12 +34,12 @@ FrozenT = TypeVar("FrozenT", bound=FrozenModel)
 
 @dataclass(frozen=True)
 class ModelProfileCache:
-    """Model profiles of training steps in a folder (``trace.ModelProfileStore``)."""
+    """Model profiles of training steps in a folder (``profile_store.ModelProfileStore``)."""
 
     folder: Path
 
     def contains(self, architecture_key: str) -> bool:
-        """Return whether a step of a module with this ``trace.architecture_key`` is cached."""
+        """Return whether a step of a module with this ``profile_store.architecture_key`` is cached."""
         return next(self.folder.glob(f"step-{architecture_key}-*.json"), None) is not None
 
     def load(self, key: str) -> ModelProfile | None:

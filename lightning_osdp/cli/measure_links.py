@@ -26,14 +26,13 @@ from lightning_osdp.profiling import network
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
-def measure_cluster(devices: int, device_type: str, timeout_s: float = 600.0, show_progress: bool = True) -> Cluster:
+def measure_cluster(devices: int, device_type: str, timeout_s: float = 600.0) -> Cluster:
     """This machine as a cluster of one node: one process for each device times the collectives of training.
 
     Args:
         devices: processes, and devices on CUDA.
         device_type: ``cpu`` or ``cuda``.
         timeout_s: for everything, starting up included.
-        show_progress: whether to show the progress on the standard error stream.
 
     Raises:
         ConfigurationError: there are not so many devices.
@@ -51,7 +50,7 @@ def measure_cluster(devices: int, device_type: str, timeout_s: float = 600.0, sh
             for rank in range(devices):
                 receiver, sender = context.Pipe(duplex=False)
                 receivers.append(receiver)
-                arguments = (rank, devices, device_type, store, timeout_s, show_progress, sender)
+                arguments = (rank, devices, device_type, store, timeout_s, sender)
                 processes.append(context.Process(target=_run_rank, args=arguments))
                 processes[-1].start()
                 sender.close()
@@ -94,9 +93,7 @@ def _terminate(processes: list[SpawnProcess], receivers: list[Connection]) -> No
         receiver.close()
 
 
-def _run_rank(
-    rank: int, ranks: int, device_type: str, store: str, timeout_s: float, show_progress: bool, sender: Connection
-) -> None:
+def _run_rank(rank: int, ranks: int, device_type: str, store: str, timeout_s: float, sender: Connection) -> None:
     """One process: sends (error, cluster as JSON), of which one is empty."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     if any(name == "lo" for _, name in socket.if_nameindex()):
@@ -111,10 +108,10 @@ def _run_rank(
         dist.init_process_group(
             BACKENDS[device_type], store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s)
         )
-        ranks_here = RankGroup(dist.group.WORLD, 1, device)
-        link = network.measure_links(ranks_here.group, device)
-        reply = ("", current_cluster(ranks_here, link).model_dump_json())
-        ranks_here.barrier()
+        group = RankGroup(dist.group.WORLD, 1, device)
+        link = network.measure_links(group.group, device)
+        reply = ("", current_cluster(group, link).model_dump_json())
+        dist.barrier(group=group.group)
         dist.destroy_process_group()
     except Exception as error:
         reply = (f"{type(error).__name__}: {error}", "")

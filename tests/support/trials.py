@@ -19,8 +19,9 @@ from lightning_osdp.autotune.trials import TrialSetup
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from lightning_osdp.profiling.tracing.trace import TracedStep, trace
+from lightning_osdp.profiling.tracing.trace import TracedStep
 from tests.support.models import hand_made_plan, some_cluster
+from tests.support.traced_models import trace
 
 CPU, ROOM = torch.device("cpu"), 1 << 40
 BATCH = torch.arange(4 * 64, dtype=torch.float32).view(4, 64) / 256

@@ -24,11 +24,11 @@ from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.cluster import Cluster, ComputeTimes
 from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.tracing.stand_ins import lazy_clone, lazy_clone_bytes
-from lightning_osdp.profiling.tracing.trace import trace
 from tests.support.leaks import leaked_parameter_bytes
 from tests.support.models import some_cluster, uniform_hierarchical_links
 from tests.support.ranks import run_ranks
 from tests.support.small_models import compute_s
+from tests.support.traced_models import trace
 from tests.support.trials import BATCH, CPU, ROOM, Module, make_trial_setup
 
 SHORT_S = startup_budget.MODE_TRIAL_RESERVE_S + startup_budget.TRIAL_S - 1

@@ -18,10 +18,10 @@ from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling import compute
-from lightning_osdp.profiling.tracing.trace import trace
 from tests.support.leaks import leaked_parameter_bytes
 from tests.support.models import hand_made_plan, some_cluster
 from tests.support.ranks import run_ranks
+from tests.support.traced_models import trace
 from tests.support.trials import BATCH, CPU, Module, make_trial_setup, mixed_plan
 
 
