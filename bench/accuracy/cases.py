@@ -159,7 +159,8 @@ def work(rank: int, order: Order) -> None:
     names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": order.port, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "accuracy"}
     os.environ.update({name: str(value) for name, value in names.items()})
     torch.set_num_threads(1)
-    instead(profile_cache, "store_correction", nothing)  # a case is predicted from measurements, not from the cases before it
+    # A case is predicted from measurements, not from the cases before it.
+    instead(profile_cache, "store_correction", nothing)
     instead(coordinator, "find_cached_plan", nothing)  # nor is a plan for fewer modes the same problem
     note_allowances()
     slices = tuple(Mode(mode) for mode in order.slices or [order.plan] if order.plan != "searched")
