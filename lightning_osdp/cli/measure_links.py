@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
-from lightning_osdp.autotune import measure
+from lightning_osdp.autotune.ranks import RankGroup, current_cluster
 from lightning_osdp.backend.cpu.core_sharing import CORE_SHARING
 from lightning_osdp.errors import ConfigurationError, OSDPError
 from lightning_osdp.planning.spec.cluster import Cluster
@@ -111,9 +111,9 @@ def _run_rank(rank: int, ranks: int, device_type: str, store: str, timeout_s: fl
         dist.init_process_group(
             BACKENDS[device_type], store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s)
         )
-        group = measure.RankGroup(dist.group.WORLD, 1, device)
+        group = RankGroup(dist.group.WORLD, 1, device)
         link = network.measure_links(group.group, device)
-        reply = ("", measure.current_cluster(group, link).model_dump_json())
+        reply = ("", current_cluster(group, link).model_dump_json())
         dist.barrier(group=group.group)
         dist.destroy_process_group()
     except Exception as error:  # whatever it is, the parent process reports it

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from lightning_osdp.autotune.measure import RankGroup
+from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.backend import collectives
 from lightning_osdp.planning.cost.run_correction import Correction, MeasuredStep, exceeds_prediction, update_correction
 from lightning_osdp.planning.spec.plan import ExecutionPlan

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_osdp.autotune.measure import ModelProfileCache
+from lightning_osdp.autotune.profile_cache import ModelProfileCache
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.profiling.tracing.profile_store import trace_with_store
