@@ -14,8 +14,8 @@ from lightning_osdp.autotune import measure
 from lightning_osdp.autotune.measure import Profile, RankGroup
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.autotune.trials import run_plan_trial
-from lightning_osdp.backend.collectives import all_reduce_max, broadcast_object, raise_on_all_ranks
-from lightning_osdp.backend.cpu.malloc import HEAP
+from lightning_osdp.backend.agree import all_reduce_max, broadcast_object, raise_on_all_ranks
+from lightning_osdp.backend.allocator import retain_freed_memory
 from lightning_osdp.backend.memory import MemoryLimit, growth_reserve, memory_in_use, process_overhead
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
 from lightning_osdp.planning.cost.caching_allocator import fragmentation_bytes, persistent_tensor_sizes
@@ -215,7 +215,7 @@ class PlanningCoordinator:
             return time_fraction is not None and time.monotonic() - now_s > time_fraction * left_s
 
         def search(problem: Problem) -> ExecutionPlan:
-            with HEAP.retained():
+            with retain_freed_memory():
                 return plan_or_fallback(
                     problem, policy, profile.trials, memory_budget.estimated, required_gain, deadline_reached
                 )

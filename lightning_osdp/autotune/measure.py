@@ -24,11 +24,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.autotune.trials import run_calibration_trials
 from lightning_osdp.backend import collectives
-from lightning_osdp.backend.collectives import broadcast_object, raise_on_all_ranks
-from lightning_osdp.backend.cpu.core_sharing import CORE_SHARING
+from lightning_osdp.backend.agree import broadcast_object, raise_on_all_ranks
 from lightning_osdp.backend.hierarchical import NodeGroups as LevelGroups
 from lightning_osdp.backend.hierarchical import detect_node_layout
 from lightning_osdp.backend.memory import control_group
+from lightning_osdp.backend.timer import CORE_SHARING
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.run_correction import Correction
 from lightning_osdp.planning.cost.trial_correction import Trial
@@ -169,7 +169,7 @@ class RankGroup:
 
 def ranks_sharing_memory_limit(rank_group: RankGroup) -> int:
     """How many ranks are in this one's control group, and so share its limit. Collective."""
-    return _count_equal_ranks((platform.node(), control_group() if rank_group.device.type == "cpu" else ""), rank_group)
+    return _count_equal_ranks((platform.node(), control_group(rank_group.device)), rank_group)
 
 
 def _count_equal_ranks(value: object, rank_group: RankGroup) -> int:

@@ -19,7 +19,7 @@ from lightning_osdp.autotune.coordinator import UNTRIED_PLAN_MARGIN, PlanningCoo
 from lightning_osdp.autotune.measure import NO_CORRECTION, NO_LINK, Profile, RankGroup
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.autotune.trials import can_measure_heap_retention, run_heap_trial, run_local_trial
-from lightning_osdp.backend import collectives
+from lightning_osdp.backend import agree
 from lightning_osdp.backend.memory import MemoryLimit, memory_in_use, memory_limit
 from lightning_osdp.errors import ConfigurationError, OSDPWarning, PlanMismatchError, TraceError
 from lightning_osdp.planning.cost.run_correction import Correction
@@ -64,8 +64,8 @@ class PlanningResult:
 
 
 def raise_on_all_ranks(rank_group: RankGroup, work: Callable[[], Result]) -> Result:
-    """See ``collectives.raise_on_all_ranks``."""
-    return collectives.raise_on_all_ranks(rank_group.group, work)
+    """See ``agree.raise_on_all_ranks``."""
+    return agree.raise_on_all_ranks(rank_group.group, work)
 
 
 def profile_model(
@@ -122,10 +122,10 @@ def profile_model_on_ranks(
             and measure.ModelProfileCache(cache).contains(architecture_key(module))
         )
 
-    if not collectives.broadcast_object(rank_group.group, raise_on_all_ranks(rank_group, is_known)):
+    if not agree.broadcast_object(rank_group.group, raise_on_all_ranks(rank_group, is_known)):
         return raise_on_all_ranks(rank_group, lambda: trace_step(""))
     first = raise_on_all_ranks(rank_group, lambda: trace_step("") if rank_group.is_rank_zero else None)
-    name = collectives.broadcast_object(rank_group.group, first.key if first is not None else "")
+    name = agree.broadcast_object(rank_group.group, first.key if first is not None else "")
     return raise_on_all_ranks(rank_group, lambda: first if first is not None else trace_step(name))
 
 
@@ -214,8 +214,8 @@ def reuse_if_valid(
     It must be for this model, this kind and number of devices, within the memory limit, and with a batch size that
     ``policy`` allows.
     """
-    text = collectives.broadcast_object(rank_group.group, plan.to_json() if plan is not None else None)
-    limit = collectives.all_reduce_min(memory_limit_bytes, rank_group.group, rank_group.device)
+    text = agree.broadcast_object(rank_group.group, plan.to_json() if plan is not None else None)
+    limit = agree.all_reduce_min(memory_limit_bytes, rank_group.group, rank_group.device)
     if text is None:
         return None
     earlier = ExecutionPlan.from_json(text)

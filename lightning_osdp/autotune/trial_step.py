@@ -19,10 +19,11 @@ from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp.backend.collectives import COMM_WAIT, all_reduce_max, all_reduce_min
-from lightning_osdp.backend.cpu.malloc import HEAP
+from lightning_osdp.backend.agree import all_reduce_max, all_reduce_min
+from lightning_osdp.backend.allocator import retain_freed_memory
 from lightning_osdp.backend.memory import growth_reserve, trim
 from lightning_osdp.backend.timer import elapsed_s, record_event, synchronize
+from lightning_osdp.backend.work import COMM_WAIT
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.engine.sliced_operator import release_storage
 from lightning_osdp.planning.spec.plan import ExecutionPlan
@@ -244,7 +245,7 @@ def _with_retained_heap(
     time_steps: TimingProcedure, heap_bytes: int, steps: Sequence[StepFunction]
 ) -> list[StepTiming]:
     """``time_steps`` where freed tensors stay in the heap."""
-    with HEAP.retained(heap_bytes):
+    with retain_freed_memory(heap_bytes):
         return time_steps(steps)
 
 

@@ -27,9 +27,9 @@ from lightning_osdp.autotune.trial_step import (
     time_release_and_retain,
     time_step,
 )
-from lightning_osdp.backend.collectives import all_reduce_min, raise_on_all_ranks
-from lightning_osdp.backend.cpu.malloc import HEAP
-from lightning_osdp.backend.memory import can_reset_peak
+from lightning_osdp.backend.agree import all_reduce_min, raise_on_all_ranks
+from lightning_osdp.backend.allocator import can_measure_retention
+from lightning_osdp.backend.work import is_driven_by_host
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.cpu_effects import HEAP_GROWTH, max_retained_batch_size
 from lightning_osdp.planning.cost.trial_correction import (
@@ -184,7 +184,7 @@ def run_local_trial(
 
 def can_measure_heap_retention(device: torch.device, group: dist.ProcessGroup | None) -> bool:
     """Whether freed tensors can stay in the heap, and it can be told how far that grows, on all ranks. Collective."""
-    here = device.type == "cpu" and HEAP.can_retain and can_reset_peak(device)
+    here = can_measure_retention(device)
     return here if group is None else bool(all_reduce_min(int(here), group, device))
 
 
@@ -408,7 +408,7 @@ def _run_trial(
         tries = [min(tries)]
     took = StepTiming(*map(statistics.mean, zip(*tries, strict=True)))
     # on CUDA, what the host waits for is not what the device does
-    waited_s = took.exposed_comm_s if trial_context.device.type == "cpu" else None
+    waited_s = took.exposed_comm_s if is_driven_by_host(trial_context.device) else None
     return predicted.model_copy(update={"measured_s": took.step_s, "exposed_comm_s": waited_s})
 
 

@@ -27,8 +27,7 @@ from typing_extensions import override
 
 from lightning_osdp.autotune import measure, pipeline
 from lightning_osdp.autotune.trial_step import TrialContext
-from lightning_osdp.backend import memory
-from lightning_osdp.backend.cpu import malloc
+from lightning_osdp.backend import allocator, memory
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.spec.cluster import Cluster
@@ -168,7 +167,7 @@ def plan_from_config(
     cluster = _resolve_cluster(config, arguments.read_cluster(wanted.get("cluster")), devices)
     device = _measuring_device(config, cluster)
     if device.type == "cpu":
-        malloc.configure_cpu_allocator()
+        allocator.configure(device)
         _set_num_threads_if_needed(cluster.devices_per_node)
     limit = wanted.get("memory_limit", "auto")
     limit_bytes = memory.memory_limit(device, cluster.devices_per_node) if limit == "auto" else parse_bytes(limit)

@@ -9,16 +9,15 @@ they are too high). Replicated gradients share one all-reduce: what counts of it
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_osdp.backend import collectives
-from lightning_osdp.backend.cpu.core_sharing import CORE_SHARING, typical_time_s
-from lightning_osdp.backend.timer import synchronize
+from lightning_osdp.backend import agree
+from lightning_osdp.backend.timer import CORE_SHARING, synchronize, typical_time_s
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.engine.sliced_operator import release_storage
 from lightning_osdp.planning.cost.step_time import communication_time
@@ -119,7 +118,7 @@ def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
 def _max_width(group: dist.ProcessGroup, device: torch.device, available_bytes: int | None) -> int:
     """The width for which there is room. Collective."""
     weight_bytes = (
-        MEMORY_FRACTION * collectives.all_reduce_min(available_bytes, group, device) / (MAX_LIVE_COPIES * NUM_OPERATORS)
+        MEMORY_FRACTION * agree.all_reduce_min(available_bytes, group, device) / (MAX_LIVE_COPIES * NUM_OPERATORS)
     )
     return int(min(weight_bytes / 4, 1 << 40) ** 0.5)
 
@@ -144,10 +143,10 @@ def _measure_per_operator_s(mode: Mode, width: int, group: dist.ProcessGroup, de
     steps: tuple[EngineStep, ...] = _make_steps(mode, count, width, group, device)
     fewer = count // 2 if mode == Mode.DP else 0
     steps += _make_steps(mode, fewer, width, group, device) if fewer else ()
-    first_s = sum(collectives.all_reduce_max([_time_once_s(step, group, device) for step in steps], group, device))
+    first_s = sum(agree.all_reduce_max([_time_once_s(step, group, device) for step in steps], group, device))
     repeats = min(MAX_REPEATS, max(MIN_REPEATS, int(TIMING_BUDGET_S / first_s)))
     seconds = [[_time_once_s(step, group, device) for step in steps] for _ in range(repeats)]
-    slowest = collectives.all_reduce_max([typical_time_s(each) for each in zip(*seconds, strict=True)], group, device)
+    slowest = agree.all_reduce_max([typical_time_s(each) for each in zip(*seconds, strict=True)], group, device)
     for step in steps:
         release_storage(step.model.parameters())
     engine_s, plain_s, *less = slowest

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_osdp.backend import collectives
-from lightning_osdp.backend.cpu.core_sharing import CORE_SHARING, typical_time_s
+from lightning_osdp.backend import agree, collectives
 from lightning_osdp.backend.hierarchical import Communicator, FlatCommunicator, HierarchicalCommunicator, NodeGroups
-from lightning_osdp.backend.timer import synchronize
+from lightning_osdp.backend.timer import CORE_SHARING, synchronize, typical_time_s
+from lightning_osdp.backend.work import Work, is_driven_by_host
 from lightning_osdp.planning.cost.link_fit import fit_collective
 from lightning_osdp.planning.spec import cluster
 from lightning_osdp.planning.spec.cluster import CollectiveFit, Link, ShardingLink
@@ -60,7 +60,7 @@ COMPUTE_MATRIX_SIZE, COMPUTE_MATMULS = 192, 16
 """Matrix products before a collective that interrupts compute: some milliseconds on one core, like a small layer."""
 
 Collective = Callable[[], None]
-AsyncCollective = Callable[[], collectives.Work]
+AsyncCollective = Callable[[], Work]
 Progress = Callable[[int, int], None]
 
 
@@ -197,7 +197,7 @@ def _sharding_benchmarks(
         "all_gather": CollectiveBenchmark(all_gather, communicator.size(), compute, all_gather_coalesced),
         "reduce_scatter": CollectiveBenchmark(reduce_scatter, communicator.size(), compute),
     }
-    if isinstance(communicator, FlatCommunicator) and device.type == "cpu":
+    if isinstance(communicator, FlatCommunicator) and is_driven_by_host(device):
         begun = {"all_gather": all_gather_async, "reduce_scatter": reduce_scatter_async}
         found |= {name: found[name]._replace(async_start=one) for name, one in begun.items()}
     return {prefix + name: one for name, one in found.items()}
@@ -214,7 +214,7 @@ def _all_reduce_benchmark(group: dist.ProcessGroup, device: torch.device, parts:
         part = torch.zeros(numel // parts)
         return lambda: collectives.all_reduce_async(part, group)
 
-    begins = all_reduce_async if device.type == "cpu" else None
+    begins = all_reduce_async if is_driven_by_host(device) else None
     return CollectiveBenchmark(all_reduce, group.size(), lambda: None, async_start=begins, always_async=True)
 
 
@@ -282,7 +282,7 @@ def _overlap_fraction(
     run_overlapped()  # what is new the first time
     turns = OVERLAP_ALTERNATIONS // _repeat_divisor()
     own = [_time_once_s(call, world, device, benchmark.interleaved_compute) for _ in range(turns) for call in calls]
-    each_s = np.reshape(collectives.all_reduce_max(own, world, device), (turns, len(calls)))
+    each_s = np.reshape(agree.all_reduce_max(own, world, device), (turns, len(calls)))
     shares = 1 - (each_s[:, 2] - each_s[:, 1]) / typical_time_s(each_s[:, 0].tolist())
     return float(np.clip(shares.mean() - shares.std(ddof=1) / math.sqrt(turns), 0, 1))
 
@@ -321,7 +321,7 @@ def _affordable_sizes(
     numels = sorted({-(-size // (4 * ranks)) * ranks for size in sizes_bytes})
     if len(numels) < 2:
         raise ValueError(f"need two different sizes at least to fit latency and bandwidth, got {list(sizes_bytes)}")
-    limit = collectives.all_reduce_min(max_bytes, group, device)
+    limit = agree.all_reduce_min(max_bytes, group, device)
     return numels[:2] + [numel for numel in numels[2:] if numel * 4 <= limit]
 
 
@@ -351,10 +351,10 @@ def _time_s(
         began = time.perf_counter()
         _time_once_s(collective, group, device, interleaved_compute)
         last_s = time.perf_counter() - began
-    wanted = int(budget_s / max(collectives.all_reduce_max([last_s], group, device)[0], 1e-6))
+    wanted = int(budget_s / max(agree.all_reduce_max([last_s], group, device)[0], 1e-6))
     repeats = min(MAX_REPEATS, max(MIN_REPEATS, wanted))
     samples_s = [_time_once_s(collective, group, device, interleaved_compute) for _ in range(repeats)]
-    return collectives.all_reduce_max([typical_time_s(samples_s)], group, device)[0]
+    return agree.all_reduce_max([typical_time_s(samples_s)], group, device)[0]
 
 
 def _time_once_s(

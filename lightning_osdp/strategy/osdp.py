@@ -31,7 +31,7 @@ from typing_extensions import override
 from lightning_osdp.autotune import measure, pipeline
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.backend import memory
-from lightning_osdp.backend.cpu.heap_controller import HeapController
+from lightning_osdp.backend.allocator import HeapController
 from lightning_osdp.backend.fused_adam import fused_step
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.engine.meta_init import MetaInitializer, check_initializable, is_meta

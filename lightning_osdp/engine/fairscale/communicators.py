@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_osdp.backend.collectives import Work, all_reduce_async
+from lightning_osdp.backend.collectives import all_reduce_async
 from lightning_osdp.backend.hierarchical import (
     Communicator,
     FlatCommunicator,
@@ -25,6 +25,7 @@ from lightning_osdp.backend.hierarchical import (
     cached_group_copy,
     cached_node_groups,
 )
+from lightning_osdp.backend.work import Work, is_driven_by_host
 from lightning_osdp.engine.fairscale.unit_collectives import CoalescedReduceScatter
 from lightning_osdp.planning.cost.sharding_scopes import COALESCE_BYTES
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
@@ -98,7 +99,7 @@ class CommunicatorFactory:
     def __init__(self, world: Any, device: torch.device, choices: Iterable[ShardingChoice], cluster: Cluster) -> None:
         # On CUDA, reductions run beside the gathers, on a stream and so on groups of their own.
         reduce_world = cached_group_copy(world, "reductions") if device.type == "cuda" else world
-        on_its_own = device.type == "cpu" and cluster.supports_prefetch  # streams do that on CUDA
+        on_its_own = is_driven_by_host(device) and cluster.supports_prefetch  # streams do that on CUDA
         ahead_bytes, together_bytes = (cluster.prefetch_max_bytes, COALESCE_BYTES) if on_its_own else (0, 0)
         self._default = UnitCommunicators(
             world,

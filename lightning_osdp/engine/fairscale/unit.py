@@ -48,9 +48,8 @@ from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_osdp.backend.cpu.stub_streams import STUB_STREAM, ModuleProxy, patch_cuda_streams
-from lightning_osdp.backend.cuda.prefetch_limiter import MAX_GATHERS_IN_FLIGHT, NoLimit, PrefetchLimiter
 from lightning_osdp.backend.hierarchical import Communicator, cached_group_copy
+from lightning_osdp.backend.streams import ModuleProxy, create_prefetch_limiter, create_streams
 from lightning_osdp.engine.fairscale.communicators import CommunicatorFactory, UnitCommunicators, sharded_operators
 from lightning_osdp.engine.fairscale.unit_collectives import (
     CoalescedAllGather,
@@ -394,14 +393,5 @@ class EngineContext:
         self.communicator_factory = CommunicatorFactory(
             group, device, [op.choice for op in sharded_operators(plan)], plan.cluster
         )
-        if device.type == "cuda":
-            names = ("fp32_to_fp16", "all_gather", "post_backward")
-            self.streams: dict[str, Any] = {
-                name: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                for name in names
-            }
-            self.prefetch_limiter: PrefetchLimiter | NoLimit = PrefetchLimiter(MAX_GATHERS_IN_FLIGHT)
-        else:
-            patch_cuda_streams(fairscale_module)
-            self.streams = dict.fromkeys(("fp32_to_fp16", "all_gather", "post_backward"), STUB_STREAM)
-            self.prefetch_limiter = NoLimit()
+        self.streams = create_streams(device, ("fp32_to_fp16", "all_gather", "post_backward"), fairscale_module)
+        self.prefetch_limiter = create_prefetch_limiter(device)
