@@ -1,1 +1,1 @@
-"""Figures, each against what it is compared with. A package, since FairScale installs one of this name."""
+"""Benchmarks: ``python -m bench NAME`` prints the figures of both sides of a comparison from one run."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_osdp.errors import (
@@ -42,6 +44,13 @@ __all__ = [
     "diff",
     "explain",
 ]
+
+# As Lightning does: messages of a start are printed unless the program has set up logging itself.
+_log = logging.getLogger(__name__)
+_log.setLevel(logging.INFO)
+if not logging.root.hasHandlers():
+    _log.addHandler(logging.StreamHandler())
+    _log.propagate = False
 
 if "osdp" not in StrategyRegistry:
     OSDPStrategy.register_strategies(StrategyRegistry)

@@ -1,6 +1,6 @@
 """Predicted beside measured: step time and peak memory of many models, plans and batch sizes on two ranks.
 
-    python -m bench.accuracy.accuracy [--only NAME ...] [--quick] [--json FILE] [--write docs/accuracy.md]
+    python -m bench accuracy [--only NAME ...] [--quick] [--json FILE] [--write docs/accuracy.md]
 
 Models: the paper's three families scaled down (narrow and deep, wide and shallow, inconsistent widths) and the zoo of
 architectures of the tests. Each is trained by ``Trainer(strategy=OSDPStrategy(...))`` under all-dp, all-zdp2, all-zdp

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 
 from bench.micro.operators import OPERATORS
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.autotune import coordinator, measure
+from lightning_osdp.autotune import coordinator, pipeline, profile_cache
+from lightning_osdp.autotune.calibration import Calibration
 from lightning_osdp.backend import agree, collectives, memory
 from lightning_osdp.planning.search import search_space
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, enumerate_choices
@@ -158,7 +159,8 @@ def work(rank: int, order: Order) -> None:
     names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": order.port, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "accuracy"}
     os.environ.update({name: str(value) for name, value in names.items()})
     torch.set_num_threads(1)
-    instead(measure, "store_correction", nothing)  # a case is predicted from measurements, not from the cases before it
+    # A case is predicted from measurements, not from the cases before it.
+    instead(profile_cache, "store_correction", nothing)
     instead(coordinator, "find_cached_plan", nothing)  # nor is a plan for fewer modes the same problem
     note_allowances()
     slices = tuple(Mode(mode) for mode in order.slices or [order.plan] if order.plan != "searched")
@@ -240,8 +242,8 @@ def only(slices: tuple[Mode, ...]) -> None:
 def guessed(ranks: int) -> Cluster:
     """Hardware that is not measured: its times mean nothing, but the memory along the step does not depend on them."""
     instead(compute, "KERNEL_TIMING_BUDGET_S", 0.0)
-    instead(measure, "run_calibration_trials", lambda trial, traced, group, cluster, compute, *_: (compute, None, ()))
-    instead(coordinator, "run_plan_trial", nothing)
+    instead(pipeline, "run_calibration_trials", lambda setup, compute: Calibration(compute))
+    instead(pipeline, "run_plan_trial", nothing)
     fit = CollectiveFit(latency_s=1e-3, s_per_byte=1e-9)
     link = Link(all_reduce=fit, all_gather=fit, reduce_scatter=fit)
     return Cluster(

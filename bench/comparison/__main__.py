@@ -1,9 +1,9 @@
 """OSDP against what people have: samples per second under the same hard memory limits, all in one run.
 
-    python -m bench.comparison [--quick] [--only nd-small,gpt2] [--settings 2-1gbit] [--levels tight]
-    python -m bench.comparison --write-docs          # the same, then docs/benchmarks.md with its pictures
-    python -m bench.comparison --verify              # every system's losses against plain PyTorch
-    python -m bench.comparison --profile nd-small:2-1gbit:middle --systems ddp+alloc
+    python -m bench comparison [--quick] [--only nd-small,gpt2] [--settings 2-1gbit] [--levels tight]
+    python -m bench comparison --write-docs          # the same, then docs/benchmarks.md with its pictures
+    python -m bench comparison --verify              # every system's losses against plain PyTorch
+    python -m bench comparison --profile nd-small:2-1gbit:middle --systems ddp+alloc
 
 Results are kept as they come in (--results): a run that was stopped goes on where it was; --fresh forgets them. On a
 CPU, ranks are in network namespaces and memory cgroups: needs root, iproute2 and cgroup v1. With --device cuda, each

@@ -77,7 +77,7 @@ def facts(arguments: Sequence[str], commits: set[str], device: str) -> dict[str,
     processor = torch.cuda.get_device_name(0) if device == "cuda" else _processor()
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "command": "python -m bench.comparison " + " ".join(arguments),
+        "command": "python -m bench comparison " + " ".join(arguments),
         "device": device,
         "machine": f"{processor}, {len(os.sched_getaffinity(0))} cores, {_memory_gib():.0f} GiB",
         "versions": {name: version(name) for name in ("torch", "lightning", "fairscale", "transformers")}

@@ -22,7 +22,7 @@ from torch import nn
 from bench.comparison.data import ladder_loader
 from bench.comparison.jobs import Job
 from bench.comparison.models import MODELS, Task, adamw, block_classes, build, next_byte_loss
-from bench.comparison.worker import Recorder
+from bench.comparison.step_log import Recorder
 
 
 class _Stream:

@@ -29,7 +29,8 @@ import numpy as np
 import torch
 
 from bench.comparison.jobs import Job
-from bench.comparison.worker import INFEASIBLE_STATUS, OUT_OF_MEMORY_STATUS, run_rank
+from bench.comparison.step_log import INFEASIBLE_STATUS, OUT_OF_MEMORY_STATUS
+from bench.comparison.worker import run_rank
 from bench.multinode import emulated_cluster
 
 LIBC = ctypes.CDLL(None, use_errno=True)

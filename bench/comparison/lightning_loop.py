@@ -21,8 +21,8 @@ from torch import nn
 from bench.comparison.data import ladder_loader, plain_loader
 from bench.comparison.jobs import Job
 from bench.comparison.models import MODELS, Task, block_classes, build
+from bench.comparison.step_log import INFEASIBLE_STATUS, Recorder
 from bench.comparison.systems import ALONE, OSDP
-from bench.comparison.worker import INFEASIBLE_STATUS, Recorder
 
 
 def train(job: Job, recorder: Recorder, cache: Path) -> None:

@@ -26,8 +26,9 @@ from torch import Tensor
 from bench.comparison.cells import Cell
 from bench.comparison.jobs import Job
 from bench.comparison.records import Runs
+from bench.comparison.step_log import Recorder
 from bench.comparison.systems import ALONE, OSDP, parse
-from bench.comparison.worker import Recorder, run_rank
+from bench.comparison.worker import run_rank
 from bench.multinode import emulated_cluster
 
 INTERVAL_S = 0.004

@@ -1,6 +1,6 @@
 """The limit holds: a plan made for a memory limit survives under it, all-dp at the same batch size is killed.
 
-    sudo python -m bench.memory_limit.hard_limit [--limit 1000M] [--layers 6] [--width 768]
+    sudo python -m bench hard-limit [--limit 1000M] [--layers 6] [--width 768]
 
 Each rank runs in a memory cgroup whose hard limit is the limit that the plan was made for: the process, its libraries,
 profiling and training all count (but for pages of library files that another process has read before; the plan counts

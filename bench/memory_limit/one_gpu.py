@@ -1,6 +1,6 @@
 """Predicted beside measured on one GPU, of models that fill it as far as they may.
 
-    python -m bench.memory_limit.one_gpu [--model nd-gpu --memory-limit 8GiB --precision 32-true]
+    python -m bench one-gpu [--model nd-gpu --memory-limit 8GiB --precision 32-true]
 
 Each is trained in a process of its own by a plain ``Trainer(strategy=OSDPStrategy())`` on one device, with no
 measurements from before. OSDP's own table after the training is what is printed: step time, samples a second and the

@@ -1,6 +1,6 @@
 """A wide, shallow model trains under OSDP within a hard memory limit that kills FairScale FSDP at batch size 1.
 
-    sudo python -m bench.memory_limit.wide_limit [--limit 1390M] [--layers 2] [--width 2048] [--tokens 128]
+    sudo python -m bench wide-limit [--limit 1390M] [--layers 2] [--width 2048] [--tokens 128]
 
 Each of two ranks runs in a memory cgroup; over its limit the kernel kills it (see emulated_cluster.py). Four runs of
 the same model: FairScale FSDP around each block without a limit, which shows that it works and what it takes; the same

@@ -1,6 +1,6 @@
 """What glibc's allocator costs on a CPU: as it is, as OSDP sets it, with PyTorch's large pages, and with a fused Adam.
 
-    python -m bench.micro.allocator [--width 512] [--batch-size 8] [--repeats 3]
+    python -m bench allocator [--width 512] [--batch-size 8] [--repeats 3]
 
 OSDP has glibc hand freed tensors back to the system (``backend.cpu.malloc.configure_cpu_allocator``), so that a process
 takes what its live tensors take, as predicted. Every tensor's pages are then new ones, which the kernel clears at their

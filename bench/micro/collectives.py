@@ -1,7 +1,7 @@
 """The engine's all-gather and reduce-scatter on CPU against gloo's own, and the all-reduce beside them.
 
-    python -m bench.micro.collectives                      # 2 and 4 ranks of this machine, over loopback
-    python -m bench.multinode.emulated_cluster --nodes 2 --per-node 1 --rate 2gbit -- python -m bench.micro.collectives
+    python -m bench collectives                      # 2 and 4 ranks of this machine, over loopback
+    python -m bench emulated-cluster --nodes 2 --per-node 1 --rate 2gbit -- python -m bench collectives
 
 Prints medians in milliseconds of the slowest rank, and how many times faster the engine's are. The repeats of all
 candidates are interleaved, so that a busy moment of the machine hits them alike.

@@ -1,6 +1,6 @@
 """All-zdp through OSDPStrategy against FairScale's own FSDP around the same operators: step time, ratio.
 
-    python -m bench.micro.engine [--rounds 3] [--ranks 2] [--layers 6] [--width 384] [--batch-size 8]
+    python -m bench engine [--rounds 3] [--ranks 2] [--layers 6] [--width 384] [--batch-size 8]
 
 Both sides train the example's GPT with AdamW on the CPU over gloo, one thread a rank, with the same allocator setting.
 The baseline is FairScale as its documentation has it: every Linear and Embedding wrapped, an outer wrap for the rest,
@@ -150,11 +150,12 @@ def write_plan(args: argparse.Namespace, file: Path) -> None:
 
     from lightning_osdp.planning.spec.choices import Mode, legal_modes
     from lightning_osdp.planning.spec.plan import ModelIdentity, OperatorPlan
-    from lightning_osdp.profiling.tracing.trace import trace
+    from lightning_osdp.profiling.tracing.trace import TrainingStep, trace
     from tests.support.models import hand_made_plan
 
     model = gpt(args)
-    found = trace(model, batches(args)[: args.batch_size], args.batch_size, device=torch.device("cpu")).model_profile
+    step = TrainingStep(model, batches(args)[: args.batch_size], args.batch_size, torch.device("cpu"))
+    found = trace(step).model_profile
     operators = tuple(
         OperatorPlan(name=op.name, slices=(legal_modes(op)[-1],), num_parameters=op.num_parameters)
         for op in found.operators

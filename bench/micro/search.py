@@ -1,6 +1,6 @@
 """How fast the search is, against a MILP solver and a textbook dynamic programme, on the same instances.
 
-    python -m bench.micro.search [--quick] [--sweep]
+    python -m bench search [--quick] [--sweep]
 
 ``--sweep`` plans a GPT-3 (96 layers, hidden size 12288, sequences of 2048) for 64 H100s in 8 nodes instead: all batch
 sizes from 1 to 128, with splitting and recomputation, and says how long that takes from the model to the plan.

@@ -1,6 +1,6 @@
 """What splitting operators costs and saves, measured beside predicted (after the paper's figures 6 to 8).
 
-    python -m bench.micro.splitting [--widths 512 1024 2048 4096] [--slices 1 2 4 8 16] [--quick] [--json FILE]
+    python -m bench splitting [--widths 512 1024 2048 4096] [--slices 1 2 4 8 16] [--quick] [--json FILE]
 
 The Linear operators of attention (qkv, proj) and of an MLP (up, down) are trained by SGD on two ranks. Figures 7 and 8:
 every slice under zdp, for each hidden size and number of slices. Figure 6: 4 slices, 0 to 4 of them under zdp and the

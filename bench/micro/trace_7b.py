@@ -1,6 +1,6 @@
 """Reads the training step of a LLaMA of 7 B parameters on this machine: seconds and memory that takes.
 
-    python -m bench.micro.trace_7b [--layers 32] [--width 4096] [--batch-size 4] [--length 2048]
+    python -m bench trace-7b [--layers 32] [--width 4096] [--batch-size 4] [--length 2048]
 
 The user builds the module on the meta device, where parameters have shapes and no data:
 
@@ -20,7 +20,7 @@ import time
 import torch
 
 from lightning_osdp.backend import memory
-from lightning_osdp.profiling.tracing.trace import trace
+from lightning_osdp.profiling.tracing.trace import TrainingStep, trace
 from tests.support.zoo import llama
 
 MOST_S, MOST_BYTES = 60.0, 2 << 30
@@ -35,7 +35,7 @@ def main() -> int:
     args = parser.parse_args()
     device = torch.device("cpu")
     tiny = llama()
-    trace(tiny, tiny.batch(2), 2, device=device)  # libraries load at their first use
+    trace(TrainingStep(tiny, tiny.batch(2), 2, device))  # libraries load at their first use
     before = memory.memory_in_use(device)
     memory.reset_peak(device)
     start = time.perf_counter()
@@ -48,7 +48,7 @@ def main() -> int:
             num_attention_heads=args.width // 128,
             intermediate_size=round(args.width * 2.6875),
         )
-    found = trace(module, module.batch(args.batch_size), args.batch_size, device=device).model_profile
+    found = trace(TrainingStep(module, module.batch(args.batch_size), args.batch_size, device)).model_profile
     seconds, growth = time.perf_counter() - start, memory.peak_memory(device) - before
     states = sum(p.state_bytes for operator in found.operators for p in operator.parameters)
     print(

@@ -1,6 +1,6 @@
 """Runs a command as the ranks of an emulated cluster on this machine, each under a hard memory limit.
 
-    python -m bench.multinode.emulated_cluster --nodes 2 --per-node 1 --rate 1gbit --memory 900M -- python train.py
+    python -m bench emulated-cluster --nodes 2 --per-node 1 --rate 1gbit --memory 900M -- python train.py
 
 A node is a network namespace. Ranks of one node talk over its loopback at full speed; what goes to another node leaves
 through a virtual cable at --rate. With one node there is no cable. Each rank is in a memory cgroup of its own: over

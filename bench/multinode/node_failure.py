@@ -1,6 +1,6 @@
 """A node fails: the run on the other ends with the cause, and goes on from its last checkpoint on one node alone.
 
-    sudo python -m bench.multinode.node_failure [--within 30]
+    sudo python -m bench node-failure [--within 30]
 
 Two nodes of two ranks (see emulated_cluster.py) train a small GPT, sharded inside nodes, and write a checkpoint every
 few steps. Once there is one, all ranks of the second node are killed. Those of the first have to end by themselves

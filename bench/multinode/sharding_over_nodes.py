@@ -1,6 +1,6 @@
 """Sharding over nodes: what crosses the link between them, how long a step takes, and what was predicted.
 
-    sudo python -m bench.multinode.sharding_over_nodes [--layouts 2x2 4x1] [--rates 1gbit 10gbit] [--layers 4]
+    sudo python -m bench nodes [--layouts 2x2 4x1] [--rates 1gbit 10gbit] [--layers 4]
 
 Nodes are network namespaces joined by links of limited rate (see emulated_cluster.py). In each setting, a first run
 measures the hardware and searches a plan. Then four plans train the same GPT, each in processes of its own:

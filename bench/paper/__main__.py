@@ -1,6 +1,6 @@
 """Plans the OSDP paper's settings on the paper's machine, and writes docs/paper.md.
 
-    python -m bench.paper [--quick] [--docs FOLDER]
+    python -m bench paper [--quick] [--docs FOLDER]
 
 Nothing is measured here: costs come from the hardware's description in the package (eight TITAN RTX, PCIe 3.0).
 """

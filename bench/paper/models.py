@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_osdp.planning.spec.model import LinearInBatch, ModelProfile, Operator, RepeatedBlock
-from lightning_osdp.profiling.tracing.trace import trace
+from lightning_osdp.profiling.tracing.trace import TrainingStep, trace
 
 VOCABULARY, TOKENS = 10, 6
 SEQUENCES = 96
@@ -131,7 +131,7 @@ def describe(setting: Setting) -> ModelProfile:
     with torch.device("meta"):
         module = MinGPT(setting.widths)
     batch = torch.zeros(4, TOKENS + 1, dtype=torch.long)
-    return trace(module, batch, 4, device=torch.device("cpu")).model_profile
+    return trace(TrainingStep(module, batch, 4, torch.device("cpu"))).model_profile
 
 
 def in_batches_of(model: ModelProfile, sequences: int) -> ModelProfile:

@@ -1,99 +1,130 @@
-"""Module + batch + hardware -> plan: joins measurements and planning."""
+"""The start of a run, in order: from a module, a batch and some hardware to an execution plan.
+
+1. Describe: trace the training step on all ranks (``profile_model_on_ranks``).
+2. Look up what earlier starts have measured, and the plan that they have chosen.
+3. Measure links, the engine's overhead and kernels.
+4. Calibrate: try the user's own step, and scale the measurements to it.
+5. Search for a plan.
+6. Try the plan that was found.
+7. Search again with what the trial has shown.
+8. Decide, and cache the plan.
+
+``autotune`` does steps 2 to 8 for ranks that train together, ``plan_offline`` for a single process that plans for a
+known cluster: it measures no links and can't try a plan. All functions are collective: every rank must call them.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
-import lightning.pytorch as pl
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_osdp.autotune import measure
-from lightning_osdp.autotune.coordinator import UNTRIED_PLAN_MARGIN, PlanningCoordinator, build_problem, non_model_bytes
-from lightning_osdp.autotune.measure import NO_CORRECTION, NO_LINK, Profile, RankGroup
+from lightning_osdp.autotune.calibration import run_calibration_trials
+from lightning_osdp.autotune.coordinator import (
+    UNTRIED_PLAN_MARGIN,
+    MemoryBudget,
+    PlanningCoordinator,
+    PlanRequest,
+    Replanner,
+)
+from lightning_osdp.autotune.measure import is_cache_valid, measure_profile
+from lightning_osdp.autotune.profile import NO_CORRECTION, Profile
+from lightning_osdp.autotune.profile_cache import ModelProfileCache, ProfileCache
+from lightning_osdp.autotune.ranks import RankGroup, current_cluster, resolve_cluster
+from lightning_osdp.autotune.startup_budget import APPLY_RESERVE_S, FIRST_SEARCH_FRACTION, StartupBudget
 from lightning_osdp.autotune.trial_step import TrialContext
-from lightning_osdp.autotune.trials import can_measure_heap_retention, run_heap_trial, run_local_trial
-from lightning_osdp.backend import agree
-from lightning_osdp.backend.memory import MemoryLimit, memory_in_use, memory_limit
-from lightning_osdp.errors import ConfigurationError, OSDPWarning, PlanMismatchError, TraceError
+from lightning_osdp.autotune.trials import TrialSetup, run_plan_trial
+from lightning_osdp.backend.timer import CORE_SHARING
+from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPWarning, PlanMismatchError, TraceError
 from lightning_osdp.planning.cost.run_correction import Correction
+from lightning_osdp.planning.cost.trial_correction import TRIAL_RELATIVE_ERROR, Trial, apply_trial, trials_of_plan
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem
 from lightning_osdp.planning.search.plan_selection import (
     CachedPlan,
     append_cached_plan,
+    prune_trials,
     request_key,
-    select_plan,
     variant_of_plan,
 )
-from lightning_osdp.planning.spec.cluster import Cluster
-from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
+from lightning_osdp.planning.spec.formatting import format_seconds
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from lightning_osdp.profiling import compute
-from lightning_osdp.profiling.tracing.trace import TracedStep, architecture_key, trace, trace_by_running
+from lightning_osdp.profiling import compute, engine_overhead
+from lightning_osdp.profiling.tracing.profile_store import architecture_key, trace_with_store
+from lightning_osdp.profiling.tracing.trace import TracedStep, TrainingStep, trace, trace_by_running
 
-Result = TypeVar("Result")
+log_info = rank_zero_only(logging.getLogger(__name__).info)
+
+MAX_PLAN_TRIALS = 2
+"""Maximum number of plans that one start finds and tries."""
 
 
 @dataclass(frozen=True)
 class PlanningResult:
-    """A plan and how it came about."""
+    """A plan and how it came about.
+
+    Attributes:
+        plan: the plan.
+        profiling_s: time from looking up measurements to the plan; None if there was a plan already.
+        from_cache: whether all measurements were cached.
+        correction: the correction that the plan was predicted with.
+        cache_file: the file that holds the measurements on the first rank; None if they are not cached.
+        replanner: plans again from the same measurements; None if nothing was measured.
+        is_reused: whether an earlier start had chosen the plan, so that nothing was searched.
+    """
 
     plan: ExecutionPlan
     profiling_s: float | None = None
-    """Seconds that measuring took; None if the plan was there already."""
     from_cache: bool = False
-    """Whether all that it was made from was measured before."""
     correction: Correction = NO_CORRECTION
-    """That the plan was predicted with."""
     cache_file: Path | None = None
-    """Where the measurements are kept, on the first rank."""
-    replan: Callable[[Correction, BatchSizePolicy], ExecutionPlan] | None = None
-    """Plans from the same measurements, but corrected, and handing freed memory back; collective. None if nothing was
-    measured."""
-    problem: Problem | None = None
-    """What the plan solves, where it was made without a process group."""
-    reused: bool = False
-    """Whether an earlier start had come to the plan, so that nothing was searched for."""
+    replanner: Replanner | None = None
+    is_reused: bool = False
+
+    @property
+    def problem(self) -> Problem:
+        """The problem that the plan solves."""
+        assert self.replanner is not None
+        problem = self.replanner.coordinator.build_problem(self.replanner.profile, self.replanner.memory_budget)
+        return variant_of_plan(self.plan, problem)
 
 
-def raise_on_all_ranks(rank_group: RankGroup, work: Callable[[], Result]) -> Result:
-    """See ``agree.raise_on_all_ranks``."""
-    return agree.raise_on_all_ranks(rank_group.group, work)
+# -- step 1 ------------------------------------------------------------------------------------------------------------
 
 
 def profile_model(
-    module: pl.LightningModule,
-    batch: Any,
-    batch_size: int,
-    device: torch.device,
-    step_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    context: TrialContext,
     non_training: NonTrainingWork = NO_NON_TRAINING_WORK,
     cache: Path | None = None,
     key: str = "",
 ) -> TracedStep:
-    """Reads the module's training step on fake tensors, or by one real step on a small batch where it can't be; where
-    ``non_training`` steps something is evaluated in batches of its own, what that takes, too, as far as it can be told.
-    Steps that ``cache`` knows are only read as far as needed to know them again, and not at all where their ``key`` is
-    known."""
-    known = measure.ModelProfileCache(cache) if cache is not None else None
+    """Trace the user's step on fake tensors, or if that fails by one real step on a small batch. Not collective.
+
+    Args:
+        context: the user's step.
+        non_training: what the run does between steps: evaluation with its own batch size is traced as well.
+        cache: folder of traced steps; None for none. A cached step is traced only as far as it takes to recognise it.
+        key: the key of the cached step, if another rank has recognised it: nothing is traced then.
+
+    Raises:
+        TraceError: the step can't be traced in either way.
+    """
+    module = context.module
+    step = TrainingStep(
+        module,
+        context.batch,
+        context.batch_size,
+        context.device,
+        step_context=context.step_context,
+        evaluation=non_training.has_own_evaluation_batch_size,
+    )
     try:
-        return trace(
-            module,
-            batch,
-            batch_size,
-            device=device,
-            step_context=step_context,
-            evaluation=non_training.has_own_evaluation_batch_size,
-            store=known,
-            key=key,
-        )
+        return trace(step) if cache is None else trace_with_store(step, ModelProfileCache(cache), key)
     except TraceError as error:
         if any(parameter.is_meta for parameter in module.parameters()):
             raise  # a module without values can't run for real
@@ -102,201 +133,309 @@ def profile_model(
             OSDPWarning,
             stacklevel=2,
         )
-    where = next(module.parameters()).device  # on CUDA the module is still on the host, where the step runs as well
-    return trace_by_running(module, batch, batch_size, device=where, step_context=step_context)
+    # On CUDA the module is still on the host and runs there.
+    return trace_by_running(replace(step, device=next(module.parameters()).device))
 
 
 def profile_model_on_ranks(
-    rank_group: RankGroup, module: pl.LightningModule, cache: Path | None, trace_step: Callable[[str], TracedStep]
+    ranks: RankGroup, context: TrialContext, non_training: NonTrainingWork, cache: Path | None
 ) -> TracedStep:
-    """What each rank ``trace_step`` of the step, given its name if that is known. Collective.
+    """Step 1. Trace the user's step on all ranks; arguments as in ``profile_model``.
 
-    Where steps of such a module were read before, the first rank reads it alone, and tells the others the name under
-    which it is known: ranks may share cores, and a start that knows everything else does little but read.
+    If steps of such a module are cached, the first rank recognises the step and tells the others its key: ranks may
+    share cores, and a start with everything cached does little but trace.
     """
 
-    def is_known() -> bool:
-        return (
-            rank_group.is_rank_zero
-            and cache is not None
-            and measure.ModelProfileCache(cache).contains(architecture_key(module))
-        )
+    def is_cached() -> bool:
+        if not ranks.is_rank_zero or cache is None:
+            return False
+        return ModelProfileCache(cache).contains(architecture_key(context.module))
 
-    if not agree.broadcast_object(rank_group.group, raise_on_all_ranks(rank_group, is_known)):
-        return raise_on_all_ranks(rank_group, lambda: trace_step(""))
-    first = raise_on_all_ranks(rank_group, lambda: trace_step("") if rank_group.is_rank_zero else None)
-    name = agree.broadcast_object(rank_group.group, first.key if first is not None else "")
-    return raise_on_all_ranks(rank_group, lambda: first if first is not None else trace_step(name))
+    def trace_step(key: str = "") -> TracedStep:
+        return profile_model(context, non_training, cache, key)
+
+    began_s = time.monotonic()
+    if ranks.broadcast_object(ranks.raise_on_all_ranks(is_cached)):
+        first = ranks.raise_on_all_ranks(lambda: trace_step() if ranks.is_rank_zero else None)
+        key = ranks.broadcast_object(first.key if first is not None else "")
+        traced = ranks.raise_on_all_ranks(lambda: first if first is not None else trace_step(key))
+    else:
+        traced = ranks.raise_on_all_ranks(trace_step)
+    num_operators, seconds = len(traced.model_profile.operators), format_seconds(time.monotonic() - began_s)
+    log_info("traced the training step: %d operators, in %s", num_operators, seconds)
+    return traced
+
+
+# -- steps 2 to 8 ------------------------------------------------------------------------------------------------------
 
 
 def autotune(
     traced: TracedStep,
-    rank_group: RankGroup,
-    policy: BatchSizePolicy,
-    limit: MemoryLimit,
-    model_bytes: int,
+    request: PlanRequest,
+    ranks: RankGroup,
+    budget: StartupBudget,
     *,
-    cluster: Cluster | None = None,
     cache: Path | None = None,
-    constraints: SearchConstraints = UNCONSTRAINED,
-    non_training: NonTrainingWork = NO_NON_TRAINING_WORK,
     trial_context: TrialContext | None = None,
-    started_at_s: float,
 ) -> PlanningResult:
-    """Measures what is not known yet and plans on the first rank; the same plan comes back on every rank.
+    """Measure what is not cached, search and try plans; return the same plan on every rank.
 
     Args:
-        traced: the model, the same on every rank.
-        rank_group: who trains together.
-        policy: which batch sizes to try.
-        limit: bytes per device; the smallest over the ranks counts. Asked for when all is measured: it may count pages
-            of libraries, which grow by what measuring runs.
-        model_bytes: of parameters and buffers on the device now.
-        cluster: hardware that is known already; its links are not measured.
-        cache: folder of measurements; None to keep none.
-        constraints: what is not left to the search.
-        non_training: what the run does between steps.
-        trial_context: to rehearse the step on; None to leave it at times that are measured in parts.
-        started_at_s: when the start began (``time.monotonic``), which is to end in time (``coordinator.STARTUP_BUDGET_S``).
+        traced: the step of the model, the same on every rank.
+        request: what the plan is asked for.
+        ranks: the ranks that train together.
+        budget: the time of the start.
+        cache: folder of measurements; None to cache nothing.
+        trial_context: the user's step, to try; None to plan from measurements alone.
 
     Raises:
         InfeasibleError: nothing fits.
-        ConfigurationError: ``cluster`` has another number of ranks, the batch sizes contradict each other, or a wish
-            matches nothing.
+        ConfigurationError: the given cluster has another number of ranks, the batch sizes contradict each other, or a
+            pattern matches nothing.
     """
-    if cluster is not None and cluster.ranks != rank_group.world_size:
-        raise ConfigurationError(f"cluster describes {cluster.ranks} ranks, this run has {rank_group.world_size}")
-    start = time.monotonic()
-    team = PlanningCoordinator(traced, rank_group, cluster, limit, model_bytes, constraints, non_training, started_at_s)
-    measured, from_cache, file = measure.load_or_measure(
-        traced, rank_group, cluster, cache, constraints, team.free_bytes, trial_context, team.remaining_s
-    )
-    question = request_key(policy, constraints, non_training, measured.correction)
-    if from_cache:
-        earlier, room = team.reuse_cached_plan(measured, policy, question)
+    began_s = time.monotonic()
+    _prepare_ranks(request, ranks)
+    coordinator = PlanningCoordinator(request, ranks, budget, traced.model_profile, traced.batch_sizes)
+    files = ProfileCache.open(cache, ranks, traced, request.cluster, request.constraints)
+    # 2. Look up.
+    profile = _load_valid_profile(files, request)
+    from_cache, plan = profile is not None, None
+    if profile is not None:
+        plan, memory_budget = _reuse_cached_plan(coordinator, profile, traced)
     else:
-        earlier, room = None, team.memory_budget(after_trial=False)
-    plan = earlier
+        # 3. Measure.
+        traced = ranks.raise_on_all_ranks(traced.with_all_kernels)
+        profile = measure_profile(traced, ranks, request.cluster, files, request.constraints, coordinator.free_bytes())
+        # 4. Calibrate.
+        profile = _calibrate(coordinator, profile, traced, trial_context)
+        files.save_profile(profile)
+        memory_budget = coordinator.memory_budget(after_trial=False)
+    is_reused = plan is not None
     if plan is None:
-        plan, measured, room = team.search_and_trial(measured, policy, room, trial_context)
-        stepped = any(one.plan is not None for one in measured.trials)  # plain steps leave less behind
-        new = CachedPlan(
-            request_key=question,
-            plan=plan.without_alternatives(),
-            non_model_bytes=room.non_model,
-            estimated_bytes=0 if stepped else room.estimated,
-            file_page_bytes=room.file_pages,
-        )
-        measured = measured.model_copy(update={"cached_plans": append_cached_plan(measured.cached_plans, new)})
-        if rank_group.is_rank_zero and file is not None:
-            measure.write(file, measured.model_dump_json())
-
-    def replan(correction: Correction, policy: BatchSizePolicy) -> ExecutionPlan:
-        known = measured.model_copy(
-            update={"correction": correction, "compute_with_retained_heap": None}
-        )  # memory is short
-        return team.plan_on_rank_zero(known, policy, room, UNTRIED_PLAN_MARGIN)
-
-    return PlanningResult(
-        plan, time.monotonic() - start, from_cache, measured.correction, file, replan, reused=earlier is not None
-    )
-
-
-def reuse_if_valid(
-    plan: ExecutionPlan | None,
-    traced: TracedStep,
-    rank_group: RankGroup,
-    policy: BatchSizePolicy,
-    memory_limit_bytes: int,
-) -> ExecutionPlan | None:
-    """The first rank's ``make_plan`` on every rank, if a run like this one made it; else None on every rank.
-
-    It must be for this model, this kind and number of devices, within the memory limit, and with a batch size that
-    ``policy`` allows.
-    """
-    text = agree.broadcast_object(rank_group.group, plan.to_json() if plan is not None else None)
-    limit = agree.all_reduce_min(memory_limit_bytes, rank_group.group, rank_group.device)
-    if text is None:
-        return None
-    earlier = ExecutionPlan.from_json(text)
-    here, there = measure.current_cluster(rank_group, NO_LINK), earlier.cluster
-    try:
-        earlier.check(traced.model_profile, rank_group.world_size)
-    except PlanMismatchError:
-        return None
-    same = all(getattr(here, name) == getattr(there, name) for name in ("nodes", "device", "backend"))
-    fits = earlier.predicted.max_memory_bytes <= limit
-    allowed = (earlier.batch_size, earlier.accumulate_grad_batches) in set(policy.candidates(rank_group.world_size))
-    return earlier if same and fits and allowed else None
+        # 5. Search, 6. try the plan, 7. search again.
+        plan, profile, memory_budget = _search_and_trial(coordinator, profile, memory_budget, trial_context)
+        # 8. Cache it.
+        profile = _cache_plan(request, profile, plan, memory_budget, files)
+    seconds = time.monotonic() - began_s
+    log_info("planned in %s", format_seconds(seconds))
+    replanner = Replanner(coordinator, profile, memory_budget)
+    return PlanningResult(plan, seconds, from_cache, profile.correction, files.file, replanner, is_reused)
 
 
 def plan_offline(
     traced: TracedStep,
-    cluster: Cluster,
+    request: PlanRequest,
     device: torch.device,
-    policy: BatchSizePolicy,
-    memory_limit_bytes: int,
-    model_bytes: int,
     *,
     cache: Path | None = None,
-    constraints: SearchConstraints = UNCONSTRAINED,
-    non_training: NonTrainingWork = NO_NON_TRAINING_WORK,
     trial_context: TrialContext | None = None,
 ) -> PlanningResult:
-    """Plans for a known cluster in this one process, without a process group.
+    """Plan for a known cluster in this one process, without a process group and without a deadline.
 
-    Compute is measured here, on a device that the other ranks don't use meanwhile; measurements that such ranks made
-    together on this machine are preferred where the cache has them.
+    Kernels are measured here, on a device that no other rank uses. Measurements that such ranks have made together on
+    this machine are preferred if they are cached.
 
     Args:
-        traced: the model.
-        cluster: the hardware to plan for.
-        device: a device of that hardware.
-        policy: which batch sizes to try.
-        memory_limit_bytes: per device.
-        model_bytes: of parameters and buffers on the device now.
-        cache: folder of measurements; None to keep none.
-        constraints: what is not left to the search.
-        non_training: what the run does between steps.
-        trial_context: to rehearse the plain step on; None to leave its compute at times that are measured in parts.
+        traced: the step of the model.
+        request: what the plan is asked for, with a cluster.
+        device: a device like the cluster's.
+        cache: folder of measurements; None to cache nothing.
+        trial_context: the user's step, which is tried unsharded; None to plan from measurements alone.
 
     Raises:
         InfeasibleError: nothing fits.
-        ConfigurationError: a wish matches nothing, or the batch sizes contradict each other.
+        ConfigurationError: a pattern matches nothing, or the batch sizes contradict each other.
     """
-    start = time.monotonic()
-    files = (
-        [cache / f"{measure.cache_key(traced, device, cluster, constraints, alone)}.json" for alone in (False, True)]
-        if cache
-        else []
-    )
-    stored = (measure.read(file, Profile) for file in files)
-    known = next((found for found in stored if found is not None), None)
-    if known is None:
-        traced = traced.with_all_kernels()
-        with measure.show_progress(True, ("compute",)) as advance:
-            shown = partial(advance, "compute")
-            times = compute.measure_compute(traced, device, progress=shown, constraints=constraints)
-        kept = None
-        if trial_context is not None:
-            room_bytes = max(0, memory_limit(device, cluster.devices_per_node) - memory_in_use(device))
-            parts, times = times, run_local_trial(trial_context, traced, cluster, times, room_bytes)
-            if times is not parts and can_measure_heap_retention(device, None):
-                kept = run_heap_trial(trial_context, traced, None, cluster, times, room_bytes)
-        known = Profile(
-            link=cluster.link,
-            hierarchical_links=cluster.hierarchical_links,
-            compute=times,
-            compute_with_retained_heap=kept,
+    ranks = RankGroup.single(device)
+    return autotune(traced, request, ranks, StartupBudget.unlimited(ranks), cache=cache, trial_context=trial_context)
+
+
+def _prepare_ranks(request: PlanRequest, ranks: RankGroup) -> None:
+    """Check the number of ranks, and load what the engine loads at its first use."""
+    if ranks.group is None:
+        return
+    if request.cluster is not None and request.cluster.ranks != ranks.world_size:
+        raise ConfigurationError(f"cluster describes {request.cluster.ranks} ranks, this run has {ranks.world_size}")
+    if ranks.device.type == "cpu":
+        CORE_SHARING.set_process_count(ranks.count_equal(CORE_SHARING.key()))
+    engine_overhead.warm_up(ranks.group, ranks.device, request.constraints.capabilities)
+
+
+def _load_valid_profile(files: ProfileCache, request: PlanRequest) -> Profile | None:
+    """Step 2. Return the cached measurements; None if there are none, or if the links have changed since."""
+    profile, cluster = files.load_profile(), request.cluster
+    if profile is None:
+        return None
+    if files.ranks.group is None and cluster is not None:
+        # Trials and plans are those of ranks that have measured together; the cluster has its own engine.
+        return profile.model_copy(update={"trials": (), "cached_plans": (), "engine": cluster.engine})
+    if cluster is None and not is_cache_valid(profile, files.ranks):
+        return None
+    log_info("found the measurements of an earlier start in %s", files.file)
+    return profile
+
+
+def _reuse_cached_plan(
+    coordinator: PlanningCoordinator, profile: Profile, traced: TracedStep
+) -> tuple[ExecutionPlan | None, MemoryBudget]:
+    """Step 2. Return the plan that an earlier start has chosen, if it is still right, and the memory that there is."""
+    key = _request_key(coordinator.request, profile)
+    earlier = [cached for cached in profile.cached_plans if cached.request_key == key]
+    memory_budget = coordinator.cached_memory_budget(earlier[-1]) if earlier else None
+    plan = None
+    if memory_budget is not None:
+        plan = coordinator.look_up_plan(profile, memory_budget, key, earlier)
+    if memory_budget is None or plan is None:
+        coordinator.ranks.raise_on_all_ranks(lambda: compute.warm_up(traced, coordinator.ranks.device))
+        memory_budget = coordinator.memory_budget(after_trial=False)
+        memory_budget = memory_budget.with_observed_usage(earlier[-1]) if earlier else memory_budget
+        plan = coordinator.look_up_plan(profile, memory_budget, key, earlier)
+    if plan is not None:
+        log_info("took the plan of an earlier start")
+    return plan, memory_budget
+
+
+def _calibrate(
+    coordinator: PlanningCoordinator, profile: Profile, traced: TracedStep, trial_context: TrialContext | None
+) -> Profile:
+    """Step 4. Return the measurements, scaled to the user's own step."""
+    if trial_context is not None:
+        began_s = time.monotonic()
+        calibration = run_calibration_trials(_trial_setup(coordinator, profile, trial_context), profile.compute)
+        profile = profile.model_copy(
+            update={
+                "compute": calibration.compute,
+                "compute_with_retained_heap": calibration.compute_with_retained_heap,
+                "trials": calibration.trials,
+            }
         )
-        from_cache = False
-        if files:
-            measure.write(files[-1], known.model_dump_json())
-    else:
-        compute.warm_up(traced, device)
-        from_cache = True
-    profiling_s = time.monotonic() - start
-    used = non_model_bytes(traced, device, model_bytes, non_training)
-    problem = build_problem(traced, cluster, known, memory_limit_bytes, used, constraints, non_training)
-    plan = select_plan(problem, policy, ())
-    return PlanningResult(plan, profiling_s, from_cache, known.correction, problem=variant_of_plan(plan, problem))
+        sizes = ", ".join(f"{size} samples {format_seconds(one.step_s)}" for size, one in calibration.unsharded.items())
+        text = f"unsharded {sizes or 'not'}, {len(calibration.trials)} other modes"
+        log_info("tried the step: %s, in %s", text, format_seconds(time.monotonic() - began_s))
+        if calibration.unsharded:
+            return profile
+    # No step was made, and each rank has run only its share of the kernels.
+    coordinator.ranks.raise_on_all_ranks(lambda: compute.warm_up(traced, coordinator.ranks.device))
+    return profile
+
+
+def _search_and_trial(
+    coordinator: PlanningCoordinator, profile: Profile, memory_budget: MemoryBudget, trial_context: TrialContext | None
+) -> tuple[ExecutionPlan, Profile, MemoryBudget]:
+    """Steps 5 to 7. Return the plan, and measurements and memory as they are after its trials."""
+    budget = coordinator.budget
+    began_s = budget.elapsed_s()
+    plan = coordinator.search(profile, memory_budget, TRIAL_RELATIVE_ERROR, FIRST_SEARCH_FRACTION)  # step 5
+    search_s = budget.elapsed_s() - began_s
+    was_cut_short = search_s >= FIRST_SEARCH_FRACTION * (budget.total_s - began_s - APPLY_RESERVE_S)
+
+    for trials_left in reversed(range(MAX_PLAN_TRIALS)):
+        began_s = budget.elapsed_s()
+        trial = _try_plan(coordinator, profile, plan, trial_context, search_s)  # step 6
+        if trial is None:
+            # A search that takes no more time than the first one finds nothing better.
+            if was_cut_short and budget.remaining_s() - APPLY_RESERVE_S > search_s:
+                plan = coordinator.search(profile, memory_budget, UNTRIED_PLAN_MARGIN, 1.0)
+            break
+        profile = profile.model_copy(update={"trials": prune_trials((*profile.trials, trial))})
+        memory_budget = coordinator.memory_budget(after_trial=True)
+        trial_s = budget.elapsed_s() - began_s
+        remaining_s = budget.total_s - began_s - trial_s - APPLY_RESERVE_S
+        if remaining_s < search_s:
+            tried_plan = coordinator.repredict(profile, memory_budget, plan)
+            if tried_plan is not None:
+                return tried_plan, profile, memory_budget
+        can_try_another = trials_left > 0 and remaining_s > 2 * search_s + trial_s
+        gain, fraction = (
+            (TRIAL_RELATIVE_ERROR, FIRST_SEARCH_FRACTION) if can_try_another else (UNTRIED_PLAN_MARGIN, 1.0)
+        )
+        try:
+            plan = coordinator.search(profile, memory_budget, gain, fraction)  # step 7
+        except InfeasibleError:  # the trial has left something behind, and the plan was the last that fits
+            return apply_trial(plan, profile.trials), profile, memory_budget
+        if not can_try_another:
+            break
+    return plan, profile, memory_budget
+
+
+def _try_plan(
+    coordinator: PlanningCoordinator,
+    profile: Profile,
+    plan: ExecutionPlan,
+    trial_context: TrialContext | None,
+    search_s: float,
+) -> Trial | None:
+    """Step 6. Return the trial of ``plan``; None if it was tried before, or can't be.
+
+    Another search, of ``search_s``, comes after it.
+    """
+    if trial_context is None or coordinator.ranks.group is None or trials_of_plan(plan, profile.trials):
+        return None
+    setup = _trial_setup(coordinator, profile, trial_context)
+    trial = run_plan_trial(setup, profile.compute_for(plan), plan, search_s + APPLY_RESERVE_S)
+    if trial is not None:
+        times = format_seconds(trial.measured_s), format_seconds(trial.predicted_s)
+        log_info("tried the plan: forward and backward %s (predicted %s)", *times)
+    return trial
+
+
+def _trial_setup(coordinator: PlanningCoordinator, profile: Profile, trial_context: TrialContext) -> TrialSetup:
+    return TrialSetup(
+        trial_context,
+        coordinator.model,
+        coordinator.batch_sizes,
+        coordinator.ranks,
+        resolve_cluster(coordinator.ranks, coordinator.request.cluster, profile),
+        coordinator.free_bytes,
+        coordinator.budget,
+    )
+
+
+def _cache_plan(
+    request: PlanRequest, profile: Profile, plan: ExecutionPlan, memory_budget: MemoryBudget, files: ProfileCache
+) -> Profile:
+    """Step 8. Return the measurements with the plan, and write them."""
+    if files.ranks.group is None:
+        return profile
+    is_observed = any(trial.plan is not None for trial in profile.trials)  # unsharded steps leave less memory behind
+    new = CachedPlan(
+        request_key=_request_key(request, profile),
+        plan=plan.without_alternatives(),
+        non_model_bytes=memory_budget.non_model,
+        estimated_bytes=0 if is_observed else memory_budget.estimated,
+        file_page_bytes=memory_budget.file_pages,
+    )
+    profile = profile.model_copy(update={"cached_plans": append_cached_plan(profile.cached_plans, new)})
+    files.save_profile(profile)
+    return profile
+
+
+def _request_key(request: PlanRequest, profile: Profile) -> str:
+    return request_key(request.policy, request.constraints, request.non_training, profile.correction)
+
+
+# -- a plan that is there already --------------------------------------------------------------------------------------
+
+
+def reuse_if_valid(
+    plan: ExecutionPlan | None, traced: TracedStep, ranks: RankGroup, policy: BatchSizePolicy, memory_limit_bytes: int
+) -> ExecutionPlan | None:
+    """Return the first rank's ``plan`` on every rank if a run like this one made it; else None on every rank.
+
+    It must be for this model, this kind and number of devices, within the memory limit, and with a batch size that
+    ``policy`` allows.
+    """
+    text = ranks.broadcast_object(plan.to_json() if plan is not None else None)
+    limit_bytes = ranks.all_reduce_min(memory_limit_bytes)
+    if text is None:
+        return None
+    earlier = ExecutionPlan.from_json(text)
+    try:
+        earlier.check(traced.model_profile, ranks.world_size)
+    except PlanMismatchError:
+        return None
+    cluster = current_cluster(ranks)
+    is_same = all(getattr(cluster, name) == getattr(earlier.cluster, name) for name in ("nodes", "device", "backend"))
+    fits = earlier.predicted.max_memory_bytes <= limit_bytes
+    is_allowed = (earlier.batch_size, earlier.accumulate_grad_batches) in set(policy.candidates(ranks.world_size))
+    return earlier if is_same and fits and is_allowed else None

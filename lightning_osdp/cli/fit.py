@@ -1,4 +1,4 @@
-"""``osdp fit | validate | test | predict``: LightningCLI with the strategy registered, which is used by default."""
+"""Run ``osdp fit | validate | test | predict``: LightningCLI with the strategy "osdp" as default."""
 
 from __future__ import annotations
 
@@ -10,27 +10,25 @@ from pathlib import Path
 from lightning.pytorch.cli import LightningCLI
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
-"""What LightningCLI is asked for by."""
+"""Subcommands of LightningCLI."""
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs what the arguments of LightningCLI say; its errors in them end the process with status 2, as always.
+    """Run LightningCLI; errors in the arguments end the process with status 2, as always.
 
-    The folder we are in and those of configuration files come first where modules are searched, as they would for a
-    script that lies there.
+    The current folder and those of configuration files are searched first for modules, as for a script that lies there.
 
     Args:
         args: a subcommand and its arguments.
     """
     sys.path[:0] = [str(Path.cwd()), *_config_folders(args)]
     with warnings.catch_warnings():
-        # That args are given although the command line has some: they are the same.
+        # LightningCLI warns that args are given although the command line has some: they are the same.
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
         LightningCLI(args=list(args), trainer_defaults={"strategy": "osdp"}, save_config_kwargs={"overwrite": True})
 
 
 def _config_folders(args: Sequence[str]) -> Iterator[str]:
-    """Where the configuration files are."""
     for index, word in enumerate(args):
         name, _, value = word.partition("=")
         if name in ("--config", "-c"):

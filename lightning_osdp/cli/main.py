@@ -1,4 +1,4 @@
-"""The command line: ``osdp profile | plan | explain | diff | simulate | consolidate``, and LightningCLI's ``osdp fit``.
+"""Run ``osdp profile | plan | explain | diff | simulate | consolidate``, and LightningCLI as ``osdp fit``.
 
 Exit status: 0 done, 1 nothing fits under the memory limit, 2 bad usage or bad input (one line on the standard error
 stream says what). With ``--json`` the standard output is one JSON document and nothing else.
@@ -36,17 +36,17 @@ from lightning_osdp.strategy import arguments
 DONE, INFEASIBLE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 NUM_TRADEOFF_LIMITS = 8
-"""Memory limits on a page's picture of time against memory."""
+"""Number of memory limits in the figure of time against memory."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """One word after ``run_osdp``.
+    """A subcommand of ``osdp``.
 
     Attributes:
-        help: what it does, in one line.
+        help: its purpose in one line.
         add_arguments: declares its arguments.
-        run: does it; what goes wrong is raised.
+        run: runs it; errors are raised.
     """
 
     help: str
@@ -55,10 +55,10 @@ class Command:
 
 
 def main(args: list[str] | None = None) -> int:
-    """Runs one command and returns the exit status.
+    """Run one command and return the exit status.
 
     Args:
-        args: what follows ``run_osdp``; None for what the shell gave.
+        args: the arguments after ``osdp``; None for those of the shell.
     """
     try:
         with warnings.catch_warnings():
@@ -73,7 +73,7 @@ def main(args: list[str] | None = None) -> int:
     except (OSDPError, ArgumentError) as error:
         _print_error(error)
         return BAD_INPUT
-    except BrokenPipeError:  # whoever read our output has seen enough, as in `osdp explain PLAN | head`
+    except BrokenPipeError:  # the reader of our output has seen enough, as in `osdp explain PLAN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
 
@@ -84,12 +84,12 @@ def _run(args: list[str] | None) -> int:
         fit.run(words)
         return DONE
     try:
-        given = _build_parser().parse_args(args)
-    except SystemExit as end:  # of --help
-        return int(end.code or DONE)
-    options = given[given.command]
+        parsed = _build_parser().parse_args(args)
+    except SystemExit as exit_:  # raised by --help
+        return int(exit_.code or DONE)
+    options = parsed[parsed.command]
     try:
-        COMMANDS[given.command].run(options)
+        COMMANDS[parsed.command].run(options)
     except InfeasibleError as error:
         if options.json:
             facts = {"needed_bytes": error.needed_bytes, "memory_limit_bytes": error.budget_bytes}
@@ -101,7 +101,7 @@ def _run(args: list[str] | None) -> int:
 def _build_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="osdp",
-        description="Plans sharded data parallel training, and tells why.",
+        description="Plan sharded data parallel training, and explain the plan.",
         epilog=f"osdp {' | '.join(fit.SUBCOMMANDS)} train as LightningCLI does, with this strategy (--help: how).",
         exit_on_error=False,
     )
@@ -115,12 +115,11 @@ def _build_parser() -> ArgumentParser:
 
 
 def _print_error(error: Exception) -> None:
-    """One line: what is wrong."""
     print(f"osdp: error: {' '.join(str(error).split())}", file=sys.stderr)
 
 
 def _make_warning_printer(fallback: Callable[..., None]) -> Callable[..., None]:
-    """Ours in one line, without the source line that raised them."""
+    """Print our warnings in one line, without the source line that raised them."""
 
     def show(message: Any, category: Any, *rest: Any, **named: Any) -> None:
         if issubclass(category, OSDPWarning):
@@ -139,7 +138,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _check_folders(*paths: str | None) -> None:
-    """Refuses files that could not be written, before the work is done."""
+    """Refuse files that could not be written, before the work is done."""
     for path in paths:
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise ConfigurationError(f"{path} can't be written: there is no folder {Path(path).absolute().parent}")
@@ -175,10 +174,9 @@ def _profile(options: Namespace) -> None:
 
 
 def _links_text(cluster: Cluster) -> str:
-    """What collectives of 16 MiB take, for a first impression."""
+    """Show what collectives of 16 MiB take, for a first impression."""
     size = 16 << 20
-    fits = cluster.link.model_dump()
-    times = {name: getattr(cluster.link, name).time_s(size, cluster.ranks) for name in fits}
+    times = {name: fit.time_s(size, cluster.ranks) for name, fit in cluster.link}
     return "16 MiB: " + ", ".join(f"{name.replace('_', '-')} {format_seconds(time)}" for name, time in times.items())
 
 
@@ -203,22 +201,27 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
 
 def _plan(options: Namespace) -> None:
     _check_folders(options.out, options.html)
-    path = Path(options.config)
-    recipe = offline_plan.load_config(path)
-    # Python finds a script's neighbours; so the configuration's module is found as it would be in training.
-    sys.path[:0] = [str(Path.cwd()), str(path.resolve().parent)]
+    config = _load_config(options)
     devices = arguments.validate_positive("devices", options.devices)
-    outcome = offline_plan.plan_from_config(
-        recipe, devices, **{name: options[name] for name in offline_plan.PLANNING_ARGS if name in options}
+    result = offline_plan.plan_from_config(
+        config, devices, **{name: options[name] for name in offline_plan.PLANNING_ARGS if name in options}
     )
     if options.out is not None:
-        _write(options.out, outcome.plan.to_json())
+        _write(options.out, result.plan.to_json())
     if options.html is not None:
-        _write_page(options.html, outcome.plan, outcome.problem)
+        _write_page(options.html, result.plan, result.problem)
     if options.json:
-        _print(outcome.plan.to_json())
+        _print(result.plan.to_json())
         return
-    Console().print(tables.plan_table(outcome.plan, None if outcome.from_cache else outcome.profiling_s))
+    Console().print(tables.plan_table(result.plan, None if result.from_cache else result.profiling_s))
+
+
+def _load_config(options: Namespace) -> offline_plan.TrainingConfig:
+    """Read the configuration, and make Python find modules that lie beside it, as in training."""
+    path = Path(options.config)
+    config = offline_plan.load_config(path)
+    sys.path[:0] = [str(Path.cwd()), str(path.resolve().parent)]
+    return config
 
 
 # -- explain and diff --------------------------------------------------------------------------------------------------
@@ -229,8 +232,8 @@ def _add_explain_arguments(parser: ArgumentParser) -> None:
 
 
 def _explain(options: Namespace) -> None:
-    found = explain.build_explanation(_read_plan(options.plan))
-    _print(found.model_dump_json(indent=2) if options.json else found.to_text())
+    explanation = explain.build_explanation(_read_plan(options.plan))
+    _print(explanation.model_dump_json(indent=2) if options.json else explanation.to_text())
 
 
 def _add_diff_arguments(parser: ArgumentParser) -> None:
@@ -239,8 +242,8 @@ def _add_diff_arguments(parser: ArgumentParser) -> None:
 
 
 def _diff(options: Namespace) -> None:
-    found = diff.build_difference(_read_plan(options.before), _read_plan(options.after))
-    _print(json.dumps(found.model_dump(), indent=2) if options.json else found.to_text())
+    difference = diff.build_difference(_read_plan(options.before), _read_plan(options.after))
+    _print(json.dumps(difference.model_dump(), indent=2) if options.json else difference.to_text())
 
 
 def _read_plan(path: str) -> ExecutionPlan:
@@ -265,21 +268,18 @@ def _add_simulate_arguments(parser: ArgumentParser) -> None:
 
 
 def _simulate(options: Namespace) -> None:
-    found = hardware.load(options.hardware)
-    rule = BatchSizePolicy(
+    hardware_spec = hardware.load(options.hardware)
+    policy = BatchSizePolicy(
         arguments.validate_positive("batch_size", options.batch_size),
         arguments.validate_positive("max_batch_size", options.max_batch_size),
         arguments.validate_positive("global_batch_size", options.global_batch_size),
     )
     limit_bytes = parse_bytes(options.memory_limit) if options.memory_limit is not None else None
-    devices = options.devices or _device_counts(found.devices)
-    path = Path(options.config)
-    recipe = offline_plan.load_config(path)
-    sys.path[:0] = [str(Path.cwd()), str(path.resolve().parent)]
-    model, wishes = offline_plan.profile_from_config(recipe)
-    points = simulate(model, found, devices, limit_bytes, rule, options.dtype, wishes)
+    devices = options.devices or _device_counts(hardware_spec.devices)
+    model, constraints = offline_plan.profile_from_config(_load_config(options))
+    points = simulate(model, hardware_spec, devices, limit_bytes, policy, options.dtype, constraints)
     if options.html is not None:
-        _write_simulated_page(options.html, model, found, options.dtype, wishes, points)
+        _write_simulated_page(options.html, model, hardware_spec, options.dtype, constraints, points)
     if options.json:
         _print(json.dumps([point.model_dump(mode="json", exclude={"plan"}) for point in points], indent=2))
     else:
@@ -287,7 +287,7 @@ def _simulate(options: Namespace) -> None:
 
 
 def _device_counts(devices: int) -> list[int]:
-    """1, 2, 4 and so on, and all of them."""
+    """Return the powers of two up to the number of devices, and that number."""
     powers = [1 << exponent for exponent in range(devices.bit_length())]
     return sorted({*powers, devices})
 
@@ -300,14 +300,18 @@ def _write_simulated_page(
     constraints: SearchConstraints,
     points: Sequence[SimulatedPoint],
 ) -> None:
-    """Of the largest number of devices that fits. Raises InfeasibleError where none does."""
+    """Write the page of the largest number of devices that fits.
+
+    Raises:
+        InfeasibleError: nothing fits.
+    """
     fitting = [point for point in points if point.plan is not None]
     if not fitting:
-        least = min(points, key=lambda point: point.needed_bytes)
+        smallest = min(points, key=lambda point: point.needed_bytes)
         raise InfeasibleError(
-            f"no page: nothing fits, {least.devices} devices need {format_bytes(least.needed_bytes)} each",
-            needed_bytes=least.needed_bytes,
-            budget_bytes=least.memory_limit_bytes,
+            f"no page: nothing fits, {smallest.devices} devices need {format_bytes(smallest.needed_bytes)} each",
+            needed_bytes=smallest.needed_bytes,
+            budget_bytes=smallest.memory_limit_bytes,
         )
     largest = max(fitting, key=lambda point: point.devices)
     assert largest.plan is not None
@@ -321,12 +325,12 @@ def _write_page(path: str, plan: ExecutionPlan, problem: Problem | None, points:
     from lightning_osdp.report.html import render_page  # needs matplotlib, which is an extra
 
     model = problem.model if problem is not None else None
-    bought = (
+    tradeoff = (
         sweep_memory_limits(problem, plan.batch_size, plan.accumulate_grad_batches, NUM_TRADEOFF_LIMITS)
         if problem
         else ()
     )
-    _write(path, render_page(plan, model=model, tradeoff=bought, points=points))
+    _write(path, render_page(plan, model=model, tradeoff=tradeoff, points=points))
 
 
 # -- consolidate -------------------------------------------------------------------------------------------------------
@@ -355,7 +359,7 @@ COMMANDS = {
     "consolidate": Command("Make one ordinary checkpoint of a sharded one.", _add_consolidate_arguments, _consolidate),
     "simulate": Command("Plan for hardware that is not here.", _add_simulate_arguments, _simulate),
 }
-"""Every command by its name; a further one is a row here and its two functions."""
+"""Commands by name; another one is a row here and two functions."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measures the links between this machine's devices with processes of its own, which are gone when it returns."""
+"""Measure the links between this machine's devices, with processes that are gone when the function returns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
-from lightning_osdp.autotune import measure
+from lightning_osdp.autotune.ranks import RankGroup, current_cluster
 from lightning_osdp.backend.timer import CORE_SHARING
 from lightning_osdp.errors import ConfigurationError, OSDPError
 from lightning_osdp.planning.spec.cluster import Cluster
@@ -26,17 +26,19 @@ from lightning_osdp.profiling import network
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
-def measure_cluster(devices: int, device_type: str, timeout_s: float = 600.0, show_progress: bool = True) -> Cluster:
-    """This machine as a cluster of one node: one process for each device times the collectives of training.
+def measure_cluster(devices: int, device_type: str, timeout_s: float = 600.0) -> Cluster:
+    """Describe this machine as a cluster of one node, with one process for each device that times collectives.
 
     Args:
-        devices: processes, and devices on CUDA.
+        devices: number of processes (on CUDA: of devices).
         device_type: ``cpu`` or ``cuda``.
-        timeout_s: for everything, starting up included.
-        show_progress: whether to show the progress on the standard error stream.
+        timeout_s: seconds for everything, starting up included.
+
+    Returns:
+        The cluster with its measured links.
 
     Raises:
-        ConfigurationError: there are not so many devices.
+        ConfigurationError: there are fewer devices.
         OSDPError: a process failed or took too long; the others are ended.
     """
     if device_type == "cuda" and devices > torch.cuda.device_count():
@@ -51,7 +53,7 @@ def measure_cluster(devices: int, device_type: str, timeout_s: float = 600.0, sh
             for rank in range(devices):
                 receiver, sender = context.Pipe(duplex=False)
                 receivers.append(receiver)
-                arguments = (rank, devices, device_type, store, timeout_s, show_progress, sender)
+                arguments = (rank, devices, device_type, store, timeout_s, sender)
                 processes.append(context.Process(target=_run_rank, args=arguments))
                 processes[-1].start()
                 sender.close()
@@ -61,7 +63,7 @@ def measure_cluster(devices: int, device_type: str, timeout_s: float = 600.0, sh
 
 
 def _await_rank0_reply(receivers: list[Connection], deadline: float, timeout_s: float) -> str:
-    """What rank 0 found, once every rank is done.
+    """Return the reply of rank 0 once every rank is done.
 
     Raises:
         OSDPError: a rank failed, or time ran out.
@@ -85,7 +87,7 @@ def _await_rank0_reply(receivers: list[Connection], deadline: float, timeout_s: 
 
 
 def _terminate(processes: list[SpawnProcess], receivers: list[Connection]) -> None:
-    """Leaves no process behind: what has replied has nothing more to do."""
+    """End all processes: one that has replied has nothing more to do."""
     for process in processes:
         if process.pid is not None:
             process.kill()
@@ -94,10 +96,8 @@ def _terminate(processes: list[SpawnProcess], receivers: list[Connection]) -> No
         receiver.close()
 
 
-def _run_rank(
-    rank: int, ranks: int, device_type: str, store: str, timeout_s: float, show_progress: bool, sender: Connection
-) -> None:
-    """One process: sends (error, cluster as JSON), of which one is empty."""
+def _run_rank(rank: int, ranks: int, device_type: str, store: str, timeout_s: float, sender: Connection) -> None:
+    """Measure on one rank and send (error, cluster as JSON), one of which is empty."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -111,22 +111,19 @@ def _run_rank(
         dist.init_process_group(
             BACKENDS[device_type], store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s)
         )
-        group = measure.RankGroup(dist.group.WORLD, 1, device)
-        with measure.show_progress(show_progress and rank == 0, ("network",)) as advance:
-            link = network.measure_links(
-                group.group, device, progress=lambda done, all_: advance("network", done, all_)
-            )
-        reply = ("", measure.current_cluster(group, link).model_dump_json())
+        group = RankGroup(dist.group.WORLD, 1, device)
+        link = network.measure_links(group.group, device)
+        reply = ("", current_cluster(group, link).model_dump_json())
         dist.barrier(group=group.group)
         dist.destroy_process_group()
-    except Exception as error:
+    except Exception as error:  # whatever it is, the parent process reports it
         reply = (f"{type(error).__name__}: {error}", "")
     sender.send(reply)
     sender.close()
 
 
 def _exit_with_parent() -> None:
-    """Where the parent is killed outright, nobody else would end its ranks."""
+    """End this rank when its parent process is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,7 +1,7 @@
 """Plans what a LightningCLI configuration would train, in one process and without training it.
 
-Lightning itself reads the file and takes the module and its data through their hooks, up to the point where a strategy
-would set up training: there the plan is made and the run ends.
+Lightning itself reads the file and takes the module and its data through their hooks, up to ``Strategy.setup``: there
+the plan is made, by the same pipeline as in training (``autotune.pipeline``), and the run ends.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +25,21 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
 
-from lightning_osdp.autotune import measure, pipeline
+from lightning_osdp.autotune import pipeline
+from lightning_osdp.autotune.ranks import RankGroup, current_cluster, device_name
 from lightning_osdp.autotune.trial_step import TrialContext
-from lightning_osdp.backend import allocator, memory
+from lightning_osdp.backend import allocator
+from lightning_osdp.backend.memory import MemoryLimit
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning
-from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
-from lightning_osdp.planning.spec.formatting import parse_bytes
 from lightning_osdp.planning.spec.model import CheckpointMemory, ModelProfile, NonTrainingWork
 from lightning_osdp.strategy import arguments
 from lightning_osdp.strategy.dataloader import TrainData
+from lightning_osdp.strategy.planning_options import PlanningOptions
 
 CONFIG_SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
-"""What counts of the file; ``ckpt_path`` and the like say how to run, not what."""
+"""Sections of the file that are read. Others, such as ``ckpt_path``, say how to run."""
 
 DISABLED_TRAINER_ARGS: dict[str, Any] = {
     "num_nodes": 1,
@@ -51,19 +52,9 @@ DISABLED_TRAINER_ARGS: dict[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-"""Settings of the Trainer that would leave traces, or that speak of processes that are not there."""
+"""Arguments of the Trainer that would write files, or that describe processes that are not there."""
 
-PLANNING_ARGS = (
-    "memory_limit",
-    "batch_size",
-    "max_batch_size",
-    "global_batch_size",
-    "cluster",
-    "sharding_group",
-    "cache",
-    "trial_steps",
-    "update_in_backward",
-)
+PLANNING_ARGS = tuple(option.name for option in fields(PlanningOptions))
 """Arguments of ``OSDPStrategy`` that say what to plan."""
 
 
@@ -72,8 +63,8 @@ class TrainingConfig:
     """A configuration file, read but not built.
 
     Attributes:
-        path: of the file, for errors.
-        sections: those of ``CONFIG_SECTIONS`` that it has.
+        path: the path of the file, for errors.
+        sections: those of ``CONFIG_SECTIONS`` that the file has.
     """
 
     path: Path
@@ -81,12 +72,12 @@ class TrainingConfig:
 
     @property
     def trainer(self) -> Mapping[str, Any]:
-        """The Trainer's arguments."""
+        """The arguments of the Trainer."""
         return self.sections.get("trainer") or {}
 
     @property
     def strategy(self) -> Mapping[str, Any]:
-        """The arguments of OSDPStrategy, where that is its strategy."""
+        """The arguments of OSDPStrategy; empty if the file has another strategy."""
         strategy = self.trainer.get("strategy")
         if not isinstance(strategy, Mapping) or not str(strategy.get("class_path")).endswith("OSDPStrategy"):
             return {}
@@ -94,26 +85,28 @@ class TrainingConfig:
 
     @property
     def planning_args(self) -> dict[str, Any]:
-        """What it asks of OSDPStrategy, as far as that says what to plan."""
+        """The arguments of OSDPStrategy that say what to plan."""
         return {name: self.strategy[name] for name in PLANNING_ARGS if self.strategy.get(name) is not None}
 
     @property
     def checkpoint_memory(self) -> CheckpointMemory:
-        """How it saves checkpoints, whatever its callbacks want to see of them."""
-        whole = self.trainer.get("enable_checkpointing") is not False and self.strategy.get("save_format") != "sharded"
-        return "streamed" if whole else "nothing"
+        """How checkpoints are saved, whatever callbacks want to see of them."""
+        is_full = (
+            self.trainer.get("enable_checkpointing") is not False and self.strategy.get("save_format") != "sharded"
+        )
+        return "streamed" if is_full else "nothing"
 
     @property
     def callback_constraints(self) -> SearchConstraints:
-        """What it asks of the search by its OSDPCallback; nothing if it has none.
+        """The constraints of the file's OSDPCallback; none if it has no such callback.
 
         Raises:
             ConfigurationError: a value can't be used.
         """
         callbacks = self.trainer.get("callbacks") or []
-        for one in callbacks if isinstance(callbacks, list) else [callbacks]:
-            if isinstance(one, Mapping) and str(one.get("class_path")).endswith("OSDPCallback"):
-                given = one.get("init_args") or {}
+        for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
+            if isinstance(callback, Mapping) and str(callback.get("class_path")).endswith("OSDPCallback"):
+                given = callback.get("init_args") or {}
                 patterns = given.get("activation_checkpointing", "auto")
                 return SearchConstraints(
                     given.get("slice_granularity", "auto"), tuple(patterns) if isinstance(patterns, list) else patterns
@@ -122,7 +115,7 @@ class TrainingConfig:
 
     @property
     def num_ranks(self) -> int | None:
-        """Processes that it would train with; None where only the machine says so."""
+        """The number of ranks that the file trains with; None if that depends on the machine."""
         devices = self.trainer.get("devices")
         if isinstance(devices, list):
             devices = len(devices)
@@ -132,10 +125,10 @@ class TrainingConfig:
 
 
 def load_config(path: Path) -> TrainingConfig:
-    """Reads a LightningCLI YAML (or JSON) file; one with a section ``fit`` is taken to mean that.
+    """Read a LightningCLI YAML (or JSON) file; if it has a section ``fit``, that section is read.
 
     Raises:
-        ConfigurationError: it can't be read, or says nothing of a model.
+        ConfigurationError: the file can't be read, or has no model.
     """
     try:
         data = get_loader("yaml")(path.read_text())
@@ -151,137 +144,97 @@ def load_config(path: Path) -> TrainingConfig:
 def plan_from_config(
     config: TrainingConfig, devices: int | None = None, **planning_args: Any
 ) -> pipeline.PlanningResult:
-    """Makes the plan that training by ``config`` would make, but for links that are measured elsewhere.
+    """Make the plan that training by ``config`` would make, for links that were measured elsewhere.
 
     Args:
         config: what to train.
-        devices: per node, instead of the cluster's; without a cluster 1 is all that can be planned.
-        **planning_args: arguments of ``OSDPStrategy`` (``PLANNING_ARGS``), instead of the recipe's; None: the recipe's.
+        devices: devices per node, instead of the cluster's; without a cluster only 1 can be planned for.
+        **planning_args: arguments of ``OSDPStrategy`` (``PLANNING_ARGS``), instead of the file's; None for the file's.
 
     Raises:
         ConfigurationError: something can't be used, or can't be built.
         InfeasibleError: nothing fits.
-        TraceError: the training step can't be read.
+        TraceError: the training step can't be traced.
     """
-    wanted = config.planning_args | {name: value for name, value in planning_args.items() if value is not None}
-    cluster = _resolve_cluster(config, arguments.read_cluster(wanted.get("cluster")), devices)
-    device = _measuring_device(config, cluster)
+    given = {name: value for name, value in planning_args.items() if value is not None}
+    options = PlanningOptions(**config.planning_args | given)
+    cluster = _resolve_cluster(config, arguments.read_cluster(options.cluster), devices)
+    options, device = replace(options, cluster=cluster), _measuring_device(config, cluster)
     if device.type == "cpu":
         allocator.configure(device)
         _set_num_threads_if_needed(cluster.devices_per_node)
-    limit = wanted.get("memory_limit", "auto")
-    limit_bytes = memory.memory_limit(device, cluster.devices_per_node) if limit == "auto" else parse_bytes(limit)
-    batch_size = wanted.get("batch_size", "auto")
-    rule = BatchSizePolicy(
-        arguments.validate_positive("batch_size", None if batch_size == "auto" else batch_size),
-        arguments.validate_positive("max_batch_size", wanted.get("max_batch_size")),
-        arguments.validate_positive("global_batch_size", wanted.get("global_batch_size")),
-    )
-    folder = measure.cache_folder(wanted.get("cache"))
 
     def plan_in_trainer(trainer: pl.Trainer) -> pipeline.PlanningResult:
-        return _plan(trainer, cluster, device, rule, limit_bytes, folder, config, wanted)
+        return _plan(trainer, config, options, cluster, device)
 
-    outcome = _run_until_setup(config, device, plan_in_trainer)
-    assert isinstance(outcome, pipeline.PlanningResult)
-    return outcome
+    result = _run_until_setup(config, device, plan_in_trainer)
+    assert isinstance(result, pipeline.PlanningResult)
+    return result
 
 
 def profile_from_config(config: TrainingConfig) -> tuple[ModelProfile, SearchConstraints]:
-    """Reads the recipe's model on fake tensors: nothing of it is allocated but what its own code allocates.
+    """Trace the file's model on fake tensors: nothing is allocated but what its own code allocates.
 
     Returns:
-        The model, with the FLOPs and bytes of its precision setting, whatever devices are here; and what the recipe
+        The model, with the FLOPs and bytes of its precision setting, whatever devices are here; and what the file
         does not leave to a search.
 
     Raises:
         ConfigurationError: something can't be built.
-        TraceError: the training step can't be read.
+        TraceError: the training step can't be traced.
     """
-    device = torch.device("cpu")
+    options = PlanningOptions(**config.planning_args)
 
     def profile_in_trainer(trainer: pl.Trainer) -> tuple[ModelProfile, SearchConstraints]:
-        module = trainer.lightning_module
-        batch, batch_size = TrainData(trainer, module).first_batch()
-        context = trainer.precision_plugin.train_step_context
-        model = pipeline.profile_model(module, batch, batch_size, device, context).model_profile
-        return model, _search_constraints(trainer, config, config.planning_args, model)
+        context = _trial_context(trainer, TrainData(trainer, trainer.lightning_module), torch.device("cpu"))
+        traced = pipeline.profile_model(context)
+        blocker = options.in_backward_blocker(trainer, traced)
+        return traced.model_profile, options.constraints(config.callback_constraints, blocker, context.device)
 
-    found: tuple[ModelProfile, SearchConstraints] = _run_until_setup(config, device, profile_in_trainer)
-    return found
+    result: tuple[ModelProfile, SearchConstraints] = _run_until_setup(config, torch.device("cpu"), profile_in_trainer)
+    return result
 
 
 def _run_until_setup(config: TrainingConfig, device: torch.device, work: Callable[[pl.Trainer], Any]) -> Any:
-    """What ``work`` makes of the Trainer where a strategy would set up training."""
+    """Return what ``work`` makes of the Trainer in ``Strategy.setup``."""
     strategy = _PlanOnlyStrategy(device, work)
     with _as_configuration_error(config), _quiet_lightning():
-        parts = _ConfigCLI(config, strategy)
-        parts.trainer.fit(parts.model, datamodule=parts.datamodule)
+        cli = _ConfigCLI(config, strategy)
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     return strategy.result
 
 
+def _trial_context(trainer: pl.Trainer, data: TrainData, device: torch.device) -> TrialContext:
+    step_context = trainer.precision_plugin.train_step_context
+    return TrialContext(trainer.lightning_module, *data.first_batch(), device, step_context)
+
+
 def _plan(
-    trainer: pl.Trainer,
-    cluster: Cluster,
-    device: torch.device,
-    policy: BatchSizePolicy,
-    limit_bytes: int,
-    cache: Path | None,
-    config: TrainingConfig,
-    overrides: Mapping[str, Any],
+    trainer: pl.Trainer, config: TrainingConfig, options: PlanningOptions, cluster: Cluster, device: torch.device
 ) -> pipeline.PlanningResult:
-    """What ``OSDPStrategy`` does before training by ``config`` with its arguments ``overrides`` (``PLANNING_ARGS``), on a cluster
-    that is known."""
-    module, precision = trainer.lightning_module, trainer.precision_plugin
-    arguments.reject_unsupported(trainer, precision)
-    data = TrainData(trainer, module)
-    batch, batch_size = data.first_batch()
-    between = NonTrainingWork(
+    """Plan as ``OSDPStrategy`` does before training, for a known cluster."""
+    arguments.reject_unsupported(trainer, trainer.precision_plugin)
+    data = TrainData(trainer, trainer.lightning_module)
+    context = _trial_context(trainer, data, device)
+    non_training = NonTrainingWork(
         checkpoint_memory=config.checkpoint_memory, evaluation_batch_size=data.evaluation_batch_size()
     )
-    traced = pipeline.profile_model(module, batch, batch_size, device, precision.train_step_context, between, cache)
-    wished = BatchSizePolicy(
-        policy.batch_size, policy.max_batch_size, policy.global_batch_size, int(trainer.accumulate_grad_batches)
-    )
-    allowed = data.batch_size_policy(batch_size, wished, cluster.ranks)
-    model_bytes = traced.model_profile.parameter_bytes + traced.model_profile.buffer_bytes
-    on_device = model_bytes if device.type == "cpu" else 0
-    trial_steps = overrides.get("trial_steps", True)
-    stage = TrialContext(module, batch, batch_size, device, precision.train_step_context) if trial_steps else None
-    return pipeline.plan_offline(
-        traced,
-        cluster,
-        device,
-        allowed,
-        limit_bytes,
-        on_device,
-        cache=cache,
-        constraints=_search_constraints(trainer, config, overrides, traced.model_profile),
-        non_training=between,
-        trial_context=stage,
-    )
-
-
-def _search_constraints(
-    trainer: pl.Trainer, config: TrainingConfig, overrides: Mapping[str, Any], model: ModelProfile
-) -> SearchConstraints:
-    """What is not left to the search where ``trainer`` trains ``model`` by ``config`` with arguments ``overrides``."""
-    why_not = arguments.in_backward_blocker(
-        trainer,
-        trainer.precision_plugin,
-        is_allowed=overrides.get("update_in_backward", True),
-        per_parameter=model.optimizer_step.per_parameter,
-    )
-    group = overrides.get("sharding_group", "auto")
-    return replace(config.callback_constraints, sharding_group=group, update_in_backward=not why_not)
+    cache = options.cache_folder
+    traced = pipeline.profile_model_on_ranks(RankGroup.single(device), context, non_training, cache)
+    limit = MemoryLimit(device, cluster.devices_per_node, user_limit=options.memory_limit_bytes)
+    blocker = options.in_backward_blocker(trainer, traced)
+    constraints = options.constraints(config.callback_constraints, blocker, device)
+    request = options.request(trainer, data, context.batch_size, cluster.ranks, limit, constraints, non_training)
+    trial_context = context if options.trial_steps else None
+    return pipeline.plan_offline(traced, request, device, cache=cache, trial_context=trial_context)
 
 
 class _PlanOnlyStrategy(SingleDeviceStrategy):
-    """Plans where a strategy would set up training, and ends the run there.
+    """A strategy that plans in ``setup`` and ends the run there.
 
     Attributes:
-        callbacks: those of the run that is planned. The Trainer has them while ``work`` looks at it, and calls none.
-        result: of ``work``.
+        callbacks: the callbacks of the planned run. The Trainer has them while ``work`` runs, and calls none.
+        result: the result of ``work``.
     """
 
     def __init__(self, device: torch.device, work: Callable[[pl.Trainer], Any]) -> None:
@@ -292,17 +245,17 @@ class _PlanOnlyStrategy(SingleDeviceStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        called = trainer.callbacks  # type: ignore[attr-defined]
+        own_callbacks = trainer.callbacks  # type: ignore[attr-defined]
         trainer.callbacks = self.callbacks  # type: ignore[attr-defined]
         try:
             self.result = self._work(trainer)
         finally:
-            trainer.callbacks = called  # type: ignore[attr-defined]
+            trainer.callbacks = own_callbacks  # type: ignore[attr-defined]
         raise _TunerExitException  # Lightning's own way to end a run early: it tears down and returns
 
 
 class _ConfigCLI(LightningCLI):
-    """Module, data and a Trainer for one process, as LightningCLI builds them from the recipe."""
+    """Builds module, data and a Trainer for one process from the file, as LightningCLI does."""
 
     def __init__(self, config: TrainingConfig, strategy: _PlanOnlyStrategy) -> None:
         self._strategy = strategy
@@ -333,17 +286,15 @@ class _ConfigCLI(LightningCLI):
 
 
 def _resolve_cluster(config: TrainingConfig, cluster: Cluster | None, devices: int | None) -> Cluster:
-    """The hardware to plan for.
+    """Return the hardware to plan for.
 
     Raises:
-        ConfigurationError: it is not known.
+        ConfigurationError: the links between ranks are not known.
     """
     if cluster is None:
         ranks = devices or config.num_ranks
         if ranks == 1:
-            here = _local_device(config)
-            backend = "gloo" if here.type == "cpu" else "nccl"
-            return Cluster(devices_per_node=1, device=measure.device_name(here), backend=backend, link=measure.NO_LINK)
+            return current_cluster(RankGroup.single(_local_device(config)))
         number = str(ranks) if ranks else "N"
         raise ConfigurationError(
             "the links between ranks are not known, and one process can't measure them: run `osdp profile --devices "
@@ -362,38 +313,38 @@ def _resolve_cluster(config: TrainingConfig, cluster: Cluster | None, devices: i
 
 
 def _local_device(config: TrainingConfig) -> torch.device:
-    """The device of this machine that the recipe would use."""
-    wanted = config.trainer.get("accelerator") or "auto"
-    cuda = default_device_type() == "cuda" and wanted in ("auto", "gpu", "cuda")
-    return torch.device("cuda", 0) if cuda else torch.device("cpu")
+    """Return the device of this machine that training by ``config`` would use."""
+    accelerator = config.trainer.get("accelerator") or "auto"
+    uses_cuda = default_device_type() == "cuda" and accelerator in ("auto", "gpu", "cuda")
+    return torch.device("cuda", 0) if uses_cuda else torch.device("cpu")
 
 
 def default_device_type() -> str:
-    """``cuda`` where there is a device, else ``cpu``."""
+    """Return ``cuda`` if there is such a device, else ``cpu``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _measuring_device(config: TrainingConfig, cluster: Cluster) -> torch.device:
-    """Where compute is measured: on this machine, which has to be like the cluster's.
+    """Return the device of this machine to measure kernels on, which has to be like the cluster's.
 
     Raises:
         ConfigurationError: the cluster's devices are of another type.
     """
-    wanted = cluster.device.split(":")[0]
-    if wanted == "cpu":
+    device_type = cluster.device.split(":")[0]
+    if device_type == "cpu":
         return torch.device("cpu")
-    here = _local_device(config)
-    if here.type != wanted:
+    device = _local_device(config)
+    if device.type != device_type:
         raise ConfigurationError(
-            f"the cluster's devices are {cluster.device}, here is only {measure.device_name(here)}: compute has "
+            f"the cluster's devices are {cluster.device}, here is only {device_name(device)}: compute has "
             "to be measured on a device like the cluster's"
         )
-    return here
+    return device
 
 
 @contextmanager
 def _quiet_lightning() -> Iterator[None]:
-    """Without Lightning's words on devices and tips; its warnings stay."""
+    """Silence Lightning's messages about devices and tips; its warnings stay."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     try:
@@ -407,10 +358,10 @@ def _quiet_lightning() -> Iterator[None]:
 
 @contextmanager
 def _as_configuration_error(config: TrainingConfig) -> Iterator[None]:
-    """Errors of the user's own code and of the file as one of ours, with the place where they arose.
+    """Raise errors of the user's code and of the file as one of ours, with the line that raised them.
 
     Raises:
-        ConfigurationError: instead of any error but ours.
+        ConfigurationError: instead of any error that is not ours.
     """
     try:
         yield
@@ -424,6 +375,6 @@ def _as_configuration_error(config: TrainingConfig) -> Iterator[None]:
 
 
 def _to_one_line(error: Exception) -> str:
-    """Its text without line breaks, and without end: parsers quote whole files."""
+    """Return the message without line breaks, shortened: parsers quote whole files."""
     text = " ".join(str(error).split())
     return text if len(text) <= 400 else f"{text[:400]}..."

@@ -1,9 +1,9 @@
-"""Blocks whose activations are not kept: their forward runs again when the backward pass reaches them.
+"""Blocks whose activations are not stored: their forward runs again when the backward pass reaches them.
 
 torch's non-reentrant checkpoint does it: one graph, so each parameter receives its gradient once; keyword arguments,
 nested outputs, inputs without gradient, autocast and the random state are as in the first run. What FairScale's units
-need for it is in ``formatting.py`` (Note [a forward inside the backward]), so models that bring their own checkpointing
-of this kind work as well.
+need for it is in ``fairscale/unit.py`` (Note [a forward inside the backward]), so models that bring their own
+checkpointing of this kind work as well.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lightning_osdp.errors import ShardingError
 
 
 def checkpoint_block(block: nn.Module) -> Callable[[], None]:
-    """Has ``recomputed_block`` keep its inputs only. Without gradients it runs as ever. Returns what undoes it."""
-    before, forward = vars(block).get("forward"), block.forward
+    """Have ``block`` store only its inputs when it runs with gradients. Return a function that undoes it."""
+    own_forward, forward = vars(block).get("forward"), block.forward
 
     def run_forward(*packed: Any) -> Any:
         *args, kwargs = packed
@@ -29,21 +29,21 @@ def checkpoint_block(block: nn.Module) -> Callable[[], None]:
     def checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # Packed, since checkpoint looks for the device, whose random state it keeps, in positional arguments only.
+        # Keyword arguments become a positional one: there checkpoint looks for the device whose random state it keeps.
         return checkpoint(run_forward, *args, kwargs, use_reentrant=False)
 
     def undo() -> None:
-        if before is None:
+        if own_forward is None:
             del block.forward
         else:
-            block.forward = before
+            block.forward = own_forward
 
     block.forward = checkpointed_forward
     return undo
 
 
 def check_recomputed_blocks(names: Sequence[str], module: nn.Module) -> None:
-    """Refuses blocks that can't be recomputed.
+    """Refuse blocks that can't be recomputed.
 
     Raises:
         ShardingError: one is not a submodule, or lies in another one.

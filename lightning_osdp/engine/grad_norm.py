@@ -1,8 +1,8 @@
-"""``torch.nn.utils.clip_grad_norm_`` in a user's own code: torch sees this rank's parts of gradients, and would clip
-each rank by a norm of its own, too small, without a word.
+"""Make ``torch.nn.utils.clip_grad_norm_`` in a user's own code right for sharded gradients.
 
-It asks one function for the total norm, whoever imported it and from where. That function is replaced: where gradients
-of sharded parameters are among the tensors, all ranks' parts count, each element once.
+torch sees this rank's shards only, and would silently clip each rank by a norm of its own that is too small. All of its
+functions ask one private function for the total norm. That function is replaced: where gradients of sharded parameters
+are among the tensors, the shards of all ranks count, each element once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _torch_total_norm = clip_grad._get_total_norm
 
 
 def patch_total_norm(sharded_parameters: ShardedParameters) -> None:
-    """From now on, as long as ``shardable_parameters`` lives, torch's total norm is right for its gradients. Idempotent."""
+    """Have torch's total norm count all shards of these parameters' gradients, as long as the object lives."""
     _SHARDED.add(sharded_parameters)
     clip_grad._get_total_norm = _compute_total_norm
 
@@ -38,8 +38,8 @@ def _compute_total_norm(
         owners = {id(parameter.grad): parameter for parameter in shards.parameters if parameter.grad is not None}
         if owners.keys().isdisjoint(map(id, gradients)):
             continue
-        owned = [(owners.get(id(gradient)), gradient) for gradient in gradients]
-        total = shards.compute_norm(owned, float(norm_type), gradients[0].device)
+        with_owners = [(owners.get(id(gradient)), gradient) for gradient in gradients]
+        total = shards.compute_norm(with_owners, float(norm_type), gradients[0].device)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
                 f"the norm of the gradients over all ranks is {float(total)}: they can't be clipped by it"

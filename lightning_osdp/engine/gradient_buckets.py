@@ -1,13 +1,13 @@
-"""Replicated parameters: gradients averaged over the ranks in buckets, while the backward pass goes on.
+"""Replicated parameters: gradients are averaged over the ranks in buckets during the backward pass.
 
-Note [order of reductions]: ranks must start their collectives in the same order, but gradients become ready in an
-order that may differ. So buckets are laid out once, in reverse order of use, and a bucket starts only after all
-earlier ones have.
+Note [order of reductions]: ranks must start their collectives in the same order, but gradients become ready in an order
+that may differ. So buckets are laid out once, in reverse order of use, and a bucket starts only after all earlier ones
+have.
 
-Note [parameters without a gradient]: a rank on which a parameter took no part contributes zeros. Whether any rank
-had a gradient must be known to all, since an optimizer treats "none" and "zero" differently (momentum, weight
-decay). Each rank's answers travel as extra elements of the last bucket. Only a rank that lacks a gradient reads
-them, so the usual step waits for nothing.
+Note [parameters without a gradient]: a rank on which a parameter took no part contributes zeros. Whether any rank had a
+gradient must be known to all, since an optimizer treats "none" and "zero" differently (momentum, weight decay). Each
+rank's answers travel as extra elements of the last bucket. Only a rank that lacks a gradient reads them, so the usual
+step waits for nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from lightning_osdp.planning.spec.cluster import BUCKET_BYTES, UNBUCKETED_BYTES
 
 @dataclass(eq=False)
 class _Bucket:
-    """Parameters whose gradients travel together."""
+    """Parameters whose gradients are reduced together."""
 
     parameters: list[nn.Parameter]
     unbucketed: bool
-    """One large gradient, reduced in place."""
+    """Whether this is one large gradient that is reduced in place."""
     missing: set[nn.Parameter] = field(default_factory=set)
     is_launched: bool = False
     work: Any = None
@@ -42,7 +42,7 @@ class BucketedAllReduce:
     """Averages the gradients of replicated parameters over a process group.
 
     Args:
-        parameters: in the order of their first use. Frozen ones may be among them: they take part once unfrozen.
+        parameters: in the order of their first use. Frozen ones may be among them and take part once unfrozen.
         group: the process group to average over.
     """
 
@@ -61,22 +61,19 @@ class BucketedAllReduce:
 
     @property
     def num_collectives(self) -> int:
-        """Collectives in one synchronised backward pass."""
-        return (
-            len(_make_buckets(self._trainable_parameters()))
-            if self._world_size > 1 and self._trainable_parameters()
-            else 0
-        )
+        """Number of collectives in one synchronised backward pass."""
+        trainable = self._trainable_parameters()
+        return len(_make_buckets(trainable)) if self._world_size > 1 and trainable else 0
 
     def refresh(self) -> None:
-        """Takes in parameters that were frozen and no longer are. Cheap: to be called before every forward."""
+        """Include parameters that were unfrozen. Cheap enough for every forward."""
         for parameter in [p for p in self._unhooked if p.requires_grad]:
             hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
             self._unhooked.discard(parameter)
 
     def detach(self) -> None:
-        """Lets go of the parameters: their gradients are no longer averaged, until ``refresh``."""
+        """Stop averaging gradients, until ``refresh``."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -84,7 +81,7 @@ class BucketedAllReduce:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients pile up locally within it."""
+        """Accumulate gradients on each rank within a context."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -92,7 +89,7 @@ class BucketedAllReduce:
             self._sync = before
 
     def finish(self) -> None:
-        """Reduces what is left of the backward pass that just ended and waits for all of it."""
+        """Reduce what is left of the backward pass that just ended, and wait for all of it."""
         if not self._is_active:
             return
         self._is_active = False
@@ -104,7 +101,7 @@ class BucketedAllReduce:
         if absent:
             self._clear_absent_gradients(absent)
         for bucket in self._buckets:
-            bucket.buffer = bucket.work = None  # the gradients alone hold on to it now
+            bucket.buffer = bucket.work = None  # only the gradients refer to the buffer now
 
     def _trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self._parameters if p.requires_grad]
@@ -129,7 +126,7 @@ class BucketedAllReduce:
             self._next_bucket += 1
 
     def _rebuild_buckets(self) -> None:
-        """Lays the buckets out anew: parameters may have been frozen or unfrozen since."""
+        """Lay the buckets out, since parameters may have been frozen or unfrozen."""
         self._buckets = _make_buckets(self._trainable_parameters())
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._next_bucket = 0
@@ -150,27 +147,23 @@ class BucketedAllReduce:
             torch.zeros_like(p).flatten() if p.grad is None else p.grad.detach().flatten() for p in bucket.parameters
         ]
         if bucket is self._buckets[-1]:
-            parts.append(self._grad_present_flags(like=parts[0]))
+            is_present = [float(p.grad is not None) for bucket in self._buckets for p in bucket.parameters]
+            parts.append(parts[0].new_tensor(is_present))
         return torch.cat(parts)
 
-    def _grad_present_flags(self, like: Tensor) -> Tensor:
-        """One element for each parameter: whether this rank has a gradient for it."""
-        flags = [float(p.grad is not None) for bucket in self._buckets for p in bucket.parameters]
-        return torch.tensor(flags, dtype=like.dtype, device=like.device)
-
     def _clear_absent_gradients(self, absent: list[nn.Parameter]) -> None:
-        """Takes the zeros back from parameters that had no gradient on any rank."""
-        order = [p for bucket in self._buckets for p in bucket.parameters]
+        """Remove the zero gradients of parameters that had no gradient on any rank."""
+        parameters = [p for bucket in self._buckets for p in bucket.parameters]
         buffer = self._buckets[-1].buffer
         assert buffer is not None
-        present = dict(zip(order, buffer[-len(order) :].tolist(), strict=True))
+        num_present = dict(zip(parameters, buffer[-len(parameters) :].tolist(), strict=True))
         for parameter in absent:
-            if present[parameter] == 0.0:
+            if num_present[parameter] == 0.0:
                 parameter.grad = None
 
 
 def _wait_and_unpack(bucket: _Bucket) -> None:
-    """Waits for the reduction and hands each parameter its part of the buffer as its gradient, without a copy."""
+    """Wait for the reduction and make each parameter's part of the buffer its gradient, without a copy."""
     bucket.work.wait()
     assert bucket.buffer is not None
     if bucket.unbucketed:
@@ -183,28 +176,23 @@ def _wait_and_unpack(bucket: _Bucket) -> None:
 
 
 def _make_buckets(parameters: Iterable[nn.Parameter]) -> list[_Bucket]:
-    """Large gradients alone, the others packed by dtype, in reverse order of use; the last one is never alone."""
+    """Return buckets in reverse order of use: large gradients alone, the others packed by data type.
+
+    The last bucket is always a packed one, which carries the presence flags.
+    """
     buckets: list[_Bucket] = []
     open_buckets: dict[torch.dtype, tuple[_Bucket, int]] = {}
     for parameter in reversed(list(parameters)):
-        size = parameter.numel() * parameter.element_size()
-        if size >= UNBUCKETED_BYTES.get(parameter.device.type, BUCKET_BYTES):
+        if parameter.nbytes >= UNBUCKETED_BYTES.get(parameter.device.type, BUCKET_BYTES):
             buckets.append(_Bucket([parameter], unbucketed=True, missing={parameter}))
             continue
-        bucket, filled = open_buckets.get(parameter.dtype, (None, 0))
-        if bucket is None or filled + size > BUCKET_BYTES:
-            bucket, filled = _Bucket([], unbucketed=False), 0
+        bucket, filled_bytes = open_buckets.get(parameter.dtype, (None, 0))
+        if bucket is None or filled_bytes + parameter.nbytes > BUCKET_BYTES:
+            bucket, filled_bytes = _Bucket([], unbucketed=False), 0
             buckets.append(bucket)
         bucket.parameters.append(parameter)
         bucket.missing.add(parameter)
-        open_buckets[parameter.dtype] = (bucket, filled + size)
-    return _move_packed_bucket_last(buckets)
-
-
-def _move_packed_bucket_last(buckets: list[_Bucket]) -> list[_Bucket]:
-    """Moves a packed bucket to the end, to carry the presence flags."""
-    packed = [bucket for bucket in buckets if not bucket.unbucketed]
-    if not packed:
-        return [*buckets[:-1], _Bucket(buckets[-1].parameters, unbucketed=False, missing=set(buckets[-1].parameters))]
-    last = packed[-1]
-    return [bucket for bucket in buckets if bucket is not last] + [last]
+        open_buckets[parameter.dtype] = (bucket, filled_bytes + parameter.nbytes)
+    last = next((bucket for bucket in reversed(buckets) if not bucket.unbucketed), buckets[-1])
+    last.unbucketed = False
+    return [*(bucket for bucket in buckets if bucket is not last), last]

@@ -1,12 +1,12 @@
-"""First values for modules that were built on the meta device, one operator at a time.
+"""Initial values for modules that were built on the meta device, one operator at a time.
 
-Note [values do not depend on the plan]: every module that owns tensors is initialised with random numbers of its own,
-seeded by one number that all ranks share and by the module's name. So the values are the same on all ranks, in
-whatever order a plan has its operators sharded, and with or without sharding.
+Note [values do not depend on the plan]: every module that owns tensors is initialized with random numbers of its own,
+seeded by one number that all ranks share and by the module's name. So the values are the same on all ranks, in whatever
+order a plan shards operators, and with or without sharding.
 
-Note [what a module does itself]: what counts is ``reset_parameters`` (``_reset_parameters`` in some of torch's own) and
-then the ``_init_weights`` of the innermost module around it that has one, as transformers and many GPTs do. What a
-constructor does beyond that, after its submodules have been made, is not repeated.
+Note [what a module does itself]: what counts is ``reset_parameters`` (``_reset_parameters`` in some of torch's modules)
+and then the ``_init_weights`` of the innermost module around it that has one, as in transformers and many GPTs. What a
+constructor does after its submodules have been made is not repeated.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Reset = Callable[[], object]
 
 
 def is_meta(module: nn.Module) -> bool:
-    """Whether any tensor of ``module`` has no values yet."""
+    """Return whether any tensor of ``module`` has no values yet."""
     return any(True for inner in module.modules() for _ in _own_meta_tensors(inner))
 
 
 def check_initializable(module: nn.Module) -> None:
-    """Refuses tensors on the meta device that no method is there to fill.
+    """Refuse tensors on the meta device for which no method creates values.
 
     Raises:
         ConfigurationError: names the tensors and what to do.
@@ -40,18 +40,19 @@ def check_initializable(module: nn.Module) -> None:
         names = [key for key, _ in _own_meta_tensors(inner)]
         if names and not _find_reset_functions(module, name):
             raise ConfigurationError(
-                f"{_describe_module(name, inner)} was built on the meta device, but has no reset_parameters() (nor is there an "
-                f"_init_weights() around it) to give {', '.join(names)} first values: add one, or create it elsewhere"
+                f"{_describe_module(name, inner)} was built on the meta device, but has no reset_parameters() (nor is "
+                f"there an _init_weights() around it) to give {', '.join(names)} first values: add one, or create it "
+                "elsewhere"
             )
 
 
 class MetaInitializer:
-    """Gives meta tensors of ``module`` their first values on ``device``.
+    """Gives meta tensors of ``module`` their initial values on ``device``.
 
     Args:
-        module: all of it, so that names and enclosing modules are known.
-        device: where values are made.
-        group: ranks that must agree; None for a rank by itself.
+        module: the full module, so that names and enclosing modules are known.
+        device: where values are created.
+        group: ranks that must agree on them; None for a single rank.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, group: Any = None) -> None:
@@ -61,10 +62,10 @@ class MetaInitializer:
         self._seed = _broadcast_seed(device, group) if is_meta(module) else 0
 
     def fill(self, submodule: nn.Module) -> None:
-        """Makes the tensors of ``submodule`` (a submodule, or the module itself) that have no values yet.
+        """Create the tensors of ``submodule`` (or of the module itself) that have no values yet.
 
         Raises:
-            ConfigurationError: a tensor was left as it was.
+            ConfigurationError: the module's own methods give a tensor no values.
         """
         for inner in _iterate_children_first(submodule):
             tensors = dict(_own_meta_tensors(inner))
@@ -73,29 +74,33 @@ class MetaInitializer:
 
     def _initialize_module(self, inner: nn.Module, tensors: dict[str, Tensor]) -> None:
         name = self._names[inner]
-        ties = [(p, p.detach().clone()) for p in inner._parameters.values() if p is not None and not p.is_meta]
+        # Parameters that are there are tied to ones that were initialized before, or loaded: their values stay.
+        existing = [(p, p.detach().clone()) for p in inner._parameters.values() if p is not None and not p.is_meta]
         for tensor in tensors.values():
             _materialize(tensor, self._device)
-        left = self._find_untouched_by_reset(name, tensors)
-        if left:
+        untouched = self._find_untouched_by_reset(name, tensors)
+        if untouched:
             raise ConfigurationError(
-                f"{_describe_module(name, inner)} was built on the meta device, but its reset_parameters() or _init_weights() "
-                f"gives no values to {', '.join(left)}: let it do so, or create {'them' if len(left) > 1 else 'it'} "
-                "elsewhere"
+                f"{_describe_module(name, inner)} was built on the meta device, but its reset_parameters() or "
+                f"_init_weights() gives no values to {', '.join(untouched)}: let it do so, or create "
+                f"{'them' if len(untouched) > 1 else 'it'} elsewhere"
             )
-        for parameter, values in ties:  # tied to one that was initialised before, or loaded: that one counts
+        for parameter, values in existing:
             parameter.data.copy_(values)
 
     def _find_untouched_by_reset(self, name: str, tensors: dict[str, Tensor]) -> list[str]:
-        """Names of tensors that have no values even after the resets. Floats show it as NaN, the rest by two tries."""
+        """Return the names of tensors that the module's methods do not write, after running these methods.
+
+        Floats that were not written are still NaN. Other types are filled with 0, and if that remains, with 1.
+        """
         self._reset(name, tensors, fill=0)
-        left = [key for key, tensor in tensors.items() if _is_float(tensor) and tensor.isnan().any()]
+        untouched = [key for key, tensor in tensors.items() if _is_float(tensor) and tensor.isnan().any()]
         others = {key: tensor for key, tensor in tensors.items() if not _is_float(tensor) and tensor.numel()}
         zeros = {key for key, tensor in others.items() if not tensor.any()}
         if zeros:
             self._reset(name, tensors, fill=1)
-            left += [key for key in zeros if bool((others[key] == 1).all())]
-        return left
+            untouched += [key for key in zeros if bool((others[key] == 1).all())]
+        return untouched
 
     def _reset(self, name: str, tensors: dict[str, Tensor], fill: int) -> None:
         for tensor in tensors.values():
@@ -108,24 +113,24 @@ class MetaInitializer:
 
 
 def _find_reset_functions(module: nn.Module, name: str) -> list[Reset]:
-    """What gives the tensors that the submodule ``key`` itself owns their values, in order."""
+    """Return what gives the tensors that submodule ``name`` itself owns their values, in order."""
     inner: Any = module.get_submodule(name)
-    own = [getattr(inner, each) for each in ("reset_parameters", "_reset_parameters") if hasattr(inner, each)]
+    own = [getattr(inner, method) for method in ("reset_parameters", "_reset_parameters") if hasattr(inner, method)]
     path = name.split(".") if name else []
-    around: list[Any] = [module.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
-    outer = [each._init_weights for each in around if hasattr(each, "_init_weights")]
-    return [*own[:1], *(partial(each, inner) for each in outer[:1])]
+    enclosing: list[Any] = [module.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
+    outer = [outer_module._init_weights for outer_module in enclosing if hasattr(outer_module, "_init_weights")]
+    return [*own[:1], *(partial(init_weights, inner) for init_weights in outer[:1])]
 
 
 def _own_meta_tensors(inner: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers that ``inner`` itself owns and that have no values, by their own names."""
+    """Yield the parameters and buffers that ``inner`` itself owns and that have no values, with their names."""
     for name, tensor in [*inner._parameters.items(), *inner._buffers.items()]:
         if tensor is not None and tensor.is_meta:
             yield name, tensor
 
 
 def _materialize(tensor: Tensor, device: torch.device) -> None:
-    """Memory for a meta tensor, in place: whoever holds it (an optimizer, a tied module) still does."""
+    """Allocate a meta tensor in place, so that optimizers and tied modules still refer to it."""
     real: Tensor = torch.empty_like(tensor, device=device, requires_grad=False)
     if isinstance(tensor, nn.Parameter):
         real = nn.Parameter(real, requires_grad=tensor.requires_grad)
@@ -133,14 +138,14 @@ def _materialize(tensor: Tensor, device: torch.device) -> None:
 
 
 def _iterate_children_first(module: nn.Module) -> Iterator[nn.Module]:
-    """In the order in which constructors finish."""
+    """Yield all modules in the order in which their constructors finish."""
     for child in module.children():
         yield from _iterate_children_first(child)
     yield module
 
 
 def _broadcast_seed(device: torch.device, group: Any) -> int:
-    """A random number, the first rank's on all ranks."""
+    """Return a random number, the same on all ranks."""
     seed = torch.randint(1 << 62, (1,)).to(device)
     if group is not None:
         dist.broadcast(seed, src=dist.get_global_rank(group, 0), group=group)

@@ -1,9 +1,9 @@
-"""The optimizer's step of one sharded parameter, in the backward pass, as soon as its gradient is there.
+"""The optimizer's step of one sharded parameter within the backward pass, as soon as its gradient is there.
 
-Gradients need not be kept then: a rank holds those of what is under way, not of all. The result is the same, as long as
-parameters are updated apart from each other (``OptimizerStep.separable``) and nobody has to see all gradients first:
-no clipping by their norm, no loss scale (``arguments.in_backward_blocker``). The optimizer's own step comes at its usual
-time, for what has still a gradient then, and with it the user's hooks and the scheduler's count of steps.
+Then a rank holds the gradients of a few parameters instead of all. The result is the same if parameters are updated
+independently of each other (``OptimizerStep.per_parameter``) and nothing needs all gradients first: no clipping by
+their norm, no loss scale (``arguments.in_backward_blocker``). The optimizer's own step still comes at its usual time,
+for parameters that have a gradient then, with the user's hooks and the scheduler's count of steps.
 
 Fusing the update with the backward pass is known from LOMO (Lv et al., arXiv 2306.09782) and from PyTorch's tutorial on
 the optimizer step in backward; OSDP's paper (2209.13258) does not have it.
@@ -26,7 +26,7 @@ from lightning_osdp.errors import ShardingError
 
 
 class BackwardOptimizer:
-    """Updates parameters of some optimizers one by one. Without optimizers, all wait for the step."""
+    """Updates parameters of the attached optimizers one by one."""
 
     def __init__(self) -> None:
         self._optimizers: list[Optimizer] = []
@@ -36,18 +36,18 @@ class BackwardOptimizer:
 
     @property
     def is_partially_updated(self) -> bool:
-        """See Note [amid a backward pass]."""
+        """Whether some parameters are a step ahead of others; see Note [amid a backward pass]."""
         return bool(self._updated)
 
     def attach(self, optimizers: Iterable[Optimizer]) -> None:
-        """From now on, of these."""
+        """Update the parameters of these optimizers from now on."""
         self._optimizers = list(optimizers)
         self.refresh()
 
     def refresh(self) -> None:
-        """Takes in parameters that the optimizers were given since. To be called before every forward.
+        """Include parameters that were added to the optimizers. To be called before every forward.
 
-        Who looks at an optimizer before it steps expects gradients: its parameters wait.
+        Hooks of the user's on an optimizer expect gradients: its parameters are left to the usual step.
         """
         self._group_by_parameter = {
             parameter: (optimizer, group)
@@ -58,12 +58,12 @@ class BackwardOptimizer:
         }
 
     def finish_backward(self) -> None:
-        """The backward pass is over."""
+        """Note that the backward pass is over."""
         self._updated.clear()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Within it gradients are summed, and nothing is updated."""
+        """Accumulate gradients without updates within a context."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -71,7 +71,7 @@ class BackwardOptimizer:
             self._paused = before
 
     def should_update(self, parameter: nn.Parameter) -> bool:
-        """Whether the gradient that has come for ``parameter`` is to be used at once.
+        """Return whether to update ``parameter`` at once with the gradient that has come.
 
         Raises:
             ShardingError: the parameter was updated in this backward pass already.
@@ -87,7 +87,7 @@ class BackwardOptimizer:
         return True
 
     def step_parameter(self, parameter: nn.Parameter) -> None:
-        """One step of ``parameter``, whose gradient is there, and is freed."""
+        """Update ``parameter`` and free its gradient."""
         optimizer, group = self._group_by_parameter[parameter]
         groups = optimizer.param_groups
         optimizer.param_groups = [{**group, "params": [parameter]}]
@@ -101,5 +101,5 @@ class BackwardOptimizer:
 
 
 def _unwrap_hooks(step: Any) -> Any:
-    """torch wraps the step of each class in the hooks of its instances, which belong to the whole step."""
+    """Return an optimizer class's step without torch's wrapper, whose hooks belong to the step of all parameters."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step

@@ -1,7 +1,8 @@
 """Products with a slice of a weight. Their backward holds the slice or its gradient, never both.
 
-PyTorch's own gives the gradients of all inputs at once, and the weight can be freed only afterwards. These take the
-input's first, for which alone the weight is needed, and say so (``over``) before they make the weight's.
+PyTorch's own products return the gradients of all inputs at once, and the weight can be freed only afterwards. These
+compute the input's gradient first, for which alone the weight is needed, and call ``on_weight_unused`` before they
+compute the weight's.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ OnWeightUnused = Callable[[], None]
 
 
 class _SlicedMatmul(torch.autograd.Function):
-    """See ``multiply``."""
+    """The autograd function of ``multiply``."""
 
     @staticmethod
     def forward(
         ctx: Any, weight: Tensor, x: Tensor, y: Tensor | None, transposed: bool, on_weight_unused: OnWeightUnused
     ) -> Tensor:
-        weight_trained, x_differentiated = ctx.needs_input_grad[:2]
-        # A tensor of its own on the weight's memory: the parameter's shape is a shard's when it is not whole.
-        ctx.save_for_backward(weight.detach() if x_differentiated else None, x if weight_trained else None)
+        needs_weight_grad, needs_x_grad = ctx.needs_input_grad[:2]
+        # Detached: the parameter itself has a shard's shape when it is not gathered.
+        ctx.save_for_backward(weight.detach() if needs_x_grad else None, x if needs_weight_grad else None)
         ctx.transposed, ctx.on_weight_unused, ctx.dtype = transposed, on_weight_unused, weight.dtype
-        cast = torch.is_autocast_enabled(x.device.type)  # addmm_ is not on autocast's list
-        matrix = _as_matrix(weight, transposed, x.dtype if cast else weight.dtype)
+        is_autocast = torch.is_autocast_enabled(x.device.type)  # which does not cover addmm_
+        matrix = _as_matrix(weight, transposed, x.dtype if is_autocast else weight.dtype)
         if y is None:
             return torch.mm(x, matrix)
         ctx.mark_dirty(y)
@@ -39,17 +40,17 @@ class _SlicedMatmul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, x = ctx.saved_tensors
-        of_x = of_weight = None
+        x_gradient = weight_gradient = None
         if weight is not None:
-            of_x = gradient.mm(_as_matrix(weight, ctx.transposed, gradient.dtype).t())
+            x_gradient = gradient.mm(_as_matrix(weight, ctx.transposed, gradient.dtype).t())
         ctx.on_weight_unused()
         if x is not None:
-            of_weight = (gradient.t().mm(x) if ctx.transposed else x.t().mm(gradient)).to(ctx.dtype)
-        return of_weight, of_x, gradient if ctx.needs_input_grad[2] else None, None, None
+            weight_gradient = (gradient.t().mm(x) if ctx.transposed else x.t().mm(gradient)).to(ctx.dtype)
+        return weight_gradient, x_gradient, gradient if ctx.needs_input_grad[2] else None, None, None
 
 
 class _EmbeddingSlice(torch.autograd.Function):
-    """See ``embedding_slice``."""
+    """The autograd function of ``embedding_slice``."""
 
     @staticmethod
     def forward(
@@ -78,13 +79,13 @@ class _EmbeddingSlice(torch.autograd.Function):
 def multiply(
     weight: Tensor, x: Tensor, y: Tensor | None, *, transposed: bool, on_weight_unused: OnWeightUnused
 ) -> Tensor:
-    """x (n, in) times weight, added to y (n, out) in place if there is one.
+    """Multiply x (n, in) by a weight and add the product (n, out) to y in place if there is one.
 
     Args:
         weight: (in, out), or (out, in) if ``transposed``; under autocast it is cast to the type of ``x``.
         x: (n, in).
         y: (n, out), or None.
-        transposed: as ``nn.Linear`` has its weight.
+        transposed: whether the weight is stored as in ``nn.Linear``.
         on_weight_unused: called in the backward pass when the weight is no longer needed.
     """
     product: Tensor = _SlicedMatmul.apply(weight, x, y, transposed, on_weight_unused)  # type: ignore[no-untyped-call]
@@ -94,12 +95,12 @@ def multiply(
 def embedding_slice(
     weight: Tensor, ids: Tensor, *, padding_idx: int | None, scale_grad_by_freq: bool, on_weight_unused: OnWeightUnused
 ) -> Tensor:
-    """Rows of weight (rows, embedding) as ``torch.nn.functional.embedding`` gives them: (..., embedding)."""
+    """Look up ids (...) in a weight (rows, embedding) as ``torch.nn.functional.embedding`` does."""
     rows: Tensor = _EmbeddingSlice.apply(weight, ids, padding_idx, scale_grad_by_freq, on_weight_unused)  # type: ignore[no-untyped-call]
     return rows
 
 
 def _as_matrix(weight: Tensor, transposed: bool, dtype: torch.dtype) -> Tensor:
-    """(in, out)"""
+    """Return the weight as (in, out)."""
     matrix = weight.to(dtype)
     return matrix.t() if transposed else matrix

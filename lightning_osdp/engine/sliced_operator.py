@@ -1,23 +1,23 @@
-"""Split operators: a large product as a sum (or a row) of small ones, so that only one slice is ever gathered.
+"""Sliced operators: a large product as a sum (or a row) of small ones, so that only one slice is ever gathered.
 
-Note [the handle]: the weight that the user, the optimizer and the state dict know keeps its identity. It holds this
-rank's part of every slice, one after the other, flat (``ShardLayout``). The slices' own parameters are not registered
-anywhere; their data are views of the handle's, so an optimizer that updates the handle updates them.
+Note [the full parameter]: the weight that the user, the optimizer and the state dict know keeps its identity. It holds
+this rank's part of every slice, one after the other, flat (``FlatPaddedLayout``). The slices' own parameters are not
+registered anywhere; their data are views of the full parameter's, so an optimizer that updates the one updates them.
 
-Note [gradients of a split weight]: between backward passes they are the handle's alone, flat like its data: who frees
-or zeroes them there has done so for all slices. When a backward pass reaches a slice, the slice's gradient becomes a
-view of the handle's, if there is one, so that accumulation adds in place. When the pass is complete, new gradients are
-copied to the handle's slice by slice, each freed at once.
+Note [gradients of a sliced weight]: between backward passes they are the full parameter's alone, flat like its data:
+who frees or zeroes them there has done so for all slices. When a backward pass reaches a slice, the slice's gradient
+becomes a view of the full parameter's, if there is one, so that accumulation adds in place. When the pass is complete,
+new gradients are copied to the full parameter's slice by slice, each freed at once.
 
-Note [one slice at a time]: a cut along the input multiplies the slices one after the other into the same output. The
-backward pass visits them in reverse, and takes a slice's weight gradient before it goes on to the next slice. A slice
-is freed before its gradient is made (``replaced_kernels``), once the last of the operator's runs has come so far.
-``torch.split`` once, not ``fix_by_reduced_cost`` for each slice: the backward of ``fix_by_reduced_cost`` makes a full-size zero gradient.
+Note [one slice at a time]: a product that is cut along its input multiplies the slices one after the other into the
+same output. The backward pass visits them in reverse, and computes a slice's weight gradient before it goes on to the
+next slice. A slice is freed before its gradient is computed (``sliced_matmul``), in the last of the operator's runs.
+The input is cut by one ``torch.split``: the backward of a ``narrow`` for each slice makes a full-size zero gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,32 +30,29 @@ from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode, slice_sizes
 from lightning_osdp.planning.spec.model import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.spec.plan import OperatorPlan
-from lightning_osdp.state.shard_layout import ShardLayout
+from lightning_osdp.state.flat_layout import FlatPaddedLayout
 
 
 class ForwardStage:
-    """A part of an operator's forward with parameters of its own; a unit that runs it replaces ``forward``.
-
-    Attributes:
-        free_full_params: frees the whole parameters amid a backward pass; the unit sets it.
-    """
+    """A part of an operator's forward with parameters of its own; a unit that runs it replaces ``forward``."""
 
     def __init__(self, forward: Callable[..., Tensor]) -> None:
         self.forward = forward
         self.free_full_params: Callable[[], None] | None = None
+        """Frees the gathered parameters in the middle of a backward pass; set by the unit."""
 
 
 MakeUnit = Callable[[ForwardStage, list[nn.Parameter], Mode], None]
-"""Shards the parameters, keeping the objects, and has the stage's forward run with them whole."""
+"""Shards the parameters, which keep their identity, and has the stage's forward run with them gathered."""
 
 
 class WeightSlice(ForwardStage):
     """One slice of a weight: its parameter, and the product with it.
 
     Args:
-        full_parameter: the whole operator's weight.
-        weight: this slice of it, whole.
-        product: (weight, *inputs, on_weight_unused=...) -> outputs, as in ``replaced_kernels``.
+        full_parameter: the operator's weight.
+        weight: values of this slice.
+        product: (weight, *inputs, on_weight_unused=...) -> output, as in ``sliced_matmul``.
     """
 
     def __init__(self, full_parameter: nn.Parameter, weight: Tensor, product: Callable[..., Tensor]) -> None:
@@ -63,41 +60,42 @@ class WeightSlice(ForwardStage):
         self.weight = nn.Parameter(weight, requires_grad=full_parameter.requires_grad)
         self.full_parameter = full_parameter
         self.on_gradient_reduced: Callable[[], bool] = lambda: False
-        """To be called when its gradient is reduced: whether the handle's is complete now. The operator sets it."""
+        """Called when this slice's gradient is reduced; returns whether the full parameter's is complete now."""
         self._product = product
         self._range = slice(0, 0)
         self._backward_reached = False
         self._num_pending_runs = 0
 
-    def bind_to_full_parameter(self, first: int, last: int) -> None:
-        """Makes the weight a view of elements ``shard_offset`` to ``last`` of the handle, which get its values."""
-        self._range = slice(first, last)
-        view = self._slice_view(self.full_parameter.data)
+    def bind_to_full_parameter(self, begin: int, end: int) -> None:
+        """Make the weight a view of elements ``begin`` to ``end`` of the full parameter, which get its values."""
+        self._range = slice(begin, end)
+        view = self._view_of(self.full_parameter.data)
         view.copy_(self.weight.data)
         self.weight.data = view
 
     def sync_requires_grad(self) -> None:
-        """Is trained or frozen as the handle is."""
+        """Train or freeze the slice as the full parameter is."""
         if self.weight.requires_grad != self.full_parameter.requires_grad:
             self.weight.requires_grad_(self.full_parameter.requires_grad)
 
     def bind_gradient(self, *_: object) -> None:
-        """Once in a backward pass, before it has a gradient: adds to what the handle has."""
+        """Have the slice's first gradient of a backward pass add to the gradient of the full parameter."""
         if not self._backward_reached and self.full_parameter.grad is not None and self.weight.grad is None:
-            self.weight.grad = self._slice_view(self.full_parameter.grad)
+            self.weight.grad = self._view_of(self.full_parameter.grad)
         self._backward_reached = True
 
     def store_gradient(self) -> None:
-        """Copies the gradient to the handle's, unless it lies there already, and lets go of it."""
-        gradient, self.weight.grad, self._backward_reached, self._num_pending_runs = self.weight.grad, None, False, 0
+        """Move the gradient to the full parameter's, unless it is a view of it already."""
+        gradient, self.weight.grad = self.weight.grad, None
+        self._backward_reached, self._num_pending_runs = False, 0
         if gradient is None:
             return
         assert self.full_parameter.grad is not None
-        place = self._slice_view(self.full_parameter.grad)
-        if gradient.data_ptr() != place.data_ptr():
-            place.copy_(gradient)
+        target = self._view_of(self.full_parameter.grad)
+        if gradient.data_ptr() != target.data_ptr():
+            target.copy_(gradient)
 
-    def _slice_view(self, flat: Tensor) -> Tensor:
+    def _view_of(self, flat: Tensor) -> Tensor:
         return flat.detach().view(-1)[self._range].view(self.weight.shape)
 
     def _run(self, *inputs: Any) -> Tensor:
@@ -109,26 +107,19 @@ class WeightSlice(ForwardStage):
         return output
 
     def _on_weight_unused(self) -> None:
-        """The backward of one run needs the weight no longer."""
+        """Free the gathered weight in the backward of its last run."""
         self._num_pending_runs -= 1
         if self._num_pending_runs <= 0 and self.free_full_params is not None and self.weight.requires_grad:
             self.free_full_params()
-
-
-def release_storage(parameters: Iterable[nn.Parameter]) -> None:
-    """Frees the memory of parameters that are of no use any more. FairScale's hooks tie them to autograd's nodes, where
-    Python's collector does not see them: they would stay."""
-    for parameter in parameters:
-        vars(parameter).clear()
-        parameter.data = parameter.data.new_empty(0)
 
 
 class SlicedOperator:
     """Replaces the forward of an operator by one that runs its slices one after the other.
 
     Args:
-        operator: a Linear, an Embedding or a Conv1D of transformers, its parameters whole and on the device.
-        plan: which slices, at least one of them sharded. A bias too large to be replicated goes with the first such.
+        operator: a Linear, an Embedding or a Conv1D of transformers, its parameters in full and on the device.
+        plan: the slices' modes; at least one slice is sharded. A bias too large to be replicated gets the mode of the
+            first sharded slice.
         group: the ranks to shard over.
         make_unit: shards a stage.
     """
@@ -137,52 +128,54 @@ class SlicedOperator:
         assert isinstance(operator.weight, nn.Parameter)
         assert plan.split_dim is not None
         self.full_parameter = operator.weight
-        shape, modes = operator.weight.shape, plan.slices
-        sizes = slice_sizes(shape[plan.split_dim], len(modes))
-        self.layout = ShardLayout.create_sliced(
-            shape, plan.split_dim, sizes, [mode != Mode.DP for mode in modes], group
-        )
+        shape, self._modes = operator.weight.shape, plan.slices
+        sizes = slice_sizes(shape[plan.split_dim], len(plan.slices))
+        is_sharded = [mode != Mode.DP for mode in plan.slices]
+        self.layout = FlatPaddedLayout.create_sliced(shape, plan.split_dim, sizes, is_sharded, group)
         self._forward, product = self._select_forward(operator)
-        self._slices = self._create_slices(product, modes, make_unit)
-        self._modes = modes
+        self._slices = self._create_slices(product, make_unit)
         self._num_gradients_reduced = 0
-        for part in self._slices:
-            part.on_gradient_reduced = self._on_slice_reduced
-        self._bias = self._make_bias_stage(operator, next(mode for mode in modes if mode != Mode.DP), make_unit)
+        for weight_slice in self._slices:
+            weight_slice.on_gradient_reduced = self._on_slice_reduced
+        first_sharded_mode = next(mode for mode in plan.slices if mode != Mode.DP)
+        self._bias = self._make_bias_stage(operator, first_sharded_mode, make_unit)
         operator.forward = self.forward
 
     @property
-    def replicated_weights(self) -> list[nn.Parameter]:
-        """The slices that every rank holds."""
-        return [part.weight for part in self._replicated_slices()]
+    def weights(self) -> list[nn.Parameter]:
+        """The slices' parameters."""
+        return [weight_slice.weight for weight_slice in self._slices]
 
-    def release_storage(self) -> None:
-        """Frees the slices: they are views of the weight, and are in no module's parameters."""
-        release_storage(part.weight for part in self._slices)
+    @property
+    def replicated_weights(self) -> list[nn.Parameter]:
+        """The parameters of those slices that every rank holds."""
+        return [weight for weight, mode in zip(self.weights, self._modes, strict=True) if mode == Mode.DP]
 
     def sync_requires_grad(self) -> None:
-        """To be called before a forward: slices are trained or frozen as the weight is."""
-        for part in self._slices:
-            part.sync_requires_grad()
+        """Train or freeze the slices as the weight is, before a forward."""
+        for weight_slice in self._slices:
+            weight_slice.sync_requires_grad()
 
     def bind_remaining_gradients(self) -> None:
-        """Slices that this backward pass did not reach show what they have from earlier ones."""
-        for part in self._slices:
-            part.bind_gradient()
+        """Show earlier gradients in those slices that this backward pass did not reach."""
+        for weight_slice in self._slices:
+            weight_slice.bind_gradient()
 
     def gather_slice_gradients(self) -> None:
-        """Once reductions are complete: the slices' gradients become the weight's. Idempotent."""
+        """Make the slices' gradients the weight's, once reductions are complete. Idempotent."""
         self._num_gradients_reduced = 0
-        missing = [part.weight.grad is None for part in self._slices]
-        if self.full_parameter.grad is None and not all(missing):
-            new = torch.zeros_like if any(missing) else torch.empty_like
+        is_missing = [weight.grad is None for weight in self.weights]
+        if self.full_parameter.grad is None and not all(is_missing):
+            new = torch.zeros_like if any(is_missing) else torch.empty_like
             self.full_parameter.grad = new(self.full_parameter.data)
-        for part in self._slices:
-            part.store_gradient()
+        for weight_slice in self._slices:
+            weight_slice.store_gradient()
 
     def _on_slice_reduced(self) -> bool:
-        """One more slice has its gradient, reduced; the last one's makes the weight's. Replicated ones have theirs when
-        the backward pass is over."""
+        """Count slices whose gradient is reduced; the last one completes the weight's.
+
+        Replicated slices never come here: their gradients are reduced by the end of the backward pass.
+        """
         self._num_gradients_reduced += 1
         if self._num_gradients_reduced < len(self._slices):
             return False
@@ -190,38 +183,35 @@ class SlicedOperator:
         return True
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The operator's forward, slice by slice."""
+        """Run the operator slice by slice."""
         (x,) = (*args, *kwargs.values())
         self.sync_requires_grad()
         return self._forward(x)
 
     def _select_forward(self, operator: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]:
-        """The forward as a whole and the product with one slice."""
+        """Return the forward of the operator and the product with one slice."""
         if isinstance(operator, nn.Embedding):
-            padding, by_frequency = operator.padding_idx, operator.scale_grad_by_freq
-            return self._look_up, partial(
-                sliced_matmul.embedding_slice, padding_idx=padding, scale_grad_by_freq=by_frequency
-            )
+            options: dict[str, Any] = {
+                "padding_idx": operator.padding_idx,
+                "scale_grad_by_freq": operator.scale_grad_by_freq,
+            }
+            return self._look_up, partial(sliced_matmul.embedding_slice, **options)
         input_dim = matrix_input_dim(operator)
-        return (
-            self._multiply_input_slices if self.layout.dim == input_dim else self._multiply_output_slices,
-            partial(sliced_matmul.multiply, transposed=input_dim != 0),
-        )
+        is_input_cut = self.layout.dim == input_dim
+        forward = self._multiply_input_slices if is_input_cut else self._multiply_output_slices
+        return forward, partial(sliced_matmul.multiply, transposed=input_dim != 0)
 
-    def _create_slices(
-        self, product: Callable[..., Tensor], modes: Sequence[Mode], make_unit: MakeUnit
-    ) -> list[WeightSlice]:
-        whole, slices = self.full_parameter.data, []
-        for piece, mode in zip(self.layout.slices, modes, strict=True):
-            weight = whole.narrow(self.layout.dim, piece.start, piece.stop - piece.start)
-            slices.append(
-                WeightSlice(self.full_parameter, weight.clone(memory_format=torch.contiguous_format), product)
-            )
+    def _create_slices(self, product: Callable[..., Tensor], make_unit: MakeUnit) -> list[WeightSlice]:
+        full, slices = self.full_parameter.data, []
+        for place, mode in zip(self.layout.slices, self._modes, strict=True):
+            values = full.narrow(self.layout.dim, place.start, place.size)
+            copy = values.clone(memory_format=torch.contiguous_format)
+            slices.append(WeightSlice(self.full_parameter, copy, product))
             if mode != Mode.DP:
                 make_unit(slices[-1], [slices[-1].weight], mode)
-        self.full_parameter.data = whole.new_empty(self.layout.local_shard_numel)
-        for part, (_, first, last) in zip(slices, self.layout.slice_ranges(), strict=True):
-            part.bind_to_full_parameter(first, last)
+        self.full_parameter.data = full.new_empty(self.layout.local_shard_numel)
+        for weight_slice, (_, begin, end) in zip(slices, self.layout.slice_ranges(), strict=True):
+            weight_slice.bind_to_full_parameter(begin, end)
         return slices
 
     @staticmethod
@@ -234,34 +224,31 @@ class SlicedOperator:
             make_unit(stage, [bias], mode)
         return stage
 
-    def _replicated_slices(self) -> list[WeightSlice]:
-        return [part for part, mode in zip(self._slices, self._modes, strict=True) if mode == Mode.DP]
-
     def _multiply_input_slices(self, x: Tensor) -> Tensor:
-        """x (..., in) cut along ``in``: the sum of the slices' products."""
+        """Return the sum of the slices' products with x (..., in), cut along ``in``."""
         rows = _cast_for_autocast(x.reshape(-1, x.shape[-1]))  # (n, in)
-        sizes = [piece.stop - piece.start for piece in self.layout.slices]
         y: Tensor | None = None
-        for columns, part in zip(torch.split(rows, sizes, dim=1), self._slices, strict=True):
-            y = part.forward(columns, y)  # (n, out)
+        columns_by_slice = torch.split(rows, [place.size for place in self.layout.slices], dim=1)
+        for columns, weight_slice in zip(columns_by_slice, self._slices, strict=True):
+            y = weight_slice.forward(columns, y)  # (n, out)
         assert y is not None
         return self._add_bias(y).view(*x.shape[:-1], y.shape[1])
 
     def _multiply_output_slices(self, x: Tensor) -> Tensor:
-        """x (..., in): the slices' products side by side."""
+        """Return the slices' products with x (..., in), concatenated."""
         rows = _cast_for_autocast(x.reshape(-1, x.shape[-1]))  # (n, in)
-        y = torch.cat([part.forward(rows, None) for part in self._slices], dim=1)  # (n, out)
+        y = torch.cat([weight_slice.forward(rows, None) for weight_slice in self._slices], dim=1)  # (n, out)
         return self._add_bias(y).view(*x.shape[:-1], y.shape[1])
 
     def _look_up(self, ids: Tensor) -> Tensor:
-        return torch.cat([part.forward(ids) for part in self._slices], dim=-1)  # (..., embedding)
+        return torch.cat([weight_slice.forward(ids) for weight_slice in self._slices], dim=-1)  # (..., embedding)
 
     def _add_bias(self, y: Tensor) -> Tensor:
         return y if self._bias is None else self._bias.forward(y)
 
 
 def check_slicing(operator: OperatorPlan, module: nn.Module) -> None:
-    """Refuses a split that the module does not allow.
+    """Refuse a split that the module does not allow.
 
     Raises:
         ShardingError: says what can't be done and what can.
@@ -280,8 +267,8 @@ def check_slicing(operator: OperatorPlan, module: nn.Module) -> None:
 
 
 def _cast_for_autocast(x: Tensor) -> Tensor:
-    """As autocast would hand it to a matrix product; once, not once for each slice."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(kind))
+    """Cast as autocast would for a matrix product, once instead of once for each slice."""
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type) and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(device_type))
     return x

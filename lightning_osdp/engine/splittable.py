@@ -1,6 +1,6 @@
 """Which modules can be split into slices, and along which dimensions of their weight.
 
-The planner asks when it reads a model, the engine asks again before it splits: one answer for both.
+The planner asks when it reads a model, and the engine again before it splits.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 WIDE_RATIO = 4
-"""A matrix with more than this many times as many outputs as inputs (a language model's head) is better cut along its
-outputs: each slice of a cut along the input runs over the whole output."""
+"""A matrix whose outputs exceed its inputs by more than this factor (a language model's head) is cut along its outputs:
+every slice of a cut along the input would write the full output."""
 
 
 def split_dims(module: nn.Module) -> tuple[tuple[int, ...], str]:
-    """Dimensions of ``module.weight``, as it is stored, that it can be cut along, the best first.
+    """Return the dimensions of ``module.weight``, as it is stored, along which it can be cut, the best first.
 
-    Whether the weight is used outside of the module (tied, read by others) is not for this function to see.
+    Whether the weight is also used outside of the module (tied, read by others) is not considered.
 
     Returns:
-        The dimensions and an empty text; or no dimensions and why not, in words.
+        The dimensions and an empty text; or no dimensions and the reason.
     """
     reason = _unsplittable_reason(module)
     if reason:
@@ -32,12 +32,12 @@ def split_dims(module: nn.Module) -> tuple[tuple[int, ...], str]:
     weight = module.weight
     assert input_dim is not None
     assert isinstance(weight, nn.Parameter)
-    wide = weight.shape[1 - input_dim] > WIDE_RATIO * weight.shape[input_dim]
-    return ((1 - input_dim, input_dim) if wide else (input_dim, 1 - input_dim)), ""
+    is_wide = weight.shape[1 - input_dim] > WIDE_RATIO * weight.shape[input_dim]
+    return ((1 - input_dim, input_dim) if is_wide else (input_dim, 1 - input_dim)), ""
 
 
 def matrix_input_dim(module: nn.Module) -> int | None:
-    """Dimension of the weight that meets the input: 1 for Linear, 0 for transformers' Conv1D, None for all others."""
+    """Return the weight's input dimension: 1 for Linear, 0 for transformers' Conv1D, None for all others."""
     if isinstance(module, nn.Linear):
         return 1
     transformers = sys.modules.get("transformers.pytorch_utils")  # without it, nothing can be a Conv1D
@@ -45,7 +45,7 @@ def matrix_input_dim(module: nn.Module) -> int | None:
 
 
 def _unsplittable_reason(module: nn.Module) -> str:
-    """Why the module can't be split at all; empty if it can."""
+    """Return why the module can't be split at all; empty if it can."""
     kind = type(module).__name__
     base = _supported_base_class(module)
     if base is None:

@@ -1,1 +1,1 @@
-"""Measuring: reads the module and the hardware, returns values of ``lightning_osdp.planning``."""
+"""Reads the module and measures the hardware; returns values of ``lightning_osdp.planning``."""

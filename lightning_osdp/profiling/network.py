@@ -1,11 +1,12 @@
-"""Measures each collective on the real process group and fits the planner's constants to it (the paper's alpha, beta).
+"""Times each collective on the real process group and fits the planner's constants to it (the paper's alpha and beta).
 
-What is measured is what a step waits for: gathers and reduce-scatters as they come between stretches of compute,
-all-reduces by themselves.
+The times are those that a step waits for: gathers and reduce-scatters come between stretches of compute, all-reduces
+by themselves. All functions are collective: every rank must call them with the same arguments.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,65 +21,56 @@ from lightning_osdp.backend.hierarchical import Communicator, FlatCommunicator, 
 from lightning_osdp.backend.timer import CORE_SHARING, synchronize, typical_time_s
 from lightning_osdp.backend.work import Work, is_driven_by_host
 from lightning_osdp.planning.cost.link_fit import fit_collective
-from lightning_osdp.planning.spec import cluster
-from lightning_osdp.planning.spec.cluster import CollectiveFit, Link, ShardingLink
+from lightning_osdp.planning.spec.cluster import CollectiveFit, HierarchicalLinks, Link, ShardingLink
+
+log = logging.getLogger(__name__)
 
 DEFAULT_SIZES_BYTES = (16 << 10, 128 << 10, 1 << 20, 4 << 20, 32 << 20)
-"""Of the whole tensor: from a small layer's weights to a large embedding's."""
+"""Sizes of the unsharded tensor: from a small layer's weights to a large embedding's."""
 
-WARMUP_REPEATS = 2
+WARMUP_REPEATS, MIN_REPEATS, MAX_REPEATS = 2, 3, 15
+"""Untimed and timed repeats of one collective at one size."""
+
 REPEATS_BUDGET_S, SHARED_CORES_DIVISOR = 0.2, 2
-"""Seconds to spend on one collective at one size, with what comes before it, as far as the bounds below allow; and how
-many times less where ranks share cores: all takes longer there, and rehearsals of whole steps tell more. [4 ranks on 2
-cores, 2 Gbit/s: 3.8 s in all, 5.9 to 6.3 before]"""
-
-MIN_REPEATS = 3
-MAX_REPEATS = 15
+"""Seconds for one collective at one size, and the divisor of that time where ranks share cores. [M-links-1]"""
 
 MIN_SIZES, BANDWIDTH_BOUND_S = 3, 0.012
-"""After so many sizes none is measured that is larger than one for which two collectives take so long: there bytes are
-all that counts. A single one may have been disturbed. [1 Gbit/s: 16 and 34 ms for 4 MiB; four more seconds for 32]"""
+"""After ``MIN_SIZES`` sizes, no size is measured above one at which two collectives take that long. [M-links-2]"""
 
 COALESCED_TENSORS, COALESCED_SIZES = 4, slice(1, 3)
-"""Tensors of a gather of several, and at which of the sizes it is timed: those at which latencies matter."""
+"""Tensors of a coalesced gather, and the sizes at which it is timed: those at which latencies matter."""
 
 OVERLAP_SIZE_INDEX, OVERLAP_COMPUTE_RATIO = 3, 1.5
-"""At which of the sizes, the last one if there are fewer, it is measured how much of a collective goes on beside
-compute that takes so many times as long. [1 Gbit/s: a shaped link lets 1 MiB through at once, and nothing is hidden; of
-4 MiB, 15 ms, three quarters; over loopback, where copies are all, a tenth]"""
+"""Size at which overlap is measured (or the last one), and the time of the compute beside it. [M-links-3]"""
 
 COMPUTE_REPEATS = 8
-"""Stretches of compute that are timed in a row, to know how many take as long."""
+"""Stretches of compute that are timed in a row to know the time of one."""
 
 OVERLAP_ALTERNATIONS, OVERLAP_DURATION_S, OVERLAP_MIN_CALLS = 4, 0.016, 2
-"""How often the collective, the compute and both are timed in turns, and each time so many collectives in a row as take
-about so long, but no fewer than that: what ranks that share cores take differs much from one to the next. [2 ranks on 2
-cores: a gather's share was 0 to 0.63 over loopback, where there is next to nothing to gain, and 0 to 1 at 1 Gbit/s,
-from three times the collective with compute and the others measured earlier; so it is 0 to 0.11, and 0.24 to 0.88]"""
+"""Turns in which collective, compute and both are timed, and how long, or how often, each is called. [M-links-4]"""
 
 COMPUTE_MATRIX_SIZE, COMPUTE_MATMULS = 192, 16
-"""Matrix products before a collective that interrupts compute: some milliseconds on one core, like a small layer."""
+"""Matrix products of a stretch of compute: some milliseconds on one core, like a small layer."""
 
-Collective = Callable[[], None]
-AsyncCollective = Callable[[], Work]
-Progress = Callable[[int, int], None]
+Call = Callable[[], None]
+AsyncCall = Callable[[], Work]
 
 
 class CollectiveBenchmark(NamedTuple):
-    """A collective to be measured."""
+    """A collective that is measured; its makers take the number of float32 elements of the unsharded tensor."""
 
-    make: Callable[[int], Collective]
-    """Of a number of float32 elements of the whole tensor, on tensors that live as long as it does."""
+    make: Callable[[int], Call]
+    """Makes the collective, on tensors that live as long as it does."""
     ranks: int
-    """That take part in one of it: N of the paper's equation 2."""
-    interleaved_compute: Collective
-    """What comes right before it."""
-    make_coalesced: Callable[[int], Collective] | None = None
-    """The same of ``COALESCED_TENSORS`` tensors, so many elements in all; None where there is no such thing."""
-    async_start: Callable[[int], AsyncCollective] | None = None
-    """The same, to be waited for while something else goes on; None where that can't be."""
-    always_async: bool = False
-    """Whether the engine always goes on meanwhile."""
+    """Number of ranks that take part: N of the paper's equation 2."""
+    follows_compute: bool = False
+    """Whether a stretch of compute comes right before it."""
+    make_coalesced: Callable[[int], Call] | None = None
+    """Makes the collective of ``COALESCED_TENSORS`` tensors with that many elements together, if there is one."""
+    make_async: Callable[[int], AsyncCall] | None = None
+    """Makes the collective that can be waited for later, if there is one."""
+    is_always_async: bool = False
+    """Whether the engine always computes while it goes on."""
 
 
 def measure_links(
@@ -87,41 +79,30 @@ def measure_links(
     *,
     sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES,
     max_bytes: int | None = None,
-    progress: Progress | None = None,
 ) -> Link:
-    """Times every collective of ``lightning_osdp.collectives`` on ``scope``. Collective: all ranks call it alike.
+    """Time every collective of ``backend.collectives`` on ``group`` and fit its latency and bandwidth.
 
-    Per size and collective: a barrier before each repeat, what is typical on each rank, and of that the slowest rank's.
+    A barrier precedes each repeat. The typical time of each rank counts, and of those the slowest rank's.
 
     Args:
-        group: the ranks that will share states.
-        device: where the tensors live.
-        sizes_bytes: of the whole tensor, float32, each rounded up to the same number of elements on every rank.
-        max_bytes: leaves out larger sizes, but never the two smallest: a fit needs two. The largest size s takes
-            up to 2 s of memory on each rank. The smallest value of any rank counts.
-        progress: called as ``progress(done, total)`` after each measurement.
+        group: The ranks that will share states.
+        device: Device of the tensors.
+        sizes_bytes: Sizes of the unsharded float32 tensor, each rounded up to equal shards.
+        max_bytes: Largest size, but the two smallest are always measured: a fit needs two. The largest size s takes up
+            to 2 s of memory on each rank. The smallest value of any rank counts.
 
     Returns:
-        A fit for each collective, the same on every rank; all zeros on a single rank.
+        The fit of each collective, the same on every rank; all zeros on a single rank.
 
     Raises:
-        ValueError: ``sizes_bytes`` holds fewer than two different sizes.
+        ValueError: If ``sizes_bytes`` holds fewer than two different sizes.
     """
     if group.size() == 1:
         return Link(**{name: CollectiveFit(latency_s=0.0, s_per_byte=0.0) for name in Link.model_fields})
-    subjects = {"all_reduce": _all_reduce_benchmark(group, device)} | _sharding_benchmarks(
-        "", FlatCommunicator(group), group, device
-    )
+    benchmarks = {"all_reduce": _all_reduce_benchmark(group, device)}
+    benchmarks |= _sharding_benchmarks("", FlatCommunicator(group), group, device)
     sizes = _affordable_sizes(sizes_bytes, max_bytes, group, device)
-    return Link(**_fit_all(subjects, sizes, group, device, progress))
-
-
-def time_all_gather_s(group: dist.ProcessGroup, device: torch.device, unsharded_bytes: int) -> float:
-    """Seconds of one all-gather, timed as ``measure`` does it, but as seldom as may be. Collective; every rank gets the
-    same number."""
-    subject = _sharding_benchmarks("", FlatCommunicator(group), group, device)["all_gather"]
-    numel = -(-unsharded_bytes // (4 * group.size())) * group.size()
-    return _time_s(subject.make(numel), group, device, subject.interleaved_compute, budget_s=0.0)
+    return Link(**_fit_all(benchmarks, sizes, LinkTimer(group, device)))
 
 
 def measure_hierarchical_links(
@@ -130,241 +111,245 @@ def measure_hierarchical_links(
     *,
     sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES,
     max_bytes: int | None = None,
-    progress: Progress | None = None,
-) -> cluster.HierarchicalLinks:
-    """Times what there is to choose from where nodes differ from the world: see ``cluster.Levels``.
+) -> HierarchicalLinks:
+    """Time the collectives inside nodes, between nodes, and of both levels together, and fit them.
 
     All nodes (or all places in them) work at the same time, as they do in training: they may share a link.
-    Arguments as in ``measure``. Collective over the world.
+
+    Args:
+        node_groups: Process groups of the world, of this node, and of the same place on all nodes.
+        device: See ``measure_links``.
+        sizes_bytes: See ``measure_links``.
+        max_bytes: See ``measure_links``.
     """
-    inside, across = node_groups.intra_node, node_groups.inter_node
-    subjects = _sharding_benchmarks("intra_node.", FlatCommunicator(inside), inside, device)
-    subjects["inter_node"] = _all_reduce_benchmark(across, device, inside.size())
-    subjects |= _sharding_benchmarks("hierarchical.", HierarchicalCommunicator(node_groups), node_groups.world, device)
-    sizes = _affordable_sizes(sizes_bytes, max_bytes, node_groups.world, device)
-    fits = _fit_all(subjects, sizes, node_groups.world, device, progress)
-    between = fits["inter_node"]  # it was fitted to the whole, not to the part
-    between = between.model_copy(update={"s_per_byte": between.s_per_byte * inside.size()})
+    world, intra_node = node_groups.world, node_groups.intra_node
+    benchmarks = _sharding_benchmarks("intra_node.", FlatCommunicator(intra_node), intra_node, device)
+    benchmarks["inter_node"] = _all_reduce_benchmark(node_groups.inter_node, device, intra_node.size())
+    benchmarks |= _sharding_benchmarks("hierarchical.", HierarchicalCommunicator(node_groups), world, device)
+    fits = _fit_all(benchmarks, _affordable_sizes(sizes_bytes, max_bytes, world, device), LinkTimer(world, device))
+    # The reduced part was fitted as if it were the whole tensor.
+    s_per_byte = fits["inter_node"].s_per_byte * intra_node.size()
 
     def links_with_prefix(prefix: str) -> ShardingLink:
         return ShardingLink(**{name.removeprefix(prefix): fits[name] for name in fits if name.startswith(prefix)})
 
-    return cluster.HierarchicalLinks(
-        intra_node=links_with_prefix("intra_node."), inter_node=between, hierarchical=links_with_prefix("hierarchical.")
+    return HierarchicalLinks(
+        intra_node=links_with_prefix("intra_node."),
+        inter_node=fits["inter_node"].model_copy(update={"s_per_byte": s_per_byte}),
+        hierarchical=links_with_prefix("hierarchical."),
     )
+
+
+def time_all_gather_s(group: dist.ProcessGroup, device: torch.device, unsharded_bytes: int) -> float:
+    """Return the seconds of one all-gather, timed like a benchmark with as few repeats as possible."""
+    benchmark = _sharding_benchmarks("", FlatCommunicator(group), group, device)["all_gather"]
+    numel = _round_up(unsharded_bytes, group)
+    return LinkTimer(group, device).typical_s(benchmark.make(numel), benchmark.follows_compute, budget_s=0.0)
 
 
 def _sharding_benchmarks(
     prefix: str, communicator: Communicator, group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, CollectiveBenchmark]:
-    """The collectives of ``ShardingLink`` by name.
+    """Return the collectives of ``ShardingLink`` by name.
 
     Results are allocated anew each time, as the engine does: on a CPU, first touching memory takes as long as a fast
-    link's transfer. Zeros stay zeros: sums of other values would grow without end.
+    link's transfer. Zeros stay zeros, while sums of other values would grow without end.
 
-    Gathers and reduce-scatters stand between stretches of compute: their threads have gone to sleep, and the ranks are
-    not quite in step. On a CPU that makes up most of their latency. All-reduces go on in the background of the backward
-    pass and are waited for together, so they are measured by themselves.
+    Threads of gathers and reduce-scatters have gone to sleep during the compute before, and ranks are not quite in
+    step: on a CPU that makes up most of the latency.
     """
+    ranks = communicator.size()
 
-    def all_gather(numel: int) -> Collective:
-        part = torch.zeros(numel // communicator.size(), device=device)
-        return lambda: communicator.all_gather(torch.empty(numel, device=device), part)
+    def all_gather(numel: int) -> Call:
+        shard = torch.zeros(numel // ranks, device=device)
+        return lambda: communicator.all_gather(torch.empty(numel, device=device), shard)
 
-    def all_gather_coalesced(numel: int) -> Collective:
-        parts = [
-            torch.zeros(-(-numel // (communicator.size() * COALESCED_TENSORS)), device=device)
-            for _ in range(COALESCED_TENSORS)
-        ]
+    def all_gather_coalesced(numel: int) -> Call:
+        size = -(-numel // (ranks * COALESCED_TENSORS))
+        shards = [torch.zeros(size, device=device) for _ in range(COALESCED_TENSORS)]
         return lambda: communicator.all_gather_coalesced(
-            [torch.empty(part.numel() * communicator.size(), device=device) for part in parts], parts
+            [torch.empty(size * ranks, device=device) for _ in shards], shards
         )
 
-    def reduce_scatter(numel: int) -> Collective:
-        whole = torch.zeros(numel, device=device)
-        return lambda: communicator.reduce_scatter(torch.empty(numel // communicator.size(), device=device), whole)
+    def reduce_scatter(numel: int) -> Call:
+        unsharded = torch.zeros(numel, device=device)
+        return lambda: communicator.reduce_scatter(torch.empty(numel // ranks, device=device), unsharded)
 
-    def all_gather_async(numel: int) -> AsyncCollective:
-        part = torch.zeros(numel // communicator.size())
-        return lambda: collectives.all_gather_async([torch.empty(numel)], [part], group)
+    def all_gather_async(numel: int) -> AsyncCall:
+        shard = torch.zeros(numel // ranks, device=device)
+        return lambda: collectives.all_gather_async([torch.empty(numel, device=device)], [shard], group)
 
-    def reduce_scatter_async(numel: int) -> AsyncCollective:
-        whole = torch.zeros(numel)
-        return lambda: collectives.reduce_scatter_async([torch.empty(numel // communicator.size())], [whole], group)
+    def reduce_scatter_async(numel: int) -> AsyncCall:
+        unsharded = torch.zeros(numel, device=device)
+        return lambda: collectives.reduce_scatter_async(
+            [torch.empty(numel // ranks, device=device)], [unsharded], group
+        )
 
-    compute = _make_compute(device)
-    found = {
-        "all_gather": CollectiveBenchmark(all_gather, communicator.size(), compute, all_gather_coalesced),
-        "reduce_scatter": CollectiveBenchmark(reduce_scatter, communicator.size(), compute),
+    has_async = isinstance(communicator, FlatCommunicator) and is_driven_by_host(device)
+    gather_async, scatter_async = (all_gather_async, reduce_scatter_async) if has_async else (None, None)
+    return {
+        f"{prefix}all_gather": CollectiveBenchmark(all_gather, ranks, True, all_gather_coalesced, gather_async),
+        f"{prefix}reduce_scatter": CollectiveBenchmark(reduce_scatter, ranks, True, None, scatter_async),
     }
-    if isinstance(communicator, FlatCommunicator) and is_driven_by_host(device):
-        begun = {"all_gather": all_gather_async, "reduce_scatter": reduce_scatter_async}
-        found |= {name: found[name]._replace(async_start=one) for name, one in begun.items()}
-    return {prefix + name: one for name, one in found.items()}
 
 
-def _all_reduce_benchmark(group: dist.ProcessGroup, device: torch.device, parts: int = 1) -> CollectiveBenchmark:
-    """An all-reduce of one of so many parts of a tensor."""
+def _all_reduce_benchmark(group: dist.ProcessGroup, device: torch.device, num_parts: int = 1) -> CollectiveBenchmark:
+    """Return an all-reduce of one of ``num_parts`` parts of a tensor.
 
-    def all_reduce(numel: int) -> Collective:
-        part = torch.zeros(numel // parts, device=device)
+    All-reduces go on in the background of the backward pass and are waited for together.
+    """
+
+    def all_reduce(numel: int) -> Call:
+        part = torch.zeros(numel // num_parts, device=device)
         return lambda: collectives.all_reduce_mean(part, group)
 
-    def all_reduce_async(numel: int) -> AsyncCollective:
-        part = torch.zeros(numel // parts)
+    def all_reduce_async(numel: int) -> AsyncCall:
+        part = torch.zeros(numel // num_parts, device=device)
         return lambda: collectives.all_reduce_async(part, group)
 
-    begins = all_reduce_async if is_driven_by_host(device) else None
-    return CollectiveBenchmark(all_reduce, group.size(), lambda: None, async_start=begins, always_async=True)
+    make_async = all_reduce_async if is_driven_by_host(device) else None
+    return CollectiveBenchmark(all_reduce, group.size(), make_async=make_async, is_always_async=True)
+
+
+class LinkTimer:
+    """Times calls that all ranks of a group make together.
+
+    Attributes:
+        group: The process group.
+        device: The device to wait for.
+        compute: A stretch of compute like a small layer's. On CUDA it does nothing: the device's queue keeps ranks in
+            step.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        factor = torch.ones(COMPUTE_MATRIX_SIZE, COMPUTE_MATRIX_SIZE)
+
+        def multiply() -> None:
+            for _ in range(COMPUTE_MATMULS):
+                factor @ factor
+
+        self.compute: Call = multiply if device.type == "cpu" else lambda: None
+
+    def typical_s(self, call: Call, follows_compute: bool, budget_s: float | None = None) -> float:
+        """Return the typical seconds of ``call`` on the slowest rank, the same number on every rank."""
+        budget_s = REPEATS_BUDGET_S / _repeat_divisor() if budget_s is None else budget_s
+        for _ in range(WARMUP_REPEATS):
+            start = time.perf_counter()
+            self.once_s(call, follows_compute)
+            last_s = time.perf_counter() - start
+        affordable = int(budget_s / max(agree.all_reduce_max([last_s], self.group, self.device)[0], 1e-6))
+        repeats = min(MAX_REPEATS, max(MIN_REPEATS, affordable))
+        samples_s = [self.once_s(call, follows_compute) for _ in range(repeats)]
+        return agree.all_reduce_max([typical_time_s(samples_s)], self.group, self.device)[0]
+
+    def once_s(self, call: Call, follows_compute: bool) -> float:
+        """Return this rank's seconds of ``call`` after a barrier."""
+        synchronize(self.device)
+        dist.barrier(self.group)
+        if follows_compute:
+            self.compute()
+        synchronize(self.device)
+        start = time.perf_counter()
+        call()
+        synchronize(self.device)
+        return time.perf_counter() - start
 
 
 def _fit_all(
-    benchmarks: Mapping[str, CollectiveBenchmark],
-    sizes: Sequence[int],
-    world: dist.ProcessGroup,
-    device: torch.device,
-    progress: Progress | None,
+    benchmarks: Mapping[str, CollectiveBenchmark], sizes: Sequence[int], timer: LinkTimer
 ) -> dict[str, CollectiveFit]:
-    """Each subject at each number of elements, one after the other, and the constants that explain the times best.
-    The times are the same on all ranks, and so is where they become long."""
+    """Time each benchmark at each number of elements, one after the other, and fit the constants to the times."""
+    start = time.perf_counter()
     times_s: dict[str, list[float]] = {name: [] for name in benchmarks}
-    whole_bytes: list[int] = []
+    unsharded_bytes: list[int] = []
     for numel in sizes:
-        for name, subject in benchmarks.items():
-            times_s[name].append(_time_s(subject.make(numel), world, device, subject.interleaved_compute))
-            if progress is not None:
-                progress(sum(map(len, times_s.values())), len(sizes) * len(times_s))
-        whole_bytes.append(4 * numel)
-        if len(whole_bytes) >= MIN_SIZES and sorted(each[-1] for each in times_s.values())[-2] > BANDWIDTH_BOUND_S:
-            break
-    fits = {name: fit_collective(whole_bytes, times_s[name], subject.ranks) for name, subject in benchmarks.items()}
-    stretch = _make_compute(device)
-    stretch_s = _time_s(_repeat(stretch, COMPUTE_REPEATS), world, device, stretch) / COMPUTE_REPEATS
-    at = min(OVERLAP_SIZE_INDEX, len(whole_bytes) - 1)
-    for name, subject in benchmarks.items():
-        more_s = _extra_tensor_latency_s(subject, sizes[COALESCED_SIZES], world, device)
-        hidden = _overlap_fraction(subject, sizes[at], times_s[name][at], stretch, stretch_s, world, device)
-        fits[name] = fits[name].model_copy(update={"extra_tensor_latency_s": more_s, "overlap_fraction": hidden})
-    for name in [name for name in fits if name.endswith("reduce_scatter")]:  # as many messages more, the other way
-        more_s = fits[name.replace("reduce_scatter", "all_gather")].extra_tensor_latency_s
-        fits[name] = fits[name].model_copy(update={"extra_tensor_latency_s": more_s})
+        unsharded_bytes.append(4 * numel)
+        for name, benchmark in benchmarks.items():
+            times_s[name].append(timer.typical_s(benchmark.make(numel), benchmark.follows_compute))
+            log.debug("%s of %d bytes: %.3g s", name, 4 * numel, times_s[name][-1])
+        if len(unsharded_bytes) >= MIN_SIZES and sorted(s[-1] for s in times_s.values())[-2] > BANDWIDTH_BOUND_S:
+            break  # A single slow collective may have been disturbed. The times are the same on all ranks.
+    compute_s = timer.typical_s(_repeat(timer.compute, COMPUTE_REPEATS), True) / COMPUTE_REPEATS
+    overlap_index = min(OVERLAP_SIZE_INDEX, len(unsharded_bytes) - 1)
+    fits: dict[str, CollectiveFit] = {}
+    for name, benchmark in benchmarks.items():
+        fit = fit_collective(unsharded_bytes, times_s[name], benchmark.ranks)
+        extra_s = _extra_tensor_latency_s(benchmark, sizes[COALESCED_SIZES], timer)
+        if name.endswith("reduce_scatter"):  # It sends as many messages more as the gather, the other way.
+            extra_s = fits[name.replace("reduce_scatter", "all_gather")].extra_tensor_latency_s
+        overlap = _overlap_fraction(benchmark, sizes[overlap_index], times_s[name][overlap_index], compute_s, timer)
+        fits[name] = fit.model_copy(update={"extra_tensor_latency_s": extra_s, "overlap_fraction": overlap})
+    log.debug("link fits after %.1f s: %s", time.perf_counter() - start, fits)
     return fits
 
 
 def _overlap_fraction(
-    benchmark: CollectiveBenchmark,
-    numel: int,
-    collective_s: float,
-    compute_unit: Collective,
-    compute_unit_s: float,
-    world: dist.ProcessGroup,
-    device: torch.device,
+    benchmark: CollectiveBenchmark, numel: int, collective_s: float, compute_s: float, timer: LinkTimer
 ) -> float:
-    """Share of the collective, which takes about ``collective_s``, that goes on beside compute: some of a ``compute_unit`` of it,
-    of about ``compute_unit_s``. What is sure of it, the mean less the standard error: units that run ahead take memory.
+    """Return the share of a collective that goes on beside compute, less its standard error.
 
-    Of collectives that units would have to run ahead for, none where ranks share cores: while one waits, another
-    computes, and what goes on beside compute takes its cores. [4 ranks on 2 cores, 1 Gbit/s: a step in which units run
-    ahead waits 0.3 s, not 1.7, and takes as long]
+    The estimate is cautious because units that run ahead take memory. Where ranks share cores, collectives that units
+    would have to run ahead for overlap nothing: while one rank waits, another computes. [M-links-5] The seconds of the
+    collective and of one stretch of ``timer.compute`` need not be precise.
     """
-    if benchmark.async_start is None or benchmark.ranks == 1 or (CORE_SHARING.is_shared and not benchmark.always_async):
+    shares_cores = CORE_SHARING.is_shared and not benchmark.is_always_async
+    if benchmark.make_async is None or benchmark.ranks == 1 or shares_cores:
         return 0.0
-    alone, begin = benchmark.make(numel), benchmark.async_start(numel)
-    compute = _repeat(compute_unit, max(1, round(OVERLAP_COMPUTE_RATIO * collective_s / compute_unit_s)))
+    blocking, start = benchmark.make(numel), benchmark.make_async(numel)
+    compute = _repeat(timer.compute, max(1, round(OVERLAP_COMPUTE_RATIO * collective_s / compute_s)))
 
     def run_overlapped() -> None:
-        under_way = begin()
+        work = start()
         compute()
-        under_way.wait()
+        work.wait()
 
-    row = max(OVERLAP_MIN_CALLS, round(OVERLAP_DURATION_S / collective_s))
-    calls = [_repeat(call, row) for call in (alone, compute, run_overlapped)]
-    run_overlapped()  # what is new the first time
+    repeats = max(OVERLAP_MIN_CALLS, round(OVERLAP_DURATION_S / collective_s))
+    calls = [_repeat(call, repeats) for call in (blocking, compute, run_overlapped)]
+    run_overlapped()  # The first call sets things up.
     turns = OVERLAP_ALTERNATIONS // _repeat_divisor()
-    own = [_time_once_s(call, world, device, benchmark.interleaved_compute) for _ in range(turns) for call in calls]
-    each_s = np.reshape(agree.all_reduce_max(own, world, device), (turns, len(calls)))
-    shares = 1 - (each_s[:, 2] - each_s[:, 1]) / typical_time_s(each_s[:, 0].tolist())
+    own_s = [timer.once_s(call, benchmark.follows_compute) for _ in range(turns) for call in calls]
+    slowest_s = np.reshape(agree.all_reduce_max(own_s, timer.group, timer.device), (turns, len(calls)))
+    shares = 1 - (slowest_s[:, 2] - slowest_s[:, 1]) / typical_time_s(slowest_s[:, 0].tolist())
     return float(np.clip(shares.mean() - shares.std(ddof=1) / math.sqrt(turns), 0, 1))
 
 
-def _repeat_divisor() -> int:
-    return SHARED_CORES_DIVISOR if CORE_SHARING.is_shared else 1
-
-
-def _repeat(call: Collective, times: int) -> Collective:
-    def call_repeatedly() -> None:
-        for _ in range(times):
-            call()
-
-    return call_repeatedly
-
-
-def _extra_tensor_latency_s(
-    benchmark: CollectiveBenchmark, sizes: Sequence[int], world: dist.ProcessGroup, device: torch.device
-) -> float:
-    """What each further tensor adds to a hop's latency. Both sides are timed one right after the other."""
-    if benchmark.make_coalesced is None:
+def _extra_tensor_latency_s(benchmark: CollectiveBenchmark, sizes: Sequence[int], timer: LinkTimer) -> float:
+    """Return what each further tensor of a coalesced collective adds to a hop's latency."""
+    if benchmark.make_coalesced is None or not sizes:
         return 0.0
-    more = [
-        _time_s(benchmark.make_coalesced(numel), world, device, benchmark.interleaved_compute)
-        - _time_s(benchmark.make(numel), world, device, benchmark.interleaved_compute)
+    extra_s = [
+        timer.typical_s(benchmark.make_coalesced(numel), benchmark.follows_compute)
+        - timer.typical_s(benchmark.make(numel), benchmark.follows_compute)
         for numel in sizes
     ]
-    return max(0.0, float(np.mean(more))) / ((COALESCED_TENSORS - 1) * (benchmark.ranks - 1)) if more else 0.0
+    return max(0.0, float(np.mean(extra_s))) / ((COALESCED_TENSORS - 1) * (benchmark.ranks - 1))
 
 
 def _affordable_sizes(
     sizes_bytes: Sequence[int], max_bytes: int | None, group: dist.ProcessGroup, device: torch.device
 ) -> list[int]:
-    """Numbers of float32 elements to measure at, ascending, the same on all ranks."""
-    ranks = group.size()
-    numels = sorted({-(-size // (4 * ranks)) * ranks for size in sizes_bytes})
+    """Return the numbers of float32 elements to measure at, ascending, the same on all ranks."""
+    numels = sorted({_round_up(size, group) for size in sizes_bytes})
     if len(numels) < 2:
         raise ValueError(f"need two different sizes at least to fit latency and bandwidth, got {list(sizes_bytes)}")
     limit = agree.all_reduce_min(max_bytes, group, device)
     return numels[:2] + [numel for numel in numels[2:] if numel * 4 <= limit]
 
 
-def _make_compute(device: torch.device) -> Collective:
-    """A stretch of compute like a small layer's. On CUDA, ranks are kept in step by the device's own queue."""
-    if device.type != "cpu":
-        return lambda: None
-    factor = torch.ones(COMPUTE_MATRIX_SIZE, COMPUTE_MATRIX_SIZE)
-
-    def work() -> None:
-        for _ in range(COMPUTE_MATMULS):
-            factor @ factor
-
-    return work
+def _round_up(size_bytes: int, group: dist.ProcessGroup) -> int:
+    """Return the number of float32 elements, rounded up to equal shards."""
+    return -(-size_bytes // (4 * group.size())) * group.size()
 
 
-def _time_s(
-    collective: Collective,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    interleaved_compute: Collective,
-    budget_s: float | None = None,
-) -> float:
-    """What is typical of several repeats on the slowest rank; every rank gets the same number."""
-    budget_s = REPEATS_BUDGET_S / _repeat_divisor() if budget_s is None else budget_s
-    for _ in range(WARMUP_REPEATS):
-        began = time.perf_counter()
-        _time_once_s(collective, group, device, interleaved_compute)
-        last_s = time.perf_counter() - began
-    wanted = int(budget_s / max(agree.all_reduce_max([last_s], group, device)[0], 1e-6))
-    repeats = min(MAX_REPEATS, max(MIN_REPEATS, wanted))
-    samples_s = [_time_once_s(collective, group, device, interleaved_compute) for _ in range(repeats)]
-    return agree.all_reduce_max([typical_time_s(samples_s)], group, device)[0]
+def _repeat_divisor() -> int:
+    return SHARED_CORES_DIVISOR if CORE_SHARING.is_shared else 1
 
 
-def _time_once_s(
-    collective: Collective, group: dist.ProcessGroup, device: torch.device, interleaved_compute: Collective
-) -> float:
-    synchronize(device)
-    dist.barrier(group)
-    interleaved_compute()
-    synchronize(device)
-    start = time.perf_counter()
-    collective()
-    synchronize(device)
-    return time.perf_counter() - start
+def _repeat(call: Call, times: int) -> Call:
+    def call_repeatedly() -> None:
+        for _ in range(times):
+            call()
+
+    return call_repeatedly

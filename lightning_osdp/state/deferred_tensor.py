@@ -97,7 +97,8 @@ class DeferredTensors:
         if id(placeholder) not in self._index_by_id:
             raise CheckpointError(
                 f"a tensor of shape {tuple(placeholder.shape)} in the checkpoint has no values: it is on the meta "
-                "device, or a hook computed it from values that are not gathered. save_format='full' gathers them for hooks"
+                "device, or a hook computed it from values that are not gathered. save_format='full' gathers them "
+                "for hooks"
             )
         return self._index_by_id[id(placeholder)]
 

@@ -42,9 +42,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from lightning_osdp.backend.agree import broadcast_object, raise_on_all_ranks
 from lightning_osdp.errors import CheckpointError
 from lightning_osdp.state import atomic_files, single_file
-from lightning_osdp.state.chunks import TensorChunk, local_chunks
 from lightning_osdp.state.deferred_tensor import DeferredTensor, DeferredTensors, LoadTarget
-from lightning_osdp.state.shard_layout import ShardLayout
+from lightning_osdp.state.shard_layout import ReplicatedLayout, TensorChunk
 
 TRAINER_FILE = "trainer.pt"
 """Name of the file with everything but the tensors of the model and of the optimizers."""
@@ -160,7 +159,7 @@ class _ChunkSavePlanner(DefaultSavePlanner):
             [
                 self._make_write_item(tensor, chunk)
                 for tensor in self._deferred_tensors
-                for chunk in local_chunks(tensor.layout)
+                for chunk in tensor.layout.local_chunks()
             ]
         )
 
@@ -260,7 +259,7 @@ class CheckpointFolder:
     def read_full_tensor(self, placeholder: Tensor) -> Tensor:
         """Read a full tensor to the CPU."""
         full_tensor = torch.empty(placeholder.shape, dtype=placeholder.dtype)
-        self.fill([LoadTarget(ShardLayout.create_replicated(placeholder.shape), full_tensor, placeholder)])
+        self.fill([LoadTarget(ReplicatedLayout(placeholder.shape), full_tensor, placeholder)])
         return full_tensor
 
 
@@ -274,7 +273,7 @@ class _ChunkLoadPlanner(DefaultLoadPlanner):
         for name, target in named_targets:
             stored = metadata.state_dict_metadata[name]
             assert isinstance(stored, TensorStorageMetadata)
-            chunks = list(local_chunks(target.layout))
+            chunks = list(target.layout.local_chunks())
             self._chunk_buffers |= {
                 (name, torch.Size(chunk.offsets)): chunk.view(target.local_shard) for chunk in chunks
             }

@@ -1,9 +1,8 @@
-"""How a parameter lies over the ranks: which elements of the whole a rank's flat part holds, and in what order.
+"""How one parameter lies over the ranks.
 
-A parameter is cut into slices along one dimension (one slice, if its operator is not split). A slice is either on
-every rank, or flattened and cut into equal pieces, one for each rank of its group, the last padded with zeros
-(FairScale's layout). A rank's part is what it holds of each slice, one after the other, flat. Gradients and optimizer
-states lie like the parameter they belong to.
+A layout maps between the full tensor and the part of it that this rank holds, its local shard. Gradients and optimizer
+states lie like the parameter they belong to. Everything in ``state`` and the norm over all gradients work with any
+layout; an engine brings the one that it uses (``flat_layout.FlatPaddedLayout`` for FairScale's).
 """
 
 from __future__ import annotations
@@ -11,128 +10,85 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-
-from lightning_osdp.backend import collectives
+from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Slice:
-    """Rows ``start`` to ``stop`` of the whole along the layout's dimension.
+class TensorChunk:
+    """A box of the full tensor that lies contiguously in a rank's local shard.
 
     Attributes:
-        start: first index along the dimension.
-        stop: one past the last.
-        num_shards: ranks that hold one piece each; 1 if every rank holds all of it.
-        shard_index: which piece this rank holds.
-        group: process group of those ranks; None if every rank holds all of it.
+        offsets: indices of the box's first element in the full tensor, one for each dimension.
+        sizes: extent of the box along each dimension.
+        shard_offset: index of its first element in the flattened local shard.
     """
 
-    start: int
-    stop: int
-    num_shards: int = 1
-    shard_index: int = 0
-    group: Any = None
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    shard_offset: int
+
+    def view(self, local_shard: Tensor) -> Tensor:
+        """Return the elements of ``local_shard`` that belong to this chunk, in the chunk's shape."""
+        return local_shard.reshape(-1)[self.shard_offset : self.shard_offset + prod(self.sizes)].view(self.sizes)
+
+
+class ShardLayout(Protocol):
+    """Where the elements of one parameter are."""
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether a rank holds only a piece of it."""
-        return self.group is not None
-
-
-@dataclass(frozen=True)
-class ShardLayout:
-    """Where the elements of one parameter are.
-
-    Attributes:
-        shape: of the whole parameter.
-        slices: in order, without gaps, along ``dim``.
-        dim: dimension of the whole that the slices divide.
-    """
-
-    shape: torch.Size
-    slices: tuple[Slice, ...]
-    dim: int = 0
-
-    @classmethod
-    def create_sharded(cls, shape: torch.Size, group: Any) -> ShardLayout:
-        """Of a parameter in one slice, cut into a piece for each rank of ``scope``."""
-        return cls(shape, (Slice(0, shape[0], dist.get_world_size(group), dist.get_rank(group), group),))
-
-    @classmethod
-    def create_sliced(
-        cls, shape: torch.Size, dim: int, sizes: Sequence[int], slice_is_sharded: Sequence[bool], group: Any
-    ) -> ShardLayout:
-        """Of a parameter in slices of ``sizes`` along ``dim``, those ``slice_is_sharded`` cut into pieces over ``scope``."""
-        pieces, index = dist.get_world_size(group), dist.get_rank(group)
-        slices, start = [], 0
-        for size, cut in zip(sizes, slice_is_sharded, strict=True):
-            slices.append(Slice(start, start + size, *((pieces, index, group) if cut else ())))
-            start += size
-        return cls(shape, tuple(slices), dim)
-
-    @classmethod
-    def create_replicated(cls, shape: torch.Size) -> ShardLayout:
-        """Of a tensor that every rank holds whole."""
-        return cls(shape, (Slice(0, shape[0] if shape else 1),))
-
-    def slice_numel(self, slice_: Slice) -> int:
-        """Elements of a slice when whole, without padding."""
-        return prod(self.slice_shape(slice_))
-
-    def slice_shape(self, slice_: Slice) -> torch.Size:
-        """Shape of a slice when whole."""
-        if not self.shape:
-            return self.shape
-        return torch.Size((*self.shape[: self.dim], slice_.stop - slice_.start, *self.shape[self.dim + 1 :]))
-
-    def local_slice_numel(self, slice_: Slice) -> int:
-        """Elements that this rank holds of a slice, with padding."""
-        return -(-self.slice_numel(slice_) // slice_.num_shards)
+    def shape(self) -> torch.Size:
+        """Shape of the full tensor."""
+        ...
 
     @property
-    def local_shard_numel(self) -> int:
-        """Elements of this rank's part, with padding."""
-        return sum(self.local_slice_numel(piece) for piece in self.slices)
-
-    def slice_ranges(self) -> Iterator[tuple[Slice, int, int]]:
-        """Each slice with where this rank's part has it: (slice, first element, one past the last)."""
-        offset = 0
-        for piece in self.slices:
-            end = offset + self.local_slice_numel(piece)
-            yield piece, offset, end
-            offset = end
+    def groups(self) -> Sequence[Any]:
+        """Process groups over which parts of the tensor are distributed; None stands for parts on every rank."""
+        ...
 
     def shard(self, full_tensor: Tensor) -> Tensor:
-        """This rank's part of a whole tensor: flat, padded, a copy."""
-        return torch.cat([self._shard_slice(full_tensor, piece) for piece in self.slices])
-
-    def _shard_slice(self, full_tensor: Tensor, slice_: Slice) -> Tensor:
-        flat = full_tensor.detach().narrow(self.dim, slice_.start, slice_.stop - slice_.start).reshape(-1)
-        size = self.local_slice_numel(slice_)
-        mine = flat[slice_.shard_index * size : (slice_.shard_index + 1) * size]
-        return nn.functional.pad(mine, (0, size - mine.numel())) if mine.numel() < size else mine.clone()
+        """Return a copy of this rank's part of ``full_tensor``, with padding where the layout has it."""
+        ...
 
     def unshard(self, local_shard: Tensor) -> Tensor:
-        """The whole of what ``local_shard`` is this rank's part of. Collective over the groups of its slices."""
-        flat = local_shard.detach().reshape(-1)
-        if len(self.slices) == 1:
-            return self._unshard_slice(flat, self.slices[0])
-        whole = flat.new_empty(self.shape)
-        for piece, first, last in self.slice_ranges():  # beside the whole, one slice at a time
-            whole.narrow(self.dim, piece.start, piece.stop - piece.start).copy_(
-                self._unshard_slice(flat[first:last], piece)
-            )
-        return whole
+        """Gather the full tensor. Collective over ``groups``."""
+        ...
 
-    def _unshard_slice(self, local_shard: Tensor, slice_: Slice) -> Tensor:
-        shape = self.slice_shape(slice_)
-        if not slice_.is_sharded:
-            return local_shard.view(shape)
-        whole = torch.empty(local_shard.numel() * slice_.num_shards, dtype=local_shard.dtype, device=local_shard.device)
-        collectives.all_gather(whole, local_shard.contiguous(), slice_.group)
-        return whole[: shape.numel()].view(shape)
+    def split_by_group(self, local_shard: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        """Yield each part of a local shard with its group, as in ``groups``; padding may be in it, as zeros."""
+        ...
+
+    def local_chunks(self) -> Iterator[TensorChunk]:
+        """Yield the boxes of the full tensor that this rank holds, without padding."""
+        ...
+
+
+@dataclass(frozen=True)
+class ReplicatedLayout:
+    """A tensor that every rank holds in full."""
+
+    shape: torch.Size
+
+    @property
+    def groups(self) -> tuple[None]:
+        """See ``ShardLayout.groups``."""
+        return (None,)
+
+    def shard(self, full_tensor: Tensor) -> Tensor:
+        """Return a copy of the tensor."""
+        return full_tensor.detach().clone()
+
+    def unshard(self, local_shard: Tensor) -> Tensor:
+        """Return the tensor as it is."""
+        return local_shard.detach().view(self.shape)
+
+    def split_by_group(self, local_shard: Tensor) -> Iterator[tuple[None, Tensor]]:
+        """Yield the tensor once, as a part that every rank holds."""
+        yield None, local_shard
+
+    def local_chunks(self) -> Iterator[TensorChunk]:
+        """Yield the whole tensor as one chunk."""
+        if self.shape.numel():
+            yield TensorChunk((0,) * len(self.shape), tuple(self.shape), 0)

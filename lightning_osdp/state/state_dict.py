@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.state.deferred_tensor import DeferredTensor, DeferredTensors, LoadTarget
-from lightning_osdp.state.shard_layout import ShardLayout
+from lightning_osdp.state.shard_layout import ReplicatedLayout, ShardLayout
 
 PARAMETER_NAMES = "param_names"
 """Key of the parameters' names in an optimizer's state, next to ``state`` and ``param_groups``. PyTorch puts names into
@@ -54,7 +54,7 @@ class ShardedParameters:
 
     def layout_of(self, parameter: nn.Parameter) -> ShardLayout:
         """Return the layout of a parameter, sharded or not."""
-        return self._layouts.get(parameter) or ShardLayout.create_replicated(parameter.shape)
+        return self._layouts.get(parameter) or ReplicatedLayout(parameter.shape)
 
     @contextmanager
     def show_unsharded_shapes(self) -> Iterator[None]:
@@ -87,7 +87,7 @@ class ShardedParameters:
         finally:
             for parameter, shard in shards.items():
                 if writeback:
-                    shard.view(-1).copy_(self._layouts[parameter].shard(parameter.data))
+                    shard.copy_(self._layouts[parameter].shard(parameter.data).view(shard.shape))
                 parameter.data = shard
 
     def shard_existing_state(self, optimizer: Optimizer) -> None:
@@ -122,7 +122,7 @@ class ShardedParameters:
 
     def _process_groups(self) -> list[Any]:
         """Return the groups over which slices are sharded, and None for what every rank holds."""
-        groups = {piece.group: None for layout in self._layouts.values() for piece in layout.slices}
+        groups = {group: None for layout in self._layouts.values() for group in layout.groups}
         return list(groups | {None: None})
 
     def _split_by_group(self, parameter: nn.Parameter | None, gradient: Tensor) -> Iterator[tuple[Any, Tensor]]:
@@ -130,8 +130,7 @@ class ShardedParameters:
         if layout is None:
             yield None, gradient
             return
-        for piece, first, last in layout.slice_ranges():
-            yield piece.group, gradient.reshape(-1)[first:last]
+        yield from layout.split_by_group(gradient)
 
 
 def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a user may ask for: arguments read and checked, combinations that can't work refused."""
+"""Validate what a user asks for, and refuse combinations that can't work."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lightning_osdp.strategy import precision
 
 
 def validate_positive(name: str, value: int | str | None) -> int | None:
-    """``value`` if it is a positive whole number or None.
+    """Return ``value`` if it is a positive whole number or None.
 
     Raises:
-        ConfigurationError: it is anything else; ``key`` says which argument.
+        ConfigurationError: it is anything else; the message names the argument ``name``.
     """
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise ConfigurationError(f"{name}={value!r} is not a positive whole number")
@@ -29,10 +29,10 @@ def validate_positive(name: str, value: int | str | None) -> int | None:
 
 
 def validate_choice(name: str, value: str, choices: Sequence[str]) -> str:
-    """``value`` if it is among those ``choices``.
+    """Return ``value`` if it is one of ``choices``.
 
     Raises:
-        ConfigurationError: it is not; ``key`` says which argument.
+        ConfigurationError: it is not; the message names the argument ``name``.
     """
     if value not in choices:
         raise ConfigurationError(f"{name}={value!r} is not known: use {' or '.join(map(repr, choices))}")
@@ -40,7 +40,7 @@ def validate_choice(name: str, value: str, choices: Sequence[str]) -> str:
 
 
 def reject_unsupported(trainer: pl.Trainer, plugin: Precision) -> None:
-    """Refuses combinations that would train wrongly.
+    """Refuse combinations that would train wrongly.
 
     Raises:
         ConfigurationError: a callback averages weights, the precision is not supported, the whole module is compiled,
@@ -77,29 +77,28 @@ GRADIENT_HOOKS = (
     "optimizer_step",
     "optimizer_zero_grad",
 )
-"""Hooks of modules and callbacks that come when all gradients are there, decide about the optimizer's step, or may add
-up the gradients of several backward passes."""
+"""Hooks that see all gradients, decide about the optimizer's step, or may accumulate gradients of several backwards."""
 
 
 def in_backward_blocker(trainer: pl.Trainer, plugin: Precision, *, is_allowed: bool, per_parameter: bool) -> str:
-    """Why a run may not update parameters in the backward pass, in words; empty if it may.
+    """Say why a run may not update parameters during backward; empty if it may.
 
     Args:
-        trainer: of the run.
-        plugin: the precision.
+        trainer: the Trainer of the run.
+        plugin: its precision.
         is_allowed: whether the user allows it.
-        per_parameter: whether the optimizer does (``OptimizerStep.separable``).
+        per_parameter: whether the optimizer updates each parameter by itself (``OptimizerStep.per_parameter``).
     """
     if not is_allowed:
         return "OSDPStrategy(update_in_backward=False)"
-    why_not = _all_gradients_blocker(trainer, plugin)
-    if why_not or per_parameter:
-        return why_not
+    blocker = _all_gradients_blocker(trainer, plugin)
+    if blocker or per_parameter:
+        return blocker
     return "its optimizer is not one of torch.optim that updates each parameter by itself without temporaries"
 
 
 def _all_gradients_blocker(trainer: pl.Trainer, plugin: Precision) -> str:
-    """What of a run needs all gradients before the first parameter is updated, in words; empty if nothing does."""
+    """Say what needs all gradients before the first parameter is updated; empty if nothing does."""
     module = trainer.lightning_module
     if not module.automatic_optimization:
         return f"{type(module).__name__} optimizes by itself (automatic_optimization=False)"
@@ -120,10 +119,14 @@ def _all_gradients_blocker(trainer: pl.Trainer, plugin: Precision) -> str:
 
 
 def check_plan_allows_in_backward(plan: ExecutionPlan | None, blocker: str) -> None:
-    """Refuses a ``make_plan`` that updates parameters in the backward pass in a run that may not (``blocker``).
+    """Refuse a plan that updates parameters during backward in a run that may not.
+
+    Args:
+        plan: the given plan, or None.
+        blocker: why the run may not; empty if it may.
 
     Raises:
-        ConfigurationError: it does.
+        ConfigurationError: the plan does.
     """
     if plan is not None and plan.update_in_backward and blocker:
         raise ConfigurationError(
@@ -133,14 +136,14 @@ def check_plan_allows_in_backward(plan: ExecutionPlan | None, blocker: str) -> N
 
 
 def disable_inference_mode(trainer: pl.Trainer) -> None:
-    """Has all loops evaluate under ``no_grad``: weights gathered under inference_mode can't be trained afterwards."""
+    """Make all loops evaluate under ``no_grad``: weights gathered under inference_mode can't be trained afterwards."""
     loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     for loop in loops:
         loop.inference_mode = False
 
 
 def read_plan(plan: str | Path | ExecutionPlan | None) -> ExecutionPlan | None:
-    """The plan that was given, from its file if it is a path.
+    """Return the given plan, read from its file if it is a path.
 
     Raises:
         ConfigurationError: the file can't be read or is not a plan.
@@ -152,7 +155,7 @@ def read_plan(plan: str | Path | ExecutionPlan | None) -> ExecutionPlan | None:
 
 
 def read_cluster(cluster: str | Path | Cluster | None) -> Cluster | None:
-    """The hardware that was given, from its file if it is a path.
+    """Return the given hardware, read from its file if it is a path.
 
     Raises:
         ConfigurationError: the file can't be read or does not describe a cluster.

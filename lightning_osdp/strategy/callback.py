@@ -1,4 +1,4 @@
-"""OSDPCallback: wishes in, before planning; predicted against measured out, while training."""
+"""OSDPCallback: constrains the search before planning, and logs predicted and measured figures while training."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.strategy.osdp import OSDPStrategy
 
 LOG_PREFIX = "osdp/"
-"""Of every logged name."""
+"""Prefix of every logged name."""
 
 
 class OSDPCallback(Callback):
-    """Says how finely operators may be split and what may be recomputed, and logs how the plan holds.
+    """A callback that limits splitting and recomputation, and logs how the plan's predictions hold.
 
     Every ``trainer.log_every_n_steps`` steps it logs, through the trainer's loggers, ``osdp/step_time_s``,
-    ``osdp/samples_per_s``, ``osdp/peak_memory_bytes`` (of rank 0), each beside ``osdp/predicted_...``, and ``osdp/mfu``
-    (model FLOPs utilisation: FLOPs of the model without recomputation over the device's peak) where Lightning knows the
-    device. The plan is stored in checkpoints, and used again when a run resumes on the same kind of cluster; on
-    another one a new plan is made for the same weights.
+    ``osdp/samples_per_s``, ``osdp/peak_memory_bytes`` (of rank 0), each with its ``osdp/predicted_...``, and
+    ``osdp/mfu`` (model FLOPs utilisation: FLOPs of the model without recomputation over the device's peak) where
+    Lightning knows the device. The plan is stored in checkpoints, and used again when a run resumes on the same kind of
+    cluster; on another one a new plan is made for the same weights.
 
     Args:
         slice_granularity: ``"auto"`` (each operator is whole, or in 2, 4, 8 or 16 slices, whatever is fastest within
@@ -64,18 +64,18 @@ class OSDPCallback(Callback):
     @property
     @override
     def state_key(self) -> str:
-        """Tells callbacks with other wishes apart, so that Lightning leaves it to ``setup`` to refuse a second one."""
-        wishes = self.constraints
+        """Key of this callback's state; it holds the arguments, so that ``setup`` can refuse a second callback."""
         return self._generate_state_key(
-            slice_granularity=wishes.slice_granularity, activation_checkpointing=wishes.activation_checkpointing
+            slice_granularity=self.constraints.slice_granularity,
+            activation_checkpointing=self.constraints.activation_checkpointing,
         )
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Hands the wishes, and the plan of the checkpoint to resume from, to the strategy."""
-        others = [one for one in _callbacks(trainer) if isinstance(one, OSDPCallback)]
-        if len(others) > 1:
-            raise ConfigurationError(f"the Trainer has {len(others)} OSDPCallbacks: give their arguments to one")
+        """Hand the constraints, and the plan of the checkpoint to resume from, to the strategy."""
+        own_kind = [callback for callback in _callbacks(trainer) if isinstance(callback, OSDPCallback)]
+        if len(own_kind) > 1:
+            raise ConfigurationError(f"the Trainer has {len(own_kind)} OSDPCallbacks: give their arguments to one")
         if not isinstance(trainer.strategy, OSDPStrategy):
             raise ConfigurationError(
                 f"OSDPCallback needs OSDPStrategy, the Trainer has {type(trainer.strategy).__name__}: build it as "
@@ -90,14 +90,14 @@ class OSDPCallback(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Looks the device's peak up, once."""
+        """Look up the peak FLOPs of the device."""
         self._peak_flops = _device_peak_flops(trainer)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs every ``log_every_n_steps`` optimizer steps."""
+        """Log every ``log_every_n_steps`` optimizer steps."""
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if trainer.barebones or not every or (trainer.global_step % every and not trainer.is_last_batch):
             return
@@ -114,7 +114,7 @@ class OSDPCallback(Callback):
             pl_module.log_dict(shown, prog_bar=True, logger=False, batch_size=1)
 
     def _collect_metrics(self) -> dict[str, float]:
-        """What was measured so far beside what was predicted; empty until enough steps were made."""
+        """Return measured and predicted figures; empty until enough steps were made."""
         assert self._strategy is not None
         plan, measured = self._strategy.execution_plan, self._strategy.measured_step
         if plan is None or measured is None:
@@ -129,22 +129,22 @@ class OSDPCallback(Callback):
             "predicted_peak_memory_bytes": float(predicted.peak_memory_bytes),
         }
         if self._peak_flops and plan.model.flops_per_sample:
-            done = plan.model.flops_per_sample * plan.batch_size * plan.accumulate_grad_batches
-            metrics["mfu"] = done / measured.step_time_s / self._peak_flops
+            flops = plan.model.flops_per_sample * plan.batch_size * plan.accumulate_grad_batches
+            metrics["mfu"] = flops / measured.step_time_s / self._peak_flops
         return {LOG_PREFIX + name: value for name, value in metrics.items()}
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The plan in use, as JSON text, and the wishes that it was made with."""
+        """Return the plan in use as JSON text, and the constraints that it was made with."""
         if self._strategy is None or self._strategy.execution_plan is None:
             return {}
         return {"plan": self._strategy.execution_plan.to_json(), "constraints": repr(self._strategy.search_constraints)}
 
     def _load_plan_from_checkpoint(self, checkpoint: str | None) -> ExecutionPlan | None:
-        """The plan that an OSDPCallback with the same wishes left in a checkpoint; None if there is none to be read.
+        """Return the plan that an OSDPCallback with the same constraints stored in a checkpoint; None if there is none.
 
-        Nothing is lost without it: the run then makes a new plan. So what can't be read is a warning; loading the
-        checkpoint itself comes later, and says what is wrong with it.
+        A checkpoint that can't be read is a warning here: the run makes a new plan, and loading the checkpoint itself
+        later reports what is wrong with it.
         """
         if checkpoint is None:
             return None

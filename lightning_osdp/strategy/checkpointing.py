@@ -1,4 +1,4 @@
-"""Lightning's side of checkpoints: which ones this package writes and reads itself, and which a plugin does."""
+"""Save and load checkpoints for Lightning: with this package's formats, or through the user's plugin."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from lightning_osdp.state.state_dict import ShardedParameters, load_model_state
 from lightning_osdp.strategy.failure_aware import FailureAwareStrategy
 
 SAVE_WAIT_S = 10.0
-"""How long a rank that saves after an error waits for the others to do so."""
+"""Seconds that a rank which saves after an error waits for the others."""
 
 
 def handles_natively(plugin: CheckpointIO, path: Any) -> bool:
-    """Whether this package writes there itself: a local path, and no plugin of the user's."""
+    """Return whether this package writes ``path`` itself: it is local, and the user has no plugin."""
     return type(plugin) is TorchCheckpointIO and _is_local_file_protocol(path)
 
 
@@ -43,10 +43,18 @@ def save(
     storage_options: Any | None,
     group: Any,
 ) -> None:
-    """Saves to ``path``; all ranks raise if one fails. Collective.
+    """Save a checkpoint; all ranks raise if one fails. Collective.
+
+    Args:
+        checkpoint_format: the format of this run.
+        plugin: the CheckpointIO of the Trainer.
+        checkpoint: the checkpoint; that of rank 0 counts.
+        path: where it goes.
+        storage_options: options of the plugin.
+        group: all ranks.
 
     Raises:
-        ConfigurationError: a sharded checkpoint is to go where only a plugin writes.
+        ConfigurationError: only a plugin can write to ``path``, and the checkpoint is sharded.
         CheckpointError: the disk is full, or the path can't be written.
     """
     if handles_natively(plugin, path) and storage_options is None:
@@ -68,10 +76,10 @@ def save(
 def load(
     checkpoint_format: CheckpointFormat, plugin: CheckpointIO, path: Any, weights_only: bool | None, group: Any
 ) -> dict[str, Any]:
-    """Loads from ``path``; all ranks raise if one fails. Collective.
+    """Load a checkpoint; all ranks raise if one fails. Collective.
 
     Raises:
-        CheckpointError: it is damaged or foreign.
+        CheckpointError: the checkpoint is damaged or foreign.
     """
     if handles_natively(plugin, path):
         return checkpoint_format.load(_local_path(path), weights_only, group)
@@ -79,10 +87,10 @@ def load(
 
 
 def states_by_optimizer(optimizers: Sequence[Optimizer], checkpoint: dict[str, Any]) -> dict[Optimizer, dict[str, Any]]:
-    """The saved state of each optimizer.
+    """Return the saved state of each optimizer.
 
     Raises:
-        ConfigurationError: the checkpoint has none, or for another number of optimizers.
+        ConfigurationError: the checkpoint has no optimizer states, or those of another number of optimizers.
     """
     states = checkpoint.get("optimizer_states")
     if states is None:
@@ -98,7 +106,7 @@ def states_by_optimizer(optimizers: Sequence[Optimizer], checkpoint: dict[str, A
 
 
 class CheckpointingStrategy(FailureAwareStrategy):
-    """The part of the strategy that saves and loads."""
+    """A strategy that saves and loads sharded state."""
 
     _checkpoint_format: CheckpointFormat
     _engine: Engine | None
@@ -110,14 +118,14 @@ class CheckpointingStrategy(FailureAwareStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors on the first rank, nothing on others; while a checkpoint is saved, handles on all."""
+        """Return unsharded tensors on rank 0, nothing on others; while a checkpoint is saved, placeholders on all."""
         if self._engine is None:
             return super().lightning_module_state_dict()
         return self._engine.model_state(self._checkpoint_format.deferred_tensors)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As for the module."""
+        """Return the optimizer's state, in the same way as the state of the module."""
         assert self._engine is not None
         plain = getattr(optimizer, "_optimizer", optimizer)
         index = next((i for i, known in enumerate(self.optimizers) if known is plain), 0)
@@ -125,17 +133,17 @@ class CheckpointingStrategy(FailureAwareStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Saves on every rank or fails on every rank."""
+        """Save on every rank, or fail on every rank."""
         save(self._checkpoint_format, self.checkpoint_io, checkpoint, filepath, storage_options, dist.group.WORLD)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Either format; its large tensors are not read yet."""
+        """Open a checkpoint of either format; its large tensors are not read yet."""
         return load(self._checkpoint_format, self.checkpoint_io, checkpoint_path, weights_only, dist.group.WORLD)
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Loads whole states, saved under any plan, once all of the checkpoint is known to fit."""
+        """Load unsharded state, saved under any plan, once all of the checkpoint is known to fit."""
         assert self.lightning_module is not None
         model, fill = checkpoint["state_dict"], self._checkpoint_format.fill
         if self._engine is None:
@@ -153,10 +161,10 @@ class CheckpointingStrategy(FailureAwareStrategy):
         _optimizers_to_device(self.optimizers, self.root_device)
 
     def _defer_gathers_on_save(self, trainer: pl.Trainer) -> None:
-        """Lets ``trainer.save_checkpoint`` put checkpoints together from handles. Idempotent.
+        """Make ``trainer.save_checkpoint`` assemble checkpoints from placeholders. Idempotent.
 
-        Lightning asks the strategy for states before it tells where they go, and asks in the same way as a user who
-        wants whole tensors. Hooks and plugins that see the checkpoint are given whole tensors, too.
+        Lightning requests states before it says where they go, and in the same way as a user who wants unsharded
+        tensors. Hooks and plugins that see the checkpoint still get unsharded tensors.
         """
         original = trainer.save_checkpoint
         if getattr(original, "defers_gathers", False):
@@ -169,26 +177,26 @@ class CheckpointingStrategy(FailureAwareStrategy):
             if trainer.state.status == TrainerStatus.INTERRUPTED and not self._can_all_ranks_save():
                 rank_zero_warn(f"{filepath} is not saved: not all ranks are there to save it", category=OSDPWarning)
                 return
-            at_once = _hooks_inspect_checkpoint(trainer) or not handles_natively(self.checkpoint_io, filepath)
-            with self._checkpoint_format.deferred_gathers(self.is_global_zero, at_once):
+            eager = _hooks_inspect_checkpoint(trainer) or not handles_natively(self.checkpoint_io, filepath)
+            with self._checkpoint_format.deferred_gathers(self.is_global_zero, eager):
                 original(filepath, weights_only, storage_options)
 
         save_checkpoint.defers_gathers = True  # type: ignore[attr-defined]
         trainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
 
     def _checkpoint_memory_mode(self, trainer: pl.Trainer) -> CheckpointMemory:
-        """What a rank makes whole on its device while the Trainer's callbacks save checkpoints."""
+        """Return how much a rank gathers on its device while the Trainer's callbacks save checkpoints."""
         callbacks = trainer.checkpoint_callbacks
         if self._checkpoint_format.is_sharded or not callbacks:
             return "nothing"
-        places = [getattr(callback, "dirpath", None) or trainer.default_root_dir for callback in callbacks]
-        at_once = _hooks_inspect_checkpoint(trainer) or not all(
-            handles_natively(self.checkpoint_io, place) for place in places
+        folders = [getattr(callback, "dirpath", None) or trainer.default_root_dir for callback in callbacks]
+        eager = _hooks_inspect_checkpoint(trainer) or not all(
+            handles_natively(self.checkpoint_io, folder) for folder in folders
         )
-        return "gathered" if at_once and self.root_device.type == "cpu" else "streamed"
+        return "gathered" if eager and self.root_device.type == "cpu" else "streamed"
 
     def _can_all_ranks_save(self) -> bool:
-        """Whether all ranks come to save after an error, where some may be gone or wait for something else."""
+        """Return whether all ranks come to save after an error: some may be gone or wait for something else."""
         return self._failure_detector is not None and self._failure_detector.wait_for_all_ranks(
             "save after an error", SAVE_WAIT_S
         )
@@ -199,7 +207,7 @@ def _local_path(path: Any) -> Path:
 
 
 def _hooks_inspect_checkpoint(trainer: pl.Trainer) -> bool:
-    """Whether code of the user's sees the checkpoint before it is written."""
+    """Return whether a hook of the user sees the checkpoint before it is written."""
     hook = "on_save_checkpoint"
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     return is_overridden(hook, trainer.lightning_module, pl.LightningModule) or any(

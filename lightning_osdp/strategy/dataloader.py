@@ -1,4 +1,4 @@
-"""The train dataloader of a Trainer: one batch from it, its batch size, and how to change that."""
+"""Read one batch of a Trainer's train dataloader, and read and change its batch size."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 
 
 class TrainData:
-    """Reads the train dataloader that a Trainer was given, before its loops have asked for it.
+    """The train dataloader of a Trainer, read before the loops ask for it.
 
     Args:
-        trainer: in ``fit``, after the setup hooks.
-        module: the LightningModule, whose ``batch_size`` may be the one that its loader uses.
+        trainer: the Trainer in ``fit``, after the setup hooks.
+        module: the LightningModule, whose ``batch_size`` its loader may use.
     """
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -37,13 +37,13 @@ class TrainData:
 
     @property
     def num_samples(self) -> int | None:
-        """Samples in the train dataset over all ranks; None if it has no length."""
+        """Number of samples in the train dataset over all ranks; None if it has no length."""
         if isinstance(self._loader, DataLoader) and not isinstance(self._loader.dataset, IterableDataset):
             return sized_len(self._loader.dataset)
         return None
 
     def first_batch(self) -> tuple[Any, int]:
-        """A batch as the loader gives it, and how many samples it has.
+        """Return a batch as the loader makes it, and its number of samples.
 
         A map-style dataset is read directly: no worker is started.
 
@@ -64,7 +64,7 @@ class TrainData:
             raise ConfigurationError(f"the number of samples in a batch can't be told: {error}") from error
 
     def fixed_batch_size_reason(self) -> str:
-        """Why the batch size can't be changed, in words for the user; empty if it can."""
+        """Say why the batch size can't be changed, for the user; empty if it can."""
         loader = self._loader
         if not isinstance(loader, DataLoader):
             return f"the train dataloader is a {type(loader).__name__}, not a single DataLoader"
@@ -82,31 +82,40 @@ class TrainData:
     def batch_size_policy(
         self, loader_batch_size: int, user_requested: BatchSizePolicy, ranks: int, quiet: bool = False
     ) -> BatchSizePolicy:
-        """``user_requested``, with what the data allow: no more than there is, and no change where none is possible.
+        """Restrict what the user requested to what the data allow.
 
         Args:
-            loader_batch_size: what the loader gives now.
-            user_requested: what the user asked for.
-            ranks: that share the dataset.
-            quiet: whether to keep back the warning that the batch size can't be searched.
+            loader_batch_size: the batch size of the loader now.
+            user_requested: the batch sizes that the user allows.
+            ranks: number of ranks that share the dataset.
+            quiet: whether to suppress the warning that the batch size can't be searched.
+
+        Returns:
+            The batch sizes to search, per rank: at most the dataset, and the present one where it can't be changed.
 
         Raises:
-            ConfigurationError: a batch size was asked for that can't be set.
+            ConfigurationError: the user requested a batch size that can't be set.
         """
-        fixed, most, why = user_requested.batch_size, user_requested.max_batch_size, self.fixed_batch_size_reason()
-        if why and fixed not in (None, loader_batch_size):
-            raise ConfigurationError(f"batch_size={fixed} can't be set: {why}")
-        if why and fixed is None:
+        fixed, largest, reason = (
+            user_requested.batch_size,
+            user_requested.max_batch_size,
+            self.fixed_batch_size_reason(),
+        )
+        if reason and fixed not in (None, loader_batch_size):
+            raise ConfigurationError(f"batch_size={fixed} can't be set: {reason}")
+        if reason and fixed is None:
             if not quiet:
-                warnings.warn(f"the batch size stays {loader_batch_size}: {why}", OSDPWarning, stacklevel=2)
+                warnings.warn(f"the batch size stays {loader_batch_size}: {reason}", OSDPWarning, stacklevel=2)
             fixed = loader_batch_size
-        if most is None and self.num_samples is not None:
-            most = max(1, self.num_samples // ranks)
-        return replace(user_requested, batch_size=fixed, max_batch_size=most)
+        if largest is None and self.num_samples is not None:
+            largest = max(1, self.num_samples // ranks)
+        return replace(user_requested, batch_size=fixed, max_batch_size=largest)
 
     def evaluation_batch_size(self) -> int:
-        """Samples in the largest batch that the validation loaders give; 0 if there are none, or none tells a size
-        other than the module's own ``batch_size``, which the train loader follows, too."""
+        """Return the largest batch size of the validation loaders.
+
+        It is 0 if there are none, or if they only use the module's ``batch_size``, as the train loader does.
+        """
         source, module = self._trainer.fit_loop.epoch_loop.val_loop._data_source, self._module
         if (
             not source.is_defined()
@@ -116,7 +125,7 @@ class TrainData:
             return 0
         try:
             loaders = tree_leaves(source.dataloader())
-        except Exception:  # of the user's code, which may count on what has not happened yet
+        except Exception:  # the user's val_dataloader may rely on hooks that have not run yet, and raise anything
             return 0
         sizes = {loader.batch_size or 0 for loader in loaders if isinstance(loader, DataLoader)}
         if source.is_module() and lightning_hasattr(module, "batch_size"):
@@ -124,7 +133,7 @@ class TrainData:
         return max(sizes, default=0)
 
     def set_batch_size(self, batch_size: int) -> None:
-        """Makes the Trainer's loops get batches of ``batch_size`` per device.
+        """Make the Trainer's loops get batches of ``batch_size`` per device.
 
         Sets the ``batch_size`` of module, hparams or datamodule (Lightning's convention), or rebuilds a DataLoader
         that was passed to ``fit`` with its dataset, sampler, workers and collate function kept.
@@ -136,7 +145,7 @@ class TrainData:
         self.reset_dataloader()
 
     def reset_dataloader(self) -> None:
-        """Lets the loops ask for the loader anew: tracing ``configure_optimizers`` may have made them build one."""
+        """Make the loops request the loader again: tracing ``configure_optimizers`` may have made them build one."""
         loop = self._trainer.fit_loop
         if loop._combined_loader is not None:
             if loop._data_fetcher is not None:
@@ -146,24 +155,24 @@ class TrainData:
 
 
 def read_data(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[TrainData, Any, int]:
-    """The train data, a first batch of them and its size.
+    """Return the train data, a first batch and its number of samples.
 
     Raises:
-        ConfigurationError: there are none, or they can't be read.
+        ConfigurationError: there are no train data, or they can't be read.
     """
     data = TrainData(trainer, module)
     return data, *data.first_batch()
 
 
 def apply_batch_size(data: TrainData, batch_size: int) -> None:
-    """Makes the Trainer's loops get batches of ``batch_size`` per device, as a plan asks.
+    """Make the Trainer's loops get batches of ``batch_size`` per device, as a plan requires.
 
     Raises:
-        ConfigurationError: the data don't allow it.
+        ConfigurationError: the batch size can't be changed.
     """
-    why = data.fixed_batch_size_reason()
-    if why:
-        raise ConfigurationError(f"the plan's batch size is {batch_size}, but it can't be set: {why}")
+    reason = data.fixed_batch_size_reason()
+    if reason:
+        raise ConfigurationError(f"the plan's batch size is {batch_size}, but it can't be set: {reason}")
     data.set_batch_size(batch_size)
 
 
@@ -172,7 +181,7 @@ def _as_combined_loader(loader: Any) -> CombinedLoader:
 
 
 def _is_plain(loader: Any) -> bool:
-    """A DataLoader over a map-style dataset whose batches are cut by batch_size alone."""
+    """Return whether this is a DataLoader over a map-style dataset whose batches depend on batch_size alone."""
     return (
         type(loader) is DataLoader
         and not isinstance(loader.dataset, IterableDataset)
@@ -181,7 +190,6 @@ def _is_plain(loader: Any) -> bool:
 
 
 def _rebuild_loader(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
-    """The same loader with another batch size."""
     own_sampler = type(loader.sampler) not in (RandomSampler, SequentialSampler)
     order: dict[str, Any] = (
         {"sampler": loader.sampler} if own_sampler else {"shuffle": isinstance(loader.sampler, RandomSampler)}

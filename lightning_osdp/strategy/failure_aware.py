@@ -1,4 +1,4 @@
-"""The part of the strategy that keeps any rank from waiting for one that is gone."""
+"""Keep any rank from waiting for one that is gone: the strategy's part of failure detection."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lightning_osdp.strategy.failure_detector import FailureDetector, Synchroniz
 
 
 class FailureAwareStrategy(ParallelStrategy):
-    """Tells the other ranks why this one fails, and finds uneven data."""
+    """A parallel strategy that tells the other ranks why this one fails, and finds uneven data."""
 
     _failure_detector: FailureDetector | None = None
     _num_dataloaders = 0
 
     def _start_failure_detector(self, timeout: timedelta) -> None:
-        """To be called on every rank once the process group is there."""
+        """Start heartbeats; every rank calls this once the process group exists."""
         self._stop_failure_detector()
         self._num_dataloaders = 0
         self._failure_detector = FailureDetector(self.global_rank, self.world_size, timeout)
@@ -31,13 +31,13 @@ class FailureAwareStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Leaves the cause for the other ranks, or finds theirs and puts it into the message."""
+        """Publish the cause for the other ranks, or put theirs into the message."""
         if self._failure_detector is not None:
             self._failure_detector.report_failure(exception)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Has data of unknown length end on all ranks at the same batch."""
+        """Wrap data of unknown length, so that it ends at the same batch on all ranks."""
         self._num_dataloaders += 1
         if self._failure_detector is None or self.world_size == 1 or sized_len(dataloader) is not None:
             return dataloader

@@ -1,8 +1,8 @@
-"""No rank waits for one that is gone: ranks tell each other through the store why they fail, and how far they are.
+"""Detect failed ranks, so that no rank waits for one that is gone.
 
-A rank that fails writes its cause into the process group's store before it ends. A rank that then finds its
-connections closed says that cause instead. A rank that hears nothing of it, since it waits for something that will
-never come, is ended after a grace period by a thread of its own.
+A rank that fails writes its cause into the process group's store before it ends. A rank that finds its connections
+closed reports that cause instead of its own error. A rank that waits for something that will never come is ended after
+a grace period by its heartbeat thread.
 """
 
 from __future__ import annotations
@@ -24,43 +24,33 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from lightning_osdp.errors import ConfigurationError
 
 HEARTBEAT_INTERVAL_S = 0.5
-"""Between two signs of life."""
+"""Seconds between two heartbeats."""
 
 HEARTBEAT_TIMEOUT_S = 4 * HEARTBEAT_INTERVAL_S
-"""Without a sign of life a rank counts as killed."""
+"""Seconds without a heartbeat after which a rank counts as killed."""
 
 FAILURE_GRACE_S = 20.0
-"""How long a rank goes on after another one has failed: what it waits for usually fails by itself."""
+"""Seconds that a rank may go on after another one has failed: its pending collective usually fails by itself."""
 
 _run_ids = itertools.count()
-"""Of runs in this process. Every rank counts the same ones."""
+"""Numbers the runs in this process; every rank counts the same runs."""
 
-LOST_CONNECTION_PATTERNS = (
-    "peer",
-    "Connection",
-    "connection",
-    "gloo",
-    "NCCL",
-    "Broken pipe",
-    "Timed out",
-    "timed out",
-    "Socket",
-)
-"""Words of backends in errors that only say that another rank is not there."""
+LOST_CONNECTION_PATTERNS = ("peer", "onnection", "gloo", "NCCL", "Broken pipe", "imed out", "Socket")
+"""Parts of messages of backends that only say that another rank is not there."""
 
 
 _has_failed = threading.Event()
-"""Whether a run of this process has failed."""
+"""Set when a run of this process has failed."""
 
 EXIT_DELAY_S = 0.1
-"""For gloo's threads to let go of the tensors of the last collectives, when a process ends."""
+"""Seconds for gloo's threads to free the tensors of the last collectives when a process ends."""
 
 
 def _destroy_process_group_at_exit() -> None:
-    """Ends the process group before the interpreter goes, and gives its threads the time to notice.
+    """Destroy the process group before the interpreter ends, and give its threads the time to notice.
 
-    A thread of gloo's that frees a tensor asks for the interpreter's lock; if the interpreter is going just then, the
-    process aborts (PyTorch issue 190489). Not after a failure: what is still under way might never end.
+    A thread of gloo that frees a tensor takes the interpreter's lock; if the interpreter is ending just then, the
+    process aborts (PyTorch issue 190489). Nothing is done after a failure, since a pending collective might never end.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo" and not _has_failed.is_set():
         dist.destroy_process_group()
@@ -68,11 +58,11 @@ def _destroy_process_group_at_exit() -> None:
 
 
 class FailureDetector:
-    """One run's view of the other ranks. All methods may be called by any thread.
+    """The view that one run on one rank has of the other ranks. All methods may be called by any thread.
 
     Args:
-        rank: this one.
-        ranks: how many there are.
+        rank: this rank.
+        ranks: the number of ranks.
         timeout: how long a rank waits for others at the end of its data.
     """
 
@@ -89,15 +79,13 @@ class FailureDetector:
         atexit.register(_destroy_process_group_at_exit)
 
     def stop(self) -> None:
-        """The run is over on this rank."""
+        """Stop the heartbeat: the run is over on this rank."""
         self._stopped.set()
-        self._thread.join(
-            HEARTBEAT_TIMEOUT_S
-        )  # one that still talks to the store while the interpreter ends may crash it
+        # A thread that still talks to the store while the interpreter ends may crash it.
+        self._thread.join(HEARTBEAT_TIMEOUT_S)
 
     def report_failure(self, exception: BaseException) -> None:
-        """Leaves this rank's cause for the others; where the error only says that another rank is gone, its cause
-        is put into the error's message instead."""
+        """Publish why this rank fails, or, if it only lost another rank, put that rank's cause into the message."""
         _has_failed.set()
         cause = self._find_remote_cause() if _is_lost_connection(exception) else None
         if cause is not None:
@@ -107,11 +95,11 @@ class FailureDetector:
             self._store.set(f"cause/{self._rank}", f"{type(exception).__name__}: {_abbreviate(exception)}")
 
     def on_batch(self, pass_name: str, count: int) -> None:
-        """Notes that this rank has its batch number ``world_size`` of ``pass_name``."""
+        """Record that this rank has fetched ``count`` batches of ``pass_name``."""
         self._batch_counts[pass_name] = count
 
     def on_exhausted(self, pass_name: str, count: int) -> None:
-        """Waits until the data of ``pass_name`` has ended on all ranks.
+        """Wait until the data of ``pass_name`` has ended on all ranks.
 
         Raises:
             ConfigurationError: another rank has another number of batches.
@@ -121,7 +109,7 @@ class FailureDetector:
         for other in range(self._ranks):
             while (theirs := self._batches_of_rank(pass_name, other, count)) is None:
                 if time.monotonic() > deadline or self._failure_causes():
-                    return  # what comes next fails, and says why
+                    return  # the next collective fails, and reports the cause
                 time.sleep(0.02)
             if theirs != count:
                 raise ConfigurationError(
@@ -130,7 +118,7 @@ class FailureDetector:
                 )
 
     def wait_for_all_ranks(self, barrier: str, timeout_s: float) -> bool:
-        """Whether every rank comes to this point soon."""
+        """Return whether every rank reaches ``barrier`` within ``timeout_s`` seconds."""
         self._store.add(barrier, 1)
         deadline = time.monotonic() + timeout_s
         while self._store.add(barrier, 0) % self._ranks:
@@ -140,7 +128,7 @@ class FailureDetector:
         return True
 
     def _batches_of_rank(self, pass_name: str, other: int, count: int) -> int | None:
-        """How many another rank has, as soon as that is known or is more than ``world_size``."""
+        """Return how many batches another rank has, once that is known or is more than ``count``; else None."""
         if self._store.check([f"ended/{pass_name}/{other}"]):
             return int(self._store.get(f"ended/{pass_name}/{other}"))
         if self._store.check([f"fetched/{pass_name}/{other}"]):
@@ -154,7 +142,7 @@ class FailureDetector:
         return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
 
     def _find_remote_cause(self) -> str | None:
-        """Why another rank is gone: what it said, or that it said nothing."""
+        """Return the cause that another rank published, or that a rank went silent; None if all ranks are alive."""
         try:
             before = self._heartbeats()
             deadline = time.monotonic() + HEARTBEAT_TIMEOUT_S
@@ -174,13 +162,13 @@ class FailureDetector:
         return {rank: self._store.get(key) if self._store.check([key]) else b"" for rank, key in keys.items()}
 
     def _run_heartbeat(self) -> None:
-        """Signs of life, until the run ends; ends this process if another rank's failure does not."""
+        """Send heartbeats until the run ends; end this process if another rank's failure does not."""
         failed_at: float | None = None
         try:
             for beat in itertools.count():
                 self._store.set(f"beat/{self._rank}", str(beat))
-                for what, count in list(self._batch_counts.items()):
-                    self._store.set(f"fetched/{what}/{self._rank}", str(count))
+                for pass_name, count in list(self._batch_counts.items()):
+                    self._store.set(f"fetched/{pass_name}/{self._rank}", str(count))
                 causes = self._failure_causes()
                 if causes and failed_at is None:
                     failed_at = time.monotonic()
@@ -190,16 +178,16 @@ class FailureDetector:
                 if self._stopped.wait(HEARTBEAT_INTERVAL_S):
                     return
         except RuntimeError:
-            return  # the store has ended with the first rank: the main thread finds its connections closed, too
+            return  # the store has ended with rank 0: the main thread finds its connections closed, too
 
 
 class SynchronizedDataLoader:
     """A dataloader of unknown length that ends only when it ends on all ranks at the same batch.
 
     Args:
-        loader: the dataloader; everything else is its own.
-        watch: tells the other ranks.
-        name: of the loader, the same on all ranks.
+        loader: the dataloader, whose other attributes are passed through.
+        detector: publishes the progress to the other ranks.
+        name: the name of the loader, the same on all ranks.
     """
 
     def __init__(self, loader: Any, detector: FailureDetector, name: str) -> None:
@@ -210,28 +198,33 @@ class SynchronizedDataLoader:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        what, count = f"{self._name} in pass {next(self._passes)}", 0
+        pass_name, count = f"{self._name} in pass {next(self._passes)}", 0
         for count, batch in enumerate(self._loader, 1):
-            self._detector.on_batch(what, count)
+            self._detector.on_batch(pass_name, count)
             yield batch
-        self._detector.on_exhausted(what, count)
+        self._detector.on_exhausted(pass_name, count)
 
 
 def assert_equal_on_ranks(group: Any, name: str, value: Any) -> None:
-    """Collective.
+    """Check that ``value`` is the same on all ranks. Collective.
+
+    Args:
+        group: the process group.
+        name: a description of the value, for the error.
+        value: the value of this rank.
 
     Raises:
-        ConfigurationError: ``value`` is not the same on every rank; on every rank.
+        ConfigurationError: the values differ; raised on every rank.
     """
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, value, group=group)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            raise ConfigurationError(f"{name} differs between ranks: {everyone[0]} on rank 0, {theirs} on rank {rank}")
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            raise ConfigurationError(f"{name} differs between ranks: {values[0]} on rank 0, {other} on rank {rank}")
 
 
 def _abbreviate(exception: BaseException) -> str:
-    """First and last line: errors that carry a worker's traceback end with the worker's own error."""
+    """Return the first and the last line: an error with a worker's traceback ends with the worker's own error."""
     lines = (str(exception).strip() or "no message").splitlines()
     return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
 

@@ -1,4 +1,4 @@
-"""Lightning's ModelSummary, made to count whole parameters instead of this rank's parts."""
+"""Make Lightning's ModelSummary count unsharded parameters instead of this rank's shards."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ UnshardedShapes = Callable[[], AbstractContextManager[None]]
 
 
 def count_unsharded_parameters(trainer: pl.Trainer, unsharded_shapes: UnshardedShapes) -> None:
-    """Has the trainer's ModelSummary callbacks run where parameters show their whole shapes.
+    """Run the trainer's ModelSummary callbacks while parameters show their unsharded shapes.
 
-    Not where the summary runs the model on an example input: that needs the values.
+    Nothing is done where the summary runs the model on an example input, which needs the values.
 
     Args:
-        trainer: about to call its callbacks' ``on_fit_start``.
-        unsharded_shapes: makes the context to run them in.
+        trainer: the Trainer, before it calls ``on_fit_start`` of its callbacks.
+        unsharded_shapes: makes the context in which parameters show their unsharded shapes.
     """
     if trainer.lightning_module.example_input_array is not None:
         return

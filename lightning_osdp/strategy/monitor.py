@@ -1,4 +1,4 @@
-"""Follows real training steps: prints predicted beside measured, and hands on what the next plan can learn."""
+"""Compare real training steps with their prediction, and pass on corrections for the next plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from lightning_osdp.autotune.measure import RankGroup
+from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.backend import agree
 from lightning_osdp.backend.work import COMM_WAIT
 from lightning_osdp.planning.cost.run_correction import Correction, MeasuredStep, exceeds_prediction, update_correction
@@ -15,26 +15,26 @@ from lightning_osdp.report import tables
 from lightning_osdp.strategy.step_timer import StepTimer
 
 DRIFT_STEPS = (5, 20)
-"""After so many optimizer steps, and then after every ``DRIFT_EVERY``, the peak is held against its prediction."""
+"""The peak is compared with its prediction after these optimizer steps, and then every ``DRIFT_EVERY`` steps."""
 
 DRIFT_EVERY = 200
 
 DRIFT_MARGIN = 0.05
-"""Share of the predicted peak that the measured one may be above it."""
+"""Fraction by which the measured peak may exceed the predicted one."""
 
 FIRST_REPORT_STEPS = 20
-"""Optimizer steps after which predicted and measured are compared for the first time."""
+"""Optimizer steps after which predictions and measurements are first compared."""
 
 
 class PredictionMonitor:
-    """Of one run under one plan.
+    """The comparison of one run under one plan with its prediction.
 
     Args:
-        plan: that is in use.
-        ranks: who trains together. All of them call every method alike.
-        correction: that the plan was predicted with.
-        keep: is given the new correction, on the first rank; None to keep nothing.
-        look_for_drift: whether ``drift`` is looked for, which takes a small collective now and then.
+        plan: the plan in use.
+        rank_group: the ranks that train together; all of them call every method alike.
+        correction: the correction that the plan was predicted with.
+        save_correction: called on rank 0 with the new correction; None to save nothing.
+        detect_drift: whether to look for drift of the peak memory, which takes a small collective now and then.
     """
 
     def __init__(
@@ -54,19 +54,19 @@ class PredictionMonitor:
         self._reported_steps = 0
         self._detect_drift = detect_drift
         self.drift: MeasuredStep | None = None
-        """What was measured when memory was found to leave its prediction, on any rank; the same on all."""
+        """Measurements when the peak memory of any rank exceeded its prediction; the same on all ranks."""
 
     @property
     def measured_step(self) -> MeasuredStep | None:
-        """What a step took on this rank so far; None until enough were made."""
+        """Measurements of this rank so far; None until enough steps were made."""
         return self._timer.summarize()
 
     def on_microbatch_start(self) -> None:
-        """A micro-batch starts."""
+        """Note that a micro-batch starts."""
         self._timer.on_microbatch_start()
 
     def on_step_end(self) -> None:
-        """The optimizer's update is done."""
+        """Count a finished optimizer step, and report or check the peak if it is time to."""
         self._timer.on_step_end()
         self._num_steps += 1
         if self._num_steps == FIRST_REPORT_STEPS:
@@ -77,7 +77,7 @@ class PredictionMonitor:
                 self.drift = slowest
 
     def report(self) -> None:
-        """Prints predicted beside measured on the rank that took most, if there was a step since the last time."""
+        """Print predicted and measured figures of the slowest rank, if there was a step since the last report."""
         measured = self._slowest_rank_step()
         if measured is None or self._num_steps == self._reported_steps:
             return
@@ -88,12 +88,12 @@ class PredictionMonitor:
                 self._save_correction(update_correction(self._correction, self._plan, measured))
 
     def _slowest_rank_step(self) -> MeasuredStep | None:
-        """The largest figures of all ranks."""
-        ours = self._timer.summarize()
-        if ours is None:  # on every rank alike: all have made as many steps
+        """Return the largest figures of all ranks. Collective."""
+        own = self._timer.summarize()
+        if own is None:  # on all ranks alike, since all have made as many steps
             return None
-        waited = -1.0 if ours.communication_s is None else ours.communication_s
-        numbers = (ours.step_time_s, waited, ours.peak_memory_bytes)
+        exposed_s = -1.0 if own.communication_s is None else own.communication_s
+        numbers = (own.step_time_s, exposed_s, own.peak_memory_bytes)
         largest = agree.all_reduce_max(numbers, self._rank_group.group, self._rank_group.device)
         step_time_s, communication_s, peak = largest
         return MeasuredStep(step_time_s, None if communication_s < 0 else communication_s, int(peak))

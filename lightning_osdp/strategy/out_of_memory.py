@@ -1,4 +1,4 @@
-"""Out of memory, explained: what the plan expected, what was measured until then, and what to set next."""
+"""Explain an out-of-memory error: the prediction, the measured peak, and what to set next."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from lightning_osdp.planning.spec.formatting import format_bytes
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 
 RETRY_LIMIT_FRACTION = 0.9
-"""Of the memory limit that a plan was made for: what to plan with next, where nothing better is known."""
+"""Fraction of the memory limit to plan with next, where nothing better is known."""
 
 
 @contextmanager
 def explain_oom(plan: ExecutionPlan, rank: int, peak_memory_bytes: Callable[[], int]) -> Iterator[None]:
-    """Turns an allocator's error within the block into one that says what to do.
+    """Turn an allocator's error in the block into one that says what to do.
 
     Args:
         plan: the plan in use.
-        rank: of this process, for the message.
-        peak_memory_bytes: asks the device's own counter, once memory has run out.
+        rank: the rank of this process, for the message.
+        peak_memory_bytes: reads the device's own counter of peak memory; called once memory has run out.
+
+    Yields:
+        Nothing.
 
     Raises:
         OutOfMemoryError: an allocation failed; its cause is the allocator's error. Other errors pass unchanged.
@@ -37,15 +40,16 @@ def explain_oom(plan: ExecutionPlan, rank: int, peak_memory_bytes: Callable[[], 
 
 
 def oom_advice(plan: ExecutionPlan, measured_bytes: int) -> str:
-    """The prediction by category, what was measured, and the next safer setting, in words.
+    """Describe the prediction by category, the measured peak and the next safer setting.
 
     Args:
         plan: the plan under which memory ran out.
-        measured_bytes: the device's peak when it did. The allocation that failed is not in it.
+        measured_bytes: the device's peak at that moment, without the allocation that failed.
     """
     predicted, limit = plan.predicted.peak_memory_bytes, plan.memory_limit_bytes
     lines = [
-        f"The plan predicts a peak of {format_bytes(predicted)} under a limit of {format_bytes(limit)}{_peak_breakdown_text(plan)}.",
+        f"The plan predicts a peak of {format_bytes(predicted)} under a limit of {format_bytes(limit)}"
+        f"{_peak_breakdown_text(plan)}.",
         f"When memory ran out, the peak measured was {format_bytes(measured_bytes)}.",
     ]
     if measured_bytes < predicted:
@@ -57,7 +61,8 @@ def oom_advice(plan: ExecutionPlan, measured_bytes: int) -> str:
     else:
         safer = int(min(RETRY_LIMIT_FRACTION, limit / measured_bytes * RETRY_LIMIT_FRACTION) * limit)
         lines.append(
-            f"The prediction was too low: plan with memory_limit={_memory_limit_text(safer)}{_smaller_batch_text(plan)}."
+            f"The prediction was too low: plan with memory_limit={_memory_limit_text(safer)}"
+            f"{_smaller_batch_text(plan)}."
         )
     return "\n".join(lines)
 
@@ -72,7 +77,7 @@ def _peak_breakdown_text(plan: ExecutionPlan) -> str:
         "gathered parameters": peak.gathered,
         "transients": peak.transient,
         "activations": peak.activations,
-        "freed tensors in the heap": peak.heap,
+        "freed memory in the heap": peak.heap,
         "the process itself": peak.overhead,
     }
     return f", in the {peak.where}: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in amounts.items())
@@ -84,7 +89,7 @@ def _smaller_batch_text(plan: ExecutionPlan) -> str:
 
 
 def _memory_limit_text(size: int) -> str:
-    """As a user writes it, rounded down to whole MiB."""
+    """Format a limit as a user writes it, rounded down to whole MiB."""
     return f'"{max(1, size >> 20)}MiB"'
 
 

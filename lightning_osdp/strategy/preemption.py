@@ -1,9 +1,9 @@
-"""SLURM's signals, heeded at the end of a batch and by all ranks at the same one.
+"""Handle the signals of SLURM at the end of a batch, at the same batch on all ranks.
 
-Lightning saves within the signal handler, and tells other ranks of a SIGTERM there: collectives that may come between
-those of a training step, at another point on each rank. Here a handler only makes a note. At the end of each batch the
-ranks start to gather their notes, which is a few bytes over a group of its own while they train on, and read the answer
-at the end of the next: so all act at the same batch, and none waits.
+Lightning saves within the signal handler and tells other ranks of a SIGTERM there: collectives that may come between
+those of a training step, at another point on each rank. Here a handler only records the signal. At the end of each
+batch the ranks start an all-reduce of their records (a few bytes, over a process group of its own, while training goes
+on) and read its result at the end of the next batch. So all ranks act at the same batch, and none waits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor
 from typing_extensions import override
 
 REQUEUE, STOP = 0, 1
-"""What a rank may note, as an index of its votes."""
+"""Indices of a rank's votes."""
 
 
 def install(trainer: pl.Trainer) -> None:
-    """Has the run heed signals at the end of a batch, where it runs in a SLURM job that is to be queued again.
+    """Install the callback that handles signals, if the run is in a SLURM job that is to be requeued.
 
     Args:
-        trainer: before its ``fit`` has registered the handlers of Lightning.
+        trainer: the Trainer, before ``fit`` has registered Lightning's handlers.
     """
     environment = trainer._accelerator_connector.cluster_environment
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
@@ -38,10 +38,10 @@ def install(trainer: pl.Trainer) -> None:
 
 
 class PreemptionCallback(pl.Callback):
-    """Takes the place of Lightning's handlers for as long as they are registered (Lightning takes all of them back).
+    """A callback that replaces Lightning's signal handlers while they are registered (Lightning restores all of them).
 
     Args:
-        environment: knows the signal that asks for a checkpoint and for a place in the queue.
+        environment: the SLURM environment, which knows the signal that asks for a checkpoint and a requeue.
     """
 
     def __init__(self, environment: SLURMEnvironment) -> None:
@@ -64,7 +64,7 @@ class PreemptionCallback(pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Between optimizer steps: a checkpoint has no place for gradients that are half accumulated."""
+        """Act on agreed signals between optimizer steps: a checkpoint can't hold half-accumulated gradients."""
         self._collect_votes()
         votes = torch.tensor(self._requested)
         self._pending_vote = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True), votes
@@ -73,7 +73,7 @@ class PreemptionCallback(pl.Callback):
         connector = trainer._signal_connector
         if self._agreed[REQUEUE]:
             self._requested[REQUEUE] = self._agreed[REQUEUE] = 0
-            self._pending_vote[0].wait()  # notes of the same signal
+            self._pending_vote[0].wait()  # votes for the same signal
             self._pending_vote = None
             connector._slurm_sigusr_handler_fn(self._requeue_signal, None)  # type: ignore[arg-type]
         elif self._agreed[STOP]:
@@ -84,7 +84,7 @@ class PreemptionCallback(pl.Callback):
         self._collect_votes()
 
     def _replace_handlers(self) -> None:
-        """Replaces Lightning's handlers; one of the user's own stays."""
+        """Replace Lightning's handlers; a handler of the user stays."""
         if threading.current_thread() is not threading.main_thread():
             return
         for signum in self._signals:

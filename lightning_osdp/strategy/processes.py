@@ -1,4 +1,4 @@
-"""The part of the strategy that any strategy of several ranks has: who runs where, and how they talk."""
+"""Start one process for each device and connect them: the part that any strategy of several ranks has."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from lightning_osdp.strategy.launcher import Launcher
 
 
 class ProcessGroupStrategy(CheckpointingStrategy):
-    """One process for each device, joined by a process group.
+    """A strategy with one process for each device, connected by a process group.
 
     Args:
-        timeout: of the process group.
-        process_group_backend: None: NCCL on CUDA, gloo on the CPU.
-        **parts: what the Trainer sets.
+        timeout: the timeout of the process group.
+        process_group_backend: the backend; None: NCCL on CUDA, gloo on the CPU.
+        **parts: arguments that the Trainer sets.
     """
 
     def __init__(self, timeout: timedelta, process_group_backend: str | None, **parts: Any) -> None:
@@ -41,12 +41,12 @@ class ProcessGroupStrategy(CheckpointingStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """True: Lightning gives each rank its part of the data."""
+        """Always True: Lightning gives each rank its part of the data."""
         return True
 
     @property
     def num_nodes(self) -> int:
-        """Machines, set by the Trainer."""
+        """Number of machines, set by the Trainer."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -55,7 +55,7 @@ class ProcessGroupStrategy(CheckpointingStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Ranks on this machine."""
+        """Number of ranks on this machine."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
@@ -70,7 +70,7 @@ class ProcessGroupStrategy(CheckpointingStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def resume_checkpoint_path(self, trainer: pl.Trainer) -> str | None:
-        """Path of the checkpoint that ``fit`` will resume from, known before it is loaded; None if it starts anew."""
+        """Return the checkpoint that ``fit`` will resume from, before it is loaded; None if it starts from scratch."""
         assert isinstance(self._launcher, Launcher)
         return self._launcher.resume_checkpoint_path(trainer)
 
@@ -80,7 +80,7 @@ class ProcessGroupStrategy(CheckpointingStrategy):
         self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
-        """Tells the cluster environment which rank this is."""
+        """Tell the cluster environment which rank this is."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -88,7 +88,7 @@ class ProcessGroupStrategy(CheckpointingStrategy):
 
     @override
     def setup_environment(self) -> None:
-        """Sets the allocator and joins the process group, before any of the user's hooks."""
+        """Configure the allocator and join the process group, before any hook of the user."""
         super().setup_environment()
         allocator.configure(self.root_device)
         reset_seed()
@@ -122,8 +122,8 @@ class ProcessGroupStrategy(CheckpointingStrategy):
 
     @override
     def teardown(self) -> None:
-        """Ends the run; the module stays sharded for a later one on the same Trainer."""
-        # Not the base class's: it moves parameters to the CPU, away from what the units know of them.
+        """End the run; the module stays sharded for a later run on the same Trainer."""
+        # super().teardown() is not called: it moves parameters to the CPU, which FSDP units don't expect.
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self._stop_failure_detector()

@@ -1,4 +1,4 @@
-"""The separate package ``pytorch_lightning``: the same classes once more, which don't know those of ``lightning``."""
+"""Refuse Trainers of the separate package ``pytorch_lightning``, whose classes don't know those of ``lightning``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lightning_osdp.errors import ConfigurationError
 
 
 def reject_foreign_trainer(**_: Any) -> NoReturn:
-    """What a Trainer of that package gets for ``strategy="osdp"``.
+    """Refuse ``strategy="osdp"`` for a Trainer of ``pytorch_lightning``.
 
     Raises:
-        ConfigurationError: says which Trainer to use.
+        ConfigurationError: always; the message says which Trainer to use.
     """
     raise ConfigurationError(
         'strategy="osdp" is one of the package lightning, and this Trainer comes from pytorch_lightning: use Trainer '
@@ -21,7 +21,7 @@ def reject_foreign_trainer(**_: Any) -> NoReturn:
 
 
 def register() -> None:
-    """Has that package, if it was imported before, say what is wrong, instead of that it knows no such strategy."""
+    """Register an error with ``pytorch_lightning``, if it was imported, that says what is wrong and what to use."""
     package = sys.modules.get("pytorch_lightning")
     if package is not None and "osdp" not in package.strategies.StrategyRegistry:
         package.strategies.StrategyRegistry.register(

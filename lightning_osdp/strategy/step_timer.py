@@ -1,4 +1,4 @@
-"""A clock for real training steps: how long each optimizer step takes and how much memory it needs."""
+"""Measure how long real optimizer steps take and how much memory they need."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from lightning_osdp.backend.work import is_driven_by_host
 from lightning_osdp.planning.cost.run_correction import MeasuredStep
 
 WARMUP_STEPS = 3
-"""First steps that are not counted in the time: optimizer states are made, caches and allocators fill up."""
+"""First steps that are not timed: optimizer states are made, caches and allocators fill up."""
 
 MAX_TIMED_STEPS = 500
-"""How many of the last steps the median is taken over."""
+"""The median is taken over at most this many of the last steps."""
 
 
 class StepTimer:
-    """Measures from the first micro-batch of an optimizer step to the end of its update.
+    """A timer from the first micro-batch of an optimizer step to the end of its update.
 
     Args:
-        device: on CUDA, events are recorded and read at the end, so that no step waits for the clock.
-        waited_s: seconds that this process has waited for collectives so far; asked on the CPU only.
+        device: the device; on CUDA, events are recorded and read at the end, so that no step waits for the timer.
+        exposed_comm_s: returns the seconds that this process has waited for collectives so far; used on the CPU only.
     """
 
     def __init__(self, device: torch.device, exposed_comm_s: Callable[[], float]) -> None:
@@ -38,17 +38,17 @@ class StepTimer:
         self._exposed_comm_before_s = 0.0
         self._steps = 0
         self.peak_memory_bytes = 0
-        """Largest peak of any step so far, by the device's own counter; evaluation and saving are left out."""
+        """Largest peak of any step so far in bytes, by the device's own counter, without evaluation and saving."""
 
     def on_microbatch_start(self) -> None:
-        """A micro-batch starts. Only the first one after an optimizer step counts."""
+        """Start the timer at the first micro-batch after an optimizer step."""
         if self._start is None:
             reset_peak(self._device)
             self._exposed_comm_before_s = self._exposed_comm_s()
             self._start = record_event(self._device)
 
     def on_step_end(self) -> None:
-        """The optimizer's update is done."""
+        """Stop the timer: the optimizer's update is done."""
         if self._start is None:
             return
         self._steps += 1
@@ -65,7 +65,7 @@ class StepTimer:
         return float(statistics.median(elapsed_s(*span) for span in self._spans))
 
     def summarize(self) -> MeasuredStep | None:
-        """What a step took on this rank; None if too few were made."""
+        """Return what a step took on this rank; None if too few were made."""
         seconds = self.median_s()
         if seconds is None:
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -117,7 +118,7 @@ class Misled(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = trainer.strategy
-        plan, again = strategy._plan, strategy._planning_result.replan
+        plan, again = strategy._plan, strategy._planning_result.replanner.replan
         lower = plan.predicted.model_copy(update={"peak_memory_bytes": plan.predicted.peak_memory_bytes // 2})
         handed_back = {"retain_freed_memory": False}  # else only a peak above the limit would count
         strategy._monitor._plan = plan.model_copy(update={"predicted": lower, **handed_back})
@@ -132,7 +133,9 @@ class Misled(pl.Callback):
             kept = tuple(op if op in large else before for op, before in zip(operators, new.operators, strict=True))
             return new.model_copy(update={"operators": kept})
 
-        strategy._planning_result = dataclasses.replace(strategy._planning_result, replan=sharded)
+        strategy._planning_result = dataclasses.replace(
+            strategy._planning_result, replanner=SimpleNamespace(replan=sharded)
+        )
 
 
 def train_with_and_without_replanning(rank: int, world_size: int, folder: str) -> dict[str, Any]:

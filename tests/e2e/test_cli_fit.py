@@ -74,8 +74,9 @@ def test_lightning_cli_round_trips_strategy_and_callback_arguments(tmp_path: Pat
     assert second.parser.dump(second.config, skip_none=False) == written
     for made in (first.trainer.strategy, second.trainer.strategy):
         assert isinstance(made, OSDPStrategy)
-        assert (made._memory_limit, made._batch_size, made._global_batch_size) == (2 << 30, 3, 96)
-        assert (made._given_plan, str(made._given_cluster), str(made._cache)) == (
+        options = made._options
+        assert (options.memory_limit_bytes, options.batch_size, options.global_batch_size) == (2 << 30, 3, 96)
+        assert (made._given_plan, str(options.cluster), str(options.cache_folder)) == (
             "plan.json",
             "cluster.json",
             "measurements",

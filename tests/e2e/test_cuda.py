@@ -20,13 +20,13 @@ from lightning_osdp.backend import collectives
 from lightning_osdp.backend.allocator import enable_expandable_segments
 from lightning_osdp.backend.memory import CAPPED_USABLE_FRACTION, memory_limit
 from lightning_osdp.planning.spec.cluster import Cluster
-from lightning_osdp.profiling.tracing.trace import MAX_TRACE_BATCH_SIZE, trace
+from lightning_osdp.profiling.tracing.trace import MAX_TRACE_BATCH_SIZE
 from tests.support.models import gpt_loss
 from tests.support.modules import GPTModule, trainer
 from tests.support.parity import reference, train
 from tests.support.ports import free_port
 from tests.support.ranks import run_ranks
-from tests.support.traced_models import Regression
+from tests.support.traced_models import Regression, trace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.autotune.measure import Profile, read
+from lightning_osdp.autotune.profile import Profile
+from lightning_osdp.autotune.profile_cache import read
 from lightning_osdp.backend.agree import all_reduce_max
 from lightning_osdp.backend.cpu.heap_controller import LIMIT_MARGIN
 from lightning_osdp.backend.cpu.malloc import HEAP

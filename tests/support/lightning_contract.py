@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.autotune import pipeline
+from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan, ModelIdentity
 from tests.support.models import hand_made_plan
@@ -78,7 +79,7 @@ def mixed_plan(
 ) -> ExecutionPlan:
     """A plan that deals out all modes in turn over the operators that can be sharded."""
     device = torch.device("cpu")
-    description = pipeline.profile_model(module, batch, batch_size, device).model_profile
+    description = pipeline.profile_model(TrialContext(module, batch, batch_size, device)).model_profile
     modes, dealt = {}, shift
     for operator in description.operators:
         modes[operator.name] = Mode.DP

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lightning_osdp.autotune import pipeline
+from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.profiling.tracing.trace import TracedStep
@@ -15,7 +16,7 @@ from tests.support.models import hand_made_plan
 
 def plan_for(module: Any, batch: Any, ranks: int, policy: str, batch_size: int) -> ExecutionPlan:
     """All operators kept as ``policy`` says: the name of a mode, or ``mixed`` for one mode after the other."""
-    traced: TracedStep = pipeline.profile_model(module, batch, len(batch[0]), torch.device("cpu"))
+    traced: TracedStep = pipeline.profile_model(TrialContext(module, batch, len(batch[0]), torch.device("cpu")))
     model = traced.model_profile
     plan = hand_made_plan({}, ranks, batch_size=batch_size)
     large = [op.name for op in model.operators if op.is_shardable]

@@ -10,7 +10,18 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_osdp.profiling.tracing import trace as tracing
+from lightning_osdp.profiling.tracing.trace import TracedStep, TrainingStep
+
 OptimizerOf = Callable[[nn.Module], Any]
+
+
+def trace(module: LightningModule, batch: Any, batch_size: int, **options: Any) -> TracedStep:
+    return tracing.trace(TrainingStep(module, batch, batch_size, **options))
+
+
+def trace_by_running(module: LightningModule, batch: Any, batch_size: int, **options: Any) -> TracedStep:
+    return tracing.trace_by_running(TrainingStep(module, batch, batch_size, **options))
 
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:

@@ -1,7 +1,7 @@
-"""How units are joined with their like on other ranks: over the world or a node, in one stage or two.
+"""Communicators of a unit: over all ranks or one node, flat or hierarchical.
 
-Group sharding: a unit that is spread over its node ends its backward pass with the mean of the node's gradients, for a
-part that one rank of every other node holds as well. The mean of those is the mean over the world.
+Sharding inside nodes: FairScale ends the backward pass of such a unit with the mean of the node's gradients, for a
+shard that one rank of every other node holds as well. ``InterNodeAllReduce`` makes it the mean over all ranks.
 
 Note [averaging again does no harm]: once averaged, a shard is the same on all nodes, and so is its mean. So a shard
 may be averaged, added to and averaged again, as accumulation without ``no_sync`` does.
@@ -25,7 +25,7 @@ from lightning_osdp.backend.hierarchical import (
     cached_group_copy,
     cached_node_groups,
 )
-from lightning_osdp.backend.work import Work, is_driven_by_host
+from lightning_osdp.backend.work import Work
 from lightning_osdp.engine.fairscale.unit_collectives import CoalescedReduceScatter
 from lightning_osdp.planning.cost.sharding_scopes import COALESCE_BYTES
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
@@ -34,17 +34,18 @@ from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 
 
 def sharded_operators(plan: ExecutionPlan) -> list[OperatorPlan]:
-    """Operators that become units. One that is spread over a node of one rank is replicated."""
-    alone = plan.cluster.nodes > 1 and plan.cluster.devices_per_node == 1
+    """Return the operators that become units; one that is sharded over a node of one rank is replicated."""
+    single_rank_nodes = plan.cluster.nodes > 1 and plan.cluster.devices_per_node == 1
     return [
         op
         for op in plan.operators
-        if any(mode != Mode.DP for mode in op.slices) and not (alone and op.sharding_group == ShardingScope.NODE)
+        if any(mode != Mode.DP for mode in op.slices)
+        and not (single_rank_nodes and op.sharding_group == ShardingScope.NODE)
     ]
 
 
 def sharded_units(plan: ExecutionPlan) -> dict[str, list[OperatorPlan]]:
-    """The same by the module that a unit lies around: an operator's own, or the block whose operators share one."""
+    """Group sharded operators by the module around which their unit lies: their own, or the block that they share."""
     units: dict[str, list[OperatorPlan]] = {}
     for operator in sharded_operators(plan):
         units.setdefault(operator.unit or operator.name, []).append(operator)
@@ -53,15 +54,15 @@ def sharded_units(plan: ExecutionPlan) -> dict[str, list[OperatorPlan]]:
 
 @dataclass(frozen=True)
 class UnitCommunicators:
-    """How one unit is joined with its like.
+    """The communicators of one unit.
 
     Attributes:
-        group: the ranks that its parts are spread over.
-        gather: for its all-gathers.
-        reduce: for its reduce-scatters.
-        inter_node_all_reduce: what averages its gradient's parts between nodes; None if ``scope`` is all ranks.
-        prefetch_max_bytes: units of up to this size are gathered and reduced beside compute.
-        coalesce_max_bytes: a unit's gradients of up to this size in all are reduced as one.
+        group: the ranks over which the unit is sharded.
+        gather: runs all-gathers.
+        reduce: runs reduce-scatters.
+        inter_node_all_reduce: averages gradient shards between nodes; None if ``group`` is all ranks.
+        prefetch_max_bytes: units up to this size are gathered and reduced while others compute.
+        coalesce_max_bytes: gradients of a unit are reduced together if they are no larger in all.
     """
 
     group: Any
@@ -72,74 +73,72 @@ class UnitCommunicators:
     coalesce_max_bytes: int = 0
 
     def is_prefetched(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether collectives of a unit with these parameters go on beside compute (``prefetched_parameters``)."""
+        """Return whether a unit with these parameters is gathered and reduced while others compute."""
         return sum(parameter.nbytes for parameter in parameters) <= self.prefetch_max_bytes and self.group.size() > 1
 
     def select_reduce_communicator(self, parameters: Sequence[nn.Parameter]) -> Communicator | CoalescedReduceScatter:
-        """For the reduce-scatters of a unit with these parameters, as ``planning.cost`` takes it for."""
+        """Return what runs the reduce-scatters of a unit with these parameters, as ``planning.cost`` assumes it."""
         if self.is_prefetched(parameters):
             return FlatCommunicator(self.group, is_async=True)
-        trained = [parameter.nbytes for parameter in parameters if parameter.requires_grad]
-        if len(trained) > 1 and sum(trained) <= self.coalesce_max_bytes:
+        trainable_bytes = [parameter.nbytes for parameter in parameters if parameter.requires_grad]
+        if len(trainable_bytes) > 1 and sum(trainable_bytes) <= self.coalesce_max_bytes:
             assert isinstance(self.reduce, FlatCommunicator)
             return CoalescedReduceScatter(self.reduce, parameters)
         return self.reduce
 
 
 class CommunicatorFactory:
-    """The lines of all units, with as few process groups as they need.
+    """The communicators of all units, with as few process groups as they need.
 
     Args:
         world: all ranks.
         device: of this rank.
-        choices: for the sharded operators.
-        cluster: how many nodes there are.
+        choices: what was decided for the sharded operators.
+        cluster: how many nodes there are, and which units are prefetched.
     """
 
     def __init__(self, world: Any, device: torch.device, choices: Iterable[ShardingChoice], cluster: Cluster) -> None:
-        # On CUDA, reductions run beside the gathers, on a stream and so on groups of their own.
-        reduce_world = cached_group_copy(world, "reductions") if device.type == "cuda" else world
-        on_its_own = is_driven_by_host(device) and cluster.supports_prefetch  # streams do that on CUDA
-        ahead_bytes, together_bytes = (cluster.prefetch_max_bytes, COALESCE_BYTES) if on_its_own else (0, 0)
+        # On CUDA, reductions run at the same time as gathers, on a stream and so on groups of their own. A CPU has no
+        # streams: small units are prefetched by asynchronous collectives, and small gradients reduced together.
+        on_cuda = device.type == "cuda"
+        reduce_world = cached_group_copy(world, "reductions") if on_cuda else world
+        is_async = not on_cuda and cluster.supports_prefetch
         self._default = UnitCommunicators(
             world,
             FlatCommunicator(world),
             FlatCommunicator(reduce_world),
-            prefetch_max_bytes=ahead_bytes,
-            coalesce_max_bytes=together_bytes,
+            prefetch_max_bytes=cluster.prefetch_max_bytes if is_async else 0,
+            coalesce_max_bytes=COALESCE_BYTES if is_async else 0,
         )
-        self._by_kind: dict[tuple[ShardingScope, bool], UnitCommunicators] = {}
+        self._by_scope: dict[tuple[ShardingScope, bool], UnitCommunicators] = {}
         self.inter_node_all_reduce = InterNodeAllReduce(None)
-        """Averages what is sharded inside nodes."""
-        if cluster.is_hierarchical and any(
-            choice.scope == ShardingScope.NODE or choice.hierarchical for choice in choices
-        ):
-            gather, reduce = (
-                cached_node_groups(group, cluster.nodes, purpose)
-                for group, purpose in ((world, "gathers"), (reduce_world, "reductions"))
-            )
-            self.inter_node_all_reduce = InterNodeAllReduce(reduce.inter_node)
-            self._by_kind = {
-                (ShardingScope.NODE, False): UnitCommunicators(
-                    gather.intra_node,
-                    FlatCommunicator(gather.intra_node),
-                    FlatCommunicator(reduce.intra_node),
-                    self.inter_node_all_reduce,
-                ),
-                (ShardingScope.WORLD, True): UnitCommunicators(
-                    world, HierarchicalCommunicator(gather), HierarchicalCommunicator(reduce)
-                ),
-            }
+        """Averages the gradients of what is sharded inside nodes."""
+        uses_nodes = any(choice.scope == ShardingScope.NODE or choice.hierarchical for choice in choices)
+        if not cluster.is_hierarchical or not uses_nodes:
+            return
+        gather = cached_node_groups(world, cluster.nodes, "gathers")
+        reduce = cached_node_groups(reduce_world, cluster.nodes, "reductions")
+        self.inter_node_all_reduce = InterNodeAllReduce(reduce.inter_node)
+        self._by_scope = {
+            (ShardingScope.NODE, False): UnitCommunicators(
+                gather.intra_node,
+                FlatCommunicator(gather.intra_node),
+                FlatCommunicator(reduce.intra_node),
+                self.inter_node_all_reduce,
+            ),
+            (ShardingScope.WORLD, True): UnitCommunicators(
+                world, HierarchicalCommunicator(gather), HierarchicalCommunicator(reduce)
+            ),
+        }
 
     def for_choice(self, choice: ShardingChoice) -> UnitCommunicators:
-        """How a unit with this choice is joined. Where there is one level only, all are joined alike."""
-        return self._by_kind.get(
-            (choice.scope, choice.hierarchical and choice.scope == ShardingScope.WORLD), self._default
-        )
+        """Return the communicators of a unit with this choice; without several nodes they are the same for all."""
+        is_hierarchical = choice.hierarchical and choice.scope == ShardingScope.WORLD
+        return self._by_scope.get((choice.scope, is_hierarchical), self._default)
 
 
 class InterNodeAllReduce:
-    """Averages gradient shards over the ranks that hold the same part in each node.
+    """Averages gradient shards over the ranks that hold the same shard in each node.
 
     Args:
         group: those ranks; None if no operator is sharded inside nodes.
@@ -153,7 +152,7 @@ class InterNodeAllReduce:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Shards pile up in each node within it, and cross the slow link once, with the next backward pass."""
+        """Accumulate shards in each node within a context; the next backward pass sends them over the slow link."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -161,13 +160,13 @@ class InterNodeAllReduce:
             self._sync = before
 
     def wait_before_accumulation(self, parameter: nn.Parameter) -> None:
-        """To be called before a shard is added to: it may still be under way."""
+        """Wait until a parameter's shard is averaged, so that it can be added to."""
         work = self._works.pop(parameter, None)
         if work is not None:
             work.wait()
 
     def on_shard_reduced(self, parameter: nn.Parameter, shard: Tensor) -> None:
-        """Starts to average ``shard``, the node's mean that piled up for ``parameter``, unless within ``no_sync``."""
+        """Start to average the accumulated ``shard`` of ``parameter``, unless within ``no_sync``."""
         if self._sync:
             self._unsynced.pop(parameter, None)
             self._works[parameter] = all_reduce_async(shard, self._group)
@@ -175,7 +174,7 @@ class InterNodeAllReduce:
             self._unsynced[parameter] = None
 
     def finish(self) -> None:
-        """Averages what the last backward pass did not reach and waits for all of it. Nothing within ``no_sync``."""
+        """Average shards that the last backward pass did not reach, and wait for all, unless within ``no_sync``."""
         if not self._sync:
             return
         for parameter in self._unsynced:

@@ -1,9 +1,9 @@
-"""One operator, or several that share a unit, as units, and back.
+"""One operator, or several that share a unit, as FairScale units, and back.
 
-Note [tied weights]: what several operators have in common, as an embedding and a head, is an operator by itself: the
-module that encloses them, around which the unit lies. The weight is whole while that module runs. Modules that hold it
-are watched: one that is run by itself would compute with a part of the weight. In evaluation it is gathered for that
-one; in training, for which the step was traced, that is an error.
+Note [tied weights]: what several operators have in common, such as an embedding and a head, is an operator by itself:
+the module that encloses them, around which the unit lies. The weight is unsharded while that module runs. The modules
+that hold the weight are guarded: one that is run by itself would compute with a shard of it. In evaluation the weight
+is gathered for that module; in training, for which the step was traced, it is an error.
 """
 
 from __future__ import annotations
@@ -24,64 +24,72 @@ from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.model import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
-from lightning_osdp.state.shard_layout import ShardLayout
+from lightning_osdp.state.flat_layout import FlatPaddedLayout
 
 NestedOperators = Mapping[str, Sequence[str]]
-"""For each operator that encloses others, those."""
+"""The operators inside of each operator that encloses others, by name."""
 
 
 def find_nested_operators(plan: ExecutionPlan) -> NestedOperators:
-    """Of all operators of the plan."""
-    found: dict[str, list[str]] = {operator.name: [] for operator in plan.operators}
-    for name in found:
+    """Return the names of the operators inside of each of the plan's operators that encloses others."""
+    inner: dict[str, list[str]] = {operator.name: [] for operator in plan.operators}
+    for name in inner:
         parts = name.split(".")
         for outer in (".".join(parts[:depth]) for depth in range(1, len(parts))):
-            if outer in found:
-                found[outer].append(name)
-    return {outer: inner for outer, inner in found.items() if inner}
+            if outer in inner:
+                inner[outer].append(name)
+    return {outer: names for outer, names in inner.items() if names}
 
 
 def own_parameters(root: nn.Module, operator: str, nested_operators: NestedOperators) -> list[nn.Parameter]:
-    """Those that lie in the operator, and in none inside of it.
-
-    Args:
-        root: the module that a plan is of.
-        operator: name of the one whose parameters are wanted.
-        nested_operators: what ``find_nested_operators`` gives for the plan.
-    """
+    """Return the parameters that lie in an operator of ``root`` and in no operator inside of it."""
     module = root.get_submodule(operator)
     if operator not in nested_operators:
         return list(module.parameters())
-    inner = [other.removeprefix(operator + ".") + "." for other in nested_operators[operator]]
-    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    prefixes = [inner.removeprefix(operator + ".") + "." for inner in nested_operators[operator]]
+    names_by_parameter: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
-    return [p for p, own in names.items() if not any(all(name.startswith(other) for name in own) for other in inner)]
+        names_by_parameter[parameter].append(name)
+    return [
+        parameter
+        for parameter, names in names_by_parameter.items()
+        if not any(all(name.startswith(prefix) for name in names) for prefix in prefixes)
+    ]
 
 
 def large_parameters(root: nn.Module, operator: str, nested_operators: NestedOperators) -> list[nn.Parameter]:
-    """Those of the same, whole now, that a unit takes (see ``ParameterInfo.is_small``)."""
-    own = own_parameters(root, operator, nested_operators)
-    return [p for p in own if p.dim() > 1 or p.numel() >= SMALL_PARAMETER_ELEMENTS]
+    """Return those of ``own_parameters``, unsharded, that a unit takes (see ``ParameterInfo.is_small``)."""
+    parameters = own_parameters(root, operator, nested_operators)
+    return [p for p in parameters if p.dim() > 1 or p.numel() >= SMALL_PARAMETER_ELEMENTS]
 
 
 def modules_holding(module: nn.Module, parameters: Iterable[nn.Parameter]) -> list[nn.Module]:
-    """Modules in ``module`` that hold any of the parameters themselves."""
+    """Return the modules in ``module`` that directly own any of the parameters."""
     wanted = set(parameters)
     return [inner for inner in module.modules() if not wanted.isdisjoint(inner._parameters.values())]
 
 
+def release_storage(parameters: Iterable[nn.Parameter]) -> None:
+    """Free the memory of parameters that are not used any more.
+
+    FairScale's hooks tie parameters to autograd's nodes, where Python's garbage collector does not see the cycle.
+    """
+    for parameter in parameters:
+        vars(parameter).clear()
+        parameter.data = parameter.data.new_empty(0)
+
+
 class ShardedOperator:
-    """Makes units of large parameters: a single one, or one for each sharded slice.
+    """The units of an operator's large parameters: a single one, or one for each sharded slice.
 
     Args:
         module: the operator, or the block whose operators share a unit.
-        parameters: the large ones of all of them, whole and on the device.
+        parameters: the large parameters of all these operators, unsharded and on the device.
         plan: what was decided for the operator, or for each of them alike.
-        line: how its units are joined with their like.
-        shared: what all units have in common.
-        recomputed: whether it lies in a block that is recomputed.
-        watched: modules that hold the parameters and may run only while ``module`` does.
+        communicators: communicators of the units.
+        context: what all units of the engine share.
+        is_recomputed: whether the operator lies in a block that is recomputed.
+        guarded_modules: modules that hold the parameters and may run only while ``module`` does.
     """
 
     def __init__(
@@ -96,10 +104,8 @@ class ShardedOperator:
     ) -> None:
         self._module = module
         self._original_forward = vars(module).get("forward")
-        self._attributes = {parameter: set(vars(parameter)) for parameter in parameters}
-        self.layouts = {
-            parameter: ShardLayout.create_sharded(parameter.shape, communicators.group) for parameter in parameters
-        }
+        self._original_attributes = {parameter: set(vars(parameter)) for parameter in parameters}
+        self.layouts = {p: FlatPaddedLayout.create_sharded(p.shape, communicators.group) for p in parameters}
         self.units: list[FairScaleUnit] = []
         self.sliced_operator: SlicedOperator | None = None
 
@@ -113,9 +119,9 @@ class ShardedOperator:
             self.layouts[self.sliced_operator.full_parameter] = self.sliced_operator.layout
         self._running_alone: nn.Module | None = None
         self._guard_hooks: list[Any] = []
-        for one in guarded_modules:
-            self._guard_hooks.append(one.register_forward_pre_hook(self._pre_forward_guard))
-            self._guard_hooks.append(one.register_forward_hook(self._post_forward_guard, always_call=True))
+        for guarded in guarded_modules:
+            self._guard_hooks.append(guarded.register_forward_pre_hook(self._pre_forward_guard))
+            self._guard_hooks.append(guarded.register_forward_hook(self._post_forward_guard, always_call=True))
 
     def _pre_forward_guard(self, holder: nn.Module, inputs: Any) -> None:
         """See Note [tied weights]."""
@@ -136,36 +142,40 @@ class ShardedOperator:
             self._running_alone = None
             self.units[0].reshard()
 
-    def undo(self, optimizers: Iterable[Optimizer]) -> None:
-        """Makes parameters and their optimizer states whole again, and the operator what it was. Collective."""
+    def unshard(self, optimizers: Iterable[Optimizer]) -> None:
+        """Gather parameters and their optimizer states for good and restore the operator as it was. Collective."""
         for optimizer in optimizers:
             for parameter, layout in self.layouts.items():
                 state = optimizer.state.get(parameter, {})
                 for key, value in state.items():
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
                         state[key] = layout.unshard(value)
-        for watch in self._guard_hooks:
-            watch.remove()
+        for hook in self._guard_hooks:
+            hook.remove()
         for unit in self.units:
             unit.detach_hooks()
         for parameter, layout in self.layouts.items():
             parameter.data = layout.unshard(parameter.data)
             parameter.grad = None
-            for name in set(vars(parameter)) - self._attributes[parameter]:  # FairScale's notes
+            for name in set(vars(parameter)) - self._original_attributes[parameter]:  # set by FairScale
                 delattr(parameter, name)
-        if self.sliced_operator is not None:
-            self.sliced_operator.release_storage()
+        self.release_slices()
         self._restore_forward()
+
+    def release_slices(self) -> None:
+        """Free the slices of a split operator: they belong to no module."""
+        if self.sliced_operator is not None:
+            release_storage(self.sliced_operator.weights)
 
     @contextmanager
     def use_original_forward(self) -> Iterator[None]:
-        """Within it the operator has the forward that the user gave it, to be looked at."""
-        ours = self._module.forward
+        """Give the module the forward that its user knows within a context, to be looked at."""
+        sharded_forward = self._module.forward
         self._restore_forward()
         try:
             yield
         finally:
-            self._module.forward = ours
+            self._module.forward = sharded_forward
 
     def _restore_forward(self) -> None:
         if self._original_forward is None:

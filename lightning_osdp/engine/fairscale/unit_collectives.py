@@ -1,15 +1,15 @@
-"""When collectives of units are run: the gathers of a unit as one, its reductions as one where they are small, and, on
-a CPU, the next unit's gather and the last gradient's reduction beside compute.
+"""When the collectives of units run: coalesced, and on a CPU while other units compute.
 
-On CUDA streams do that. A CPU has none, and a rank that waits for a slow link computes nothing. So the gather of the
-unit that comes next is begun when a unit has its own, and a gradient's reduction is waited for when the next gradient
-comes. It costs memory: one more unit is whole, and one more gradient (``planning.timeline`` counts both), so only units
-of up to ``Cluster.prefetch_max_bytes`` do.
+A unit's gathers run as one, and so do its reductions if they are small. On CUDA, streams overlap collectives with
+compute. A CPU has none, and a rank that waits for a slow link computes nothing. There the gather of the next unit
+starts when a unit has been gathered, and a gradient's reduction is waited for when the next gradient comes. That keeps
+one more unit unsharded and one more gradient in memory (the memory timeline counts both), so only units up to
+``Cluster.prefetch_max_bytes`` do it.
 
-Note [which is next]: a training step is like the one before. Units are expected in the order in which the last forward
-or backward pass gathered them; where a pass goes another way, nothing more is begun in it. All ranks go the same way,
-as they have to for their collectives, so they agree on what is begun. What was begun in vain is freed when the backward
-pass is over.
+Note [which is next]: a training step is like the previous one. Units are expected in the order in which the last
+forward or backward pass gathered them; where a pass goes another way, nothing more is prefetched in it. All ranks go
+the same way, as they have to for their collectives, so they agree on what is prefetched. What was prefetched in vain is
+freed when the backward pass is over.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from lightning_osdp.backend.hierarchical import Communicator, FlatCommunicator
 from lightning_osdp.backend.work import Work
 
 UnitT = TypeVar("UnitT")
+CommunicatorT = TypeVar("CommunicatorT", bound=Communicator)
 
 
 def is_in_backward() -> bool:
-    """Whether this is called amid a backward pass."""
+    """Return whether a backward pass is running."""
     return torch._C._current_graph_task_id() != -1
 
 
 class PrefetchOrder(Generic[UnitT]):
-    """See Note [which is next]."""
+    """Predicts which unit is gathered next; see Note [which is next]."""
 
     def __init__(self) -> None:
         self._last_pass: dict[bool, list[UnitT]] = {False: [], True: []}
@@ -41,31 +42,26 @@ class PrefetchOrder(Generic[UnitT]):
         self._is_backward = False
 
     def start_pass(self, is_backward: bool) -> None:
-        """A forward or backward pass begins."""
+        """Begin a forward or backward pass."""
         self._last_pass[self._is_backward] = self._current_pass
         self._current_pass, self._is_backward = [], is_backward
 
     def predict_next(self, unit: UnitT) -> UnitT | None:
-        """What is gathered after ``unit``, which is gathered now; None if that is not known."""
+        """Return the unit that is gathered after ``unit``, which is gathered now; None if that is not known."""
         if not torch.is_grad_enabled() and not is_in_backward():
-            return None  # evaluation, which has room for no more than it needs
+            return None  # evaluation is planned with memory for no more than one unit
         if self._is_backward != is_in_backward():
             self.start_pass(is_in_backward())
-        at, last = len(self._current_pass), self._last_pass[self._is_backward]
+        index, expected = len(self._current_pass), self._last_pass[self._is_backward]
         self._current_pass.append(unit)
-        return last[at + 1] if at + 1 < len(last) and last[at] is unit else None
+        return expected[index + 1] if index + 1 < len(expected) and expected[index] is unit else None
 
 
-class CoalescedAllGather:
-    """A unit's communicator: it holds all-gathers back, to run those of its parameters as one.
+class _QueuingCommunicator(Generic[CommunicatorT]):
+    """What FairScale takes for a unit's process group: it passes ``rank`` and ``size`` on and queues collectives."""
 
-    FairScale asks for one after the other and looks at none before the last.
-    """
-
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: CommunicatorT) -> None:
         self._communicator = communicator
-        self._queued: list[tuple[Tensor, Tensor]] = []
-        self._work: Work | None = None
 
     def rank(self) -> int:
         """See ``Communicator.rank``."""
@@ -75,86 +71,86 @@ class CoalescedAllGather:
         """See ``Communicator.size``."""
         return self._communicator.size()
 
+
+class CoalescedAllGather(_QueuingCommunicator[Communicator]):
+    """Queues a unit's all-gathers to run them as one. FairScale looks at no result before it asked for all."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        super().__init__(communicator)
+        self._queued: list[tuple[Tensor, Tensor]] = []
+        self._work: Work | None = None
+
     def all_gather(self, output_flat: Tensor, shard: Tensor) -> None:
-        """To be run with the next ``run``."""
+        """Queue a gather for the next ``flush``."""
         self._queued.append((output_flat, shard))
 
     @property
     def has_pending(self) -> bool:
-        """Whether anything is held back."""
+        """Whether any gather is queued."""
         return bool(self._queued)
 
     @property
     def is_started(self) -> bool:
-        """Whether all of it is under way already."""
+        """Whether the unit's gathers are running already."""
         return self._work is not None
 
     def start(self, outputs_flat: list[Tensor], shards: list[Tensor]) -> None:
-        """Begins what will be asked for."""
+        """Start the gathers that FairScale will ask for."""
         assert isinstance(self._communicator, FlatCommunicator)
         self._work = all_gather_async(outputs_flat, shards, self._communicator.group)
 
     def flush(self) -> None:
-        """Gathers what was held back."""
-        held, self._queued = self._queued, []
+        """Run the queued gathers, or wait for them if they were started."""
+        queued, self._queued = self._queued, []
         if self._work is not None:
             self.wait()
         else:
-            self._communicator.all_gather_coalesced(*zip(*held, strict=True))
+            self._communicator.all_gather_coalesced(*zip(*queued, strict=True))
 
     def wait(self) -> None:
-        """Waits for what was begun."""
-        begun, self._work = self._work, None
-        if begun is not None:
-            begun.wait()
+        """Wait for gathers that were started."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
 
 
-class CoalescedReduceScatter:
-    """A unit's communicator: its gradients are held back until all have come, to be reduced as one.
+class CoalescedReduceScatter(_QueuingCommunicator[FlatCommunicator]):
+    """Queues a unit's gradients until all have come, to reduce them as one.
 
-    FairScale frees each parameter when its gradient comes, so a unit takes no more for it than it has.
+    FairScale frees each parameter when its gradient comes, so the queue takes no more memory than the unit has.
 
     Args:
-        stage: what reduces.
+        communicator: runs the reduce-scatters.
         parameters: of the unit; those that are trained have gradients.
     """
 
     def __init__(self, communicator: FlatCommunicator, parameters: Sequence[nn.Parameter]) -> None:
-        self._communicator = communicator
+        super().__init__(communicator)
         self._parameters = parameters
         self._queued: list[tuple[Tensor, Callable[[Tensor], None]]] = []
 
-    def rank(self) -> int:
-        """See ``Communicator.rank``."""
-        return self._communicator.rank()
-
-    def size(self) -> int:
-        """See ``Communicator.size``."""
-        return self._communicator.size()
-
     def enqueue(self, full_flat: Tensor, on_reduced: Callable[[Tensor], None]) -> bool:
-        """To be reduced with the next ``run``, for ``on_reduced``; returns whether all have come."""
+        """Queue a gradient for the next ``flush`` and return whether all have come."""
         self._queued.append((full_flat, on_reduced))
         return len(self._queued) >= sum(parameter.requires_grad for parameter in self._parameters)
 
     def flush(self) -> None:
-        """Reduces what was held back."""
-        held, self._queued = self._queued, []
-        wholes, calls = zip(*held, strict=True)
-        del held  # gradients are freed before what is done with their sums, such as an update
-        outputs = [whole.new_empty(whole.numel() // self.size()) for whole in wholes]
-        self._communicator.reduce_scatter_coalesced(outputs, wholes)
-        del wholes
-        for done, output in zip(calls, outputs, strict=True):
-            done(output)
+        """Reduce the queued gradients."""
+        queued, self._queued = self._queued, []
+        inputs, callbacks = zip(*queued, strict=True)
+        outputs = [full_flat.new_empty(full_flat.numel() // self.size()) for full_flat in inputs]
+        self._communicator.reduce_scatter_coalesced(outputs, inputs)
+        del queued, inputs  # the full gradients are freed before callbacks, which may update parameters
+        for on_reduced, output in zip(callbacks, outputs, strict=True):
+            on_reduced(output)
 
     def discard(self) -> None:
-        """Forgets what was held back."""
+        """Drop the queued gradients."""
         self._queued.clear()
 
 
 class GradientReducer:
-    """Stands in for FairScale's bucketing reducer, which copies every gradient once more than needed."""
+    """Takes the place of FairScale's bucketing reducer, which copies every gradient once more than needed."""
 
     def __init__(self) -> None:
         self._pending: Callable[[], None] | None = None
@@ -166,22 +162,24 @@ class GradientReducer:
         group: Communicator | CoalescedReduceScatter,
         callback_fn: Callable[[Tensor], None],
     ) -> None:
-        """Sums ``input_list[i]`` over the ranks onto rank i and hands the result to ``callback_fn``: now, when the
-        next one is under way, or when the last one of its unit has come."""
-        whole = merge_chunks(input_list)
+        """Sum ``input_list[i]`` over the ranks onto rank i and call ``callback_fn`` with this rank's sum.
+
+        That happens at once, when the next reduction has started, or when the last gradient of the unit has come.
+        """
+        full_flat = merge_chunks(input_list)
         if self._queued_reduction is not group:
-            self._flush_queued()  # of a unit with a parameter that this pass did not reach: never of more than one
+            self._flush_queued()  # of a unit that this pass did not reach in full; there is never more than one
         if isinstance(group, CoalescedReduceScatter):
             self._queued_reduction = group
-            if group.enqueue(whole, callback_fn):
+            if group.enqueue(full_flat, callback_fn):
                 self._flush_queued()
             return
         output = torch.empty_like(input_list[0])
         if not (isinstance(group, FlatCommunicator) and group.is_async):
-            group.reduce_scatter(output, whole)
+            group.reduce_scatter(output, full_flat)
             callback_fn(output)
             return
-        work = reduce_scatter_async([output], [whole], group.group)
+        work = reduce_scatter_async([output], [full_flat], group.group)
 
         def finish() -> None:
             work.wait()
@@ -191,7 +189,7 @@ class GradientReducer:
         self._pending = finish
 
     def flush(self) -> None:
-        """Ends what is under way and reduces what is held back."""
+        """Complete all reductions."""
         self._finish_pending()
         self._flush_queued()
 
@@ -201,27 +199,27 @@ class GradientReducer:
             pending()
 
     def _flush_queued(self) -> None:
-        held, self._queued_reduction = self._queued_reduction, None
-        if held is not None:
-            held.flush()
+        queued, self._queued_reduction = self._queued_reduction, None
+        if queued is not None:
+            queued.flush()
 
     def discard(self) -> None:
-        """Forgets what a backward pass that was broken off has left under way."""
+        """Drop what a backward pass that raised has left unfinished."""
         self._pending = None
         if self._queued_reduction is not None:
             self._queued_reduction.discard()
             self._queued_reduction = None
 
     def teardown(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no buffer to free, as FairScale's reducer has one."""
 
 
 def merge_chunks(chunks: list[Tensor]) -> Tensor:
-    """The tensor that ``chunks`` were cut from, without a copy where they still lie side by side."""
+    """Return the tensor that ``chunks`` were cut from, without a copy if they are still adjacent in memory."""
     first = chunks[0]
     storage, step = first.untyped_storage().data_ptr(), first.numel()
     for index, chunk in enumerate(chunks):
-        in_place = chunk.untyped_storage().data_ptr() == storage
-        if not in_place or chunk.storage_offset() != first.storage_offset() + index * step:
+        is_same_storage = chunk.untyped_storage().data_ptr() == storage
+        if not is_same_storage or chunk.storage_offset() != first.storage_offset() + index * step:
             return torch.cat(chunks)
     return first.as_strided((step * len(chunks),), (1,))

@@ -65,24 +65,14 @@ class _Layout(NamedTuple):
     choice: ShardingChoice
     cluster: Cluster
     shards: OperatorShards
+    gathered: list[float]
+    """Bytes that gathering each unit takes."""
     ranks: int
     """Ranks that its states are spread over."""
     in_backward: bool
     """Whether its sharded parameters are updated in the backward pass."""
-
-    @property
-    def gathered(self) -> list[float]:
-        """Bytes that gathering each unit takes."""
-        copies = 1 + all_gather_copy_factor(self.cluster, self.choice.scope, self.choice.hierarchical)
-        return [copies * unit.parameter_bytes for unit in self.shards.units]
-
-    @property
-    def updates(self) -> list[float]:
-        """Bytes of each gradient that the optimizer sees; the slices of a weight are one."""
-        sizes = [(shard, float(shard.all_gradient_bytes)) for shard in self.shards.replicated]
-        sizes += [(shard, shard.all_gradient_bytes / self.ranks) for shard in self.shards.sharded]
-        slices = [size for shard, size in sizes if shard.is_slice]
-        return [*(size for shard, size in sizes if not shard.is_slice), *([sum(slices)] if slices else [])]
+    updates: list[float]
+    """Bytes of each gradient that the optimizer sees; the slices of a weight are one."""
 
 
 def footprint(
@@ -98,9 +88,12 @@ def footprint(
     """
     # Replicated slices, and gradients averaged between nodes at the end of the pass, wait for the optimizer's step.
     waits = Mode.DP in choice.slices or choice.scope == ShardingScope.NODE
-    ranks = sharding_ranks(cluster, choice.scope)
-    layout = _Layout(operator, choice, cluster, shards_of(operator, choice), ranks, updated_in_backward and not waits)
-    prefetch = prefetch_bytes(layout.shards.units, layout.gathered, cluster, ranks)
+    ranks, shards = sharding_ranks(cluster, choice.scope), shards_of(operator, choice)
+    copies = 1 + all_gather_copy_factor(cluster, choice.scope, choice.hierarchical)
+    gathered = [copies * unit.parameter_bytes for unit in shards.units]
+    in_backward, updates = updated_in_backward and not waits, _update_sizes(shards, ranks)
+    layout = _Layout(operator, choice, cluster, shards, gathered, ranks, in_backward, updates)
+    prefetch = prefetch_bytes(shards.units, gathered, cluster, ranks)
     return Footprint(
         **_parameter_bytes(layout, prefetch),
         **_gradient_bytes(layout, prefetch),
@@ -108,6 +101,13 @@ def footprint(
         **_checkpoint_bytes(layout),
         **_slicing_bytes(layout),
     )
+
+
+def _update_sizes(shards: OperatorShards, ranks: int) -> list[float]:
+    sizes = [(shard, float(shard.all_gradient_bytes)) for shard in shards.replicated]
+    sizes += [(shard, shard.all_gradient_bytes / ranks) for shard in shards.sharded]
+    slices = [size for shard, size in sizes if shard.is_slice]
+    return [*(size for shard, size in sizes if not shard.is_slice), *([sum(slices)] if slices else [])]
 
 
 def _parameter_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, float]:

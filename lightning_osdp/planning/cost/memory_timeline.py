@@ -128,11 +128,11 @@ class Timeline:
         self._recompute_moments = np.flatnonzero(moments.recomputed_block != NOT_RECOMPUTED)
         block = moments.recomputed_block[self._recompute_moments]
         source = moments.source[self._recompute_moments]
-        kept = live[:, moments.source]
-        kept[:, self._recompute_moments] = before_backward[:, block]
+        usual = live[:, moments.source]
+        usual[:, self._recompute_moments] = before_backward[:, block]
         recomputed = before_backward[:, block] - saves[:, block] + live[:, source] - before_forward[:, block]
         self.live, self._recomputed_live, self.recompute_saves = (
-            LineArray(*lines) for lines in (kept, recomputed, saves)
+            LineArray(*lines) for lines in (usual, recomputed, saves)
         )
         ends = np.array([moments.position[block.forward[1]] + 1 for block in blocks], dtype=np.int64)
         self.released_intervals = Intervals(ends, moments.recompute_start)
@@ -157,13 +157,14 @@ class Timeline:
         self, footprints: Floats, batch_size: int, accumulation: int, recomputed_blocks: Flags
     ) -> Peak:
         """Return the peak for an array of footprints, (operators, fields), and a flag for each block."""
-        curves = self._curves(footprints, batch_size, accumulation, recomputed_blocks)
-        moment = int(np.argmax(np.sum(list(curves.values()), axis=0)))
+        columns = Footprint(*footprints.T)
+        curves = self._curves(columns, batch_size, accumulation, recomputed_blocks)
+        moment = int(np.argmax(sum(curves.values())))
         return Peak(
             where=self._describe_moment(moment),
             moment=moment,
-            saving_bytes=self._saving_bytes(footprints),
-            evaluation_bytes=self._evaluation_bytes(footprints),
+            saving_bytes=self._saving_bytes(columns),
+            evaluation_bytes=self._evaluation_bytes(columns),
             **{name: float(curve[moment]) for name, curve in curves.items()},
         )
 
@@ -181,22 +182,24 @@ class Timeline:
         """
         changes = np.zeros((len(operators), self._num_moments + 1))
         rows, runs = np.arange(len(operators)), self._runs.select(operators)
-        for _, intervals, amounts in self._additive(runs, footprints, batch_size, accumulation, recomputed_blocks):
+        columns = Footprint(*footprints.T)
+        for _, intervals, amounts in self._additive(runs, columns, batch_size, accumulation, recomputed_blocks):
             changes[rows, intervals.start] += amounts
             changes[rows, intervals.stop] -= amounts
         return np.asarray(np.cumsum(changes, axis=1)[:, :-1], dtype=np.float64)
 
     def unattributed_bytes(self, batch_size: int, recomputed_blocks: Flags) -> Floats:
         """Return the bytes at each moment that belong to no operator."""
-        curves = self._curves(np.zeros((len(self._model.operators), len(COLUMN))), batch_size, 1, recomputed_blocks)
-        return np.asarray(np.sum(list(curves.values()), axis=0), dtype=np.float64)
+        nothing = Footprint(*np.zeros((len(COLUMN), len(self._model.operators))))
+        curves = self._curves(nothing, batch_size, 1, recomputed_blocks)
+        return np.asarray(sum(curves.values()), dtype=np.float64)
 
     def curves(
         self, choices: Sequence[ShardingChoice], batch_size: int, accumulation: int = 1, recomputed: Iterable[str] = ()
     ) -> dict[str, Floats]:
         """Return the bytes by category at each moment that happens; the optimizer's step is the last one."""
         flags = self._recompute_mask(recomputed)
-        curves = self._curves(self._footprints(choices), batch_size, accumulation, flags)
+        curves = self._curves(Footprint(*self._footprints(choices).T), batch_size, accumulation, flags)
         visible = np.append(self._visible_moments(flags), True)
         return {name: curve[visible] for name, curve in curves.items()}
 
@@ -211,10 +214,9 @@ class Timeline:
         ]
 
     def _curves(
-        self, footprints: Floats, batch_size: int, accumulation: int, recomputed_blocks: Flags
+        self, columns: Footprint[Floats], batch_size: int, accumulation: int, recomputed_blocks: Flags
     ) -> dict[str, Floats]:
-        columns = Footprint(*footprints.T)
-        held = [*self._additive(self._runs, footprints, batch_size, accumulation, recomputed_blocks)]
+        held = [*self._additive(self._runs, columns, batch_size, accumulation, recomputed_blocks)]
         held += self._largest_only(columns)
         if self._cluster.prefetch_max_bytes:
             held += prefetch_held(self._runs, columns, recomputed_blocks, self._wrapped)
@@ -229,11 +231,11 @@ class Timeline:
         return self._heap.separate(curves, batch_size)
 
     def _additive(
-        self, runs: OperatorRuns, footprints: Floats, batch_size: int, accumulation: int, recomputed_blocks: Flags
+        self, runs: OperatorRuns, own: Footprint[Floats], batch_size: int, accumulation: int, recomputed_blocks: Flags
     ) -> Iterator[Held]:
         """Yield what operators hold independently of each other."""
-        own, count = Footprint(*footprints.T), self._num_moments
-        start, end = np.zeros(len(footprints), dtype=np.int64), np.full(len(footprints), count)
+        count = self._num_moments
+        start, end = np.zeros(len(own.states), dtype=np.int64), np.full(len(own.states), count)
         is_recomputed = np.append(recomputed_blocks, False)[runs.block]
         yield Held("states", Intervals(start, end), own.states)
         yield Held("gathered", Intervals(runs.forward.start, runs.backward.stop), own.unsharded_between_passes)
@@ -299,18 +301,17 @@ class Timeline:
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
-    def _saving_bytes(self, footprints: Floats) -> int:
-        columns, how = Footprint(*footprints.T), self._non_training.checkpoint_memory
+    def _saving_bytes(self, columns: Footprint[Floats]) -> int:
+        how = self._non_training.checkpoint_memory
         if how == "nothing":
             return 0
         gathered = columns.checkpoint_tensor.max(initial=0.0) if how == "streamed" else columns.unsharded_state.sum()
         return round(self._idle_bytes(columns) + float(gathered))
 
-    def _evaluation_bytes(self, footprints: Floats) -> int:
+    def _evaluation_bytes(self, columns: Footprint[Floats]) -> int:
         batch_size = self._non_training.evaluation_batch_size
         if not batch_size or not len(self._evaluation_operators):
             return 0
-        columns = Footprint(*footprints.T)
         own = columns.eval_unsharded * ~self._tied
         own += columns.forward_per_sample / self.heap_growth_factor * batch_size
         running = np.append(own, 0.0)[self._evaluation_operators]  # UNATTRIBUTED is the last index

@@ -121,32 +121,29 @@ class OperatorRuns:
         count, last = len(model.operators), len(model.moments) - 1
         forward_moments = [traced.get((operator, "forward"), [0, last]) for operator in range(count)]
         backward_moments = [traced.get((operator, "backward"), [last, last]) for operator in range(count)]
-        forward = moments.to_intervals([(found[0], found[-1]) for found in forward_moments])
+        forward = moments.to_intervals([(indices[0], indices[-1]) for indices in forward_moments])
         block_of = np.full(count, NOT_RECOMPUTED, dtype=np.int64)
         for index, block in enumerate(model.blocks):
             block_of[list(block.operators)] = index
         recompute_start = np.append(moments.recompute_start, NOT_RECOMPUTED)[block_of]
         block_start = np.array([*(block.forward[0] for block in model.blocks), 0], dtype=np.int64)[block_of]
-        start = recompute_start + np.array([found[0] for found in forward_moments], dtype=np.int64) - block_start
+        start = recompute_start + np.array([indices[0] for indices in forward_moments], dtype=np.int64) - block_start
         stop = start + forward.stop - forward.start
         is_recomputable = recompute_start != NOT_RECOMPUTED
         return cls(
             forward,
             Intervals(np.where(is_recomputable, start, 0), np.where(is_recomputable, stop, 0)),
-            moments.to_intervals([(found[0], found[-1]) for found in backward_moments]),
+            moments.to_intervals([(indices[0], indices[-1]) for indices in backward_moments]),
             np.array([(operator, "backward") in traced for operator in range(count)], dtype=bool),
             block_of,
         )
 
     def select(self, operators: Ints | slice) -> OperatorRuns:
         """Return the runs of some operators."""
-        return OperatorRuns(
-            self.forward.select(operators),
-            self.recompute.select(operators),
-            self.backward.select(operators),
-            self.has_backward[operators],
-            self.block[operators],
+        forward, recompute, backward = (
+            intervals.select(operators) for intervals in (self.forward, self.recompute, self.backward)
         )
+        return OperatorRuns(forward, recompute, backward, self.has_backward[operators], self.block[operators])
 
 
 class Held(NamedTuple):

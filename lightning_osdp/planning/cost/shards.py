@@ -75,36 +75,35 @@ class OperatorShards(NamedTuple):
     """The shards of one operator by how they are stored."""
 
     replicated: list[ParamShard]
+    sharded: list[ParamShard]
     units: list[Unit]
-
-    @property
-    def sharded(self) -> list[ParamShard]:
-        """The shards in units."""
-        return [shard for unit in self.units for shard in unit.shards]
+    """The sharded ones, by the unit that they are in."""
 
 
 def shards_of(operator: Operator, choice: ShardingChoice) -> OperatorShards:
     """Return the parameters and slices of ``operator`` under ``choice``."""
     # A large bias beside slices is sharded like the first sharded slice.
     mode = next((mode for mode in choice.slices if mode != Mode.DP), Mode.DP)
-    is_split, shardable = choice.split_dim is not None, operator.shardable_parameters
-    unsplit = [p for p in operator.parameters if not (is_split and p is operator.weight)]
-    shards = [_unsplit_shard(p, mode if p in shardable else Mode.DP) for p in unsplit]
-    if is_split:
-        shards += _slice_shards(operator, choice)
-    sharded = tuple(shard for shard in shards if shard.mode != Mode.DP)
-    units = [Unit((shard,)) for shard in sharded] if is_split or not sharded else [Unit(sharded)]
-    return OperatorShards([shard for shard in shards if shard.mode == Mode.DP], units)
+    split = operator.weight if choice.split_dim is not None else None
+    shards = [
+        ParamShard(
+            Mode.DP if p.is_small else mode,
+            p.parameter_bytes,
+            p.gradient_bytes,
+            p.optimizer_bytes,
+            gradient_order=p.gradient_order,
+        )
+        for p in operator.parameters
+        if p is not split
+    ]
+    if split is not None:
+        shards += _slice_shards(split, choice)
+    sharded = [shard for shard in shards if shard.mode != Mode.DP]
+    units = [Unit((shard,)) for shard in sharded] if split is not None else [Unit(tuple(sharded))] if sharded else []
+    return OperatorShards([shard for shard in shards if shard.mode == Mode.DP], sharded, units)
 
 
-def _unsplit_shard(parameter: ParameterInfo, mode: Mode) -> ParamShard:
-    sizes = (parameter.parameter_bytes, parameter.gradient_bytes, parameter.optimizer_bytes)
-    return ParamShard(mode, *sizes, gradient_order=parameter.gradient_order)
-
-
-def _slice_shards(operator: Operator, choice: ShardingChoice) -> Iterator[ParamShard]:
-    weight = operator.weight
-    assert weight is not None, "only operators with a weight are split"
+def _slice_shards(weight: ParameterInfo, choice: ShardingChoice) -> Iterator[ParamShard]:
     assert choice.split_dim is not None
     length = weight.shape[choice.split_dim]
     counts = Counter(zip(choice.slices, slice_sizes(length, len(choice.slices)), strict=True))

@@ -166,7 +166,7 @@ def _wrap_plan(model: ModelProfile, plan: ExecutionPlan) -> tuple[WrappedModel, 
 def trial_peak_bytes(model: ModelProfile, cluster: Cluster, plan: ExecutionPlan, batch_size: int) -> int:
     """Return the peak of a copy of the module in forward and backward under ``plan``.
 
-    The copy has no optimizer, shares replicated parameters with the module, and keeps no gradients if the plan does not.
+    The copy has no optimizer, shares replicated parameters with the module, and keeps gradients only if the plan does.
     """
     operators = tuple(_without_optimizer_states(operator) for operator in model.operators)
     step = OptimizerStep(in_backward=plan.update_in_backward)
@@ -195,8 +195,7 @@ def _without_optimizer_states(operator: Operator) -> Operator:
 def fit_calibration(engine_overhead: EngineOverhead, trials: Sequence[Trial]) -> EngineOverhead:
     """Return the engine's overhead with the most likely ``CalibrationFactors``, given the trials.
 
-    Trials are sums, so they don't tell kinds of operators apart for sure, and they are noisy. A least-squares fit weighs
-    trials against the parts, each with its error.
+    Trials are noisy sums over kinds of operators: a least-squares fit weighs them against the parts, by their errors.
     """
     if not trials:
         return engine_overhead

@@ -1,10 +1,11 @@
-"""The fastest plans that hold no more than there is at any moment of the step, where operators are few.
+"""The fastest plans under the memory limit at every moment of the step, for models of few operators.
 
-Operators that are alike differ in when they run, so which of them shard decides what is held at moments that lie apart.
-Here operators are decided one by one, and what was decided so far is a label (the word of the shortest-path problem
-with resources): its seconds, and its bytes at every moment. A label is dropped if the least of all others exceeds what
-there is, or if no plan that begins so can be faster than a known one: by Lagrange's bound, with a price of memory for
-each moment, found by subgradient steps (Held, Wolfe and Crowder, "Validation of subgradient optimization", 1974).
+Operators of equal cost differ in when they run, so which of them shard decides the memory of moments that lie apart.
+Here operators are decided one by one. A partial plan is a label (the word of the shortest-path problem with resources)
+with its seconds and its bytes at every moment. It is dropped if the least memory of all other operators exceeds what is
+available, or if no plan that begins like this can be faster than a known one by Lagrange's bound, whose prices of
+memory, one per moment, come from subgradient steps (Held, Wolfe and Crowder, "Validation of subgradient optimization",
+1974).
 """
 
 from __future__ import annotations
@@ -15,117 +16,111 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_osdp.planning.cost.moments import Flags, Floats, Ints
-from lightning_osdp.planning.search.search_space import OptionTimes, SearchSpace
+from lightning_osdp.planning.search.subproblem import OptionCosts
 
 MAX_SUBGRADIENT_STEPS = 60
 """Subgradient steps: the bound hardly moves after that."""
 
 MAX_LABEL_ENTRIES, MAX_LABELS = 10_000_000, 4096
-"""Numbers that are computed at most, all rows of all labels at all moments; and labels that are kept at most."""
+"""Limits of the numbers computed (options of all labels at all moments), and of the labels that are followed."""
 
 MIN_LABELS = 16
-"""With fewer it is not worth beginning."""
+"""With fewer labels a search is not worth starting."""
 
 
 @dataclass(frozen=True)
 class LabelProblem:
-    """What may be chosen, operator by operator.
+    """The options of each operator, with their time and their bytes at every moment.
 
     Attributes:
-        options: of the space.
-        operator_slices: each operator's rows.
-        time_s: of each row.
-        bytes_per_moment: bytes of each row at each moment, (rows, moments).
-        available_bytes: bytes at each moment, (moments,).
-        max_labels: so many are followed at most.
+        options: positions in the space of all operators' options, one operator after the other, (rows,).
+        slices: the rows of each operator.
+        time_s: seconds, (rows,).
+        bytes_per_moment: bytes, (rows, moments).
+        available_bytes: bytes that all operators may take together, (moments,).
+        max_labels: limit of the labels that are followed.
     """
 
     options: Ints
-    operator_slices: tuple[slice, ...]
+    slices: tuple[slice, ...]
     time_s: Floats
     bytes_per_moment: Floats
     available_bytes: Floats
     max_labels: int
 
     @classmethod
-    def create(
-        cls, space: SearchSpace, times: OptionTimes, batch_size: int, accumulation: int, recomputed_blocks: Flags
-    ) -> LabelProblem | None:
-        """All rows of a space; None if there are too many of them, or too many moments.
-
-        Args:
-            space: what may be decided.
-            times: its times at this batch size.
-            batch_size: samples per micro-batch.
-            accumulation: micro-batches per optimizer step.
-            recomputed_blocks: a flag for each block.
-        """
-        menus = [space.option_groups[menu].options for menu in space.group_of]
-        sizes = [menu.stop - menu.start for menu in menus]
-        rest = space.timeline.unattributed_bytes(batch_size, recomputed_blocks)
-        labels = min(MAX_LABELS, MAX_LABEL_ENTRIES // max(1, sum(sizes) * len(rest)))
-        if labels < MIN_LABELS:
+    def create(cls, costs: OptionCosts, recomputed_blocks: Flags) -> LabelProblem | None:
+        """Return the problem of all operators; None if it has too many options or moments."""
+        space, batch = costs.space, (costs.batch_size, costs.accumulation)
+        ranges = [space.option_groups[group].options for group in space.group_of]
+        sizes = [options.stop - options.start for options in ranges]
+        other_bytes = space.timeline.unattributed_bytes(costs.batch_size, recomputed_blocks)
+        max_labels = min(MAX_LABELS, MAX_LABEL_ENTRIES // max(1, sum(sizes) * len(other_bytes)))
+        if max_labels < MIN_LABELS or not sizes:
             return None
-        operators, stops = np.repeat(np.arange(len(menus)), sizes), np.cumsum(sizes).tolist()
-        row = np.concatenate([np.arange(menu.start, menu.stop) for menu in menus] or [np.zeros(0, dtype=np.int64)])
+        operators, stops = np.repeat(np.arange(len(sizes)), sizes), np.cumsum(sizes).tolist()
+        options = np.concatenate([np.arange(options.start, options.stop) for options in ranges])
         return cls(
-            options=row,
-            operator_slices=tuple(slice(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)),
-            time_s=times.total[space.recompute_flags(recomputed_blocks)[operators], row],
+            options=options,
+            slices=tuple(slice(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)),
+            time_s=costs.times.total[space.recompute_flags(recomputed_blocks)[operators], options],
             bytes_per_moment=space.timeline.bytes_per_moment(
-                operators, space.footprints[row], batch_size, accumulation, recomputed_blocks
+                operators, space.footprints[options], *batch, recomputed_blocks
             ),
-            available_bytes=space.problem.memory_limit_bytes + 1.0 - rest,  # a byte for rounding
-            max_labels=labels,
+            available_bytes=space.problem.memory_limit_bytes + 1.0 - other_bytes,  # a byte for rounding
+            max_labels=max_labels,
         )
 
 
 def enumerate_plans(problem: LabelProblem, upper_bound_s: float) -> Iterator[Ints]:
-    """Plans that take less than ``upper_bound_s``, the fastest first: one row of the space for each operator.
+    """Yield plans faster than ``upper_bound_s``, the fastest first, as one option per operator.
 
-    None is missed unless more partial plans than ``rows.max_labels`` are worth following; then those of the least bounds
-    are. What operators do not hold one by one is not counted (``Timeline.added``): some plans may not fit.
+    None is missed unless more than ``max_labels`` partial plans are worth following; those of the least bounds are
+    then. Memory that operators do not take one by one is not counted (``Timeline.bytes_per_moment``), so some of the
+    plans may not fit.
     """
     prices, bound_s = _lagrange_multipliers(problem, upper_bound_s)
     if bound_s >= upper_bound_s:
         return
-    paid = problem.time_s + problem.bytes_per_moment @ prices
-    order = np.argsort([-float(np.ptp(paid[menu])) for menu in problem.operator_slices], kind="stable").tolist()
-    least_held = np.array([problem.bytes_per_moment[problem.operator_slices[at]].min(axis=0) for at in order])
-    least_paid = np.array([paid[problem.operator_slices[at]].min() for at in order])
-    held_later = np.cumsum(least_held[::-1], axis=0)[::-1] - least_held
-    paid_later = np.cumsum(least_paid[::-1])[::-1] - least_paid - prices @ problem.available_bytes
-    seconds, held, chosen = np.zeros(1), np.zeros((1, len(problem.available_bytes))), np.zeros((1, 0), dtype=np.int64)
-    for depth, at in enumerate(order):
-        menu = problem.operator_slices[at]
-        now = (held[:, None] + problem.bytes_per_moment[menu]).reshape(-1, held.shape[1])
-        took = (seconds[:, None] + problem.time_s[menu]).ravel()
-        bounds = took + now @ prices + paid_later[depth]
-        kept = np.flatnonzero(
-            (bounds < upper_bound_s) & (now + held_later[depth] <= problem.available_bytes).all(axis=1)
-        )
+    reduced_s = problem.time_s + problem.bytes_per_moment @ prices
+    order = sorted(range(len(problem.slices)), key=lambda index: -float(np.ptp(reduced_s[problem.slices[index]])))
+    slices = [problem.slices[index] for index in order]
+    least_bytes = np.array([problem.bytes_per_moment[rows].min(axis=0) for rows in slices])
+    least_s = np.array([reduced_s[rows].min() for rows in slices])
+    later_bytes = least_bytes.sum(axis=0) - np.cumsum(least_bytes, axis=0)
+    later_s = least_s.sum() - np.cumsum(least_s) - prices @ problem.available_bytes
+    time_s, bytes_ = np.zeros(1), np.zeros((1, len(problem.available_bytes)))
+    chosen = np.zeros((1, 0), dtype=np.int64)
+    for depth, rows in enumerate(slices):
+        next_bytes = (bytes_[:, None] + problem.bytes_per_moment[rows]).reshape(-1, bytes_.shape[1])
+        next_s = (time_s[:, None] + problem.time_s[rows]).ravel()
+        bounds = next_s + next_bytes @ prices + later_s[depth]
+        fits = (next_bytes + later_bytes[depth] <= problem.available_bytes).all(axis=1)
+        kept = np.flatnonzero((bounds < upper_bound_s) & fits)
         if len(kept) > problem.max_labels:
             kept = kept[np.argsort(bounds[kept], kind="stable")[: problem.max_labels]]
-        before, choice = np.divmod(kept, menu.stop - menu.start)
-        seconds, held = took[kept], now[kept]
-        chosen = np.column_stack([chosen[before], choice + menu.start])
-    yield from problem.options[chosen[np.argsort(seconds, kind="stable")][:, np.argsort(order)]]
+        label, choice = np.divmod(kept, rows.stop - rows.start)
+        time_s, bytes_ = next_s[kept], next_bytes[kept]
+        chosen = np.column_stack([chosen[label], choice + rows.start])
+    fastest = np.argsort(time_s, kind="stable")
+    fastest = fastest[time_s[fastest] < upper_bound_s]  # a bound below it does not mean that the plan is
+    yield from problem.options[chosen[fastest][:, np.argsort(order)]]
 
 
 def _lagrange_multipliers(problem: LabelProblem, upper_bound_s: float) -> tuple[Floats, float]:
-    """Seconds for a byte at each moment, and the bound of the step time that they give: the best of some steps."""
+    """Return seconds per byte at each moment, and the bound of the step time that they give."""
     prices = best = np.zeros(len(problem.available_bytes))
-    bound_s = -np.inf
+    best_s = -np.inf
     for step in range(MAX_SUBGRADIENT_STEPS):
-        paid = problem.time_s + problem.bytes_per_moment @ prices
-        cheapest = np.array([menu.start + int(paid[menu].argmin()) for menu in problem.operator_slices], dtype=np.int64)
-        found_s = float(paid[cheapest].sum() - prices @ problem.available_bytes)
-        if found_s > bound_s:
-            best, bound_s = prices, found_s
+        reduced_s = problem.time_s + problem.bytes_per_moment @ prices
+        cheapest = np.array([rows.start + int(reduced_s[rows].argmin()) for rows in problem.slices], dtype=np.int64)
+        bound_s = float(reduced_s[cheapest].sum() - prices @ problem.available_bytes)
+        if bound_s > best_s:
+            best, best_s = prices, bound_s
         excess = problem.bytes_per_moment[cheapest].sum(axis=0) - problem.available_bytes
         excess[(excess < 0) & (prices == 0)] = 0.0
         length = float(excess @ excess)
-        if not length or bound_s >= upper_bound_s:
+        if not length or best_s >= upper_bound_s:
             break
-        prices = np.maximum(0.0, prices + (upper_bound_s - found_s) / (1 + step / 10) / length * excess)
-    return best, bound_s
+        prices = np.maximum(0.0, prices + (upper_bound_s - bound_s) / (1 + step / 10) / length * excess)
+    return best, best_s

@@ -1,76 +1,45 @@
-"""A lower bound of the step time for each way to recompute blocks, without searching; and the plans of least memory.
+"""Lower bounds of the step time for each way to recompute blocks, without searching.
 
 At any one moment of the step the memory constraint is a sum over the operators,
 
     sum_i bytes(i, x_i, moment) + other(moment) <= limit,
 
-so for each price of memory the cheapest row of each operator, bytes paid for, gives a lower bound (Lagrange's). What a
-moment counts of an operator depends only on whether its backward has begun, is under way, or is still to come, so all
-operators of a menu are bounded at once, and so are all ways to recompute blocks: they differ in how many operators of
-a menu lie in recomputed blocks, in the activations, and in the time that recomputing takes.
+so for each price of memory, the cheapest option of each operator with its bytes paid for gives a lower bound
+(Lagrangian relaxation). The bytes of an operator depend only on its phase (before, in or after its backward), so all
+operators of a group are bounded at once, and so are all ways to recompute blocks: they differ in the number of a
+group's operators that lie in recomputed blocks, in the activations, and in the time of recomputing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.cost.footprint import COLUMN
 from lightning_osdp.planning.cost.moments import Floats, Ints, LineArray
-from lightning_osdp.planning.search.search_space import OptionTimes, SearchSpace
-from lightning_osdp.planning.solver.knapsack import Option, solve
-from lightning_osdp.planning.solver.relaxation import EXCLUDED_COST, PADDING_BYTES, compute_hulls
+from lightning_osdp.planning.search.search_space import (
+    AFTER_BACKWARD,
+    BEFORE_BACKWARD,
+    IN_BACKWARD,
+    NUM_PHASES,
+    OptionTimes,
+    SearchSpace,
+)
+from lightning_osdp.planning.solver.relaxation import compute_hulls
 
 MAX_MOMENTS = 10
-"""Moments that the bound looks at."""
+"""Moments that a bound considers."""
 
 PRICE_TOLERANCE = 0.02
-"""Relative: prices closer together than this give next to the same bound."""
-
-BEFORE_BACKWARD, IN_BACKWARD, AFTER_BACKWARD = range(3)
-"""What an operator is at a moment, by its backward."""
-
-
-def resident_bytes_by_phase(space: SearchSpace, batch_size: int, accumulation: int) -> Floats:
-    """Bytes of each row, (BEFORE RUNNING AFTER, rows)."""
-    column = {name: space.footprints[:, index] for name, index in COLUMN.items()}
-    whole, pieces = column["replicated_gradients"], column["sharded_gradients"]
-    early = whole + pieces if accumulation > 1 else 0.0
-    before = column["states"] + column["unsharded_between_passes"] + early
-    running = (
-        column["states"] + column["unsharded_between_passes"] + whole + (whole + pieces if accumulation > 1 else 0.0)
-    )
-    running = (
-        running + column["unsharded_while_running"] + column["transient"] + column["backward_per_sample"] * batch_size
-    )
-    return np.array([before, running, column["states"] + whole + pieces], dtype=np.float64)
-
-
-def transient_bytes(space: SearchSpace, batch_size: int, accumulation: int) -> Floats:
-    """Bytes of each row that are there only while the operator itself runs."""
-    column = {name: space.footprints[:, index] for name, index in COLUMN.items()}
-    # What its neighbours have under way beside it counts as its own: they are often alike.
-    beside = column["prefetched_parameters"] + column["inflight_gradient"]
-    backward = (
-        column["unsharded_while_running"] + column["transient"] + beside + column["backward_per_sample"] * batch_size
-    )
-    if accumulation > 1:  # the new gradient stands beside the accumulated one until it is added
-        backward = backward + column["replicated_gradients"]
-    forward = (
-        column["unsharded_while_running"] + column["prefetched_parameters"] + column["forward_per_sample"] * batch_size
-    )
-    return np.asarray(np.maximum(forward, backward))
+"""Relative: prices closer together than this give nearly the same bound."""
 
 
 class _MomentCounts(NamedTuple):
-    """What the moments count, for each way to recompute blocks.
+    """What the memory constraint counts at some moments, for each way to recompute blocks.
 
     Attributes:
-        operator_counts: (moments, vectors, state x menu x recomputed).
-        other_bytes: bytes that belong to no operator, by moment and vector: lines over the batch size.
+        operator_counts: (moments, ways, phases x groups x recomputed).
+        other_bytes: bytes that belong to no operator, by moment and way: lines over the batch size.
     """
 
     operator_counts: Floats
@@ -78,109 +47,76 @@ class _MomentCounts(NamedTuple):
 
 
 class LagrangianBounds:
-    """Bounds for all batch sizes of one problem."""
+    """Lower bounds for all batch sizes of one problem."""
 
     def __init__(self, space: SearchSpace) -> None:
         self._space = space
         self._moment_counts = _count_at_moments(space, _select_moments(space))
-        sizes = [menu.options.stop - menu.options.start for menu in space.option_groups]
-        self._is_option = np.arange(max(sizes, default=1)) < np.array(sizes)[:, None]
-        self._option_index = np.where(
-            self._is_option, space.first_option[:, None] + np.arange(max(sizes, default=1)), 0
-        )
+        sizes = np.array([len(group.choices) for group in space.option_groups], dtype=np.int64)
+        index = np.arange(sizes.max(initial=1))
+        self._is_option = index < sizes[:, None]
+        self._option_index = np.where(self._is_option, space.first_option[:, None] + index, 0)
 
     def lower_bounds_s(self, times: OptionTimes, batch_size: int, accumulation: int) -> Floats:
-        """Seconds of an optimizer step, for each of the space's vectors: no plan takes less."""
+        """Return the seconds of a step that no plan undercuts, for each of the space's ways to recompute, (ways,)."""
         space = self._space
         cost = times.total[:, self._option_index]
-        byte = resident_bytes_by_phase(space, batch_size, accumulation)[:, self._option_index]
-        prices = self._candidate_prices(cost, byte)
-        paid = np.where(self._is_option, cost, EXCLUDED_COST) + prices[:, None, None, None, None] * byte[:, None]
-        least = paid.min(axis=-1).transpose(0, 1, 3, 2).reshape(len(prices), -1)
+        resident = space.resident_bytes(batch_size, accumulation)[:, self._option_index]
+        prices = self._candidate_prices(cost, resident)
+        priced = np.where(self._is_option, cost, np.inf) + prices[:, None, None, None, None] * resident[:, None]
+        least = priced.min(axis=-1).transpose(0, 1, 3, 2).reshape(len(prices), -1)
         sums = self._moment_counts.operator_counts @ least.T
-        free = space.problem.memory_limit_bytes - np.maximum(0.0, self._moment_counts.other_bytes.value_at(batch_size))
-        bound = (sums - prices * free[..., None]).max(axis=(0, 2))
-        again = space.recompute_masks @ space.recompute_s(batch_size, accumulation)
-        return np.asarray(bound + again + space.unattributed_s(batch_size, accumulation), dtype=np.float64)
+        other_bytes = np.maximum(0.0, self._moment_counts.other_bytes.value_at(batch_size))
+        available = space.problem.memory_limit_bytes - other_bytes
+        bound = (sums - prices * available[..., None]).max(axis=(0, 2))
+        recompute_s = space.recompute_masks @ space.recompute_s(batch_size, accumulation)
+        return np.asarray(bound + recompute_s + space.unattributed_s(batch_size, accumulation), dtype=np.float64)
 
     def _candidate_prices(self, cost: Floats, resident_bytes: Floats) -> Floats:
-        """The slopes of the menus' hulls: between two of them a bound is linear in the price."""
-        states, menus = len(resident_bytes), len(self._is_option)
-        shape = (states, 2, *self._is_option.shape)
-        all_cost = np.broadcast_to(cost[None], shape).reshape(-1, shape[-1])
-        whole = np.where(self._is_option, np.rint(resident_bytes), PADDING_BYTES).astype(np.int64)
-        all_byte = np.broadcast_to(whole[:, None], shape).reshape(-1, shape[-1])
-        slopes = (
-            compute_hulls(all_cost, all_byte, np.tile(self._is_option, (states * 2, 1))).slope if menus else np.zeros(0)
-        )
-        steps = np.rint(np.log(slopes[slopes > 0]) / PRICE_TOLERANCE)
-        _, at = np.unique(steps, return_index=True)
-        return np.append(0.0, slopes[slopes > 0][at])
+        """Return the slopes of the groups' hulls: between two of them a bound is linear in the price."""
+        if not len(self._is_option):
+            return np.zeros(1)
+        shape = (NUM_PHASES, 2, *self._is_option.shape)
+        costs = np.broadcast_to(cost, shape).reshape(-1, shape[-1])
+        weights = np.broadcast_to(np.rint(resident_bytes).astype(np.int64)[:, None], shape).reshape(-1, shape[-1])
+        valid = np.broadcast_to(self._is_option, shape).reshape(-1, shape[-1])
+        slopes = compute_hulls(costs, weights, valid).slope
+        slopes = slopes[slopes > 0]
+        _, distinct = np.unique(np.rint(np.log(slopes) / PRICE_TOLERANCE), return_index=True)
+        return np.append(0.0, slopes[distinct])
 
 
 def _select_moments(space: SearchSpace) -> Ints:
-    """Where operators of large transients run backward, first and last of each menu, and both ends of the backward."""
+    """Return the first and last backward of each group, those of large transients first, after the backward's ends."""
     backward = space.timeline.backward.start
-    transient = transient_bytes(space, 0, 1)
-    largest = [-float(transient[menu.options].max(initial=0.0)) for menu in space.option_groups]
-    found: list[int] = []
-    for menu in np.argsort(largest, kind="stable").tolist():
-        members = backward[space.group_of == menu]
-        found += [int(members.min()), int(members.max())]
-    ends = [int(backward.min(initial=0)), int(backward.max(initial=0))] if len(backward) else []
-    usual = [moment for moment in dict.fromkeys([*ends, *found]) if moment < len(space.timeline.live.fixed)]
-    return np.array(usual[:MAX_MOMENTS], dtype=np.int64)
+    if not len(backward):
+        return np.zeros(0, dtype=np.int64)
+    transient = space.transient_bytes(0, 1)
+    largest = [-float(transient[group.options].max(initial=0.0)) for group in space.option_groups]
+    moments = [int(backward.min()), int(backward.max())]
+    for group in np.argsort(largest, kind="stable").tolist():
+        members = backward[space.group_of == group]
+        moments += [int(members.min()), int(members.max())]
+    distinct = [moment for moment in dict.fromkeys(moments) if moment < len(space.timeline.live.fixed)]
+    return np.array(distinct[:MAX_MOMENTS], dtype=np.int64)
 
 
 def _count_at_moments(space: SearchSpace, moments: Ints) -> _MomentCounts:
-    timeline, blocks = space.timeline, len(space.problem.model.blocks)
-    menus, flags = len(space.option_groups), space.recompute_masks.astype(np.float64)
-    counted = np.zeros((len(moments), len(flags), 3, menus, 2))
-    fixed, slope = np.zeros((2, len(moments), len(flags)))
+    timeline, blocks, groups = space.timeline, len(space.problem.model.blocks), len(space.option_groups)
+    masks = space.recompute_masks.astype(np.float64)
+    counts = np.zeros((len(moments), len(masks), NUM_PHASES, groups, 2))
+    fixed, slope = np.zeros((2, len(moments), len(masks)))
     fixed_bytes = space.problem.overhead_bytes + space.problem.model.buffer_bytes + timeline.heap_headroom.fixed
-    for at, moment in enumerate(moments.tolist()):
+    for index, moment in enumerate(moments.tolist()):
         start, stop = timeline.backward
-        state = np.where(start > moment, BEFORE_BACKWARD, np.where(stop > moment, IN_BACKWARD, AFTER_BACKWARD))
-        by_block = np.zeros((blocks + 1, 3 * menus))
-        np.add.at(by_block, (timeline.block_of, state * menus + space.group_of), 1.0)
-        again = flags @ by_block[:-1]
-        counted[at, ..., 0] = (by_block.sum(axis=0) - again).reshape(len(flags), 3, menus)
-        counted[at, ..., 1] = again.reshape(len(flags), 3, menus)
-        freed = (timeline.released_intervals.start <= moment) & (moment < timeline.released_intervals.stop)
-        fixed[at] = fixed_bytes + timeline.live.fixed[moment] - flags @ (freed * timeline.recompute_saves.fixed)
-        slope[at] = (
-            timeline.heap_headroom.per_sample
-            + timeline.live.per_sample[moment]
-            - flags @ (freed * timeline.recompute_saves.per_sample)
-        )
-    return _MomentCounts(counted.reshape(len(moments), len(flags), -1), LineArray(fixed, slope))
-
-
-def min_memory_options(space: SearchSpace) -> Iterator[Ints]:
-    """Plans of least memory: everything sharded as it is, everything in its finest slices, and what is needed at least
-    if the largest transient is on top of all states.
-
-    They differ where one operator dominates: gathering it whole costs more than sharding its states saves.
-    """
-    resident = np.rint(
-        resident_bytes_by_phase(space, 0, 1)[AFTER_BACKWARD] + space.footprints[:, COLUMN["unsharded_between_passes"]]
-    ).astype(np.int64)
-    transient = np.rint(transient_bytes(space, 0, 1)).astype(np.int64)
-    counts = np.bincount(space.group_of, minlength=len(space.option_groups)).tolist()
-    menus = [
-        [
-            Option(0.0, *pair)
-            for pair in zip(resident[menu.options].tolist(), transient[menu.options].tolist(), strict=True)
-        ]
-        for menu in space.option_groups
-    ]
-    try:
-        solution = solve(menus, 0, counts=counts)
-    except InfeasibleError as error:
-        solution = solve(menus, error.needed_bytes, counts=counts)
-    rows = np.zeros(len(space.group_of), dtype=np.int64)
-    rows[np.argsort(space.group_of, kind="stable")] = solution.choices
-    yield rows + space.first_option[space.group_of]
-    for first, second in ((resident, transient), (transient, resident)):
-        least = [int(np.lexsort((second[menu.options], first[menu.options]))[0]) for menu in space.option_groups]
-        yield (np.array(least, dtype=np.int64) + space.first_option)[space.group_of]
+        phase = np.where(start > moment, BEFORE_BACKWARD, np.where(stop > moment, IN_BACKWARD, AFTER_BACKWARD))
+        by_block = np.zeros((blocks + 1, NUM_PHASES * groups))
+        np.add.at(by_block, (timeline.block_of, phase * groups + space.group_of), 1.0)
+        recomputed = masks @ by_block[:-1]
+        counts[index, ..., 0] = (by_block.sum(axis=0) - recomputed).reshape(counts.shape[1:-1])
+        counts[index, ..., 1] = recomputed.reshape(counts.shape[1:-1])
+        released = (timeline.released_intervals.start <= moment) & (moment < timeline.released_intervals.stop)
+        saves, live, headroom = timeline.recompute_saves, timeline.live, timeline.heap_headroom
+        fixed[index] = fixed_bytes + live.fixed[moment] - masks @ (released * saves.fixed)
+        slope[index] = headroom.per_sample + live.per_sample[moment] - masks @ (released * saves.per_sample)
+    return _MomentCounts(counts.reshape(len(moments), len(masks), -1), LineArray(fixed, slope))

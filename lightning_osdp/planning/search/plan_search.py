@@ -1,15 +1,15 @@
 """The best plan at one batch size.
 
-Each is found by the exact search (``knapsack.solve``) on the bytes that count at one moment of the step, the one where a
-first plan has its peak. The timeline then gives the true peak; what it leaves unused is given back to the search, what
-it exceeds is taken away, and where another moment turns out to be worse that one takes its place. Where operators are
-few, all moments are then looked at together (``max_labels``). How many blocks of a kind are recomputed is enumerated, those
-of the least lower bound first (``lower_bounds``).
+The knapsack (``planning.solver``) counts bytes at one moment of the step: the one of a first plan's peak. The memory
+timeline then gives the true peak. Its slack is given back to the knapsack's budget and its excess taken away, and if
+another moment turns out to be worse, that one takes its place (``BudgetBisection``). Models of few operators are then
+searched at all moments together (``label_setting``). How many blocks of a kind are recomputed is enumerated, in the
+order of lower bounds (``lower_bounds``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,57 +19,57 @@ from lightning_osdp.planning.cost.memory_timeline import Peak
 from lightning_osdp.planning.cost.moments import Flags, Floats, Ints
 from lightning_osdp.planning.search.infeasibility import infeasible_error
 from lightning_osdp.planning.search.label_setting import LabelProblem, enumerate_plans
-from lightning_osdp.planning.search.lower_bounds import LagrangianBounds, min_memory_options
+from lightning_osdp.planning.search.lower_bounds import LagrangianBounds
 from lightning_osdp.planning.search.search_space import SearchSpace
-from lightning_osdp.planning.search.subproblem import KnapsackSubproblem, OptionCosts
+from lightning_osdp.planning.search.subproblem import KnapsackSubproblem, OptionCosts, min_memory_options
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
 from lightning_osdp.planning.spec.problem import Problem
 from lightning_osdp.planning.spec.wrapping import WrapAssignment, WrappedModel
 
-MAX_SOLVES = 12
-"""Solutions at most, while budget and true peak are brought together."""
+MAX_SOLVES, MAX_HEURISTIC_SOLVES = 12, 3
+"""Knapsacks per way to recompute blocks, in a complete search and in a first look [M-search-1]."""
 
-MAX_HEURISTIC_SOLVES = 3
-"""The same for a first look at a batch size."""
+BUDGET_STEPS = 2000
+"""A change of the budget by less than the memory limit over this is not worth another knapsack."""
 
-SMALL_MODEL, MAX_LOCAL_SEARCHES = 64, 4
-"""Up to so many operators, the best plans of so many ways to recompute blocks are polished, else only the very best."""
-
-MAX_PAIRED_OPTIONS = 256
-"""Up to so many rows to exchange, pairs of them are looked at, too."""
+SMALL_MODEL, MAX_EXACT_SEARCHES = 64, 4
+"""Up to this number of operators, exact searches improve the best plans of several ways to recompute blocks; above it,
+one improves the very best plan [M-search-1]."""
 
 MAX_RECOMPUTE_COUNTS_TRIED = 24
-"""Ways to recompute blocks that are tried at one batch size, of those that the bound does not rule out."""
-
-MAX_SWAPS, EXTRA_SWAPS = 32, 1024
-"""Exchanges that are tried on the best plan of a batch size, to use what its true peak still leaves: so many, and so
-many more over the number of operators. Where these are few, each one counts, and a try takes little."""
+"""Ways to recompute blocks that are tried at one batch size, of those that lower bounds do not exclude."""
 
 MIN_IMPROVEMENT = 1e-3
-"""Relative: other ways to recompute blocks are not tried for less than this."""
+"""Relative gain below which other ways to recompute blocks are not tried."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """The best plan found at one batch size."""
+    """A plan at one batch size and its predicted costs.
+
+    Attributes:
+        batch_size: samples per device and micro-batch.
+        accumulation: micro-batches per optimizer step.
+        recomputed: names of the recomputed blocks.
+        communication_s: communication that compute does not hide.
+        lower_bound_s: no plan at this batch size is known to take less.
+        wrap_assignment: the block whose unit each operator shares; empty for its own unit and for replicated operators.
+    """
 
     batch_size: int
     accumulation: int
     choices: tuple[ShardingChoice, ...]
     recomputed: tuple[str, ...]
-    """Names of the blocks that are."""
     compute_s: float
     communication_s: float
     peak: Peak
     ranks: int
     lower_bound_s: float = 0.0
-    """No plan at this batch size takes less, as far as is known."""
     wrap_assignment: WrapAssignment = ()
-    """Which operators share units; what is replicated shares none."""
 
     @property
     def step_time_s(self) -> float:
-        """Of one optimizer step."""
+        """Seconds of one optimizer step."""
         return self.compute_s + self.communication_s
 
     @property
@@ -79,13 +79,13 @@ class Candidate:
 
     @property
     def samples_per_s(self) -> float:
-        """Over all ranks."""
+        """Throughput over all ranks."""
         return self.global_batch_size / self.step_time_s
 
 
 @dataclass(frozen=True)
 class _ScoredPlan:
-    """A plan as rows of the space."""
+    """One option per operator, with the plan's step time and true peak."""
 
     options: Ints
     time_s: float
@@ -93,14 +93,14 @@ class _ScoredPlan:
 
 
 class PlanSearch:
-    """Finds candidates for one problem; what does not depend on the batch size is prepared once.
+    """Searches of one problem at all batch sizes, for one assignment of operators to shared units.
 
     Args:
-        problem: what there is.
-        wrap_assignment: which operators share units (``joining``); None if none do.
+        problem: the problem.
+        wrap_assignment: the block whose unit each operator shares; None if none do.
 
     Raises:
-        ConfigurationError: a wish's pattern matches nothing.
+        ConfigurationError: a constraint's pattern matches nothing.
     """
 
     def __init__(self, problem: Problem, wrap_assignment: WrapAssignment | None = None) -> None:
@@ -108,62 +108,71 @@ class PlanSearch:
         self.problem = problem
         self.wrap_assignment = wrap_assignment or ("",) * len(problem.model.operators)
         self.wrapped_model = WrappedModel.from_assignment(problem.model, self.wrap_assignment)
-        self.space = SearchSpace(
-            replace(problem, model=self.wrapped_model.model, compute=self.wrapped_model.merge_times(problem.compute))
-        )
+        compute = self.wrapped_model.merge_times(problem.compute)
+        self.space = SearchSpace(replace(problem, model=self.wrapped_model.model, compute=compute))
         self.bounds = LagrangianBounds(self.space)
+        self.min_memory_options = min_memory_options(self.space)
         self._by_batch_size: dict[tuple[int, int], BatchSizeSearch] = {}
-        self.min_memory_options = list(min_memory_options(self.space))
 
     def best_plan(self, batch_size: int, accumulation: int = 1, *, heuristic_only: bool = False) -> Candidate:
-        """The fastest plan whose true peak is within the limit.
-
-        Args:
-            batch_size: samples per device and micro-batch.
-            accumulation: micro-batches per optimizer step.
-            heuristic_only: whether a good plan is enough; its ``lower_bound_s`` tells what the best may reach.
+        """Return the fastest plan whose true peak is within the limit (see ``best_plan_below``).
 
         Raises:
-            InfeasibleError: none is.
+            InfeasibleError: no plan fits.
         """
-        found = self.best_plan_below(np.inf, batch_size, accumulation, heuristic_only=heuristic_only)
-        if found is None:
+        best = self.best_plan_below(np.inf, batch_size, accumulation, heuristic_only=heuristic_only)
+        if best is None:
             raise infeasible_error(self.problem, self.min_memory_plan(batch_size, accumulation).peak, batch_size)
-        return found
+        return best
 
     def best_plan_below(
         self, upper_bound_s: float, batch_size: int, accumulation: int = 1, *, heuristic_only: bool = False
     ) -> Candidate | None:
-        """``best`` where only a plan that takes less than ``upper_bound_s`` is of use: ways to recompute blocks that can't
-        are left out. None where that leaves nothing."""
-        at = self.for_batch_size(batch_size, accumulation)
-        bounds = at.lower_bounds_s
-        found: dict[int, _ScoredPlan] = {}
-        for vector in self._recompute_counts_to_try(
-            np.where(bounds < upper_bound_s, bounds, np.inf), found, heuristic_only
-        ):
-            one = at.solve_with_recompute(vector, MAX_HEURISTIC_SOLVES if heuristic_only else MAX_SOLVES)
-            if one is not None:
-                found[vector] = one
-        if not found:
+        """Return the fastest plan that fits, leaving out ways to recompute blocks that can't beat a step time.
+
+        Args:
+            upper_bound_s: only plans faster than this are of use.
+            batch_size: samples per device and micro-batch.
+            accumulation: micro-batches per optimizer step.
+            heuristic_only: whether a good plan is enough; its ``lower_bound_s`` says what the best may reach.
+
+        Returns:
+            The plan, which may be slower than ``upper_bound_s``; None if nothing is left or nothing fits.
+        """
+        search = self.for_batch_size(batch_size, accumulation)
+        bounds = search.lower_bounds_s
+        plans: dict[int, _ScoredPlan] = {}
+        best_s = np.inf
+        for index in np.argsort(bounds, kind="stable").tolist():
+            if bounds[index] >= min(upper_bound_s, best_s * (1 - MIN_IMPROVEMENT)):
+                break
+            if len(plans) >= (1 if heuristic_only else MAX_RECOMPUTE_COUNTS_TRIED):
+                break
+            plan = search.solve_with_recompute(index, MAX_HEURISTIC_SOLVES if heuristic_only else MAX_SOLVES)
+            if plan is not None:
+                plans[index] = plan
+                best_s = min(best_s, plan.time_s)
+        if not plans:
             return None
-        ranking = sorted(found, key=lambda vector: found[vector].time_s)
-        few = len(self.space.group_of) <= SMALL_MODEL
-        for vector in ranking[: 0 if heuristic_only else MAX_LOCAL_SEARCHES if few else 1]:
-            flags = self.space.recompute_mask(vector)
-            known_s = min(upper_bound_s, *(one.time_s for one in found.values()))
-            found[vector] = at.exact_small_search(at.local_search(found[vector], flags), flags, known_s)
-        vector = min(found, key=lambda vector: found[vector].time_s)
-        return at.to_candidate(found[vector].options, self.space.recompute_mask(vector), float(bounds.min()))
+        if not heuristic_only:
+            is_small = len(self.space.group_of) <= SMALL_MODEL
+            ranking = sorted(plans, key=lambda index: plans[index].time_s)
+            for index in ranking[: MAX_EXACT_SEARCHES if is_small else 1]:
+                known_s = min(upper_bound_s, *(plan.time_s for plan in plans.values()))
+                plans[index] = search.exact_small_search(plans[index], self.space.recompute_mask(index), known_s)
+        best = min(plans, key=lambda index: plans[index].time_s)
+        return search.to_candidate(plans[best].options, self.space.recompute_mask(best), float(bounds.min()))
 
     def min_memory_plan(self, batch_size: int, accumulation: int = 1) -> Candidate:
-        """The plan that takes least memory, whatever the limit."""
-        at = self.for_batch_size(batch_size, accumulation)
-        vectors = self.space.recompute_counts
-        ways = {0, int(vectors.sum(axis=1).argmax())}
-        plans = [(rows, self.space.recompute_mask(way)) for way in sorted(ways) for rows in self.min_memory_options]
-        found = [at.to_candidate(rows, flags) for rows, flags in plans]
-        return min(found, key=lambda candidate: candidate.peak.max_bytes)
+        """Return the plan of least memory, whatever the limit."""
+        search = self.for_batch_size(batch_size, accumulation)
+        most_recomputed = int(self.space.recompute_counts.sum(axis=1).argmax())
+        candidates = (
+            search.to_candidate(options, self.space.recompute_mask(index))
+            for index in sorted({0, most_recomputed})
+            for options in self.min_memory_options
+        )
+        return min(candidates, key=lambda candidate: candidate.peak.max_bytes)
 
     def evaluate_choices(
         self,
@@ -172,68 +181,72 @@ class PlanSearch:
         accumulation: int = 1,
         recomputed: tuple[str, ...] = (),
     ) -> Candidate:
-        """What a given plan costs, whether it fits or not."""
-        names = [block.name for block in self.problem.model.blocks]
-        flags = np.array([name in recomputed for name in names], dtype=bool)
-        return self.for_batch_size(batch_size, accumulation).to_candidate(self.options_of(choices), flags)
+        """Return a given plan with its costs, whether it fits or not."""
+        search = self.for_batch_size(batch_size, accumulation)
+        return search.to_candidate(self.options_of(choices), self.recompute_mask(recomputed))
 
     def lower_bound_s(self, batch_size: int, accumulation: int = 1) -> float:
-        """Seconds of an optimizer step that no plan undercuts, whether one fits or not."""
+        """Return the seconds of an optimizer step that no plan that fits undercuts."""
         return float(self.for_batch_size(batch_size, accumulation).lower_bounds_s.min())
 
     def for_batch_size(self, batch_size: int, accumulation: int = 1) -> BatchSizeSearch:
-        """The desk at one batch size, made once."""
+        """Return the search at one batch size; it is made once."""
         key = (batch_size, accumulation)
         if key not in self._by_batch_size:
             self._by_batch_size[key] = BatchSizeSearch(self, *key)
         return self._by_batch_size[key]
 
     def options_of(self, choices: Sequence[ShardingChoice]) -> Ints:
-        """One row for each operator of the space, from one choice for each of the model."""
+        """Return one option per operator of the space, from one choice per operator of the model."""
         return self.space.options_of(self.wrapped_model.merge_choices(choices))
 
-    def _recompute_counts_to_try(
-        self, lower_bounds_s: Floats, scored_plans: dict[int, _ScoredPlan], heuristic_only: bool
-    ) -> Iterator[int]:
-        """Vectors to try: the one of least bound, then around the best one found, then any that may be better yet."""
-        order = np.argsort(lower_bounds_s, kind="stable").tolist()
-        tried: set[int] = set()
+    def recompute_mask(self, recomputed: Sequence[str]) -> Flags:
+        """Return whether each block is among those of the given names, (blocks,)."""
+        return np.array([block.name in recomputed for block in self.problem.model.blocks], dtype=bool)
 
-        def is_worthwhile(recompute_index: int) -> bool:
-            best = min((one.time_s for one in scored_plans.values()), default=np.inf)
-            return recompute_index not in tried and lower_bounds_s[recompute_index] < best * (1 - MIN_IMPROVEMENT)
 
-        def try_once(recompute_index: int) -> Iterator[int]:
-            if is_worthwhile(recompute_index) and len(scored_plans) < MAX_RECOMPUTE_COUNTS_TRIED:
-                tried.add(recompute_index)
-                yield recompute_index
+class BudgetBisection:
+    """Search for the knapsack budget whose plan just fits the memory limit by its true peak.
 
-        for vector in order:  # up to the first that fits; that one does not is soon seen
-            yield from try_once(vector)
-            if scored_plans:
-                break
-        step = max(1, int(self.space.recompute_counts.max(initial=1)) // 2)
-        while step and scored_plans and not heuristic_only:
-            best = min(scored_plans, key=lambda vector: scored_plans[vector].time_s)
-            for vector in self._neighbours(best, step):
-                yield from try_once(vector)
-            step //= 2
-        for vector in order if not heuristic_only else ():
-            yield from try_once(vector)
+    The budget moves by the slack or the excess of the last plan's true peak while only one side is known, and halves
+    the interval between the largest budget that fits and the smallest that does not where that step leaves it.
 
-    def _neighbours(self, recompute_index: int, step: int) -> Iterator[int]:
-        """The vectors that differ in one kind by about ``run_step`` blocks."""
-        vectors = self.space.recompute_counts
-        for kind in range(vectors.shape[1]):
-            others = np.delete(vectors == vectors[recompute_index], kind, axis=1).all(axis=1)
-            for sign in (1, -1):
-                wanted = vectors[recompute_index, kind] + sign * step
-                near = np.where(others, np.abs(vectors[:, kind] - wanted), np.inf)
-                yield int(near.argmin())
+    Attributes:
+        budget: bytes of the next knapsack.
+    """
+
+    def __init__(self, initial_budget: int, tolerance: int) -> None:
+        self.budget = initial_budget
+        self._tolerance = tolerance
+        self._largest_fitting = self._smallest_exceeding = 0
+
+    def update(self, slack: int) -> bool:
+        """Move the budget after a plan with ``slack`` bytes below the limit (or above); return False at the end."""
+        fits = slack >= 0
+        if fits:
+            self._largest_fitting = self.budget
+        else:
+            self._smallest_exceeding = self.budget
+        proposal = self.budget + (slack if fits else min(slack, -self._tolerance))
+        low, high = self._largest_fitting, self._smallest_exceeding
+        if low and high and not low < proposal < high:
+            proposal = (low + high) // 2
+        if fits and proposal - self.budget <= self._tolerance:
+            return False
+        self.budget = proposal
+        return True
+
+    def update_infeasible(self) -> bool:
+        """Move the budget after a knapsack that nothing fits, less than one that exceeded; return False at the end."""
+        if self._smallest_exceeding - self.budget <= self._tolerance:
+            return False
+        self._largest_fitting = self.budget
+        self.budget = (self.budget + self._smallest_exceeding) // 2
+        return True
 
 
 class BatchSizeSearch(OptionCosts):
-    """The desk at one batch size."""
+    """The search of one problem at one batch size."""
 
     def __init__(self, plan_search: PlanSearch, batch_size: int, accumulation: int) -> None:
         super().__init__(plan_search.space, batch_size, accumulation)
@@ -244,136 +257,91 @@ class BatchSizeSearch(OptionCosts):
         """See ``LagrangianBounds.lower_bounds_s``."""
         return self.plan_search.bounds.lower_bounds_s(self.times, self.batch_size, self.accumulation)
 
-    def solve_with_recompute(self, recompute_index: int, max_solves: int) -> _ScoredPlan | None:
-        """The fastest plan that fits with these blocks recomputed; None if none does."""
-        flags, limit = self.space.recompute_mask(recompute_index), self.plan_search.problem.memory_limit_bytes
-        smallest = [self.score(rows, flags) for rows in self.plan_search.min_memory_options]
-        best = min(smallest, key=lambda one: one.peak.max_bytes)
+    def solve_with_recompute(self, counts_index: int, max_solves: int) -> _ScoredPlan | None:
+        """Return the fastest plan that fits in one way to recompute blocks; None if none does."""
+        mask, limit = self.space.recompute_mask(counts_index), self.plan_search.problem.memory_limit_bytes
+        smallest = [self.score(options, mask) for options in self.plan_search.min_memory_options]
+        best = min(smallest, key=lambda plan: plan.peak.max_bytes)
         if best.peak.max_bytes > limit:
             return None
         moments = {best.peak.moment}
-        groups = KnapsackSubproblem(self, flags, best.peak)
-        near = limit // 2000
-        low, high, budget = 0, 0, groups.available_bytes(limit)
+        subproblem, bisection = self._start_at(best.peak, mask)
         for _ in range(max_solves):
-            solution = groups.solve(budget)
-            if solution is None:  # less than the least, as these groups count; the last one exceeded the limit
-                if high - budget <= near:
+            solution = subproblem.solve(bisection.budget)
+            if solution is None:
+                if not bisection.update_infeasible():
                     break
-                low, budget = budget, (budget + high) // 2
                 continue
-            found = self.score(groups.selected_options(solution), flags)
-            slack = limit - found.peak.max_bytes
+            plan = self.score(subproblem.selected_options(solution), mask)
+            slack = limit - plan.peak.max_bytes
+            if slack < 0 and plan.peak.moment not in moments:
+                moments.add(plan.peak.moment)
+                subproblem, bisection = self._start_at(plan.peak, mask)
+                continue
             if slack >= 0:
-                best = min(best, found, key=lambda one: one.time_s)
+                best = min(best, plan, key=lambda plan: plan.time_s)
                 if not solution.memory_shadow_price:
                     break
-                low = budget
-            elif found.peak.moment not in moments:
-                moments.add(found.peak.moment)
-                groups = KnapsackSubproblem(self, flags, found.peak)
-                low, high, budget = 0, 0, groups.available_bytes(limit)
-                continue
-            else:
-                high = budget
-            proposal = budget + slack if slack >= 0 else budget + min(slack, -near)
-            if low and high and not low < proposal < high:
-                proposal = (low + high) // 2
-            if slack >= 0 and proposal - budget <= near:  # a plan that exceeds the limit by little does not fit either
+            if not bisection.update(slack):
                 break
-            budget = proposal
         return best
 
-    def local_search(self, plan: _ScoredPlan, recomputed_blocks: Flags) -> _ScoredPlan:
-        """The plan with a faster row for one operator, or another row for each of two, while the true peak allows it.
-
-        Operators that are alike for the search differ in when they run: of those with the same row only the first and
-        the last are tried.
-        """
-        if not len(plan.options):
-            return plan
-        tries, again = MAX_SWAPS + EXTRA_SWAPS // len(plan.options), self.space.recompute_flags(recomputed_blocks)
-        gaining = True
-        while gaining:
-            gaining = False
-            for exchange in self._candidate_swaps(plan.options, again, tries):
-                tries -= 1
-                rows = plan.options.copy()
-                for operator, row in exchange:
-                    rows[operator] = row
-                other = self.score(rows, recomputed_blocks)
-                if other.peak.max_bytes <= self.plan_search.problem.memory_limit_bytes:
-                    plan, gaining = other, True
-                    break
-        return plan
+    def _start_at(self, peak: Peak, mask: Flags) -> tuple[KnapsackSubproblem, BudgetBisection]:
+        limit = self.plan_search.problem.memory_limit_bytes
+        subproblem = KnapsackSubproblem(self, mask, peak)
+        return subproblem, BudgetBisection(subproblem.available_bytes(limit), limit // BUDGET_STEPS)
 
     def exact_small_search(self, plan: _ScoredPlan, recomputed_blocks: Flags, upper_bound_s: float) -> _ScoredPlan:
-        """The fastest of all plans if it is faster than this one and than what is known; where operators are few."""
-        limit, again = self.plan_search.problem.memory_limit_bytes, self.space.recompute_flags(recomputed_blocks)
-        rows = LabelProblem.create(self.space, self.times, self.batch_size, self.accumulation, recomputed_blocks)
-        if rows is None:
+        """Return the fastest of all plans if it beats this one and ``upper_bound_s``; models of few operators only."""
+        labels = LabelProblem.create(self, recomputed_blocks)
+        if labels is None:
             return plan
-        other_s = plan.time_s - float(self.times.total[again, plan.options].sum())
-        under_s = (min(plan.time_s, upper_bound_s) - other_s) * (1 - 1e-9)
-        faster = (self.score(chosen, recomputed_blocks) for chosen in enumerate_plans(rows, under_s))
-        return next((one for one in faster if one.peak.max_bytes <= limit), plan)
-
-    def _candidate_swaps(self, options: Ints, is_recomputed: Ints, max_swaps: int) -> list[tuple[tuple[int, int], ...]]:
-        """One or two of (operator, row), those that save most first."""
-        _, first, inverse = np.unique(options * 2 + is_recomputed, return_index=True, return_inverse=True)
-        last = np.zeros(len(first), dtype=np.int64)
-        last[inverse] = np.arange(len(options))
-        saved_s: list[float] = []
-        moves: list[tuple[int, int]] = []
-        for operator in sorted({*first.tolist(), *last.tolist()}):
-            menu, own = self.space.option_groups[self.space.group_of[operator]].options, options[operator]
-            saved = self.times.total[is_recomputed[operator], own] - self.times.total[is_recomputed[operator], menu]
-            saved_s += saved.tolist()
-            moves += [(operator, row) for row in range(menu.start, menu.stop)]
-        single, operators = np.array(saved_s), np.array([operator for operator, _ in moves])
-        few = slice(len(moves) if len(moves) <= MAX_PAIRED_OPTIONS else 0)
-        pairs = np.where(operators[:, None] < operators[few], single[:, None] + single[few], 0.0)
-        gains = np.concatenate([single, pairs.ravel()])
-        best = np.argsort(-gains, kind="stable")[:max_swaps]
-        width = pairs.shape[1]
-        chosen = [divmod(at - len(moves), width) if at >= len(moves) else (at, at) for at in best.tolist()]
-        worth = (gains[best] > 1e-12 * float(self.times.total.max())).tolist()
-        return [tuple({moves[one], moves[two]}) for (one, two), gain in zip(chosen, worth, strict=True) if gain]
+        limit, is_recomputed = (
+            self.plan_search.problem.memory_limit_bytes,
+            self.space.recompute_flags(recomputed_blocks),
+        )
+        operators_s = float(self.times.total[is_recomputed, plan.options].sum())
+        bound_s = (min(plan.time_s, upper_bound_s) - (plan.time_s - operators_s)) * (1 - 1e-9)
+        faster = (self.score(options, recomputed_blocks) for options in enumerate_plans(labels, bound_s))
+        return next((other for other in faster if other.peak.max_bytes <= limit), plan)
 
     def score(self, options: Ints, recomputed_blocks: Flags) -> _ScoredPlan:
-        """A plan's time and true peak."""
-        again = self.space.recompute_flags(recomputed_blocks)
-        seconds = float(self.times.total[again, options].sum())
-        blocks = float(self.space.recompute_s(self.batch_size, self.accumulation)[recomputed_blocks].sum())
-        peak = self.space.timeline.peak_of_footprints(
-            self.space.footprints[options], self.batch_size, self.accumulation, recomputed_blocks
-        )
+        """Return a plan with its step time and true peak."""
+        is_recomputed = self.space.recompute_flags(recomputed_blocks)
+        operators_s = float(self.times.total[is_recomputed, options].sum())
         return _ScoredPlan(
-            options, seconds + blocks + self.space.unattributed_s(self.batch_size, self.accumulation), peak
+            options, operators_s + self._other_s(recomputed_blocks), self._peak(options, recomputed_blocks)
         )
 
     def to_candidate(self, options: Ints, recomputed_blocks: Flags, lower_bound_s: float = 0.0) -> Candidate:
-        """The plan with all that it costs."""
-        problem, again = self.plan_search.problem, self.space.recompute_flags(recomputed_blocks)
-        outside = self.space.unattributed_s(self.batch_size, self.accumulation)
-        blocks = float(self.space.recompute_s(self.batch_size, self.accumulation)[recomputed_blocks].sum())
+        """Return a plan with all its costs."""
+        problem, is_recomputed = self.plan_search.problem, self.space.recompute_flags(recomputed_blocks)
         choices = self.plan_search.wrapped_model.expand_choices(self.space.choices_of(options))
+        blocks = zip(problem.model.blocks, recomputed_blocks, strict=True)
         return Candidate(
             batch_size=self.batch_size,
             accumulation=self.accumulation,
             choices=choices,
-            recomputed=tuple(
-                block.name for block, flag in zip(problem.model.blocks, recomputed_blocks, strict=True) if flag
-            ),
-            compute_s=outside + blocks + float(self.times.compute[again, options].sum()),
-            communication_s=float(self.times.communication[again, options].sum()),
-            peak=self.space.timeline.peak_of_footprints(
-                self.space.footprints[options], self.batch_size, self.accumulation, recomputed_blocks
-            ),
+            recomputed=tuple(block.name for block, flag in blocks if flag),
+            compute_s=self._other_s(recomputed_blocks) + float(self.times.compute[is_recomputed, options].sum()),
+            communication_s=float(self.times.communication[is_recomputed, options].sum()),
+            peak=self._peak(options, recomputed_blocks),
             ranks=problem.cluster.ranks,
             lower_bound_s=lower_bound_s,
             wrap_assignment=tuple(
                 unit if any(mode != Mode.DP for mode in choice.slices) else ""
                 for unit, choice in zip(self.plan_search.wrap_assignment, choices, strict=True)
             ),
+        )
+
+    def _other_s(self, recomputed_blocks: Flags) -> float:
+        """Return the seconds outside operators."""
+        recompute_s = self.space.recompute_s(self.batch_size, self.accumulation)
+        return self.space.unattributed_s(self.batch_size, self.accumulation) + float(
+            recompute_s[recomputed_blocks].sum()
+        )
+
+    def _peak(self, options: Ints, recomputed_blocks: Flags) -> Peak:
+        return self.space.timeline.peak_of_footprints(
+            self.space.footprints[options], self.batch_size, self.accumulation, recomputed_blocks
         )

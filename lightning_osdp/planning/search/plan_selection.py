@@ -1,15 +1,16 @@
-"""Which plan to take where some were rehearsed: one that was found, or one of those.
+"""Choose between the plan that a search finds and plans that were already trialled, also from earlier starts.
 
-A search among plans that nobody has run picks those that are predicted too cheap. So a plan that was rehearsed is taken
-again, at the next start too, unless another promises more than the clock's error.
+A search among plans that were never run prefers those that are predicted too fast. A trialled plan therefore wins
+unless another one is predicted to be faster by more than the error of a trial.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.cost.run_correction import Correction
@@ -20,7 +21,6 @@ from lightning_osdp.planning.search.batch_size_search import (
     WrapPolicySearch,
     no_deadline,
     search_batch_sizes,
-    search_batch_sizes_above,
     to_plan,
 )
 from lightning_osdp.planning.spec.constraints import SearchConstraints
@@ -28,87 +28,135 @@ from lightning_osdp.planning.spec.model import FrozenModel, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 
 BUDGET_TOLERANCE, BUDGET_TOLERANCE_BYTES = 0.1, 12 << 20
-"""Share, or bytes if these are more, by which the memory for the model may differ between two starts of what counts as
-the same problem: what a process takes by itself is another few MiB each time."""
+"""Difference of the model's memory budget (a fraction, or bytes if these are more) up to which two starts have the same
+problem: the memory of the process itself differs by a few MiB from start to start."""
 
 CORRECTION_BUCKET = 0.6
-"""Width of what counts as the same in how much slower than compute collectives are corrected to be, as a logarithm: a
-third to either side of no correction, since machines are noisy."""
+"""Bucket width (natural log) of ``correction.communication / correction.compute``. Requests whose ratios fall into the
+same bucket, about +-35 % around 1, share a cached plan."""
 
 MIN_GAIN_IN_BACKWARD = 0.05
-"""Share of samples a second that updating parameters in the backward pass has to bring: nobody can look at the
-gradients then, and a step that is broken off leaves parameters half updated."""
+"""Relative throughput gain that updating parameters during backward must bring: gradients can't be inspected then, and
+an interrupted step leaves parameters half updated."""
 
 MIN_GAIN_RETAIN = 0.05
-"""Share of samples a second that keeping freed tensors in the heap has to bring: how far the heap grows is less sure
-than what is live."""
+"""Relative throughput gain that a retained heap must bring: its growth is known less exactly than live memory."""
 
 MAX_CACHED_PLANS = 8
 """Plans of earlier starts that are kept."""
 
 MAX_TRIALS = 16
-"""Rehearsals of plans that were found that are kept."""
+"""Trials of searched plans that are kept."""
 
 
 class CachedPlan(FrozenModel):
-    """What a start has come to."""
+    """The plan of an earlier start."""
 
     request_key: str
-    """For what (``asked``)."""
+    """The request that it answers (see ``request_key``)."""
     plan: ExecutionPlan
     non_model_bytes: int = 0
-    """Of the limit, what was not the model's; 0 if that is not known."""
+    """Part of the memory limit that was not the model's; 0 if unknown."""
     estimated_bytes: int = 0
-    """Of these, what was kept for first steps, where no steps on a copy had shown what they leave behind."""
+    """Part of ``non_model_bytes`` that was reserved for first steps by estimate, without a trial."""
     file_page_bytes: int = 0
-    """Of the limit, what stood for pages of files."""
+    """Part of the memory limit that was taken by pages of files."""
+
+
+class Variant(NamedTuple):
+    """Whether units are prefetched, freed tensors stay in the heap, and sharded parameters are updated in backward."""
+
+    prefetch: bool = False
+    retained_heap: bool = False
+    optimizer_in_backward: bool = False
+
+    @classmethod
+    def of_problem(cls, problem: Problem) -> Variant:
+        """Return the variant of a problem."""
+        return cls(problem.has_prefetch, problem.has_retained_heap, problem.has_optimizer_in_backward)
+
+    @classmethod
+    def of_plan(cls, plan: ExecutionPlan) -> Variant:
+        """Return the variant of a plan."""
+        return cls(plan.cluster.prefetch_max_bytes > 0, plan.retain_freed_memory, plan.update_in_backward)
+
+    def apply(self, problem: Problem) -> Problem:
+        """Return the problem in this variant."""
+        if self.prefetch:
+            problem = problem.with_prefetch()
+        if self.retained_heap:
+            problem = problem.with_retained_heap()
+        return problem.with_optimizer_in_backward() if self.optimizer_in_backward else problem
+
+    def required_gain(self, other: Variant) -> float:
+        """Return the relative throughput gain that this variant must bring over another one."""
+        gains = (gain for name, gain in REQUIRED_GAINS.items() if getattr(self, name) and not getattr(other, name))
+        return max(gains, default=0.0)
+
+
+REQUIRED_GAINS = {"retained_heap": MIN_GAIN_RETAIN, "optimizer_in_backward": MIN_GAIN_IN_BACKWARD}
+"""Relative throughput gain that each property of a variant must bring over plans without it; prefetching needs none."""
+
+VARIANTS = (Variant(), Variant(retained_heap=True), Variant(optimizer_in_backward=True))
+"""Variants that are searched, each with and without prefetching. A retained heap is for ample memory and an update
+during backward for scarce memory, so they are not combined."""
+
+
+def variant_of_plan(plan: ExecutionPlan, problem: Problem) -> Problem:
+    """Return ``problem`` in the variant in which ``plan`` was made."""
+    return Variant.of_plan(plan).apply(problem)
 
 
 def request_key(
     policy: BatchSizePolicy, constraints: SearchConstraints, non_training: NonTrainingWork, correction: Correction
 ) -> str:
-    """A name for all that a plan is made for beside the model, the ranks and their memory: the same if that is. What
-    runs have taught counts in so far as other plans may be better for it."""
-    pace = round(math.log(correction.communication / correction.compute) / CORRECTION_BUCKET)
-    return hashlib.sha256(repr((policy, constraints, non_training, pace)).encode()).hexdigest()[:16]
+    """Return a key of everything a plan depends on except the model, the ranks and their memory.
+
+    Corrections learned from runs count only as far as other plans may be better for them.
+    """
+    bucket = round(math.log(correction.communication / correction.compute) / CORRECTION_BUCKET)
+    return hashlib.sha256(repr((policy, constraints, non_training, bucket)).encode()).hexdigest()[:16]
 
 
 def append_cached_plan(cached_plans: Sequence[CachedPlan], new_plan: CachedPlan) -> tuple[CachedPlan, ...]:
-    """The latest, ``new_plan`` among them."""
+    """Return the latest cached plans with ``new_plan`` in place of one for the same request and a similar budget."""
+    budget = _model_budget(new_plan.plan)
     others = (
-        one
-        for one in cached_plans
-        if one.request_key != new_plan.request_key or not _has_similar_budget(one.plan, _model_budget(new_plan.plan))
+        cached
+        for cached in cached_plans
+        if cached.request_key != new_plan.request_key or not _has_similar_budget(cached.plan, budget)
     )
     return (*others, new_plan)[-MAX_CACHED_PLANS:]
 
 
 def prune_trials(trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    """Those of plans that no search had found, and of the others the latest."""
-    found = [one for one in trials if one.plan is not None]
-    dropped = found[:-MAX_TRIALS]
-    return tuple(one for one in trials if one not in dropped)
+    """Return the trials without the oldest ones of searched plans; trials of other plans all stay."""
+    dropped = [trial for trial in trials if trial.plan is not None][:-MAX_TRIALS]
+    return tuple(trial for trial in trials if trial not in dropped)
 
 
 def find_cached_plan(
     problem: Problem, policy: BatchSizePolicy, key: str, cached_plans: Sequence[CachedPlan], trials: Sequence[Trial]
 ) -> ExecutionPlan | None:
-    """The plan of an earlier start that solved nearly the same problem, as predicted now; None if there is none, or if
-    it may no longer be had. The parts are as well known as one more search and rehearsals would make them, which would
-    take longer than all else of a start.
+    """Return the plan of an earlier start that solved nearly the same problem, as predicted now.
+
+    Another search and more trials would take longer than the rest of a start and know no more.
 
     Args:
-        problem: to solve.
-        policy: which batch sizes there are.
-        key: what is asked for now (``asked``).
-        cached_plans: what starts have come to.
-        trials: all that there were.
+        problem: the problem to solve.
+        policy: the batch sizes.
+        key: the ``request_key`` of this start.
+        cached_plans: plans of earlier starts.
+        trials: all trials.
+
+    Returns:
+        The plan; None if there is none, or if it is no longer possible.
     """
-    room = problem.memory_limit_bytes - problem.overhead_bytes
-    near = [one.plan for one in cached_plans if one.request_key == key and _has_similar_budget(one.plan, room)]
-    if not near:
+    budget = problem.memory_limit_bytes - problem.overhead_bytes
+    similar = [c.plan for c in cached_plans if c.request_key == key and _has_similar_budget(c.plan, budget)]
+    if not similar:
         return None
-    plan = repredict(WrapPolicySearch(variant_of_plan(near[-1], problem)), policy, near[-1], near[-1])
+    plan = repredict(WrapPolicySearch(variant_of_plan(similar[-1], problem)), policy, similar[-1], similar[-1])
     return None if plan is None else apply_trial(plan, trials)
 
 
@@ -117,7 +165,6 @@ def _has_similar_budget(plan: ExecutionPlan, budget_bytes: int) -> bool:
 
 
 def _model_budget(plan: ExecutionPlan) -> int:
-    """Bytes that the model could take."""
     return plan.memory_limit_bytes - plan.predicted.overhead_bytes
 
 
@@ -128,175 +175,136 @@ def select_plan(
     min_gain: float = TRIAL_RELATIVE_ERROR,
     deadline_reached: Callable[[], bool] = no_deadline,
 ) -> ExecutionPlan:
-    """What the search finds, or the best of the plans that were rehearsed and still may be had, as predicted now: with
-    units that run ahead or without; with freed memory that is handed back, unless a plan that keeps it is better by
-    ``MIN_GAIN_RETAIN``; and with gradients that wait for the optimizer's step, unless one that need not keep them is
-    better by ``MIN_GAIN_IN_BACKWARD``.
+    """Return the best plan of all variants: the one that the search finds, or one that was trialled.
 
     Args:
-        problem: to solve.
-        policy: which batch sizes there are.
-        trials: all that there were.
-        min_gain: share by which another plan has to promise more samples a second than the best that was rehearsed.
-        deadline_reached: from when on what is found so far has to do.
+        problem: the problem to solve.
+        policy: the batch sizes.
+        trials: all trials.
+        min_gain: relative throughput gain that a plan without a trial must promise over the best with one.
+        deadline_reached: once True, the best plan found so far is returned.
 
     Raises:
-        InfeasibleError, ConfigurationError: as ``make_plan``.
+        InfeasibleError: no plan fits in any variant.
+        ConfigurationError: as ``make_plan``.
     """
+    selection = _Selection(policy, trials, min_gain, deadline_reached)
     best: ExecutionPlan | None = None
     errors: list[InfeasibleError] = []
-    for way in _problem_variants(problem, policy):
+    for variant in _problem_variants(problem, policy):
         if best is not None and deadline_reached():
             break
         try:
-            if best is None:
-                desks = WrapPolicySearch(way)
-                best = _prefer_trialled(
-                    desks, policy, search_batch_sizes(desks, policy, deadline_reached), trials, min_gain
-                )
-            else:
-                best = _try_variant(best, way, policy, trials, min_gain, deadline_reached) or best
+            best = selection.search(variant, best)
         except InfeasibleError as error:
             errors.append(error)
     if best is None:
-        raise min(errors, key=lambda each: each.needed_bytes)
+        raise min(errors, key=lambda error: error.needed_bytes)
     return best
 
 
-def _problem_variants(problem: Problem, policy: BatchSizePolicy) -> list[Problem]:
-    """The problem with units that run ahead, if there is a link to hide; with freed tensors that stay in the heap, if
-    it is known what that takes, or updates in the backward pass, if they may be; and without: what is usual first.
-    Both are not needed: one is for much memory, the other for little."""
-    ways: list[Problem] = []
-    for way in [problem.with_prefetch(), problem] if problem.with_prefetch().has_prefetch else [problem]:
-        ways.append(way)
-        if problem.compute_with_retained_heap is not None and (policy.batch_size or 1) <= (
-            problem.max_retained_batch_size or math.inf
-        ):
-            ways.append(way.with_retained_heap())
-        if _can_update_in_backward(problem, policy):
-            ways.append(way.with_optimizer_in_backward())
-    return ways
+def _problem_variants(problem: Problem, policy: BatchSizePolicy) -> Iterator[Problem]:
+    """Yield the problem in each variant that is possible, the usual ones first."""
+    prefetching = problem.with_prefetch()
+    for base in (prefetching, problem) if prefetching.has_prefetch else (problem,):
+        for variant in VARIANTS:
+            if variant.retained_heap and not _can_retain_heap(problem, policy):
+                continue
+            if variant.optimizer_in_backward and not _can_update_in_backward(problem, policy):
+                continue
+            yield variant.apply(base)
 
 
-def variant_of_plan(plan: ExecutionPlan, problem: Problem) -> Problem:
-    """``problem`` in the way in which ``make_plan`` solves it."""
-    if plan.cluster.prefetch_max_bytes:
-        problem = problem.with_prefetch()
-    if plan.retain_freed_memory:
-        problem = problem.with_retained_heap()
-    return problem.with_optimizer_in_backward() if plan.update_in_backward else problem
-
-
-def _plan_variant(plan: ExecutionPlan) -> tuple[bool, bool, bool]:
-    """Which of ``_ways`` a plan is of."""
-    return plan.update_in_backward, plan.cluster.prefetch_max_bytes > 0, plan.retain_freed_memory
-
-
-def _problem_variant(variant: Problem) -> tuple[bool, bool, bool]:
-    return variant.has_optimizer_in_backward, variant.has_prefetch, variant.has_retained_heap
-
-
-def _variant_policy(variant: Problem, policy: BatchSizePolicy) -> BatchSizePolicy:
-    """``policy`` for the batch sizes at which ``variant`` may be gone."""
-    if not variant.has_retained_heap or variant.max_retained_batch_size is None or policy.batch_size is not None:
-        return policy
-    return replace(
-        policy,
-        max_batch_size=min(variant.max_retained_batch_size, policy.max_batch_size or variant.max_retained_batch_size),
-    )
-
-
-def _required_gain(variant: Problem, best: ExecutionPlan) -> float:
-    """Share by which a plan of ``variant`` has to be better than ``best``, since it does what that need not do."""
-    updating = MIN_GAIN_IN_BACKWARD if variant.has_optimizer_in_backward and not best.update_in_backward else 0.0
-    keeping = MIN_GAIN_RETAIN if variant.has_retained_heap and not best.retain_freed_memory else 0.0
-    return max(updating, keeping)
-
-
-def _try_variant(
-    best: ExecutionPlan,
-    variant: Problem,
-    policy: BatchSizePolicy,
-    trials: Sequence[Trial],
-    min_gain: float,
-    deadline_reached: Callable[[], bool],
-) -> ExecutionPlan | None:
-    """A plan of another of ``_ways``, if one is enough better. Where only one of the two was rehearsed, the other has
-    to promise more by ``min_gain``, as everywhere."""
-    desks, samples_per_s = WrapPolicySearch(variant), best.predicted.samples_per_s
-    policy = _variant_policy(variant, policy)
-    worth = _required_gain(variant, best)
-    seen = any(one.plan is not None and _plan_variant(one.plan) == _problem_variant(variant) for one in trials)
-    found = search_batch_sizes_above(0.0 if seen else samples_per_s * (1 + worth), desks, policy, deadline_reached)
-    if found is None:
-        return None
-    other = _prefer_trialled(desks, policy, found, trials, min_gain)
-    best_was, other_was = (bool(trials_of_plan(plan, trials)) for plan in (best, other))
-    margin = worth
-    if best_was != other_was:
-        margin = max(worth, min_gain) if best_was else -min_gain
-    return other if other.predicted.samples_per_s > samples_per_s * (1 + margin) else None
+def _can_retain_heap(problem: Problem, policy: BatchSizePolicy) -> bool:
+    """Return whether the compute times of a retained heap are known, at the batch size if it is fixed."""
+    max_batch_size = problem.max_retained_batch_size or math.inf
+    return problem.compute_with_retained_heap is not None and (policy.batch_size or 1) <= max_batch_size
 
 
 def _can_update_in_backward(problem: Problem, policy: BatchSizePolicy) -> bool:
-    """Whether sharded parameters may be updated in the backward pass: the user and the optimizer allow it, and
-    gradients are not to be summed over several passes first."""
+    """Return whether user, engine and optimizer allow it, and gradients are not accumulated over several passes."""
     step, ranks = problem.model.optimizer_step, problem.cluster.ranks
-    once = all(accumulation == 1 for _, accumulation in policy.candidates(ranks))
-    return problem.constraints.update_in_backward and step.per_parameter and ranks > 1 and once
+    accumulates = any(accumulation > 1 for _, accumulation in policy.candidates(ranks))
+    is_allowed = problem.constraints.update_in_backward and problem.constraints.capabilities.in_backward
+    return is_allowed and step.per_parameter and ranks > 1 and not accumulates
 
 
-def _prefer_trialled(
-    wrap_search: WrapPolicySearch,
-    policy: BatchSizePolicy,
-    found_plan: ExecutionPlan,
-    trials: Sequence[Trial],
-    min_gain: float,
-) -> ExecutionPlan:
-    """What a search has ``found_plan``, or the best of those that were rehearsed."""
-    found_plan = apply_trial(found_plan, trials)
-    plans = [one.plan for one in trials if one.plan is not None]
-    if not plans:
-        return found_plan
-    earlier = (repredict(wrap_search, policy, plan, found_plan) for plan in plans)
-    known = [apply_trial(plan, trials) for plan in earlier if plan is not None]
-    if not known:
-        return found_plan
-    best = max(known, key=lambda plan: plan.predicted.samples_per_s)
-    promised, shown = found_plan.predicted.samples_per_s, best.predicted.samples_per_s
-    return found_plan if promised > shown * (1 + min_gain) else best
+def _variant_policy(variant: Problem, policy: BatchSizePolicy) -> BatchSizePolicy:
+    """Return ``policy`` limited to the batch sizes that ``variant`` is possible at."""
+    limit = variant.max_retained_batch_size
+    if not variant.has_retained_heap or limit is None or policy.batch_size is not None:
+        return policy
+    return replace(policy, max_batch_size=min(limit, policy.max_batch_size or limit))
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """What all variants are searched with; see ``select_plan``."""
+
+    policy: BatchSizePolicy
+    trials: Sequence[Trial]
+    min_gain: float
+    deadline_reached: Callable[[], bool]
+
+    def search(self, problem: Problem, best: ExecutionPlan | None) -> ExecutionPlan | None:
+        """Return the plan of a variant if it is enough better than ``best`` or there is no best yet, else ``best``."""
+        wrap_search, policy = WrapPolicySearch(problem), _variant_policy(problem, self.policy)
+        if best is None:
+            found = search_batch_sizes(wrap_search, policy, self.deadline_reached)
+            return None if found is None else self._prefer_trialled(wrap_search, found)
+        variant = Variant.of_problem(problem)
+        required_gain, samples_per_s = variant.required_gain(Variant.of_plan(best)), best.predicted.samples_per_s
+        is_trialled = any(trial.plan and Variant.of_plan(trial.plan) == variant for trial in self.trials)
+        above = 0.0 if is_trialled else samples_per_s * (1 + required_gain)
+        found = search_batch_sizes(wrap_search, policy, self.deadline_reached, above)
+        if found is None:
+            return best
+        other = self._prefer_trialled(wrap_search, found)
+        margin = self._margin(best, other, required_gain)
+        return other if other.predicted.samples_per_s > samples_per_s * (1 + margin) else best
+
+    def _margin(self, best: ExecutionPlan, other: ExecutionPlan, required_gain: float) -> float:
+        """Return the relative gain that ``other`` must promise; below 0 if it alone was trialled."""
+        best_trialled, other_trialled = (bool(trials_of_plan(plan, self.trials)) for plan in (best, other))
+        if best_trialled == other_trialled:
+            return required_gain
+        return max(required_gain, self.min_gain) if best_trialled else -self.min_gain
+
+    def _prefer_trialled(self, wrap_search: WrapPolicySearch, found_plan: ExecutionPlan) -> ExecutionPlan:
+        """Return the best trialled plan that is possible, or ``found_plan`` if it promises more by ``min_gain``."""
+        found_plan = apply_trial(found_plan, self.trials)
+        earlier = (repredict(wrap_search, self.policy, trial.plan, found_plan) for trial in self.trials if trial.plan)
+        trialled = [apply_trial(plan, self.trials) for plan in earlier if plan is not None]
+        best = max(trialled, key=lambda plan: plan.predicted.samples_per_s, default=found_plan)
+        needed = best.predicted.samples_per_s * (1 + self.min_gain)
+        return found_plan if found_plan.predicted.samples_per_s > needed else best
 
 
 def repredict(
     wrap_search: WrapPolicySearch, policy: BatchSizePolicy, earlier_plan: ExecutionPlan, found_plan: ExecutionPlan
 ) -> ExecutionPlan | None:
-    """A plan of earlier, as it is predicted now; None where the limit, ``policy`` or a wish no longer allows it.
+    """Return an earlier plan as it is predicted now; None if the limit, the policy or a constraint excludes it.
 
     Args:
-        wrap_search: of the problem that there is now.
-        policy: which batch sizes there are.
-        earlier_plan: for the same model and ranks.
-        found_plan: what a search has said: the other batch sizes are as it has them.
+        wrap_search: searches of the present problem.
+        policy: the batch sizes.
+        earlier_plan: a plan for the same model and ranks.
+        found_plan: the plan whose frontier and search stop are taken over.
     """
-    problem, pair = wrap_search.problem, (earlier_plan.batch_size, earlier_plan.accumulate_grad_batches)
-    policy = _variant_policy(problem, policy)
-    if _plan_variant(earlier_plan) != _problem_variant(problem):
+    problem, batch = wrap_search.problem, (earlier_plan.batch_size, earlier_plan.accumulate_grad_batches)
+    if Variant.of_plan(earlier_plan) != Variant.of_problem(problem):
         return None
-    wishes = (
-        (block, problem.constraints.forced_recompute(block.name))
-        for block in problem.model.blocks
-        if not block.recompute_blocker
-    )
-    as_wished = all(wish in (None, block.name in earlier_plan.recomputed) for block, wish in wishes)
-    if not as_wished or pair not in set(policy.candidates(problem.cluster.ranks)):
+    if batch not in set(_variant_policy(problem, policy).candidates(problem.cluster.ranks)):
         return None
-    desk = wrap_search.for_assignment(tuple(op.unit for op in earlier_plan.operators))
+    for block in problem.model.blocks:
+        forced = None if block.recompute_blocker else problem.constraints.forced_recompute(block.name)
+        if forced not in (None, block.name in earlier_plan.recomputed):
+            return None
+    plan_search = wrap_search.for_assignment(tuple(operator.unit for operator in earlier_plan.operators))
+    choices = tuple(operator.choice for operator in earlier_plan.operators)
     try:
-        candidate = desk.evaluate_choices(
-            tuple(op.choice for op in earlier_plan.operators), *pair, earlier_plan.recomputed
-        )
-    except ValueError:  # no menu has that choice any more
+        candidate = plan_search.evaluate_choices(choices, *batch, earlier_plan.recomputed)
+    except ValueError:  # the operator no longer has that option
         return None
     if candidate.peak.max_bytes > problem.memory_limit_bytes:
         return None

@@ -1,7 +1,7 @@
-"""All that may be decided for a problem, as arrays: one row for each choice of each kind of operator.
+"""All options of a problem as arrays: one row per choice of each kind of operator, and the blocks to recompute.
 
-Operators with the same menu are costed once. Rows do not depend on the batch size but for their compute time, so a
-whole walk over the batch sizes shares them.
+Operators with the same options form a group, which is costed once. Options do not depend on the batch size except for
+their compute time and activations, so a whole walk over the batch sizes shares them.
 """
 
 from __future__ import annotations
@@ -26,26 +26,29 @@ from lightning_osdp.planning.cost.step_time import (
     forward_backward_time,
     overlapped_time,
 )
-from lightning_osdp.planning.spec.choices import ShardingChoice, ShardingScope, enumerate_choices
+from lightning_osdp.planning.spec.choices import ShardingChoice, enumerate_choices
 from lightning_osdp.planning.spec.cluster import OperatorTime
 from lightning_osdp.planning.spec.model import Operator
 from lightning_osdp.planning.spec.problem import Problem
 
 OVERHEAD_TERMS = (communication_time, overlapped_time, engine_time, calibration_time)
-"""What sharing adds to an operator's time beside its compute, and what compute may hide of it."""
+"""Parts of an operator's time other than its compute; compute hides ``overlapped_time`` of them."""
 
 MAX_RECOMPUTE_COUNTS = 700
-"""Ways to recompute blocks that are told apart. Where there are more (many kinds of blocks), the number of recomputed
-blocks of a kind is counted in larger steps."""
+"""Limit of the ways to recompute blocks that are distinguished. Above it (many kinds of blocks), the number of
+recomputed blocks of a kind is counted in larger steps."""
+
+BEFORE_BACKWARD, IN_BACKWARD, AFTER_BACKWARD = range(NUM_PHASES := 3)
+"""Phase of an operator at a moment of the step, relative to its backward."""
 
 
 @dataclass(frozen=True)
 class OptionGroup:
-    """The rows of operators that cost the same.
+    """The options that operators of equal cost share.
 
     Attributes:
-        choices: what each row stands for.
-        options: where they are among the rows of all menus.
+        choices: the choice of each option.
+        options: positions of these options among those of all groups.
     """
 
     choices: tuple[ShardingChoice, ...]
@@ -53,27 +56,29 @@ class OptionGroup:
 
 
 class OptionTimes(NamedTuple):
-    """Seconds in one optimizer step by row, (2, rows): in a block that is kept, and in one that is recomputed."""
+    """Seconds per optimizer step of each option, (2, options): in a block that is kept, and in a recomputed one."""
 
     compute: Floats
     communication: Floats
 
     @property
     def total(self) -> Floats:
-        """Both together."""
+        """Compute and exposed communication together."""
         return self.compute + self.communication
 
 
 class SearchSpace:
-    """What may be decided, prepared once for all batch sizes.
+    """All options of a problem, prepared once for all batch sizes.
 
     Attributes:
-        problem: what it was made from.
-        timeline: of its model.
-        option_groups: those that differ.
-        group_of: index of each operator's menu.
-        footprints: of each row, (rows, fields of ``Footprint``).
-        recompute_counts: how many blocks of each kind are recomputed, (vectors, kinds): one row is one way to recompute.
+        problem: the problem.
+        timeline: the memory timeline of its model.
+        option_groups: the distinct lists of options.
+        group_of: index of each operator's option group, (operators,).
+        first_option: position of each group's first option, (groups,).
+        footprints: memory of each option, (options, fields of ``Footprint``).
+        block_kinds: indices of the blocks of each kind that the search may recompute.
+        recompute_counts: recomputed blocks per kind, (ways to recompute, kinds).
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -85,92 +90,119 @@ class SearchSpace:
         self._build_option_groups()
         self._build_block_kinds()
 
-    # -- menus ---------------------------------------------------------------------------------------------------------
+    # -- options -------------------------------------------------------------------------------------------------------
 
     def _build_option_groups(self) -> None:
-        problem = self.problem
-        groups = problem.constraints.allowed_scopes(problem.cluster)
+        problem, constraints = self.problem, self.problem.constraints
+        scopes = constraints.allowed_scopes(problem.cluster)
         known: dict[tuple[object, ...], int] = {}
         self.option_groups: list[OptionGroup] = []
         self.group_of = np.zeros(len(problem.model.operators), dtype=np.int64)
         columns: list[tuple[object, ...]] = []
         for index, (operator, times) in enumerate(zip(problem.model.operators, problem.compute.operators, strict=True)):
-            wished = problem.constraints.allowed_slices(operator.name)
-            key = (operator.signature, times, wished)
+            allowed_slices = constraints.allowed_slices(operator.name)
+            key = (operator.signature, times, allowed_slices)
             if key not in known:
                 known[key] = len(self.option_groups)
-                choices = _available_choices(operator, times, wished, groups)
+                measured = [split.slices for split in times.splits if split.dim in operator.split_dims[:1]]
+                modes, mixed_slices = constraints.capabilities.modes, constraints.capabilities.mixed_slices
+                choices = tuple(enumerate_choices(operator, allowed_slices, measured, scopes, modes, mixed_slices))
                 self.option_groups.append(OptionGroup(choices, slice(len(columns), len(columns) + len(choices))))
                 columns += [self._option_columns(operator, choice, times) for choice in choices]
             self.group_of[index] = known[key]
-        prints, plain, again, forward, backward = zip(*columns, strict=True) if columns else ((),) * 5
-        self.footprints = np.array(prints, dtype=np.float64).reshape(len(columns), len(COLUMN))
-        costs = np.array([plain, again], dtype=np.float64).reshape(2, len(columns), len(OVERHEAD_TERMS), 2)
-        self._communication, self._overlapped, self._engine, self._calibration = np.moveaxis(costs, 2, 0)
+        footprints, plain, recomputed, forward, backward = zip(*columns, strict=True) if columns else ((),) * 5
+        self.footprints = np.array(footprints, dtype=np.float64).reshape(len(columns), len(COLUMN))
+        terms = np.array([plain, recomputed], dtype=np.float64).reshape(2, len(columns), len(OVERHEAD_TERMS), 2)
+        self._communication, self._overlapped, self._engine, self._calibration = np.moveaxis(terms, 2, 0)
         self._forward, self._backward = LineArray.from_lines(forward), LineArray.from_lines(backward)
-        self.first_option = np.array([found.options.start for found in self.option_groups], dtype=np.int64)
+        self.first_option = np.array([group.options.start for group in self.option_groups], dtype=np.int64)
 
     def _option_columns(self, operator: Operator, choice: ShardingChoice, times: OperatorTime) -> tuple[object, ...]:
-        """Footprint, ``OVERHEAD_TERMS`` x (once, each) kept and recomputed, compute forward and backward."""
-        cluster, at_once = self.problem.cluster, self.problem.model.optimizer_step.in_backward
-        plain, again = (
-            [part(operator, choice, cluster, recomputed=recomputed) for part in OVERHEAD_TERMS]
-            for recomputed in (False, True)
+        """Return the footprint, ``OVERHEAD_TERMS`` x (per step, per micro-batch) plain and recomputed, and compute."""
+        cluster = self.problem.cluster
+        plain, recomputed = (
+            [term(operator, choice, cluster, recomputed=is_recomputed) for term in OVERHEAD_TERMS]
+            for is_recomputed in (False, True)
         )
-        own = footprint(operator, choice, cluster, updated_in_backward=at_once)
-        return self._heap.grow(own), plain, again, *forward_backward_time(times, choice)
+        memory = footprint(operator, choice, cluster, updated_in_backward=self.problem.model.optimizer_step.in_backward)
+        return self._heap.grow(memory), plain, recomputed, *forward_backward_time(times, choice)
 
     def option_times(self, batch_size: int, accumulation: int) -> OptionTimes:
-        """What each row takes at one batch size (``step_time.time_cost``, for all rows at once)."""
+        """Return the time of each option at one batch size (``step_time.time_cost``, for all options at once)."""
         forward = np.maximum(0.0, self._forward.value_at(batch_size))
         backward = np.maximum(0.0, self._backward.value_at(batch_size))
         backward_pass = np.outer([0.0, 1.0], forward) + backward
         passes = accumulation * (forward + backward_pass)
-        together, own, more = (
-            part[..., 0] + accumulation * part[..., 1]
-            for part in (self._communication, self._engine, self._calibration)
+        communication, engine, calibration = (
+            term[..., 0] + accumulation * term[..., 1]
+            for term in (self._communication, self._engine, self._calibration)
         )
-        hidden_once, hidden_each = self._overlapped[..., 0], self._overlapped[..., 1]
-        beside = np.minimum(hidden_once, np.maximum(0.0, backward_pass)) + accumulation * hidden_each
-        together = together - np.minimum(beside, np.maximum(0.0, passes))
-        exposed = np.maximum(0.0, together - self.problem.cluster.overlap * passes)
+        overlapped = np.minimum(self._overlapped[..., 0], np.maximum(0.0, backward_pass))
+        overlapped += accumulation * self._overlapped[..., 1]
+        communication = communication - np.minimum(overlapped, np.maximum(0.0, passes))
+        exposed = np.maximum(0.0, communication - self.problem.cluster.overlap * passes)
         update = self.problem.compute.optimizer_s_per_byte * self.footprints[:, COLUMN["local_trainable"]]
-        return OptionTimes(np.maximum(0.0, passes + update + own), np.maximum(0.0, exposed + more))
+        return OptionTimes(np.maximum(0.0, passes + update + engine), np.maximum(0.0, exposed + calibration))
+
+    def resident_bytes(self, batch_size: int, accumulation: int) -> Floats:
+        """Return the bytes of each option before, in and after its operator's backward, (phases, options)."""
+        column = {name: self.footprints[:, index] for name, index in COLUMN.items()}
+        replicated, gradients = (
+            column["replicated_gradients"],
+            column["replicated_gradients"] + column["sharded_gradients"],
+        )
+        accumulated = gradients if accumulation > 1 else 0.0
+        before = column["states"] + column["unsharded_between_passes"] + accumulated
+        running = before + replicated + self._backward_bytes(batch_size)
+        return np.array([before, running, column["states"] + gradients], dtype=np.float64)
+
+    def transient_bytes(self, batch_size: int, accumulation: int) -> Floats:
+        """Return the bytes of each option that exist only while its operator runs, (options,)."""
+        column = {name: self.footprints[:, index] for name, index in COLUMN.items()}
+        prefetched = column["prefetched_parameters"]
+        # Approximation: what is prefetched for, or still in flight from, a neighbour is taken to be equally large.
+        backward = self._backward_bytes(batch_size) + prefetched + column["inflight_gradient"]
+        if accumulation > 1:  # the new gradient exists next to the accumulated one until it is added
+            backward = backward + column["replicated_gradients"]
+        forward = column["unsharded_while_running"] + prefetched + column["forward_per_sample"] * batch_size
+        return np.asarray(np.maximum(forward, backward))
+
+    def _backward_bytes(self, batch_size: int) -> Floats:
+        fixed = self.footprints[:, COLUMN["unsharded_while_running"]] + self.footprints[:, COLUMN["transient"]]
+        return np.asarray(fixed + self.footprints[:, COLUMN["backward_per_sample"]] * batch_size)
 
     def options_of(self, choices: Sequence[ShardingChoice]) -> Ints:
-        """The row of each operator's choice.
+        """Return the option of each operator's choice, (operators,).
 
         Raises:
-            ValueError: an operator's menu does not have its choice.
+            ValueError: an operator does not have its choice.
         """
-        found = [
-            self.option_groups[menu].choices.index(choice) for menu, choice in zip(self.group_of, choices, strict=True)
-        ]
-        return np.asarray(np.array(found, dtype=np.int64) + self.first_option[self.group_of], dtype=np.int64)
+        groups = (self.option_groups[group] for group in self.group_of)
+        index = [group.choices.index(choice) for group, choice in zip(groups, choices, strict=True)]
+        return np.asarray(np.array(index, dtype=np.int64) + self.first_option[self.group_of], dtype=np.int64)
 
     def choices_of(self, options: Ints) -> tuple[ShardingChoice, ...]:
-        """What each operator's row stands for."""
-        places = (options - self.first_option[self.group_of]).tolist()
-        return tuple(
-            self.option_groups[menu].choices[at] for menu, at in zip(self.group_of.tolist(), places, strict=True)
-        )
+        """Return the choice of each operator's option."""
+        index = (options - self.first_option[self.group_of]).tolist()
+        groups = (self.option_groups[group] for group in self.group_of)
+        return tuple(group.choices[at] for group, at in zip(groups, index, strict=True))
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 
     def _build_block_kinds(self) -> None:
-        """Blocks that differ in nothing but their name are one kind; of a kind the earliest are recomputed first.
+        """Group blocks that differ only in their name; the earliest blocks of a kind are recomputed first.
 
-        Theirs live longest, and are made again when those of the later ones are gone.
+        Activations of early blocks live longest, and are computed again when those of later blocks are gone.
         """
-        model, wishes = self.problem.model, self.problem.constraints
+        model, constraints = self.problem.model, self.problem.constraints
         kinds: dict[tuple[object, ...], list[int]] = {}
         self._always_recomputed = np.zeros(len(model.blocks), dtype=bool)
         for index, block in enumerate(model.blocks):
-            wish = False if block.recompute_blocker else wishes.forced_recompute(block.name)
-            self._always_recomputed[index] = wish is True
-            if wish is None:
-                menus = tuple(self.group_of[list(block.operators)].tolist())
-                kinds.setdefault((block.kind, menus), []).append(index)
+            forced = False if block.recompute_blocker else constraints.forced_recompute(block.name)
+            self._always_recomputed[index] = forced is True
+            if forced is None:
+                groups = tuple(self.group_of[list(block.operators)].tolist())
+                kinds.setdefault((block.kind, groups), []).append(index)
         self.block_kinds = list(kinds.values())
         self._recompute_order = np.full(len(model.blocks), math.inf)
         self._block_kind = np.zeros(len(model.blocks), dtype=np.int64)
@@ -179,58 +211,44 @@ class SearchSpace:
         self.recompute_counts = _enumerate_recompute_counts([len(blocks) for blocks in self.block_kinds])
 
     def recompute_mask(self, counts_index: int) -> Flags:
-        """Which blocks are recomputed in one way of ``recompute_counts``."""
+        """Return whether each block is recomputed in one row of ``recompute_counts``, (blocks,)."""
         if not self.block_kinds:
             return self._always_recomputed
-        return np.asarray(
-            self._always_recomputed | (self._recompute_order < self.recompute_counts[counts_index][self._block_kind]),
-            dtype=bool,
-        )
+        is_chosen = self._recompute_order < self.recompute_counts[counts_index][self._block_kind]
+        return np.asarray(self._always_recomputed | is_chosen, dtype=bool)
 
     @cached_property
     def recompute_masks(self) -> Flags:
-        """``recomputed`` of all vectors, (vectors, blocks)."""
-        found = [self.recompute_mask(vector) for vector in range(len(self.recompute_counts))]
-        return np.array(found, dtype=bool).reshape(len(found), len(self.problem.model.blocks))
+        """Whether each block is recomputed, (rows of ``recompute_counts``, blocks)."""
+        masks = [self.recompute_mask(index) for index in range(len(self.recompute_counts))]
+        return np.array(masks, dtype=bool).reshape(len(masks), len(self.problem.model.blocks))
 
     def recompute_flags(self, recomputed_blocks: Flags) -> Ints:
-        """1 for each operator that lies in a recomputed block, else 0."""
+        """Return 1 for each operator in a recomputed block, else 0, (operators,)."""
         return np.append(recomputed_blocks, False)[self.timeline.block_of].astype(np.int64)
 
     def recompute_s(self, batch_size: int, accumulation: int) -> Floats:
-        """Seconds that recomputing each block adds, its operators apart."""
+        """Return the seconds that recomputing each block adds outside its operators, (blocks,)."""
         lines = self.problem.compute.blocks
         seconds = [accumulation * line.value_at(batch_size) for line in lines]
         return np.array(seconds or [0.0] * len(self.problem.model.blocks), dtype=np.float64)
 
     def unattributed_s(self, batch_size: int, accumulation: int) -> float:
-        """Seconds of the work that belongs to no operator, nothing recomputed."""
+        """Return the seconds of the work that belongs to no operator, nothing recomputed."""
         return accumulation * self.problem.compute.unattributed.seconds_at(batch_size)
 
 
-def _available_choices(
-    operator: Operator,
-    times: OperatorTime,
-    allowed_slices: tuple[int, ...] | None,
-    scopes: Sequence[tuple[ShardingScope, bool]],
-) -> tuple[ShardingChoice, ...]:
-    dims = operator.split_dims[:1]
-    return tuple(
-        enumerate_choices(
-            operator, allowed_slices, [split.slices for split in times.splits if split.dim in dims], scopes
-        )
-    )
-
-
 def _enumerate_recompute_counts(sizes: Sequence[int]) -> Ints:
-    """All counts of 0 to each of ``sizes``, in steps that keep their number within ``MAX_RECOMPUTE_COUNTS``."""
+    """Return all counts from 0 to each of ``sizes``, in steps that keep their number within the limit."""
     if not sizes:
         return np.zeros((1, 0), dtype=np.int64)
     steps = list(sizes)
     while math.prod(step + 1 for step in steps) > MAX_RECOMPUTE_COUNTS and max(steps) > 1:
         at = steps.index(max(steps))
         steps[at] = max(1, steps[at] // 2)
-    while math.prod(step + 1 for step in steps) > MAX_RECOMPUTE_COUNTS:  # so many kinds that only the first ones count
+    while (
+        math.prod(step + 1 for step in steps) > MAX_RECOMPUTE_COUNTS
+    ):  # too many kinds: only the first ones are recomputed
         steps[max(at for at, step in enumerate(steps) if step)] = 0
     counts = [
         np.unique(np.linspace(0, size, step + 1).round().astype(np.int64)) if step else np.zeros(1, dtype=np.int64)

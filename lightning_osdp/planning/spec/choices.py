@@ -110,6 +110,8 @@ def enumerate_choices(
     allowed_slices: Iterable[int] | None = None,
     measured_slices: Iterable[int] = DEFAULT_SLICE_COUNTS,
     scopes: Iterable[tuple[ShardingScope, bool]] = ((ShardingScope.WORLD, False),),
+    engine_modes: Iterable[Mode] = tuple(Mode),
+    mixed_slices: bool = True,
 ) -> list[ShardingChoice]:
     """Return all choices for ``operator``, the replicated one first.
 
@@ -118,15 +120,18 @@ def enumerate_choices(
         allowed_slices: Numbers of slices that it may have where it is sharded, 1 for unsplit; None for any number.
         measured_slices: Numbers of slices with a known compute time; no others are returned.
         scopes: Pairs (scope, hierarchical) that it may be sharded with.
+        engine_modes: Modes that the engine can carry out.
+        mixed_slices: Whether slices of one operator may have different modes.
     """
-    modes = legal_modes(operator)
+    modes = [mode for mode in legal_modes(operator) if mode in set(engine_modes)]
     allowed = None if allowed_slices is None else tuple(allowed_slices)
     counts = [k for k in slice_counts(operator, allowed) if k in set(measured_slices)]
     choices = []
     if allowed is None or 1 in allowed or not counts:
         choices += [ShardingChoice((mode,)) for mode in modes[1:]]
     if Mode.ZDP in modes:
-        choices += [ShardingChoice(slices, operator.split_dims[0]) for k in counts for slices in _mixed_modes(k)]
+        splits = (slices for k in counts for slices in _mixed_modes(k) if mixed_slices or len(set(slices)) == 1)
+        choices += [ShardingChoice(slices, operator.split_dims[0]) for slices in splits if set(slices) <= set(modes)]
     return [
         ShardingChoice(),
         *(choice._replace(scope=scope, hierarchical=staged) for scope, staged in scopes for choice in choices),

@@ -86,10 +86,9 @@ class ModeOverhead(FrozenModel):
 
 
 class CalibrationFactors(FrozenModel):
-    """Relative change of collectives plus engine in a whole step, compared with measurements of the parts.
+    """Relative change of collectives plus engine in whole steps, compared with measurements of the parts.
 
-    Trials determine the factors (``trial_correction.fit_calibration``). The factors of all kinds that apply to an
-    operator add up; a negative sum means that the whole step is faster than its parts.
+    Trials determine them (``trial_correction.fit_calibration``). Those of all kinds that apply to an operator add up.
     """
 
     dp: float = 0.0
@@ -176,8 +175,6 @@ class Cluster(FrozenModel):
         """Whether there are several nodes with several devices each."""
         return self.nodes > 1 and self.devices_per_node > 1
 
-    # What the engine does on these devices.
-
     @property
     def uses_ring_collectives(self) -> bool:
         """Whether the engine gathers and reduce-scatters with its own rings instead of the backend's collectives."""
@@ -238,7 +235,7 @@ class OperatorTime(FrozenModel):
 
 
 class KernelWorkspace(FrozenModel):
-    """Bytes that an operator's kernels allocate while they run, without inputs and outputs; the largest kernel counts."""
+    """Bytes that the largest of an operator's kernels allocates while it runs, without inputs and outputs."""
 
     forward: LinearInBatch = LinearInBatch()
     backward: LinearInBatch = LinearInBatch()

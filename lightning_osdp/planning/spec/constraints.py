@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planning.spec.capabilities import ALL_CAPABILITIES, EngineCapabilities
 from lightning_osdp.planning.spec.choices import ShardingScope, available_scopes
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import ModelProfile
@@ -37,6 +38,7 @@ class SearchConstraints:
         sharding_group: The ranks that operators are sharded over: all of them, in one stage or two (``"world"``), or
             those of each node (``"node"``).
         update_in_backward: Whether sharded parameters may be updated in the backward pass if that is faster.
+        capabilities: What the engine can carry out; not a decision of the user.
 
     Raises:
         ConfigurationError: A value has another form.
@@ -46,6 +48,7 @@ class SearchConstraints:
     activation_checkpointing: Literal["auto"] | bool | Sequence[str] = "auto"
     sharding_group: str = "auto"
     update_in_backward: bool = False
+    capabilities: EngineCapabilities = ALL_CAPABILITIES
 
     def __post_init__(self) -> None:
         if self.sharding_group not in SHARDING_GROUPS:
@@ -70,6 +73,8 @@ class SearchConstraints:
 
     def allowed_slices(self, operator: str) -> tuple[int, ...] | None:
         """Return the numbers of slices that the operator with this name may have if sharded; None for any."""
+        if not self.capabilities.slices:
+            return (1,)
         slices = self.slice_granularity
         if isinstance(slices, Mapping):
             return next(((count,) for pattern, count in slices.items() if matches(pattern, operator)), None)
@@ -82,10 +87,13 @@ class SearchConstraints:
             ConfigurationError: Sharding inside nodes is demanded, but ``cluster`` has a single level, or the links
                 inside and between its nodes were not measured.
         """
-        allowed = tuple(pair for pair in available_scopes(cluster) if self.sharding_group in ("auto", pair[0].value))
+        scopes = [scope for scope in available_scopes(cluster) if self.capabilities.can_shard_over(*scope)]
+        allowed = tuple(pair for pair in scopes if self.sharding_group in ("auto", pair[0].value))
         if allowed:
             return allowed
-        if cluster.devices_by_node:
+        if not self.capabilities.node_scope:
+            why = f"the engine {self.capabilities.engine} can't shard inside nodes"
+        elif cluster.devices_by_node:
             why = f"nodes have {', '.join(map(str, cluster.devices_by_node))} devices: it needs equally many on each"
         elif not cluster.is_hierarchical:
             why = (

@@ -23,14 +23,14 @@ _ACCEPTED = (
 
 
 def parse_bytes(value: int | str) -> int:
-    """An amount of memory in bytes, rounded down.
+    """Return an amount of memory in bytes, rounded down.
 
     Args:
-        value: bytes, or text with a unit: ``KiB MiB GiB TiB`` and the bare ``K M G T`` count by 1024, ``KB MB GB TB``
-            by 1000; upper or lower case.
+        value: Bytes, or text with a unit in upper or lower case. ``KiB MiB GiB TiB`` and the bare ``K M G T`` count by
+            1024, ``KB MB GB TB`` by 1000.
 
     Raises:
-        ConfigurationError: it is not of that form, or not above zero; says what was wrong and what is accepted.
+        ConfigurationError: It has another form, or is not above zero; says what is accepted.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigurationError(f"{value!r} is not an amount of memory (a {type(value).__name__}): give {_ACCEPTED}")
@@ -41,15 +41,12 @@ def parse_bytes(value: int | str) -> int:
 
 
 def format_bytes(amount: float) -> str:
-    """Bytes as people read them: ``512 B``, ``1.5 KiB``, ``900.0 MiB``, ``8.00 GiB``."""
-    for unit, size, digits in (("B", 1, 0), ("KiB", 1 << 10, 1), ("MiB", 1 << 20, 1)):
-        if round(amount / size, digits) < 1024:
-            return f"{amount / size:.{digits}f} {unit}"
-    return f"{amount / (1 << 30):.2f} GiB"
+    """Return bytes for people to read: ``512 B``, ``1.5 KiB``, ``900.0 MiB``, ``8.00 GiB``."""
+    return _scale(amount, 1024, ((" B", 0), (" KiB", 1), (" MiB", 1), (" GiB", 2)))
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds as people read them: ``0.045 ms``, ``12.3 ms``, ``1.25 s``, ``2 min 05 s``."""
+    """Return seconds for people to read: ``0.045 ms``, ``12.3 ms``, ``1.25 s``, ``2 min 05 s``."""
     if round(seconds * 1e3, 3) < 1:
         return f"{seconds * 1e3:.3f} ms"
     if round(seconds * 1e3, 1) < 1000:
@@ -61,11 +58,16 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: int) -> str:
-    """A number of parameters as people read it: ``768``, ``98.3 K``, ``10.9 M``, ``1.50 B``."""
-    for unit, size, digits in (("", 1, 0), (" K", 10**3, 1), (" M", 10**6, 1)):
-        if round(count / size, digits) < 1000:
-            return f"{count / size:.{digits}f}{unit}"
-    return f"{count / 10**9:.2f} B"
+    """Return a number of parameters for people to read: ``768``, ``98.3 K``, ``10.9 M``, ``1.50 B``."""
+    return _scale(count, 1000, (("", 0), (" K", 1), (" M", 1), (" B", 2)))
+
+
+def _scale(amount: float, base: int, units: tuple[tuple[str, int], ...]) -> str:
+    """Return an amount in the first unit in which it is below ``base``; units have names and decimal digits."""
+    fitting = (i for i, (_, digits) in enumerate(units) if round(amount / base**i, digits) < base)
+    power = next(fitting, len(units) - 1)
+    name, digits = units[power]
+    return f"{amount / base**power:.{digits}f}{name}"
 
 
 def _parse_text(text: str) -> int:

@@ -16,9 +16,6 @@ WHOLE_MODEL = ""
 UNATTRIBUTED = -1
 """``Moment.operator`` of work that belongs to no operator (attention, activations, the loss)."""
 
-SPLIT_PARAMETER = "weight"
-"""Name, within its operator, of the one parameter that slices divide."""
-
 Phase = Literal["forward", "backward"]
 
 
@@ -51,7 +48,6 @@ class ParameterInfo(FrozenModel):
     """One parameter tensor, counted once however many names it has."""
 
     name: str
-    """First dotted name in the order of ``named_parameters``."""
     aliases: tuple[str, ...] = ()
     """Its other names, if weights are tied."""
     shape: tuple[int, ...]
@@ -94,7 +90,6 @@ class Operator(FrozenModel):
     name: str
     """Dotted path of the module; ``WHOLE_MODEL`` for parameters that the training step itself uses."""
     kind: str
-    """Class name of the module."""
     parameters: tuple[ParameterInfo, ...]
     calls: int = 1
     """How often it runs in one forward pass."""
@@ -120,7 +115,7 @@ class Operator(FrozenModel):
     @property
     def weight(self) -> ParameterInfo | None:
         """The parameter that slices divide; None if there is none, or if it is too small to be sharded."""
-        return next((p for p in self.shardable_parameters if p.name.rpartition(".")[2] == SPLIT_PARAMETER), None)
+        return next((p for p in self.shardable_parameters if p.name.rpartition(".")[2] == "weight"), None)
 
     @property
     def shardable_parameters(self) -> tuple[ParameterInfo, ...]:
@@ -129,7 +124,7 @@ class Operator(FrozenModel):
 
     @property
     def is_shardable(self) -> bool:
-        """Whether it has any parameter that can be sharded."""
+        """Whether any of its parameters can be sharded."""
         return bool(self.shardable_parameters)
 
     @property
@@ -162,7 +157,6 @@ class RepeatedBlock(FrozenModel):
     """One of several equal modules that run one after the other: its activations may be recomputed in backward."""
 
     name: str
-    """Dotted path of the module."""
     kind: str
     """Description that equal blocks share, for the user: ``Block in model.blocks``."""
     operators: tuple[int, ...]

@@ -28,16 +28,12 @@ class ModelIdentity(FrozenModel):
 
 
 class _Choice(FrozenModel):
-    """A ``ShardingChoice`` as fields of a plan."""
+    """The fields of a ``ShardingChoice`` in a plan."""
 
     slices: tuple[Mode, ...] = Field(min_length=1)
-    """The mode of each slice, in order; a single one if the operator is not split."""
     split_dim: int | None = None
-    """Dimension of the weight that the slices divide; None if the operator is not split."""
     sharding_group: ShardingScope = ShardingScope.WORLD
-    """The ranks that sharded slices are spread over."""
     hierarchical: bool = False
-    """Whether collectives of all ranks run in two stages, inside nodes and between them."""
 
     @property
     def choice(self) -> ShardingChoice:
@@ -60,18 +56,15 @@ class BlockPlan(FrozenModel):
 
     name: str
     kind: str
-    """Description that equal blocks share: ``Block in model.blocks``."""
     recomputed: bool
     recompute_blocker: str = ""
     """Why it can't be recomputed; empty if it can."""
     user_requested: bool = False
-    """Whether the user decided it."""
     recompute_saves_bytes: int = 0
     """Bytes that recomputing frees between its forward and its backward, at this batch size."""
     time_s: float = 0.0
     """Seconds that recomputing adds to an optimizer step, further gathers included."""
     num_wrapped: int = 0
-    """How many of its operators share its unit."""
     wrapping_saves_s: float = 0.0
     """Seconds of an optimizer step that the shared unit saves: an equal share for each block."""
     wrapping_bytes: int = 0
@@ -112,7 +105,6 @@ class Prediction(FrozenModel):
     compute_time_s: float
     communication_time_s: float
     samples_per_s: float
-    """Samples of all ranks."""
     peak_memory_bytes: int
     """Peak in training, as the device's own counter will show it."""
     overhead_bytes: int
@@ -145,10 +137,9 @@ class BatchSizePoint(FrozenModel):
 
 
 class PeakMoment(FrozenModel):
-    """The moment of a step with the largest memory, and its parts in bytes (see ``cost.memory_timeline``)."""
+    """The moment of a step with the largest memory, and its parts in bytes (``cost.memory_timeline.Peak``)."""
 
     where: str
-    """``forward of NAME``, ``backward of NAME``, ``optimizer step``."""
     states: int
     gradients: int
     gathered: int

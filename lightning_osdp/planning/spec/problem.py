@@ -52,7 +52,8 @@ class Problem:
     def with_prefetch(self) -> Problem:
         """Return a copy in which units are prefetched, or the same problem if compute can't hide enough of that."""
         cluster = self.cluster
-        if not cluster.supports_prefetch or cluster.link.all_gather.overlap_fraction < MIN_OVERLAP:
+        can_prefetch = self.constraints.capabilities.prefetch and cluster.supports_prefetch
+        if not can_prefetch or cluster.link.all_gather.overlap_fraction < MIN_OVERLAP:
             return self
         bits = int(PREFETCH_FRACTION * self.memory_limit_bytes).bit_length() - 1
         return replace(self, cluster=cluster.model_copy(update={"prefetch_max_bytes": 1 << max(20, bits)}))

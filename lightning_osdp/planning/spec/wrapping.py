@@ -27,7 +27,7 @@ WrapAssignment = tuple[str, ...]
 def wrap_assignments(model: ModelProfile, constraints: SearchConstraints) -> list[WrapAssignment]:
     """Return the ways to let operators share units, the one without shared units first."""
     kinds: dict[tuple[object, ...], dict[int, str]] = {}
-    for block in model.blocks:
+    for block in model.blocks if constraints.capabilities.per_block_wrap else ():
         members = _wrappable_operators(model, block, constraints)
         if len(members) > 1:
             signatures = tuple(model.operators[index].signature for index in members)

@@ -1,24 +1,22 @@
-"""Hardware that is not at hand, as numbers: what a data sheet says, turned into a ``Cluster``.
+"""Hardware that is not at hand, from data sheets: a description file becomes a ``Cluster``.
 
-A description is one node of equal devices (``hardware_files/nodes``) and, where there are several nodes, the network
-between them (``hardware_files/networks``). The files name the source of each number. Names are composed:
+A description is one node of equal devices (``hardware_files/nodes``) and, for several nodes, the network between them
+(``hardware_files/networks``). The files name the source of each number. Names are composed:
 
     h100-80gb-nvlink                one node
     2xh100-80gb-nvlink+200gbit      two of them over a network of 200 Gbit/s
 
-A collective is taken to be a ring over all devices, neighbours within a node first, as NCCL builds it. Every link of
-the ring carries the same bytes, so the slowest one decides the bandwidth: between nodes that is the network as soon
-as there are two. Sharding inside nodes and collectives in two stages follow from the same numbers (``build_hierarchical_links``).
+A collective is modelled as a ring over all devices, neighbours within a node first, as NCCL builds it. Every link of
+the ring carries the same bytes, so the slowest one decides the bandwidth: the network as soon as there are two nodes.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -27,20 +25,20 @@ from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, Hierarc
 from lightning_osdp.planning.spec.model import FrozenModel
 
 NODE_COUNTS = (2, 8)
-"""Numbers of nodes that ``list_names`` lists; ``load`` takes any."""
+"""Numbers of nodes that ``list_names`` lists; ``load`` takes any number."""
 
 USABLE_MEMORY_FRACTION = 0.92
-"""Share of a device's memory that is planned with where no limit is given: the rest is for the CUDA context, NCCL's
-buffers and fragmentation. [empirical; torchtitan and vLLM keep 8 to 10 % back]"""
+"""Fraction of a device's memory that is planned with if no limit is given [M-search-2]."""
 
 _NAME = re.compile(r"(?:(\d+)x)?([^+]+?)(?:\+([^+]+))?")
+_FILES = resources.files(__package__) / "hardware_files"
 
 
 class LinkSpec(FrozenModel):
     """One hop of a ring: the latency of a step, and the bus bandwidth that each collective reaches over it.
 
-    Bus bandwidth is what ``nccl-tests`` calls so (its doc/PERFORMANCE.md): bytes per second over each link of a ring,
-    2 (N - 1) / N of the tensor's bytes for an all-reduce, (N - 1) / N for its two halves.
+    Bus bandwidth as in ``nccl-tests`` (its doc/PERFORMANCE.md): bytes per second over each link of a ring, 2 (N - 1) /
+    N of the tensor's bytes for an all-reduce, (N - 1) / N for its two halves.
     """
 
     latency_s: float = Field(ge=0)
@@ -58,29 +56,29 @@ class Hardware(FrozenModel):
     nodes: int = Field(ge=1, default=1)
     devices_per_node: int = Field(ge=1)
     memory_bytes: int = Field(gt=0)
-    """Of one device."""
+    """Memory of one device."""
     peak_flops: dict[str, float]
     """FLOP/s of dense matrix products by dtype: ``fp32``, ``tf32``, ``fp16``, ``bf16``."""
     memory_bytes_per_s: float = Field(gt=0)
-    """Between a device and its own memory."""
+    """Bandwidth between a device and its own memory."""
     start_latency_s: float = Field(ge=0, default=0.0)
-    """Of any collective, once, before its first step."""
+    """Latency of any collective before its first step."""
     within_node: LinkSpec
     between_nodes: LinkSpec | None = None
     """The adapter of a node, shared by its devices; None if there is one node only."""
     backend: str = "nccl"
     overlap: float = Field(ge=0, le=1, default=0.0)
-    """As ``Cluster.overlap``. 0 adds communication to compute, as the paper's equation 2 does."""
+    """See ``Cluster.overlap``. 0 adds communication to compute, as the paper's equation 2 does."""
     sources: dict[str, str]
-    """Where each number comes from, by the name of its field (``within_node.latency_s``)."""
+    """Source of each number, by the name of its field (``within_node.latency_s``)."""
 
     @property
     def devices(self) -> int:
-        """In all nodes together."""
+        """Devices of all nodes together."""
         return self.nodes * self.devices_per_node
 
     def get_peak_flops(self, dtype: str) -> float:
-        """FLOP/s of dense matrix products in ``dtype``.
+        """Return the FLOP/s of dense matrix products in ``dtype``.
 
         Raises:
             ConfigurationError: the device has none; lists those it has.
@@ -93,14 +91,14 @@ class Hardware(FrozenModel):
 
 
 def list_names() -> tuple[str, ...]:
-    """Names of the hardware in this package, in one node and in several."""
+    """Return the names of the hardware in this package, in one node and in several."""
     nodes, networks = _list_stems("nodes"), _list_stems("networks")
     several = [f"{count}x{node}+{network}" for node in nodes for count in NODE_COUNTS for network in networks]
     return (*nodes, *several)
 
 
 def load(name_or_path: str | Path) -> Hardware:
-    """The hardware of that name, or that a JSON file describes.
+    """Return the hardware of a name or of a JSON file.
 
     Args:
         name_or_path: ``NODE``, ``<count>xNODE+NETWORK``, or the path of a file with the fields of ``Hardware``.
@@ -117,43 +115,42 @@ def load(name_or_path: str | Path) -> Hardware:
 
 
 def build_cluster(hardware: Hardware, devices: int | None = None) -> Cluster:
-    """What ``resolve_cluster`` is to the planner when ``devices`` of it train together (all of them if None).
+    """Return the cluster of ``devices`` that train together (None for all), as ``resolve_cluster`` measures a real one.
 
     Each collective's time is ``(N - 1) (latency + s_per_byte * P / N)`` (the paper's equation 2). A ring of N devices
     on n nodes makes N - 1 steps, n - 1 of them between nodes (NCCL's own model, src/graph/tuning.cc), and an
-    all-reduce is two rings, so with k = 2 for it and 1 for the others, and bus bandwidth B of the slowest link:
+    all-reduce is two rings. With k = 2 for it and 1 for the others, and bus bandwidth B of the slowest link:
 
         latency = (start + k ((N - n) within + (n - 1) between)) / (N - 1),    s_per_byte = k / B
 
     Raises:
-        ConfigurationError: there are fewer devices, or so many can't be spread evenly over nodes.
+        ConfigurationError: there are fewer devices, or they can't be spread evenly over nodes.
     """
     ranks = hardware.devices if devices is None else devices
     nodes = _min_nodes(hardware, ranks)
-    wires = [hardware.within_node] if ranks > nodes else []
+    links = [hardware.within_node] if ranks > nodes else []
+    steps_s = (ranks - nodes) * hardware.within_node.latency_s
     if nodes > 1:
-        assert hardware.between_nodes is not None, "load and _spread see to it"
-        wires.append(hardware.between_nodes)
-    within_s = (ranks - nodes) * hardware.within_node.latency_s
-    between_s = (nodes - 1) * hardware.between_nodes.latency_s if hardware.between_nodes is not None else 0.0
+        assert hardware.between_nodes is not None, "_parse checks this"
+        links.append(hardware.between_nodes)
+        steps_s += (nodes - 1) * hardware.between_nodes.latency_s
 
     def ring_fit(rings: int, bandwidths: list[float]) -> CollectiveFit:
         if ranks == 1:
             return CollectiveFit(latency_s=0.0, s_per_byte=0.0)
-        latency_s = (hardware.start_latency_s + rings * (within_s + between_s)) / (ranks - 1)
+        latency_s = (hardware.start_latency_s + rings * steps_s) / (ranks - 1)
         return CollectiveFit(latency_s=latency_s, s_per_byte=rings / min(bandwidths))
 
-    link = Link(
-        all_reduce=ring_fit(2, [wire.all_reduce_bytes_per_s for wire in wires]),
-        all_gather=ring_fit(1, [wire.all_gather_bytes_per_s for wire in wires]),
-        reduce_scatter=ring_fit(1, [wire.reduce_scatter_bytes_per_s for wire in wires]),
-    )
     return Cluster(
         nodes=nodes,
         devices_per_node=ranks // nodes,
         device=f"cuda: {hardware.device}",
         backend=hardware.backend,
-        link=link,
+        link=Link(
+            all_reduce=ring_fit(2, [link.all_reduce_bytes_per_s for link in links]),
+            all_gather=ring_fit(1, [link.all_gather_bytes_per_s for link in links]),
+            reduce_scatter=ring_fit(1, [link.reduce_scatter_bytes_per_s for link in links]),
+        ),
         hierarchical_links=build_hierarchical_links(hardware, nodes, ranks // nodes) if 1 < nodes < ranks else None,
         overlap=hardware.overlap,
         reduce_scatter_copy_factor=0.0,  # NCCL sums into its output
@@ -161,38 +158,35 @@ def build_cluster(hardware: Hardware, devices: int | None = None) -> Cluster:
 
 
 def build_hierarchical_links(hardware: Hardware, nodes: int, devices_per_node: int) -> HierarchicalLinks:
-    """What ``resolve_cluster`` does inside nodes and between them, with n nodes of d devices, N in all.
+    """Return the links inside nodes, between them, and of hierarchical collectives, for n nodes of d devices, N in all.
 
-    All d devices of a node share its adapter. So an all-reduce of parts between nodes, of which every device has one,
-    takes d times the bytes of one part over it. In two stages, a tensor crosses the adapter by (n - 1) / n between
-    nodes, and (d - 1) / d of it each link inside, one collective for each node's row:
+    All d devices of a node share its adapter, so an all-reduce between nodes of one part per device takes d times the
+    bytes of a part over it. A hierarchical collective moves (n - 1) / n of a tensor over the adapter and (d - 1) / d
+    over each link inside, with one collective per node's row:
 
         latency = ((n + 1) start + (n - 1) between + n (d - 1) within) / (N - 1)
         s_per_byte = ((n - 1) / n / B_between + (d - 1) / d / B_within) N / (N - 1)
     """
-    within, between, ranks = hardware.within_node, hardware.between_nodes, nodes * devices_per_node
+    within, between, start_s = hardware.within_node, hardware.between_nodes, hardware.start_latency_s
+    n, d, ranks = nodes, devices_per_node, nodes * devices_per_node
     assert between is not None, "there are several nodes"
 
-    def ring_fit(rings: int, devices: int, link: LinkSpec, bytes_per_s: float, sharing: int = 1) -> CollectiveFit:
-        latency_s = hardware.start_latency_s / (devices - 1) + rings * link.latency_s
-        return CollectiveFit(latency_s=latency_s, s_per_byte=rings * sharing / bytes_per_s)
+    def ring_fit(bytes_per_s: float) -> CollectiveFit:
+        return CollectiveFit(latency_s=start_s / (d - 1) + within.latency_s, s_per_byte=1 / bytes_per_s)
 
     def hierarchical_fit(inter_node_bytes_per_s: float, intra_node_bytes_per_s: float) -> CollectiveFit:
-        steps_s = (nodes - 1) * between.latency_s + nodes * (devices_per_node - 1) * within.latency_s
-        crossing = (nodes - 1) / nodes / inter_node_bytes_per_s + (
-            devices_per_node - 1
-        ) / devices_per_node / intra_node_bytes_per_s
-        return CollectiveFit(
-            latency_s=((nodes + 1) * hardware.start_latency_s + steps_s) / (ranks - 1),
-            s_per_byte=crossing * ranks / (ranks - 1),
-        )
+        latency_s = (n + 1) * start_s + (n - 1) * between.latency_s + n * (d - 1) * within.latency_s
+        s_per_byte = (n - 1) / n / inter_node_bytes_per_s + (d - 1) / d / intra_node_bytes_per_s
+        return CollectiveFit(latency_s=latency_s / (ranks - 1), s_per_byte=s_per_byte * ranks / (ranks - 1))
 
     return HierarchicalLinks(
         intra_node=ShardingLink(
-            all_gather=ring_fit(1, devices_per_node, within, within.all_gather_bytes_per_s),
-            reduce_scatter=ring_fit(1, devices_per_node, within, within.reduce_scatter_bytes_per_s),
+            all_gather=ring_fit(within.all_gather_bytes_per_s),
+            reduce_scatter=ring_fit(within.reduce_scatter_bytes_per_s),
         ),
-        inter_node=ring_fit(2, nodes, between, between.all_reduce_bytes_per_s, sharing=devices_per_node),
+        inter_node=CollectiveFit(
+            latency_s=start_s / (n - 1) + 2 * between.latency_s, s_per_byte=2 * d / between.all_reduce_bytes_per_s
+        ),
         hierarchical=ShardingLink(
             all_gather=hierarchical_fit(between.all_gather_bytes_per_s, within.all_gather_bytes_per_s),
             reduce_scatter=hierarchical_fit(between.reduce_scatter_bytes_per_s, within.reduce_scatter_bytes_per_s),
@@ -201,16 +195,12 @@ def build_hierarchical_links(hardware: Hardware, nodes: int, devices_per_node: i
 
 
 def _min_nodes(hardware: Hardware, devices: int) -> int:
-    """The fewest nodes over which so many devices can be spread evenly."""
+    """Return the fewest nodes over which the devices can be spread evenly."""
     if not 1 <= devices <= hardware.devices:
-        more = (
-            ""
-            if hardware.nodes > 1
-            else f"; for more, name it as 2x{hardware.name}+NETWORK ({_join_with_or(_list_stems('networks'))})"
-        )
-        raise ConfigurationError(f"{hardware.name} has 1 to {hardware.devices} devices, not {devices}{more}")
-    fewest = -(-devices // hardware.devices_per_node)
-    for nodes in range(fewest, hardware.nodes + 1):
+        networks = _join_with_or(_list_stems("networks"))
+        hint = "" if hardware.nodes > 1 else f"; for more, name it as 2x{hardware.name}+NETWORK ({networks})"
+        raise ConfigurationError(f"{hardware.name} has 1 to {hardware.devices} devices, not {devices}{hint}")
+    for nodes in range(-(-devices // hardware.devices_per_node), hardware.nodes + 1):
         if devices % nodes == 0:
             return nodes
     raise ConfigurationError(
@@ -224,24 +214,22 @@ def _min_nodes(hardware: Hardware, devices: int) -> int:
 def _combine(name: str) -> Hardware:
     match = _NAME.fullmatch(name)
     count, node, network = match.groups() if match is not None else (None, name, None)
-    if node not in _list_stems("nodes") or (network is not None and network not in _list_stems("networks")):
+    nodes, networks = _list_stems("nodes"), _list_stems("networks")
+    if node not in nodes or (network is not None and network not in networks):
         raise ConfigurationError(
-            f"no hardware is called {name!r}: give {_join_with_or(_list_stems('nodes'))}, several of them as 2xNODE+NETWORK with "
-            f"{_join_with_or(_list_stems('networks'))} as the network, or the path of a .json file"
+            f"no hardware is called {name!r}: give {_join_with_or(nodes)}, several of them as 2xNODE+NETWORK with "
+            f"{_join_with_or(networks)} as the network, or the path of a .json file"
         )
-    nodes = int(count) if count is not None else 1
-    if nodes < 1 or (nodes > 1) != (network is not None):
+    num_nodes = int(count) if count is not None else 1
+    if num_nodes < 1 or (num_nodes > 1) != (network is not None):
         raise ConfigurationError(f"{name!r}: several nodes and the network between them go together: 2xNODE+NETWORK")
-    text = (_hardware_folder("nodes") / f"{node}.json").read_text(encoding="utf-8")
+    text = (_FILES / "nodes" / f"{node}.json").read_text(encoding="utf-8")
     if network is None:
         return _parse(text, node)
-    data, wire = (
-        json.loads(text),
-        json.loads((_hardware_folder("networks") / f"{network}.json").read_text(encoding="utf-8")),
-    )
-    sources = {f"between_nodes.{field}": source for field, source in wire.pop("sources").items() if field in wire}
-    wire.pop("name")
-    data |= {"name": name, "nodes": nodes, "between_nodes": wire, "sources": data["sources"] | sources}
+    data, link = json.loads(text), json.loads((_FILES / "networks" / f"{network}.json").read_text(encoding="utf-8"))
+    sources = {f"between_nodes.{field}": source for field, source in link.pop("sources").items() if field in link}
+    link.pop("name")
+    data |= {"name": name, "nodes": num_nodes, "between_nodes": link, "sources": data["sources"] | sources}
     return _parse(json.dumps(data), name)
 
 
@@ -257,15 +245,10 @@ def _parse(text: str, source: str) -> Hardware:
     return hardware
 
 
-def _hardware_folder(kind: str) -> Traversable:
-    return resources.files(__package__) / "hardware_files" / kind
-
-
 def _list_stems(kind: str) -> list[str]:
-    return sorted(
-        file.name.removesuffix(".json") for file in _hardware_folder(kind).iterdir() if file.name.endswith(".json")
-    )
+    names = (file.name for file in (_FILES / kind).iterdir())
+    return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
 
 
-def _join_with_or(words: Any) -> str:
-    return " or ".join(repr(word) for word in words)
+def _join_with_or(words: Iterable[str]) -> str:
+    return " or ".join(map(repr, words))

@@ -1,17 +1,16 @@
 """Compute times of hardware that is not at hand, from FLOPs and bytes: the roofline model.
 
-Williams, Waterman and Patterson, "Roofline", CACM 52(4), 2009: work that needs F FLOPs and moves Q bytes takes at
-least ``max(F / peak, Q / bandwidth)``. Here each is divided by the share of its peak that programs really reach
-(``Efficiency``). The result stands in for measurements (the paper's gamma) and is as rough as that: it ranks plans and
-hardware; it is no promise of a step time.
+Williams, Waterman and Patterson, "Roofline", CACM 52(4), 2009: work that needs F FLOPs and moves Q bytes takes at least
+``max(F / peak, Q / bandwidth)``. Each peak is multiplied by the fraction that programs reach (``Efficiency``). The
+result stands in for measurements (the paper's gamma): it ranks plans and hardware, but is no promise of a step time.
 
-    forward of an operator     F / 3        reads its parameters once, and what its activations move
+    forward of an operator     F / 3        reads its parameters once, and moves its activations
     backward of an operator    2 F / 3      the same, and writes its gradients once
-    outside of operators       F / 3 and 2 F / 3 likewise, and what its activations move
-    split in k slices          each product reads and writes what it shares with the others anew, and results of slices
-                               are joined or added up by kernels of their own
+    outside of operators       F / 3 and 2 F / 3 likewise, and moves their activations
+    split in k slices          each product reads and writes again what it shares with the others; kernels of their own
+                               join or add up the results of slices
 
-A backward has two matrix products, one for the inputs' gradients and one for the weights', for each one of the forward
+A backward has two matrix products, one for the inputs' gradients and one for the weights', per product of the forward
 (Narayanan et al., arXiv 2104.04473, appendix). An operator without FLOPs (an embedding) looks rows up; it does not
 read its table.
 """
@@ -28,11 +27,11 @@ from lightning_osdp.planning.spec.model import UNATTRIBUTED, LinearInBatch, Mode
 from lightning_osdp.planning.whatif.hardware import Hardware
 
 FORWARD_SHARE = 1 / 3
-"""Of an operator's FLOPs in forward and backward together."""
+"""Fraction of an operator's FLOPs of forward and backward that belongs to the forward."""
 
 TRAFFIC_PER_LIVE_BYTE = 2.0
-"""Bytes moved per byte that appears in or vanishes from the live tensors: one kernel writes it, another reads it. Of
-temporaries that come and go within a moment only the largest counts, so this is a lower bound."""
+"""Bytes moved per byte by which live tensors grow or shrink: one kernel writes it, another reads it. A lower bound, as
+only the largest of the temporaries within a moment counts."""
 
 SECANT_BATCH_SIZES = (1, 64)
 """Batch sizes between which the roofline, a convex broken line over the batch size, is replaced by its secant. It is
@@ -41,29 +40,72 @@ exact where the same bound holds at both."""
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of the peaks that programs reach.
+    """Fractions of the peaks that programs reach [M-search-3].
 
     Attributes:
-        flops: 0.5: Narayanan et al. (arXiv 2104.04473, table 1) report 43 to 52 % of an A100's peak for whole training
-            steps of GPTs of 1.7 to 1008 billion parameters.
-        bandwidth: 0.85: copies within an H100's memory reach 87 % of its data sheet's bandwidth
-            (github.com/aigatech/vpbenchmarking); calculon's A100 (github.com/calculon-ai/calculon) has 90 % for 100 MB
-            and 75 % for 10 MB.
+        flops: fraction of the peak FLOP/s.
+        bandwidth: fraction of the memory bandwidth.
     """
 
     flops: float = 0.5
     bandwidth: float = 0.85
 
 
+def compute_times(
+    model: ModelProfile, hardware: Hardware, dtype: str = "fp32", efficiency: Efficiency | None = None
+) -> ComputeTimes:
+    """Return forward and backward of each operator and of the work outside operators, and the optimizer's update.
+
+    Args:
+        model: its FLOPs and live bytes count as traced: trace it in the dtype that it trains in.
+        hardware: gives peak FLOP/s and memory bandwidth.
+        dtype: type of the matrix products: ``fp32``, ``tf32``, ``fp16``, ``bf16``.
+        efficiency: fractions of the peaks that are reached.
+
+    Raises:
+        ConfigurationError: the device has no peak for ``dtype``.
+    """
+    share = efficiency or Efficiency()
+    flops_per_s, bytes_per_s = (
+        hardware.get_peak_flops(dtype) * share.flops,
+        hardware.memory_bytes_per_s * share.bandwidth,
+    )
+    roofline = _Roofline(flops_per_s, bytes_per_s, _activation_traffic(model))
+    return ComputeTimes(
+        operators=tuple(roofline.operator_time(operator, index) for index, operator in enumerate(model.operators)),
+        unattributed=roofline.pass_times(UNATTRIBUTED, model.unattributed_flops_per_sample),
+        optimizer_s_per_byte=optimizer_traffic(model.operators) / bytes_per_s,
+        blocks=tuple(roofline.block_time(model, block) for block in model.blocks),
+    )
+
+
+def optimizer_traffic(operators: Sequence[Operator]) -> float:
+    """Return the bytes that the update moves per byte of trainable parameter.
+
+    It reads parameter, gradient and states and writes parameter and states, all in one pass: 7 for Adam and AdamW (two
+    states as large as the parameter), 5 for SGD with momentum, 3 for plain SGD. A lower bound: implementations that
+    work in several passes move some of it again.
+    """
+    trainable = [p for operator in operators for p in operator.parameters if p.trainable]
+    parameter_bytes = sum(p.parameter_bytes for p in trainable)
+    states = sum(p.optimizer_bytes for p in trainable) / parameter_bytes if parameter_bytes else 0.0
+    return 3 + 2 * states
+
+
+Traffic = dict[tuple[int, Phase], LinearInBatch]
+"""Bytes that activations move, by operator (or ``UNATTRIBUTED``) and phase."""
+
+
 @dataclass(frozen=True)
-class _Rates:
-    """What the device really reaches, per second."""
+class _Roofline:
+    """The rates that the device reaches, and the model's activation traffic."""
 
     flops_per_s: float
     bytes_per_s: float
+    activations: Traffic
 
     def secant_time(self, flops_per_sample: float, traffic: LinearInBatch) -> LinearInBatch:
-        """Seconds over the batch size: the secant of the roofline through ``SECANT_BATCH_SIZES``."""
+        """Return seconds over the batch size: the secant of the roofline through ``SECANT_BATCH_SIZES``."""
         low, high = (
             max(flops_per_sample * size / self.flops_per_s, traffic.value_at(size) / self.bytes_per_s)
             for size in SECANT_BATCH_SIZES
@@ -71,142 +113,83 @@ class _Rates:
         slope = (high - low) / (SECANT_BATCH_SIZES[1] - SECANT_BATCH_SIZES[0])
         return LinearInBatch(fixed=max(0.0, low - slope * SECANT_BATCH_SIZES[0]), per_sample=slope)
 
+    def pass_times(
+        self,
+        index: int,
+        flops_per_sample: float,
+        read: float = 0.0,
+        written: float = 0.0,
+        extra_per_sample: float = 0.0,
+    ) -> OperatorTime:
+        """Return forward and backward of an operator that reads bytes in both and writes bytes in the backward."""
 
-def compute_times(
-    model: ModelProfile, hardware: Hardware, dtype: str = "fp32", efficiency: Efficiency | None = None
-) -> ComputeTimes:
-    """Forward and backward of each operator and of what belongs to none, and the optimizer's update.
+        def phase_time(phase: Phase, flops: float, fixed: float) -> LinearInBatch:
+            activations = self.activations.get((index, phase), LinearInBatch())
+            return self.secant_time(flops, activations.plus(LinearInBatch(fixed=fixed, per_sample=extra_per_sample)))
 
-    Args:
-        model: its FLOPs and live bytes count as traced: trace it in the dtype that it is to train in.
-        hardware: gives peak FLOP/s and memory bandwidth.
-        dtype: of the matrix products: ``fp32``, ``tf32``, ``fp16``, ``bf16``.
-        efficiency: shares of the peaks that are reached.
-
-    Raises:
-        ConfigurationError: the device has no peak for ``dtype``.
-    """
-    share = efficiency or Efficiency()
-    rates = _Rates(hardware.get_peak_flops(dtype) * share.flops, hardware.memory_bytes_per_s * share.bandwidth)
-    moved = _activation_traffic(model)
-    return ComputeTimes(
-        operators=tuple(
-            _operator_time(operator, index, moved, rates) for index, operator in enumerate(model.operators)
-        ),
-        unattributed=_forward_backward_time(model.unattributed_flops_per_sample, 0.0, 0.0, UNATTRIBUTED, moved, rates),
-        optimizer_s_per_byte=optimizer_traffic(model.operators) / rates.bytes_per_s,
-        blocks=tuple(_block_time(model, block, rates) for block in model.blocks),
-    )
-
-
-def optimizer_traffic(operators: Sequence[Operator]) -> float:
-    """Bytes that the update moves per byte of trainable parameter: it reads parameter, gradient and states, and
-    writes parameter and states, all in one pass.
-
-    7 for Adam and AdamW (two states as large as the parameter), 5 for SGD with momentum, 3 for plain SGD. A lower
-    bound: implementations that work in several passes read and write some of it again.
-    """
-    trainable = [p for operator in operators for p in operator.parameters if p.trainable]
-    whole = sum(p.parameter_bytes for p in trainable)
-    states = sum(p.optimizer_bytes for p in trainable) / whole if whole else 0.0
-    return 3 + 2 * states
-
-
-Traffic = dict[tuple[int, Phase], LinearInBatch]
-
-
-def _operator_time(operator: Operator, index: int, activation_traffic: Traffic, rates: _Rates) -> OperatorTime:
-    read = sum(p.parameter_bytes for p in operator.parameters) if operator.flops_per_sample else 0
-    written = sum(p.gradient_bytes for p in operator.parameters)
-    whole = (operator.flops_per_sample, float(read), float(read + written))
-    time = _forward_backward_time(*whole, index, activation_traffic, rates)
-    splits = tuple(_split_times(operator, whole, time, index, activation_traffic, rates))
-    return time.model_copy(update={"splits": splits})
-
-
-def _split_times(
-    operator: Operator,
-    unsplit_work: tuple[float, float, float],
-    unsplit_time: OperatorTime,
-    index: int,
-    activation_traffic: Traffic,
-    rates: _Rates,
-) -> Iterator[SplitTime]:
-    """Of each number of slices that is offered; ``unsplit_work`` and ``unsplit_time`` are of the operator when it is not split."""
-    x, y = operator.input_per_sample, operator.output_per_sample
-    for k in slice_counts(operator):
-        dim = operator.split_dims[0]
-        if dim in operator.output_dims:  # x is read by each product; outputs are joined, gradients of x added up
-            shared, copied = ((k - 1) * x, (k - 1) * x), (2 * y, 3 * (k - 1) * x)
-        else:  # y is read and written by each product, and read for both gradients; gradients of x are joined
-            shared, copied = (2 * (k - 1) * y, 2 * (k - 1) * y), (0.0, 2 * x)
-        split = _forward_backward_time(*unsplit_work, index, activation_traffic, rates, shared)
-        forward, backward = (
-            fit_nonnegative_line(
-                [
-                    (size, own.value_at(size) - plain.value_at(size) + size * moving / rates.bytes_per_s)
-                    for size in SECANT_BATCH_SIZES
-                ]
-            )
-            for own, plain, moving in zip(
-                (split.forward, split.backward), (unsplit_time.forward, unsplit_time.backward), copied, strict=True
-            )
+        forward_flops = FORWARD_SHARE * flops_per_sample
+        return OperatorTime(
+            forward=phase_time("forward", forward_flops, read),
+            backward=phase_time("backward", flops_per_sample - forward_flops, read + written),
         )
-        yield SplitTime(dim=dim, slices=k, forward=forward, backward=backward)
 
+    def operator_time(self, operator: Operator, index: int) -> OperatorTime:
+        """Return forward and backward of an operator, and what slicing adds."""
+        read = float(sum(p.parameter_bytes for p in operator.parameters)) if operator.flops_per_sample else 0.0
+        work = (operator.flops_per_sample, read, float(sum(p.gradient_bytes for p in operator.parameters)))
+        unsplit = self.pass_times(index, *work)
+        return unsplit.model_copy(update={"splits": tuple(self._split_times(operator, index, work, unsplit))})
 
-def _block_time(model: ModelProfile, block: RepeatedBlock, rates: _Rates) -> LinearInBatch:
-    """The forward of a block's work that belongs to no operator."""
-    first, last = block.forward
-    before = block.live_before_forward
-    moved = LinearInBatch()
-    for moment in model.moments[first : last + 1]:
-        if moment.operator == UNATTRIBUTED:
-            moved = _add_traffic(moved, before, moment.live)
-        before = moment.live
-    return rates.secant_time(block.unattributed_flops_per_sample, moved)
+    def _split_times(
+        self, operator: Operator, index: int, work: tuple[float, float, float], unsplit: OperatorTime
+    ) -> Iterator[SplitTime]:
+        """Yield the seconds that each number of slices adds."""
+        x, y = operator.input_per_sample, operator.output_per_sample
+        for k in slice_counts(operator):
+            dim = operator.split_dims[0]
+            if dim in operator.output_dims:  # x is read by each product; outputs are joined, gradients of x added up
+                shared, copied = (k - 1) * x, (2 * y, 3 * (k - 1) * x)
+            else:  # y is read and written by each product, and read for both gradients; gradients of x are joined
+                shared, copied = 2 * (k - 1) * y, (0.0, 2 * x)
+            split = self.pass_times(index, *work, extra_per_sample=shared)
+            yield SplitTime(
+                dim=dim,
+                slices=k,
+                forward=self._added_time(split.forward, unsplit.forward, copied[0]),
+                backward=self._added_time(split.backward, unsplit.backward, copied[1]),
+            )
 
+    def _added_time(self, split: LinearInBatch, unsplit: LinearInBatch, copied_per_sample: float) -> LinearInBatch:
+        points = [
+            (size, split.value_at(size) - unsplit.value_at(size) + size * copied_per_sample / self.bytes_per_s)
+            for size in SECANT_BATCH_SIZES
+        ]
+        return fit_nonnegative_line(points)
 
-def _forward_backward_time(
-    flops_per_sample: float,
-    forward_bytes: float,
-    backward_bytes: float,
-    index: int,
-    activation_traffic: Traffic,
-    rates: _Rates,
-    extra_bytes_per_sample: tuple[float, float] = (0.0, 0.0),
-) -> OperatorTime:
-    def phase_time(phase: Phase, flops: float, fixed: float) -> LinearInBatch:
-        activations, more = (
-            activation_traffic.get((index, phase), LinearInBatch()),
-            extra_bytes_per_sample[phase == "backward"],
-        )
-        return rates.secant_time(flops, activations.plus(LinearInBatch(fixed=fixed, per_sample=more)))
-
-    forward_flops = FORWARD_SHARE * flops_per_sample
-    return OperatorTime(
-        forward=phase_time("forward", forward_flops, forward_bytes),
-        backward=phase_time("backward", flops_per_sample - forward_flops, backward_bytes),
-    )
+    def block_time(self, model: ModelProfile, block: RepeatedBlock) -> LinearInBatch:
+        """Return the forward of a block's work outside operators."""
+        first, last = block.forward
+        live = [block.live_before_forward, *(moment.live for moment in model.moments[first : last + 1])]
+        moved = LinearInBatch()
+        for index, moment in enumerate(model.moments[first : last + 1]):
+            if moment.operator == UNATTRIBUTED:
+                moved = moved.plus(_moved_bytes(live[index], live[index + 1]))
+        return self.secant_time(block.unattributed_flops_per_sample, moved)
 
 
 def _activation_traffic(model: ModelProfile) -> Traffic:
-    """Bytes that activations move, by operator (or ``UNATTRIBUTED``) and phase, over the batch size.
-
-    A moment moves ``TRAFFIC_PER_LIVE_BYTE`` times the change of the live bytes since the moment before it.
-    """
-    moved: Traffic = {}
+    """Return the bytes that activations move: those of a moment follow from the change of live bytes before it."""
+    traffic: Traffic = {}
     before = LinearInBatch()
     for moment in model.moments:
         key = (moment.operator, moment.phase)
-        moved[key] = _add_traffic(moved.get(key, LinearInBatch()), before, moment.live)
+        traffic[key] = traffic.get(key, LinearInBatch()).plus(_moved_bytes(before, moment.live))
         before = moment.live
-    return moved
+    return traffic
 
 
-def _add_traffic(total: LinearInBatch, previous_live: LinearInBatch, live: LinearInBatch) -> LinearInBatch:
-    """What was moved, and what the change from one moment to the next moves."""
+def _moved_bytes(before: LinearInBatch, after: LinearInBatch) -> LinearInBatch:
     return LinearInBatch(
-        fixed=total.fixed + TRAFFIC_PER_LIVE_BYTE * abs(live.fixed - previous_live.fixed),
-        per_sample=total.per_sample + TRAFFIC_PER_LIVE_BYTE * abs(live.per_sample - previous_live.per_sample),
+        fixed=TRAFFIC_PER_LIVE_BYTE * abs(after.fixed - before.fixed),
+        per_sample=TRAFFIC_PER_LIVE_BYTE * abs(after.per_sample - before.per_sample),
     )

@@ -1,7 +1,7 @@
-"""What planning would give on hardware that is not at hand, for several numbers of devices, beside the baselines.
+"""Plans for hardware that is not at hand, for several numbers of devices, next to two baselines.
 
-The baselines keep every operator alike, each at its own best batch size: ``dp`` is plain data parallelism (DDP),
-``zdp`` is what FSDP does with one unit for each operator. The paper compares with the same two (section 4).
+The baselines treat all operators alike, each at its own best batch size: ``dp`` is plain data parallelism (DDP), and
+``zdp`` is FSDP with one unit per operator. The paper compares with the same two (section 4).
 """
 
 from __future__ import annotations
@@ -29,42 +29,42 @@ from lightning_osdp.planning.whatif.hardware import USABLE_MEMORY_FRACTION, Hard
 from lightning_osdp.planning.whatif.roofline import compute_times
 
 BASELINE_CONSTRAINTS = SearchConstraints(slice_granularity=1, activation_checkpointing=False)
-"""The baselines neither split nor recompute."""
+"""The baselines neither slice operators nor recompute blocks."""
 
 
 class SimulatedResult(FrozenModel):
-    """What one way of sharding is predicted to reach."""
+    """The prediction for one way of sharding."""
 
     batch_size: int
-    """Per device and micro-batch."""
+    """Samples per device and micro-batch."""
     global_batch_size: int
     samples_per_s: float
-    """Over all devices."""
+    """Throughput of all devices."""
     step_time_s: float
     peak_memory_bytes: int
-    """Of one device."""
+    """Peak of one device."""
     sharded_share: float
-    """Of all parameters, those whose states are sharded."""
+    """Fraction of the parameters whose states are sharded."""
     in_node_share: float = 0.0
-    """Those that are sharded inside nodes only."""
+    """Fraction of the parameters that are sharded inside nodes only."""
     split_share: float = 0.0
-    """Those of operators that are cut into slices."""
+    """Fraction of the parameters whose operators are sliced."""
     recomputed_blocks: int = 0
 
 
 class SimulatedPoint(FrozenModel):
-    """One number of devices; None stands for what does not fit even at the smallest batch size."""
+    """The predictions for one number of devices; None where not even the smallest batch size fits."""
 
     devices: int
     nodes: int
     memory_limit_bytes: int
     plan: ExecutionPlan | None
     osdp: SimulatedResult | None
-    """The plan's numbers."""
+    """Prediction of the plan."""
     dp: SimulatedResult | None
     zdp: SimulatedResult | None
     needed_bytes: int = 0
-    """The smallest peak that any plan reaches, where ``make_plan`` is None."""
+    """The smallest peak of any plan, where ``plan`` is None."""
 
 
 def simulate(
@@ -76,28 +76,25 @@ def simulate(
     dtype: str = "fp32",
     constraints: SearchConstraints = UNCONSTRAINED,
 ) -> tuple[SimulatedPoint, ...]:
-    """The plan and the baselines for each number of devices, in the order given.
+    """Return the plan and the baselines for each number of devices, in the given order.
 
     Args:
-        model: as traced.
+        model: as profiled.
         hardware: the nodes and the network between them.
         devices: numbers of devices that train together.
-        memory_limit_bytes: per device; None for ``USABLE_MEMORY_FRACTION`` of what the device has.
-        policy: which batch sizes to try; None for all.
-        dtype: of the matrix products (``Hardware.peak_flops``).
-        constraints: what is not left to the search; the baselines don't know them.
+        memory_limit_bytes: per device; None for ``USABLE_MEMORY_FRACTION`` of a device's memory.
+        policy: the batch sizes; None for all.
+        dtype: type of the matrix products (``Hardware.peak_flops``).
+        constraints: constraints of the plan's search; the baselines ignore them.
 
     Raises:
-        ConfigurationError: the hardware has no such number of devices, no peak FLOP/s for ``dtype``, or the batch
+        ConfigurationError: the hardware has no such number of devices or no peak FLOP/s for ``dtype``, or the batch
             sizes of ``policy`` can't be made from a number of devices.
     """
-    return tuple(
-        simulate_one(
-            problem_for_hardware(model, hardware, count, memory_limit_bytes, dtype, constraints),
-            policy or BatchSizePolicy(),
-        )
-        for count in devices
+    problems = (
+        problem_for_hardware(model, hardware, count, memory_limit_bytes, dtype, constraints) for count in devices
     )
+    return tuple(simulate_one(problem, policy or BatchSizePolicy()) for problem in problems)
 
 
 def problem_for_hardware(
@@ -108,11 +105,7 @@ def problem_for_hardware(
     dtype: str = "fp32",
     constraints: SearchConstraints = UNCONSTRAINED,
 ) -> Problem:
-    """What a search needs, with nothing measured.
-
-    Raises:
-        ConfigurationError: as ``simulate``.
-    """
+    """Return the problem of a model on described hardware; arguments and errors as in ``simulate``."""
     return Problem(
         model=model,
         cluster=build_cluster(hardware, devices),
@@ -123,10 +116,10 @@ def problem_for_hardware(
 
 
 def simulate_one(problem: Problem, policy: BatchSizePolicy) -> SimulatedPoint:
-    """The plan and the baselines for one cluster.
+    """Return the plan and the baselines for one cluster.
 
     Raises:
-        ConfigurationError: the batch sizes of ``policy`` contradict each other or the number of devices.
+        ConfigurationError: as ``simulate``.
     """
     plan, needed_bytes = None, 0
     try:
@@ -146,55 +139,48 @@ def simulate_one(problem: Problem, policy: BatchSizePolicy) -> SimulatedPoint:
 
 
 def best_uniform_plan(problem: Problem, policy: BatchSizePolicy, mode: Mode) -> Candidate:
-    """Every operator in ``mode``, at the batch size that ``batch_size_search.pick_batch_size`` would take.
+    """Return the plan with every operator in ``mode``, at the batch size that ``pick_batch_size`` chooses.
 
-    An operator that may not take ``mode`` takes the nearest that it may: one that runs more than once in a step is
-    ``zdp2`` for ``zdp``, one that is pinned stays ``dp``.
+    An operator that can't run in ``mode`` takes the nearest mode: ``zdp2`` for ``zdp`` if it runs more than once in a
+    step, ``dp`` if it must be replicated.
 
     Raises:
         InfeasibleError: not even the smallest batch fits.
         ConfigurationError: the batch sizes of ``policy`` contradict each other.
     """
-    desk = PlanSearch(replace(problem, constraints=BASELINE_CONSTRAINTS))
-    choices = tuple(
-        ShardingChoice((_closest_mode(legal_modes(operator), mode),)) for operator in problem.model.operators
-    )
-    found: list[Candidate] = []
+    search = PlanSearch(replace(problem, constraints=BASELINE_CONSTRAINTS))
+    legal = (legal_modes(operator) for operator in problem.model.operators)
+    choices = tuple(ShardingChoice((mode if mode in modes else modes[-1],)) for modes in legal)
+    candidates: list[Candidate] = []
     for batch_size, accumulation in policy.candidates(problem.cluster.ranks):
-        candidate = desk.evaluate_choices(choices, batch_size, accumulation)
+        candidate = search.evaluate_choices(choices, batch_size, accumulation)
         if candidate.peak.total_bytes > problem.memory_limit_bytes:
-            if not found:
+            if not candidates:
                 raise _infeasible_error(problem, candidate, mode)
             break
-        found.append(candidate)
-    return pick_batch_size(found)
+        candidates.append(candidate)
+    return pick_batch_size(candidates)
 
 
 def sweep_memory_limits(
     problem: Problem, batch_size: int, accumulation: int = 1, points: int = 16
 ) -> tuple[Candidate, ...]:
-    """The fastest plan at one batch size under each of a series of memory limits, by rising peak.
+    """Return the fastest plan at one batch size under each of a series of memory limits, by rising peak.
 
-    The limits run from the smallest that can be met to what plain data parallelism needs, ``problem``'s own among
-    them. A plan that is no faster than one of a smaller peak is left out, so step times fall strictly.
+    The limits run from the smallest possible one to the peak of plain data parallelism, and include ``problem``'s own.
+    A plan that is no faster than one of a smaller peak is left out, so step times fall strictly.
     """
     least = PlanSearch(problem).min_memory_plan(batch_size, accumulation).peak.total_bytes
-    whole = tuple(ShardingChoice() for _ in problem.model.operators)
-    plain = PlanSearch(replace(problem, constraints=BASELINE_CONSTRAINTS)).evaluate_choices(
-        whole, batch_size, accumulation
-    )
-    most = max(least, plain.peak.total_bytes)
-    found: list[Candidate] = []
+    replicated = (ShardingChoice(),) * len(problem.model.operators)
+    baseline = PlanSearch(replace(problem, constraints=BASELINE_CONSTRAINTS))
+    most = max(least, baseline.evaluate_choices(replicated, batch_size, accumulation).peak.total_bytes)
     limits = np.append(np.linspace(least, most, points).astype(np.int64), problem.memory_limit_bytes)
+    candidates: list[Candidate] = []
     for limit in np.unique(limits[limits >= least]).tolist():
         candidate = find_best_candidate(replace(problem, memory_limit_bytes=limit), batch_size, accumulation)
-        if not found or candidate.step_time_s < found[-1].step_time_s:
-            found.append(candidate)
-    return tuple(found)
-
-
-def _closest_mode(legal: tuple[Mode, ...], mode: Mode) -> Mode:
-    return mode if mode in legal else legal[-1]
+        if not candidates or candidate.step_time_s < candidates[-1].step_time_s:
+            candidates.append(candidate)
+    return tuple(candidates)
 
 
 def _infeasible_error(problem: Problem, smallest: Candidate, mode: Mode) -> InfeasibleError:
@@ -218,7 +204,6 @@ def _simulate_baseline(problem: Problem, policy: BatchSizePolicy, mode: Mode) ->
         samples_per_s=candidate.samples_per_s,
         step_time_s=candidate.step_time_s,
         peak_memory_bytes=candidate.peak.total_bytes,
-        recomputed_blocks=len(candidate.recomputed),
         **_parameter_shares(problem.model, candidate.choices),
     )
 
@@ -236,11 +221,11 @@ def _summarize_plan(model: ModelProfile, plan: ExecutionPlan) -> SimulatedResult
 
 
 def _parameter_shares(model: ModelProfile, choices: Sequence[ShardingChoice]) -> dict[str, float]:
-    """Of the model's parameters."""
+    """Return the fractions of the model's parameters that are sharded, sharded in nodes, and sliced."""
     pairs = list(zip(model.operators, choices, strict=True))
     elements = {
         "sharded_share": sum(num_sharded_elements(*pair) for pair in pairs),
         "in_node_share": sum(num_sharded_elements(*pair) for pair in pairs if pair[1].scope == ShardingScope.NODE),
-        "split_share": sum(pair[0].num_parameters for pair in pairs if pair[1].split_dim is not None),
+        "split_share": sum(operator.num_parameters for operator, choice in pairs if choice.split_dim is not None),
     }
     return {name: count / max(1, model.num_parameters) for name, count in elements.items()}

@@ -1,4 +1,4 @@
-"""Kernels: aten calls as values, so that equal ones are found, counted and timed once."""
+"""Aten calls as values, so that equal ones are found, counted and timed once."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import zip_longest
 from typing import Literal
 
 import torch
+from torch._prims_common import make_contiguous_strides_for
 
 from lightning_osdp.planning.spec.model import UNATTRIBUTED
 
@@ -26,20 +28,25 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the kernel reads or writes: those of the elements, repeated ones (stride 0) once."""
+        """Bytes that a kernel reads or writes; elements that are repeated by stride 0 count once."""
         count = self.dtype.itemsize
         for size, stride in zip(self.shape, self.stride, strict=True):
             count *= size if stride != 0 or size == 0 else 1
         return count
 
+    @classmethod
+    def contiguous(cls, shape: tuple[int, ...], dtype: torch.dtype) -> TensorSpec:
+        """Return the spec of a contiguous tensor."""
+        return cls(shape, tuple(make_contiguous_strides_for(shape)), dtype)
+
 
 Spec = object
-"""TensorSpec, a scalar, a dtype, a device..., None, or a tuple of these: always hashable."""
+"""TensorSpec, scalar, dtype, device, None, or a tuple of these: always hashable."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Kernel:
-    """One aten call of a training step, and how often it occurs there."""
+    """An aten call of a training step, and how often it occurs there."""
 
     func: torch._ops.OpOverload
     args: tuple[Spec, ...]
@@ -49,51 +56,51 @@ class Kernel:
     phase: KernelPhase = "forward"
     count: int = 1
     num_autograd_nodes: int = 0
-    """How many autograd nodes these calls belong to, ``world_size`` at most: each costs the framework some time."""
+    """Number of autograd nodes that these calls belong to, each of which costs the framework some time."""
     block: int = UNATTRIBUTED
-    """Of work in a block's forward that belongs to no operator: index of the block as found; else ``UNATTRIBUTED``."""
+    """Index of the repeated block whose forward the kernel runs in, if it belongs to no operator."""
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for calls that take equally long."""
+        """A value that is equal for calls that take equally long."""
         return (self.func, self.args, self.kwargs)
 
-    @property
+    @cached_property
     def name(self) -> str:
-        """Equal for equal keys, in other processes, too."""
+        """A short text that is equal for equal keys, also in other processes."""
         return hashlib.sha256(repr(self.key).encode()).hexdigest()[:16]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its tensor arguments."""
+        """Bytes of the tensor arguments."""
         return sum(spec.num_bytes for spec in tensor_specs((self.args, self.kwargs)))
 
 
 def spec_of(value: object, interned: dict[TensorSpec, TensorSpec] | None = None) -> Spec:
-    """Describes one argument of an aten call; a tensor without strides (sparse) counts as contiguous.
+    """Describe an argument of an aten call; a tensor without strides (sparse) counts as contiguous.
 
     Args:
-        value: the argument.
-        interned: tensors that were described before: of equal ones the same object is given.
+        value: The argument.
+        interned: Specs so far, to return the same object for equal tensors.
     """
     if isinstance(value, torch.Tensor):
-        stride = tuple(value.stride()) if value.layout == torch.strided else _contiguous_stride(value.shape)
+        is_strided = value.layout == torch.strided
+        stride = tuple(value.stride() if is_strided else make_contiguous_strides_for(value.shape))
         spec = TensorSpec(tuple(value.shape), stride, value.dtype)
         return spec if interned is None else interned.setdefault(spec, spec)
     if isinstance(value, list | tuple):
         return tuple(spec_of(item, interned) for item in value)
-    if isinstance(value, torch.Generator):
-        return None
-    return value
+    return None if isinstance(value, torch.Generator) else value
 
 
 def tensor_specs(spec: Spec) -> list[TensorSpec]:
-    """All tensors in a spec, in order."""
-    if isinstance(spec, TensorSpec):
-        return [spec]
+    """Return all tensors in a spec, in order."""
     if isinstance(spec, tuple):
-        return [found for item in spec for found in tensor_specs(item)]
-    return []
+        return [inner for item in spec for inner in tensor_specs(item)]
+    return [spec] if isinstance(spec, TensorSpec) else []
+
+
+# -- lists of tensors --------------------------------------------------------------------------------------------------
 
 
 def is_foreach_or_fused(func: torch._ops.OpOverload) -> bool:
@@ -102,17 +109,17 @@ def is_foreach_or_fused(func: torch._ops.OpOverload) -> bool:
 
 
 def list_length(func: torch._ops.OpOverload, args: tuple[Spec, ...]) -> int:
-    """How many tensors an optimizer's foreach or fused kernel takes at once; 1 for all other kernels, whose lists (of
-    indices, of what is joined) mean something as a whole."""
-    if not is_foreach_or_fused(func):
-        return 1
-    return max((len(arg) for arg in args if isinstance(arg, tuple) and tensor_specs(arg)), default=1)
+    """Return the number of tensors that an optimizer's foreach or fused kernel takes at once.
+
+    It is 1 for all other kernels: their lists (of indices, of tensors to concatenate) mean something as a whole.
+    """
+    return max(map(len, _tensor_lists(args)), default=1) if is_foreach_or_fused(func) else 1
 
 
 def sample_rows(spec: Spec, divisor: int) -> Spec:
-    """An argument of such a kernel with one of so many rows of each tensor."""
+    """Return an argument of such a kernel with one of ``divisor`` rows of each tensor."""
     if isinstance(spec, tuple):
-        return tuple(sample_rows(each, divisor) for each in spec)
+        return tuple(sample_rows(item, divisor) for item in spec)
     if not isinstance(spec, TensorSpec) or not spec.shape:
         return spec
     rows, *rest = spec.shape
@@ -120,20 +127,15 @@ def sample_rows(spec: Spec, divisor: int) -> Spec:
 
 
 def select_from_lists(args: tuple[Spec, ...], indices: Sequence[int]) -> tuple[Spec, ...]:
-    """The arguments of such a kernel for some of its tensors."""
+    """Return the arguments of such a kernel for some of its tensors."""
     return tuple(tuple(arg[i] for i in indices if i < len(arg)) if isinstance(arg, tuple) else arg for arg in args)
 
 
 def argsort_by_size(args: tuple[Spec, ...]) -> list[int]:
-    """Places in the lists of such a kernel, those of least bytes first."""
-    lists = [arg for arg in args if isinstance(arg, tuple) and tensor_specs(arg)]
-    num_bytes = [sum(spec.num_bytes for spec in tensor_specs(each)) for each in zip_longest(*lists)]
+    """Return the indices into the lists of such a kernel, those of least bytes first."""
+    num_bytes = [sum(spec.num_bytes for spec in tensor_specs(item)) for item in zip_longest(*_tensor_lists(args))]
     return sorted(range(len(num_bytes)), key=num_bytes.__getitem__)
 
 
-def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    stride, strides = 1, []
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= max(1, size)
-    return tuple(reversed(strides))
+def _tensor_lists(args: tuple[Spec, ...]) -> list[tuple[Spec, ...]]:
+    return [arg for arg in args if isinstance(arg, tuple) and tensor_specs(arg)]

@@ -1,11 +1,12 @@
-"""What a split operator would run instead of its one product: the same kernels as the engine's, as values to be timed.
+"""Derives the kernels that a split operator would run instead of its one product, as the engine does.
 
 An operator's kernels tell the sizes: (rows x inputs) times (inputs x outputs), or rows looked up in a table. Each slice
-multiplies by a part of the inputs, and adds to one output, or by a part of the outputs, which are joined.
+multiplies by a part of the inputs and adds to one output, or by a part of the outputs, which are concatenated.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,15 +23,11 @@ EMBEDDING_FUNCTIONS = (aten.embedding.default, aten.embedding_dense_backward.def
 
 @dataclass(frozen=True)
 class MatmulKernels:
-    """The one product of an operator, as traced at one batch size.
-
-    Attributes:
-        forward: its kernel.
-        backward: those of its gradients.
-    """
+    """The one product of an operator, as traced at one batch size."""
 
     forward: Kernel
     backward: tuple[Kernel, ...]
+    """Kernels of its gradients."""
 
     @cached_property
     def _operands(self) -> tuple[TensorSpec, TensorSpec]:
@@ -39,23 +36,20 @@ class MatmulKernels:
 
     @property
     def is_embedding(self) -> bool:
-        """Whether rows of a table are looked up, rather than multiplied."""
+        """Whether rows of a table are looked up rather than multiplied."""
         return self.forward.func in EMBEDDING_FUNCTIONS
 
     @property
     def input_bytes(self) -> int:
-        """Of what gets a gradient on the input's side; 0 for a lookup, or if it gets none."""
+        """Bytes of the input if it gets a gradient; else 0, as for a lookup."""
         return self._operands[0].num_bytes if self.has_input_gradient else 0
 
     @property
     def output_bytes(self) -> int:
-        """Of the result."""
+        """Bytes of the result."""
         left, right = self._operands
         if self.is_embedding:
-            rows = 1
-            for size in right.shape:
-                rows *= size
-            return rows * left.shape[1] * left.dtype.itemsize
+            return math.prod(right.shape) * left.shape[1] * left.dtype.itemsize
         return left.shape[0] * right.shape[1] * left.dtype.itemsize
 
     @property
@@ -64,14 +58,18 @@ class MatmulKernels:
         return not self.is_embedding and sum(kernel.count for kernel in self.backward) > 1
 
     def split(self, k: int, *, slice_outputs: bool) -> tuple[list[Kernel], list[Kernel]]:
-        """What forward and backward run instead, in k slices of the outputs or of the inputs."""
+        """Return the kernels of forward and backward in ``k`` slices of the outputs or of the inputs."""
         if self.is_embedding:
             return self._split_embedding(k)
         left, right = self._operands
         (m, c), n, dtype = left.shape, right.shape[1], left.dtype
         transposed = right.stride[0] == 1
         x, g, y = _matrix(m, c, dtype), _matrix(m, n, dtype), _matrix(m, n, dtype)
-        bias = [_kernel(aten.add_.Tensor, y, _vector(n, dtype))] if self.forward.func is aten.addmm.default else []
+        bias = (
+            [_kernel(aten.add_.Tensor, y, TensorSpec.contiguous((n,), dtype))]
+            if self.forward.func is aten.addmm.default
+            else []
+        )
         if slice_outputs:
             s = -(-n // k)
             part, g_s = _matrix(m, s, dtype), TensorSpec((m, s), (n, 1), dtype)
@@ -95,20 +93,20 @@ class MatmulKernels:
         table, ids = self._operands
         rows, width = table.shape
         s = -(-width // k)
-        part = _contiguous_spec((*ids.shape, s), table.dtype)
+        part = TensorSpec.contiguous((*ids.shape, s), table.dtype)
         slice_ = _matrix(rows, s, table.dtype)
         forward = [
             replace(self.forward, args=(slice_, *self.forward.args[1:]), count=k),
             _kernel(aten.cat.default, (part,) * k, -1),
         ]
-        strides = _contiguous_spec((*ids.shape, width), table.dtype).stride
+        strides = TensorSpec.contiguous((*ids.shape, width), table.dtype).stride
         gradient = TensorSpec(part.shape, strides, table.dtype)
-        backward = [replace(one, args=(gradient, *one.args[1:]), count=k * one.count) for one in self.backward]
+        backward = [replace(each, args=(gradient, *each.args[1:]), count=k * each.count) for each in self.backward]
         return forward, backward
 
 
 def find_matmul(kernels: Sequence[Kernel]) -> MatmulKernels | None:
-    """The product among an operator's kernels at one batch size; None if it has not exactly one."""
+    """Return the product among an operator's kernels at one batch size; None if it has not exactly one."""
     for funcs in (MATMUL_FUNCTIONS, EMBEDDING_FUNCTIONS):
         forward = [kernel for kernel in kernels if kernel.func in funcs and kernel.phase == "forward"]
         backward = [kernel for kernel in kernels if kernel.func in funcs and kernel.phase == "backward"]
@@ -121,24 +119,12 @@ def _kernel(func: torch._ops.OpOverload, *args: object, count: int = 1) -> Kerne
     return Kernel(func, args, count=count)
 
 
-def _contiguous_spec(shape: tuple[int, ...], dtype: torch.dtype) -> TensorSpec:
-    strides, stride = [], 1
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= size
-    return TensorSpec(shape, tuple(reversed(strides)), dtype)
-
-
 def _matrix(rows: int, columns: int, dtype: torch.dtype) -> TensorSpec:
-    return _contiguous_spec((rows, columns), dtype)
-
-
-def _vector(size: int, dtype: torch.dtype) -> TensorSpec:
-    return _contiguous_spec((size,), dtype)
+    return TensorSpec.contiguous((rows, columns), dtype)
 
 
 def _right_operand(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> TensorSpec:
-    """The right side of a product: a weight as it is stored, or turned."""
+    """Return the right side of a product: a weight as it is stored, or transposed."""
     return _transposed(_matrix(columns, rows, dtype)) if transposed else _matrix(rows, columns, dtype)
 
 
@@ -147,5 +133,5 @@ def _transposed(matrix: TensorSpec) -> TensorSpec:
 
 
 def _weight_gradient_operands(x: TensorSpec, g: TensorSpec, transposed: bool) -> tuple[TensorSpec, TensorSpec]:
-    """The sides of the weight's gradient: as the weight is stored."""
+    """Return the two sides of the product for the weight's gradient, in the layout of the weight."""
     return (_transposed(g), x) if transposed else (_transposed(x), g)

@@ -1,4 +1,4 @@
-"""Made-up arguments for kernels that are run by themselves: right in shape, and in range where they are indices."""
+"""Makes arguments for kernels that are run by themselves: right in shape, and in range where they are indices."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_osdp.profiling.kernels.kernel import Kernel, Spec, TensorSpec, te
 aten = torch.ops.aten
 
 RANDOM_VALUES = 1 << 16
-"""Floats that are drawn for one tensor, and repeated in longer ones: drawing takes longer than most kernels."""
+"""Random floats of one tensor, which longer tensors repeat: drawing them takes longer than most kernels."""
 
 
 def make_arguments(kernel: Kernel, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments that ``kernel`` accepts: positive floats, integers that are in range as indices of any of its tensors.
+    """Return arguments that ``kernel`` accepts: positive floats, and integers that are valid indices of its tensors.
 
     Absolute values of normal floats, because the square root of a negative number takes seven times as long.
     """
@@ -34,7 +34,7 @@ def make_arguments(kernel: Kernel, device: torch.device) -> tuple[tuple[Any, ...
 
 
 def _index_bound(kernel: Kernel) -> int:
-    """Integers below it are safe indices: a known table's rows, or else the smallest size of any float tensor."""
+    """Return the bound of safe indices: a known table's rows, or else the smallest size of any float tensor."""
     packet = kernel.func.overloadpacket
     if packet is aten.embedding:
         (table,) = tensor_specs(kernel.args[0])
@@ -47,25 +47,23 @@ def _index_bound(kernel: Kernel) -> int:
 
 
 def clone_with_strides(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, even where these overlap."""
+    """Return a copy with the same strides, even where these overlap."""
     extent = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.as_strided((extent,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
 
 
 def _make_tensor(spec: TensorSpec, bound: int, device: torch.device) -> Tensor:
-    """A tensor of that shape, dtype and stride whose elements are drawn at random."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
     extent = 0 if math.prod(spec.shape) == 0 else extent
     if spec.dtype.is_complex:
         flat = torch.randn(extent, dtype=spec.dtype, device=device)
     elif spec.dtype.is_floating_point:
-        wide = torch.float32 if spec.dtype.itemsize < 4 else spec.dtype
-        drawn = torch.randn(min(extent, RANDOM_VALUES), dtype=wide, device=device).abs_().to(spec.dtype)
+        draw_dtype = torch.float32 if spec.dtype.itemsize < 4 else spec.dtype
+        drawn = torch.randn(min(extent, RANDOM_VALUES), dtype=draw_dtype, device=device).abs_().to(spec.dtype)
         flat = drawn if extent <= RANDOM_VALUES else drawn.repeat(math.ceil(extent / RANDOM_VALUES))
     elif spec.dtype == torch.bool:
         flat = torch.ones(extent, dtype=torch.bool, device=device)
     else:
-        flat = torch.randint(0, max(1, min(bound, torch.iinfo(spec.dtype).max)), (extent,), device=device).to(
-            spec.dtype
-        )
+        limit = max(1, min(bound, torch.iinfo(spec.dtype).max))
+        flat = torch.randint(0, limit, (extent,), device=device).to(spec.dtype)
     return flat.as_strided(spec.shape, spec.stride)

@@ -1,4 +1,4 @@
-"""Tells when the host reads values from tensors: what runs afterwards may depend on the data, and so on the rank."""
+"""Detects when the host reads values from tensors: later ops may depend on the data, and so on the rank."""
 
 from __future__ import annotations
 
@@ -9,29 +9,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-HOST_SYNC_FUNCTIONS = frozenset(
-    [
-        Tensor.item,
-        Tensor.tolist,
-        Tensor.numpy,
-        Tensor.__bool__,
-        Tensor.__int__,
-        Tensor.__float__,
-        Tensor.__index__,
-        Tensor.__contains__,
-        Tensor.equal,
-        Tensor.allclose,
-        Tensor.is_nonzero,
-        torch.equal,
-        torch.allclose,
-        torch.is_nonzero,
-    ]
-)
-"""What hands values of a tensor to Python."""
+CONVERSIONS = [Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__int__, Tensor.__float__, Tensor.__index__]
+COMPARISONS = [Tensor.__bool__, Tensor.__contains__, Tensor.equal, Tensor.allclose, Tensor.is_nonzero]
+HOST_SYNC_FUNCTIONS = frozenset([*CONVERSIONS, *COMPARISONS, torch.equal, torch.allclose, torch.is_nonzero])
+"""Functions that hand values of a tensor to Python."""
 
 
 class HostSyncDetector(TorchFunctionMode):
-    """Calls ``is_known`` whenever Python code reads values from a tensor."""
+    """Calls ``on_sync`` whenever Python code reads values from a tensor."""
 
     def __init__(self, on_sync: Callable[[], None]) -> None:
         super().__init__()

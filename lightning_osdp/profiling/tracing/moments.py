@@ -1,12 +1,13 @@
-"""Reads recordings of a step at two batch sizes: which operator did what, and how many bytes were live meanwhile."""
+"""Attributes recorded ops to operators and blocks, and fits the bytes that were live in each moment of the step."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lightning_osdp.planning.spec.model import UNATTRIBUTED, LinearInBatch, Moment, Phase
-from lightning_osdp.profiling.kernels.kernel import Kernel, Spec
+from lightning_osdp.profiling.kernels.kernel import Kernel
 from lightning_osdp.profiling.tracing.parameter_owners import OwnerScope
 from lightning_osdp.profiling.tracing.recorder import Op, Recording
 
@@ -17,99 +18,108 @@ class OpRun(NamedTuple):
     phase: Phase
     operator: int
     block: int
-    """Index of the repeated block that they lie in; negative for none."""
+    """Index of the repeated block that the ops lie in, or ``UNATTRIBUTED``."""
     live_bytes: int
-    """The most that are live during them."""
+    """Peak of live bytes during the run."""
 
 
-def owners_of_ops(recording: Recording, scopes: Sequence[OwnerScope]) -> list[int]:
-    """Index of the operator that each op belongs to, or ``UNATTRIBUTED``.
+class AttributedRecording:
+    """A recording at one batch size, with the operator and the block of each op.
+
+    Attributes:
+        recording: The recording.
+        ops: Its ops.
+        owners: Index of the operator that each op belongs to, or ``UNATTRIBUTED``.
+        blocks: Index of the repeated block that each op lies in, or ``UNATTRIBUTED``.
+    """
+
+    def __init__(self, recording: Recording, scopes: Sequence[OwnerScope]) -> None:
+        self.recording = recording
+        self.ops = recording.ops
+        self.owners = _owners_of_ops(recording.ops, scopes)
+        self.blocks = [UNATTRIBUTED] * len(recording.ops)
+
+    def assign_blocks(self, names: Sequence[str]) -> None:
+        """Assign each op to the outermost block that was running, given the names of all blocks."""
+        index = {name: position for position, name in enumerate(names)}
+        self.blocks = [next((index[name] for name in op.site if name in index), UNATTRIBUTED) for op in self.ops]
+
+    def op_runs(self) -> list[OpRun]:
+        """Return the step as runs of ops, in the order of time."""
+        runs: list[OpRun] = []
+        live_bytes = self.recording.live_bytes()
+        for op, owner, block, live in zip(self.ops, self.owners, self.blocks, live_bytes, strict=True):
+            if runs and runs[-1][:3] == (op.phase, owner, block):
+                live = max(live, runs.pop().live_bytes)
+            runs.append(OpRun(op.phase, owner, block, live))
+        return runs
+
+    def kernels(self, profile_blocks: Sequence[int] = ()) -> tuple[Kernel, ...]:
+        """Return the step's kernels without views, which cost nothing; equal ones of an operator and phase as one.
+
+        Kernels of a block's forward that belong to no operator are counted separately for each block.
+
+        Args:
+            profile_blocks: Index in the profile of each block, with ``UNATTRIBUTED`` at the end; empty for no blocks.
+        """
+        calls: Counter[tuple[object, ...]] = Counter()
+        nodes: Counter[tuple[object, ...]] = Counter()
+        first_ops: dict[tuple[object, ...], tuple[Op, int, int]] = {}
+        last_node: tuple[str, int] = ("", -1)
+        for op, owner, block in zip(self.ops, self.owners, self.blocks, strict=True):
+            if op.is_view:
+                continue
+            is_unowned = owner == UNATTRIBUTED and op.phase == "forward"
+            kernel_block = profile_blocks[block] if profile_blocks and is_unowned else UNATTRIBUTED
+            key = (op.func, op.args, op.kwargs, owner, op.phase, kernel_block)
+            first_ops.setdefault(key, (op, owner, kernel_block))
+            calls[key] += 1
+            nodes[key] += last_node != (op.phase, op.node)
+            last_node = (op.phase, op.node)
+        return tuple(
+            Kernel(op.func, op.args, op.kwargs, owner, op.phase, calls[key], nodes[key], block)
+            for key, (op, owner, block) in first_ops.items()
+        )
+
+
+def _owners_of_ops(ops: Sequence[Op], scopes: Sequence[OwnerScope]) -> list[int]:
+    """Return the index of the operator that each op belongs to, or ``UNATTRIBUTED``.
 
     An op is the work of the innermost operator that was running. An operator that encloses others owns only the ops
     that read its parameters, and their backward.
     """
     leaves = {scope.name: index for index, scope in enumerate(scopes) if not scope.encloses_operators}
     readers = {p: index for index, scope in enumerate(scopes) if scope.encloses_operators for p in scope.parameters}
-    by_node: dict[int, int] = {}
-    found = []
-    for op in recording.ops:
-        index = next((leaves[name] for name in reversed(op.site) if name in leaves), UNATTRIBUTED)
-        if index == UNATTRIBUTED and op.phase == "forward":
-            index = next((readers[p] for p in op.used_parameters if p in readers), UNATTRIBUTED)
-            if index != UNATTRIBUTED:
-                by_node[op.node] = index
-        elif index == UNATTRIBUTED:
-            index = by_node.get(op.node, UNATTRIBUTED)
-        found.append(index)
-    return found
+    owner_of_node: dict[int, int] = {}
+    owners = []
+    for op in ops:
+        owner = next((leaves[name] for name in reversed(op.site) if name in leaves), UNATTRIBUTED)
+        if owner == UNATTRIBUTED and op.phase == "forward":
+            owner = next((readers[p] for p in op.used_parameters if p in readers), UNATTRIBUTED)
+            if owner != UNATTRIBUTED:
+                owner_of_node[op.node] = owner
+        elif owner == UNATTRIBUTED:
+            owner = owner_of_node.get(op.node, UNATTRIBUTED)
+        owners.append(owner)
+    return owners
 
 
 def fit_moments(op_runs: Mapping[int, Sequence[OpRun]]) -> tuple[Moment, ...]:
-    """Moments with live bytes as lines through the traced batch sizes (one or two)."""
-    sizes = sorted(op_runs)
-    largest = sizes[-1]
-    if len(sizes) == 1:
-        lines = [LinearInBatch(fixed=one.live_bytes) for one in op_runs[largest]]
-    elif [one[:3] for one in op_runs[sizes[0]]] != [one[:3] for one in op_runs[largest]]:
-        # Control flow that depends on the batch size.
-        lines = [LinearInBatch(per_sample=one.live_bytes / largest) for one in op_runs[largest]]
-    else:
-        pairs = zip(op_runs[sizes[0]], op_runs[largest], strict=True)
-        lines = [line_through((sizes[0], low.live_bytes), (largest, high.live_bytes)) for low, high in pairs]
+    """Return the runs of a step as moments, whose live bytes are lines through one or two traced batch sizes."""
+    smallest, largest = min(op_runs), max(op_runs)
+    runs = op_runs[largest]
+    if [run[:3] for run in op_runs[smallest]] == [run[:3] for run in runs]:
+        pairs = zip(op_runs[smallest], runs, strict=True)
+        lines = [fit_line({smallest: low.live_bytes, largest: high.live_bytes}) for low, high in pairs]
+    else:  # The control flow depends on the batch size.
+        lines = [LinearInBatch(per_sample=run.live_bytes / largest) for run in runs]
     return tuple(
-        Moment(phase=one.phase, operator=one.operator, live=live)
-        for one, live in zip(op_runs[largest], lines, strict=True)
+        Moment(phase=run.phase, operator=run.operator, live=line) for run, line in zip(runs, lines, strict=True)
     )
 
 
-def line_through(low: tuple[int, float], high: tuple[int, float]) -> LinearInBatch:
-    """The line through two points (batch size, value)."""
-    slope = (high[1] - low[1]) / (high[0] - low[0])
-    return LinearInBatch(fixed=low[1] - slope * low[0], per_sample=slope)
-
-
-def group_ops(recording: Recording, owners: Sequence[int], blocks: Sequence[int]) -> list[OpRun]:
-    """The step as moments: what ran in each, in the order of time.
-
-    Args:
-        recording: of one batch size.
-        owners: what ``owners_of_ops`` gives.
-        blocks: the block of each op.
-    """
-    found: list[OpRun] = []
-    for op, owner, block, live in zip(recording.ops, owners, blocks, recording.live_bytes(), strict=True):
-        if found and found[-1][:3] == (op.phase, owner, block):
-            live = max(live, found.pop().live_bytes)
-        found.append(OpRun(op.phase, owner, block, live))
-    return found
-
-
-def count_kernels(
-    recording: Recording, owners: Sequence[int], blocks: Sequence[int] | None = None
-) -> tuple[Kernel, ...]:
-    """The step's kernels, equal ones of an operator and phase counted together; views cost nothing and are left out.
-
-    Of what belongs to no operator, those of each block's forward are counted apart.
-
-    Args:
-        recording: of one batch size.
-        owners: what ``owners_of_ops`` gives.
-        blocks: the block of each op; None if there are none.
-    """
-    counts: dict[tuple[object, ...], int] = {}
-    nodes: dict[tuple[object, ...], int] = {}
-    first: dict[tuple[object, ...], tuple[Op, int, int]] = {}
-    node_seen: tuple[str, int] = ("", -1)
-    for op, owner, inside in zip(recording.ops, owners, blocks or [UNATTRIBUTED] * len(recording.ops), strict=True):
-        if op.is_view:
-            continue
-        block = inside if owner == UNATTRIBUTED and op.phase == "forward" else UNATTRIBUTED
-        key: tuple[Spec, ...] = (op.func, op.args, op.kwargs, owner, op.phase, block)
-        first.setdefault(key, (op, owner, block))
-        counts[key] = counts.get(key, 0) + 1
-        nodes[key] = nodes.get(key, 0) + (node_seen != (op.phase, op.node))
-        node_seen = (op.phase, op.node)
-    return tuple(
-        Kernel(op.func, op.args, op.kwargs, owner, op.phase, counts[key], nodes[key], block)
-        for key, (op, owner, block) in first.items()
-    )
+def fit_line(values: Mapping[int, float]) -> LinearInBatch:
+    """Return the line through values at two batch sizes, or a constant if there is one value."""
+    (low, first), (high, second) = min(values.items()), max(values.items())
+    slope = (second - first) / (high - low) if high > low else 0.0
+    return LinearInBatch(fixed=first - slope * low, per_sample=slope)

@@ -1,4 +1,4 @@
-"""Finds the operators: a parameter belongs to the lowest module that encloses every use of it in a traced step."""
+"""Finds the operators: a parameter belongs to the innermost module that encloses every use of it in a traced step."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Site = tuple[str, ...]
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """One parameter tensor with all its names."""
+    """A parameter tensor with all its names."""
 
     tensor: Tensor
     names: tuple[str, ...]
 
     @property
     def owners(self) -> tuple[str, ...]:
-        """Names of the modules that hold it, one for each name."""
+        """The names of the modules that hold it, one for each name."""
         return tuple(name.rpartition(".")[0] for name in self.names)
 
 
@@ -34,29 +34,32 @@ class OwnerScope:
 
     name: str
     parameters: tuple[int, ...]
+    """Indices of the parameters, ascending."""
     replicated_reason: str
+    """Reason why the operator must be replicated, for the user; empty if it may be sharded."""
     encloses_operators: bool
-    """Whether other operators run inside of it: then only what reads its parameters is its own work."""
+    """Whether other operators run inside of it: then only ops that read its parameters are its own work."""
     tied_names: str = ""
-    """What those operators have in common, if it holds that and may be sharded, in words for the user; else empty."""
+    """Names of tied parameters that enclosed operators share, if it holds such and may be sharded; else empty."""
 
 
 def named_parameters(module: nn.Module) -> tuple[NamedParameter, ...]:
-    """Parameters in ``named_parameters`` order, tied ones once with all their names."""
+    """Return the parameters in ``named_parameters`` order, tied ones once with all their names."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, tensor in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
-    return tuple(NamedParameter(tensors[key], tuple(found)) for key, found in names.items())
+    return tuple(NamedParameter(tensors[key], tuple(own_names)) for key, own_names in names.items())
 
 
 def find_scopes(
     module: nn.Module, parameters: Sequence[NamedParameter], recording: Recording
 ) -> tuple[OwnerScope, ...]:
-    """Operators in the order of their first use; those that were not used come last."""
+    """Return the operators in the order of their first use; unused ones come last."""
     modules = dict(module.named_modules(remove_duplicate=False))
-    subtrees = {name: {id(m) for m in modules[name].modules()} for name in _running_modules(recording) | {WHOLE_MODEL}}
+    running = {name for op in recording.ops for name in op.site}
+    subtrees = {name: {id(m) for m in modules[name].modules()} for name in running | {WHOLE_MODEL}}
     first_use, sites = _parameter_uses(recording)
     groups: dict[str, list[int]] = defaultdict(list)
     unused: dict[str, list[int]] = defaultdict(list)
@@ -67,52 +70,45 @@ def find_scopes(
         else:
             unused[parameter.owners[0]].append(index)
     order = sorted(groups, key=lambda name: min(first_use[index] for index in groups[name]))
-    ran = {op.site for op in recording.ops}
-    inner = {name: _inner_operators(name, modules, [*groups, *unused], ran) for name in order}
+    all_sites = {op.site for op in recording.ops}
+    inner = {name: _inner_operators(name, modules, [*groups, *unused], all_sites) for name in order}
     scopes = []
     for name in order:
-        idle = unused.pop(name, [])
+        own_unused = unused.pop(name, [])
         reason = _replication_reason(name, groups[name], parameters, inner[name], modules)
-        reason = reason or _conditional_reason(name, groups[name], recording)
-        if idle and not reason:
-            reason = f"{parameters[idle[0]].names[0]} is not used in the traced step"
+        reason = reason or _conditional_reason(groups[name], recording)
+        if own_unused and not reason:
+            reason = f"{parameters[own_unused[0]].names[0]} is not used in the traced step"
         encloses = bool(inner[name]) or not name
         tied = _format_ties(parameters[index] for index in groups[name]) if encloses and not reason else ""
-        scopes.append(OwnerScope(name, tuple(sorted(groups[name] + idle)), reason, encloses, tied))
-    scopes += [OwnerScope(name, tuple(found), "not used in the traced step", True) for name, found in unused.items()]
+        scopes.append(OwnerScope(name, tuple(sorted(groups[name] + own_unused)), reason, encloses, tied))
+    scopes += [OwnerScope(name, tuple(own), "not used in the traced step", True) for name, own in unused.items()]
     return tuple(scopes)
 
 
-def _running_modules(recording: Recording) -> set[str]:
-    return {name for op in recording.ops for name in op.site}
-
-
 def _parameter_uses(recording: Recording) -> tuple[dict[int, int], dict[int, set[Site]]]:
-    """For each parameter, the index of the op that reads it first, and the sites of all that do so in forward."""
-    first: dict[int, int] = {}
+    """Return the index of the op that reads each parameter first, and the sites of all ops that do so in forward."""
+    first_op: dict[int, int] = {}
     sites: dict[int, set[Site]] = defaultdict(set)
     for position, op in enumerate(recording.ops):
         if op.phase == "forward":
             for parameter in op.used_parameters:
-                first.setdefault(parameter, position)
+                first_op.setdefault(parameter, position)
                 sites[parameter].add(op.site)
-    return first, sites
+    return first_op, sites
 
 
 def _innermost_owner(sites: set[Site], owners: set[int], subtrees: Mapping[str, set[int]]) -> str:
-    """The innermost module that was running at every site and holds every owner of the parameter."""
-    one, *others = sites
-    for name in reversed(one):
-        if owners <= subtrees[name] and all(name in site for site in others):
-            return name
-    return WHOLE_MODEL
+    """Return the innermost module that was running at every site and holds every owner of the parameter."""
+    candidates = reversed(next(iter(sites)))
+    return next((n for n in candidates if owners <= subtrees[n] and all(n in site for site in sites)), WHOLE_MODEL)
 
 
 def _inner_operators(name: str, modules: Mapping[str, nn.Module], operators: list[str], sites: set[Site]) -> list[str]:
-    """Other operators that lie in the module, or that ``sites`` while it did."""
-    below = {id(m) for m in modules[name].modules()}
-    during = {inner for site in sites if name in site for inner in site[site.index(name) + 1 :]}
-    return [other for other in operators if other != name and (id(modules[other]) in below or other in during)]
+    """Return other operators that lie in the module, or that ran while it did."""
+    descendants = {id(m) for m in modules[name].modules()}
+    called = {inner for site in sites if name in site for inner in site[site.index(name) + 1 :]}
+    return [other for other in operators if other != name and (id(modules[other]) in descendants or other in called)]
 
 
 def _replication_reason(
@@ -127,7 +123,7 @@ def _replication_reason(
         return f"tied across the model: {_format_ties(tied)}"
     if name == WHOLE_MODEL:
         return "used by the whole model"
-    if inner and len(tied) < len(members):  # those that are tied are whole while the module runs, and only then
+    if inner and len(tied) < len(members):  # Tied parameters alone could be unsharded while the module runs.
         more = ", ..." if len(inner) > 3 else ""
         return f"its forward runs other operators: {', '.join(inner[:3])}{more}"
     path = name.split(".")
@@ -144,8 +140,8 @@ def _format_ties(parameters: Iterable[NamedParameter]) -> str:
     return ", ".join(" = ".join(parameter.names) for parameter in parameters)
 
 
-def _conditional_reason(name: str, members: Sequence[int], recording: Recording) -> str:
-    """Why the operator may run on one rank and not on another, which sharding forbids; empty if it can't be seen to.
+def _conditional_reason(members: Sequence[int], recording: Recording) -> str:
+    """Say to the user why the operator may run on some ranks only, which sharding forbids; empty if it does not.
 
     Where a module has read values of tensors, what it runs afterwards may depend on them (an expert that no token
     chose, an early exit), and ranks see different data. Then some would gather while others don't.

@@ -1,6 +1,6 @@
-"""Records one training step below autograd: every aten call, which modules ran it, and what it allocates and frees.
+"""Records one training step below autograd: every aten call, the modules that ran it, and what it allocates and frees.
 
-It works alike on fake and on real tensors, and never keeps a tensor alive: storages are followed by weak references.
+It works on fake and on real tensors, and never keeps a tensor alive: storages are followed by weak references.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from lightning_osdp.profiling.tracing import fake_kernels
 aten = torch.ops.aten
 
 SILENT_NAMESPACES = ("prim", "profiler")
-"""Questions about a tensor and profiler marks, not work."""
+"""Namespaces of questions about a tensor and of profiler marks, which are no work."""
 
 CPU_ATTENTION_FLOPS: dict[Any, tuple[Callable[..., int], int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4),
 }
-"""What torch's registry lacks: formula, and how many of the leading arguments' shapes it takes."""
+"""Formulas that torch's registry lacks, and the number of leading arguments whose shapes they take."""
 
 
 @dataclass(slots=True)
@@ -48,22 +48,22 @@ class Op:
     kwargs: tuple[tuple[str, Spec], ...]
     phase: Phase
     site: tuple[str, ...]
-    """Modules that were running, outermost first, the root left out; in backward: when the node was made."""
+    """Modules that were running, outermost first, without the root; in backward, when the node was made."""
     node: int
-    """Sequence number of the autograd node that it belongs to."""
+    """Sequence number of its autograd node."""
     used_parameters: tuple[int, ...]
-    """Parameters whose storage is among its arguments."""
+    """Indices of parameters whose storage is among its arguments."""
     flops: float
     is_view: bool
-    """Whether it makes no new storage and changes nothing: it costs no time."""
+    """Whether it makes no new storage and changes nothing, and so costs no time."""
     is_accumulation: bool
-    """Whether it adds up two gradients of an activation. Autograd does that in place, but not while a dispatch mode
-    looks on: its result takes the place of its first argument."""
+    """Whether it adds two gradients of an activation. Autograd does that in place, but not while a dispatch mode is
+    active: the result replaces the first argument."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """One run of a module's forward, recomputation left out."""
+    """One run of a module's forward that is not a recomputation."""
 
     name: str
     start: int
@@ -71,34 +71,34 @@ class ModuleCall:
     stop: int
     """Index after its last op."""
     outputs: frozenset[int]
-    """Storages that it returned."""
+    """Storages of its results."""
 
 
 @dataclass(slots=True)
 class Recording:
-    """What one run left behind."""
+    """All that happened in one step."""
 
     ops: list[Op] = field(default_factory=list)
     events: list[tuple[int, int, int]] = field(default_factory=list)
-    """In the order of time: (index of the op under way, storage, +1 allocated or -1 freed)."""
+    """Allocations (+1) and frees (-1) in the order of time: (index of the current op, storage, sign)."""
     storage_bytes: list[int] = field(default_factory=list)
     gradient_storages: set[int] = field(default_factory=set)
     """Storages that turned out to be gradients of parameters."""
     gradients: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Of each parameter's gradient: indices of the op that began to make it and of the last one before it was whole."""
+    """Indices of the op that began to make each parameter's gradient and of the last one before it was complete."""
     calls: Counter[str] = field(default_factory=Counter)
-    """How often each module ran in forward, recomputation left out."""
+    """Number of runs of each module in forward, without recomputation."""
     module_calls: list[ModuleCall] = field(default_factory=list)
-    """In the order in which they ended."""
+    """Runs of modules, in the order in which they ended."""
     recomputed_modules: set[str] = field(default_factory=set)
-    """Modules that ran in backward, too: the model recomputes them by itself."""
+    """Modules that also ran in backward: the model recomputes them by itself."""
     buffer_writers: set[str] = field(default_factory=set)
     """Modules whose forward changes buffers."""
     host_syncs: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
-    """Where the host read values of real tensors: (number of ops before, modules that were running)."""
+    """Reads of real tensors' values by the host: (number of ops before, modules that were running)."""
 
     def live_bytes(self) -> list[int]:
-        """Largest sum of live bytes during each op, over storages that are not excluded."""
+        """Return the peak of live bytes during each op, without gradients of parameters."""
         peaks = [0] * len(self.ops)
         live, position = 0, -1
         for op, storage, sign in [*self.events, (len(self.ops) - 1, -1, 0)]:
@@ -116,11 +116,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that fills a ``Recording``; enter it after (inside of) a FakeTensorMode."""
 
     def __init__(self, module: nn.Module, parameters: Sequence[Tensor], *, free_gradients: bool = False) -> None:
-        """
+        """Prepare a recording.
+
         Args:
-            module: whose submodules are told apart by name.
-            parameters: what ``Op.used_parameters`` are indices into.
-            free_gradients: whether to drop each gradient of a parameter as soon as it is whole.
+            module: The module whose submodules are the sites of ops.
+            parameters: The parameters that ``Op.used_parameters`` are indices into.
+            free_gradients: Whether to drop each gradient of a parameter as soon as it is complete.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._free_gradients = free_gradients
@@ -138,16 +139,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made_at: list[int] = []
         self._parameters = parameters
         self._parameter_of: dict[int, tuple[int, ...]] = {}
-        self._buffer_keys = {_storage_key(buffer) for buffer in module.buffers() if buffer.layout == torch.strided}
+        self._buffer_keys = set(_storage_keys(list(module.buffers())))
         for index, parameter in enumerate(parameters):
             key = _storage_key(parameter)
             self._parameter_of[key] = (*self._parameter_of.get(key, ()), index)
 
-    # -- what is under way -------------------------------------------------------------------------------------------
+    # -- the current module and phase --------------------------------------------------------------------------------
 
     @contextmanager
     def record_step(self) -> Iterator[None]:
-        """Records aten calls, module calls and gradients until the end of the block."""
+        """Record aten calls, module calls and gradients until the end of the block."""
         handles = [
             torch_module.register_module_forward_pre_hook(self._push),
             torch_module.register_module_forward_hook(self._pop, always_call=True),
@@ -166,7 +167,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def mark_backward(self) -> Iterator[None]:
-        """Marks what runs in the block as backward; ``running`` a node of autograd's engine is taken so anyway."""
+        """Mark all ops in the block as backward, as those of autograd's engine always are."""
         before, self._in_backward = self._in_backward, True
         try:
             yield
@@ -174,7 +175,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._in_backward = before
 
     def record_host_sync(self) -> None:
-        """The host reads values of a tensor."""
+        """Record that the host reads values of a tensor."""
         self.recording.host_syncs.append((len(self.recording.ops), self._current_site()))
 
     def _push(self, module: nn.Module, _args: object) -> None:
@@ -196,11 +197,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             start = self._starts.pop()
             self._record_site()
             if self._phase() == "forward":
-                keys = [
-                    _storage_key(leaf)
-                    for leaf in tree_leaves(output)
-                    if isinstance(leaf, Tensor) and _has_storage(leaf)
-                ]
+                keys = _storage_keys(output)
                 outputs = frozenset(self._live_storages[key][0] for key in keys if key in self._live_storages)
                 self.recording.module_calls.append(ModuleCall(name, start, len(self.recording.ops), outputs))
 
@@ -208,23 +205,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._site_changes.append((_next_autograd_node(), tuple(self._stack)))
 
     def _current_site(self) -> tuple[str, ...]:
-        """The stack, as one tuple for all ops of a site."""
+        """Return the stack, as one tuple for all ops of a site."""
         return self._site_changes[-1][1]
 
     def _phase(self) -> Phase:
         return "backward" if self._in_backward or torch._C._current_autograd_node() is not None else "forward"
 
     def _site_of_node(self, node: int) -> tuple[str, ...]:
-        """Modules that were running when autograd made ``intra_node``: the last change of the stack not after it."""
+        """Return the modules that were running when autograd made ``node``."""
         return self._site_changes[bisect_right(self._site_changes, node, key=itemgetter(0)) - 1][1]
 
     def _locate(self, phase: Phase) -> tuple[tuple[str, ...], int]:
-        """(site, node) of the op under way."""
-        if phase == "forward" or self._stack:  # a stack in backward: a module is being recomputed
+        """Return site and node of the current op."""
+        if phase == "forward" or self._stack:  # With a stack in backward, a module is being recomputed.
             return self._current_site(), _next_autograd_node() - 1
         current = torch._C._current_autograd_node()
         node = current._sequence_nr() if current is not None else -1
-        if 0 <= node < _next_autograd_node():  # gradient accumulation has no number: it belongs to the node before
+        if 0 <= node < _next_autograd_node():  # Gradient accumulation has no number: it belongs to the node before.
             return self._site_of_node(node), node
         return self._last_site, -1
 
@@ -236,7 +233,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.namespace in SILENT_NAMESPACES:
             return fake_kernels.dispatch(func, args, kwargs)
-        # autograd adds up gradients in place, unless the first is a view: a transposed product, as of a Linear's weight
+        # Autograd adds gradients in place, unless the first is a view (the transposed product of a Linear's weight).
         adds_up = func is aten.add.Tensor and not kwargs and _is_in_autograd_engine() and _has_matching_tensors(args)
         op = self._describe(func, args, kwargs, is_accumulation=adds_up and not args[0]._is_view())
         self.recording.ops.append(op)
@@ -254,27 +251,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase = self._phase()
         site, node = self._locate(phase)
         self._last_site = site
-        uses: set[int] = set()
-        for leaf in tree_leaves((args, dict(kwargs))):
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                uses.update(self._parameter_of.get(_storage_key(leaf), ()))
+        used = {p for key in _storage_keys((args, dict(kwargs))) for p in self._parameter_of.get(key, ())}
         specs = tuple(spec_of(arg, self._specs) for arg in args)
         keywords = tuple((name, spec_of(value, self._specs)) for name, value in sorted(kwargs.items()))
         if is_accumulation:
             func = aten.add_.Tensor
-        return Op(func, specs, keywords, phase, site, node, tuple(sorted(uses)), 0.0, False, is_accumulation)
+        return Op(func, specs, keywords, phase, site, node, tuple(sorted(used)), 0.0, False, is_accumulation)
 
     def _is_buffer_write(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         given = [*zip(func._schema.arguments, args, strict=False)]
         given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
         written = [value for argument, value in given if argument.alias_info and argument.alias_info.is_write]
-        leaves = [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor) and _has_storage(leaf)]
-        return any(_storage_key(leaf) in self._buffer_keys for leaf in leaves)
+        return not self._buffer_keys.isdisjoint(_storage_keys(written))
 
     # -- storages -----------------------------------------------------------------------------------------------------
 
     def track(self, tensor: Tensor) -> bool:
-        """Follows the tensor's storage from now on; True if it was not known before."""
+        """Follow the tensor's storage from now on; return True if it was not known before."""
         if tensor.layout != torch.strided:
             return False
         storage = tensor.untyped_storage()
@@ -293,7 +286,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording.events.append((len(self.recording.ops) - 1, serial, -1))
 
     def _record_gradient_sum(self, first: Tensor, total: Tensor, *, out_of_place: bool) -> None:
-        """What was the first gradient goes on as the sum: in its place, or ``out_of_place`` it."""
+        """Record that a sum replaces the first gradient, in its storage or ``out_of_place``."""
         keys = _storage_key(first), _storage_key(total)
         if all(key in self._live_storages for key in keys):
             before, after = (self._live_storages[key][0] for key in keys)
@@ -302,11 +295,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._out_of_place_sums.add(after)
 
     def _record_gradient(self, index: int, parameter: Tensor) -> None:
-        """Leaves the gradient out of what is live: it is counted by its parameter."""
+        """Exclude a complete gradient from live bytes: its parameter accounts for it."""
         made = now = len(self.recording.ops) - 1
         if parameter.grad is not None and parameter.grad.layout == torch.strided:
-            known = self._live_storages.get(_storage_key(parameter.grad))
-            serial = known[0] if known is not None else None
+            live = self._live_storages.get(_storage_key(parameter.grad))
+            serial = live[0] if live is not None else None
             while serial is not None:
                 self.recording.gradient_storages.add(serial)
                 made = min(made, self._made_at[serial])
@@ -318,24 +311,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             parameter.grad = None
 
     def _record_coexisting_gradient(self, serial: int) -> None:
-        """A gradient that was made beside its first part: during that op both are there, and its parameter is one."""
+        """Add the copy that lives while a gradient is summed out of place: its parameter accounts for only one."""
         events, sizes = self.recording.events, self.recording.storage_bytes
-        at, op = next((at, op) for at, (op, each, sign) in enumerate(events) if (each, sign) == (serial, 1))
-        events[at:at] = [(op, len(sizes), 1), (op, len(sizes), -1)]
+        index, op = next((i, op) for i, (op, storage, sign) in enumerate(events) if (storage, sign) == (serial, 1))
+        events[index:index] = [(op, len(sizes), 1), (op, len(sizes), -1)]
         sizes.append(sizes[serial])
         self._made_at.append(op)
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    return bool(tensor.layout == torch.strided)
 
 
 def _storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def _storage_keys(value: object) -> list[int]:
+    """Return the keys of all storages in a nested value; sparse tensors have none."""
+    leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.layout == torch.strided)
+    return [_storage_key(leaf) for leaf in leaves]
+
+
 def _next_autograd_node() -> int:
-    """Sequence number that autograd gives to the next node it makes on this thread."""
+    """Return the sequence number of the next node that autograd makes on this thread."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
@@ -347,13 +342,12 @@ def _is_in_autograd_engine() -> bool:
 
 def _has_matching_tensors(args: tuple[Any, ...]) -> bool:
     """Whether the arguments are two tensors of one shape and dtype."""
-    if len(args) != 2 or not all(isinstance(arg, Tensor) for arg in args):
-        return False
-    return bool(args[0].shape == args[1].shape and args[0].dtype == args[1].dtype)
+    is_pair = len(args) == 2 and all(isinstance(arg, Tensor) for arg in args)
+    return is_pair and args[0].shape == args[1].shape and args[0].dtype == args[1].dtype
 
 
 def _visible_names(module: nn.Module) -> dict[int, str]:
-    """Names of submodules by id, without the root and without parametrizations: those run as part of their owner."""
+    """Return names of submodules by id, without the root and parametrizations, which run as part of their owner."""
     hidden = {
         id(inner)
         for owner in module.modules()

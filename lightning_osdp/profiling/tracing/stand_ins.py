@@ -1,4 +1,4 @@
-"""Stand-ins for a traced step: a fake copy of the module, batches of other sizes, and a trainer that is left alone."""
+"""Stand-ins for a traced step: copies of the module, batches of other sizes, and a trainer that changes nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,26 +22,14 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_osdp.errors import TraceError
 
-if TYPE_CHECKING:
-    from lightning_osdp.profiling.tracing.recorder import Recorder
-
 TRAINER_DEFAULTS: dict[str, Any] = {
-    "current_epoch": 0,
-    "global_step": 0,
-    "global_rank": 0,
-    "local_rank": 0,
-    "world_size": 1,
-    "is_global_zero": True,
-    "training": True,
-    "validating": False,
-    "sanity_checking": False,
+    **dict.fromkeys(["current_epoch", "global_step", "global_rank", "local_rank"], 0),
+    **dict.fromkeys(["world_size", "accumulate_grad_batches", "max_epochs", "max_steps", "num_training_batches"], 1),
+    **dict.fromkeys(["is_global_zero", "training"], True),
+    **dict.fromkeys(["validating", "sanity_checking"], False),
     "datamodule": None,
-    "accumulate_grad_batches": 1,
-    "max_epochs": 1,
-    "max_steps": 1,
-    "num_training_batches": 1,
 }
-"""What a module sees of a trainer when it has none."""
+"""Attributes of the trainer for a module that has none."""
 
 ESTIMATED_STEPS = 1000
 """``trainer.estimated_stepping_batches`` in a trace: the true number would build the data loaders, and only the
@@ -62,7 +50,7 @@ class FakeCopyMode(TorchFunctionMode):
         if func is Tensor.__deepcopy__:
             tensor, memo = args
             return memo.setdefault(id(tensor), as_fake(tensor, self._fake_mode, tensor.device))
-        if func is Tensor.clone:  # how a Parameter copies itself
+        if func is Tensor.clone:  # This is how a Parameter copies itself.
             return as_fake(args[0], self._fake_mode, args[0].device)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -70,9 +58,13 @@ class FakeCopyMode(TorchFunctionMode):
     def copy(
         self, value: Any, moved: Iterable[Tensor], device: torch.device, shared: Iterable[Any] = ()
     ) -> tuple[Any, dict[int, Any]]:
-        """A deep copy of ``value`` in which the tensors ``train_under_two_plans`` come out on ``device``, all others on their own.
+        """Return a deep copy of ``value`` with fake tensors, and all copies by the id of their originals.
 
-        Objects in ``is_shared`` are not copied. Also gives the copies by the id of their originals.
+        Args:
+            value: The object to copy.
+            moved: Tensors whose copies lie on ``device``; those of others lie where the originals do.
+            device: Any device.
+            shared: Objects that are not copied.
         """
         memo: dict[int, Any] = {id(tensor): as_fake(tensor, self._fake_mode, device) for tensor in moved}
         memo.update({id(each): each for each in shared})
@@ -81,7 +73,7 @@ class FakeCopyMode(TorchFunctionMode):
 
 
 def as_fake(tensor: Tensor, fake_mode: FakeTensorMode, device: torch.device) -> Tensor:
-    """A fake tensor or parameter like ``tensor``, on ``device``."""
+    """Return a fake tensor or parameter like ``tensor`` on ``device``."""
     if tensor.layout != torch.strided or type(tensor) not in PLAIN_TENSORS:
         return fake_mode.from_tensor(tensor, static_shapes=True)
     with fake_mode:
@@ -92,25 +84,21 @@ def as_fake(tensor: Tensor, fake_mode: FakeTensorMode, device: torch.device) -> 
 
 
 def fake_copy(module: LightningModule, fake_mode: FakeTensorMode, device: torch.device) -> LightningModule:
-    """A copy of ``module`` with fake parameters and buffers on ``device``; ties and structure are kept."""
-    trainer: Any = module._trainer
-    kept = [] if trainer is None else [trainer, getattr(trainer, "datamodule", None)]
-    twin, _ = FakeCopyMode(fake_mode).copy(module, (*module.parameters(), *module.buffers()), device, kept)
-    for inner in twin.modules():
+    """Return a copy of ``module`` with fake parameters and buffers on ``device``, tied as the originals are."""
+    tensors = (*module.parameters(), *module.buffers())
+    copied, _ = FakeCopyMode(fake_mode).copy(module, tensors, device, _shared_objects(module))
+    for inner in copied.modules():
         if isinstance(inner.__dict__.get("_device"), torch.device):
             inner.__dict__["_device"] = device
-    found: LightningModule = twin
-    return found
+    return copied  # type: ignore[no-any-return]
 
 
 def lazy_clone(module: LightningModule) -> LightningModule:
-    """A copy of ``module`` with values of its own, attached to the same trainer.
+    """Return a copy of ``module`` with values of its own, attached to the same trainer.
 
     Parameters take no memory until either side writes to them, where torch can do that (copy on write).
     """
-    trainer: Any = module._trainer
-    kept = [] if trainer is None else [trainer, getattr(trainer, "datamodule", None)]
-    memo: dict[int, Any] = {id(each): each for each in kept}
+    memo: dict[int, Any] = {id(each): each for each in _shared_objects(module)}
     for parameter in module.parameters():
         values = _try_lazy_clone(parameter)
         if values is not None:
@@ -119,21 +107,29 @@ def lazy_clone(module: LightningModule) -> LightningModule:
 
 
 def lazy_clone_bytes(module: LightningModule, device: torch.device) -> int:
-    """What ``lazy_clone`` takes on ``device`` at last: buffers, and parameters that come from elsewhere, that can't be
-    shared, or that are asked for to be written: by the backward of recurrent layers."""
+    """Return the bytes that a ``lazy_clone`` takes on ``device`` in the end.
+
+    These are buffers and parameters that lie elsewhere, that can't be shared, or that the backward of recurrent layers
+    asks to write.
+    """
     written = {p for inner in module.modules() if isinstance(inner, torch.nn.RNNBase) for p in inner.parameters()}
     own = [p for p in module.parameters() if p.device != device or p in written or _try_lazy_clone(p) is None]
     return sum(tensor.nbytes for tensor in (*own, *module.buffers()))
 
 
 def _try_lazy_clone(parameter: torch.nn.Parameter) -> Tensor | None:
-    """The same values in the same memory until either is written; None where torch can't do that."""
+    """Return the same values in the same memory until either is written; None where torch can't do that."""
     if type(parameter) is not torch.nn.Parameter:
         return None
     try:
         return torch._lazy_clone(parameter.detach())
-    except (AttributeError, RuntimeError):  # memory that is not torch's own, another layout, another torch
+    except (AttributeError, RuntimeError):  # Memory that is not torch's own, another layout, or another torch.
         return None
+
+
+def _shared_objects(module: LightningModule) -> list[Any]:
+    trainer: Any = module._trainer
+    return [] if trainer is None else [trainer, getattr(trainer, "datamodule", None)]
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------
@@ -141,13 +137,13 @@ def _try_lazy_clone(parameter: torch.nn.Parameter) -> Tensor | None:
 
 def has_batch_dimension(batch: Any, batch_size: int) -> bool:
     """Whether any tensor of ``batch`` has ``batch_size`` rows."""
-    found: list[bool] = []
-    apply_to_collection(batch, Tensor, lambda tensor: found.append(_has_rows(tensor, batch_size)))
-    return any(found)
+    has_rows: list[bool] = []
+    apply_to_collection(batch, Tensor, lambda tensor: has_rows.append(_has_rows(tensor, batch_size)))
+    return any(has_rows)
 
 
 def fake_batch(batch: Any, batch_size: int, size: int, fake_mode: FakeTensorMode) -> Any:
-    """``batch`` as fake tensors of ``size`` rows where it had ``batch_size`` rows; call it outside of the mode."""
+    """Return ``batch`` as fake tensors of ``size`` rows where it has ``batch_size``; call it outside of the mode."""
 
     def resize(tensor: Tensor) -> Tensor:
         if not _has_rows(tensor, batch_size):
@@ -159,7 +155,7 @@ def fake_batch(batch: Any, batch_size: int, size: int, fake_mode: FakeTensorMode
 
 
 def real_batch(batch: Any, batch_size: int, size: int) -> Any:
-    """``batch`` with ``size`` rows where it had ``batch_size``: its first rows, repeated where there are too few."""
+    """Return ``batch`` with ``size`` rows where it has ``batch_size``: its first rows, repeated if need be."""
 
     def resize(tensor: Tensor) -> Tensor:
         if not _has_rows(tensor, batch_size):
@@ -170,14 +166,13 @@ def real_batch(batch: Any, batch_size: int, size: int) -> Any:
 
 
 def move_batch(module: LightningModule, batch: Any, device: torch.device) -> Any:
-    """``batch`` after the hooks that bring it to ``device``: the data module's where it has them, else the module's."""
+    """Return ``batch`` after the transfer hooks to ``device``: the data module's if it has them, else the module's."""
     trainer = module._trainer
     datamodule = trainer.datamodule if trainer is not None else None  # type: ignore[attr-defined]
 
     def find_hook(name: str) -> Callable[..., Any]:
-        own = isinstance(datamodule, LightningDataModule) and is_overridden(name, datamodule)
-        chosen: Callable[..., Any] = getattr(datamodule if own else module, name)
-        return chosen
+        is_own = isinstance(datamodule, LightningDataModule) and is_overridden(name, datamodule)
+        return getattr(datamodule if is_own else module, name)  # type: ignore[no-any-return]
 
     batch = find_hook("on_before_batch_transfer")(batch, 0)
     batch = find_hook("transfer_batch_to_device")(batch, device, 0)
@@ -185,10 +180,10 @@ def move_batch(module: LightningModule, batch: Any, device: torch.device) -> Any
 
 
 def step_arguments(module: LightningModule, batch: Any) -> list[Any]:
-    """What ``training_step`` is called with.
+    """Return the arguments that ``training_step`` is called with.
 
     Raises:
-        TraceError: it draws its batches itself.
+        TraceError: If it draws its batches itself.
     """
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise TraceError("training_step takes a dataloader_iter: its batches can't be resized")
@@ -197,10 +192,10 @@ def step_arguments(module: LightningModule, batch: Any) -> list[Any]:
 
 
 def extract_loss(output: Any) -> Tensor:
-    """Of what ``training_step`` gave.
+    """Return the loss in what ``training_step`` returned.
 
     Raises:
-        TraceError: there is none.
+        TraceError: If there is none.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
@@ -216,7 +211,7 @@ def _has_rows(tensor: Tensor, batch_size: int) -> bool:
 
 
 class TrainerStub:
-    """What a traced module sees as its trainer: the real one for reading, without logging and without loaders."""
+    """The trainer that a traced module sees: the real one for reading, without logging and without loaders."""
 
     def __init__(self, trainer: Any, optimizers: list[Any]) -> None:
         self._real = trainer
@@ -234,13 +229,13 @@ class TrainerStub:
 
 
 class StrategyStub:
-    """What LightningOptimizer takes for a strategy: a step runs the closure and updates nothing."""
+    """The strategy that LightningOptimizer sees: a step runs the closure and updates nothing."""
 
     def __init__(self, module: LightningModule) -> None:
         self.lightning_module = module
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], **_: Any) -> Any:
-        """Runs ``closure`` alone."""
+        """Run ``closure`` alone."""
         return closure()
 
 
@@ -248,23 +243,22 @@ class StrategyStub:
 def detached_from_trainer(
     module: LightningModule, optimizers: list[Any], schedulers: list[Any]
 ) -> Iterator[TrainerStub]:
-    """Detaches ``module`` and its inner LightningModules from their trainer until the end of the block.
+    """Detach ``module`` and its inner LightningModules from their trainer until the end of the block.
 
     Logging, printing and stepping do nothing; ``optimizers`` and ``schedulers`` (lists that may be filled later) are
-    what ``self.optimizers()`` and ``self.lr_schedulers()`` give.
+    what ``self.optimizers()`` and ``self.lr_schedulers()`` return.
     """
-    view = TrainerStub(module._trainer, optimizers)
-    strategy = StrategyStub(module)
-    overrides = _overrides(view, strategy, schedulers)
+    stub = TrainerStub(module._trainer, optimizers)
+    overrides = _overrides(stub, StrategyStub(module), schedulers)
     saved = []
     for inner in module.modules():
         if isinstance(inner, LightningModule):
             hidden = {name: inner.__dict__[name] for name in overrides if name in inner.__dict__}
             saved.append((inner, hidden, inner._trainer))
             inner.__dict__.update(overrides)
-            inner.__dict__["_trainer"] = view
+            inner.__dict__["_trainer"] = stub
     try:
-        yield view
+        yield stub
     finally:
         for inner, hidden, trainer in saved:
             for name in overrides:
@@ -278,10 +272,10 @@ def _overrides(trainer: TrainerStub, strategy: StrategyStub, schedulers: list[An
         return None
 
     def optimizers(use_pl_optimizer: bool = True) -> Any:
-        every = trainer.optimizers
+        own = trainer.optimizers
         if use_pl_optimizer:
-            every = [LightningOptimizer._to_lightning_optimizer(each, strategy) for each in every]  # type: ignore[arg-type]
-        return every[0] if len(every) == 1 else every
+            own = [LightningOptimizer._to_lightning_optimizer(each, strategy) for each in own]  # type: ignore[arg-type]
+        return own[0] if len(own) == 1 else own
 
     def lr_schedulers() -> Any:
         return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
@@ -290,28 +284,13 @@ def _overrides(trainer: TrainerStub, strategy: StrategyStub, schedulers: list[An
         ranks = int(trainer.world_size)
         return apply_to_collection(data, Tensor, lambda t: t.expand(ranks, *t.shape)) if ranks > 1 else data
 
-    silent = ("log", "log_dict", "print", "clip_gradients", "lr_scheduler_step")
-    given: dict[str, Callable[..., Any]] = {
-        "optimizers": optimizers,
-        "lr_schedulers": lr_schedulers,
-        "all_gather": all_gather,
-    }
-    return {**dict.fromkeys(silent, do_nothing), **given}
-
-
-def make_manual_backward(module: LightningModule, recorder: Recorder) -> Callable[..., None]:
-    """``manual_backward`` for a traced module: its own ``mark_backward``, marked as such in the recording."""
-
-    def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        with recorder.mark_backward():
-            module.backward(loss, *args, **kwargs)
-
-    return manual_backward
+    silent = dict.fromkeys(("log", "log_dict", "print", "clip_gradients", "lr_scheduler_step"), do_nothing)
+    return {**silent, "optimizers": optimizers, "lr_schedulers": lr_schedulers, "all_gather": all_gather}
 
 
 @contextmanager
 def fork_rng(device: torch.device) -> Iterator[None]:
-    """Restores Python's, NumPy's and torch's random states at the end of the block."""
+    """Restore Python's, NumPy's and torch's random states at the end of the block."""
     python, numpy_state = random.getstate(), np.random.get_state()
     devices = [device] if device.type == "cuda" else []
     try:

@@ -1,26 +1,39 @@
-"""What ranks read of the step: the first one alone where the step is known, each where it is not."""
+"""A start: what ranks read of the step, and how plans are searched and tried in time."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_osdp.autotune import pipeline
-from lightning_osdp.autotune.measure import RankGroup
+from lightning_osdp.autotune import pipeline, startup_budget
+from lightning_osdp.autotune.coordinator import UNTRIED_PLAN_MARGIN, MemoryBudget, PlanningCoordinator, PlanRequest
+from lightning_osdp.autotune.profile import Profile
+from lightning_osdp.autotune.profile_cache import ProfileCache
+from lightning_osdp.autotune.ranks import RankGroup
+from lightning_osdp.autotune.startup_budget import APPLY_RESERVE_S, FIRST_SEARCH_FRACTION, StartupBudget
+from lightning_osdp.autotune.trial_step import TrialContext
+from lightning_osdp.backend import memory
 from lightning_osdp.errors import OSDPWarning, TraceError
+from lightning_osdp.planning.cost.trial_correction import TRIAL_RELATIVE_ERROR, Trial, plan_key
+from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, make_plan
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, ModelProfile
-from lightning_osdp.profiling import compute
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.profiling import compute as kernel_times
 from tests.support.ranks import run_ranks
+from tests.support.small_models import compute
 from tests.support.traced_models import Regression
+from tests.unit.autotune.test_coordinator import MODEL, ROOMY, RULE
 
 CPU = torch.device("cpu")
 BATCH = torch.ones(4, 8)
+PROFILE = Profile(compute=compute(MODEL), link=ROOMY.cluster.link)
 
 
 class Counted(Regression):
@@ -37,10 +50,10 @@ def profile_once(folder: Path, width: int) -> tuple[int, str, ModelProfile]:
     """How often the step was run for that, the name that it was known by and what it is."""
     Counted.runs = 0
     module = Counted(nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 8)))
-    read = partial(pipeline.profile_model, module, BATCH, 4, CPU, nullcontext, NO_NON_TRAINING_WORK, folder)
-    traced = pipeline.profile_model_on_ranks(RankGroup(dist.group.WORLD, 1, CPU), module, folder, read)
+    context = TrialContext(module, BATCH, 4, CPU)
+    traced = pipeline.profile_model_on_ranks(RankGroup(dist.group.WORLD, 1, CPU), context, NO_NON_TRAINING_WORK, folder)
     runs = Counted.runs
-    compute.warm_up(traced, CPU)  # reads it now where that has not been necessary
+    kernel_times.warm_up(traced, CPU)  # reads it now where that has not been necessary
     return runs, traced.key, traced.model_profile
 
 
@@ -66,9 +79,9 @@ def test_profile_model_on_ranks_traces_cached_step_on_rank_zero_only(tmp_path: P
 
 def catch_lazy_module_error(rank: int, world_size: int, folder: str) -> str:
     module = Regression(nn.Sequential(nn.LazyLinear(8)))
-    read = partial(pipeline.profile_model, module, BATCH, 4, CPU, nullcontext, NO_NON_TRAINING_WORK, Path(folder))
+    ranks, context = RankGroup(dist.group.WORLD, 1, CPU), TrialContext(module, BATCH, 4, CPU)
     with pytest.warns(OSDPWarning), pytest.raises(TraceError) as error:
-        pipeline.profile_model_on_ranks(RankGroup(dist.group.WORLD, 1, CPU), module, Path(folder), read)
+        pipeline.profile_model_on_ranks(ranks, context, NO_NON_TRAINING_WORK, Path(folder))
     return str(error.value)
 
 
@@ -79,3 +92,159 @@ def test_profile_model_on_ranks_of_lazy_module_raises_trace_error(tmp_path: Path
 
 def test_profile_model_on_ranks_traces_on_ranks_without_cached_step(tmp_path: Path) -> None:
     assert run_ranks(profile_with_empty_second_cache, 2, str(tmp_path)) == [[2, 1], [2, 2]]
+
+
+class Timed:
+    """A coordinator whose searches find the next of some plans, the last one for good; a trial takes ten seconds."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        plans: Sequence[ExecutionPlan],
+        left_s: float,
+        search_s: float,
+        fits: bool = False,
+        can_try: bool = True,
+    ) -> None:
+        self.plans, self.search_s, self.fits, self.can_try = list(plans), search_s, fits, can_try
+        self.gains: list[float] = []
+        self.shares: list[float] = []
+        self.now_s = 0.0
+        self.budget = StartupBudget(RankGroup.single(CPU), began_s=0.0, total_s=left_s)
+        monkeypatch.setattr(startup_budget, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(pipeline, "_try_plan", self.try_plan)
+
+    def search_and_trial(self) -> tuple[ExecutionPlan, Profile, MemoryBudget]:
+        team: Any = self
+        return pipeline._search_and_trial(team, PROFILE, MemoryBudget(100, 60, 12), None)
+
+    def search(self, profile: Any, memory_budget: Any, required_gain: float, time_fraction: float) -> ExecutionPlan:
+        self.gains.append(required_gain)
+        self.shares.append(time_fraction)
+        self.now_s += self.search_s
+        return self.plans.pop(0) if len(self.plans) > 1 else self.plans[0]
+
+    def repredict(self, profile: Any, memory_budget: Any, plan: ExecutionPlan) -> ExecutionPlan | None:
+        return plan if self.fits else None
+
+    def memory_budget(self, after_trial: bool) -> MemoryBudget:
+        return MemoryBudget(100, 50, 0)
+
+    def try_plan(self, _: Any, profile: Profile, plan: ExecutionPlan, context: Any, search_s: float) -> Trial | None:
+        assert search_s == pytest.approx(self.search_s)
+        if not self.can_try or any(one.plan_key == plan_key(plan) for one in profile.trials):
+            return None
+        self.now_s += 10.0
+        return Trial(plan_key=plan_key(plan), predicted_s=1.0, measured_s=1.0, overhead_by_kind_s={})
+
+
+@pytest.mark.parametrize(
+    ("count", "left_s", "search_s", "gains"),
+    [
+        (1, 30.0, 0.0, [TRIAL_RELATIVE_ERROR]),
+        (2, 30.0, 0.0, [TRIAL_RELATIVE_ERROR, UNTRIED_PLAN_MARGIN]),
+        (3, 30.0, 0.0, [TRIAL_RELATIVE_ERROR, UNTRIED_PLAN_MARGIN]),
+        (2, 20.0 + APPLY_RESERVE_S, 0.0, [UNTRIED_PLAN_MARGIN]),
+        (2, 27.0 + APPLY_RESERVE_S, 2.0, [TRIAL_RELATIVE_ERROR, UNTRIED_PLAN_MARGIN]),
+        (2, 26.0 + APPLY_RESERVE_S, 2.0, [UNTRIED_PLAN_MARGIN]),
+        (2, -5.0, 0.0, [UNTRIED_PLAN_MARGIN]),
+    ],
+)
+def test_search_and_trial_tries_plans_while_time_remains_then_demands_margin(
+    count: int, left_s: float, search_s: float, gains: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = [make_plan(ROOMY, BatchSizePolicy(batch_size=1 + at)) for at in range(count)]
+    team = Timed(monkeypatch, plans, left_s, search_s)
+    plan, measured, room = team.search_and_trial()
+    assert plan == plans[min(len(gains), count - 1)]
+    assert [one.plan_key for one in measured.trials] == [plan_key(each) for each in plans[: len(gains)]]
+    assert team.gains[1:] == gains
+    assert room.non_model == 50
+
+
+@pytest.mark.parametrize(
+    ("search_s", "shares"),
+    [
+        (7.9, [FIRST_SEARCH_FRACTION]),
+        (8.0, [FIRST_SEARCH_FRACTION, 1.0]),
+        (9.0, [FIRST_SEARCH_FRACTION, 1.0]),
+        (10.0, [FIRST_SEARCH_FRACTION]),
+    ],
+)
+def test_search_and_trial_continues_cut_search_when_no_trial_is_possible(
+    search_s: float, shares: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = [make_plan(ROOMY, BatchSizePolicy(batch_size=1 + at)) for at in range(3)]
+    team = Timed(monkeypatch, plans, 20.0 + APPLY_RESERVE_S, search_s, can_try=False)
+    plan, measured, room = team.search_and_trial()
+    assert team.shares == shares
+    assert team.gains[1:] == [UNTRIED_PLAN_MARGIN] * (len(shares) - 1)
+    assert plan.batch_size == len(shares)
+    assert (measured, room.non_model) == (PROFILE, 60)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize(("left_s", "late"), [(14.0 + APPLY_RESERVE_S, False), (13.0 + APPLY_RESERVE_S, True)])
+def test_search_and_trial_without_time_takes_trialled_plan_if_it_still_fits(
+    fits: bool, left_s: float, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = [make_plan(ROOMY, BatchSizePolicy(batch_size=1 + at)) for at in range(2)]
+    team = Timed(monkeypatch, plans, left_s, 2.0, fits)
+    plan, measured, room = team.search_and_trial()
+    searched = not (late and fits)
+    assert plan == plans[int(searched)]
+    assert len(team.gains) == 1 + int(searched)
+    assert len(measured.trials) == 1
+    assert room.non_model == 50
+
+
+class TwoRanks(RankGroup):
+    """The first of two ranks, which are always of one mind."""
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    def all_reduce_max(self, numbers: Sequence[float]) -> list[float]:
+        return list(numbers)
+
+    def broadcast_object(self, value: Any) -> Any:
+        return value
+
+    def raise_on_all_ranks(self, work: Any) -> Any:
+        return work()
+
+
+@pytest.mark.parametrize("found_plan", [False, True])
+def test_autotune_marks_memory_as_observed_only_after_trial_of_searched_plan(
+    found_plan: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Steps with all operators replicated leave less behind than those of the plan: a run was killed for 9 of 6 MiB."""
+    plan, file, asked_for = make_plan(ROOMY, RULE), tmp_path / "measured.json", []
+    shown = Trial(
+        plan_key="", predicted_s=1.0, measured_s=1.0, overhead_by_kind_s={}, plan=plan if found_plan else None
+    )
+    measured = Profile(compute=compute(MODEL), link=ROOMY.cluster.link, trials=(shown,))
+
+    def memory_budget(self: PlanningCoordinator, after_trial: bool) -> MemoryBudget:
+        asked_for.append(after_trial)
+        return MemoryBudget(100, 60, 12, 5)
+
+    monkeypatch.setattr(pipeline, "_prepare_ranks", lambda *_: None)
+    monkeypatch.setattr(pipeline, "measure_profile", lambda *_: measured)
+    monkeypatch.setattr(pipeline, "_calibrate", lambda coordinator, profile, *_: profile)
+    monkeypatch.setattr(PlanningCoordinator, "memory_budget", memory_budget)
+    monkeypatch.setattr(pipeline, "_search_and_trial", lambda coordinator, profile, budget, _: (plan, profile, budget))
+    nothing: Any = None
+    ranks = TwoRanks("group", 1, CPU)
+    monkeypatch.setattr(ProfileCache, "open", lambda *_: ProfileCache(ranks, (file,)))
+    traced: Any = SimpleNamespace(model_profile=MODEL, batch_sizes=(2,), with_all_kernels=lambda: traced)
+    request = PlanRequest(RULE, memory.MemoryLimit(CPU, 1), 0)
+    pipeline.autotune(traced, request, ranks, StartupBudget.unlimited(ranks), trial_context=nothing)
+    assert asked_for == [False]
+    (one,) = Profile.model_validate_json(file.read_text()).cached_plans
+    assert (one.non_model_bytes, one.estimated_bytes, one.file_page_bytes) == (60, 0 if found_plan else 12, 5)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from bench.comparison import cleanup, document, launch, report, step_breakdown, systems, worker
+from bench.comparison import cleanup, document, launch, report, step_breakdown, step_log, systems
 from bench.comparison.batch_probe import (
     LARGEST,
     SLOW_STEP_S,
@@ -250,8 +250,8 @@ def test_recorder_measures_few_slow_steps_where_system_picks_batch_size(
         monkeypatch.setenv(name, value)
     job = Job("final", "nd-quick", "2-loopback", "osdp", (), warm_up=3, steps=8)
     clock = iter(step_s * tick for tick in range(100))
-    monkeypatch.setattr(worker.time, "perf_counter", lambda: next(clock))
-    with worker.Recorder(job, tmp_path, torch.device("cpu")) as recorder:
+    monkeypatch.setattr(step_log.time, "perf_counter", lambda: next(clock))
+    with step_log.Recorder(job, tmp_path, torch.device("cpu")) as recorder:
         going_on = [recorder.after_step(5) for _ in range(taken)]
 
     assert going_on == [True] * (taken - 1) + [False]
@@ -290,7 +290,7 @@ def test_totals_and_page_match_cell_results(tmp_path: Path) -> None:
     assert best.words()[2:4] == (f"{geometric_mean(expected):.2f}", f"{fmean(expected):.2f}")
     page = document.write(compared, document.facts(["--quick"], {"abc"}, "cpu"), tmp_path)
     text = page.read_text()
-    assert "python -m bench.comparison --quick" in text
+    assert "python -m bench comparison --quick" in text
     assert f"{min(expected):.2f}" in text
     assert "out of memory" in text
     assert (tmp_path / "benchmarks" / "nd-quick.svg").exists()

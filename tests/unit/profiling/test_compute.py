@@ -21,10 +21,10 @@ from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.compute import measure_compute, measure_partition, warm_up
 from lightning_osdp.profiling.kernels import benchmark, synthetic_args
 from lightning_osdp.profiling.kernels.kernel import Kernel, KernelPhase, TensorSpec, spec_of
-from lightning_osdp.profiling.tracing.trace import TracedStep, trace
+from lightning_osdp.profiling.tracing.trace import TracedStep
 from tests.support.small_models import blocks_of_one
 from tests.support.small_models import compute as times_of
-from tests.support.traced_models import Regression, TinyGPT, tokens
+from tests.support.traced_models import Regression, TinyGPT, tokens, trace
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -55,16 +55,15 @@ def test_measure_compute_times_each_distinct_kernel_once(monkeypatch: pytest.Mon
     found = trace_tiny_gpt()
     times: list[Kernel] = []
 
-    def count(kernel: Kernel, clock: object, share_s: float, scratch: object) -> float:
+    def count(kernel: Kernel, clock: object, share_s: float) -> benchmark.KernelTime:
         times.append(kernel)
-        return 1.0
+        return benchmark.KernelTime(1.0)
 
     monkeypatch.setattr(benchmark, "_time", count)
     monkeypatch.setattr(compute, "measure_autograd_overhead", lambda clock: benchmark.AutogradOverhead(0.0, 0.0))
-    steps: list[tuple[int, int]] = []
-    result = measure_compute(found, CPU, progress=lambda done, total: steps.append((done, total)))
+    result = measure_compute(found, CPU)
     everything = [*found.kernels[2], *found.kernels[8], *found.optimizer_kernels]
-    assert len(times) == len({kernel.key for kernel in everything}) == steps[-1][0] == steps[-1][1]
+    assert len(times) == len({kernel.key for kernel in everything})
     calls = sum(kernel.count for kernel in found.kernels[8])
     predicted = sum(operator.seconds_at(8) for operator in result.operators) + result.unattributed.seconds_at(8)
     assert predicted == pytest.approx(calls)
@@ -78,19 +77,18 @@ def test_measure_partition_of_all_ranks_covers_all_kernels(monkeypatch: pytest.M
     timed_ones = {kernel.name for kernel in (*found.kernels[2], *found.kernels[8])}
     broken = min(timed_ones)
 
-    def count(kernel: Kernel, clock: object, share_s: float, scratch: dict[object, int]) -> float:
+    def count(kernel: Kernel, clock: object, share_s: float) -> benchmark.KernelTime:
         if kernel.name == broken and shares is None:
             raise RuntimeError("not here")
         times.append(kernel)
-        scratch[kernel.key] = 5
-        return float(kernel.num_bytes)
+        return benchmark.KernelTime(float(kernel.num_bytes), 5)
 
     monkeypatch.setattr(benchmark, "_time", count)
     monkeypatch.setattr(compute, "measure_autograd_overhead", lambda clock: benchmark.AutogradOverhead(0.0, 0.0))
     shares = None
     wanted = [measure_partition(found, CPU, place, 3) for place in range(3)]
-    assert sorted(name for share in wanted for name in share.seconds) == sorted(timed_ones - {broken})
-    assert max(len(share.seconds) for share in wanted) - min(len(share.seconds) for share in wanted) <= 2
+    assert sorted(name for share in wanted for name in share) == sorted(timed_ones - {broken})
+    assert max(len(share) for share in wanted) - min(len(share) for share in wanted) <= 2
     times.clear()
     shares = wanted
     together = measure_compute(found, CPU, partitions=shares)
@@ -133,7 +131,9 @@ def test_measure_compute_runs_all_kernels_of_common_layers_alone(recwarn: pytest
 def test_measure_compute_times_opaque_backward_via_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
     # How much oneDNN takes there depends on the processor, and on what it has kept from earlier calls.
     monkeypatch.setattr(
-        benchmark.Clock, "measure_time_and_workspace", lambda clock, call: (1.0, 9 << 20 if call() else 0)
+        benchmark.Clock,
+        "measure_time_and_workspace",
+        lambda clock, call: benchmark.KernelTime(1.0, 9 << 20 if call() else 0),
     )
     net = trace(Regression(nn.LSTM(512, 512, batch_first=True)), torch.ones(4, 8, 512), 4, device=CPU)
     (scratch,) = measure_compute(net, CPU, time_budget_s=0.1).workspace
@@ -194,7 +194,7 @@ def test_kernel_timing_copies_arguments_beyond_cache_within_memory(
     monkeypatch.setattr(benchmark, "clone_with_strides", lambda tensor: made.append(tensor) or tensor)
     four_mib = TensorSpec((1 << 20,), (1,), torch.float32)
     kernel = Kernel(aten.neg.default, (four_mib,), phase=phase)
-    assert benchmark._time(kernel, benchmark.Clock(CPU, room_mib << 20), budget_s=60.0) > 0
+    assert benchmark._time(kernel, benchmark.Clock(CPU, room_mib << 20), budget_s=60.0).seconds > 0
     assert len(made) == sets - 1
 
 

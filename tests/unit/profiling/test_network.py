@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from functools import partial
 
@@ -19,45 +20,49 @@ CPU = torch.device("cpu")
 SIZES = (4 << 10, 64 << 10, 1 << 20, 2 << 20)
 
 
-def measure_links_on_rank(rank: int, world_size: int, long_s: float = math.inf) -> tuple[str, list[tuple[int, int]]]:
+class MeasurementLog(logging.Handler):
+    """Notes (collective, bytes) of each measurement that is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.measured: list[tuple[str, int]] = []
+        network.log.addHandler(self)
+        network.log.setLevel(logging.DEBUG)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.msg == "%s of %d bytes: %.3g s":
+            name, size, _ = record.args
+            self.measured.append((name, size))
+
+
+def measure_links_on_rank(rank: int, world_size: int, long_s: float = math.inf) -> tuple[str, list[tuple[str, int]]]:
     network.BANDWIDTH_BOUND_S = long_s
-    calls: list[tuple[int, int]] = []
-    link = network.measure_links(
-        dist.group.WORLD, CPU, sizes_bytes=SIZES, progress=lambda done, total: calls.append((done, total))
-    )
-    return link.model_dump_json(), calls
+    log = MeasurementLog()
+    link = network.measure_links(dist.group.WORLD, CPU, sizes_bytes=SIZES)
+    return link.model_dump_json(), log.measured
 
 
-def measure_hierarchical_links_on_rank(rank: int, world_size: int) -> tuple[str, list[tuple[int, int]]]:
-    calls: list[tuple[int, int]] = []
+def measure_hierarchical_links_on_rank(rank: int, world_size: int) -> tuple[str, list[tuple[str, int]]]:
+    log = MeasurementLog()
     groups = NodeGroups.create(dist.group.WORLD, 2)
-    found = network.measure_hierarchical_links(
-        groups, CPU, sizes_bytes=(4 << 10, 1 << 20), progress=lambda done, total: calls.append((done, total))
-    )
+    found = network.measure_hierarchical_links(groups, CPU, sizes_bytes=(4 << 10, 1 << 20))
     groups.destroy()
-    return found.model_dump_json(), calls
+    return found.model_dump_json(), log.measured
 
 
 def count_measurements_under_limits(rank: int, world_size: int, limits: list[int | None]) -> int:
     """How many measurements were made."""
     network.BANDWIDTH_BOUND_S = math.inf
-    totals: list[int] = []
-    network.measure_links(
-        dist.group.WORLD,
-        CPU,
-        sizes_bytes=SIZES,
-        max_bytes=limits[rank],
-        progress=lambda done, total: totals.append(total),
-    )
-    assert totals == [len(totals)] * len(totals)
-    return len(totals)
+    log = MeasurementLog()
+    network.measure_links(dist.group.WORLD, CPU, sizes_bytes=SIZES, max_bytes=limits[rank])
+    return len(log.measured)
 
 
 def measure_with_too_few_sizes(rank: int, world_size: int) -> None:
     network.measure_links(dist.group.WORLD, CPU, sizes_bytes=(4096, 4095))
 
 
-def test_measure_links_all_ranks_agree_and_report_progress():
+def test_measure_links_all_ranks_agree_and_log_each_measurement():
     (first, calls), (second, other_calls) = run_ranks(measure_links_on_rank, 2)
     assert first == second
     link = Link.model_validate_json(first)
@@ -66,19 +71,20 @@ def test_measure_links_all_ranks_agree_and_report_progress():
         assert fitted.time_s(16 << 20, 2) > 0
         assert 0 <= fitted.overlap_fraction <= 1
     assert calls == other_calls
-    assert calls == [(done, 12) for done in range(1, 13)]
+    assert calls == [(name, size) for size in SIZES for name in ("all_reduce", "all_gather", "reduce_scatter")]
 
 
 def test_measure_links_on_slow_link_skips_larger_sizes():
     (first, calls), (second, _) = run_ranks(measure_links_on_rank, 2, 0.0)
     assert first == second
-    assert calls == [(done, 12) for done in range(1, 10)]
+    assert [size for _, size in calls] == [size for size in SIZES[:3] for _ in range(3)]
 
 
 def test_measure_hierarchical_links_all_ranks_agree():
     replies = run_ranks(measure_hierarchical_links_on_rank, 4)
     assert len({text for text, _ in replies}) == 1
-    assert replies[0][1] == [(done, 10) for done in range(1, 11)]
+    assert [size for _, size in replies[0][1]] == 5 * [4 << 10] + 5 * [1 << 20]
+    assert len(set(replies[0][1])) == 10
     found = cluster.HierarchicalLinks.model_validate_json(replies[0][0])
     fits = [getattr(found.intra_node, name) for name in type(found.intra_node).model_fields]
     fits += [getattr(found.hierarchical, name) for name in type(found.hierarchical).model_fields]
@@ -142,10 +148,10 @@ def test_fit_all_tolerates_one_slow_collective(
         timed.append(len(timed))
         return 1.0 if timed[-1] in long else 0.001
 
-    monkeypatch.setattr(network, "_time_s", time_s)
-    subject = network.CollectiveBenchmark(lambda _: lambda: None, 2, lambda: None)
+    monkeypatch.setattr(network.LinkTimer, "typical_s", time_s)
+    subject = network.CollectiveBenchmark(lambda _: lambda: None, 2)
     subjects = dict.fromkeys(Link.model_fields, subject)
-    network._fit_all(subjects, SIZES, dist.group.WORLD, CPU, None)
+    network._fit_all(subjects, SIZES, network.LinkTimer(dist.group.WORLD, CPU))
     assert len(timed) == 3 * sizes + 1  # and a stretch of compute
 
 
@@ -153,17 +159,17 @@ def overlap_fractions_on_rank(rank: int, world_size: int) -> list[float]:
     """Of collectives that go on by themselves, that need the processor for half of their time, or for all of it."""
     clock = Clock()
     network.time = clock
-    found, compute = [], partial(clock.passes, 0.001)
-    rest = 1000, 0.06, compute, 0.001, dist.group.WORLD, CPU
+    found, timer = [], network.LinkTimer(dist.group.WORLD, CPU)
+    timer.compute = partial(clock.passes, 0.001)
+    rest = 1000, 0.06, 0.001, timer
     for busy_s in (0.0, 0.03, 0.06):
         subject = network.CollectiveBenchmark(
             lambda _, busy_s=busy_s: lambda: Transfer(clock, busy_s).wait(),
             world_size,
-            lambda: None,
-            async_start=lambda _, busy_s=busy_s: lambda: Transfer(clock, busy_s),
+            make_async=lambda _, busy_s=busy_s: lambda: Transfer(clock, busy_s),
         )
         found.append(network._overlap_fraction(subject, *rest))
-    return [*found, network._overlap_fraction(subject._replace(async_start=None), *rest)]
+    return [*found, network._overlap_fraction(subject._replace(make_async=None), *rest)]
 
 
 def test_all_reduce_benchmark_reduces_shards_and_starts_async(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,10 +183,10 @@ def test_all_reduce_benchmark_reduces_shards_and_starts_async(monkeypatch: pytes
 
     subject = network._all_reduce_benchmark(Across(), CPU, 2)
     subject.make(8)()
-    assert subject.async_start is not None
-    subject.async_start(8)()
+    assert subject.make_async is not None
+    subject.make_async(8)()
     assert reduced == [4, 4]
-    assert subject.always_async
+    assert subject.is_always_async
     assert subject.ranks == 3
 
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_osdp.state.chunks import chunks_of_flat_range, local_chunks
-from lightning_osdp.state.shard_layout import ShardLayout, Slice
+from lightning_osdp.state.flat_layout import FlatPaddedLayout, Slice, chunks_of_flat_range
+from lightning_osdp.state.shard_layout import ReplicatedLayout
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
@@ -37,9 +37,9 @@ def test_local_chunks_of_all_ranks_cover_tensor_once_per_copy(
             Slice(a, b, ranks, rank, "group") if is_sharded else Slice(a, b)
             for a, b, is_sharded in zip(edges, edges[1:], sharded, strict=False)
         )
-        layout = ShardLayout(torch.Size(shape), slices, dim)
+        layout = FlatPaddedLayout(torch.Size(shape), slices, dim)
         part = layout.shard(whole)
-        for box in local_chunks(layout):
+        for box in layout.local_chunks():
             where = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
             assert torch.equal(box.view(part), whole[where])
             seen[where] += 1
@@ -49,6 +49,6 @@ def test_local_chunks_of_all_ranks_cover_tensor_once_per_copy(
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
 def test_local_chunks_of_replicated_tensor_is_one_chunk(shape: tuple[int, ...]) -> None:
-    (box,) = local_chunks(ShardLayout.create_replicated(torch.Size(shape)))
+    (box,) = ReplicatedLayout(torch.Size(shape)).local_chunks()
     assert box.sizes == shape
     assert box.view(torch.ones(shape)).shape == torch.Size(shape)

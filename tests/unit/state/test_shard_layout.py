@@ -5,17 +5,17 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lightning_osdp.state.shard_layout import ShardLayout, Slice
+from lightning_osdp.state.flat_layout import FlatPaddedLayout, Slice
 
 
 def _layouts_by_rank(
     shape: tuple[int, ...], cuts: list[int], sharded: list[bool], dim: int, ranks: int
-) -> list[ShardLayout]:
+) -> list[FlatPaddedLayout]:
     """One layout for each rank; the group is any object, since nothing is communicated."""
     edges = [0, *cuts, shape[dim]]
     pairs = list(pairwise(edges))
     return [
-        ShardLayout(
+        FlatPaddedLayout(
             torch.Size(shape),
             tuple(
                 Slice(a, b, ranks, rank, "group") if is_sharded else Slice(a, b)
@@ -47,6 +47,6 @@ def test_shard_holds_sharded_slices_once_and_replicated_slices_everywhere(dim: i
 
 def test_shard_returns_a_copy() -> None:
     whole = torch.zeros(4, 4)
-    layout = ShardLayout(whole.shape, (Slice(0, 4),))
+    layout = FlatPaddedLayout(whole.shape, (Slice(0, 4),))
     layout.shard(whole).add_(1)
     assert not whole.any()

@@ -96,8 +96,8 @@ def test_select_plan_with_ample_memory_retains_heap_and_explains_it() -> None:
     assert plan.predicted.peak_memory_bytes == usual.predicted.peak_memory_bytes + plan.peak.heap
     assert plan.predicted.step_time_s < usual.predicted.step_time_s
     assert ExecutionPlan.from_json(plan.to_json()) == plan
-    assert "Freed tensors stay in the heap" in explain(plan)
-    assert "Freed tensors" not in explain(usual)
+    assert "Freed memory is retained in the heap" in explain(plan)
+    assert "Freed memory" not in explain(usual)
     assert "freed tensors: are handed back to the system -> stay in the heap" in diff(usual, plan)
     assert plan_key(plan) != plan_key(plan.model_copy(update={"retain_freed_memory": False}))
 
@@ -108,7 +108,7 @@ def test_plan_table_says_when_freed_tensors_are_retained() -> None:
     for plan, said in ((select_plan(problem(), ONE, []), True), (make_plan(problem(), ONE), False)):
         console = Console(record=True, width=200)
         console.print(plan_table(plan))
-        assert ("freed tensors" in console.export_text()) == said
+        assert ("freed memory" in console.export_text()) == said
 
 
 def test_select_plan_releases_heap_where_retention_does_not_fit() -> None:
@@ -163,7 +163,7 @@ def test_select_plan_does_not_retain_heap_above_max_retained_batch_size() -> Non
     assert plan.batch_size <= 2 or not plan.retain_freed_memory
     only_kept = select_plan(replace(whole, compute_with_retained_heap=scaled(whole.compute, 0.01)), UP_TO_FOUR, [])
     assert (only_kept.retain_freed_memory, only_kept.batch_size) == (True, 2)
-    assert "The largest tried where freed tensors stay in the heap is 2" in explain(only_kept)
+    assert "The largest tried with retained freed memory is 2" in explain(only_kept)
     desks, larger = WrapPolicySearch(whole.with_retained_heap()), kept.model_copy(update={"batch_size": 4})
     assert repredict(desks, UP_TO_FOUR, kept, kept) is not None
     assert repredict(desks, UP_TO_FOUR, larger, kept) is None

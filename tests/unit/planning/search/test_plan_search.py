@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, make_plan
+from lightning_osdp.planning.search.label_setting import LabelProblem, enumerate_plans
 from lightning_osdp.planning.search.lower_bounds import LagrangianBounds
-from lightning_osdp.planning.search.plan_search import MIN_IMPROVEMENT, Candidate, PlanSearch
+from lightning_osdp.planning.search.plan_search import MIN_IMPROVEMENT, BudgetBisection, Candidate, PlanSearch
 from lightning_osdp.planning.spec.choices import ShardingChoice
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
 from lightning_osdp.planning.spec.problem import Problem
 from lightning_osdp.report.explain import explain
-from tests.support.small_models import MIB, blocks_of_one, cluster, compute
+from tests.support.small_models import MIB, blocks_of_one, blocks_of_two, cluster, compute
 
 
 def problem(
@@ -69,6 +70,67 @@ def test_best_plan_of_two_blocks_matches_brute_force(
     assert found.peak.total_bytes <= limit
     assert found.lower_bound_s <= best * (1 + 1e-9)
     assert found.step_time_s <= best_of_these * (1 + 2 * MIN_IMPROVEMENT)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.6])
+def test_enumerate_plans_yields_only_plans_below_bound_fastest_first(share: float) -> None:
+    model = blocks_of_two(3)
+    whole = Problem(model, cluster(latency_ms=1.0), compute(model), 1 << 40)
+    least = PlanSearch(whole).min_memory_plan(1).peak.total_bytes
+    most = PlanSearch(whole).best_plan(1).peak.total_bytes
+    desk = PlanSearch(replace(whole, memory_limit_bytes=int(least + share * (most - least))))
+    search, mask = desk.for_batch_size(1), desk.space.recompute_mask(0)
+    flags = desk.space.recompute_flags(mask)
+
+    def times(bound_s: float) -> list[float]:
+        labels = LabelProblem.create(search, mask)
+        assert labels is not None
+        return [float(search.times.total[flags, options].sum()) for options in enumerate_plans(labels, bound_s)]
+
+    bound_s = float(search.times.total[flags, desk.min_memory_options[0]].sum())
+    for _ in range(5):
+        found = times(bound_s)
+        assert all(seconds < bound_s * (1 + 1e-12) for seconds in found)
+        assert found == pytest.approx(sorted(found))
+        if not found:
+            break
+        bound_s = found[len(found) // 2]
+
+
+@given(
+    limit=st.integers(1_000, 10**9),
+    share=st.floats(0.7, 1.5),
+    curvature=st.floats(0.8, 1.2),
+    offset=st.floats(0.0, 0.3),
+)
+def test_budget_bisection_approaches_largest_budget_that_fits(
+    limit: int, share: float, curvature: float, offset: float
+) -> None:
+    """The true peak rises with the budget, but not as the budget says."""
+    tolerance, tried = max(1, limit // 2000), []
+
+    def peak(budget: int) -> int:
+        return int(limit * (offset + share * (budget / limit) ** curvature))
+
+    bisection = BudgetBisection(limit, tolerance)
+    for _ in range(200):
+        tried.append(bisection.budget)
+        if not bisection.update(limit - peak(bisection.budget)):
+            break
+    else:
+        pytest.fail("the bisection does not end")
+    assert peak(bisection.budget) <= limit
+    assert bisection.budget == max(budget for budget in tried if peak(budget) <= limit)
+
+
+def test_budget_bisection_after_infeasible_knapsack_moves_up() -> None:
+    bisection = BudgetBisection(1000, 1)
+    assert bisection.update(-600)
+    assert bisection.budget == 400
+    assert bisection.update_infeasible()
+    assert bisection.budget == 700
+    bisection.budget = 999
+    assert not bisection.update_infeasible()
 
 
 @settings(max_examples=10, deadline=None)

@@ -15,7 +15,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.solver.knapsack import MIN_DISTINCT_S, Option, solve, solve_frontier
+from lightning_osdp.planning.solver import Option, solve, solve_frontier
+from lightning_osdp.planning.solver.knapsack import MIN_DISTINCT_S
 
 Menus = Sequence[Sequence[Option]]
 EVERYTHING = 1 << 60

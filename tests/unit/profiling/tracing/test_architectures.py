@@ -14,9 +14,9 @@ from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.errors import TraceError
 from lightning_osdp.planning.spec.choices import Mode, legal_modes
 from lightning_osdp.planning.spec.model import ModelProfile
-from lightning_osdp.profiling.tracing.trace import trace, trace_by_running
 from tests.support.models import hand_made_plan
 from tests.support.ranks import run_ranks
+from tests.support.traced_models import trace, trace_by_running
 from tests.support.zoo import ZOO, ZooModule, mixtral
 
 CPU = torch.device("cpu")

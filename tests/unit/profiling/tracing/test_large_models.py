@@ -7,7 +7,7 @@ import torch
 
 from lightning_osdp.backend import memory
 from lightning_osdp.planning.spec.model import ModelProfile
-from lightning_osdp.profiling.tracing.trace import trace
+from tests.support.traced_models import trace
 from tests.support.zoo import ZooModule, llama
 
 CPU = torch.device("cpu")

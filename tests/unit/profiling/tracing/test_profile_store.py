@@ -11,11 +11,12 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_osdp.autotune.measure import ModelProfileCache
+from lightning_osdp.autotune.profile_cache import ModelProfileCache
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.spec.model import ModelProfile
-from lightning_osdp.profiling.tracing.trace import TracedStep, trace
-from tests.support.traced_models import Regression, TinyGPT, tokens
+from lightning_osdp.profiling.tracing.profile_store import trace_with_store
+from lightning_osdp.profiling.tracing.trace import TracedStep, TrainingStep
+from tests.support.traced_models import Regression, TinyGPT, tokens, trace
 
 CPU = torch.device("cpu")
 BATCH = torch.ones(4, 8)
@@ -31,19 +32,19 @@ class InMemoryProfileStore(dict[str, ModelProfile]):
         self[key] = model_profile
 
 
-def trace_with_store(
-    module: LightningModule, known: InMemoryProfileStore, batch: Any = BATCH, **more: Any
+def trace_stored(
+    module: LightningModule, known: InMemoryProfileStore, batch: Any = BATCH, key: str = "", **more: Any
 ) -> TracedStep:
-    return trace(module, batch, 4, device=CPU, store=known, **more)
+    return trace_with_store(TrainingStep(module, batch, 4, CPU, **more), known, key)
 
 
 @pytest.mark.parametrize("evaluation", [False, True])
 def test_trace_known_step_reuses_profile_and_retraces_on_demand(evaluation: bool) -> None:
     known = InMemoryProfileStore()
-    first = trace_with_store(TinyGPT(), known, tokens(), evaluation=evaluation)
+    first = trace_stored(TinyGPT(), known, tokens(), evaluation=evaluation)
     assert first == trace(TinyGPT(), tokens(), 4, device=CPU, evaluation=evaluation)
     assert first.with_all_kernels() is first
-    again = trace_with_store(TinyGPT(), known, tokens(), evaluation=evaluation)
+    again = trace_stored(TinyGPT(), known, tokens(), evaluation=evaluation)
     assert again.model_profile is first.model_profile
     assert again.batch_sizes == (2, 8)
     assert set(again.kernels) == {2}
@@ -55,19 +56,18 @@ def test_trace_known_step_reuses_profile_and_retraces_on_demand(evaluation: bool
 def test_trace_known_key_skips_tracing_unless_parameters_differ() -> None:
     known = InMemoryProfileStore()
     module = Regression(mlp(nn.ReLU()))
-    first = trace_with_store(module, known)
+    first = trace_stored(module, known)
     (key,) = known
-    told = trace_with_store(module, known, key=key)
+    told = trace_stored(module, known, key=key)
     assert (told.model_profile, told.batch_sizes, told.key) == (first.model_profile, first.batch_sizes, key)
     assert not told.kernels
     assert told.with_all_kernels() == first
     for other in (Regression(mlp(nn.ReLU(), width=9)), Regression(frozen()), Regression(mlp(nn.ReLU())).double()):
         batch = BATCH.to(next(other.parameters()).dtype)
         assert (
-            trace_with_store(other, known, batch, key=key).model_profile
-            == trace(other, batch, 4, device=CPU).model_profile
+            trace_stored(other, known, batch, key=key).model_profile == trace(other, batch, 4, device=CPU).model_profile
         )
-    assert trace_with_store(module, known, key="not kept").kernels
+    assert trace_stored(module, known, key="not kept").kernels
 
 
 def mlp(*inner: nn.Module, width: int = 8) -> nn.Module:
@@ -99,10 +99,10 @@ CHANGES: dict[str, Callable[[], LightningModule]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_trace_changed_step_is_traced_anew(change: str) -> None:
     known = InMemoryProfileStore()
-    trace_with_store(Regression(mlp(nn.ReLU())), known)
+    trace_stored(Regression(mlp(nn.ReLU())), known)
     module = CHANGES[change]()
     batch = BATCH.double() if change == "another dtype" else BATCH
-    found = trace_with_store(module, known, batch)
+    found = trace_stored(module, known, batch)
     assert set(found.kernels) == {2, 8}
     assert found.model_profile == trace(module, batch, 4, device=CPU).model_profile
     assert len(known) == 2
@@ -111,10 +111,10 @@ def test_trace_changed_step_is_traced_anew(change: str) -> None:
 def test_trace_other_batch_sizes_or_evaluation_are_traced_anew() -> None:
     known = InMemoryProfileStore()
     module = Regression(mlp(nn.ReLU()))
-    trace_with_store(module, known)
-    trace_with_store(module, known, evaluation=True)
-    trace_with_store(module, known, sizes=(2, 16))
-    trace_with_store(module, known, torch.ones(4, 3, 8))
+    trace_stored(module, known)
+    trace_stored(module, known, evaluation=True)
+    trace_stored(module, known, sizes=(2, 16))
+    trace_stored(module, known, torch.ones(4, 3, 8))
     assert len(known) == 4
 
 

@@ -14,7 +14,8 @@ from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import UNATTRIBUTED, ModelProfile
 from lightning_osdp.profiling.compute import measure_compute
-from lightning_osdp.profiling.tracing.trace import TracedStep, trace
+from lightning_osdp.profiling.tracing.trace import TracedStep
+from tests.support.traced_models import trace
 
 CPU = torch.device("cpu")
 WIDTH = 32

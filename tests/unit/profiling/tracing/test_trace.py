@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.errors import ConfigurationError, OSDPWarning, TraceError
 from lightning_osdp.planning.spec.model import UNATTRIBUTED, WHOLE_MODEL, ModelProfile, Operator
-from lightning_osdp.profiling.tracing.trace import _saturating_sizes, trace, trace_by_running
-from tests.support.traced_models import Regression, TinyGPT, adamw, tokens
+from lightning_osdp.profiling.tracing.trace import _saturating_sizes
+from tests.support.traced_models import Regression, TinyGPT, adamw, tokens, trace, trace_by_running
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lightning_osdp.profiling.tracing.trace import trace
-from tests.support.traced_models import Regression
+from tests.support.traced_models import Regression, trace
 
 
 class Scores(nn.Module):

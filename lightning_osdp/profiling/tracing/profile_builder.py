@@ -1,0 +1,166 @@
+"""Builds the profile of a model from recordings of its step, and counts the step's kernels."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lightning_osdp.engine.splittable import matrix_input_dim, split_dims
+from lightning_osdp.planning.spec.model import UNATTRIBUTED, ModelProfile, Operator, ParameterInfo
+from lightning_osdp.profiling.kernels.kernel import Kernel
+from lightning_osdp.profiling.kernels.sliced_kernels import MatmulKernels, find_matmul
+from lightning_osdp.profiling.tracing.moments import AttributedRecording, fit_moments
+from lightning_osdp.profiling.tracing.optimizer_step import OptimizerTrace
+from lightning_osdp.profiling.tracing.parameter_owners import NamedParameter, OwnerScope, find_scopes, named_parameters
+from lightning_osdp.profiling.tracing.recorder import Recording
+from lightning_osdp.profiling.tracing.repeated_blocks import describe_blocks, find_blocks
+
+KernelsByBatchSize = dict[int, tuple[Kernel, ...]]
+
+
+def build_profile(
+    module: nn.Module,
+    batch_size: int,
+    recordings: Mapping[int, Recording],
+    optimizer_trace: OptimizerTrace,
+    evaluation_recordings: Mapping[int, Recording],
+) -> tuple[ModelProfile, KernelsByBatchSize]:
+    """Return the profile of ``module`` and the kernels of its step by batch size.
+
+    Args:
+        module: The module whose step was recorded.
+        batch_size: Number of samples in the batch that the user's loader gives.
+        recordings: The step at one or two batch sizes.
+        optimizer_trace: The optimizers' step.
+        evaluation_recordings: The forward without gradients at the same batch sizes; empty if it was not recorded.
+    """
+    largest = max(recordings)
+    scopes = find_scopes(module, named_parameters(module), recordings[largest])
+    steps = {size: AttributedRecording(recording, scopes) for size, recording in recordings.items()}
+    evaluations = {size: AttributedRecording(each, scopes) for size, each in evaluation_recordings.items()}
+    flops = [0.0] * (len(scopes) + 1)
+    for op, owner in zip(steps[largest].ops, steps[largest].owners, strict=True):
+        flops[owner] += op.flops
+    flops_per_sample = [total / largest for total in flops]
+    operators = _build_operators(module, scopes, flops_per_sample, steps[largest], largest, optimizer_trace)
+    repeated = find_blocks(module, operators, recordings[largest])
+    for attributed in steps.values():
+        attributed.assign_blocks([block.name for block in repeated])
+    op_runs = {size: attributed.op_runs() for size, attributed in steps.items()}
+    blocks = describe_blocks(repeated, steps, op_runs)
+    profile = ModelProfile(
+        fingerprint=fingerprint(module, operators),
+        operators=operators,
+        moments=fit_moments(op_runs),
+        buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
+        optimizer_step=optimizer_trace.step,
+        batch_size=batch_size,
+        unattributed_flops_per_sample=flops_per_sample[UNATTRIBUTED],
+        blocks=blocks,
+        evaluation=fit_moments({size: each.op_runs() for size, each in evaluations.items()}) if evaluations else (),
+    )
+    index_of = {block.name: index for index, block in enumerate(blocks)}
+    profile_blocks = [*(index_of.get(block.name, UNATTRIBUTED) for block in repeated), UNATTRIBUTED]
+    return profile, {size: attributed.kernels(profile_blocks) for size, attributed in steps.items()}
+
+
+def fingerprint(module: nn.Module, operators: Sequence[Operator] = ()) -> str:
+    """Return SHA-256 of the parameters' names, shapes, dtypes and trainability, and of the operators' names.
+
+    A parameter of a lazy module has no shape (None) until the module has run.
+    """
+    tensors = [
+        [list(names), None if is_lazy(tensor) else list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
+        for tensor, names in ((parameter.tensor, parameter.names) for parameter in named_parameters(module))
+    ]
+    text = json.dumps([tensors, [operator.name for operator in operators]], separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _build_operators(
+    module: nn.Module,
+    scopes: Sequence[OwnerScope],
+    flops_per_sample: Sequence[float],
+    step: AttributedRecording,
+    batch_size: int,
+    optimizer_trace: OptimizerTrace,
+) -> tuple[Operator, ...]:
+    """Describe the module of each scope as an operator, from the step at ``batch_size``."""
+    orders = _gradient_orders(scopes, step.recording.gradients)
+    parameters = [
+        _parameter_info(parameter, optimizer_trace.state_bytes[index], orders.get(index, 0))
+        for index, parameter in enumerate(named_parameters(module))
+    ]
+    modules = dict(module.named_modules(remove_duplicate=False))
+    kernels: dict[int, list[Kernel]] = defaultdict(list)
+    for kernel in step.kernels():
+        kernels[kernel.operator].append(kernel)
+    return tuple(
+        Operator(
+            name=scope.name,
+            kind=type(modules[scope.name]).__name__,
+            parameters=tuple(parameters[p] for p in scope.parameters),
+            calls=max(1, step.recording.calls[scope.name]) if scope.name else 1,
+            replicated_reason=scope.replicated_reason or _optimizer_needs_unsharded_reason(scope, optimizer_trace),
+            tied=bool(scope.tied_names),
+            flops_per_sample=flops_per_sample[index],
+            **_split_fields(scope, modules[scope.name], find_matmul(kernels[index]), batch_size),
+        )
+        for index, scope in enumerate(scopes)
+    )
+
+
+def _split_fields(
+    scope: OwnerScope, module: nn.Module, matmul: MatmulKernels | None, batch_size: int
+) -> dict[str, Any]:
+    """Return the fields of an operator that say how it can be split."""
+    if scope.tied_names:
+        return {"unsplittable_reason": f"it holds what operators inside have in common: {scope.tied_names}"}
+    dims, reason = split_dims(module)
+    if dims and matmul is None:
+        dims, reason = (), "its forward does not run exactly one product"
+    if not dims or matmul is None:
+        return {"unsplittable_reason": reason}
+    input_dim = matrix_input_dim(module)
+    return {
+        "split_dims": dims,
+        "output_dims": tuple(dim for dim in dims if dim != input_dim),
+        "input_per_sample": matmul.input_bytes / batch_size,
+        "output_per_sample": matmul.output_bytes / batch_size,
+    }
+
+
+def _optimizer_needs_unsharded_reason(scope: OwnerScope, optimizer_trace: OptimizerTrace) -> str:
+    """Say to the user why the operator's optimizer can't work on parts; empty if it can."""
+    mixing = sorted({optimizer_trace.needs_unsharded[parameter] for parameter in scope.parameters} - {""})
+    return f"its optimizer ({', '.join(mixing)}) looks at whole tensors" if mixing else ""
+
+
+def _gradient_orders(scopes: Sequence[OwnerScope], gradients: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+    """Return ``ParameterInfo.gradient_order`` by parameter: a new turn begins once all so far are complete."""
+    orders: dict[int, int] = {}
+    for scope in scopes:
+        turn, turn_end = -1, -1
+        for begin, end, index in sorted((*gradients[p], p) for p in scope.parameters if p in gradients):
+            turn += begin > turn_end
+            turn_end = max(turn_end, end)
+            orders[index] = turn
+    return orders
+
+
+def _parameter_info(parameter: NamedParameter, optimizer_bytes: int, gradient_order: int) -> ParameterInfo:
+    return ParameterInfo(
+        name=parameter.names[0],
+        aliases=parameter.names[1:],
+        shape=tuple(parameter.tensor.shape),
+        element_bytes=parameter.tensor.element_size(),
+        trainable=parameter.tensor.requires_grad,
+        optimizer_bytes=optimizer_bytes,
+        gradient_order=gradient_order,
+    )

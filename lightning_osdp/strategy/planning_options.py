@@ -1,0 +1,155 @@
+"""The arguments of OSDPStrategy that say what to plan, checked, and what follows from them for a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_osdp.autotune import profile_cache
+from lightning_osdp.autotune.coordinator import PlanRequest
+from lightning_osdp.autotune.ranks import RankGroup
+from lightning_osdp.backend.memory import MemoryLimit
+from lightning_osdp.engine.base import engine_capabilities, find_engine
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
+from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
+from lightning_osdp.planning.spec.cluster import Cluster
+from lightning_osdp.planning.spec.constraints import SearchConstraints
+from lightning_osdp.planning.spec.formatting import parse_bytes
+from lightning_osdp.planning.spec.model import NonTrainingWork
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.profiling.tracing.trace import TracedStep
+from lightning_osdp.strategy import arguments
+from lightning_osdp.strategy.dataloader import TrainData
+
+
+@dataclass(frozen=True)
+class PlanningOptions:
+    """The arguments of ``OSDPStrategy`` that say what to plan, by its names.
+
+    Raises:
+        ConfigurationError: an argument can't be used.
+    """
+
+    memory_limit: int | str = "auto"
+    batch_size: int | str = "auto"
+    max_batch_size: int | None = None
+    global_batch_size: int | None = None
+    cluster: str | Path | Cluster | None = None
+    sharding_group: str = "auto"
+    cache: str | Path | None = None
+    trial_steps: bool = True
+    update_in_backward: bool = True
+    engine: str = DEFAULT_ENGINE
+
+    def __post_init__(self) -> None:
+        """Check the arguments, and import the engine: later that would count as memory that training takes."""
+        find_engine(self.engine)
+        _ = self.policy, self.memory_limit_bytes, SearchConstraints(sharding_group=self.sharding_group)
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """The memory limit in bytes; None for what the device has."""
+        return None if self.memory_limit == "auto" else parse_bytes(self.memory_limit)
+
+    @property
+    def policy(self) -> BatchSizePolicy:
+        """The requested batch sizes, without what the data and the Trainer say."""
+        return BatchSizePolicy(
+            arguments.validate_positive("batch_size", None if self.batch_size == "auto" else self.batch_size),
+            arguments.validate_positive("max_batch_size", self.max_batch_size),
+            arguments.validate_positive("global_batch_size", self.global_batch_size),
+        )
+
+    @property
+    def cache_folder(self) -> Path | None:
+        """The folder of measurements; None to cache nothing."""
+        return profile_cache.cache_folder(self.cache)
+
+    def constraints(
+        self, from_callback: SearchConstraints, in_backward_blocker: str, device: torch.device
+    ) -> SearchConstraints:
+        """Return what is not left to the search.
+
+        Args:
+            from_callback: the constraints of OSDPCallback.
+            in_backward_blocker: why parameters may not be updated in the backward pass; empty if they may.
+            device: the device to train on.
+        """
+        return replace(
+            from_callback,
+            sharding_group=self.sharding_group,
+            update_in_backward=not in_backward_blocker,
+            capabilities=engine_capabilities(self.engine, device),
+        )
+
+    def in_backward_blocker(self, trainer: pl.Trainer, traced: TracedStep) -> str:
+        """Return why the run may not update parameters in the backward pass, in words; empty if it may."""
+        return arguments.in_backward_blocker(
+            trainer,
+            trainer.precision_plugin,
+            is_allowed=self.update_in_backward,
+            per_parameter=traced.model_profile.optimizer_step.per_parameter,
+        )
+
+    def request(
+        self,
+        trainer: pl.Trainer,
+        data: TrainData,
+        batch_size: int,
+        num_ranks: int,
+        memory_limit: MemoryLimit,
+        constraints: SearchConstraints,
+        non_training: NonTrainingWork,
+    ) -> PlanRequest:
+        """Return what a plan is asked for.
+
+        Args:
+            trainer: the Trainer of the run.
+            data: its training data.
+            batch_size: number of samples that the data loader gives now.
+            num_ranks: number of ranks.
+            memory_limit: memory limit of a device.
+            constraints: what is not left to the search.
+            non_training: what the run does between steps.
+
+        Raises:
+            ConfigurationError: a batch size can't be set, or the cluster can't be read.
+        """
+        module, device = trainer.lightning_module, memory_limit.device
+        policy = replace(self.policy, accumulation=int(trainer.accumulate_grad_batches))
+        tensors = (*module.parameters(), *module.buffers())
+        return PlanRequest(
+            policy=data.batch_size_policy(batch_size, policy, num_ranks, quiet=not trainer.is_global_zero),
+            memory_limit=memory_limit,
+            model_bytes=sum(tensor.nbytes for tensor in tensors if tensor.device == device),
+            cluster=arguments.read_cluster(self.cluster),
+            constraints=constraints,
+            non_training=non_training,
+        )
+
+
+def check_and_read_plan(trainer: pl.Trainer, plan: str | Path | ExecutionPlan | None) -> ExecutionPlan | None:
+    """Reject what can't work, and read the plan that was given, before anything else is done.
+
+    Raises:
+        ConfigurationError: the run can't work, or the plan can't be read.
+    """
+    arguments.reject_unsupported(trainer, trainer.precision_plugin)
+    if not any(parameter.requires_grad for parameter in trainer.lightning_module.parameters()):
+        raise ConfigurationError("the module has no trainable parameters: there is nothing to plan or train")
+    return arguments.read_plan(plan)
+
+
+def check_given_plan(plan: ExecutionPlan, traced: TracedStep, ranks: RankGroup, in_backward_blocker: str) -> None:
+    """Reject a plan that is not for this model, these ranks and this run.
+
+    Raises:
+        PlanMismatchError: the plan is for another model or other ranks.
+        ConfigurationError: the plan updates parameters in the backward pass, which the run does not allow.
+    """
+    plan.check(traced.model_profile, ranks.world_size, ranks.nodes)
+    arguments.check_plan_allows_in_backward(plan, in_backward_blocker)
