@@ -20,37 +20,32 @@ class PrefetchLimiter:
 
     An all-gather may start if at most ``limit - 1`` earlier ones are not freed yet on the device's own clock. Without
     this the host runs ahead of the device, and full parameters of many operators are allocated at once.
+
+    Args:
+        limit: None: no limit, and no events are recorded.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self._free_events: deque[Any] = deque()
 
     def before_gather(self) -> None:
         """Wait until few enough all-gathers are in flight."""
-        while len(self._free_events) >= self._limit:
+        while self._limit is not None and len(self._free_events) >= self._limit:
             self._free_events.popleft().synchronize()
 
     def after_free(self) -> None:
         """Mark the point in the compute stream after which the memory is free."""
+        if self._limit is None:
+            return
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream())
         self._free_events.append(event)
 
 
-class NoLimit:
-    """The limiter of a CPU, where the host does not run ahead."""
-
-    def before_gather(self) -> None:
-        """Do nothing."""
-
-    def after_free(self) -> None:
-        """Do nothing."""
-
-
-def create_prefetch_limiter(device: torch.device) -> PrefetchLimiter | NoLimit:
-    """Return the limiter of ``device``."""
-    return PrefetchLimiter(MAX_GATHERS_IN_FLIGHT) if device.type == "cuda" else NoLimit()
+def create_prefetch_limiter(device: torch.device) -> PrefetchLimiter:
+    """Return the limiter of ``device``; on a CPU, where the host does not run ahead, it does nothing."""
+    return PrefetchLimiter(MAX_GATHERS_IN_FLIGHT if device.type == "cuda" else None)
 
 
 def create_streams(device: torch.device, names: Sequence[str], module: Any) -> dict[str, Any]:

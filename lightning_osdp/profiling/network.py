@@ -237,14 +237,14 @@ class LinkTimer:
         budget_s = REPEATS_BUDGET_S / _repeat_divisor() if budget_s is None else budget_s
         for _ in range(WARMUP_REPEATS):
             start = time.perf_counter()
-            self.once_s(call, follows_compute)
+            self.time_once_s(call, follows_compute)
             last_s = time.perf_counter() - start
         affordable = int(budget_s / max(agree.all_reduce_max([last_s], self.group, self.device)[0], 1e-6))
         repeats = min(MAX_REPEATS, max(MIN_REPEATS, affordable))
-        samples_s = [self.once_s(call, follows_compute) for _ in range(repeats)]
+        samples_s = [self.time_once_s(call, follows_compute) for _ in range(repeats)]
         return agree.all_reduce_max([typical_time_s(samples_s)], self.group, self.device)[0]
 
-    def once_s(self, call: Call, follows_compute: bool) -> float:
+    def time_once_s(self, call: Call, follows_compute: bool) -> float:
         """Return this rank's seconds of ``call`` after a barrier."""
         synchronize(self.device)
         dist.barrier(self.group)
@@ -309,7 +309,7 @@ def _overlap_fraction(
     calls = [_repeat(call, repeats) for call in (blocking, compute, run_overlapped)]
     run_overlapped()  # The first call sets things up.
     turns = OVERLAP_ALTERNATIONS // _repeat_divisor()
-    own_s = [timer.once_s(call, benchmark.follows_compute) for _ in range(turns) for call in calls]
+    own_s = [timer.time_once_s(call, benchmark.follows_compute) for _ in range(turns) for call in calls]
     slowest_s = np.reshape(agree.all_reduce_max(own_s, timer.group, timer.device), (turns, len(calls)))
     shares = 1 - (slowest_s[:, 2] - slowest_s[:, 1]) / typical_time_s(slowest_s[:, 0].tolist())
     return float(np.clip(shares.mean() - shares.std(ddof=1) / math.sqrt(turns), 0, 1))

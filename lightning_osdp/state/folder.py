@@ -15,26 +15,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint import planner as dcp_planner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
@@ -132,7 +117,9 @@ def _find_meta_tensors(value: Any) -> list[Tensor]:
 class _CheckpointWriter(FileSystemWriter):
     """A writer that reports why a write failed (the disk is full), not the error that follows from it."""
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+    def write_data(
+        self, plan: dcp_planner.SavePlan, planner: dcp_planner.SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
         """Write this rank's chunks."""
         try:
             return super().write_data(plan, planner)
@@ -149,13 +136,13 @@ class _ChunkSavePlanner(DefaultSavePlanner):
         self._deferred_tensors = deferred_tensors
 
     def set_up_planner(
-        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+        self, state_dict: Any, storage_meta: dcp_metadata.StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Do nothing: the tensors are known already."""
 
-    def create_local_plan(self) -> SavePlan:
+    def create_local_plan(self) -> dcp_planner.SavePlan:
         """Return a plan with one item for each chunk."""
-        return SavePlan(
+        return dcp_planner.SavePlan(
             [
                 self._make_write_item(tensor, chunk)
                 for tensor in self._deferred_tensors
@@ -163,22 +150,26 @@ class _ChunkSavePlanner(DefaultSavePlanner):
             ]
         )
 
-    def _make_write_item(self, deferred_tensor: DeferredTensor, tensor_chunk: TensorChunk) -> WriteItem:
+    def _make_write_item(self, deferred_tensor: DeferredTensor, tensor_chunk: TensorChunk) -> dcp_planner.WriteItem:
         metadata, local_shard = _to_chunk_metadata(tensor_chunk), deferred_tensor.local_shard.detach()
         self._chunk_values[deferred_tensor.name, metadata.offsets] = tensor_chunk.view(local_shard)
-        properties = TensorProperties(dtype=local_shard.dtype)
-        data = TensorWriteData(chunk=metadata, properties=properties, size=deferred_tensor.layout.shape)
-        return WriteItem(MetadataIndex(deferred_tensor.name, metadata.offsets), WriteItemType.SHARD, tensor_data=data)
+        properties = dcp_metadata.TensorProperties(dtype=local_shard.dtype)
+        data = dcp_planner.TensorWriteData(chunk=metadata, properties=properties, size=deferred_tensor.layout.shape)
+        return dcp_planner.WriteItem(
+            dcp_metadata.MetadataIndex(deferred_tensor.name, metadata.offsets),
+            dcp_planner.WriteItemType.SHARD,
+            tensor_data=data,
+        )
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
+    def resolve_data(self, write_item: dcp_planner.WriteItem) -> Tensor:
         """Return the values of a chunk."""
         index = write_item.index
         assert index.offset is not None
         return self._chunk_values[index.fqn, index.offset]
 
 
-def _to_chunk_metadata(tensor_chunk: TensorChunk) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(tensor_chunk.offsets), torch.Size(tensor_chunk.sizes))
+def _to_chunk_metadata(tensor_chunk: TensorChunk) -> dcp_metadata.ChunkStorageMetadata:
+    return dcp_metadata.ChunkStorageMetadata(torch.Size(tensor_chunk.offsets), torch.Size(tensor_chunk.sizes))
 
 
 class CheckpointFolder:
@@ -201,7 +192,7 @@ class CheckpointFolder:
         self._placeholders: dict[str, Tensor] = contents["tensors"]
         self._names = {id(placeholder): name for name, placeholder in self._placeholders.items()}
 
-    def _read_metadata(self) -> Metadata:
+    def _read_metadata(self) -> dcp_metadata.Metadata:
         for name in (".metadata", TRAINER_FILE):
             if not (self.path / name).is_file():
                 raise CheckpointError(f"{self.path} is not a checkpoint of lightning_osdp: there is no {name} in it")
@@ -209,7 +200,7 @@ class CheckpointFolder:
             metadata = self._reader.read_metadata()
         except Exception as error:  # a damaged pickle may raise anything
             raise CheckpointError(f"{self.path}/.metadata is damaged: {type(error).__name__}: {error}") from error
-        if not isinstance(metadata, Metadata):
+        if not isinstance(metadata, dcp_metadata.Metadata):
             raise CheckpointError(f"{self.path}/.metadata is damaged: it holds a {type(metadata).__name__}")
         return metadata
 
@@ -221,7 +212,7 @@ class CheckpointFolder:
             raise CheckpointError(f"{self.path} has version {contents['version']}, this package reads {FORMAT_VERSION}")
         for name, placeholder in contents["tensors"].items():
             stored = self._metadata.state_dict_metadata.get(name)
-            if not isinstance(stored, TensorStorageMetadata) or stored.size != placeholder.shape:
+            if not isinstance(stored, dcp_metadata.TensorStorageMetadata) or stored.size != placeholder.shape:
                 raise CheckpointError(f"{self.path} is damaged: .metadata and {TRAINER_FILE} differ on {name}")
         return contents
 
@@ -266,21 +257,21 @@ class CheckpointFolder:
 class _ChunkLoadPlanner(DefaultLoadPlanner):
     """Plan of the chunks that this rank reads, and where their values go."""
 
-    def __init__(self, named_targets: Sequence[tuple[str, LoadTarget]], metadata: Metadata) -> None:
+    def __init__(self, named_targets: Sequence[tuple[str, LoadTarget]], metadata: dcp_metadata.Metadata) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._chunk_buffers: dict[tuple[str, torch.Size], Tensor] = {}
-        items: list[ReadItem] = []
+        items: list[dcp_planner.ReadItem] = []
         for name, target in named_targets:
             stored = metadata.state_dict_metadata[name]
-            assert isinstance(stored, TensorStorageMetadata)
+            assert isinstance(stored, dcp_metadata.TensorStorageMetadata)
             chunks = list(target.layout.local_chunks())
             self._chunk_buffers |= {
                 (name, torch.Size(chunk.offsets)): chunk.view(target.local_shard) for chunk in chunks
             }
             items += create_read_items_for_chunk_list(name, stored, [_to_chunk_metadata(chunk) for chunk in chunks])
-        self.plan = LoadPlan(items)
+        self.plan = dcp_planner.LoadPlan(items)
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+    def resolve_tensor(self, read_item: dcp_planner.ReadItem) -> Tensor:
         """Return the part of a chunk that a stored chunk overlaps."""
         index = read_item.dest_index
         assert index.offset is not None

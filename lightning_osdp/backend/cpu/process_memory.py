@@ -12,12 +12,12 @@ RESIDENT_BYTES_PER_PAGE_TABLE_BYTE = 512
 
 def resident_bytes() -> int:
     """Return the resident size of this process (VmRSS)."""
-    return status_bytes("VmRSS")
+    return read_bytes("VmRSS")
 
 
 def peak_resident_bytes() -> int:
     """Return the largest resident size since ``reset_peak`` (VmHWM)."""
-    return status_bytes("VmHWM")
+    return read_bytes("VmHWM")
 
 
 def reset_peak() -> None:
@@ -29,7 +29,7 @@ def reset_peak() -> None:
 
 def file_pages() -> int:
     """Return the resident bytes that are pages of files, mostly libraries: they are shared, and can be dropped."""
-    return status_bytes("RssFile")
+    return read_bytes("RssFile")
 
 
 def control_group() -> str:
@@ -47,23 +47,15 @@ def usable_bytes(local_ranks: int, group_ranks: int) -> int:
         local_ranks: ranks on this machine.
         group_ranks: ranks in this process's control group.
     """
-    limits = [_meminfo_bytes("MemAvailable") // local_ranks + resident_bytes()]
+    limits = [read_bytes("MemAvailable", "/proc/meminfo") // local_ranks + resident_bytes()]
     for limit in _cgroup_limits():
         share = limit // group_ranks
         limits.append(share - share // RESIDENT_BYTES_PER_PAGE_TABLE_BYTE + file_pages())
     return min(limits)
 
 
-def status_bytes(field: str) -> int:
-    """Return a field of ``/proc/self/status``."""
-    return _read_bytes("/proc/self/status", field)
-
-
-def _meminfo_bytes(field: str) -> int:
-    return _read_bytes("/proc/meminfo", field)
-
-
-def _read_bytes(path: str, field: str) -> int:
+def read_bytes(field: str, path: str = "/proc/self/status") -> int:
+    """Return a size from a file of lines like ``VmRSS:  1234 kB``."""
     match = re.search(rf"^{field}:\s+(\d+) kB", Path(path).read_text(), re.MULTILINE)
     assert match is not None, f"{path} has no {field}"
     return int(match[1]) << 10

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,30 +28,14 @@ class _StubStream:
 STUB_STREAM = _StubStream()
 
 
-class _StubCuda(types.ModuleType):
-    """A stand-in for ``torch.cuda`` without devices."""
-
-    Stream = _StubStream
-
-    @staticmethod
-    def is_available() -> bool:
-        """Return False."""
-        return False
-
-    @staticmethod
-    def current_stream() -> _StubStream:
-        """Return the stub."""
-        return STUB_STREAM
-
-    @staticmethod
-    @contextmanager
-    def stream(_: object) -> Iterator[None]:
-        """Run the block."""
-        yield
-
-    @staticmethod
-    def synchronize() -> None:
-        """Do nothing."""
+_STUB_CUDA = types.SimpleNamespace(
+    Stream=_StubStream,
+    is_available=lambda: False,
+    current_stream=lambda: STUB_STREAM,
+    stream=lambda _: nullcontext(),
+    synchronize=lambda: None,
+)
+"""A stand-in for ``torch.cuda`` without devices."""
 
 
 class ModuleProxy(types.ModuleType):
@@ -77,7 +60,7 @@ def patch_cuda_streams(module: Any) -> None:
     """
     if isinstance(module.torch, ModuleProxy):
         return
-    module.torch = ModuleProxy(torch, cuda=_StubCuda("torch.cuda"))
+    module.torch = ModuleProxy(torch, cuda=_STUB_CUDA)
     original = torch.Tensor.record_stream
 
     def record_stream(self: Tensor, stream: Any) -> None:

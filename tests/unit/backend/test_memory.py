@@ -37,7 +37,7 @@ def test_expected_file_pages_count_only_for_detected_limit_before_first_step() -
 
 def test_memory_limit_of_cgroup_is_shared_and_includes_page_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_memory, "_cgroup_limits", lambda: [1 << 30, 2 << 30])
-    monkeypatch.setattr(process_memory, "_meminfo_bytes", lambda field: 8 << 30)
+    monkeypatch.setattr(process_memory, "read_bytes", lambda field, path="": 8 << 30)
     monkeypatch.setattr(process_memory, "file_pages", lambda: 100 << 20)
     assert memory.memory_limit(torch.device("cpu"), 4, group_ranks=2) == (612 << 20) - (1 << 20)
     assert memory.memory_limit(torch.device("cpu"), 2) == (612 << 20) - (1 << 20)

@@ -167,7 +167,7 @@ for cycle in range(12):
     pins.append(torch.ones(100))  # the heap's end can't be handed back
     del tensors
     malloc.HEAP.release()
-    sizes.append((process_memory.status_bytes("VmSize"), memory.memory_in_use(cpu)))
+    sizes.append((process_memory.read_bytes("VmSize"), memory.memory_in_use(cpu)))
 print(*sizes[1], *sizes[-1])
 """
 
