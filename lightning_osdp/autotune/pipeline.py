@@ -322,7 +322,7 @@ def _calibrate(
 def _search_and_trial(
     coordinator: PlanningCoordinator, profile: Profile, memory_budget: MemoryBudget, trial_context: TrialContext | None
 ) -> tuple[ExecutionPlan, Profile, MemoryBudget]:
-    """Steps 5 to 7. Return the plan, and measurements and memory as they are after its trials."""
+    """Return the plan, and measurements and memory as they are after its trials (steps 5 to 7)."""
     budget = coordinator.budget
     began_s = budget.elapsed_s()
     plan = coordinator.search(profile, memory_budget, TRIAL_RELATIVE_ERROR, FIRST_SEARCH_FRACTION)  # step 5

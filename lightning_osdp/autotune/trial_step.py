@@ -106,8 +106,9 @@ class TrialContext:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether the step can run on a copy: not if the module steps its optimizers itself, has no values yet, or
-        would have to be compiled again.
+        """Whether the step can run on a copy.
+
+        It can't if the module steps its optimizers itself, has no values yet, or would have to be compiled again.
         """
         return (
             self.module.automatic_optimization
@@ -289,7 +290,7 @@ def _time_on_cuda(
 def _time_fast_on_cpu(
     steps: Sequence[StepFunction], ranks: RankGroup, device: torch.device, num_repeats: int
 ) -> list[StepTiming]:
-    """Return means, which of few repeats are closer to training than medians. [M-autotune-5]"""
+    """Return means, which for few repeats are closer to training than medians [M-autotune-5]."""
     repeats = [_time_each_once(steps, ranks, device) for _ in range(num_repeats)]
     return _max_over_ranks([_average(statistics.mean, timings) for timings in zip(*repeats, strict=True)], ranks)
 
@@ -297,7 +298,7 @@ def _time_fast_on_cpu(
 def _time_slow_on_cpu(
     steps: Sequence[StepFunction], ranks: RankGroup, device: torch.device, warmup: Sequence[StepTiming]
 ) -> list[StepTiming]:
-    """Time only the first step again: it has warmed up the process for the others. [M-autotune-6]"""
+    """Time only the first step again: it has warmed up the process for the others [M-autotune-6]."""
     return [*_max_over_ranks(_time_each_once(steps[:1], ranks, device), ranks), *warmup[1:]]
 
 
