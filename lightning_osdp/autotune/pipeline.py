@@ -39,7 +39,7 @@ from lightning_osdp.autotune.ranks import RankGroup, current_cluster, resolve_cl
 from lightning_osdp.autotune.startup_budget import APPLY_RESERVE_S, FIRST_SEARCH_FRACTION, StartupBudget
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.autotune.trials import TrialSetup, run_plan_trial
-from lightning_osdp.backend.cpu.core_sharing import CORE_SHARING
+from lightning_osdp.backend.timer import CORE_SHARING
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPWarning, PlanMismatchError, TraceError
 from lightning_osdp.planning.cost.run_correction import Correction
 from lightning_osdp.planning.cost.trial_correction import TRIAL_RELATIVE_ERROR, Trial, apply_trial, trials_of_plan

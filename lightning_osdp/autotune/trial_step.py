@@ -20,10 +20,10 @@ from typing_extensions import override
 
 from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.autotune.startup_budget import SLOW_STEP_S, SLOW_TRIAL_S, TRIAL_S
-from lightning_osdp.backend.collectives import COMM_WAIT
-from lightning_osdp.backend.cpu.malloc import HEAP
+from lightning_osdp.backend.allocator import retain_freed_memory
 from lightning_osdp.backend.memory import growth_reserve, trim
 from lightning_osdp.backend.timer import elapsed_s, record_event, synchronize
+from lightning_osdp.backend.work import COMM_WAIT
 from lightning_osdp.engine.base import Engine, create_engine
 from lightning_osdp.errors import OSDPError, ShardingError
 from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
@@ -138,7 +138,7 @@ def time_step(
     Raises:
         TrialError: the user's step fails, or the module can't be copied.
     """
-    heap = nullcontext() if heap_bytes is None else HEAP.retained(heap_bytes)
+    heap = nullcontext() if heap_bytes is None else retain_freed_memory(heap_bytes)
     with _copied_steps(trial_context, sizes, ranks, plan) as steps, heap:
         return dict(zip(sizes, _time_repeats(steps, ranks, trial_context.device, duration_s=duration_s), strict=True))
 
@@ -160,7 +160,7 @@ def time_release_and_retain(
     with _copied_steps(trial_context, [size], ranks, None) as steps:
         for _ in range(ALTERNATIONS):
             timings[0].extend(_time_repeats(steps, ranks, trial_context.device, duration_s=0.0))
-            with HEAP.retained(heap_bytes):
+            with retain_freed_memory(heap_bytes):
                 timings[1].extend(_time_repeats(steps, ranks, trial_context.device, duration_s=0.0))
             if timings[0][0].is_slow:
                 break
