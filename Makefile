@@ -50,9 +50,9 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Unit tests and lint: for while you work. Unit tests start no process group of several processes.
+# Lint, and the unit tests that are quick and start no processes: for while you work.
 test-fast: lint
-	$(BIN)/pytest -n 2 --dist loadfile tests/unit
+	$(BIN)/pytest -n 2 --dist worksteal -m "not processes and not slow" tests/unit
 
 test-limit: $(INSTALLED)
 	$(BIN)/python -m bench hard-limit

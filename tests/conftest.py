@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+from types import CodeType
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -18,7 +21,29 @@ LONGEST = ("test_no_hangs.py", "test_sliced_operators.py", "test_fit.py", "test_
 """Files that take minutes each, the longest first."""
 
 
+PROCESS_NAMES = {"run_ranks", "subprocess", "multiprocessing", "mp"}
+"""Names that a test uses if it starts processes."""
+
+
+def starts_processes(function: Any, seen: set[Any]) -> bool:
+    """Return whether a function of the tests starts processes, by itself or through other functions of the tests."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or function in seen:
+        return False
+    seen.add(function)
+    codes = [code, *(constant for constant in code.co_consts if isinstance(constant, CodeType))]
+    names = {name for each in codes for name in each.co_names}
+    called = (inspect.unwrap(function).__globals__.get(name) for name in names)
+    helpers = [each for each in called if inspect.isfunction(each) and each.__module__.startswith("tests.")]
+    return bool(names & PROCESS_NAMES) or any(starts_processes(helper, seen) for helper in helpers)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first: each is run by one process, and one that comes last keeps the others waiting."""
+    """Mark tests that start processes, and run the longest files first: one that comes last keeps the others waiting."""
+    for item in items:
+        if isinstance(item, pytest.Function):
+            fixtures = [each.func for defs in item._fixtureinfo.name2fixturedefs.values() for each in defs]
+            if any(starts_processes(function, set()) for function in (item.function, *fixtures)):
+                item.add_marker(pytest.mark.processes)
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
