@@ -28,12 +28,12 @@ class PlanMismatchError(ConfigurationError):
 
 
 class InfeasibleError(OSDPError, ValueError):
-    """No choice of modes fits under the memory budget.
+    """No choice of modes fits the memory limit.
 
     Attributes:
-        needed_bytes: the smallest peak that any choice reaches.
-        budget_bytes: what there was.
-        largest: index of the operator that needs the most (its smallest option), -1 if there is none.
+        needed_bytes: smallest peak of any choice.
+        budget_bytes: the memory limit.
+        largest: index of the operator whose smallest option is the largest, -1 if there is none.
     """
 
     def __init__(self, message: str, *, needed_bytes: int, budget_bytes: int, largest: int = -1) -> None:

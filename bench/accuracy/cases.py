@@ -20,7 +20,7 @@ from bench.micro.operators import OPERATORS
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.autotune import coordinator, pipeline, profile_cache
 from lightning_osdp.autotune.calibration import Calibration
-from lightning_osdp.backend import collectives, memory
+from lightning_osdp.backend import agree, collectives, memory
 from lightning_osdp.planning.search import search_space
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, enumerate_choices
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, Link
@@ -208,7 +208,7 @@ def tell(strategy: OSDPStrategy, order: Order) -> None:
     assert plan.peak is not None
     assert step is not None
     numbers = (step.step_time_s, step.peak_memory_bytes)
-    measured_s, peak_bytes = collectives.all_reduce_max(numbers, dist.group.WORLD, device)
+    measured_s, peak_bytes = agree.all_reduce_max(numbers, dist.group.WORLD, device)
     baseline = plan.predicted.overhead_bytes - ALLOWANCES[-1]
     case = Case(
         order.model,

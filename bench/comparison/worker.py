@@ -16,7 +16,7 @@ _M_MMAP_THRESHOLD = -3
 
 
 def expand_segments() -> None:
-    """The caching allocator's setting that OSDP makes on CUDA (``backend.memory.enable_expandable_segments``)."""
+    """The caching allocator's setting that OSDP makes on CUDA (``backend.allocator.enable_expandable_segments``)."""
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lightning_osdp.backend import collectives
+from lightning_osdp.backend import agree, collectives
 
 SIZES_BYTES = (16 << 10, 256 << 10, 4 << 20, 16 << 20, 64 << 20)
 COLUMNS = "{:>5} {:>9} | {:>9} {:>9} {:>6} | {:>9} {:>9} {:>6} | {:>9}"
@@ -53,7 +53,7 @@ def medians_ms(numel: int, repeats: int) -> dict[str, float]:
             if repeat > 0:  # the first one warms up
                 samples[name].append(time.perf_counter() - start)
     medians_ms = [statistics.median(values) * 1e3 for values in samples.values()]
-    slowest_ms = collectives.all_reduce_max(medians_ms, dist.group.WORLD, torch.device("cpu"))
+    slowest_ms = agree.all_reduce_max(medians_ms, dist.group.WORLD, torch.device("cpu"))
     return dict(zip(samples, slowest_ms, strict=True))
 
 

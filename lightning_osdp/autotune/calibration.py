@@ -34,8 +34,7 @@ from lightning_osdp.autotune.trials import (
     run_trial,
     warn_of_failure,
 )
-from lightning_osdp.backend.cpu.malloc import HEAP
-from lightning_osdp.backend.memory import can_reset_peak
+from lightning_osdp.backend.allocator import can_measure_retention
 from lightning_osdp.engine.base import engine_capabilities
 from lightning_osdp.planning.cost.cpu_effects import max_retained_batch_size
 from lightning_osdp.planning.cost.trial_correction import (
@@ -234,9 +233,7 @@ def prepare_heap_trial(setup: TrialSetup, calibration: Calibration) -> PreparedT
 
 def _can_measure_heap_retention(setup: TrialSetup) -> bool:
     """Return whether freed tensors can be retained, and heap growth measured, on all ranks. Collective."""
-    device = setup.context.device
-    can_measure = device.type == "cpu" and HEAP.can_retain and can_reset_peak(device)
-    return bool(setup.ranks.all_reduce_min(int(can_measure)))
+    return bool(setup.ranks.all_reduce_min(int(can_measure_retention(setup.context.device))))
 
 
 # -- all operators in one mode -----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from lightning_osdp.autotune.profile import Profile
 from lightning_osdp.autotune.ranks import RankGroup, resolve_cluster
 from lightning_osdp.autotune.startup_budget import StartupBudget
-from lightning_osdp.backend.cpu.malloc import HEAP
+from lightning_osdp.backend.allocator import retain_freed_memory
 from lightning_osdp.backend.memory import MemoryLimit, growth_reserve, memory_in_use, process_overhead
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
 from lightning_osdp.planning.cost.caching_allocator import fragmentation_bytes, persistent_tensor_sizes
@@ -160,7 +160,7 @@ class PlanningCoordinator:
         began_s, deadline_reached = time.monotonic(), self.budget.deadline(time_fraction)
 
         def find_plan(problem: Problem) -> ExecutionPlan:
-            with HEAP.retained():
+            with retain_freed_memory():
                 return plan_or_fallback(
                     problem,
                     self.request.policy,

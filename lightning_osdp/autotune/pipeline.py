@@ -39,7 +39,7 @@ from lightning_osdp.autotune.ranks import RankGroup, current_cluster, resolve_cl
 from lightning_osdp.autotune.startup_budget import APPLY_RESERVE_S, FIRST_SEARCH_FRACTION, StartupBudget
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.autotune.trials import TrialSetup, run_plan_trial
-from lightning_osdp.backend.cpu.core_sharing import CORE_SHARING
+from lightning_osdp.backend.timer import CORE_SHARING
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPWarning, PlanMismatchError, TraceError
 from lightning_osdp.planning.cost.run_correction import Correction
 from lightning_osdp.planning.cost.trial_correction import TRIAL_RELATIVE_ERROR, Trial, apply_trial, trials_of_plan
@@ -322,7 +322,7 @@ def _calibrate(
 def _search_and_trial(
     coordinator: PlanningCoordinator, profile: Profile, memory_budget: MemoryBudget, trial_context: TrialContext | None
 ) -> tuple[ExecutionPlan, Profile, MemoryBudget]:
-    """Steps 5 to 7. Return the plan, and measurements and memory as they are after its trials."""
+    """Return the plan, and measurements and memory as they are after its trials (steps 5 to 7)."""
     budget = coordinator.budget
     began_s = budget.elapsed_s()
     plan = coordinator.search(profile, memory_budget, TRIAL_RELATIVE_ERROR, FIRST_SEARCH_FRACTION)  # step 5

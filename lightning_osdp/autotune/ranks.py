@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_osdp.autotune.profile import ClusterProfile
-from lightning_osdp.backend import collectives
+from lightning_osdp.backend import agree, collectives
 from lightning_osdp.backend.hierarchical import detect_node_layout
 from lightning_osdp.backend.memory import control_group
 from lightning_osdp.errors import OSDPWarning
@@ -97,7 +97,7 @@ class RankGroup:
         """Return the largest value of each number over the ranks."""
         if self.group is None:
             return list(numbers)
-        return collectives.all_reduce_max(numbers, self.group, self.device)
+        return agree.all_reduce_max(numbers, self.group, self.device)
 
     def all_reduce_min(self, value: int) -> int:
         """Return the smallest value over the ranks."""
@@ -105,7 +105,7 @@ class RankGroup:
 
     def broadcast_object(self, value: Result) -> Result:
         """Return the value of the first rank on every rank."""
-        return value if self.group is None else collectives.broadcast_object(self.group, value)
+        return value if self.group is None else agree.broadcast_object(self.group, value)
 
     def all_gather_object(self, value: Result) -> list[Result]:
         """Return the values of all ranks, in the order of ranks."""
@@ -122,7 +122,7 @@ class RankGroup:
 
     def raise_on_all_ranks(self, work: Callable[[], Result]) -> Result:
         """Run ``work`` on every rank, and raise on every rank if it fails on one."""
-        return work() if self.group is None else collectives.raise_on_all_ranks(self.group, work)
+        return work() if self.group is None else agree.raise_on_all_ranks(self.group, work)
 
     def count_equal(self, value: object) -> int:
         """Return the number of ranks with the same ``value`` as this one."""
@@ -131,7 +131,7 @@ class RankGroup:
 
 def ranks_sharing_memory_limit(ranks: RankGroup) -> int:
     """Return the number of ranks in this one's control group, which share its limit. Collective."""
-    return ranks.count_equal((platform.node(), control_group() if ranks.device.type == "cpu" else ""))
+    return ranks.count_equal((platform.node(), control_group(ranks.device)))
 
 
 def current_cluster(

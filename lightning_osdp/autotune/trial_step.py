@@ -20,10 +20,10 @@ from typing_extensions import override
 
 from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.autotune.startup_budget import SLOW_STEP_S, SLOW_TRIAL_S, TRIAL_S
-from lightning_osdp.backend.collectives import COMM_WAIT
-from lightning_osdp.backend.cpu.malloc import HEAP
+from lightning_osdp.backend.allocator import retain_freed_memory
 from lightning_osdp.backend.memory import growth_reserve, trim
 from lightning_osdp.backend.timer import elapsed_s, record_event, synchronize
+from lightning_osdp.backend.work import COMM_WAIT
 from lightning_osdp.engine.base import Engine, create_engine
 from lightning_osdp.errors import OSDPError, ShardingError
 from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
@@ -106,8 +106,10 @@ class TrialContext:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether the step can run on a copy: not if the module steps its optimizers itself, has no values yet, or
-        would have to be compiled again."""
+        """Whether the step can run on a copy.
+
+        It can't if the module steps its optimizers itself, has no values yet, or would have to be compiled again.
+        """
         return (
             self.module.automatic_optimization
             and not any(parameter.is_meta for parameter in self.module.parameters())
@@ -136,7 +138,7 @@ def time_step(
     Raises:
         TrialError: the user's step fails, or the module can't be copied.
     """
-    heap = nullcontext() if heap_bytes is None else HEAP.retained(heap_bytes)
+    heap = nullcontext() if heap_bytes is None else retain_freed_memory(heap_bytes)
     with _copied_steps(trial_context, sizes, ranks, plan) as steps, heap:
         return dict(zip(sizes, _time_repeats(steps, ranks, trial_context.device, duration_s=duration_s), strict=True))
 
@@ -158,7 +160,7 @@ def time_release_and_retain(
     with _copied_steps(trial_context, [size], ranks, None) as steps:
         for _ in range(ALTERNATIONS):
             timings[0].extend(_time_repeats(steps, ranks, trial_context.device, duration_s=0.0))
-            with HEAP.retained(heap_bytes):
+            with retain_freed_memory(heap_bytes):
                 timings[1].extend(_time_repeats(steps, ranks, trial_context.device, duration_s=0.0))
             if timings[0][0].is_slow:
                 break
@@ -288,7 +290,7 @@ def _time_on_cuda(
 def _time_fast_on_cpu(
     steps: Sequence[StepFunction], ranks: RankGroup, device: torch.device, num_repeats: int
 ) -> list[StepTiming]:
-    """Return means, which of few repeats are closer to training than medians. [M-autotune-5]"""
+    """Return means, which for few repeats are closer to training than medians [M-autotune-5]."""
     repeats = [_time_each_once(steps, ranks, device) for _ in range(num_repeats)]
     return _max_over_ranks([_average(statistics.mean, timings) for timings in zip(*repeats, strict=True)], ranks)
 
@@ -296,7 +298,7 @@ def _time_fast_on_cpu(
 def _time_slow_on_cpu(
     steps: Sequence[StepFunction], ranks: RankGroup, device: torch.device, warmup: Sequence[StepTiming]
 ) -> list[StepTiming]:
-    """Time only the first step again: it has warmed up the process for the others. [M-autotune-6]"""
+    """Time only the first step again: it has warmed up the process for the others [M-autotune-6]."""
     return [*_max_over_ranks(_time_each_once(steps[:1], ranks, device), ranks), *warmup[1:]]
 
 

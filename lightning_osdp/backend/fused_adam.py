@@ -1,11 +1,8 @@
-"""Adam's fused form, where the user has left the form to torch: one pass over memory and no temporaries.
+"""Adam's fused kernel, unless the user has chosen another: one pass over memory and no temporaries.
 
-``torch.optim`` itself takes a loop on the CPU, whose temporaries are three times the largest parameter, and ``foreach``
-on CUDA, whose temporaries are as large as all parameters together. The fused kernels do the same arithmetic.
-[``benchmarks/allocator.py``, steps of a transformer, loop against fused: width 512 642 ms and 583, width 1024 1364 ms
-and 1095, peaks 820 MiB and 792]
-
-The form is chosen for each step and taken back after it, so that what is saved names the user's own choice.
+By itself ``torch.optim`` runs a loop on the CPU, whose temporaries are three times the largest parameter, and
+``foreach`` on CUDA, whose temporaries are as large as all parameters. The fused kernels do the same arithmetic and are
+faster [M-backend-18]. The choice is made for each step and undone after it, so that checkpoints hold the user's own.
 """
 
 from __future__ import annotations
@@ -22,14 +19,14 @@ FUSED_DEVICE_TYPES = ("cpu", "cuda")
 
 
 def can_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether a group of parameters can be stepped by a fused kernel, and nobody has asked for another form.
+    """Return whether a fused kernel can update a parameter group and the user has not chosen otherwise.
 
-    ``fused=False`` or any ``foreach`` counts as asking, and so do ``capturable`` and ``differentiable``.
+    ``fused=False`` and any ``foreach`` count as a choice, and so do ``capturable`` and ``differentiable``.
     """
-    if type(optimizer) not in (Adam, AdamW):  # a class of the user's own may step in its own way
+    if type(optimizer) not in (Adam, AdamW):  # a subclass may step differently
         return False
-    left_open = group.get("fused") is None and group.get("foreach") is None
-    if not left_open or group.get("capturable") or group.get("differentiable"):
+    is_unset = group.get("fused") is None and group.get("foreach") is None
+    if not is_unset or group.get("capturable") or group.get("differentiable"):
         return False
     return all(
         p.device.type in FUSED_DEVICE_TYPES and p.is_floating_point() and p.is_contiguous() for p in group["params"]
@@ -37,32 +34,30 @@ def can_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 
 def enable_fused(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Chooses the fused form for the groups of ``optimizer`` that may take it and whose gradients are there; these
-    groups."""
-    chosen = [
+    """Select the fused kernel for all groups that can use it and whose gradients are there; return these groups."""
+    groups = [
         group for group in optimizer.param_groups if can_fuse(optimizer, group) and _states_are_dense(optimizer, group)
     ]
-    for group in chosen:
+    for group in groups:
         group["fused"] = True
-    return chosen
+    return groups
 
 
 @contextmanager
 def fused_step(optimizer: Optimizer) -> Iterator[None]:
-    """Within it, ``optimizer`` steps in the fused form where that may be. This is decided when the gradients are there:
-    after the closure that the step is given."""
-    choosing = _EnableFusedHook()
-    handle = optimizer.register_step_pre_hook(choosing)
+    """Let ``optimizer`` use fused kernels within the block; which ones is decided after the step's closure has run."""
+    hook = _EnableFusedHook()
+    handle = optimizer.register_step_pre_hook(hook)
     try:
         yield
     finally:
         handle.remove()
-        for group in choosing.fused_groups:
+        for group in hook.fused_groups:
             group["fused"] = None
 
 
 class _EnableFusedHook:
-    """Chooses before a step, or after the closure that it is given; keeps what was chosen."""
+    """A step hook that selects fused kernels before a step, or after its closure, and remembers the groups."""
 
     def __init__(self) -> None:
         self.fused_groups: list[dict[str, Any]] = []
@@ -82,13 +77,15 @@ class _EnableFusedHook:
 
 
 def has_foreign_hooks(optimizer: Optimizer) -> bool:
-    """Whether hooks of others are called before ``optimizer`` steps."""
+    """Return whether hooks other than ours are called before ``optimizer`` steps."""
     return any(not isinstance(hook, _EnableFusedHook) for hook in optimizer._optimizer_step_pre_hooks.values())
 
 
 def _states_are_dense(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether gradients and states are laid out as the parameters, which the kernels take for granted; step counts of
-    another device (from a checkpoint) are brought along."""
+    """Return whether gradients and states are laid out like the parameters, as the kernels require.
+
+    Step counts on another device (from a checkpoint) are moved.
+    """
     for p in group["params"]:
         if p.grad is None:
             continue

@@ -1,19 +1,19 @@
-"""Two levels of links: process groups inside nodes and between them, and world-wide collectives in two stages.
+"""Two levels of links: process groups inside nodes and between them, and collectives in two stages.
 
-With n nodes of d ranks, a world-wide tensor of P bytes and parts of S = P / (n d), a ring over all ranks sends
-(n d - 1) S out of each node. In two stages a node sends what the other nodes lack and no more: (n - 1) d S, which is
-(n - 1) / n of the tensor. With two nodes of eight ranks that is half of the tensor instead of 15 / 16.
+With n nodes of d ranks, a full tensor of P bytes and shards of S = P / (n d), a ring over all ranks sends (n d - 1) S
+out of each node. In two stages a node sends only what the other nodes lack: (n - 1) d S, which is (n - 1) / n of the
+tensor. With two nodes of eight ranks that is half of the tensor instead of 15 / 16.
 
-Note [layout]: ranks are numbered node by node, so the parts of one node lie side by side. Ranks with the same place in
-their nodes exchange parts between nodes, each for its own column of the (n, d, S) tensor; every node's row is then
-gathered inside the node, right where it belongs. Nothing is moved afterwards, and a gather on a CPU needs no buffer.
+Note [layout]: ranks are numbered node by node, so the shards of one node are contiguous. Ranks with the same place in
+their nodes exchange shards between nodes, each for its own column of the (n, d, S) tensor; every node's row is then
+gathered inside the node, in place. Nothing is moved afterwards, and an all-gather on a CPU needs no buffer.
 
-Note [the slow link is kept busy]: on a CPU the rows go round the nodes as messages in the background. While one is on
-its way, the one before is gathered (or the next one summed) inside the node.
+Note [pipeline]: on a CPU the rows go round the nodes as messages in the background. While one row is in flight, the one
+before is gathered (or the next one summed) inside the node.
 
-Note [groups last]: a process group has connections, threads and buffers of its own (with NCCL a communicator, whose
-buffers are on the device) until the whole process group ends. What is measured and rehearsed before training needs the
-same ones as training does, one after the other. So a group is made once for each purpose, and found again.
+Note [cached groups]: a process group has connections, threads and buffers of its own (with NCCL a communicator, whose
+buffers are on the device) until the default process group ends. Measurements and trials before training need the same
+groups as training. So a group is created once for each purpose and reused.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_osdp.backend import collectives
+from lightning_osdp.backend.work import COMM_WAIT, Work
 
 _TAG = 1 << 19
-"""Of the first message between nodes, out of the way of the rings' and of a user's own."""
+"""Tag of the first message between nodes, out of the way of the rings' and of a user's own."""
 
 
 class Communicator(Protocol):
-    """How the ranks of a group exchange what they share."""
+    """Collectives over the ranks of a group, flat or hierarchical."""
 
     def rank(self) -> int:
-        """This rank's place in the group."""
+        """Return this rank's index in the group."""
         ...
 
     def size(self) -> int:
-        """Ranks in the group."""
+        """Return the number of ranks."""
         ...
 
     def all_gather(self, output_flat: Tensor, shard: Tensor) -> None:
@@ -60,22 +61,22 @@ class Communicator(Protocol):
 
 @dataclass(frozen=True)
 class FlatCommunicator:
-    """All ranks of a process group at once.
+    """Collectives over all ranks of a process group at once.
 
     Attributes:
-        group: the ranks.
-        is_async: whether its reduce-scatters may go on while the caller computes.
+        group: the process group.
+        is_async: whether reduce-scatters may go on while the caller computes.
     """
 
     group: Any
     is_async: bool = False
 
     def rank(self) -> int:
-        """This rank's place in the group."""
+        """Return this rank's index in the group."""
         return int(self.group.rank())
 
     def size(self) -> int:
-        """Ranks in the group."""
+        """Return the number of ranks."""
         return int(self.group.size())
 
     def all_gather(self, output_flat: Tensor, shard: Tensor) -> None:
@@ -101,8 +102,8 @@ class NodeGroups:
 
     Attributes:
         world: all ranks.
-        intra_node: those of this rank's node.
-        inter_node: those with this rank's place in their nodes, one of each node, in the order of nodes.
+        intra_node: the ranks of this rank's node.
+        inter_node: the ranks with this rank's place in their nodes, one of each node, in the order of nodes.
     """
 
     world: Any
@@ -111,11 +112,11 @@ class NodeGroups:
 
     @classmethod
     def create(cls, world: Any, nodes: int) -> NodeGroups:
-        """Makes the groups. Collective: every rank of ``world`` calls it alike.
+        """Create the groups. Collective: every rank of ``world`` must call it.
 
         Args:
             world: all ranks.
-            nodes: how many nodes they are on; divides their number.
+            nodes: number of nodes; it divides the number of ranks.
         """
         ranks = dist.get_process_group_ranks(world)
         per_node = len(ranks) // nodes
@@ -125,36 +126,36 @@ class NodeGroups:
         return cls(world, _create_subgroups(rows, world), _create_subgroups(columns, world))
 
     def destroy(self) -> None:
-        """Ends the groups inside nodes and between them. Collective."""
+        """Destroy the groups inside nodes and between them. Collective."""
         dist.destroy_process_group(self.intra_node)
         dist.destroy_process_group(self.inter_node)
 
     @property
     def nodes(self) -> int:
-        """How many there are."""
+        """Number of nodes."""
         return int(self.inter_node.size())
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of each node."""
+        """Number of ranks of each node."""
         return int(self.intra_node.size())
 
 
 class NodeLayout(NamedTuple):
-    """Which ranks share a node."""
+    """How ranks are distributed over nodes."""
 
     sizes: tuple[int, ...]
-    """Ranks that stand one after the other on one node, in the order of ranks."""
+    """Lengths of the runs of consecutive ranks on one node, in the order of ranks."""
     is_even: bool
-    """Whether these are all of each node's, and equally many on each."""
+    """Whether all runs are equally long, with one run for each node."""
 
 
 def detect_node_layout(world: Any, node_rank: int) -> NodeLayout:
-    """Asks all ranks which node they are on. Collective.
+    """Ask all ranks which node they are on. Collective.
 
     Args:
         world: all ranks.
-        node_rank: which node this rank is on, as the cluster environment says.
+        node_rank: index of this rank's node, according to the cluster environment.
     """
     everyone: list[int] = [0] * world.size()
     dist.all_gather_object(everyone, node_rank, group=world)
@@ -163,31 +164,31 @@ def detect_node_layout(world: Any, node_rank: int) -> NodeLayout:
 
 
 def cached_group_copy(group: Any, purpose: str) -> Any:
-    """Another process group of the same ranks, with the same time-out, for one ``purpose``. Collective.
+    """Return another process group of the same ranks and time-out for one ``purpose``. Collective.
 
-    See Note [groups last].
+    See Note [cached groups].
     """
     return _cached(group, purpose, lambda: _create_subgroups([dist.get_process_group_ranks(group)], group))
 
 
 def cached_node_groups(world: Any, nodes: int, purpose: str) -> NodeGroups:
-    """``Levels.of`` for one ``purpose``; not to be destroyed. Collective. See Note [groups last]."""
+    """Return ``NodeGroups`` for one ``purpose``, not to be destroyed. Collective. See Note [cached groups]."""
     return cast(NodeGroups, _cached(world, f"{purpose} on {nodes} nodes", lambda: NodeGroups.create(world, nodes)))
 
 
 _group_cache: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
-"""By the group that they were made of and what they are for."""
+"""Groups by the group that they were made from and their purpose."""
 
 
 def _cached(group: Any, purpose: str, make: Callable[[], Any]) -> Any:
-    made = _group_cache.setdefault(group, {})
-    if purpose not in made:
-        made[purpose] = make()
-    return made[purpose]
+    groups_by_purpose = _group_cache.setdefault(group, {})
+    if purpose not in groups_by_purpose:
+        groups_by_purpose[purpose] = make()
+    return groups_by_purpose[purpose]
 
 
 def _create_subgroups(groups: list[list[int]], parent: Any) -> Any:
-    """Makes all groups and returns this rank's. torch would give them its default time-out instead of the user's."""
+    """Create all groups and return this rank's, with the user's time-out instead of torch's default."""
     timeout = parent._get_backend(parent._device_types[0]).options._timeout
     mine, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)  # type: ignore[no-untyped-call]
     return mine
@@ -195,24 +196,24 @@ def _create_subgroups(groups: list[list[int]], parent: Any) -> Any:
 
 @dataclass(frozen=True)
 class HierarchicalCommunicator:
-    """All ranks, first between nodes and then inside them, or the other way round."""
+    """Collectives over all ranks in two stages, between nodes and inside them."""
 
     node_groups: NodeGroups
 
     def rank(self) -> int:
-        """This rank's place among all."""
+        """Return this rank's index among all."""
         return int(self.node_groups.world.rank())
 
     def size(self) -> int:
-        """All ranks."""
+        """Return the number of all ranks."""
         return int(self.node_groups.world.size())
 
     def all_gather(self, output_flat: Tensor, shard: Tensor) -> None:
-        """Fills ``output_flat`` with all ranks' shards in rank order: to the bit what one stage gives.
+        """Fill ``output_flat`` with all ranks' shards in rank order: to the bit what one stage gives.
 
         Args:
             output_flat: contiguous, 1-D, ``N * shard.numel()`` elements.
-            shard: contiguous, 1-D, the same size on all ranks; it may be its own part of ``output_flat``.
+            shard: contiguous, 1-D, the same size on all ranks; it may be this rank's own part of ``output_flat``.
         """
         assert output_flat.numel() == self.size() * shard.numel(), (output_flat.shape, shard.shape, self.size())
         rows = output_flat.view(self.node_groups.nodes, self.node_groups.ranks_per_node, -1)  # (n, d, S)
@@ -223,20 +224,19 @@ class HierarchicalCommunicator:
                 self._native_gather(rows, shard)
 
     def all_gather_coalesced(self, outputs_flat: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
-        """One after the other: each keeps the slow link busy by itself."""
+        """Gather one tensor after the other: each keeps the slow link busy by itself."""
         for output_flat, shard in zip(outputs_flat, shards, strict=True):
             self.all_gather(output_flat, shard)
 
     def reduce_scatter(self, output_shard: Tensor, full_flat: Tensor) -> None:
-        """Sums ``full_flat`` over all ranks and keeps this rank's part of the sum.
+        """Sum ``full_flat`` over all ranks and write this rank's shard of the sum.
 
-        Each node adds up its own ranks first, and then the nodes' sums are added; one stage adds rank by rank. Both
-        are the same to the bit where the additions are exact, else they round differently in the last bits. On a CPU,
-        place l of node m adds its node's ranks in the order l + 1, ..., l (modulo d) and the nodes in the order
-        m + 1, ..., m (modulo n), so equal inputs give equal bits.
+        Each node adds up its own ranks first, then the nodes' sums are added; one stage adds rank by rank. So the last
+        bits may differ from those of one stage. On a CPU, place l of node m adds its node's ranks in the order
+        l + 1, ..., l (modulo d) and the nodes in the order m + 1, ..., m (modulo n), so equal inputs give equal bits.
 
         Args:
-            output_shard: contiguous, 1-D, ``whole_flat.numel() / N`` elements; no part of ``full_flat``.
+            output_shard: contiguous, 1-D, ``full_flat.numel() / N`` elements; no part of ``full_flat``.
             full_flat: contiguous, 1-D, the same size on all ranks, divisible by N. It is not changed.
         """
         assert full_flat.numel() == self.size() * output_shard.numel(), (full_flat.shape, output_shard.shape)
@@ -248,42 +248,42 @@ class HierarchicalCommunicator:
                 self._native_scatter(output_shard, rows)
 
     def _pipelined_gather(self, rows: Tensor, shard: Tensor) -> None:
-        """Node m takes the columns of nodes m - 1, m - 2, ... from its left and passes all but the last on."""
+        """Pass columns round the nodes: node m receives those of m - 1, m - 2, ... and forwards all but the last."""
         nodes, node = self.node_groups.nodes, self.node_groups.inter_node.rank()
         column = rows[:, self.node_groups.intra_node.rank()]  # (n, S)
         if column[node].data_ptr() != shard.data_ptr():
             column[node].copy_(shard)
         for step in range(nodes):
             current, following = (node - step) % nodes, (node - step - 1) % nodes
-            last = step == nodes - 1
-            hop = [] if last else [self._send(column[current], step), self._receive(column[following], step)]
+            is_last = step == nodes - 1
+            hop = [] if is_last else [self._send(column[current], step), self._receive(column[following], step)]
             collectives.all_gather(rows[current].view(-1), column[current], self.node_groups.intra_node)
-            with collectives.COMM_WAIT.measure():
+            with COMM_WAIT.measure():
                 for work in hop:
                     work.wait()
 
     def _pipelined_scatter(self, output_shard: Tensor, rows: Tensor) -> None:
-        """Node m + 1 begins the sum for node m, and every node on the way adds its own: a ring of nodes."""
+        """Pass sums round the nodes: node m + 1 starts the sum for node m, and every node on the way adds its own."""
         nodes, node = self.node_groups.nodes, self.node_groups.inter_node.rank()
         # A sum is sent from one buffer while the next is made in the other; the last is made in the output.
         sums = output_shard.new_empty(min(2, nodes - 1), output_shard.numel())
         arriving = torch.empty_like(output_shard)
-        received: Any = None
-        sent: dict[int, Any] = {}
+        receiving: Work | None = None
+        sending: dict[int, Work] = {}
         for step in range(1, nodes + 1):
-            if step - 2 in sent:
-                sent.pop(step - 2).wait()
-            partial = output_shard if step == nodes else sums[step % len(sums)]
-            collectives.reduce_scatter(partial, rows[(node - step) % nodes], self.node_groups.intra_node)
-            if received is not None:
-                with collectives.COMM_WAIT.measure():
-                    received.wait()
-                    partial.add_(arriving)
+            if step - 2 in sending:
+                sending.pop(step - 2).wait()
+            partial_sum = output_shard if step == nodes else sums[step % len(sums)]
+            collectives.reduce_scatter(partial_sum, rows[(node - step) % nodes], self.node_groups.intra_node)
+            if receiving is not None:
+                with COMM_WAIT.measure():
+                    receiving.wait()
+                    partial_sum.add_(arriving)
             if step < nodes:
-                sent[step] = self._send(partial, step)
-                received = self._receive(arriving, step)
-        with collectives.COMM_WAIT.measure():
-            for work in sent.values():
+                sending[step] = self._send(partial_sum, step)
+                receiving = self._receive(arriving, step)
+        with COMM_WAIT.measure():
+            for work in sending.values():
                 work.wait()
 
     def _native_gather(self, rows: Tensor, shard: Tensor) -> None:
@@ -298,13 +298,13 @@ class HierarchicalCommunicator:
             collectives.reduce_scatter(part, row, self.node_groups.intra_node)
         collectives.reduce_scatter(output_shard, sums.view(-1), self.node_groups.inter_node)
 
-    def _send(self, tensor: Tensor, step: int) -> collectives.Work:
-        to = (self.node_groups.inter_node.rank() + 1) % self.node_groups.nodes
-        work = dist.isend(tensor, group=self.node_groups.inter_node, group_dst=to, tag=_TAG + step)
+    def _send(self, tensor: Tensor, step: int) -> Work:
+        target = (self.node_groups.inter_node.rank() + 1) % self.node_groups.nodes
+        work = dist.isend(tensor, group=self.node_groups.inter_node, group_dst=target, tag=_TAG + step)
         assert work is not None
         return work
 
-    def _receive(self, tensor: Tensor, step: int) -> collectives.Work:
+    def _receive(self, tensor: Tensor, step: int) -> Work:
         source = (self.node_groups.inter_node.rank() - 1) % self.node_groups.nodes
         work = dist.irecv(tensor, group=self.node_groups.inter_node, group_src=source, tag=_TAG + step)
         assert work is not None

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster
-from lightning_osdp.backend.cpu.core_sharing import CORE_SHARING
+from lightning_osdp.backend.timer import CORE_SHARING
 from lightning_osdp.errors import ConfigurationError, OSDPError
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.profiling import network

@@ -28,7 +28,7 @@ from typing_extensions import override
 from lightning_osdp.autotune import pipeline
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster, device_name
 from lightning_osdp.autotune.trial_step import TrialContext
-from lightning_osdp.backend.cpu import malloc
+from lightning_osdp.backend import allocator
 from lightning_osdp.backend.memory import MemoryLimit
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning
 from lightning_osdp.planning.spec.cluster import Cluster
@@ -161,7 +161,7 @@ def plan_from_config(
     cluster = _resolve_cluster(config, arguments.read_cluster(options.cluster), devices)
     options, device = replace(options, cluster=cluster), _measuring_device(config, cluster)
     if device.type == "cpu":
-        malloc.configure_cpu_allocator()
+        allocator.configure(device)
         _set_num_threads_if_needed(cluster.devices_per_node)
 
     def plan_in_trainer(trainer: pl.Trainer) -> pipeline.PlanningResult:

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_osdp.backend import collectives
-from lightning_osdp.backend.cpu.core_sharing import CORE_SHARING, typical_time_s
-from lightning_osdp.backend.timer import synchronize
+from lightning_osdp.backend import agree
+from lightning_osdp.backend.timer import CORE_SHARING, synchronize, typical_time_s
 from lightning_osdp.engine.base import create_engine
 from lightning_osdp.planning.cost.step_time import communication_time
 from lightning_osdp.planning.spec.capabilities import ALL_CAPABILITIES, EngineCapabilities
@@ -127,7 +126,7 @@ def warm_up(
 
 def _max_width(group: dist.ProcessGroup, device: torch.device, available_bytes: int | None) -> int:
     """Return the largest width for which there is memory. Collective."""
-    usable_bytes = MEMORY_FRACTION * collectives.all_reduce_min(available_bytes, group, device)
+    usable_bytes = MEMORY_FRACTION * agree.all_reduce_min(available_bytes, group, device)
     weight_bytes = usable_bytes / (MAX_LIVE_COPIES * NUM_OPERATORS)
     return int(min(weight_bytes / 4, 1 << 40) ** 0.5)
 
@@ -157,11 +156,11 @@ def _measure_per_operator_s(
     for number in (count, fewer) if fewer else (count,):
         steps.append(_make_engine_step(mode, number, width, group, device, engine))
         steps.append(_make_plain_step(number, width, device))
-    first_s = sum(collectives.all_reduce_max([_time_once_s(step, group, device) for step in steps], group, device))
+    first_s = sum(agree.all_reduce_max([_time_once_s(step, group, device) for step in steps], group, device))
     num_repeats = min(MAX_REPEATS, max(MIN_REPEATS, int(TIMING_BUDGET_S / first_s)))
     times_s = [[_time_once_s(step, group, device) for step in steps] for _ in range(num_repeats)]
     typical_s = [typical_time_s(step_times_s) for step_times_s in zip(*times_s, strict=True)]
-    engine_s, plain_s, *fewer_s = collectives.all_reduce_max(typical_s, group, device)
+    engine_s, plain_s, *fewer_s = agree.all_reduce_max(typical_s, group, device)
     for step in steps:
         step.close()
     shared_s = fewer_s[0] - fewer_s[1] if fewer else 0.0

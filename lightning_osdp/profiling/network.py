@@ -16,10 +16,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_osdp.backend import collectives
-from lightning_osdp.backend.cpu.core_sharing import CORE_SHARING, typical_time_s
+from lightning_osdp.backend import agree, collectives
 from lightning_osdp.backend.hierarchical import Communicator, FlatCommunicator, HierarchicalCommunicator, NodeGroups
-from lightning_osdp.backend.timer import synchronize
+from lightning_osdp.backend.timer import CORE_SHARING, synchronize, typical_time_s
+from lightning_osdp.backend.work import Work, is_driven_by_host
 from lightning_osdp.planning.cost.link_fit import fit_collective
 from lightning_osdp.planning.spec.cluster import CollectiveFit, HierarchicalLinks, Link, ShardingLink
 
@@ -53,7 +53,7 @@ COMPUTE_MATRIX_SIZE, COMPUTE_MATMULS = 192, 16
 """Matrix products of a stretch of compute: some milliseconds on one core, like a small layer."""
 
 Call = Callable[[], None]
-AsyncCall = Callable[[], collectives.Work]
+AsyncCall = Callable[[], Work]
 
 
 class CollectiveBenchmark(NamedTuple):
@@ -185,7 +185,7 @@ def _sharding_benchmarks(
             [torch.empty(numel // ranks, device=device)], [unsharded], group
         )
 
-    has_async = isinstance(communicator, FlatCommunicator) and device.type == "cpu"
+    has_async = isinstance(communicator, FlatCommunicator) and is_driven_by_host(device)
     gather_async, scatter_async = (all_gather_async, reduce_scatter_async) if has_async else (None, None)
     return {
         f"{prefix}all_gather": CollectiveBenchmark(all_gather, ranks, True, all_gather_coalesced, gather_async),
@@ -207,7 +207,7 @@ def _all_reduce_benchmark(group: dist.ProcessGroup, device: torch.device, num_pa
         part = torch.zeros(numel // num_parts, device=device)
         return lambda: collectives.all_reduce_async(part, group)
 
-    make_async = all_reduce_async if device.type == "cpu" else None
+    make_async = all_reduce_async if is_driven_by_host(device) else None
     return CollectiveBenchmark(all_reduce, group.size(), make_async=make_async, is_always_async=True)
 
 
@@ -237,14 +237,14 @@ class LinkTimer:
         budget_s = REPEATS_BUDGET_S / _repeat_divisor() if budget_s is None else budget_s
         for _ in range(WARMUP_REPEATS):
             start = time.perf_counter()
-            self.once_s(call, follows_compute)
+            self.time_once_s(call, follows_compute)
             last_s = time.perf_counter() - start
-        affordable = int(budget_s / max(collectives.all_reduce_max([last_s], self.group, self.device)[0], 1e-6))
+        affordable = int(budget_s / max(agree.all_reduce_max([last_s], self.group, self.device)[0], 1e-6))
         repeats = min(MAX_REPEATS, max(MIN_REPEATS, affordable))
-        samples_s = [self.once_s(call, follows_compute) for _ in range(repeats)]
-        return collectives.all_reduce_max([typical_time_s(samples_s)], self.group, self.device)[0]
+        samples_s = [self.time_once_s(call, follows_compute) for _ in range(repeats)]
+        return agree.all_reduce_max([typical_time_s(samples_s)], self.group, self.device)[0]
 
-    def once_s(self, call: Call, follows_compute: bool) -> float:
+    def time_once_s(self, call: Call, follows_compute: bool) -> float:
         """Return this rank's seconds of ``call`` after a barrier."""
         synchronize(self.device)
         dist.barrier(self.group)
@@ -309,8 +309,8 @@ def _overlap_fraction(
     calls = [_repeat(call, repeats) for call in (blocking, compute, run_overlapped)]
     run_overlapped()  # The first call sets things up.
     turns = OVERLAP_ALTERNATIONS // _repeat_divisor()
-    own_s = [timer.once_s(call, benchmark.follows_compute) for _ in range(turns) for call in calls]
-    slowest_s = np.reshape(collectives.all_reduce_max(own_s, timer.group, timer.device), (turns, len(calls)))
+    own_s = [timer.time_once_s(call, benchmark.follows_compute) for _ in range(turns) for call in calls]
+    slowest_s = np.reshape(agree.all_reduce_max(own_s, timer.group, timer.device), (turns, len(calls)))
     shares = 1 - (slowest_s[:, 2] - slowest_s[:, 1]) / typical_time_s(slowest_s[:, 0].tolist())
     return float(np.clip(shares.mean() - shares.std(ddof=1) / math.sqrt(turns), 0, 1))
 
@@ -334,7 +334,7 @@ def _affordable_sizes(
     numels = sorted({_round_up(size, group) for size in sizes_bytes})
     if len(numels) < 2:
         raise ValueError(f"need two different sizes at least to fit latency and bandwidth, got {list(sizes_bytes)}")
-    limit = collectives.all_reduce_min(max_bytes, group, device)
+    limit = agree.all_reduce_min(max_bytes, group, device)
     return numels[:2] + [numel for numel in numels[2:] if numel * 4 <= limit]
 
 

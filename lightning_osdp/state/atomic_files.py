@@ -1,8 +1,8 @@
-"""Files that are there whole or not at all.
+"""Atomic replacement of files and folders.
 
-A checkpoint is written beside its target under a hidden name that says which process of which host writes it, and
-takes the target's place in one step once it is on the disk. What a killed process left behind is recognised by that
-name and removed by the next save into the same folder.
+A checkpoint is written next to its target under a hidden name that contains the host and the process, and replaces the
+target in one step once it is on the disk. What a killed process left behind is recognised by that name and removed by
+the next save into the same folder.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ import torch
 from lightning_osdp.errors import CheckpointError
 
 UNFINISHED_SUFFIX = ".osdp-saving"
-"""Of what is not complete yet."""
+"""Ending of the names of unfinished checkpoints."""
 
 ABANDONED_AFTER_S = 24 * 3600.0
-"""Age from which another host's unfinished checkpoint counts as left behind."""
+"""Age from which another host's unfinished checkpoint counts as abandoned."""
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def unfinished_path(target: Path) -> Path:
-    """Where this process writes what is to become ``target``."""
+    """Return where this process writes what is to become ``target``."""
     return target.parent / f".{target.name}.{socket.gethostname()}.{os.getpid()}{UNFINISHED_SUFFIX}"
 
 
 def start(target: Path) -> Path:
-    """Where to write what is to become ``target``; its folder is there then, and free of what killed processes left."""
+    """Create and clean the folder of ``target``; return the path to write to."""
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(target.parent)
     restore(target)
@@ -46,17 +46,14 @@ def start(target: Path) -> Path:
 
 
 def commit(unfinished: Path, target: Path) -> None:
-    """Has the disk hold what was written, and puts it in place."""
+    """Flush what was written to the disk, and replace ``target`` by it."""
     _sync_all(unfinished)
     replace(unfinished, target)
 
 
 @contextmanager
 def atomic_write(target: Path) -> Iterator[Path]:
-    """Yields a path to write to, a file or a folder; what is there in the end takes the place of ``target``.
-
-    If the body raises, nothing is left of it and ``target`` is as it was.
-    """
+    """Yield a path for a file or folder, which replaces ``target`` unless the block raises; then it is removed."""
     unfinished = start(target)
     try:
         yield unfinished
@@ -67,7 +64,7 @@ def atomic_write(target: Path) -> Iterator[Path]:
 
 
 def replace(complete: Path, target: Path) -> None:
-    """Makes ``is_complete`` the new ``target`` in one step, whatever was there; a kill leaves the one or the other."""
+    """Replace ``target``, if there is one, by ``complete`` in one step; a kill leaves the one or the other."""
     if not _is_folder(complete) and not _is_folder(target):
         os.replace(complete, target)
     elif not os.path.lexists(target):
@@ -83,14 +80,14 @@ def replace(complete: Path, target: Path) -> None:
 
 
 def restore(target: Path) -> None:
-    """Brings back what a killed process moved out of the way of a new ``target`` that never came."""
+    """Restore ``target`` if a process was killed after moving it away and before replacing it."""
     previous = _previous_path(target)
     if previous.exists() and not os.path.lexists(target):
         os.rename(previous, target)
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a folder, if it is there."""
+    """Remove a file, a link or a folder, if it exists."""
     if _is_folder(path):
         shutil.rmtree(path)
     else:
@@ -98,7 +95,7 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what processes that are gone did not finish."""
+    """Remove what dead processes did not finish."""
     for path in folder.glob(f".*{UNFINISHED_SUFFIX}"):
         target_and_host, _, pid = path.name.removesuffix(UNFINISHED_SUFFIX).rpartition(".")
         if target_and_host.endswith(f".{socket.gethostname()}") and pid.isdigit():
@@ -110,20 +107,24 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def verify_zip(file: IO[bytes], description: str) -> None:
-    """Reads all of a file that ``torch.save`` wrote and compares it with its checksums.
+    """Compare a file that ``torch.save`` wrote with its checksums.
+
+    Args:
+        file: open at its beginning.
+        description: its name in error messages.
 
     Raises:
-        CheckpointError: it is no such file, or not as it was written.
+        CheckpointError: it is no such file, or it is damaged.
     """
     try:
         with zipfile.ZipFile(file) as archive:
-            names = archive.infolist()
-            if not any(info.filename.endswith("data.pkl") for info in names):
+            infos = archive.infolist()
+            if not any(info.filename.endswith("data.pkl") for info in infos):
                 raise CheckpointError(
                     f"{description} is not a checkpoint: it holds no data.pkl as torch.save writes it"
                 )
-            unchecked = all(info.CRC == 0 for info in names)  # torch.serialization.set_crc32_options(False)
-            damaged = None if unchecked else archive.testzip()
+            has_checksums = any(info.CRC for info in infos)  # not after torch.serialization.set_crc32_options(False)
+            damaged = archive.testzip() if has_checksums else None
     except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"{description} is damaged or cut short: {error}") from error
     if damaged is not None:
@@ -131,10 +132,10 @@ def verify_zip(file: IO[bytes], description: str) -> None:
 
 
 def verify(path: Path) -> None:
-    """``verify_zip`` for a local file; files of PyTorch's old format have no checksums.
+    """Compare a local file with its checksums; files of PyTorch's old format have none.
 
     Raises:
-        CheckpointError: there is no such file, or it is damaged.
+        CheckpointError: it can't be read, or it is damaged.
     """
     try:
         with path.open("rb") as file:
@@ -145,10 +146,10 @@ def verify(path: Path) -> None:
 
 
 def load(path: Path, weights_only: bool | None) -> Any:
-    """``torch.load`` of a local file, its tensors mapped from the file, not read.
+    """Load a local file with ``torch.load``; its tensors are mapped from the file, not read.
 
     Raises:
-        CheckpointError: it is no file of PyTorch's, or holds what ``weights_only`` does not allow.
+        CheckpointError: it is not a PyTorch file, or contains what ``weights_only`` forbids.
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(path))
@@ -159,7 +160,7 @@ def load(path: Path, weights_only: bool | None) -> Any:
                 "If you trust it, load it with weights_only=False, as in trainer.fit(..., weights_only=False)"
             ) from error
         raise CheckpointError(f"{path} is damaged or not a checkpoint: {error}") from error
-    except Exception as error:  # a damaged pickle raises anything
+    except Exception as error:  # a damaged pickle may raise anything
         raise CheckpointError(f"{path} is damaged or not a checkpoint: {type(error).__name__}: {error}") from error
 
 
@@ -181,16 +182,16 @@ def _previous_path(target: Path) -> Path:
     return target.parent / f".{target.name}.osdp-previous"
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Swaps two paths in one step; False where the system or the file system can't."""
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two paths in one step; return False if the system or the file system can't."""
     swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if swap is None:
         return False
-    return bool(swap(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
+    return bool(swap(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0)
 
 
 def _sync_all(path: Path) -> None:
-    """Has the disk hold a file, or a folder and all files in it."""
+    """Flush a file, or a folder and all files in it, to the disk."""
     if _is_folder(path):
         for inner in path.iterdir():
             _sync(inner)

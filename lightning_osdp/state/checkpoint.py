@@ -1,7 +1,6 @@
-"""Checkpoints that do not know the plan: one ordinary Lightning file, or a folder that every rank writes to.
+"""Checkpoints independent of the plan: one ordinary Lightning file, or a folder that every rank writes to.
 
-Folders are imported where there is one: torch.distributed.checkpoint takes 2.4 MiB of every rank, which most runs can
-use otherwise.
+``state.folder`` is imported on use: torch.distributed.checkpoint takes 2.4 MiB of every rank.
 """
 
 from __future__ import annotations
@@ -11,11 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_osdp.backend.collectives import raise_on_all_ranks
+from lightning_osdp.backend.agree import broadcast_object, raise_on_all_ranks
 from lightning_osdp.errors import CheckpointError, ConfigurationError
 from lightning_osdp.state import atomic_files, single_file
 from lightning_osdp.state.deferred_tensor import DeferredTensors, LoadTarget
@@ -25,15 +22,18 @@ if TYPE_CHECKING:
 
 SAVE_FORMATS = ("full", "sharded")
 
+_DONE = -1
+"""Sent instead of a tensor's index once all of them are written."""
+
 
 class CheckpointFormat:
-    """Saves and loads the checkpoints of one run.
+    """Saving and loading of one run's checkpoints.
 
     Args:
         save_format: ``"full"``: one file, as any Lightning run writes it; ``"sharded"``: a folder.
 
     Raises:
-        ConfigurationError: no such format.
+        ConfigurationError: there is no such format.
     """
 
     def __init__(self, save_format: str) -> None:
@@ -41,16 +41,16 @@ class CheckpointFormat:
             raise ConfigurationError(f"save_format={save_format!r} is not known: use 'full' or 'sharded'")
         self.is_sharded = save_format == "sharded"
         self.deferred_tensors: DeferredTensors | None = None
-        """The handles of the checkpoint that is being put together; None while none is."""
+        """The placeholders of the checkpoint that is being saved, if any."""
         self._open_folder: CheckpointFolder | None = None
 
     @contextmanager
     def deferred_gathers(self, is_rank_zero: bool, eager: bool) -> Iterator[None]:
-        """Within it a checkpoint is put together and saved.
+        """Defer gathers while a checkpoint is collected and saved within the block.
 
         Args:
-            is_rank_zero: whether this rank is the first.
-            eager: whether values must be there before they are written.
+            is_rank_zero: whether this is the first rank.
+            eager: whether to gather tensors while they are collected, before they are written.
         """
         self.deferred_tensors = DeferredTensors(
             includes_replicated=self.is_sharded, eager=eager and not self.is_sharded, is_rank_zero=is_rank_zero
@@ -61,26 +61,26 @@ class CheckpointFormat:
             self.deferred_tensors = None
 
     def save(self, checkpoint: dict[str, Any], path: Path, group: Any) -> None:
-        """Writes to a local path. Collective.
+        """Write a checkpoint to a local path. Collective.
 
         Raises:
-            CheckpointError: a rank could not write, on every rank; what was at ``path`` is as it was then.
+            CheckpointError: a rank could not write; it is raised on every rank, and ``path`` is unchanged.
         """
-        pending = self.deferred_tensors or DeferredTensors()
+        deferred_tensors = self.deferred_tensors or DeferredTensors()
         if self.is_sharded:
             from lightning_osdp.state import folder
 
-            folder.save(checkpoint, path, pending, group)
+            folder.save(checkpoint, path, deferred_tensors, group)
         else:
-            _save_file(checkpoint, path, pending, group)
+            _save_file(checkpoint, path, deferred_tensors, group)
 
     def load(self, path: Path, weights_only: bool | None, group: Any) -> dict[str, Any]:
-        """Opens either format and checks that it is whole. Collective.
+        """Open a checkpoint of either format and verify it. Collective.
 
-        Tensors in it are mapped from the file or are handles: ``fill`` puts them where they go.
+        Its tensors are mapped from the file, or are placeholders: ``fill`` reads them.
 
         Raises:
-            CheckpointError: it is damaged or foreign, on every rank.
+            CheckpointError: it is damaged or foreign; it is raised on every rank.
         """
         rank, ranks = group.rank(), group.size()
         raise_on_all_ranks(group, lambda: atomic_files.restore(path) if rank == 0 else None)
@@ -95,7 +95,7 @@ class CheckpointFormat:
         return raise_on_all_ranks(group, lambda: _validate_checkpoint(atomic_files.load(path, weights_only), path))
 
     def fill(self, targets: Sequence[LoadTarget]) -> None:
-        """Puts values where they go."""
+        """Fill targets with values of the checkpoint that was loaded last."""
         stored = [target for target in targets if target.value.is_meta]
         for target in targets:
             if not target.value.is_meta:
@@ -108,7 +108,12 @@ class CheckpointFormat:
 
 
 def consolidate(source: Path, target: Path, weights_only: bool | None = None) -> None:
-    """Makes one ordinary file of a folder, one tensor in memory at a time. Needs no process group.
+    """Convert a folder to one ordinary file, with one tensor in memory at a time and without a process group.
+
+    Args:
+        source: the folder.
+        target: the file.
+        weights_only: as of ``torch.load``.
 
     Raises:
         CheckpointError: the folder is damaged or no checkpoint, or the file can't be written.
@@ -125,7 +130,7 @@ def consolidate(source: Path, target: Path, weights_only: bool | None = None) ->
 
 
 def _save_file(checkpoint: dict[str, Any], path: Path, deferred_tensors: DeferredTensors, group: Any) -> None:
-    """The first rank writes; before each tensor it tells the others which one to gather with it."""
+    """Write a file on the first rank, which tells the others before each tensor which one to gather with it."""
 
     def write() -> None:
         try:
@@ -136,48 +141,31 @@ def _save_file(checkpoint: dict[str, Any], path: Path, deferred_tensors: Deferre
         except OSError as error:
             raise CheckpointError(f"the checkpoint {path} can't be written: {error}") from error
         finally:
-            _broadcast_index(_DONE, group)
+            broadcast_object(group, _DONE)
 
     def gather(index: int) -> Tensor:
-        _broadcast_index(index, group)
+        broadcast_object(group, index)
         return deferred_tensors.entries[index].unshard()
 
     def serve_gathers() -> None:
-        while (index := _broadcast_index(_DONE, group)) != _DONE:
+        while (index := broadcast_object(group, _DONE)) != _DONE:
             deferred_tensors.entries[index].unshard()
 
     raise_on_all_ranks(group, write if group.rank() == 0 else serve_gathers)
 
 
-_DONE = -1
-
-
-def _broadcast_index(index: int, group: Any) -> int:
-    """The first rank's number, on every rank."""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
-    number = torch.tensor(index, dtype=torch.int64, device=device)
-    dist.broadcast(number, src=dist.get_global_rank(group, 0), group=group)
-    return int(number)
-
-
 def _validate_checkpoint(checkpoint: Any, path: Path) -> dict[str, Any]:
-    """Refuses what is no checkpoint of Lightning; small tensors are copied, so that they keep no file open."""
+    """Reject what is no Lightning checkpoint; copy small tensors, so that they keep no file open."""
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise CheckpointError(
-            f"{path} is not a Lightning checkpoint: it holds "
-            + (
-                f"the keys {sorted(map(str, checkpoint))[:5]}"
-                if isinstance(checkpoint, dict)
-                else f"{type(checkpoint)}"
-            )
-            + ", no state_dict"
-        )
+        is_dict = isinstance(checkpoint, dict)
+        content = f"the keys {sorted(map(str, checkpoint))[:5]}" if is_dict else f"{type(checkpoint)}"
+        raise CheckpointError(f"{path} is not a Lightning checkpoint: it holds {content}, no state_dict")
     large = ("state_dict", "optimizer_states")
     return {key: value if key in large else _clone_tensors(value) for key, value in checkpoint.items()}
 
 
 def _clone_tensors(value: Any) -> Any:
-    """Containers of the plain kinds with their tensors copied."""
+    """Copy the tensors in plain containers."""
     if isinstance(value, Tensor):
         return value if value.is_meta else value.clone()
     if type(value) is dict:

@@ -1,7 +1,7 @@
-"""A checkpoint as a folder that every rank writes its part of, through torch.distributed.checkpoint.
+"""A checkpoint as a folder to which every rank writes its shards, through torch.distributed.checkpoint.
 
-Tensors are described by where they lie in the whole (``boxes``), so any number of ranks with any plan reads them.
-Everything else is in one small file, an ordinary ``torch.save`` in which the tensors are meta tensors.
+Tensors are stored as chunks of the full tensor, so any number of ranks with any plan can read them. Everything else is
+in one small file, written by ``torch.save`` with placeholders (meta tensors) for the tensors.
 """
 
 from __future__ import annotations
@@ -15,53 +15,38 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint import planner as dcp_planner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_osdp.backend.collectives import broadcast_object, raise_on_all_ranks
+from lightning_osdp.backend.agree import broadcast_object, raise_on_all_ranks
 from lightning_osdp.errors import CheckpointError
 from lightning_osdp.state import atomic_files, single_file
 from lightning_osdp.state.deferred_tensor import DeferredTensor, DeferredTensors, LoadTarget
 from lightning_osdp.state.shard_layout import ReplicatedLayout, TensorChunk
 
 TRAINER_FILE = "trainer.pt"
-"""What is no tensor of the model or of an optimizer."""
+"""Name of the file with everything but the tensors of the model and of the optimizers."""
 
 FORMAT_NAME, FORMAT_VERSION = "lightning_osdp sharded checkpoint", 1
 
 
 def save(checkpoint: Mapping[str, Any], target: Path, deferred_tensors: DeferredTensors, group: Any) -> None:
-    """Writes ``is_recomputed`` as the folder ``target``: every rank what it has of the sources of ``deferred_tensors``. Collective.
+    """Write ``checkpoint`` as the folder ``target``, to which every rank adds its shards. Collective.
 
     Args:
-        checkpoint: that of the first rank counts.
-        target: on a file system that all ranks share.
-        deferred_tensors: the handles in it.
+        checkpoint: the first rank's is written.
+        target: a path on a file system that all ranks share.
+        deferred_tensors: the placeholders in the checkpoint.
         group: all ranks.
 
     Raises:
-        CheckpointError: a rank could not write, on every rank; ``target`` is as it was then.
+        CheckpointError: a rank could not write; it is raised on every rank, and ``target`` is unchanged.
     """
     is_first = group.rank() == 0
 
@@ -78,8 +63,8 @@ def save(checkpoint: Mapping[str, Any], target: Path, deferred_tensors: Deferred
     }
 
     def commit() -> None:
-        for value in _find_meta_tensors(checkpoint):
-            deferred_tensors.index_of(value)
+        for meta_tensor in _find_meta_tensors(checkpoint):
+            deferred_tensors.index_of(meta_tensor)  # raises if it is no placeholder
         with _as_checkpoint_error(target):
             single_file.save(contents, unfinished / TRAINER_FILE, None)
             atomic_files.commit(unfinished, target)
@@ -90,7 +75,7 @@ def save(checkpoint: Mapping[str, Any], target: Path, deferred_tensors: Deferred
     except BaseException as error:
         if is_first:
             atomic_files.remove(unfinished)
-        if isinstance(error, CheckpointError):  # on every rank: none goes on while there is something left
+        if isinstance(error, CheckpointError):  # raised on every rank: none goes on before the folder is removed
             dist.barrier(group=group)
         raise
 
@@ -123,17 +108,19 @@ def _format_cause(wrapped: Any) -> str:
 
 def _find_meta_tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Mapping):
-        return [found for inner in value.values() for found in _find_meta_tensors(inner)]
+        value = list(value.values())
     if isinstance(value, list | tuple):
-        return [found for inner in value for found in _find_meta_tensors(inner)]
+        return [tensor for inner in value for tensor in _find_meta_tensors(inner)]
     return [value] if isinstance(value, Tensor) and value.is_meta else []
 
 
 class _CheckpointWriter(FileSystemWriter):
-    """Says that the disk is full, not that the end of a file is not where it should be."""
+    """A writer that reports why a write failed (the disk is full), not the error that follows from it."""
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """Writes this rank's boxes."""
+    def write_data(
+        self, plan: dcp_planner.SavePlan, planner: dcp_planner.SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
+        """Write this rank's chunks."""
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
@@ -141,7 +128,7 @@ class _CheckpointWriter(FileSystemWriter):
 
 
 class _ChunkSavePlanner(DefaultSavePlanner):
-    """Says where this rank's boxes lie. What several ranks hold is written by the one with the least to write."""
+    """Plan of this rank's chunks. What several ranks hold is written by the rank that has the least to write."""
 
     def __init__(self, deferred_tensors: Sequence[DeferredTensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -149,48 +136,50 @@ class _ChunkSavePlanner(DefaultSavePlanner):
         self._deferred_tensors = deferred_tensors
 
     def set_up_planner(
-        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+        self, state_dict: Any, storage_meta: dcp_metadata.StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Nothing to set up: the sources were given."""
+        """Do nothing: the tensors are known already."""
 
-    def create_local_plan(self) -> SavePlan:
-        """One item for each box."""
-        return SavePlan(
+    def create_local_plan(self) -> dcp_planner.SavePlan:
+        """Return a plan with one item for each chunk."""
+        return dcp_planner.SavePlan(
             [
-                self._make_write_item(source, box)
-                for source in self._deferred_tensors
-                for box in source.layout.local_chunks()
+                self._make_write_item(tensor, chunk)
+                for tensor in self._deferred_tensors
+                for chunk in tensor.layout.local_chunks()
             ]
         )
 
-    def _make_write_item(self, deferred_tensor: DeferredTensor, tensor_chunk: TensorChunk) -> WriteItem:
-        chunk = _to_chunk_metadata(tensor_chunk)
-        self._chunk_values[deferred_tensor.name, chunk.offsets] = tensor_chunk.view(
-            deferred_tensor.local_shard.detach()
+    def _make_write_item(self, deferred_tensor: DeferredTensor, tensor_chunk: TensorChunk) -> dcp_planner.WriteItem:
+        metadata, local_shard = _to_chunk_metadata(tensor_chunk), deferred_tensor.local_shard.detach()
+        self._chunk_values[deferred_tensor.name, metadata.offsets] = tensor_chunk.view(local_shard)
+        properties = dcp_metadata.TensorProperties(dtype=local_shard.dtype)
+        data = dcp_planner.TensorWriteData(chunk=metadata, properties=properties, size=deferred_tensor.layout.shape)
+        return dcp_planner.WriteItem(
+            dcp_metadata.MetadataIndex(deferred_tensor.name, metadata.offsets),
+            dcp_planner.WriteItemType.SHARD,
+            tensor_data=data,
         )
-        properties = TensorProperties(dtype=deferred_tensor.local_shard.dtype)
-        data = TensorWriteData(chunk=chunk, properties=properties, size=deferred_tensor.layout.shape)
-        return WriteItem(MetadataIndex(deferred_tensor.name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The values of a box."""
+    def resolve_data(self, write_item: dcp_planner.WriteItem) -> Tensor:
+        """Return the values of a chunk."""
         index = write_item.index
         assert index.offset is not None
         return self._chunk_values[index.fqn, index.offset]
 
 
-def _to_chunk_metadata(tensor_chunk: TensorChunk) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(tensor_chunk.offsets), torch.Size(tensor_chunk.sizes))
+def _to_chunk_metadata(tensor_chunk: TensorChunk) -> dcp_metadata.ChunkStorageMetadata:
+    return dcp_metadata.ChunkStorageMetadata(torch.Size(tensor_chunk.offsets), torch.Size(tensor_chunk.sizes))
 
 
 class CheckpointFolder:
     """A folder that ``save`` wrote, opened on one rank.
 
     Attributes:
-        checkpoint: what was saved, with handles in place of the tensors.
+        checkpoint: what was saved, with placeholders for the tensors.
 
     Raises:
-        CheckpointError: it is damaged, or no such folder.
+        CheckpointError: the folder is damaged, or was not written by ``save``.
     """
 
     def __init__(self, path: Path, weights_only: bool | None) -> None:
@@ -200,18 +189,18 @@ class CheckpointFolder:
         self._reader.set_up_storage_reader(self._metadata, True)
         contents = self._read_trainer_file(weights_only)
         self.checkpoint: dict[str, Any] = contents["checkpoint"]
-        self._names = {id(handle): name for name, handle in contents["tensors"].items()}
-        self._placeholders = contents["tensors"]
+        self._placeholders: dict[str, Tensor] = contents["tensors"]
+        self._names = {id(placeholder): name for name, placeholder in self._placeholders.items()}
 
-    def _read_metadata(self) -> Metadata:
+    def _read_metadata(self) -> dcp_metadata.Metadata:
         for name in (".metadata", TRAINER_FILE):
             if not (self.path / name).is_file():
                 raise CheckpointError(f"{self.path} is not a checkpoint of lightning_osdp: there is no {name} in it")
         try:
             metadata = self._reader.read_metadata()
-        except Exception as error:  # a damaged pickle raises anything
+        except Exception as error:  # a damaged pickle may raise anything
             raise CheckpointError(f"{self.path}/.metadata is damaged: {type(error).__name__}: {error}") from error
-        if not isinstance(metadata, Metadata):
+        if not isinstance(metadata, dcp_metadata.Metadata):
             raise CheckpointError(f"{self.path}/.metadata is damaged: it holds a {type(metadata).__name__}")
         return metadata
 
@@ -221,17 +210,21 @@ class CheckpointFolder:
             raise CheckpointError(f"{self.path}/{TRAINER_FILE} is not of a checkpoint of lightning_osdp")
         if contents["version"] != FORMAT_VERSION:
             raise CheckpointError(f"{self.path} has version {contents['version']}, this package reads {FORMAT_VERSION}")
-        for name, handle in contents["tensors"].items():
-            known = self._metadata.state_dict_metadata.get(name)
-            if not isinstance(known, TensorStorageMetadata) or known.size != handle.shape:
+        for name, placeholder in contents["tensors"].items():
+            stored = self._metadata.state_dict_metadata.get(name)
+            if not isinstance(stored, dcp_metadata.TensorStorageMetadata) or stored.size != placeholder.shape:
                 raise CheckpointError(f"{self.path} is damaged: .metadata and {TRAINER_FILE} differ on {name}")
         return contents
 
     def verify(self, rank: int, world_size: int) -> None:
-        """Compares this rank's share of the stored boxes with their checksums.
+        """Compare this rank's share of the stored chunks with their checksums.
+
+        Args:
+            rank: this rank.
+            world_size: number of ranks that share the work.
 
         Raises:
-            CheckpointError: something is not as it was written.
+            CheckpointError: a chunk is damaged.
         """
         stored = sorted(self._reader.storage_data.values(), key=lambda info: (info.relative_path, info.offset))
         for info in stored[rank::world_size]:
@@ -245,42 +238,43 @@ class CheckpointFolder:
             atomic_files.verify_zip(content, str(path))
 
     def has_tensor(self, placeholder: Tensor) -> bool:
-        """Whether ``placeholder`` stands for a tensor in here."""
+        """Return whether a placeholder stands for a tensor in the folder."""
         return id(placeholder) in self._names
 
     def fill(self, targets: Sequence[LoadTarget]) -> None:
-        """Reads what each target needs, and no more than the boxes that hold some of it."""
-        reading = _ChunkLoadPlanner([(self._names[id(target.value)], target) for target in targets], self._metadata)
+        """Read the values of each target, from no more than the chunks that overlap it."""
+        planner = _ChunkLoadPlanner([(self._names[id(target.value)], target) for target in targets], self._metadata)
         with torch.no_grad():
-            self._reader.read_data(reading.plan, reading).wait()
+            self._reader.read_data(planner.plan, planner).wait()
 
     def read_full_tensor(self, placeholder: Tensor) -> Tensor:
-        """All of a tensor, on the CPU."""
-        whole = torch.empty(placeholder.shape, dtype=placeholder.dtype)
-        self.fill([LoadTarget(ReplicatedLayout(placeholder.shape), whole, placeholder)])
-        return whole
+        """Read a full tensor to the CPU."""
+        full_tensor = torch.empty(placeholder.shape, dtype=placeholder.dtype)
+        self.fill([LoadTarget(ReplicatedLayout(placeholder.shape), full_tensor, placeholder)])
+        return full_tensor
 
 
 class _ChunkLoadPlanner(DefaultLoadPlanner):
-    """Says which boxes this rank wants, and where their values go."""
+    """Plan of the chunks that this rank reads, and where their values go."""
 
-    def __init__(self, named_targets: Sequence[tuple[str, LoadTarget]], metadata: Metadata) -> None:
+    def __init__(self, named_targets: Sequence[tuple[str, LoadTarget]], metadata: dcp_metadata.Metadata) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._chunk_buffers: dict[tuple[str, torch.Size], Tensor] = {}
-        items: list[ReadItem] = []
+        items: list[dcp_planner.ReadItem] = []
         for name, target in named_targets:
             stored = metadata.state_dict_metadata[name]
-            assert isinstance(stored, TensorStorageMetadata)
-            boxes = list(target.layout.local_chunks())
-            self._chunk_buffers |= {(name, torch.Size(box.offsets)): box.view(target.local_shard) for box in boxes}
-            items += create_read_items_for_chunk_list(name, stored, [_to_chunk_metadata(box) for box in boxes])
-        self.plan = LoadPlan(items)
+            assert isinstance(stored, dcp_metadata.TensorStorageMetadata)
+            chunks = list(target.layout.local_chunks())
+            self._chunk_buffers |= {
+                (name, torch.Size(chunk.offsets)): chunk.view(target.local_shard) for chunk in chunks
+            }
+            items += create_read_items_for_chunk_list(name, stored, [_to_chunk_metadata(chunk) for chunk in chunks])
+        self.plan = dcp_planner.LoadPlan(items)
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The part of a box that a stored one holds."""
+    def resolve_tensor(self, read_item: dcp_planner.ReadItem) -> Tensor:
+        """Return the part of a chunk that a stored chunk overlaps."""
         index = read_item.dest_index
         assert index.offset is not None
-        tensor = self._chunk_buffers[index.fqn, index.offset]
-        for dimension, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            tensor = tensor.narrow(dimension, start, length)
-        return tensor
+        ranges = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        overlap = tuple(slice(start, start + length) for start, length in ranges)
+        return self._chunk_buffers[index.fqn, index.offset][overlap]

@@ -1,7 +1,7 @@
-"""One ordinary ``torch.save`` file whose tensors come into being one at a time, while it is written.
+"""An ordinary ``torch.save`` file whose tensors are computed one at a time while it is written.
 
-``torch.save`` pickles an object first and then writes the storages of its tensors one after the other, each of them
-moved to the CPU by ``storage.cpu()``. A streamed tensor has a storage without memory whose ``cpu`` makes the values.
+``torch.save`` pickles an object first and then writes the storages of its tensors one after the other, each after
+``storage.cpu()``. A streamed tensor has a storage without memory whose ``cpu`` computes the values.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from torch import Tensor
 
 
 class _LazyStorage(torch.UntypedStorage):
-    """Values that are made when they are written."""
+    """A storage whose values are computed when they are written."""
 
     make: Callable[[], Tensor]
 
     def cpu(self) -> Any:
-        """The values; torch.save lets go of them once they are in the file."""
+        """Return the values, which torch.save frees once they are in the file."""
         values = self.make().contiguous().cpu()
         return (values if values.storage_offset() == 0 else values.clone()).untyped_storage()
 
 
 def save(value: Any, path: Path, value_factory: Callable[[Tensor], Callable[[], Tensor]] | None) -> None:
-    """Writes ``value`` as ``torch.save`` does, meta tensors with the values that ``value_factory`` them makes.
+    """Write ``value`` as ``torch.save`` does, and meta tensors with the values that ``value_factory`` provides.
 
     Args:
-        value: what to save.
+        value: the object to save.
         path: a local file.
-        value_factory: for a meta tensor, a function that makes a tensor of its shape and dtype, called once; None to save
-            meta tensors as such.
+        value_factory: returns, for a meta tensor, the function that computes a tensor of its shape and dtype, which is
+            called once; None: meta tensors are saved as such.
 
     Raises:
         OSError: the disk is full, or the file can't be written.
@@ -57,7 +57,7 @@ def save(value: Any, path: Path, value_factory: Callable[[Tensor], Callable[[], 
 
 
 def _reduce_placeholder(placeholder: Tensor, make: Callable[[], Tensor]) -> tuple[Any, ...]:
-    """As a dense tensor on the CPU with a storage of its own is pickled."""
+    """Pickle a placeholder like a dense CPU tensor with a storage of its own."""
     storage: Any = _LazyStorage(placeholder.numel() * placeholder.element_size(), device="meta")  # type: ignore[no-untyped-call]
     storage.make = make
     typed: Any = torch.TypedStorage(wrap_storage=storage, dtype=placeholder.dtype, _internal=True)  # type: ignore[no-untyped-call]

@@ -1,4 +1,7 @@
-"""Model and optimizer state that does not know the plan: whole tensors under the names the user gave them."""
+"""Model and optimizer state independent of the plan: full tensors under the user's names.
+
+Collective: every rank must call these functions.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,18 @@ from lightning_osdp.state.deferred_tensor import DeferredTensor, DeferredTensors
 from lightning_osdp.state.shard_layout import ReplicatedLayout, ShardLayout
 
 PARAMETER_NAMES = "param_names"
-"""Key of the parameters' names in an optimizer's state, beside ``job_state`` and ``param_groups``. PyTorch would have them
-inside of the groups, but an optimizer made without names takes those over and then refuses new groups without."""
+"""Key of the parameters' names in an optimizer's state, next to ``state`` and ``param_groups``. PyTorch puts names into
+the groups, but an optimizer made without names takes those over and then rejects new groups without names."""
 
 Fill = Callable[[list[LoadTarget]], None]
-"""Puts values of a checkpoint where they go."""
+"""A function that fills targets with values of a checkpoint."""
 
 
 class ShardedParameters:
-    """Which parameters are sharded, and how to get from a rank's part to the whole and back.
+    """The sharded parameters of a module and how they lie over the ranks.
 
     Args:
-        layouts: of each sharded parameter.
+        layouts: the layout of each sharded parameter.
         group: all ranks.
     """
 
@@ -40,53 +43,55 @@ class ShardedParameters:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this rank is the one that holds gathered state."""
+        """Whether this is the rank that holds gathered state."""
         return self._rank == 0
 
     def unsharded_shape(self, parameter: Tensor) -> torch.Size:
-        """Shape of the parameter when whole, sharded or not."""
+        """Return the shape of the full parameter, sharded or not."""
         if isinstance(parameter, nn.Parameter) and parameter in self._layouts:
             return self._layouts[parameter].shape
         return parameter.shape
 
     def layout_of(self, parameter: nn.Parameter) -> ShardLayout:
-        """How a parameter lies, sharded or not."""
+        """Return the layout of a parameter, sharded or not."""
         return self._layouts.get(parameter) or ReplicatedLayout(parameter.shape)
 
     @contextmanager
     def show_unsharded_shapes(self) -> Iterator[None]:
-        """Within it, sharded parameters have their whole shape but no values, for code that sorts them by shape."""
-        parts = {parameter: parameter.data for parameter in self._layouts}
+        """Give sharded parameters their full shape, without values, within the block, for code that inspects shapes."""
+        shards = {parameter: parameter.data for parameter in self._layouts}
         try:
             for parameter, layout in self._layouts.items():
                 parameter.data = parameter.data.new_zeros(()).expand(layout.shape)
             yield
         finally:
-            for parameter, part in parts.items():
-                parameter.data = part
+            for parameter, shard in shards.items():
+                parameter.data = shard
 
     @contextmanager
     def summon_full_params(self, parameters: Iterable[nn.Parameter], writeback: bool) -> Iterator[None]:
-        """Within it, those of ``parameters`` that are sharded are whole; changes are kept if ``writeback``. Collective.
+        """Unshard parameters within the block.
 
-        Each rank keeps its own part of what it wrote.
+        Args:
+            parameters: in the same order on every rank; others than sharded ones are left as they are.
+            writeback: whether each rank retains its own shard of changes.
         """
-        parts: dict[nn.Parameter, Tensor] = {}
+        shards: dict[nn.Parameter, Tensor] = {}
         try:
-            for parameter in parameters:  # in the same order on every rank
+            for parameter in parameters:
                 if parameter in self._layouts:
-                    part = parameter.data
-                    parameter.data = self._layouts[parameter].unshard(part)
-                    parts[parameter] = part
+                    shard = parameter.data
+                    parameter.data = self._layouts[parameter].unshard(shard)
+                    shards[parameter] = shard
             yield
         finally:
-            for parameter, part in parts.items():
+            for parameter, shard in shards.items():
                 if writeback:
-                    part.copy_(self._layouts[parameter].shard(parameter.data).view(part.shape))
-                parameter.data = part
+                    shard.copy_(self._layouts[parameter].shard(parameter.data).view(shard.shape))
+                parameter.data = shard
 
     def shard_existing_state(self, optimizer: Optimizer) -> None:
-        """Cuts optimizer state that was made before sharding (Adagrad makes its own at once) down to this rank's."""
+        """Shard optimizer state that was made before sharding (Adagrad makes its state in the constructor)."""
         for parameter, layout in self._layouts.items():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.shape == layout.shape:
@@ -95,30 +100,28 @@ class ShardedParameters:
     def compute_norm(
         self, gradients: Iterable[tuple[nn.Parameter | None, Tensor]], norm_type: float, device: torch.device
     ) -> Tensor:
-        """Norm over all gradients, each element counted once however its parameter lies over the ranks. Collective.
+        """Return the norm over all gradients, in which each element counts once however its parameter is sharded.
 
         Args:
-            gradients: with the parameter that each is for; None for one that is not sharded.
+            gradients: pairs of a parameter, or None for one that is not sharded, and its local gradient.
             norm_type: p of the p-norm; may be inf.
-            device: where the norm is to be.
+            device: device of the result.
         """
-        by_group: dict[Any, list[Tensor]] = {
-            group: [] for group in self._process_groups()
-        }  # the same keys on every rank
-        for parameter, whole_or_part in gradients:
-            for group, gradient in self._split_by_group(parameter, whole_or_part.detach()):
+        by_group: dict[Any, list[Tensor]] = {group: [] for group in self._process_groups()}  # alike on every rank
+        for parameter, local_gradient in gradients:
+            for group, gradient in self._split_by_group(parameter, local_gradient.detach()):
                 by_group[group].append(gradient)
         total = torch.zeros((), device=device)
-        for group, ours_of_it in by_group.items():
-            ours = _power_sum(ours_of_it, norm_type, device)
+        is_max = norm_type == float("inf")
+        for group, local_gradients in by_group.items():
+            power_sum = _power_sum(local_gradients, norm_type, device)
             if group is not None:
-                operation = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
-                dist.all_reduce(ours, op=operation, group=group)
-            total = torch.maximum(total, ours) if norm_type == float("inf") else total + ours
-        return total if norm_type == float("inf") else total.pow(1.0 / norm_type)
+                dist.all_reduce(power_sum, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+            total = torch.maximum(total, power_sum) if is_max else total + power_sum
+        return total if is_max else total.pow(1.0 / norm_type)
 
     def _process_groups(self) -> list[Any]:
-        """Groups over which slices are cut into pieces, and None for what every rank holds."""
+        """Return the groups over which slices are sharded, and None for what every rank holds."""
         groups = {group: None for layout in self._layouts.values() for group in layout.groups}
         return list(groups | {None: None})
 
@@ -131,7 +134,7 @@ class ShardedParameters:
 
 
 def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Sum of |g|^p over all elements, or their largest |g| for p = inf, in float32."""
+    """Return the sum of |g|^p over all elements, or the largest |g| for p = inf, in float32."""
     if not gradients:
         return torch.zeros((), device=device)
     norms = torch.stack([torch.linalg.vector_norm(g, norm_type, dtype=torch.float32).to(device) for g in gradients])
@@ -139,7 +142,7 @@ def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) 
 
 
 def fill_from_memory(targets: Iterable[LoadTarget]) -> None:
-    """Puts whole tensors where they go."""
+    """Fill targets whose values are full tensors."""
     for target in targets:
         target.fill()
 
@@ -147,7 +150,7 @@ def fill_from_memory(targets: Iterable[LoadTarget]) -> None:
 def gather_state(
     sharded_parameters: ShardedParameters, collect_state: Callable[[DeferredTensors], dict[str, Any]]
 ) -> dict[str, Any]:
-    """A state whole and on the CPU; empty on ranks other than the first. Collective."""
+    """Return a full state on the CPU of the first rank; it is empty on other ranks."""
     state = collect_state(DeferredTensors(eager=True, is_rank_zero=sharded_parameters.is_rank_zero))
     return tree_map_only(Tensor, Tensor.cpu, state) if sharded_parameters.is_rank_zero else {}
 
@@ -155,7 +158,7 @@ def gather_state(
 def model_state(
     module: nn.Module, sharded_parameters: ShardedParameters, deferred_tensors: DeferredTensors
 ) -> dict[str, Any]:
-    """The plain module's state dict, what is to be gathered as ``deferred_tensors`` has it. Collective.
+    """Return the plain module's state dict; tensors to be gathered are replaced by placeholders.
 
     Tied parameters stay one tensor.
     """
@@ -167,17 +170,17 @@ def model_state(
         if parameter is not None and (
             parameter in sharded_parameters.parameters or (deferred_tensors.includes_replicated and parameter.dim() > 0)
         ):
-            source = DeferredTensor(
-                f"state_dict.{names[parameter]}", sharded_parameters.layout_of(parameter), parameter.data
+            layout = sharded_parameters.layout_of(parameter)
+            state[key] = deferred_tensors.placeholder(
+                DeferredTensor(f"state_dict.{names[parameter]}", layout, parameter.data)
             )
-            state[key] = deferred_tensors.placeholder(source)
     return state
 
 
 def load_model_state(
     module: nn.Module, sharded_parameters: ShardedParameters, state: Mapping[str, Any], strict: bool, fill: Fill
 ) -> None:
-    """Loads whole tensors or handles, given on every rank, into shards and replicas. See ``check_model_state``."""
+    """Load full tensors or placeholders, given on every rank, into the module. See ``check_model_state``."""
     check_model_state(module, sharded_parameters, state, strict)
     by_name = dict(module.named_parameters(remove_duplicate=False))
     local: dict[str, Any] = dict(state)
@@ -185,7 +188,7 @@ def load_model_state(
     for key, parameter in by_name.items():
         if key in state and (parameter in sharded_parameters.parameters or state[key].is_meta):
             targets[parameter] = LoadTarget(sharded_parameters.layout_of(parameter), parameter.data, state[key])
-            local[key] = parameter.data  # the rest is loaded as the module likes it; this is there already
+            local[key] = parameter.data  # filled below; the module itself loads the rest
     fill(list(targets.values()))
     module.load_state_dict(local, strict=strict)
 
@@ -193,7 +196,7 @@ def load_model_state(
 def check_model_state(
     module: nn.Module, sharded_parameters: ShardedParameters, state: Mapping[str, Any], strict: bool
 ) -> None:
-    """Refuses a state dict of another model.
+    """Reject a state dict of another model.
 
     Raises:
         ShardingError: keys are missing or unexpected (``strict``), or a shape differs.
@@ -219,14 +222,14 @@ def optimizer_state(
     index: int,
     deferred_tensors: DeferredTensors,
 ) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with ``param_names`` beside it, as plain PyTorch loads it. Collective.
+    """Return ``optimizer.state_dict()`` with ``param_names``, as plain PyTorch loads it.
 
     Args:
-        optimizer: whose state.
-        sharded_parameters: how parameters lie.
-        names: of the module's parameters.
-        index: of the optimizer among the module's.
-        deferred_tensors: says what becomes of tensors that lie like their parameter.
+        optimizer: the optimizer.
+        sharded_parameters: the layouts of the parameters.
+        names: the names of the module's parameters.
+        index: index of the optimizer in the module's list.
+        deferred_tensors: provides the placeholders of tensors that lie like their parameter.
     """
     packed: dict[str, Any] = optimizer.state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -256,7 +259,7 @@ def load_optimizer_state(
     saved_state: Mapping[str, Any],
     fill: Fill,
 ) -> None:
-    """Loads what ``optimizer_state`` or a plain optimizer's ``state_dict`` returned, given on every rank."""
+    """Load what ``optimizer_state`` or a plain optimizer's ``state_dict`` returned, given on every rank."""
     packed = match_optimizer_state(optimizer, sharded_parameters, names, saved_state)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     targets: list[LoadTarget] = []
@@ -267,10 +270,10 @@ def load_optimizer_state(
         state[number] = {}
         for key, value in entries.items():
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape == layout.shape:
-                part = torch.empty(parameter.shape, dtype=value.dtype, device=parameter.device)
-                targets.append(LoadTarget(layout, part, value))
-                state[number][key] = part
-            else:  # a copy: the file that it may be mapped from is not to be kept
+                shard = torch.empty(parameter.shape, dtype=value.dtype, device=parameter.device)
+                targets.append(LoadTarget(layout, shard, value))
+                state[number][key] = shard
+            else:  # a copy, so that the file that it may be mapped from can be closed
                 state[number][key] = value.clone() if isinstance(value, Tensor) else value
     fill(targets)
     optimizer.load_state_dict({**packed, "state": state})
@@ -282,41 +285,42 @@ def match_optimizer_state(
     names: Mapping[nn.Parameter, str],
     saved_state: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The saved state with its parameters in this optimizer's order: by name if both name the same ones.
+    """Return the saved state with its parameters in this optimizer's order: by name if both have the same names.
 
     Raises:
         ShardingError: it has other parameter groups, or a state of another shape. Nothing has changed then.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    here, there = (
-        [len(g["params"]) for g in optimizer.param_groups],
-        [len(g["params"]) for g in saved_state["param_groups"]],
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    saved_sizes = [len(group["params"]) for group in saved_state["param_groups"]]
+    own_names, saved_names = [names.get(parameter) for parameter in parameters], _get_saved_names(saved_state)
+    by_name = (
+        saved_names is not None
+        and None not in own_names
+        and sorted(map(str, own_names)) == sorted(map(str, saved_names))
     )
-    ours, theirs = [names.get(parameter) for parameter in parameters], _get_saved_names(saved_state)
-    by_name = theirs is not None and None not in ours and sorted(map(str, ours)) == sorted(map(str, theirs))
-    if len(here) != len(there) or (here != there and not by_name):
+    if len(sizes) != len(saved_sizes) or (sizes != saved_sizes and not by_name):
         raise ShardingError(
-            f"the optimizer state does not fit: its parameter groups hold {there} parameters, those here {here}"
+            f"the optimizer state does not fit: its parameter groups hold {saved_sizes} parameters, those here {sizes}"
         )
-    order = [n for group in saved_state["param_groups"] for n in group["params"]]
+    order = [number for group in saved_state["param_groups"] for number in group["params"]]
     if by_name:
-        assert theirs is not None
-        where = dict(zip(map(str, theirs), order, strict=True))
-        order = [where[str(name)] for name in ours]
+        assert saved_names is not None
+        number_by_name = dict(zip(map(str, saved_names), order, strict=True))
+        order = [number_by_name[str(name)] for name in own_names]
     state = {number: saved_state["state"][old] for number, old in enumerate(order) if old in saved_state["state"]}
     for number, entries in state.items():
-        _check_shapes(
-            ours[number] or f"parameter {number}", entries, sharded_parameters.unsharded_shape(parameters[number])
-        )
+        name, shape = own_names[number] or f"parameter {number}", sharded_parameters.unsharded_shape(parameters[number])
+        _check_shapes(name, entries, shape)
     first, groups = 0, []
-    for group, size in zip(saved_state["param_groups"], here, strict=True):
+    for group, size in zip(saved_state["param_groups"], sizes, strict=True):
         groups.append({**group, "params": list(range(first, first + size))})
         first += size
     return {"state": state, "param_groups": groups}
 
 
 def _get_saved_names(saved_state: Mapping[str, Any]) -> list[str] | None:
-    """Of the saved parameters, in the order of the groups: as this package writes them, or as PyTorch does."""
+    """Return the saved parameters' names in the order of the groups, as written by this package or by PyTorch."""
     if PARAMETER_NAMES in saved_state:
         return list(saved_state[PARAMETER_NAMES])
     if all("param_names" in group for group in saved_state["param_groups"]):
@@ -325,7 +329,7 @@ def _get_saved_names(saved_state: Mapping[str, Any]) -> list[str] | None:
 
 
 def _check_shapes(name: str, entries: Mapping[str, Any], shape: torch.Size) -> None:
-    """A state with as many dimensions as its parameter is expected to lie like it (factored ones have fewer)."""
+    """Reject a state with as many dimensions as its parameter (factored states have fewer) but another shape."""
     for key, value in entries.items():
         if isinstance(value, Tensor) and value.dim() == len(shape) > 0 and value.shape != shape:
             raise ShardingError(

@@ -18,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp.backend.collectives import raise_on_all_ranks
+from lightning_osdp.backend.agree import raise_on_all_ranks
 from lightning_osdp.engine.base import Engine
 from lightning_osdp.errors import ConfigurationError, OSDPWarning
 from lightning_osdp.planning.spec.model import CheckpointMemory

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from rich.console import Console
 
 from lightning_osdp.autotune.ranks import RankGroup
-from lightning_osdp.backend import collectives
+from lightning_osdp.backend import agree
+from lightning_osdp.backend.work import COMM_WAIT
 from lightning_osdp.planning.cost.run_correction import Correction, MeasuredStep, exceeds_prediction, update_correction
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.report import tables
@@ -48,7 +49,7 @@ class PredictionMonitor:
         self._rank_group = rank_group
         self._correction = correction
         self._save_correction = save_correction
-        self._timer = StepTimer(rank_group.device, lambda: collectives.COMM_WAIT.seconds)
+        self._timer = StepTimer(rank_group.device, lambda: COMM_WAIT.seconds)
         self._num_steps = 0
         self._reported_steps = 0
         self._detect_drift = detect_drift
@@ -93,6 +94,6 @@ class PredictionMonitor:
             return None
         exposed_s = -1.0 if own.communication_s is None else own.communication_s
         numbers = (own.step_time_s, exposed_s, own.peak_memory_bytes)
-        largest = collectives.all_reduce_max(numbers, self._rank_group.group, self._rank_group.device)
+        largest = agree.all_reduce_max(numbers, self._rank_group.group, self._rank_group.device)
         step_time_s, communication_s, peak = largest
         return MeasuredStep(step_time_s, None if communication_s < 0 else communication_s, int(peak))

@@ -34,7 +34,7 @@ from lightning_osdp.autotune.ranks import RankGroup, ranks_sharing_memory_limit
 from lightning_osdp.autotune.startup_budget import StartupBudget
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.backend import memory
-from lightning_osdp.backend.cpu.heap_controller import HeapController
+from lightning_osdp.backend.allocator import HeapController
 from lightning_osdp.backend.fused_adam import fused_step
 from lightning_osdp.engine.base import Engine, create_engine
 from lightning_osdp.engine.meta_init import MetaInitializer, check_initializable, is_meta

@@ -19,8 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_osdp.backend import memory
-from lightning_osdp.backend.cpu import malloc
+from lightning_osdp.backend import allocator
 from lightning_osdp.strategy.checkpointing import CheckpointingStrategy
 from lightning_osdp.strategy.launcher import Launcher
 
@@ -91,11 +90,7 @@ class ProcessGroupStrategy(CheckpointingStrategy):
     def setup_environment(self) -> None:
         """Configure the allocator and join the process group, before any hook of the user."""
         super().setup_environment()
-        if self.root_device.type == "cpu":
-            malloc.configure_cpu_allocator()
-            memory.clear_linecache()
-        elif self.root_device.type == "cuda":
-            memory.enable_expandable_segments(self.root_device)
+        allocator.configure(self.root_device)
         reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None

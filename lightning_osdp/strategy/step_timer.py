@@ -11,6 +11,7 @@ import torch
 
 from lightning_osdp.backend.memory import peak_memory, reset_peak
 from lightning_osdp.backend.timer import elapsed_s, record_event
+from lightning_osdp.backend.work import is_driven_by_host
 from lightning_osdp.planning.cost.run_correction import MeasuredStep
 
 WARMUP_STEPS = 3
@@ -68,5 +69,5 @@ class StepTimer:
         seconds = self.median_s()
         if seconds is None:
             return None
-        waited = None if self._device.type == "cuda" else float(statistics.median(self._exposed_comm_times_s))
+        waited = float(statistics.median(self._exposed_comm_times_s)) if is_driven_by_host(self._device) else None
         return MeasuredStep(seconds, waited, self.peak_memory_bytes)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.backend import collectives
-from lightning_osdp.backend.memory import CAPPED_USABLE_FRACTION, enable_expandable_segments, memory_limit
+from lightning_osdp.backend.allocator import enable_expandable_segments
+from lightning_osdp.backend.memory import CAPPED_USABLE_FRACTION, memory_limit
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.profiling.tracing.trace import MAX_TRACE_BATCH_SIZE
 from tests.support.models import gpt_loss

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.autotune.profile import Profile
 from lightning_osdp.autotune.profile_cache import read
-from lightning_osdp.backend.collectives import all_reduce_max
+from lightning_osdp.backend.agree import all_reduce_max
 from lightning_osdp.backend.cpu.heap_controller import LIMIT_MARGIN
 from lightning_osdp.backend.cpu.malloc import HEAP
 from lightning_osdp.backend.memory import peak_memory, reset_peak

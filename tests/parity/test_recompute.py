@@ -41,7 +41,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks; the first gets an input without gradient. ``ops_by_optimizer``: checkpoints them itself, as transformers does."""
+    """Two blocks; the first gets an input without gradient.
+
+    ``own``: the model checkpoints them itself, as transformers does.
+    """
 
     def __init__(self, own: str = "") -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Everything that only training on CPUs needs."""
+"""What only training on CPUs needs. Nothing outside of ``backend`` imports it."""

@@ -1,9 +1,9 @@
-"""Keeps freed tensors in the heap from one training step to the next, as far as memory allows, if the plan says so.
+"""Retention of freed tensors in the heap from one training step to the next, as far as memory allows.
 
-How far a heap grows can't be told for sure, and whoever exceeds a limit is ended. So the heap starts with the room that
-the limit leaves beside a step that hands everything back, which is safe however it is used, and is given more as long
-as steps take less than the limit. A step that takes more, since batches or the model's paths differ or the heap has
-holes of the wrong sizes, takes a quarter of it away for good.
+How far a heap grows can't be predicted exactly, and exceeding a limit ends the process. So the heap starts with the
+memory that the limit leaves besides a step that releases everything, which is safe however it is used, and is enlarged
+as long as steps take less than the limit. A step that takes more, because batches or the model's paths differ or the
+heap has holes of the wrong sizes, shrinks it by a quarter for good.
 """
 
 from __future__ import annotations
@@ -11,49 +11,48 @@ from __future__ import annotations
 import torch
 
 from lightning_osdp.backend.cpu.malloc import HEAP
-from lightning_osdp.backend.memory import memory_in_use, peak_memory
+from lightning_osdp.backend.cpu.process_memory import peak_resident_bytes, resident_bytes
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 
-WARMUP_BATCHES = 2
-"""In these, with an optimizer step each, nothing is kept: in the first the optimizers' states are made, which are to
-lie outside of the heap, and the second shows what a step takes with them."""
+WARMUP_STEPS = 2
+"""First optimizer steps, in which nothing is retained: the first one makes the optimizers' states, which are to lie
+outside of the heap, and the second one shows what a step takes with them."""
 
 LIMIT_MARGIN = 0.02
-"""Share of the memory limit that stays free: a heap that is used goes on to grow by some MiB, since what is small finds
-no room in it either. [measured, natural language model, 1 GiB: 16 MiB in 30 steps, up to 9 in one]"""
+"""Fraction of the memory limit that stays free: a heap in use goes on to grow by some MiB [M-backend-13]."""
 
 SHRINK_FACTOR = 0.75
-"""Share of its room that the heap keeps when a step has taken too much."""
+"""Factor on the heap's size if a step has taken too much."""
 
 MIN_ADJUSTMENT_BYTES = 4 << 20
-"""Less is not worth a change."""
+"""Smallest change of the heap's size that is worth making."""
 
 MAX_GROWTH = 2.0
-"""The heap is given no more than so many times what a step frees."""
+"""Largest size of the heap, as a multiple of what a step frees."""
 
 
 class HeapController:
-    """Of one run under one plan.
+    """The size of the heap during training with one plan. It does nothing on CUDA, or if the plan retains nothing.
 
     Args:
-        plan: that is in use.
-        device: of this rank.
+        plan: the plan in use.
+        device: the device of this rank.
     """
 
     def __init__(self, plan: ExecutionPlan, device: torch.device) -> None:
         self._is_enabled = plan.retain_freed_memory and device.type == "cpu"
-        self._device, self._limit_bytes = device, int((1 - LIMIT_MARGIN) * plan.memory_limit_bytes)
+        self._limit_bytes = int((1 - LIMIT_MARGIN) * plan.memory_limit_bytes)
         self._max_peak_bytes = self._limit_bytes - plan.predicted.heap_headroom_bytes
-        self._batches, self._peak_bytes, self._idle_bytes = 0, 0, 0
+        self._num_steps, self._peak_bytes, self._idle_bytes = 0, 0, 0
         self._target_bytes, self._retained_bytes, self._max_target_bytes = 0, 0, 0
 
     def on_step_start(self) -> None:
-        """A micro-batch starts."""
+        """Adjust the heap before a micro-batch."""
         if not self._is_enabled:
             return
         if self._peak_bytes:  # an optimizer has stepped since
-            self._batches += 1
-            if self._batches >= WARMUP_BATCHES:
+            self._num_steps += 1
+            if self._num_steps >= WARMUP_STEPS:
                 self._adjust()
             self._peak_bytes = 0
         if self._target_bytes and self._target_bytes != self._retained_bytes:
@@ -61,27 +60,26 @@ class HeapController:
             self._retained_bytes = self._target_bytes
 
     def on_step_end(self) -> None:
-        """An optimizer's update is done, and the device's peak counter shows what that took since the last one."""
+        """Note the memory that was used since the last update, after an optimizer's update."""
         if self._is_enabled:
-            self._peak_bytes = max(self._peak_bytes, peak_memory(self._device))
-            self._idle_bytes = memory_in_use(self._device)
+            self._peak_bytes = max(self._peak_bytes, peak_resident_bytes())
+            self._idle_bytes = resident_bytes()
             if self._peak_bytes > self._limit_bytes:
                 self.release()
 
     def release(self) -> None:
-        """Something else than training comes, which was not planned with a grown heap."""
+        """Return the heap's unused memory before work other than training, which was not planned with a grown heap."""
         if self._retained_bytes:
             HEAP.release()
             self._retained_bytes = 0
 
     def _adjust(self) -> None:
-        """Gives the heap more room, or less, for what a step has taken."""
-        left = self._max_peak_bytes - self._peak_bytes
-        if self._batches == WARMUP_BATCHES:
+        left_bytes = self._max_peak_bytes - self._peak_bytes
+        if self._num_steps == WARMUP_STEPS:
             freed_bytes = self._peak_bytes - self._idle_bytes
             self._max_target_bytes = min(self._max_peak_bytes - self._idle_bytes, int(MAX_GROWTH * freed_bytes))
         if self._peak_bytes > self._limit_bytes:
-            less = int(SHRINK_FACTOR * self._target_bytes)
-            self._target_bytes = self._max_target_bytes = less if less >= MIN_ADJUSTMENT_BYTES else 0
-        elif left >= MIN_ADJUSTMENT_BYTES:
-            self._target_bytes = min(self._target_bytes + left, self._max_target_bytes)
+            smaller_bytes = int(SHRINK_FACTOR * self._target_bytes)
+            self._target_bytes = self._max_target_bytes = smaller_bytes if smaller_bytes >= MIN_ADJUSTMENT_BYTES else 0
+        elif left_bytes >= MIN_ADJUSTMENT_BYTES:
+            self._target_bytes = min(self._target_bytes + left_bytes, self._max_target_bytes)

@@ -1,15 +1,14 @@
-"""Lets code that takes CUDA streams for granted run in a process that computes on the CPU.
+"""Stubs for code that takes CUDA streams for granted, in a process that computes on the CPU.
 
 FairScale is such code: on a CPU build ``torch.cuda.current_stream`` raises, and so does ``Tensor.record_stream`` for a
-CPU tensor. It is shown a ``torch`` whose streams do nothing; its own code stays as it is.
+CPU tensor. Its global ``torch`` is replaced by a proxy whose streams do nothing.
 """
 
 from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,43 +19,27 @@ class _StubStream:
     """A CUDA stream where there is none: work is done when the call returns."""
 
     def wait_stream(self, stream: object) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
 
 STUB_STREAM = _StubStream()
 
 
-class _StubCuda(types.ModuleType):
-    """What FairScale sees as ``torch.cuda`` in a process that computes on the CPU."""
-
-    Stream = _StubStream
-
-    @staticmethod
-    def is_available() -> bool:
-        """Always false."""
-        return False
-
-    @staticmethod
-    def current_stream() -> _StubStream:
-        """The one and only."""
-        return STUB_STREAM
-
-    @staticmethod
-    @contextmanager
-    def stream(_: object) -> Iterator[None]:
-        """Runs the body as it is."""
-        yield
-
-    @staticmethod
-    def synchronize() -> None:
-        """Nothing to wait for."""
+_STUB_CUDA = types.SimpleNamespace(
+    Stream=_StubStream,
+    is_available=lambda: False,
+    current_stream=lambda: STUB_STREAM,
+    stream=lambda _: nullcontext(),
+    synchronize=lambda: None,
+)
+"""A stand-in for ``torch.cuda`` without devices."""
 
 
 class ModuleProxy(types.ModuleType):
-    """A module as it is, but for some names."""
+    """A module in which some names are replaced."""
 
     def __init__(self, module: types.ModuleType, **changes: Any) -> None:
         super().__init__(module.__name__)
@@ -68,14 +51,16 @@ class ModuleProxy(types.ModuleType):
 
 
 def patch_cuda_streams(module: Any) -> None:
-    """Shows ``module`` a torch without CUDA, and makes ``Tensor.record_stream`` do nothing for CPU tensors. Idempotent.
+    """Replace the ``torch`` of ``module`` by one without CUDA, and make ``Tensor.record_stream`` ignore CPU tensors.
+
+    Calling it again does nothing.
 
     Args:
-        module: the Python module whose global name ``torch`` is replaced.
+        module: a Python module with a global name ``torch``.
     """
     if isinstance(module.torch, ModuleProxy):
         return
-    module.torch = ModuleProxy(torch, cuda=_StubCuda("torch.cuda"))
+    module.torch = ModuleProxy(torch, cuda=_STUB_CUDA)
     original = torch.Tensor.record_stream
 
     def record_stream(self: Tensor, stream: Any) -> None:

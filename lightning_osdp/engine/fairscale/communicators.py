@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_osdp.backend.collectives import Work, all_reduce_async
+from lightning_osdp.backend.collectives import all_reduce_async
 from lightning_osdp.backend.hierarchical import (
     Communicator,
     FlatCommunicator,
@@ -25,6 +25,7 @@ from lightning_osdp.backend.hierarchical import (
     cached_group_copy,
     cached_node_groups,
 )
+from lightning_osdp.backend.work import Work
 from lightning_osdp.engine.fairscale.unit_collectives import CoalescedReduceScatter
 from lightning_osdp.planning.cost.sharding_scopes import COALESCE_BYTES
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope

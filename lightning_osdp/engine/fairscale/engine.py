@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_osdp.backend.work import is_driven_by_host
 from lightning_osdp.engine.activation_checkpointing import check_recomputed_blocks, checkpoint_block
 from lightning_osdp.engine.base import Engine
 from lightning_osdp.engine.fairscale.communicators import sharded_operators, sharded_units
@@ -59,7 +60,7 @@ class FairScaleEngine(Engine):
     @staticmethod
     @override
     def capabilities(device: torch.device) -> EngineCapabilities:
-        return EngineCapabilities(prefetch=device.type == "cpu")
+        return EngineCapabilities(prefetch=is_driven_by_host(device))
 
     @property
     @override

@@ -48,9 +48,8 @@ from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_osdp.backend.cpu.stub_streams import STUB_STREAM, ModuleProxy, patch_cuda_streams
-from lightning_osdp.backend.cuda.prefetch_limiter import MAX_GATHERS_IN_FLIGHT, NoLimit, PrefetchLimiter
 from lightning_osdp.backend.hierarchical import Communicator, cached_group_copy
+from lightning_osdp.backend.streams import ModuleProxy, create_prefetch_limiter, create_streams
 from lightning_osdp.engine.fairscale.communicators import CommunicatorFactory, UnitCommunicators, sharded_operators
 from lightning_osdp.engine.fairscale.unit_collectives import (
     CoalescedAllGather,
@@ -399,12 +398,5 @@ class EngineContext:
         self.prefetch_order = PrefetchOrder[FairScaleUnit]()
         choices = [operator.choice for operator in sharded_operators(plan)]
         self.communicator_factory = CommunicatorFactory(group, device, choices, plan.cluster)
-        self.streams: dict[str, Any]
-        self.prefetch_limiter: PrefetchLimiter | NoLimit
-        if device.type == "cuda":
-            self.streams = {name: torch.cuda.Stream(device) for name in STREAM_NAMES}  # type: ignore[no-untyped-call]
-            self.prefetch_limiter = PrefetchLimiter(MAX_GATHERS_IN_FLIGHT)
-        else:
-            patch_cuda_streams(fairscale_module)
-            self.streams = dict.fromkeys(STREAM_NAMES, STUB_STREAM)
-            self.prefetch_limiter = NoLimit()
+        self.streams = create_streams(device, STREAM_NAMES, fairscale_module)
+        self.prefetch_limiter = create_prefetch_limiter(device)

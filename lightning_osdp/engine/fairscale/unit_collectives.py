@@ -20,8 +20,9 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_osdp.backend.collectives import Work, all_gather_async, reduce_scatter_async
+from lightning_osdp.backend.collectives import all_gather_async, reduce_scatter_async
 from lightning_osdp.backend.hierarchical import Communicator, FlatCommunicator
+from lightning_osdp.backend.work import Work
 
 UnitT = TypeVar("UnitT")
 CommunicatorT = TypeVar("CommunicatorT", bound=Communicator)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from lightning_osdp.planning.cost.moments import Flags, Floats, Held, Intervals, OperatorRuns
-from lightning_osdp.planning.cost.shards import ParamShard, Unit
+from lightning_osdp.planning.cost.shards import ParamShard, ShardUnit
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import LinearInBatch, ModelProfile
@@ -91,7 +91,7 @@ class PrefetchBytes(NamedTuple):
     """Gradient of its previous slice or parameter, while it runs backward."""
 
 
-def prefetch_bytes(units: list[Unit], gathered: list[float], cluster: Cluster, ranks: int) -> PrefetchBytes:
+def prefetch_bytes(units: list[ShardUnit], gathered: list[float], cluster: Cluster, ranks: int) -> PrefetchBytes:
     """Return what prefetching adds to an operator with these units.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from lightning_osdp.planning.cost.cpu_effects import PrefetchBytes, coalesced_reduction_bytes, prefetch_bytes
 from lightning_osdp.planning.cost.sharding_scopes import all_gather_copy_factor, sharding_ranks
-from lightning_osdp.planning.cost.shards import OperatorShards, ParamShard, Unit, shards_of
+from lightning_osdp.planning.cost.shards import OperatorShards, ParamShard, ShardUnit, shards_of
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import Operator
@@ -71,7 +71,7 @@ class _Layout(NamedTuple):
     """Ranks that its states are spread over."""
     in_backward: bool
     """Whether its sharded parameters are updated in the backward pass."""
-    updates: list[float]
+    update_sizes: list[float]
     """Bytes of each gradient that the optimizer sees; the slices of a weight are one."""
 
 
@@ -91,8 +91,8 @@ def footprint(
     ranks, shards = sharding_ranks(cluster, choice.scope), shards_of(operator, choice)
     copies = 1 + all_gather_copy_factor(cluster, choice.scope, choice.hierarchical)
     gathered = [copies * unit.parameter_bytes for unit in shards.units]
-    in_backward, updates = updated_in_backward and not waits, _update_sizes(shards, ranks)
-    layout = _Layout(operator, choice, cluster, shards, gathered, ranks, in_backward, updates)
+    in_backward, update_sizes = updated_in_backward and not waits, _update_sizes(shards, ranks)
+    layout = _Layout(operator, choice, cluster, shards, gathered, ranks, in_backward, update_sizes)
     prefetch = prefetch_bytes(shards.units, gathered, cluster, ranks)
     return Footprint(
         **_parameter_bytes(layout, prefetch),
@@ -152,11 +152,11 @@ def _slice_copy_bytes(layout: _Layout) -> float:
     if not slices:
         return 0.0
     if not layout.cluster.allocates_on_write:
-        return max(layout.updates)
+        return max(layout.update_sizes)
     return max(shard.gradient_bytes / (1 if shard.mode == Mode.DP else layout.ranks) for shard in slices)
 
 
-def _transient_bytes(unit: Unit, own_parts: float, cluster: Cluster, ranks: int) -> float:
+def _transient_bytes(unit: ShardUnit, own_parts: float, cluster: Cluster, ranks: int) -> float:
     """Return the largest memory of reducing a unit's gradients, on top of its gathered parameters.
 
     Gradients appear one after the other, and each parameter is freed then; a slice is freed before its gradient exists.
@@ -194,7 +194,10 @@ def _reduction_bytes(
 
 
 def _optimizer_bytes(layout: _Layout) -> dict[str, float]:
-    return {"local_trainable": sum(layout.updates), "largest_local_trainable": max(layout.updates, default=0.0)}
+    return {
+        "local_trainable": sum(layout.update_sizes),
+        "largest_local_trainable": max(layout.update_sizes, default=0.0),
+    }
 
 
 def _checkpoint_bytes(layout: _Layout) -> dict[str, float]:

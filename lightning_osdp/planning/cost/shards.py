@@ -31,7 +31,7 @@ class ParamShard(NamedTuple):
         return self.gradient_bytes * self.num_slices
 
 
-class Unit(NamedTuple):
+class ShardUnit(NamedTuple):
     """Sharded parameters that are gathered by one collective: those of an unsplit operator, or a single slice."""
 
     shards: tuple[ParamShard, ...]
@@ -76,7 +76,7 @@ class OperatorShards(NamedTuple):
 
     replicated: list[ParamShard]
     sharded: list[ParamShard]
-    units: list[Unit]
+    units: list[ShardUnit]
     """The sharded ones, by the unit that they are in."""
 
 
@@ -99,7 +99,13 @@ def shards_of(operator: Operator, choice: ShardingChoice) -> OperatorShards:
     if split is not None:
         shards += _slice_shards(split, choice)
     sharded = [shard for shard in shards if shard.mode != Mode.DP]
-    units = [Unit((shard,)) for shard in sharded] if split is not None else [Unit(tuple(sharded))] if sharded else []
+    units = (
+        [ShardUnit((shard,)) for shard in sharded]
+        if split is not None
+        else [ShardUnit(tuple(sharded))]
+        if sharded
+        else []
+    )
     return OperatorShards([shard for shard in shards if shard.mode == Mode.DP], sharded, units)
 
 

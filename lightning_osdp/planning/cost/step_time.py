@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from lightning_osdp.planning.cost.footprint import footprint
 from lightning_osdp.planning.cost.sharding_scopes import ScopeLinks, scope_links
-from lightning_osdp.planning.cost.shards import OperatorShards, Unit, shards_of
+from lightning_osdp.planning.cost.shards import OperatorShards, ShardUnit, shards_of
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.cluster import BUCKET_BYTES, Cluster, ComputeTimes, OperatorTime
 from lightning_osdp.planning.spec.model import LinearInBatch, Operator
@@ -135,7 +135,7 @@ def calibration_kinds(operator: Operator, choice: ShardingChoice) -> list[str]:
     return [mode.value, *(kind for kind, does_apply in applies.items() if does_apply)]
 
 
-def _unit_comm_s(unit: Unit, links: ScopeLinks, cluster: Cluster, *, recomputed: bool) -> float:
+def _unit_comm_s(unit: ShardUnit, links: ScopeLinks, cluster: Cluster, *, recomputed: bool) -> float:
     """Return the time of a unit's gathers and reduce-scatters in one micro-batch."""
     gathers = (3 if recomputed else 2) if unit.mode == Mode.ZDP else 1
     sizes = unit.gradient_sizes
@@ -163,7 +163,7 @@ def _all_reduces_s(shards: OperatorShards, cluster: Cluster) -> float:
     return total_s
 
 
-def _unit_engine_s(unit: Unit, cluster: Cluster, *, recomputed: bool) -> float:
+def _unit_engine_s(unit: ShardUnit, cluster: Cluster, *, recomputed: bool) -> float:
     """Return the engine's time for a unit in one micro-batch."""
     overhead = cluster.engine.zdp if unit.mode == Mode.ZDP else cluster.engine.zdp2
     seconds = overhead.time_s(unit.parameter_bytes)

@@ -220,7 +220,7 @@ class BudgetBisection:
         self._tolerance = tolerance
         self._largest_fitting = self._smallest_exceeding = 0
 
-    def update(self, slack: int) -> bool:
+    def advance(self, slack: int) -> bool:
         """Move the budget after a plan with ``slack`` bytes below the limit (or above); return False at the end."""
         fits = slack >= 0
         if fits:
@@ -282,7 +282,7 @@ class BatchSizeSearch(OptionCosts):
                 best = min(best, plan, key=lambda plan: plan.time_s)
                 if not solution.memory_shadow_price:
                     break
-            if not bisection.update(slack):
+            if not bisection.advance(slack):
                 break
         return best
 

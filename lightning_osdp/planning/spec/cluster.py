@@ -182,7 +182,7 @@ class Cluster(FrozenModel):
 
     @property
     def supports_prefetch(self) -> bool:
-        """Whether collectives may run beside compute: not where several ranks share their node's link. [M-cost-3]"""
+        """Whether collectives may run beside compute: not where several ranks share their node's link [M-cost-3]."""
         return self.ranks > 1 and not self.is_hierarchical and not self.devices_by_node
 
     @property

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_osdp.backend.cpu.core_sharing import CORE_SHARING, typical_time_s
 from lightning_osdp.backend.memory import memory_in_use, peak_memory, reset_peak
-from lightning_osdp.backend.timer import elapsed_s, record_event, synchronize
+from lightning_osdp.backend.timer import CORE_SHARING, elapsed_s, record_event, synchronize, typical_time_s
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.profiling.kernels import kernel as kernel_lists
 from lightning_osdp.profiling.kernels.kernel import Kernel, TensorSpec

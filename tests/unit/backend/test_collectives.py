@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_osdp.backend import collectives
+from lightning_osdp.backend import agree, collectives
 from tests.support.ranks import run_ranks
 
 PART_SIZES = (1, 1000, 70_001, 1_600_000)
@@ -181,7 +181,7 @@ def test_reduce_scatter_copy_factor_and_buffer_bytes_depend_on_backend():
 
 def max_times_of_ranks(rank: int, world_size: int) -> list[float]:
     """One time is longest on rank 0, the other on rank 1."""
-    return collectives.all_reduce_max([3.0 - rank, 1.0 + rank], dist.group.WORLD, torch.device("cpu"))
+    return agree.all_reduce_max([3.0 - rank, 1.0 + rank], dist.group.WORLD, torch.device("cpu"))
 
 
 def test_all_reduce_max_takes_largest_of_each_value():
@@ -191,7 +191,7 @@ def test_all_reduce_max_takes_largest_of_each_value():
 def min_budgets_of_ranks(rank: int, world_size: int) -> list[float]:
     """The second rank has less; only the first has a bound; neither has."""
     rooms = ((3 - rank, 3 - rank), (5, None), (None, None))
-    return [collectives.all_reduce_min(each[rank], dist.group.WORLD, torch.device("cpu")) for each in rooms]
+    return [agree.all_reduce_min(each[rank], dist.group.WORLD, torch.device("cpu")) for each in rooms]
 
 
 def test_all_reduce_min_takes_smallest_bound_of_ranks():

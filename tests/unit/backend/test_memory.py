@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_osdp.backend import memory
+from lightning_osdp.backend import allocator, memory
+from lightning_osdp.backend.cpu import process_memory
 
 
 def test_clear_linecache_drops_only_lines_readable_from_files() -> None:
@@ -35,9 +36,9 @@ def test_expected_file_pages_count_only_for_detected_limit_before_first_step() -
 
 
 def test_memory_limit_of_cgroup_is_shared_and_includes_page_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_cgroup_limits", lambda: [1 << 30, 2 << 30])
-    monkeypatch.setattr(memory, "_meminfo", lambda field: 8 << 30)
-    monkeypatch.setattr(memory, "file_pages", lambda: 100 << 20)
+    monkeypatch.setattr(process_memory, "_cgroup_limits", lambda: [1 << 30, 2 << 30])
+    monkeypatch.setattr(process_memory, "read_bytes", lambda field, path="": 8 << 30)
+    monkeypatch.setattr(process_memory, "file_pages", lambda: 100 << 20)
     assert memory.memory_limit(torch.device("cpu"), 4, group_ranks=2) == (612 << 20) - (1 << 20)
     assert memory.memory_limit(torch.device("cpu"), 2) == (612 << 20) - (1 << 20)
 
@@ -78,14 +79,14 @@ def test_memory_limit_on_cuda_counts_free_memory_and_process_fraction(
 
 
 def test_expand_segments_respects_user_allocator_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in memory.ALLOCATOR_ENV_VARS:
+    for name in allocator.ALLOCATOR_ENV_VARS:
         monkeypatch.delenv(name, raising=False)
     gpu = FakeGpu(monkeypatch, fraction=0.5)
-    memory.enable_expandable_segments(CUDA)
+    allocator.enable_expandable_segments(CUDA)
     assert (gpu.settings, gpu.fraction) == ("expandable_segments:True", 0.5)
-    for name in memory.ALLOCATOR_ENV_VARS:
+    for name in allocator.ALLOCATOR_ENV_VARS:
         gpu = FakeGpu(monkeypatch, fraction=0.5)
         with monkeypatch.context() as users:
             users.setenv(name, "max_split_size_mb:128")
-            memory.enable_expandable_segments(CUDA)
+            allocator.enable_expandable_segments(CUDA)
         assert (gpu.settings, gpu.fraction) == ("", 0.5)

@@ -175,7 +175,7 @@ LOOKING = {"class_path": "tests.e2e.test_optimizer_in_backward.Looks"}
 def test_plan_updates_in_backward_only_where_training_can(
     osdp: Run, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_osdp.autotune.pipeline.non_model_bytes", lambda *_: 0)
+    monkeypatch.setattr("lightning_osdp.autotune.coordinator.process_overhead", lambda *_: 0)
     config = yaml.safe_load((folder / "fit.yaml").read_text())
     config["model"]["init_args"]["width"] = 512
 

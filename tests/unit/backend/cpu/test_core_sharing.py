@@ -7,13 +7,14 @@ import os
 import pytest
 import torch
 
-from lightning_osdp.backend.cpu import core_sharing
-from lightning_osdp.backend.cpu.core_sharing import CoreSharing, typical_time_s
+from lightning_osdp.backend import timer
+from lightning_osdp.backend.cpu.core_sharing import CoreSharing
+from lightning_osdp.backend.timer import typical_time_s
 
 
 def test_typical_time_ignores_outlier_unless_cores_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = CoreSharing()
-    monkeypatch.setattr(core_sharing, "CORE_SHARING", cores)
+    monkeypatch.setattr(timer, "CORE_SHARING", cores)
     assert typical_time_s([1.0, 1.0, 7.0]) == 1.0
     cores.is_shared = True
     assert typical_time_s([1.0, 1.0, 7.0]) == 3.0

@@ -10,12 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_osdp.backend.cpu import heap_controller
-from lightning_osdp.backend.cpu.heap_controller import (
-    LIMIT_MARGIN,
-    MIN_ADJUSTMENT_BYTES,
-    WARMUP_BATCHES,
-    HeapController,
-)
+from lightning_osdp.backend.cpu.heap_controller import LIMIT_MARGIN, MIN_ADJUSTMENT_BYTES, WARMUP_STEPS, HeapController
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from tests.support.models import hand_made_plan
@@ -57,8 +52,8 @@ def make_plan(retains: bool = True, spare: int = 0) -> ExecutionPlan:
 
 def patch_machine(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap_controller, "HEAP", machine)
-    monkeypatch.setattr(heap_controller, "peak_memory", lambda device: machine.peak)
-    monkeypatch.setattr(heap_controller, "memory_in_use", lambda device: RESTING)
+    monkeypatch.setattr(heap_controller, "peak_resident_bytes", lambda: machine.peak)
+    monkeypatch.setattr(heap_controller, "resident_bytes", lambda: RESTING)
 
 
 def run_step(kept: HeapController, passes: int = 1, optimizers: int = 1) -> None:
@@ -79,7 +74,7 @@ def test_heap_controller_keeps_every_step_within_limit(
     for index in range(400):
         run_step(kept, passes, optimizers)
         assert machine.peak <= (1 - LIMIT_MARGIN) * LIMIT
-        if index < WARMUP_BATCHES:
+        if index < WARMUP_STEPS:
             assert not machine.told
     wanted = (machine.live - RESTING) * (1 + waste)  # all that is freed, or all that there is
     assert machine.room >= wanted - 1 or machine.peak > (1 - LIMIT_MARGIN) * LIMIT - 2 * MIN_ADJUSTMENT_BYTES

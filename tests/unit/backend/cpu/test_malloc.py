@@ -155,7 +155,7 @@ def test_heap_retain_keeps_at_most_given_bytes_and_release_frees_them() -> None:
 CYCLES = """
 import torch
 from lightning_osdp.backend import memory
-from lightning_osdp.backend.cpu import malloc
+from lightning_osdp.backend.cpu import malloc, process_memory
 
 cpu, mib = torch.device("cpu"), 1 << 20
 malloc.configure_cpu_allocator()
@@ -167,7 +167,7 @@ for cycle in range(12):
     pins.append(torch.ones(100))  # the heap's end can't be handed back
     del tensors
     malloc.HEAP.release()
-    sizes.append((memory._status("VmSize"), memory.memory_in_use(cpu)))
+    sizes.append((process_memory.read_bytes("VmSize"), memory.memory_in_use(cpu)))
 print(*sizes[1], *sizes[-1])
 """
 
@@ -189,7 +189,7 @@ def test_heap_retain_before_configure_does_nothing() -> None:
 
 @pytest.mark.parametrize("libc", [None, object()])
 def test_heap_without_glibc_does_nothing(libc: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(malloc, "_libc", lambda: libc)
+    monkeypatch.setattr(malloc, "_load_libc", lambda: libc)
     own = malloc.GlibcHeap()
     assert not own.configure()
     with own.retained():

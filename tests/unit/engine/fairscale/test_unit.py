@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_osdp.backend.cuda.prefetch_limiter import MAX_GATHERS_IN_FLIGHT, PrefetchLimiter
+from lightning_osdp.backend.streams import MAX_GATHERS_IN_FLIGHT, PrefetchLimiter
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.engine.fairscale.unit import FairScaleUnit, fairscale_module
 from lightning_osdp.engine.fairscale.unit_collectives import merge_chunks

@@ -115,7 +115,7 @@ def test_budget_bisection_approaches_largest_budget_that_fits(
     bisection = BudgetBisection(limit, tolerance)
     for _ in range(200):
         tried.append(bisection.budget)
-        if not bisection.update(limit - peak(bisection.budget)):
+        if not bisection.advance(limit - peak(bisection.budget)):
             break
     else:
         pytest.fail("the bisection does not end")
@@ -125,7 +125,7 @@ def test_budget_bisection_approaches_largest_budget_that_fits(
 
 def test_budget_bisection_after_infeasible_knapsack_moves_up() -> None:
     bisection = BudgetBisection(1000, 1)
-    assert bisection.update(-600)
+    assert bisection.advance(-600)
     assert bisection.budget == 400
     assert bisection.update_infeasible()
     assert bisection.budget == 700

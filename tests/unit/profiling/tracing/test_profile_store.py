@@ -65,8 +65,7 @@ def test_trace_known_key_skips_tracing_unless_parameters_differ() -> None:
     for other in (Regression(mlp(nn.ReLU(), width=9)), Regression(frozen()), Regression(mlp(nn.ReLU())).double()):
         batch = BATCH.to(next(other.parameters()).dtype)
         assert (
-            trace_stored(other, known, batch, key=key).model_profile
-            == trace(other, batch, 4, device=CPU).model_profile
+            trace_stored(other, known, batch, key=key).model_profile == trace(other, batch, 4, device=CPU).model_profile
         )
     assert trace_stored(module, known, key="not kept").kernels
 

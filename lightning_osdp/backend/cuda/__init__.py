@@ -1,1 +1,0 @@
-"""Everything that only training on CUDA devices needs."""
