@@ -183,7 +183,8 @@ def markdown(cases: Sequence[Case]) -> str:
     lines = [
         "# Predicted and measured",
         "",
-        f"`make accuracy` on {datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}: {_processor()}, {device}, 2 ranks, "
+        "`python -m bench accuracy --write docs/accuracy.md` on "
+        f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}: {_processor()}, {device}, 2 ranks, "
         f"torch {torch.__version__}. {'' if torch.cuda.is_available() else 'No GPU was at hand. '}Predictions were "
         "made before each run, from measurements at batch sizes 2 and 8. Time is an optimizer step's median, of "
         f"{times} minutes apart the one that is off by the median, or the mean of two (single rounds are off by "

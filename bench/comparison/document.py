@@ -52,7 +52,7 @@ Each rank lives in a memory cgroup. Over its limit the kernel kills it, and the 
     "cuda": """
 Each rank's caching allocator takes no more than its limit (`set_per_process_memory_fraction`); over it torch raises,
 and the batch size counts as too large. Where there are fewer GPUs than ranks, all of them share the first one and talk
-over gloo, through the host's memory: they take turns at computing, and communication is slow beside it.
+over gloo, through the host's memory: they take turns at computing, and communication is slow compared with it.
 """.strip(),
 }
 
@@ -130,10 +130,8 @@ def _page(comparisons: Sequence[Comparison], about: dict[str, Any], pictures: Se
     lines = [
         "# Side by side",
         "",
-        f"{versions}.",
-        "",
-        *_made(comparisons),
-        *method.splitlines(),
+        "OSDP and other systems train the same models under the same hard memory limits. A summary comes first, then",
+        "method, models and all cells, and at the end the machines and the commands.",
         "",
         "## What it adds up to",
         "",
@@ -142,6 +140,10 @@ def _page(comparisons: Sequence[Comparison], about: dict[str, Any], pictures: Se
         *_markdown(report.HEADINGS, [(v.what, *v.words()) for v in report.totals(comparisons)]),
         "",
         *(f"- {line}." for line in report.verdicts(comparisons)),
+        "",
+        "## Method",
+        "",
+        *method.splitlines(),
         "",
         "## Models",
         "",
@@ -154,7 +156,7 @@ def _page(comparisons: Sequence[Comparison], about: dict[str, Any], pictures: Se
         for comparison in (c for c in comparisons if c.cell.model == model):
             lines += ["", f"### {comparison.cell.label}", "", *_cell(comparison)]
         lines.append("")
-    return lines
+    return [*lines, "## Machines and commands", "", f"{versions}.", "", *_made(comparisons)]
 
 
 def _made(comparisons: Sequence[Comparison]) -> list[str]:
