@@ -47,7 +47,8 @@ __all__ = [
 
 # As Lightning does: messages of a start are printed unless the program has set up logging itself.
 _log = logging.getLogger(__name__)
-_log.setLevel(logging.INFO)
+if _log.level == logging.NOTSET:
+    _log.setLevel(logging.INFO)
 if not logging.root.hasHandlers():
     _log.addHandler(logging.StreamHandler())
     _log.propagate = False

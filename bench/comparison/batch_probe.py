@@ -101,8 +101,8 @@ def gains_nothing(steps_s: Mapping[int, float], dead: int) -> bool:
         return False
     slope = min((steps_s[b] - steps_s[a]) / (b - a) for a, b in combinations(known, 2))
     size = dead - 1
-    foreseen = min(steps_s[one] + slope * (size - one) for one in known)
-    return foreseen > 0 and size / foreseen < FLAT * max(size / step_s for size, step_s in steps_s.items())
+    predicted_s = min(steps_s[one] + slope * (size - one) for one in known)
+    return predicted_s > 0 and size / predicted_s < FLAT * max(size / step_s for size, step_s in steps_s.items())
 
 
 def estimate_largest(peaks: Mapping[int, int], memory_bytes: int) -> int | None:

@@ -183,8 +183,8 @@ class Counted(GPTModule):
         return loss
 
 
-def rehearsing(folder: str) -> list[int]:
-    """Real steps of runs of two steps: with a rehearsal, once more with its measurements, and without."""
+def with_trials(folder: str) -> list[int]:
+    """Real steps of runs of two steps: with trials, once more with their measurements, and without."""
     counts = []
     measure.PROBE_TOLERANCE = 1e9  # a busy machine's links are not measured again
     for trial_steps in (True, True, False):
@@ -269,7 +269,7 @@ def run_all(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     import os
 
     os.environ["LIGHTNING_OSDP_CACHE"] = f"{folder}/cache"
-    runs = (automatic, with_plan, half_precision, batch_sizes, untraceable, rehearsing, left_by_searches, several)
+    runs = (automatic, with_plan, half_precision, batch_sizes, untraceable, with_trials, left_by_searches, several)
     return {run.__name__: run(folder) for run in runs}
 
 
@@ -281,8 +281,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_trial_steps_run_on_first_start_only_and_not_when_disabled(results: list[dict[str, Any]]) -> None:
     for result in results:
-        with_rehearsal, once_more, without = result["rehearsing"]
-        assert with_rehearsal > once_more == without == 2
+        first_start, once_more, without = result["with_trials"]
+        assert first_start > once_more == without == 2
 
 
 def test_search_garbage_is_collected_before_training_starts(results: list[dict[str, Any]]) -> None:

@@ -177,7 +177,7 @@ def test_plan_trial_batch_sizes_start_at_plan_size_unless_one_size_was_traced() 
         ([0.55, 5.0], False, 0.55, 1),
         ([0.95, 0.5], True, 0.95, 1),
     ],
-    ids=["as foreseen", "longer", "shorter", "disturbed", "no second one", "no time for it"],
+    ids=["as predicted", "longer", "shorter", "disturbed", "no second one", "no time for it"],
 )
 def test_run_trial_retries_unexpected_time(
     tries: list[float], late: bool, took_s: float, left: int, monkeypatch: pytest.MonkeyPatch

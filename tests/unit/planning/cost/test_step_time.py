@@ -34,14 +34,18 @@ def link(reduce: float, gather: float, scatter: float) -> Link:
     return Link(all_reduce=fit(1.0, reduce), all_gather=fit(0.5, gather), reduce_scatter=fit(0.5, scatter))
 
 
-def two_ranks(ahead_bytes: int = LARGE, shares: tuple[float, float, float] = (0.8, 0.6, 0.4)) -> Cluster:
-    return Cluster(devices_per_node=2, device="cpu", backend="gloo", link=link(*shares), prefetch_max_bytes=ahead_bytes)
+def two_ranks(prefetch_max_bytes: int = LARGE, shares: tuple[float, float, float] = (0.8, 0.6, 0.4)) -> Cluster:
+    return Cluster(
+        devices_per_node=2, device="cpu", backend="gloo", link=link(*shares), prefetch_max_bytes=prefetch_max_bytes
+    )
 
 
-def cost(choice: ShardingChoice, passes_s: float, *, ahead_bytes: int = LARGE, recomputed: bool = False) -> TimeCost:
+def cost(
+    choice: ShardingChoice, passes_s: float, *, prefetch_max_bytes: int = LARGE, recomputed: bool = False
+) -> TimeCost:
     time = OperatorTime(forward=LinearInBatch(fixed=passes_s / 4), backward=LinearInBatch(fixed=passes_s * 3 / 4))
     times = ComputeTimes(operators=(time,), unattributed=OperatorTime(), optimizer_s_per_byte=0.0)
-    return time_cost(linear("one"), choice, two_ranks(ahead_bytes), times, time, 1, recomputed=recomputed)
+    return time_cost(linear("one"), choice, two_ranks(prefetch_max_bytes), times, time, 1, recomputed=recomputed)
 
 
 @pytest.mark.parametrize(
@@ -68,11 +72,11 @@ def test_time_cost_hides_communication_up_to_overlap_and_compute_time(
 
 def test_overlapped_time_needs_prefetch_except_for_replicated_gradients() -> None:
     bound = linear("one").parameters[0].parameter_bytes - 1
-    assert cost(ShardingChoice((Mode.ZDP,)), 10.0, ahead_bytes=bound).communication_s == pytest.approx(1.5)
+    assert cost(ShardingChoice((Mode.ZDP,)), 10.0, prefetch_max_bytes=bound).communication_s == pytest.approx(1.5)
     assert overlapped_time(
         linear("one"), ShardingChoice((Mode.ZDP,) * 2, 1), two_ranks(bound)
     ).per_microbatch_s == pytest.approx(0.8)
-    assert cost(ShardingChoice((Mode.DP,)), 10.0, ahead_bytes=0).communication_s == pytest.approx(0.2)
+    assert cost(ShardingChoice((Mode.DP,)), 10.0, prefetch_max_bytes=0).communication_s == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(("own_s", "hidden_s"), [(0.2, 0.8), (0.0, 0.8), (-0.5, 0.3), (-2.0, 0.0)])

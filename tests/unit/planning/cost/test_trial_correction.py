@@ -1,4 +1,4 @@
-"""Times measured in parts, scaled to what a rehearsal of the whole step took."""
+"""Times measured in parts, scaled to what a trial of the whole step took."""
 
 from __future__ import annotations
 
@@ -194,8 +194,8 @@ def slice_first_operator(plan: ExecutionPlan) -> ExecutionPlan:
     return plan.model_copy(update={"operators": (cut, *others)})
 
 
-def calibrated_cluster(*rehearsals: Trial) -> Cluster:
-    return PARTS.model_copy(update={"engine": fit_calibration(PARTS.engine, rehearsals)})
+def calibrated_cluster(*trials: Trial) -> Cluster:
+    return PARTS.model_copy(update={"engine": fit_calibration(PARTS.engine, trials)})
 
 
 def test_fit_calibration_precise_trials_determine_overhead_of_each_mode() -> None:

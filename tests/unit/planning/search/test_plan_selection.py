@@ -1,4 +1,4 @@
-"""A plan that was rehearsed is kept unless another promises clearly more, and only while it may still be had."""
+"""A plan that was tried is kept unless another promises clearly more, and only while it may still be had."""
 
 from __future__ import annotations
 
