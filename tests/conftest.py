@@ -39,7 +39,7 @@ def starts_processes(function: Any, seen: set[Any]) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that start processes, and run the longest files first: one that comes last keeps the others waiting."""
+    """Mark tests that start processes; run the longest files first, since one that comes last keeps others waiting."""
     for item in items:
         if isinstance(item, pytest.Function):
             fixtures = [each.func for defs in item._fixtureinfo.name2fixturedefs.values() for each in defs]
