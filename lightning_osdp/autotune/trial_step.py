@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -25,7 +26,7 @@ from lightning_osdp.backend.memory import growth_reserve, trim
 from lightning_osdp.backend.timer import elapsed_s, record_event, synchronize
 from lightning_osdp.backend.work import COMM_WAIT
 from lightning_osdp.engine.base import Engine, create_engine
-from lightning_osdp.errors import OSDPError, ShardingError
+from lightning_osdp.errors import OSDPError
 from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling.tracing.optimizer_step import build_optimizers
@@ -179,13 +180,20 @@ def release_and_retain_duration_s(released: StepTiming) -> float:
 # -- the copy ----------------------------------------------------------------------------------------------------------
 
 
+_ENGINE_ERRORS = (RuntimeError, MemoryError)
+"""Errors that are no faults of the engine: of allocators, devices and process groups, and ``ShardingError``."""
+
+
 @contextmanager
-def _raise_trial_error(errors: type[Exception] = Exception) -> Iterator[None]:
-    """Raise ``errors`` of the user's code as ``TrialError``."""
+def _raise_trial_error(errors: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+    """Raise ``errors`` as ``TrialError``: any error where the user's code runs."""
     try:
         yield
+    except TrialError:
+        raise
     except errors as error:
-        raise TrialError(f"{type(error).__name__}: {error}") from error
+        failed = f"rank {dist.get_rank()} failed: " if dist.is_initialized() else ""
+        raise TrialError(f"{failed}{type(error).__name__}: {error}") from error
 
 
 class _NoOpOptimizer(Optimizer):
@@ -212,7 +220,7 @@ def _copied_steps(
     optimizers: list[Any] = []
     schedulers: list[Any] = []
     try:
-        with _raise_trial_error(torch.OutOfMemoryError):
+        with _raise_trial_error(_ENGINE_ERRORS):
             _put_on_device(module_copy, device, engine, plan)
             with detached_from_trainer(module_copy, optimizers, schedulers), torch.compiler.set_stance("force_eager"):
                 with engine.unsharded_shapes() if engine is not None else nullcontext(), _raise_trial_error():
@@ -237,10 +245,10 @@ def _put_on_device(
     module_copy: LightningModule, device: torch.device, engine: Engine | None, plan: ExecutionPlan | None
 ) -> None:
     if engine is None or plan is None:
-        module_copy.to(device)
+        with _raise_trial_error():
+            module_copy.to(device)
         return
-    with _raise_trial_error(ShardingError):
-        engine.apply(module_copy, plan, [_NoOpOptimizer(module_copy.parameters())] if plan.update_in_backward else [])
+    engine.apply(module_copy, plan, [_NoOpOptimizer(module_copy.parameters())] if plan.update_in_backward else [])
 
 
 def _forward_backward(
@@ -257,7 +265,8 @@ def _forward_backward(
     if engine is not None:
         engine.finish_backward()
         engine.after_optimizer_step()
-    module_copy.zero_grad(set_to_none=True)
+    with _raise_trial_error():
+        module_copy.zero_grad(set_to_none=True)
     return event
 
 

@@ -248,4 +248,4 @@ def create_engine(name: str, device: torch.device, group: Any = None, *, broadca
 
 def engine_capabilities(name: str, device: torch.device) -> EngineCapabilities:
     """Return what the engine that is registered under ``name`` can carry out on ``device``."""
-    return find_engine(name).capabilities(device)
+    return find_engine(name).capabilities(device).model_copy(update={"engine": name})
