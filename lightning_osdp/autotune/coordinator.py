@@ -158,17 +158,13 @@ class PlanningCoordinator:
             InfeasibleError: nothing fits.
         """
         began_s, deadline_reached = time.monotonic(), self.budget.deadline(time_fraction)
+        # Training may be tried without what is only estimated; a plan made offline must fit.
+        estimated_bytes = 0 if self.ranks.group is None else memory_budget.estimated
 
         def find_plan(problem: Problem) -> ExecutionPlan:
             with retain_freed_memory():
-                return plan_or_fallback(
-                    problem,
-                    self.request.policy,
-                    profile.trials,
-                    memory_budget.estimated,
-                    required_gain,
-                    deadline_reached,
-                )
+                policy, trials = self.request.policy, profile.trials
+                return plan_or_fallback(problem, policy, trials, estimated_bytes, required_gain, deadline_reached)
 
         plan = self._on_rank_zero(find_plan, profile, memory_budget)
         assert plan is not None

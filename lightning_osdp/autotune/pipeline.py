@@ -203,12 +203,8 @@ def autotune(
     if profile is not None:
         plan, memory_budget = _reuse_cached_plan(coordinator, profile, traced)
     else:
-        # 3. Measure.
-        traced = ranks.raise_on_all_ranks(traced.with_all_kernels)
-        profile = measure_profile(traced, ranks, request.cluster, files, request.constraints, coordinator.free_bytes())
-        # 4. Calibrate.
-        profile = _calibrate(coordinator, profile, traced, trial_context)
-        files.save_profile(profile)
+        # 3. Measure, 4. calibrate.
+        profile = _measure_and_calibrate(coordinator, traced, files, trial_context)
         memory_budget = coordinator.memory_budget(after_trial=False)
     is_reused = plan is not None
     if plan is None:
@@ -293,6 +289,18 @@ def _reuse_cached_plan(
     if plan is not None:
         log_info("took the plan of an earlier start")
     return plan, memory_budget
+
+
+def _measure_and_calibrate(
+    coordinator: PlanningCoordinator, traced: TracedStep, files: ProfileCache, trial_context: TrialContext | None
+) -> Profile:
+    """Measure and calibrate (steps 3 and 4), and cache the result. Kernels that only this takes are freed after it."""
+    ranks, request = coordinator.ranks, coordinator.request
+    traced = ranks.raise_on_all_ranks(traced.with_all_kernels)
+    profile = measure_profile(traced, ranks, request.cluster, files, request.constraints, coordinator.free_bytes())
+    profile = _calibrate(coordinator, profile, traced, trial_context)
+    files.save_profile(profile)
+    return profile
 
 
 def _calibrate(

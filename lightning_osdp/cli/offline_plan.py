@@ -29,8 +29,9 @@ from lightning_osdp.autotune import pipeline
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster, device_name
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.backend import allocator
-from lightning_osdp.backend.memory import MemoryLimit
+from lightning_osdp.backend.memory import MemoryLimit, memory_limit
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning
+from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
 from lightning_osdp.planning.spec.model import CheckpointMemory, ModelProfile, NonTrainingWork
@@ -164,8 +165,12 @@ def plan_from_config(
         allocator.configure(device)
         _set_num_threads_if_needed(cluster.devices_per_node)
 
+    # Read before the model is built: the limit counts what is free now, which the model then takes from.
+    limit_bytes = options.memory_limit_bytes or memory_limit(device, cluster.devices_per_node)
+    limit = MemoryLimit(device, cluster.devices_per_node, user_limit=limit_bytes)
+
     def plan_in_trainer(trainer: pl.Trainer) -> pipeline.PlanningResult:
-        return _plan(trainer, config, options, cluster, device)
+        return _plan(trainer, config, options, limit, device)
 
     result = _run_until_setup(config, device, plan_in_trainer)
     assert isinstance(result, pipeline.PlanningResult)
@@ -204,24 +209,27 @@ def _run_until_setup(config: TrainingConfig, device: torch.device, work: Callabl
     return strategy.result
 
 
-def _trial_context(trainer: pl.Trainer, data: TrainData, device: torch.device) -> TrialContext:
+def _trial_context(
+    trainer: pl.Trainer, data: TrainData, device: torch.device, engine: str = DEFAULT_ENGINE
+) -> TrialContext:
     step_context = trainer.precision_plugin.train_step_context
-    return TrialContext(trainer.lightning_module, *data.first_batch(), device, step_context)
+    return TrialContext(trainer.lightning_module, *data.first_batch(), device, step_context, engine)
 
 
 def _plan(
-    trainer: pl.Trainer, config: TrainingConfig, options: PlanningOptions, cluster: Cluster, device: torch.device
+    trainer: pl.Trainer, config: TrainingConfig, options: PlanningOptions, limit: MemoryLimit, device: torch.device
 ) -> pipeline.PlanningResult:
-    """Plan as ``OSDPStrategy`` does before training, for a known cluster."""
+    """Plan as ``OSDPStrategy`` does before training, for the cluster of ``options``."""
+    cluster = options.cluster
+    assert isinstance(cluster, Cluster)
     arguments.reject_unsupported(trainer, trainer.precision_plugin)
     data = TrainData(trainer, trainer.lightning_module)
-    context = _trial_context(trainer, data, device)
+    context = _trial_context(trainer, data, device, options.engine)
     non_training = NonTrainingWork(
         checkpoint_memory=config.checkpoint_memory, evaluation_batch_size=data.evaluation_batch_size()
     )
     cache = options.cache_folder
     traced = pipeline.profile_model_on_ranks(RankGroup.single(device), context, non_training, cache)
-    limit = MemoryLimit(device, cluster.devices_per_node, user_limit=options.memory_limit_bytes)
     blocker = options.in_backward_blocker(trainer, traced)
     constraints = options.constraints(config.callback_constraints, blocker, device)
     request = options.request(trainer, data, context.batch_size, cluster.ranks, limit, constraints, non_training)

@@ -50,15 +50,19 @@ class FailureAwareStrategy(ParallelStrategy):
     @override
     def on_validation_start(self) -> None:
         sanity = self.lightning_module is not None and self.lightning_module.trainer.sanity_checking
-        self._check_num_batches("num_sanity_val_batches" if sanity else "num_val_batches", "validation")
+        self._on_evaluation_start("num_sanity_val_batches" if sanity else "num_val_batches", "validation")
 
     @override
     def on_test_start(self) -> None:
-        self._check_num_batches("num_test_batches", "test")
+        self._on_evaluation_start("num_test_batches", "test")
 
     @override
     def on_predict_start(self) -> None:
-        self._check_num_batches("num_predict_batches", "prediction")
+        self._on_evaluation_start("num_predict_batches", "prediction")
+
+    def _on_evaluation_start(self, attribute: str, kind: str) -> None:
+        """Prepare for validation, test or prediction; ``attribute`` of the Trainer holds its number of batches."""
+        self._check_num_batches(attribute, kind)
 
     def _check_num_batches(self, attribute: str, kind: str) -> None:
         assert self.lightning_module is not None

@@ -421,10 +421,9 @@ class OSDPStrategy(ProcessGroupStrategy):
         self._monitor.report()
 
     @override
-    def on_validation_start(self) -> None:
+    def _on_evaluation_start(self, attribute: str, kind: str) -> None:
         self._release_heap()
-
-    on_test_start = on_predict_start = on_validation_start
+        super()._on_evaluation_start(attribute, kind)
 
     @override
     def teardown(self) -> None:

@@ -73,6 +73,12 @@ def live_processes_in_session(session: int) -> list[int]:
         ("worker", 1, "row 12 is unreadable", "OSError: row 12 is unreadable"),
         ("stream", 1, "ran out after 6 batches", "rank 1 failed: ConfigurationError: uneven data"),
         ("uneven", 1, "number of training batches differs", "number of training batches differs between ranks: 16 on"),
+        (
+            "uneven validation",
+            1,
+            "number of validation batches differs",
+            "number of validation batches differs between",
+        ),
         ("plan", 1, "the plan differs between ranks", "the plan differs between ranks"),
         ("swallow on 1", 1, None, "rank 0 is ended: rank 1 failed: ValueError: nobody ends this process"),
     ],

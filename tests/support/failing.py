@@ -73,6 +73,9 @@ class Failing(GPTModule):
             return DataLoader(BadRows(*dataset(4 * STEPS).tensors), batch_size=4, num_workers=1)
         return super().train_dataloader()
 
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(dataset(24 if self.how == "uneven validation" and self.global_rank else 64), batch_size=4)
+
 
 def main(how: str, folder: str) -> None:
     if how.startswith("swallow"):
@@ -86,7 +89,8 @@ def main(how: str, folder: str) -> None:
     other = how == "plan" and rank == 1
     plan = plan_for(module, [dataset(4).tensors[0]], 2, "zdp" if other else "mixed", 4)
     strategy = OSDPStrategy(plan=plan)
-    fitting = trainer(folder, strategy, max_steps=STEPS, use_distributed_sampler=False)
+    validation = {"limit_val_batches": 1.0, "val_check_interval": 2} if how == "uneven validation" else {}
+    fitting = trainer(folder, strategy, max_steps=STEPS, use_distributed_sampler=False, **validation)
     try:
         fitting.fit(module)
     except ValueError:

@@ -128,7 +128,7 @@ def enumerate_choices(
     counts = [k for k in slice_counts(operator, allowed) if k in set(measured_slices)]
     choices = []
     if allowed is None or 1 in allowed or not counts:
-        choices += [ShardingChoice((mode,)) for mode in modes[1:]]
+        choices += [ShardingChoice((mode,)) for mode in modes if mode != Mode.DP]
     if Mode.ZDP in modes:
         splits = (slices for k in counts for slices in _mixed_modes(k) if mixed_slices or len(set(slices)) == 1)
         choices += [ShardingChoice(slices, operator.split_dims[0]) for slices in splits if set(slices) <= set(modes)]

@@ -191,9 +191,9 @@ def _estimate_unrunnable(
     for kernel in unrunnable:
         forward = _find_forward(kernel, kernels)
         if forward is not None and forward.name in times:
-            estimates[kernel.name] = _time_via_autograd(forward, clock) or KernelTime(
-                BACKWARD_RATIO * times[forward.name].seconds
-            )
+            timed = _time_via_autograd(forward, clock)
+            estimated = KernelTime(BACKWARD_RATIO * times[forward.name].seconds)
+            estimates[kernel.name] = timed if timed is not None and timed.seconds else estimated
         else:
             unknown.append(kernel)
     if unknown:
