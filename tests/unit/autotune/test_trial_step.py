@@ -30,6 +30,35 @@ def test_time_release_and_retain_reuses_known_time_of_slow_step(
     assert trial_step.release_and_retain_duration_s(known) == pytest.approx({0.1: 8 * 0.1, 1.0: 2 * 1.0}[known.step_s])
 
 
+class Immovable(Module):
+    """Its own ``to`` fails."""
+
+    def to(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("it stays where it is")
+
+
+class Ungraded(Module):
+    """Its own ``zero_grad`` fails."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        raise KeyError("no gradients")
+
+
+@pytest.mark.parametrize(("kind", "text"), [(Immovable, "TypeError: it stays"), (Ungraded, "KeyError: 'no gradients'")])
+def test_error_in_methods_of_the_module_is_a_trial_error(kind: type[Module], text: str) -> None:
+    with pytest.raises(trial_step.TrialError, match=text):
+        trial_step.time_step(make_trial_context(kind()), [2], ALONE, None, 0.0)
+
+
+def test_own_faults_in_a_trial_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise AttributeError("a fault of the library")
+
+    monkeypatch.setattr(trial_step, "_put_on_device", fail)
+    with pytest.raises(AttributeError, match="a fault of the library"):
+        trial_step.time_step(make_trial_context(Module()), [2], ALONE, None, 0.0)
+
+
 def test_lazy_clone_shares_parameters_until_either_is_written() -> None:
     module = Module()
     twin = lazy_clone(module)

@@ -55,6 +55,18 @@ def test_enumerate_choices_with_requested_slices_keeps_replicated_choice() -> No
     assert enumerate_choices(linear("up", splittable=False), (4,)) == [ShardingChoice((mode,)) for mode in Mode]
 
 
+def test_enumerate_choices_offers_only_what_the_engine_can_carry_out() -> None:
+    only_zdp = enumerate_choices(linear("up"), measured_slices=(2,), engine_modes=(ZDP,))
+    assert only_zdp == [
+        ShardingChoice(),
+        ShardingChoice((ZDP,)),
+        ShardingChoice((ZDP, ZDP), linear("up").split_dims[0]),
+    ]
+    assert enumerate_choices(linear("up"), measured_slices=(2,), engine_modes=(DP,)) == [ShardingChoice()]
+    alike = enumerate_choices(linear("up"), measured_slices=(2,), mixed_slices=False)
+    assert all(len(set(choice.slices)) == 1 for choice in alike)
+
+
 def test_communication_time_charges_latency_for_each_slice() -> None:
     # 4 MiB: 1 ms a collective, and 0.2 ms latency for each; a slice of 1 MiB takes 0.25 + 0.2.
     link = cluster(latency_ms=0.2)
