@@ -172,6 +172,7 @@ def test_plan_when_nothing_fits_returns_status_1_and_suggestions(osdp: Run, fold
 LOOKING = {"class_path": "tests.e2e.test_optimizer_in_backward.Looks"}
 
 
+@pytest.mark.slow
 def test_plan_updates_in_backward_only_where_training_can(
     osdp: Run, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

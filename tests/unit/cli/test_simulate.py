@@ -89,6 +89,7 @@ def test_simulate_with_invalid_input_prints_one_line_error(
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_plan_with_html_option_writes_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     limit = "16GiB"  # the process that runs all tests is a large one

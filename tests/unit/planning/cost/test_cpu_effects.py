@@ -135,6 +135,7 @@ def test_select_plan_without_retained_heap_compute_does_not_retain() -> None:
     assert select_plan(unknown, ONE, []) == make_plan(unknown, ONE)
 
 
+@pytest.mark.slow
 @given(limit_mib=st.integers(16, 200), share=st.floats(0.3, 1.2))
 def test_select_plan_takes_better_of_retained_and_released_heap(limit_mib: int, share: float) -> None:
     whole = problem(limit_mib, share)

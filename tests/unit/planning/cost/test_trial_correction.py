@@ -128,6 +128,7 @@ def make_plan_or_reject(model: ModelProfile, limit_mib: int, hardware: Cluster) 
         reject()
 
 
+@pytest.mark.slow
 @given(
     count=st.integers(1, 4),
     several=st.booleans(),
@@ -150,6 +151,7 @@ def test_predict_trial_equals_planner_prediction(
     assert predict_trial(model, compute(model), biased, plan, 2) == found, "what is known already does not count"
 
 
+@pytest.mark.slow
 @given(count=st.integers(1, 4), several=st.booleans(), limit_mib=st.integers(16, 120))
 def test_trial_peak_bytes_is_at_most_plan_peak_minus_replicated_parameters(
     count: int, several: bool, limit_mib: int

@@ -43,6 +43,7 @@ def every_plan(desk: PlanSearch, batch_size: int) -> list[Candidate]:
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     saved_mib=st.integers(1, 12),

@@ -60,6 +60,7 @@ def trial_with_throughput(plan: ExecutionPlan, samples_per_s: float) -> Trial:
     )
 
 
+@pytest.mark.slow
 @given(count=st.integers(1, 3), several=st.booleans(), limit_mib=st.integers(16, 120))
 def test_repredict_found_plan_gives_same_prediction(count: int, several: bool, limit_mib: int) -> None:
     model = blocks_of_two(count) if several else blocks_of_one(count, 2)
@@ -231,6 +232,7 @@ def test_append_cached_plan_keeps_latest_plans() -> None:
     assert append_cached_plan(answers[:2], elsewhere) == (*answers[:2], elsewhere)
 
 
+@pytest.mark.slow
 def test_prune_trials_keeps_latest_plan_trials_and_all_others() -> None:
     found = [trial_with_throughput(plan_under_limit(TIGHT), 1.0 + at) for at in range(MAX_TRIALS + 2)]
     uniform = [one.model_copy(update={"plan": None}) for one in found[:3]]

@@ -197,6 +197,7 @@ def solve_with_highs(menus: Menus, budget_bytes: int) -> tuple[list[int], float]
     return [int(np.argmax(part)) for part in np.split(result.x[:-1], ends)], result.mip_dual_bound / scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(20))
 def test_solve_matches_highs_optimum(block: int) -> None:
     """200 instances in all, 10 in each block."""

@@ -167,6 +167,7 @@ def test_plan_with_wrapped_units_round_trips_explains_and_validates() -> None:
         ExecutionPlan.model_validate(plan.model_dump() | {"operators": (other, *plan.operators[1:])})
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @example(limit_mib=67, latency_ms=0.0, saved_mib=0, sizes=(11, 8))  # the best shards what the peak's moment can't tell
 @given(
