@@ -167,7 +167,7 @@ def prepare_unsharded_trial(setup: TrialSetup, calibration: Calibration) -> Prep
             calibration,
             compute=scale_to_trial(calibration.compute, passes),
             unsharded=timings,
-            is_too_slow=setup.ranks.group is not None  # a process alone has no deadline
+            is_too_slow=not setup.ranks.is_offline  # which has no deadline
             and sum(one.step_s for one in timings.values()) > seconds.MAX_TRIAL_S,
         )
 

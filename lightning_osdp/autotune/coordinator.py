@@ -112,7 +112,7 @@ class PlanningCoordinator:
     def free_bytes(self) -> int:
         """Return what this rank may take now: within the limit of training, if it trains afterwards. Not collective."""
         limit = self.request.memory_limit
-        limit = replace(limit, user_limit=None) if self.ranks.group is None else limit
+        limit = replace(limit, user_limit=None) if self.ranks.is_offline else limit
         return max(0, limit.current() - memory_in_use(self.ranks.device))
 
     def memory_budget(self, after_trial: bool) -> MemoryBudget:
@@ -159,7 +159,7 @@ class PlanningCoordinator:
         """
         began_s, deadline_reached = time.monotonic(), self.budget.deadline(time_fraction)
         # Training may be tried without what is only estimated; a plan made offline must fit.
-        estimated_bytes = 0 if self.ranks.group is None else memory_budget.estimated
+        estimated_bytes = 0 if self.ranks.is_offline else memory_budget.estimated
 
         def find_plan(problem: Problem) -> ExecutionPlan:
             with retain_freed_memory():

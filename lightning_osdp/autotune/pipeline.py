@@ -248,7 +248,7 @@ def plan_offline(
 
 def _prepare_ranks(request: PlanRequest, ranks: RankGroup) -> None:
     """Check the number of ranks, and load what the engine loads at its first use."""
-    if ranks.group is None:
+    if ranks.is_offline:
         return
     if request.cluster is not None and request.cluster.ranks != ranks.world_size:
         raise ConfigurationError(f"cluster describes {request.cluster.ranks} ranks, this run has {ranks.world_size}")
@@ -262,7 +262,7 @@ def _load_valid_profile(files: ProfileCache, request: PlanRequest) -> Profile | 
     profile, cluster = files.load_profile(), request.cluster
     if profile is None:
         return None
-    if files.ranks.group is None and cluster is not None:
+    if files.ranks.is_offline and cluster is not None:
         # Trials and plans are those of ranks that have measured together; the cluster has its own engine.
         return profile.model_copy(update={"trials": (), "cached_plans": (), "engine": cluster.engine})
     if cluster is None and not is_cache_valid(profile, files.ranks):
@@ -377,7 +377,7 @@ def _try_plan(
 
     Another search, of ``search_s``, comes after it.
     """
-    if trial_context is None or coordinator.ranks.group is None or trials_of_plan(plan, profile.trials):
+    if trial_context is None or coordinator.ranks.is_offline or trials_of_plan(plan, profile.trials):
         return None
     setup = _trial_setup(coordinator, profile, trial_context)
     trial = run_plan_trial(setup, profile.compute_for(plan), plan, search_s + APPLY_RESERVE_S)
@@ -403,7 +403,7 @@ def _cache_plan(
     request: PlanRequest, profile: Profile, plan: ExecutionPlan, memory_budget: MemoryBudget, files: ProfileCache
 ) -> Profile:
     """Step 8. Return the measurements with the plan, and write them."""
-    if files.ranks.group is None:
+    if files.ranks.is_offline:
         return profile
     is_observed = any(trial.plan is not None for trial in profile.trials)  # unsharded steps leave less memory behind
     new = CachedPlan(

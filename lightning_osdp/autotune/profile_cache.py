@@ -83,7 +83,7 @@ class ProfileCache:
         """
         if folder is None:
             return cls(ranks)
-        if ranks.group is None and cluster is not None:
+        if ranks.is_offline and cluster is not None:
             offline = (cache_key(traced, ranks.device, cluster, constraints, offline) for offline in (False, True))
             return cls(ranks, tuple(folder / f"{key}.json" for key in offline))
         cluster = current_cluster(ranks)

@@ -89,6 +89,11 @@ class RankGroup:
         return 0 if self.group is None else int(self.group.rank())
 
     @property
+    def is_offline(self) -> bool:
+        """Whether one process plans by itself, without a process group and for ranks that are not here."""
+        return self.group is None
+
+    @property
     def is_rank_zero(self) -> bool:
         """Whether this rank plans, prints and writes files."""
         return self.rank == 0
