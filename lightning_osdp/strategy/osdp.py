@@ -278,7 +278,7 @@ class OSDPStrategy(ProcessGroupStrategy):
         assert_equal_on_ranks(ranks.group, "the model (fingerprint)", traced.model_profile.fingerprint[:12])
         blocker = options.in_backward_blocker(trainer, traced)
         if given_plan is not None:
-            ranks.raise_on_all_ranks(lambda: check_given_plan(given_plan, traced, ranks, blocker))
+            ranks.raise_on_all_ranks(lambda: check_given_plan(given_plan, traced, ranks, blocker, self.constraints))
             return PlanningResult(given_plan)
         sharing, limit_bytes = ranks_sharing_memory_limit(ranks), options.memory_limit_bytes
         limit = memory.MemoryLimit(context.device, self.num_processes, sharing, limit_bytes)
