@@ -88,27 +88,27 @@ class ModeOverhead(FrozenModel):
         return self.fixed_s + self.s_per_byte * parameter_bytes
 
 
-Excess = Annotated[float, Field(gt=-1, allow_inf_nan=False)]
+RelativeChange = Annotated[float, Field(gt=-1, allow_inf_nan=False)]
 """A fraction by which something takes longer. Fits are not negative, but those of earlier releases may be."""
 
 
 class CalibrationFactors(FrozenModel):
-    """Excess of collectives plus engine in whole steps over measurements of the parts, as a fraction of these.
+    """RelativeChange of collectives plus engine in whole steps over measurements of the parts, as a fraction of these.
 
     Trials determine them (``trial_correction.fit_calibration``). Those of all kinds that apply to an operator add up.
     Together they are never negative: a plan that takes less than its parts is predicted by its own trial.
     """
 
-    dp: Excess = 0.0
-    zdp2: Excess = 0.0
-    zdp: Excess = 0.0
-    wrapped: Excess = 0.0
+    dp: RelativeChange = 0.0
+    zdp2: RelativeChange = 0.0
+    zdp: RelativeChange = 0.0
+    wrapped: RelativeChange = 0.0
     """Units that several operators share."""
-    split: Excess = 0.0
+    split: RelativeChange = 0.0
     """Operators cut into slices."""
-    node: Excess = 0.0
+    node: RelativeChange = 0.0
     """Operators sharded inside nodes."""
-    hierarchical: Excess = 0.0
+    hierarchical: RelativeChange = 0.0
     """Operators sharded over all ranks with two-stage collectives."""
 
     def for_kinds(self, kinds: Iterable[str]) -> float:

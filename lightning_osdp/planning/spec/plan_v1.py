@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-_LEAST_EXCESS = -2 / 3
-"""Least excess that earlier releases applied."""
+_LEAST_CHANGE = -2 / 3
+"""Least relative change that earlier releases applied."""
 
 _CLUSTER_KEYS = {
     "ahead_bytes": "prefetch_max_bytes",
@@ -77,7 +77,7 @@ def raise_negative_times(cluster: Any) -> Any:
             return part
         return {key: max(least, value) if isinstance(value, int | float) else value for key, value in part.items()}
 
-    engine = {name: clamp(part, _LEAST_EXCESS * (name == "calibration")) for name, part in cluster["engine"].items()}
+    engine = {name: clamp(part, _LEAST_CHANGE * (name == "calibration")) for name, part in cluster["engine"].items()}
     return {**cluster, "engine": engine}
 
 
