@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from lightning_osdp.planning.cost.memory_timeline import Timeline
 from lightning_osdp.planning.cost.step_time import calibration_kinds, communication_time, engine_time, time_cost
-from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, legal_modes
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
 from lightning_osdp.planning.spec.cluster import (
     MAX_CORRECTION,
     CalibrationFactors,
@@ -36,7 +36,7 @@ from lightning_osdp.planning.spec.model import (
     OptimizerStep,
     Seconds,
 )
-from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.plan import BatchSizePoint, ExecutionPlan
 from lightning_osdp.planning.spec.wrapping import WrappedModel
 
 TRIAL_RELATIVE_ERROR = 0.05
@@ -116,12 +116,6 @@ def _bounded_ratio(measured_s: float, predicted_s: float) -> float:
     return min(MAX_CORRECTION, max(1 / MAX_CORRECTION, measured_s / predicted_s))
 
 
-def uniform_choice(operator: Operator, mode: Mode) -> ShardingChoice:
-    """Return the unsplit choice for an operator in a plan with one mode: that mode, or the nearest legal one."""
-    legal = legal_modes(operator)
-    return ShardingChoice((mode if mode in legal else legal[-1],))
-
-
 class Trial(FrozenModel):
     """Forward and backward of one micro-batch under one plan, predicted from the parts and measured."""
 
@@ -134,6 +128,8 @@ class Trial(FrozenModel):
     exposed_comm_s: Seconds | None = None
     """Part of ``measured_s`` that the rank waited for collectives; None if unknown (CUDA)."""
     relative_error: float = TRIAL_RELATIVE_ERROR
+    rounds_s: tuple[Seconds, ...] = ()
+    """Measured in each of several rounds, in turns with other plans; ``measured_s`` is their median."""
     plan: ExecutionPlan | None = None
     """The plan without alternatives, if the search chose it."""
 
@@ -141,7 +137,8 @@ class Trial(FrozenModel):
 def plan_key(plan: ExecutionPlan) -> str:
     """Return a key that is equal for plans with the same decisions and the same batch size."""
     choices = [[*op.choice, op.unit, op.is_recomputed] for op in plan.operators]
-    facts = [choices, plan.recomputed, plan.batch_size, plan.cluster.prefetch_max_bytes > 0, plan.retain_freed_memory]
+    has_prefetch = plan.cluster.prefetch_max_bytes > 0 and any(set(op.slices) != {Mode.DP} for op in plan.operators)
+    facts = [choices, plan.recomputed, plan.batch_size, has_prefetch, plan.retain_freed_memory]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
@@ -276,7 +273,19 @@ def apply_trial(plan: ExecutionPlan, trials: Sequence[Trial]) -> ExecutionPlan:
         "communication_time_s": communication_s,
         "samples_per_s": before.samples_per_s * before.step_time_s / step_s if step_s else before.samples_per_s,
     }
-    return plan.model_copy(update={"predicted": before.model_copy(update=update)})
+    predicted = before.model_copy(update=update)
+    return plan.model_copy(update={"predicted": predicted, "frontier": _cap_frontier(plan, predicted.samples_per_s)})
+
+
+def _cap_frontier(plan: ExecutionPlan, samples_per_s: float) -> tuple[BatchSizePoint, ...]:
+    """Return the batch sizes scaled by what the trial of the plan has shown; none that was not tried is better."""
+    own = next((point.samples_per_s for point in plan.frontier if point.batch_size == plan.batch_size), samples_per_s)
+
+    def known_rate(point: BatchSizePoint) -> float:
+        is_own = point.batch_size == plan.batch_size or not own
+        return samples_per_s if is_own else min(samples_per_s, point.samples_per_s * samples_per_s / own)
+
+    return tuple(point.model_copy(update={"samples_per_s": known_rate(point)}) for point in plan.frontier)
 
 
 def calibrated_s(trial: Trial, calibration: CalibrationFactors) -> float:

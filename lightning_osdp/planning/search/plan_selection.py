@@ -129,10 +129,10 @@ def append_cached_plan(cached_plans: Sequence[CachedPlan], new_plan: CachedPlan)
     return (*others, new_plan)[-MAX_CACHED_PLANS:]
 
 
-def prune_trials(trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    """Return the trials without the oldest ones of searched plans; trials of other plans all stay."""
-    dropped = [trial for trial in trials if trial.plan is not None][:-MAX_TRIALS]
-    return tuple(trial for trial in trials if trial not in dropped)
+def add_trials(trials: Sequence[Trial], new_trials: Sequence[Trial]) -> tuple[Trial, ...]:
+    """Return the latest trials, with new ones in place of earlier ones of the same plans."""
+    keys = {trial.plan_key for trial in new_trials}
+    return (*(trial for trial in trials if trial.plan_key not in keys), *new_trials)[-MAX_TRIALS:]
 
 
 def find_cached_plan(
@@ -312,4 +312,5 @@ def repredict(
         return None
     if candidate.peak.max_bytes > problem.memory_limit_bytes:
         return None
-    return to_plan(wrap_search, candidate, found_plan.frontier, found_plan.search_stop)
+    plan = to_plan(wrap_search, candidate, found_plan.frontier, found_plan.search_stop)
+    return plan.model_copy(update={"tried": earlier_plan.tried})
