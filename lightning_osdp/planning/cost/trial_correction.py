@@ -36,7 +36,7 @@ from lightning_osdp.planning.spec.model import (
     OptimizerStep,
     Seconds,
 )
-from lightning_osdp.planning.spec.plan import BatchSizePoint, ExecutionPlan
+from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.spec.wrapping import WrappedModel
 
 TRIAL_RELATIVE_ERROR = 0.05
@@ -273,19 +273,7 @@ def apply_trial(plan: ExecutionPlan, trials: Sequence[Trial]) -> ExecutionPlan:
         "communication_time_s": communication_s,
         "samples_per_s": before.samples_per_s * before.step_time_s / step_s if step_s else before.samples_per_s,
     }
-    predicted = before.model_copy(update=update)
-    return plan.model_copy(update={"predicted": predicted, "frontier": _cap_frontier(plan, predicted.samples_per_s)})
-
-
-def _cap_frontier(plan: ExecutionPlan, samples_per_s: float) -> tuple[BatchSizePoint, ...]:
-    """Return the batch sizes scaled by what the trial of the plan has shown; none that was not tried is better."""
-    own = next((point.samples_per_s for point in plan.frontier if point.batch_size == plan.batch_size), samples_per_s)
-
-    def known_rate(point: BatchSizePoint) -> float:
-        is_own = point.batch_size == plan.batch_size or not own
-        return samples_per_s if is_own else min(samples_per_s, point.samples_per_s * samples_per_s / own)
-
-    return tuple(point.model_copy(update={"samples_per_s": known_rate(point)}) for point in plan.frontier)
+    return plan.model_copy(update={"predicted": before.model_copy(update=update)})
 
 
 def calibrated_s(trial: Trial, calibration: CalibrationFactors) -> float:
