@@ -290,7 +290,7 @@ def test_plan_table_and_explanation_say_what_tried_plans_took() -> None:
             )
         }
     )
-    expected = f"all replicated 258 ms, sharded per block 500 ms at batch size {2 * size}, this plan 241 ms"
+    expected = f"all replicated 258.0 ms, sharded per block 500.0 ms at batch size {2 * size}, this plan 241.0 ms"
     assert expected in " ".join(to_text(plan_table(plan)).split())
     assert expected in explain(plan)
     assert "tried" not in to_text(plan_table(make_plan()))
@@ -302,4 +302,4 @@ def test_describe_tried_says_where_this_plan_is_all_replicated() -> None:
     replicated = tuple(op.model_copy(update={"slices": (Mode.DP,), "split_dim": None}) for op in plan.operators)
     both = (tried("sharded per operator", plan.batch_size, 300), tried("all replicated", plan.batch_size, 258, True))
     plan = plan.model_copy(update={"operators": replicated, "tried": both})
-    assert describe_tried(plan) == "sharded per operator 300 ms, this plan (all replicated) 258 ms"
+    assert describe_tried(plan) == "sharded per operator 300.0 ms, this plan (all replicated) 258.0 ms"
