@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -213,6 +213,17 @@ class ExecutionPlan(FrozenModel):
     search_stop: SearchStop | None = None
     tried: tuple[TriedPlan, ...] = ()
     """The plans that were tried in turns, this one among them; empty if none could be."""
+
+    text_display: ClassVar[Callable[[ExecutionPlan], str]] = repr
+    """Makes ``str(plan)``; set by ``report.display``."""
+    html_display: ClassVar[Callable[[ExecutionPlan], str | None]] = lambda plan: None
+    """Makes what a notebook shows; set by ``report.display``."""
+
+    def __str__(self) -> str:
+        return type(self).text_display(self)
+
+    def _repr_html_(self) -> str | None:
+        return type(self).html_display(self)
 
     @model_validator(mode="after")
     def _check_units_agree(self) -> ExecutionPlan:
