@@ -37,6 +37,9 @@ PROBE_TOLERANCE = 2.0
 MIN_STARTS, MAX_STARTS = 3, 5
 """Starts whose measurements are kept at most, and as many as it takes to measure no more."""
 
+MAX_REPEATED_S = 8.0
+"""A measurement that takes longer is not made again: the start would take too long."""
+
 MAX_RESIDUAL = 0.5
 """Relative error of a fit of collectives beyond which they contradict each other."""
 
@@ -101,15 +104,18 @@ def add_start(
 ) -> MeasuredCluster:
     """Return the kept measurements with that of this start. Collective.
 
-    If it contradicts the kept ones it is made again: two that agree count, and the third one is dropped.
+    If it contradicts the kept ones it is made again: two that agree count, and the third one is dropped. It counts
+    alone if making it took too long for that.
     """
+    began_s = time.monotonic()
     new = measure()
     if stored is None:
         return MeasuredCluster(starts=(new,))
     known, median = stored.starts, stored.median
+    starts: tuple[ClusterProfile, ...] = (new,)
     if _agree(new, median, stored, ranks):
         starts = (*known, new)
-    else:
+    elif ranks.all_reduce_max([time.monotonic() - began_s])[0] <= MAX_REPEATED_S:
         again = measure()
         if _agree(again, median, stored, ranks):
             starts = (*known, again)
@@ -129,14 +135,13 @@ def _tolerance(spread: float) -> float:
 def agrees_with_kept(profile: ClusterProfile, cache: ProfileCache) -> bool:
     """Return whether a model's measurements are those that starts of any model have kept since. Collective."""
     stored = cache.load_cluster()
-    if stored is None:
-        return True
-    return _agree(profile, stored.median, stored, cache.ranks)
+    return stored is None or _agree(profile, stored.median, stored, cache.ranks)
 
 
 def is_plausible(measured: ClusterProfile) -> bool:
     """Return whether the times of no collective contradict each other."""
-    return max(fit.residual for _, fit in measured.link) <= MAX_RESIDUAL
+    link = measured.link
+    return max(fit.residual for fit in (link.all_reduce, link.all_gather, link.reduce_scatter)) <= MAX_RESIDUAL
 
 
 def _measure_plausible_cluster(
