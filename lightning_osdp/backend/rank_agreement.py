@@ -46,13 +46,13 @@ class Request:
 
     Attributes:
         event: what it is, the same text on all ranks that want the same.
-        place: where in its program the rank is.
-        description: ``event`` and ``place`` in words.
+        program_place: where in its program the rank is.
+        description: ``event`` and ``program_place`` in words.
         failure: why this rank can't go on, if it can't.
     """
 
     event: str
-    place: str
+    program_place: str
     description: str
     failure: str = ""
 
@@ -64,13 +64,13 @@ class Decision:
     Attributes:
         event: one of the requested events.
         is_unanimous: whether all ranks requested it.
-        error: why the ranks can't go on, raised on all; empty if they can.
+        error_message: why the ranks can't go on, raised on all; empty if they can.
         inquiries: number of inquiries that are answered by it.
     """
 
     event: str
     is_unanimous: bool = True
-    error: str = ""
+    error_message: str = ""
     inquiries: int = 0
 
 
@@ -131,8 +131,8 @@ class RankAgreement:
             self._position += 1
             self._last_event, self._last_decision, self._must_ask = decision.event, position, False
             self._num_answered = max(self._num_answered, decision.inquiries)
-        if decision.error:
-            raise ShardingError(decision.error)
+        if decision.error_message:
+            raise ShardingError(decision.error_message)
         return decision
 
     def answer_inquiry(self, connection: Any) -> None:

@@ -31,17 +31,18 @@ FIRST_ASKING_STEPS, MAX_ASKING_STEPS = 32, 4096
 _JOINABLE = {"forward": 0, "evaluate": 0, "backward": 1, "reduce": 1, "replicated": 2, "end": 3, "evaluated": 3}
 """The kinds of events in which a rank can take part that wants another one, by what comes first."""
 
-_VERBS = {
-    "forward": ("runs", "ran"),
-    "evaluate": ("runs (without gradients)", "ran (without gradients)"),
-    "backward": ("gathers for the backward pass", "gathered for the backward pass"),
-    "reduce": ("reduces the gradient of", "reduced the gradient of"),
+_TEXTS = {
+    "forward": ("runs {}", "ran {}"),
+    "evaluate": ("runs {} without gradients", "ran {} without gradients"),
+    "backward": ("gathers {} for its backward", "gathered {} for its backward"),
+    "reduce": ("reduces the gradient of {}", "reduced the gradient of {}"),
     "replicated": ("reduces replicated gradients", "reduced replicated gradients"),
     "end": ("ends its backward pass", "ended its backward pass"),
-    "step": ("begins the next training step", "began the next training step"),
-    "evaluation": ("begins", "began"),
-    "evaluated": ("ends the step", "ended the step"),
-    "agree": ("", ""),
+    "step": ("begins the next training step", "began a training step"),
+    "evaluation": ("begins the next evaluation step", "began an evaluation step"),
+    "evaluated": ("ends its evaluation step", "ended its evaluation step"),
+    "agree": ("{}", "agreed"),
+    "": ("", "did nothing"),
 }
 """Events in words, present and past."""
 
@@ -221,10 +222,10 @@ class CollectiveOrder:
 
     def _decide(self, requests: Sequence[Request]) -> Decision:
         """Return what comes first of the things that ranks want, or why none can be chosen."""
-        events, places = {request.event for request in requests}, {request.place for request in requests}
+        events, places = {request.event for request in requests}, {request.program_place for request in requests}
         failure = next((request.failure for request in requests if request.failure), "")
         if failure:
-            return Decision("", error=failure)
+            return Decision("", error_message=failure)
         if len(events) == 1 and len(places) == 1:
             return Decision(events.pop())
         if len(places) == 1 and all(_parse(event)[0] in _JOINABLE for event in events):
@@ -233,18 +234,18 @@ class CollectiveOrder:
         for rank, request in enumerate(requests):
             ranks_by_text.setdefault(request.description, []).append(rank)
         texts = [f"{_name_ranks(ranks)} {text}" for text, ranks in ranks_by_text.items()]
-        return Decision("", is_unanimous=False, error=f"ranks do different things: {'; '.join(texts)}. {ADVICE}")
+        return Decision(
+            "", is_unanimous=False, error_message=f"ranks do different things: {'; '.join(texts)}. {ADVICE}"
+        )
 
     def _describe(self, event: str) -> str:
         kind, unit, _ = _parse(event)
-        if kind == "agree":
-            return f"{event.split(maxsplit=2)[2]} {self._place}"
-        subject = f" {self._units[unit].label}" if unit >= 0 else ""
-        return f"{_VERBS[kind][0]}{subject}, {self._place}"
+        label = self._units[unit].label if unit >= 0 else event.partition(" -1 ")[2]
+        return f"{_TEXTS[kind][0].format(label)}, {self._place}"
 
     def _describe_past(self, event: str) -> str:
         kind, unit, _ = _parse(event)
-        return f"{_VERBS[kind][1]} {self._units[unit].label if unit >= 0 else ''}".strip() if kind else "did nothing"
+        return _TEXTS[kind][1].format(self._units[unit].label if unit >= 0 else "")
 
 
 def _parse(event: str) -> tuple[str, int, tuple[int, ...]]:
