@@ -125,7 +125,7 @@ class CollectiveOrder:
         """Whether a step or a backward pass has begun whose end is not noted yet."""
         return self._has_backward and self._agreement is not None
 
-    def end_backward(self, reduces_replicated: bool) -> None:
+    def complete_backward(self, reduces_replicated: bool) -> None:
         """Take part in what other ranks' backward passes still reduce.
 
         Args:

@@ -261,7 +261,7 @@ class FairScaleEngine(Engine):
         for sliced in self._sliced_operators:
             sliced.bind_remaining_gradients()
         if self._context.order.has_backward:
-            self._context.order.end_backward(self._bucketed_all_reduce.is_active)
+            self._context.order.complete_backward(self._bucketed_all_reduce.is_active)
             for unit in self._units:
                 unit.finish_joined()
         self._bucketed_all_reduce.finish()
