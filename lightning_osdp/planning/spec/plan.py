@@ -12,7 +12,7 @@ from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import FrozenModel, ModelProfile
-from lightning_osdp.planning.spec.plan_v1 import upgrade_plan
+from lightning_osdp.planning.spec.plan_v1 import raise_negative_times, upgrade_plan
 
 PLAN_FORMAT = "lightning_osdp.plan"
 PLAN_VERSION = 2
@@ -80,6 +80,8 @@ class OperatorPlan(_Choice):
     is_recomputed: bool = False
     """Whether it lies in a block that is recomputed (``ExecutionPlan.recomputed``)."""
     num_parameters: int = Field(ge=0)
+    requested_mode: Mode | None = None
+    """Mode that the user asked for; it differs from the operator's own where that can't be had."""
     replicated_reason: str = ""
     """Why it must stay replicated; empty if it need not, or if the plan does not say."""
     unsplittable_reason: str = ""
@@ -253,7 +255,7 @@ class ExecutionPlan(FrozenModel):
                 "make a new plan"
             )
         try:
-            return cls.model_validate_json(json.dumps(data))
+            return cls.model_validate_json(json.dumps(data | {"cluster": raise_negative_times(data.get("cluster"))}))
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
