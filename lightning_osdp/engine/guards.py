@@ -94,7 +94,7 @@ def _refuse_guarded(check: Callable[..., None]) -> Callable[..., None]:
         for tensor in param if isinstance(param, list) else [param]:
             local = find_local_shard(tensor)
             if local is not None:
-                raise local.guard.error("a collective would mix up the ranks' parts of it")
+                raise local.guard.refusal("a collective would mix up the ranks' parts of it")
         check(param, param_name)
 
     return check_and_refuse

@@ -86,7 +86,7 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
         if name == "detach":
             return GuardedTensor.create(local_shard_of(first))
         if name in _REFUSED:
-            raise local_shard_of(first).guard.error(f"{name} needs its memory as a whole")
+            raise local_shard_of(first).guard.refusal(f"{name} needs its memory as a whole")
     elif name in _SHAPE_FUNCTIONS and isinstance(first, GatheredTensor):
         return func(*args, **kwargs)
     elif name in _LIKE_OTHER and len(args) == 2 and is_guarded(args[1]):
@@ -101,10 +101,10 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
 def _run_plain(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else None
     if name.startswith("register_") and is_guarded(first) and local_shard_of(first).guard.is_sliced:
-        raise local_shard_of(first).guard.error("it runs in slices, which call no hooks of it")
+        raise local_shard_of(first).guard.refusal("it runs in slices, which call no hooks of it")
     is_requested = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
     if name == "requires_grad_" and isinstance(first, GuardedTensor) and is_requested:
-        raise local_shard_of(first).guard.error("what stands for it can't be a leaf of another graph")
+        raise local_shard_of(first).guard.refusal("what stands for it can't be a leaf of another graph")
     if name == "data_ptr" and isinstance(first, GuardedTensor):
         return local_shard_of(first).tensor.data_ptr()
     if name.startswith("_amp_foreach"):
@@ -142,7 +142,7 @@ def _access_property(func: Any, name: str, args: Any) -> Any:
     elif name == "__set__" and attribute == "grad":
         return _assign_gradient(func, tensor, args[1])
     elif name == "__set__" and attribute == "requires_grad" and isinstance(tensor, GuardedTensor) and args[1]:
-        raise local_shard_of(tensor).guard.error("what stands for it can't be a leaf of another graph")
+        raise local_shard_of(tensor).guard.refusal("what stands for it can't be a leaf of another graph")
     return func(*args)
 
 
@@ -176,7 +176,7 @@ def _part_of(local: LocalShard, value: Tensor, what: str) -> Tensor:
     elif isinstance(value, GatheredTensor):
         value.gathered.refresh()
     if (value.shape, value.dtype, value.device) != (local.guard.layout.shape, local.tensor.dtype, local.tensor.device):
-        raise local.guard.error(
+        raise local.guard.refusal(
             f"{what} of shape {tuple(value.shape)}, {value.dtype} on {value.device} can't take the place of one of "
             f"shape {tuple(local.guard.layout.shape)}, {local.tensor.dtype} on {local.tensor.device}"
         )
@@ -265,7 +265,7 @@ def _gather(leaf: Any, local: LocalShard, is_changed: bool) -> Tensor:
     if is_changed:  # a leaf as the parameter is one, so that torch itself refuses what it refuses for that
         return local.gather().requires_grad_()
     if local.guard.context.updates_in_backward:
-        raise local.guard.error(
+        raise local.guard.refusal(
             "read for the gradient outside of its operator, but may be updated before that gradient is there "
             "(OSDPStrategy(update_in_backward=False) allows it)"
         )

@@ -66,7 +66,7 @@ class GuardContext:
     def check_access(self, guard: ShardGuard) -> None:
         """Refuse access that can't reach the other ranks, and let them agree on the others."""
         if os.getpid() != self._pid:
-            raise guard.error("a process of a DataLoader, or another one that was forked, can't gather it")
+            raise guard.refusal("a process of a DataLoader, or another one that was forked, can't gather it")
         self.before_access(guard.name)
 
     def add_outside_gradients(self) -> None:
@@ -126,7 +126,7 @@ class ShardGuard:
         self.open()
         delattr(self.parameter, _GUARD)
 
-    def error(self, reason: str) -> ShardingError:
+    def refusal(self, reason: str) -> ShardingError:
         """Return the error that says what can't be done with the parameter outside of its operator."""
         module, _, own = self.name.rpartition(".")
         return ShardingError(
@@ -220,7 +220,7 @@ class _Gathered:
         if self.stamp == self.local.stamp:
             return
         if self.full.requires_grad:
-            raise self.local.guard.error("a view of it was taken before it changed")
+            raise self.local.guard.refusal("a view of it was taken before it changed")
         with torch.no_grad():
             self.full.copy_(self.local.gather())
         self.stamp = self.local.stamp
@@ -264,7 +264,7 @@ class _Guarded:
             return f"<{kind}{local.guard.name}, {tuple(local.guard.layout.shape)}, {local.tensor.dtype}, sharded>"
 
     def __copy__(self) -> Any:
-        raise local_shard_of(self).guard.error("a shallow copy would have no memory in common with it")
+        raise local_shard_of(self).guard.refusal("a shallow copy would have no memory in common with it")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
