@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy
 from tests.support.lightning_contract import FEATURES, Net, batches, build_seeded, is_fake
@@ -192,10 +193,30 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "finetuning"])
 def test_hooks_and_callbacks_see_and_make_the_values_of_ddp(runs: list[Any], case: str, policy: str) -> None:
     for results in runs:
         noted, expected = results[case, policy], results[case, "ddp"]
         assert not isinstance(noted, str), noted
         assert not isinstance(expected, str), expected
         torch.testing.assert_close(noted, expected, rtol=1e-4, atol=1e-5)
+
+
+def fit_in_one_process(folder: str) -> list[Tensor]:
+    """The weights that fine-tuning ends with; DDP does not reduce gradients of what it was given frozen."""
+    module, data = build_seeded(Backboned), batches(PER_EPOCH, 2)
+    whole = DataLoader(data.dataset, batch_size=2 * RANKS)
+    callbacks = CASES["finetuning"][1](folder)
+    trainer(folder, "auto", max_steps=-1, max_epochs=EPOCHS, callbacks=callbacks, devices=1).fit(module, whole)
+    return module.noted
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_finetuning_callback_trains_like_one_process(runs: list[Any], policy: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = fit_in_one_process(str(tmp_path))
+    for results in runs:
+        noted = results["finetuning", policy]
+        assert not isinstance(noted, str), noted
+        torch.testing.assert_close(noted[-len(expected) :], expected, rtol=1e-4, atol=1e-5)
