@@ -109,9 +109,9 @@ class TrainingConfig:
             if isinstance(callback, Mapping) and str(callback.get("class_path")).endswith("OSDPCallback"):
                 given = callback.get("init_args") or {}
                 patterns = given.get("activation_checkpointing", "auto")
-                return SearchConstraints(
-                    given.get("slice_granularity", "auto"), tuple(patterns) if isinstance(patterns, list) else patterns
-                )
+                patterns = tuple(patterns) if isinstance(patterns, list) else patterns
+                slices, modes = (given.get(name, "auto") for name in ("slice_granularity", "modes"))
+                return SearchConstraints(slices, patterns, modes=modes)
         return UNCONSTRAINED
 
     @property

@@ -80,6 +80,8 @@ class OperatorPlan(_Choice):
     is_recomputed: bool = False
     """Whether it lies in a block that is recomputed (``ExecutionPlan.recomputed``)."""
     num_parameters: int = Field(ge=0)
+    requested_mode: Mode | None = None
+    """Mode that the user asked for; it differs from the operator's own where that can't be had."""
     replicated_reason: str = ""
     """Why it must stay replicated; empty if it need not, or if the plan does not say."""
     unsplittable_reason: str = ""
