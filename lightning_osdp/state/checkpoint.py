@@ -138,6 +138,23 @@ class CheckpointFormat:
             opened.fill(stored)
 
 
+def read_checkpoint(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Return a checkpoint of either format as one rank sees it, with placeholders or tensors that are not read yet.
+
+    Args:
+        path: the file or folder.
+        weights_only: as of ``torch.load``.
+
+    Raises:
+        CheckpointError: it is damaged or foreign.
+    """
+    if not path.is_dir():
+        return _validate_checkpoint(OpenedFile(path).load(weights_only), path)
+    from lightning_osdp.state.folder import CheckpointFolder
+
+    return _validate_checkpoint(CheckpointFolder(path, weights_only).checkpoint, path)
+
+
 def consolidate(source: Path, target: Path, weights_only: bool | None = None) -> None:
     """Convert a folder to one ordinary file, with one tensor in memory at a time and without a process group.
 
