@@ -168,10 +168,10 @@ def consolidate(source: Path, target: Path, weights_only: bool | None = None) ->
     """
     from lightning_osdp.state.folder import CheckpointFolder
 
+    opened = CheckpointFolder(source, weights_only)
     if source.resolve() in target.resolve().parents:
         raise CheckpointError(f"{target} can't be written: it lies in the checkpoint {source}")
     atomic_files.check_replaceable(target)
-    opened = CheckpointFolder(source, weights_only)
     opened.verify(0, 1)
     try:
         with atomic_files.atomic_write(target) as unfinished:
