@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -12,7 +12,7 @@ from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import FrozenModel, ModelProfile
-from lightning_osdp.planning.spec.plan_v1 import upgrade_plan
+from lightning_osdp.planning.spec.plan_v1 import raise_negative_times, upgrade_plan
 
 PLAN_FORMAT = "lightning_osdp.plan"
 PLAN_VERSION = 2
@@ -198,6 +198,17 @@ class ExecutionPlan(FrozenModel):
     peak: PeakMoment | None = None
     search_stop: SearchStop | None = None
 
+    text_display: ClassVar[Callable[[ExecutionPlan], str]] = repr
+    """Makes ``str(plan)``; set by ``report.display``."""
+    html_display: ClassVar[Callable[[ExecutionPlan], str | None]] = lambda plan: None
+    """Makes what a notebook shows; set by ``report.display``."""
+
+    def __str__(self) -> str:
+        return type(self).text_display(self)
+
+    def _repr_html_(self) -> str | None:
+        return type(self).html_display(self)
+
     @model_validator(mode="after")
     def _check_units_agree(self) -> ExecutionPlan:
         choices: dict[str, ShardingChoice] = {}
@@ -264,7 +275,7 @@ class ExecutionPlan(FrozenModel):
                 "make a new plan"
             )
         try:
-            return cls.model_validate_json(json.dumps(data))
+            return cls.model_validate_json(json.dumps(data | {"cluster": raise_negative_times(data.get("cluster"))}))
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
