@@ -20,7 +20,7 @@ import torch
 
 from lightning_osdp.errors import CheckpointError
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+ChunkBounds = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a part of a tensor."""
 
 _FILE_NAME = re.compile(r"[\w.-]+")
@@ -73,19 +73,19 @@ def read_index(content: bytes, source: str) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{source} is damaged: {type(error).__name__}: {error}") from error
 
 
-def covers_once(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Return whether boxes hold every element of a tensor exactly once."""
+def covers_once(chunks: Sequence[ChunkBounds], shape: tuple[int, ...]) -> bool:
+    """Return whether chunks hold every element of a tensor exactly once."""
     if not shape:
-        return len(boxes) == 1
+        return len(chunks) == 1
     if 0 in shape:
-        return all(prod(sizes) == 0 for _, sizes in boxes)
-    pending = sorted((box for box in boxes if prod(box[1])), reverse=True)
+        return all(prod(sizes) == 0 for _, sizes in chunks)
+    pending = sorted((bounds for bounds in chunks if prod(bounds[1])), reverse=True)
     edges = sorted({edge for offsets, sizes in pending for edge in (offsets[0], offsets[0] + sizes[0])})
     if not edges or edges[0] != 0 or edges[-1] != shape[0]:
         return False
-    present: list[Box] = []
+    present: list[ChunkBounds] = []
     for start in edges[:-1]:
-        present = [box for box in present if box[0][0] + box[1][0] > start]
+        present = [bounds for bounds in present if bounds[0][0] + bounds[1][0] > start]
         while pending and pending[-1][0][0] == start:
             present.append(pending.pop())
         if not covers_once([(offsets[1:], sizes[1:]) for offsets, sizes in present], shape[1:]):
@@ -201,8 +201,8 @@ def _read_tensor(name: str, fields: Any, places: Mapping[Any, tuple[str, int, in
         raise TypeError(f"{name} has the dtype {dtype!r}")
     chunks = []
     for chunk in fields["chunks"]:
-        box = _state(chunk, "ChunkStorageMetadata")
-        offsets, sizes = _whole_numbers(box["offsets"]), _whole_numbers(box["sizes"])
+        bounds = _state(chunk, "ChunkStorageMetadata")
+        offsets, sizes = _whole_numbers(bounds["offsets"]), _whole_numbers(bounds["sizes"])
         if not len(offsets) == len(sizes) == len(shape):
             raise ValueError(f"a part of {name} has another number of dimensions")
         chunks.append(StoredChunk(offsets, sizes, *places[name, offsets]))
