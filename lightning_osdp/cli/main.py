@@ -24,7 +24,7 @@ from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Pr
 from lightning_osdp.planning.search.plan_selection import variant_of_plan
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import SearchConstraints
-from lightning_osdp.planning.spec.formatting import format_bytes, format_seconds, parse_bytes
+from lightning_osdp.planning.spec.formatting import format_bytes, format_seconds, parse_memory_limit
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.whatif import hardware
@@ -209,7 +209,7 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--config", type=str, required=True, help="the YAML that LightningCLI trains from")
     parser.add_argument("--cluster", type=str, help="the hardware, as `osdp profile` wrote it")
     parser.add_argument("--devices", type=int, help="per node, instead of the cluster's")
-    parser.add_argument("--memory-limit", type=str, help="per device, such as 16GiB (default: what the device has)")
+    parser.add_argument("--memory-limit", type=str, help="per device: 16GiB, or 90%% (default: what it has)")
     parser.add_argument("--batch-size", type=int, help="per device, fixed (default: searched)")
     parser.add_argument("--max-batch-size", type=int, help="the largest that is considered")
     parser.add_argument("--global-batch-size", type=int, help="over all devices, made exactly")
@@ -282,7 +282,7 @@ def _add_simulate_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--config", type=str, required=True, help="the YAML that LightningCLI trains from")
     parser.add_argument("--hardware", type=str, required=True, help="a name, such as h100-80gb-nvlink, or a JSON file")
     parser.add_argument("--devices", type=int, nargs="+", help="numbers of devices (default: 1, 2, 4, ... all)")
-    parser.add_argument("--memory-limit", type=str, help="per device, such as 16GiB (default: what the device has)")
+    parser.add_argument("--memory-limit", type=str, help="per device: 16GiB, or 90%% (default: what it has)")
     parser.add_argument("--batch-size", type=int, help="per device, fixed (default: searched)")
     parser.add_argument("--max-batch-size", type=int, help="the largest that is considered")
     parser.add_argument("--global-batch-size", type=int, help="over all devices, made exactly")
@@ -300,7 +300,8 @@ def _simulate(options: Namespace) -> None:
         arguments.validate_positive("max_batch_size", options.max_batch_size),
         arguments.validate_positive("global_batch_size", options.global_batch_size),
     )
-    limit_bytes = parse_bytes(options.memory_limit) if options.memory_limit is not None else None
+    limit_bytes, share = parse_memory_limit(options.memory_limit or "auto")
+    limit_bytes = limit_bytes or int(share * hardware.USABLE_MEMORY_FRACTION * hardware_spec.memory_bytes)
     devices = options.devices or _device_counts(hardware_spec.devices)
     config = _load_config(options)
     dtype = options.dtype or offline.matmul_dtype(config.trainer.get("precision"))

@@ -158,6 +158,20 @@ class PeakMoment(FrozenModel):
         return self.heap / freed if freed else 0.0
 
 
+class TriedPlan(FrozenModel):
+    """What a plan took that was tried before one was taken; times are of an optimizer step."""
+
+    name: str
+    """What it does, in words."""
+    batch_size: int
+    step_time_s: float
+    samples_per_s: float
+    spread_s: float
+    """By how much its rounds differ."""
+    num_rounds: int
+    is_chosen: bool = False
+
+
 class SearchStop(FrozenModel):
     """Why no larger batch size was tried."""
 
@@ -197,6 +211,8 @@ class ExecutionPlan(FrozenModel):
     """Seconds of a step that one more byte of memory would save, by the search's linear relaxation."""
     peak: PeakMoment | None = None
     search_stop: SearchStop | None = None
+    tried: tuple[TriedPlan, ...] = ()
+    """The plans that were tried in turns, this one among them; empty if none could be."""
 
     text_display: ClassVar[Callable[[ExecutionPlan], str]] = repr
     """Makes ``str(plan)``; set by ``report.display``."""
