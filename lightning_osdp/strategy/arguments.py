@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from torch import nn
 from lightning_osdp.errors import ConfigurationError, OSDPWarning
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.state.atomic_files import write_text
 from lightning_osdp.strategy import precision
 
 
@@ -187,3 +189,11 @@ def _read_text(path: Path, kind: str) -> str:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"the {kind} file {path} can't be read: {error}") from error
+
+
+def write_plan(plan: ExecutionPlan, path: Path) -> None:
+    """Write the plan to a file, or warn: the other ranks train already, and the plan is on the screen."""
+    try:
+        write_text(path, plan.to_json(), ExecutionPlan.is_plan)
+    except (OSError, ConfigurationError) as error:
+        warnings.warn(f"the plan can't be written to {path.parent}: {error}", OSDPWarning, stacklevel=3)
