@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
-import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -18,6 +16,8 @@ from typing_extensions import override
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.state.checkpoint import read_checkpoint
+from lightning_osdp.strategy.checkpointing import local_path
 from lightning_osdp.strategy.osdp import OSDPStrategy
 
 LOG_PREFIX = "osdp/"
@@ -25,7 +25,7 @@ LOG_PREFIX = "osdp/"
 
 
 class OSDPCallback(Callback):
-    """A callback that limits splitting and recomputation, and logs how the plan's predictions hold.
+    """A callback that limits what the search decides, and logs how the plan's predictions hold.
 
     Every ``trainer.log_every_n_steps`` steps it logs, through the trainer's loggers, ``osdp/step_time_s``,
     ``osdp/samples_per_s``, ``osdp/peak_memory_bytes`` (of rank 0), each with its ``osdp/predicted_...``, and
@@ -40,11 +40,14 @@ class OSDPCallback(Callback):
         activation_checkpointing: ``"auto"`` (a repeated block is recomputed where that is faster than what it would
             take otherwise to fit), True (every block), False (none), or patterns of the blocks to recompute.
             Patterns are dotted prefixes (``model.blocks.3``) or globs (``*.mlp.*``) of module names.
+        modes: ``"auto"``, one mode for every operator (``"dp"``: replicated, ``"zdp2"``: sharded and gathered once a
+            step, ``"zdp"``: sharded and gathered twice), or modes by pattern, the first that matches. An operator
+            that can't be sharded that far takes the next weaker mode, and ``osdp explain`` says why.
         progress_bar: whether throughput and peak memory are shown in the progress bar.
 
     Raises:
         ConfigurationError: an argument can't be used; at ``setup``: the strategy is not OSDPStrategy, or there is
-            another OSDPCallback; when planning: a pattern matches nothing.
+            another OSDPCallback; when planning: a pattern matches nothing, or nothing that can have its mode.
     """
 
     def __init__(
@@ -52,10 +55,11 @@ class OSDPCallback(Callback):
         slice_granularity: Literal["auto"] | int | dict[str, int] = "auto",
         activation_checkpointing: Literal["auto"] | bool | list[str] = "auto",
         progress_bar: bool = True,
+        modes: str | dict[str, str] = "auto",
     ) -> None:
         patterns = activation_checkpointing
         self.constraints = SearchConstraints(
-            slice_granularity, tuple(patterns) if isinstance(patterns, list) else patterns
+            slice_granularity, tuple(patterns) if isinstance(patterns, list) else patterns, modes=modes
         )
         self._progress_bar = progress_bar
         self._strategy: OSDPStrategy | None = None
@@ -68,6 +72,7 @@ class OSDPCallback(Callback):
         return self._generate_state_key(
             slice_granularity=self.constraints.slice_granularity,
             activation_checkpointing=self.constraints.activation_checkpointing,
+            **({} if self.constraints.modes == "auto" else {"modes": self.constraints.modes}),
         )
 
     @override
@@ -85,7 +90,7 @@ class OSDPCallback(Callback):
         if stage == "fit":
             self._strategy.constraints = self.constraints
             self._strategy.resumed_plan = self._load_plan_from_checkpoint(
-                self._strategy.resume_checkpoint_path(trainer)
+                *self._strategy.resume_checkpoint_path(trainer)
             )
 
     @override
@@ -140,7 +145,7 @@ class OSDPCallback(Callback):
             return {}
         return {"plan": self._strategy.execution_plan.to_json(), "constraints": repr(self._strategy.search_constraints)}
 
-    def _load_plan_from_checkpoint(self, checkpoint: str | None) -> ExecutionPlan | None:
+    def _load_plan_from_checkpoint(self, checkpoint: str | None, weights_only: bool | None) -> ExecutionPlan | None:
         """Return the plan that an OSDPCallback with the same constraints stored in a checkpoint; None if there is none.
 
         A checkpoint that can't be read is a warning here: the run makes a new plan, and loading the checkpoint itself
@@ -150,12 +155,12 @@ class OSDPCallback(Callback):
             return None
         assert self._strategy is not None
         try:
-            states = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True).get("callbacks", {})
-            ours: Mapping[str, Any] = states.get(self.state_key, {})
+            states = read_checkpoint(local_path(checkpoint), weights_only).get("callbacks", {})
+            ours = states.get(self.state_key, {}) if isinstance(states, dict) else {}
             if "plan" not in ours or ours.get("constraints") != repr(self._strategy.search_constraints):
                 return None
             return ExecutionPlan.from_json(ours["plan"], source=f"the plan in {checkpoint}")
-        except (OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, OSDPError) as error:
+        except (OSDPError, TypeError, AttributeError) as error:
             text = f"a new plan is made: the one in {checkpoint} can't be read ({error})"
             warnings.warn(text, OSDPWarning, stacklevel=2)
             return None

@@ -41,6 +41,7 @@ _TEXTS = {
     "step": ("begins the next training step", "began a training step"),
     "evaluation": ("begins the next evaluation step", "began an evaluation step"),
     "evaluated": ("ends its evaluation step", "ended its evaluation step"),
+    "access": ("reads or changes {} outside of its operator", "read or changed a parameter outside of its operator"),
     "agree": ("{}", "agreed"),
     "": ("", "did nothing"),
 }
@@ -135,6 +136,14 @@ class CollectiveOrder:
             self._before("replicated")
         self._before("end")
         self._has_backward, self._place = False, f"after the backward pass of training step {self._num_steps}"
+
+    def before_access(self, parameter: str) -> None:
+        """Check that all ranks are about to read or change a parameter outside of its operator.
+
+        Args:
+            parameter: its name.
+        """
+        self._before(f"access -1 {parameter}")
 
     def agree(self, description: str) -> None:
         """Check that all ranks come here and none of them does anything else; for what is rare.
@@ -251,7 +260,7 @@ class CollectiveOrder:
 def _parse(event: str) -> tuple[str, int, tuple[int, ...]]:
     """Return the kind of an event, the index of its unit (-1 without one), and those of its parameters."""
     kind, unit, rest = (*event.split(maxsplit=2), "", "", "")[:3]
-    indices = tuple(int(index) for index in rest.split(",")) if rest and kind != "agree" else ()
+    indices = tuple(int(index) for index in rest.split(",")) if rest and int(unit) >= 0 else ()
     return kind, int(unit or -1), indices
 
 

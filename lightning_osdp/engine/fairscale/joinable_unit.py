@@ -10,6 +10,7 @@ from torch import nn
 from lightning_osdp.engine.fairscale.collective_order import CollectiveOrder
 from lightning_osdp.engine.fairscale.unit_collectives import reduce_zeros
 from lightning_osdp.errors import ShardingError
+from lightning_osdp.state.guarded_parameter import without_guards
 
 
 class JoinableUnit:
@@ -34,13 +35,21 @@ class JoinableUnit:
         self._index = self._context.order.register(self)
         self.param_indices = {parameter: index for index, parameter in enumerate(parameters)}
 
+    def _missing_indices(self) -> Sequence[int]:
+        """Return the indices of the parameters to gather if some are there, after a part of the backward."""
+        if len(self.params) == 1 or self.training_state.name in ("IDLE", "FORWARD"):
+            return ()
+        with without_guards():
+            missing = [index for index, p in enumerate(self.params) if p.data.shape != p._orig_size]
+        return missing if len(missing) < len(self.params) else ()
+
     def join_gather(self, indices: Sequence[int]) -> None:
         """Take part in a gather that other ranks need, with nothing left of it."""
-        self._lazy_init()
-        if self._coalesced_gather.is_started:  # on all ranks
-            self._free_full_params()
-            return
-        with self._use_stream("all_gather"):
+        with without_guards(), self._use_stream("all_gather"):
+            self._lazy_init()
+            if self._coalesced_gather.is_started:  # on all ranks
+                self._free_full_params()
+                return
             shards = [self.params[index]._fp32_shard for index in indices or range(len(self.params))]
             self._coalesced_gather.gather_and_free(shards)
 
@@ -50,11 +59,11 @@ class JoinableUnit:
         Raises:
             ShardingError: this rank has a gradient as well, and the parameters are updated before it comes.
         """
-        self._lazy_init()
-        if self._weight_slice is not None:
-            self._weight_slice.bind_gradient()
         params: list[Any] = [self.params[index] for index in indices]
-        with self._use_stream("post_backward"):
+        with without_guards(), self._use_stream("post_backward"):
+            self._lazy_init()
+            if self._weight_slice is not None:
+                self._weight_slice.bind_gradient()
             shards = reduce_zeros([p._fp32_shard for p in params], self.process_group_reduce_scatter)
             if self._context.update_in_backward and self._in_graph and not self._backward_done:
                 raise ShardingError(

@@ -36,7 +36,7 @@ are still needed are still gathered; those that are done must not be gathered ag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, update_wrapper
 from typing import Any
@@ -64,6 +64,7 @@ from lightning_osdp.engine.sliced_operator import ForwardStage, WeightSlice
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.state.guarded_parameter import GuardContext, guard_of, without_guards
 
 
 def _all_gather(output_flat: Tensor, shard: Tensor, group: Communicator | dist.ProcessGroup) -> None:
@@ -261,8 +262,27 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         self._in_graph = self._in_graph and not self._backward_done
         self.reshard()
 
+    # Parameters are guarded whenever their data are shards. FairScale itself reads shards in these places:
+
+    def _lazy_init(self) -> None:
+        with without_guards():
+            super()._lazy_init()
+
+    def _use_fp32_param_shard(self, params: list[nn.Parameter] | None = None) -> None:
+        with without_guards():
+            super()._use_fp32_param_shard(params)
+        for parameter in self.params if params is None else params:
+            guard = guard_of(parameter)
+            if guard is not None:
+                guard.close()
+
+    def _post_backward_hook(self, param: nn.Parameter, *unused: Any) -> None:
+        with without_guards():
+            super()._post_backward_hook(param, *unused)
+
     def _wait_for_post_backward(self) -> None:
-        super()._wait_for_post_backward()
+        with without_guards():
+            super()._wait_for_post_backward()
         self._backward_done = True
 
     def _use_full_params(self) -> None:
@@ -280,15 +300,16 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         gathered = [getattr(parameter, "_full_param_padded", None) for parameter in self.params]
         return any(tensor is not None and tensor.untyped_storage().size() > 0 for tensor in gathered)
 
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether all parameters can be read in full now, gathered for a run or by ``summon_full_params``."""
-        return self.world_size == 1 or self._context.params_summoned or bool(self.has_full_params)
+    def drop_gathered(self) -> None:
+        """Free gathered parameters, whose shards change; a backward pass that needs them gathers them again."""
+        if self.has_unsharded_params:
+            self._free_and_use_shards()
 
-    def unshard(self) -> None:
-        """Gather the parameters, until ``reshard``. Collective."""
-        self._lazy_init()
-        self._gather_all()
+    def adopt_shards(self) -> None:
+        """Use the data that parameters have now as their local shards."""
+        for parameter in self.params:
+            if hasattr(parameter, "_fp32_shard"):
+                parameter._fp32_shard = parameter.data
 
     def detach_hooks(self) -> None:
         """Remove the hooks through which the parameters lead to this unit, since another unit takes them."""
@@ -320,6 +341,10 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         if needs_gather:
             self._context.order.before_gather(self._index, is_in_backward(), self._missing_indices())
             self._context.prefetch_limiter.before_gather()
+        for parameter in self.params:
+            guard = guard_of(parameter)
+            if guard is not None:
+                guard.open()
         full_params = super()._rebuild_full_params(force_full_precision)
         if self._coalesced_gather.has_pending:
             cuda = fairscale_module.torch.cuda
@@ -329,13 +354,6 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         if needs_gather:
             self._context.order.prefetch_next()
         return full_params
-
-    def _missing_indices(self) -> Sequence[int]:
-        """Return the indices of the parameters to gather if some are there, after a part of the backward."""
-        if len(self.params) == 1 or self.training_state in (TrainingState.IDLE, TrainingState.FORWARD):
-            return ()
-        missing = [index for index, p in enumerate(self.params) if p.data.shape != p._orig_size]
-        return missing if len(missing) < len(self.params) else ()
 
     @contextmanager
     def _use_stream(self, name: str) -> Iterator[None]:
@@ -355,7 +373,8 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         outputs = [parameter._full_param_padded for parameter in self.params]
         for output in outputs:
             output.untyped_storage().resize_(output.nbytes)
-        self._coalesced_gather.start(outputs, [parameter.data for parameter in self.params])
+        with without_guards():
+            self._coalesced_gather.start(outputs, [parameter.data for parameter in self.params])
 
     def _register_post_backward_hooks(self) -> None:
         # FairScale registers one more hook in every forward, and all of them are called in every backward: the node
@@ -418,6 +437,8 @@ class EngineContext:
         self.update_in_backward = plan.update_in_backward
         self.backward_optimizer = BackwardOptimizer()
         self.order = CollectiveOrder(group)
+        self.guards = GuardContext(group, plan.update_in_backward)
+        self.guards.before_access = self.order.before_access
         self.reducer = GradientReducer(partial(before_reduction, self.order))
         choices = [operator.choice for operator in sharded_operators(plan)]
         self.communicator_factory = CommunicatorFactory(group, device, choices, plan.cluster)
