@@ -139,17 +139,16 @@ class SearchSpace:
         forward = np.maximum(0.0, self._forward.value_at(batch_size))
         backward = np.maximum(0.0, self._backward.value_at(batch_size))
         backward_pass = np.outer([0.0, 1.0], forward) + backward
-        passes = accumulation * (forward + backward_pass)
+        own_passes, passes = accumulation * (forward + backward), accumulation * (forward + backward_pass)
         communication, engine, calibration = (
             term[..., 0] + accumulation * term[..., 1]
             for term in (self._communication, self._engine, self._calibration)
         )
-        overlapped = np.minimum(self._overlapped[..., 0], np.maximum(0.0, backward_pass))
+        overlapped = np.minimum(self._overlapped[..., 0], backward_pass)
         overlapped += accumulation * self._overlapped[..., 1]
-        communication = communication - np.minimum(overlapped, np.maximum(0.0, passes))
-        exposed = np.maximum(0.0, communication - self.problem.cluster.overlap * passes)
+        hidden = np.minimum(overlapped, passes) + self.problem.cluster.overlap * own_passes
         update = self.problem.compute.optimizer_s_per_byte * self.footprints[:, COLUMN["local_trainable"]]
-        return OptionTimes(np.maximum(0.0, passes + update + engine), np.maximum(0.0, exposed + calibration))
+        return OptionTimes(passes + update + engine, np.maximum(0.0, communication - hidden) + calibration)
 
     def resident_bytes(self, batch_size: int, accumulation: int) -> Floats:
         """Return the bytes of each option before, in and after its operator's backward, (phases, options)."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -12,7 +12,7 @@ from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import FrozenModel, ModelProfile
-from lightning_osdp.planning.spec.plan_v1 import upgrade_plan
+from lightning_osdp.planning.spec.plan_v1 import raise_negative_times, upgrade_plan
 
 PLAN_FORMAT = "lightning_osdp.plan"
 PLAN_VERSION = 2
@@ -158,6 +158,20 @@ class PeakMoment(FrozenModel):
         return self.heap / freed if freed else 0.0
 
 
+class TriedPlan(FrozenModel):
+    """What a plan took that was tried before one was taken; times are of an optimizer step."""
+
+    name: str
+    """What it does, in words."""
+    batch_size: int
+    step_time_s: float
+    samples_per_s: float
+    spread_s: float
+    """By how much its rounds differ."""
+    num_rounds: int
+    is_chosen: bool = False
+
+
 class SearchStop(FrozenModel):
     """Why no larger batch size was tried."""
 
@@ -197,6 +211,19 @@ class ExecutionPlan(FrozenModel):
     """Seconds of a step that one more byte of memory would save, by the search's linear relaxation."""
     peak: PeakMoment | None = None
     search_stop: SearchStop | None = None
+    tried: tuple[TriedPlan, ...] = ()
+    """The plans that were tried in turns, this one among them; empty if none could be."""
+
+    text_display: ClassVar[Callable[[ExecutionPlan], str]] = repr
+    """Makes ``str(plan)``; set by ``report.display``."""
+    html_display: ClassVar[Callable[[ExecutionPlan], str | None]] = lambda plan: None
+    """Makes what a notebook shows; set by ``report.display``."""
+
+    def __str__(self) -> str:
+        return type(self).text_display(self)
+
+    def _repr_html_(self) -> str | None:
+        return type(self).html_display(self)
 
     @model_validator(mode="after")
     def _check_units_agree(self) -> ExecutionPlan:
@@ -229,6 +256,15 @@ class ExecutionPlan(FrozenModel):
         """Return the plan as indented JSON text."""
         return self.model_dump_json(indent=2)
 
+    @staticmethod
+    def is_plan(text: str) -> bool:
+        """Return whether ``text`` is a plan of any release, valid or not."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(data, dict) and data.get("format") == PLAN_FORMAT
+
     @classmethod
     def from_json(cls, text: str, source: str = "the plan") -> ExecutionPlan:
         """Read a plan that this or an earlier release has written.
@@ -255,7 +291,7 @@ class ExecutionPlan(FrozenModel):
                 "make a new plan"
             )
         try:
-            return cls.model_validate_json(json.dumps(data))
+            return cls.model_validate_json(json.dumps(data | {"cluster": raise_negative_times(data.get("cluster"))}))
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
