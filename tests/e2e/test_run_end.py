@@ -162,6 +162,12 @@ def keep_sharded(folder: str) -> dict[str, Any]:
     first = make_trainer(folder, plan, limit=1 << 20)
     first.fit(module, data())
     result: dict[str, Any] = {"forward": refusal(module)}
+    with pytest.raises(ShardingError) as caught:
+        module.last.weight.norm()
+    result["read"] = str(caught.value)
+    with pytest.raises(ShardingError) as caught:
+        make_trainer(folder, None).fit(module, data())
+    result["ddp"] = str(caught.value)
     path = f"{folder}/sharded.ckpt"
     first.save_checkpoint(path)
     result["saved"] = torch.load(path, weights_only=True)
@@ -309,6 +315,7 @@ def test_module_that_does_not_fit_whole_says_so_and_later_runs_take_it_over(resu
     for result in (one["sharded"] for one in results):
         assert result["forward"].startswith("this module is sharded, since it does not fit whole: it needs")
         assert "hand it to a new Trainer with strategy='osdp'" in result["forward"]
+        assert result["forward"] == result["read"] == result["ddp"]
         assert result["tests"] == pytest.approx([loss] * 2, rel=1e-5)
     plain = plain.restart().train().restart().train()
     for result in (one["sharded"] for one in results):

@@ -228,6 +228,7 @@ class FairScaleEngine(Engine):
         if self._context.backward_optimizer.is_partially_updated:
             raise ShardingError(PARTIALLY_UPDATED.format("the module is not made whole"))
         optimizers = list(optimizers)
+        self._remove_guards()
         self._bucketed_all_reduce.detach()
         for undo in self._undo_recompute:
             undo()
@@ -242,7 +243,12 @@ class FairScaleEngine(Engine):
 
     @override
     def refuse_runs(self, reason: str) -> None:
-        self._context.why_no_runs = reason
+        def refuse_access(name: str) -> None:
+            raise ShardingError(reason)
+
+        context = self._context
+        context.why_no_runs = reason
+        context.guards.before_access = refuse_access if reason else context.order.before_access
 
     @override
     def close(self) -> None:
