@@ -16,6 +16,7 @@ from lightning_osdp.state.guarded_parameter import (
     LocalShard,
     _Gathered,
     _OutsideRead,
+    find_local_shard,
     full_shaped,
     guard_of,
     is_guarded,
@@ -76,6 +77,8 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     if name.startswith("_foreach_"):
         return _run_for_each(func, args, kwargs)
     first = args[0] if args else None
+    if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
+        refuse_collective([args, kwargs])
     if is_guarded(first):
         if name in _SHAPE_FUNCTIONS:
             local = local_shard_of(first)
@@ -99,6 +102,14 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     if name in _PLAIN_FUNCTIONS:
         return _run_plain(func, name, args, kwargs)
     return _run_on_full(func, name, args, kwargs)
+
+
+def refuse_collective(tensors: Any) -> None:
+    """Refuse tensors of which this rank holds a part, or whose changes would not be noticed, in any container."""
+    for leaf in tree_flatten(tensors)[0]:
+        local = find_local_shard(leaf)
+        if local is not None:
+            raise local.guard.refusal("a collective would mix up the ranks' parts of it")
 
 
 def _run_plain(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
