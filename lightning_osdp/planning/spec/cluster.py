@@ -5,7 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 
-from lightning_osdp.planning.spec.model import UNATTRIBUTED, FrozenModel, LinearInBatch, ModelProfile, Moment
+from pydantic import Field, model_validator
+
+from lightning_osdp.planning.spec.files import parse_json
+from lightning_osdp.planning.spec.model import (
+    UNATTRIBUTED,
+    Count,
+    Finite,
+    FrozenModel,
+    LinearInBatch,
+    ModelProfile,
+    Moment,
+    NonNegative,
+    Size,
+)
 from lightning_osdp.planning.spec.plan_v1 import upgrade_cluster
 
 MAX_CORRECTION = 3.0
@@ -25,14 +38,14 @@ class CollectiveFit(FrozenModel):
     equation 2 for one ring pass, with its own constants for each collective.
     """
 
-    latency_s: float
-    s_per_byte: float
-    extra_tensor_latency_s: float = 0.0
+    latency_s: NonNegative
+    s_per_byte: NonNegative
+    extra_tensor_latency_s: Finite = 0.0
     """Latency of each further tensor that is gathered or reduced in the same call."""
-    overlap_fraction: float = 0.0
+    overlap_fraction: float = Field(ge=0, le=1, default=0.0)
     """Fraction of its time that compute can hide, if it starts before its result is needed: always for all-reduces, for
     the others only if units are prefetched (``Cluster.prefetch_max_bytes``)."""
-    residual: float = 0.0
+    residual: NonNegative = 0.0
     """Root mean square of (predicted - measured) / measured over the measured sizes."""
 
     def time_s(self, unsharded_bytes: float, ranks: int, tensors: int = 1) -> float:
@@ -76,8 +89,8 @@ class HierarchicalLinks(FrozenModel):
 class ModeOverhead(FrozenModel):
     """Time of the engine for one operator in one micro-batch, without compute and collectives."""
 
-    fixed_s: float = 0.0
-    s_per_byte: float = 0.0
+    fixed_s: Finite = 0.0
+    s_per_byte: Finite = 0.0
     """Time per byte of parameter: copies into buckets, first touches of memory."""
 
     def time_s(self, parameter_bytes: float) -> float:
@@ -91,16 +104,16 @@ class CalibrationFactors(FrozenModel):
     Trials determine them (``trial_correction.fit_calibration``). Those of all kinds that apply to an operator add up.
     """
 
-    dp: float = 0.0
-    zdp2: float = 0.0
-    zdp: float = 0.0
-    wrapped: float = 0.0
+    dp: Finite = 0.0
+    zdp2: Finite = 0.0
+    zdp: Finite = 0.0
+    wrapped: Finite = 0.0
     """Units that several operators share."""
-    split: float = 0.0
+    split: Finite = 0.0
     """Operators cut into slices."""
-    node: float = 0.0
+    node: Finite = 0.0
     """Operators sharded inside nodes."""
-    hierarchical: float = 0.0
+    hierarchical: Finite = 0.0
     """Operators sharded over all ranks with two-stage collectives."""
 
     def for_kinds(self, kinds: Iterable[str]) -> float:
@@ -125,10 +138,10 @@ NO_ENGINE_OVERHEAD = EngineOverhead()
 class Cluster(FrozenModel):
     """Nodes, devices and links."""
 
-    nodes: int = 1
+    nodes: Count = 1
     """Number of nodes with equally many devices, ranks numbered node by node; 1 if they differ."""
-    devices_per_node: int
-    devices_by_node: tuple[int, ...] = ()
+    devices_per_node: Count
+    devices_by_node: tuple[Count, ...] = ()
     """Devices of each node if their numbers differ; ``devices_per_node`` is their sum then."""
     device: str
     """Type and name of one device: ``cpu``, ``cuda: NVIDIA H200``."""
@@ -138,18 +151,26 @@ class Cluster(FrozenModel):
     """Collectives of all ranks."""
     hierarchical_links: HierarchicalLinks | None = None
     """None if there is a single level, or if it was not measured; operators are sharded over all ranks then."""
-    overlap: float = 0.0
+    overlap: float = Field(ge=0, le=1, default=0.0)
     """Fraction of an operator's compute time that can hide its communication (CUDA)."""
-    prefetch_max_bytes: int = 0
+    prefetch_max_bytes: Size = 0
     """Largest unit that is gathered while the unit before it computes, and whose gradients are reduced while the next
     one computes (CPU); 0 without prefetching."""
-    reduce_scatter_copy_factor: float = 1.0
+    reduce_scatter_copy_factor: NonNegative = 1.0
     """Extra bytes that a reduce-scatter allocates, as a fraction of the unsharded tensor."""
-    reduce_scatter_buffer_bytes: int = 0
+    reduce_scatter_buffer_bytes: Size = 0
     """Upper limit of a reduce-scatter's receive buffers, which hold one or two parts of smaller tensors."""
-    all_reduce_buffer_bytes: int = 0
+    all_reduce_buffer_bytes: Size = 0
     """Upper limit of the extra bytes that all-reduces in flight allocate."""
     engine: EngineOverhead = NO_ENGINE_OVERHEAD
+
+    @model_validator(mode="after")
+    def _check_devices(self) -> Cluster:
+        if self.devices_by_node and (self.nodes != 1 or sum(self.devices_by_node) != self.devices_per_node):
+            raise ValueError(
+                f"devices_by_node {self.devices_by_node} needs nodes=1 and devices_per_node={sum(self.devices_by_node)}"
+            )
+        return self
 
     @classmethod
     def from_json(cls, text: str) -> Cluster:
@@ -158,7 +179,7 @@ class Cluster(FrozenModel):
         Raises:
             ValueError: ``text`` is not JSON or does not describe a cluster.
         """
-        return cls.model_validate_json(json.dumps(upgrade_cluster(json.loads(text))))
+        return cls.model_validate_json(json.dumps(upgrade_cluster(parse_json(text))))
 
     @property
     def ranks(self) -> int:
@@ -204,9 +225,9 @@ class Cluster(FrozenModel):
 class SplitTime(FrozenModel):
     """Compute time that splitting an operator adds in one micro-batch, in seconds by batch size; never negative."""
 
-    dim: int
+    dim: Size
     """Dimension of the weight that the slices divide."""
-    slices: int
+    slices: Count
     forward: LinearInBatch
     backward: LinearInBatch
 
@@ -247,13 +268,22 @@ class ComputeTimes(FrozenModel):
     operators: tuple[OperatorTime, ...]
     """Aligned with ``ModelProfile.operators``."""
     unattributed: OperatorTime
-    optimizer_s_per_byte: float
+    optimizer_s_per_byte: NonNegative
     """Seconds of the optimizer's step per byte of parameter that a rank updates."""
     blocks: tuple[LinearInBatch, ...] = ()
     """Aligned with ``ModelProfile.blocks``: forward seconds in each that belong to no operator, a part of
     ``unattributed``."""
     workspace: tuple[KernelWorkspace, ...] = ()
     """Aligned with ``operators``; empty if it was not measured."""
+
+    def matches(self, model: ModelProfile) -> bool:
+        """Return whether these can be the times of ``model``: whether there are as many of each kind."""
+        num_operators = len(model.operators)
+        return (
+            len(self.operators) == num_operators
+            and len(self.blocks) in (0, len(model.blocks))
+            and len(self.workspace) in (0, num_operators)
+        )
 
     def map_lines(
         self,

@@ -1,0 +1,60 @@
+"""JSON files that a user gives or a cache holds: what is wrong with them, in words that name the field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import ValidationError
+
+MAX_NUMBER = 1e30
+"""Numbers in files are smaller: sums and products of larger ones overflow."""
+
+
+def parse_json(text: str) -> Any:
+    """Return the JSON value in ``text``.
+
+    Raises:
+        ValueError: it is not JSON, holds a number that no computer can use, or is nested too deep.
+    """
+    try:
+        value = json.loads(text)
+        check_numbers(value)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    return value
+
+
+def check_numbers(value: Any, path: tuple[str, ...] = ()) -> None:
+    """Refuse numbers that are not finite, or too large to calculate with.
+
+    Raises:
+        ValueError: names the field.
+    """
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            check_numbers(inner, (*path, str(key)))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            check_numbers(inner, (*path, str(index)))
+    elif isinstance(value, (int, float)) and not -MAX_NUMBER <= value <= MAX_NUMBER:
+        raise ValueError(
+            f"field {'.'.join(path)}: {value:.6g} can't be used"
+            if isinstance(value, float)
+            else f"field {'.'.join(path)}: the number is too large"
+        )
+
+
+def describe_error(error: ValueError) -> str:
+    """Return the first thing that is wrong, in one line, with the name of the field if it is known."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_url=False)[0]
+    where = join_path(first["loc"])
+    return f"field {where}: {first['msg']}" if where else first["msg"]
+
+
+def join_path(parts: Iterable[object]) -> str:
+    """Return the dotted path of a field."""
+    return ".".join(map(str, parts))
