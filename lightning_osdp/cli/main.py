@@ -31,7 +31,7 @@ from lightning_osdp.planning.whatif import hardware
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint, problem_for_hardware, simulate, sweep_memory_limits
 from lightning_osdp.report import diff, explain, tables
 from lightning_osdp.state import checkpoint
-from lightning_osdp.strategy import arguments
+from lightning_osdp.strategy import arguments, offline
 
 DONE, INFEASIBLE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -163,7 +163,7 @@ def _profile(options: Namespace) -> None:
     _check_folders(options.out)
     kind = options.accelerator
     if kind == "auto":
-        kind = offline_plan.default_device_type()
+        kind = offline.default_device_type()
     cluster = measure_links.measure_cluster(options.devices, kind, options.timeout)
     _write(options.out, cluster.model_dump_json(indent=2))
     if options.json:
@@ -263,7 +263,9 @@ def _add_simulate_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, help="per device, fixed (default: searched)")
     parser.add_argument("--max-batch-size", type=int, help="the largest that is considered")
     parser.add_argument("--global-batch-size", type=int, help="over all devices, made exactly")
-    parser.add_argument("--dtype", type=str, default="fp32", help="of matrix products (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", type=str, help="of matrix products, such as bf16 (default: that of the file's precision)"
+    )
     parser.add_argument("--html", type=str, help="file for a page with pictures of the largest number that fits")
 
 
@@ -276,10 +278,12 @@ def _simulate(options: Namespace) -> None:
     )
     limit_bytes = parse_bytes(options.memory_limit) if options.memory_limit is not None else None
     devices = options.devices or _device_counts(hardware_spec.devices)
-    model, constraints = offline_plan.profile_from_config(_load_config(options))
-    points = simulate(model, hardware_spec, devices, limit_bytes, policy, options.dtype, constraints)
+    config = _load_config(options)
+    dtype = options.dtype or offline.matmul_dtype(config.trainer.get("precision"))
+    model, constraints = offline_plan.profile_from_config(config)
+    points = simulate(model, hardware_spec, devices, limit_bytes, policy, dtype, constraints)
     if options.html is not None:
-        _write_simulated_page(options.html, model, hardware_spec, options.dtype, constraints, points)
+        _write_simulated_page(options.html, model, hardware_spec, dtype, constraints, points)
     if options.json:
         _print(json.dumps([point.model_dump(mode="json", exclude={"plan"}) for point in points], indent=2))
     else:

@@ -237,7 +237,7 @@ class _ChoiceDelta(NamedTuple):
 
 def _explain_run(plan: ExecutionPlan, run: OperatorRun) -> Reason:
     first = run.operators[0]
-    text = _replicated_text(run) or _choice_text(plan, run)
+    text = _requested_text(run) or _replicated_text(run) or _choice_text(plan, run)
     return Reason(
         operators=(run.label,),
         mode=_describe_choice_and_slices(first.choice)
@@ -247,6 +247,19 @@ def _explain_run(plan: ExecutionPlan, run: OperatorRun) -> Reason:
         num_parameters=run.num_parameters,
         text=text,
     )
+
+
+def _requested_text(run: OperatorRun) -> str:
+    """Say that the user chose the mode, or why it could not be had; empty if it was left to the search."""
+    first = run.operators[0]
+    if first.requested_mode is None:
+        return ""
+    if set(first.slices) == {first.requested_mode}:
+        return "As you wished."
+    reason = first.replicated_reason or "its parameters are too small to be worth collectives of their own"
+    if set(first.slices) != {Mode.DP}:
+        reason = "it is used several times in a step, so it is gathered once"
+    return f"You wished {first.requested_mode}, which it can't be: {reason}."
 
 
 def _replicated_text(run: OperatorRun) -> str:
@@ -395,7 +408,7 @@ def _merge_reasons(reasons: Sequence[tuple[OperatorRun, Reason]]) -> list[Reason
     """Merge reasons with the same text and mode, but not where the text counts the operators of a run together."""
     groups: dict[tuple[str, ...], list[Reason]] = {}
     for run, reason in reasons:
-        counted = len(run.operators) > 1 and not _replicated_text(run)
+        counted = len(run.operators) > 1 and not (_requested_text(run) or _replicated_text(run))
         groups.setdefault((reason.mode, reason.text, *(reason.operators if counted else ())), []).append(reason)
     return [
         Reason(

@@ -79,6 +79,7 @@ def _run_keys(operator: OperatorPlan) -> list[tuple[object, ...]]:
             bool(operator.unit),
             operator.is_recomputed,
             operator.replicated_reason,
+            operator.requested_mode,
             int(part),
         )
         for position, part in enumerate(parts)

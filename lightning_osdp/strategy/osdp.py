@@ -22,15 +22,14 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp.autotune import pipeline, profile_cache
+from lightning_osdp.autotune import profile_cache
 from lightning_osdp.autotune.pipeline import PlanningResult
-from lightning_osdp.autotune.ranks import RankGroup, ranks_sharing_memory_limit
+from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.autotune.startup_budget import StartupBudget
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.backend import memory
@@ -38,21 +37,19 @@ from lightning_osdp.backend.allocator import HeapController
 from lightning_osdp.backend.fused_adam import fused_step
 from lightning_osdp.engine.base import Engine, create_engine
 from lightning_osdp.engine.meta_init import MetaInitializer, check_initializable, is_meta
-from lightning_osdp.errors import InfeasibleError, OSDPWarning
-from lightning_osdp.planning.cost.run_correction import MeasuredStep, update_correction
-from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
+from lightning_osdp.planning.cost.run_correction import MeasuredStep
 from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import SearchConstraints
-from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.report import tables
 from lightning_osdp.state.checkpoint import CheckpointFormat
 from lightning_osdp.strategy import arguments, model_summary, out_of_memory, precision, preemption
-from lightning_osdp.strategy.dataloader import TrainData, apply_batch_size, read_data
+from lightning_osdp.strategy.dataloader import apply_batch_size, read_data
 from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
 from lightning_osdp.strategy.monitor import PredictionMonitor
-from lightning_osdp.strategy.planning_options import PlanningOptions, check_and_read_plan, check_given_plan
+from lightning_osdp.strategy.plan_resolution import RunRequest, replan, resolve_plan
+from lightning_osdp.strategy.planning_options import PlanningOptions, check_and_read_plan
 from lightning_osdp.strategy.processes import ProcessGroupStrategy
 
 REPLAN_MODES = ("never", "on_drift")
@@ -229,7 +226,14 @@ class OSDPStrategy(ProcessGroupStrategy):
             data, batch, batch_size = ranks.raise_on_all_ranks(lambda: read_data(trainer, module))
             batch, step_context = self.precision_plugin.convert_input(batch), self.precision_plugin.train_step_context
             context = TrialContext(module, batch, batch_size, self.root_device, step_context, self._options.engine)
-            self._planning_result = self._resolve_plan(trainer, budget, given_plan, data, context)
+            request = RunRequest(
+                self._options,
+                self.constraints,
+                self._checkpoint_memory_mode(trainer),
+                self.num_processes,
+                self.resumed_plan if self._replan_mode == "never" else None,
+            )
+            self._planning_result = resolve_plan(trainer, budget, given_plan, data, context, request)
             data.reset_dataloader()
         if self._replan_mode == "never":  # the measurements take some MiB, which training needs
             self._planning_result = replace(self._planning_result, replanner=None)
@@ -259,37 +263,6 @@ class OSDPStrategy(ProcessGroupStrategy):
         else:
             ranks.raise_on_all_ranks(lambda: self.setup_optimizers(trainer))
             engine.apply(module, self._plan, self.optimizers)
-
-    def _resolve_plan(
-        self,
-        trainer: pl.Trainer,
-        budget: StartupBudget,
-        given_plan: ExecutionPlan | None,
-        data: TrainData,
-        context: TrialContext,
-    ) -> PlanningResult:
-        """Return the plan that was given or that a checkpoint holds, once it is known to be valid, or a new one."""
-        ranks, options = budget.ranks, self._options
-        non_training = NO_NON_TRAINING_WORK
-        if given_plan is None:
-            mode, evaluation_batch_size = self._checkpoint_memory_mode(trainer), data.evaluation_batch_size()
-            non_training = NonTrainingWork(checkpoint_memory=mode, evaluation_batch_size=evaluation_batch_size)
-        traced = pipeline.profile_model_on_ranks(ranks, context, non_training, options.cache_folder)
-        assert_equal_on_ranks(ranks.group, "the model (fingerprint)", traced.model_profile.fingerprint[:12])
-        blocker = options.in_backward_blocker(trainer, traced)
-        if given_plan is not None:
-            ranks.raise_on_all_ranks(lambda: check_given_plan(given_plan, traced, ranks, blocker))
-            return PlanningResult(given_plan)
-        sharing, limit_bytes = ranks_sharing_memory_limit(ranks), options.memory_limit_bytes
-        limit = memory.MemoryLimit(context.device, self.num_processes, sharing, limit_bytes)
-        constraints = options.constraints(self.constraints, blocker, context.device)
-        facts = (trainer, data, context.batch_size, ranks.world_size, limit, constraints, non_training)
-        request = ranks.raise_on_all_ranks(lambda: options.request(*facts))
-        resumed = pipeline.reuse_if_valid(self.resumed_plan, traced, ranks, request.policy, limit.current())
-        if resumed is not None and self._replan_mode == "never" and not (resumed.update_in_backward and blocker):
-            return PlanningResult(resumed)
-        step = context if options.trial_steps else None
-        return pipeline.autotune(traced, request, ranks, budget, cache=options.cache_folder, trial_context=step)
 
     def _create_monitor(self, detect_drift: bool = True) -> PredictionMonitor:
         assert self._plan is not None
@@ -343,18 +316,11 @@ class OSDPStrategy(ProcessGroupStrategy):
         assert self._plan is not None
         assert self.lightning_module is not None
         result, self._monitor = self._planning_result, self._create_monitor(detect_drift=False)
-        replanner, unchanged = result.replanner, "memory left its prediction, but the plan is kept"
-        if replanner is None or not self.lightning_module.automatic_optimization:
-            reason = "it was given" if replanner is None else "gradients are the module's own (manual optimization)"
-            rank_zero_warn(f"{unchanged}: {reason}", category=OSDPWarning)
+        is_automatic = self.lightning_module.automatic_optimization
+        new = replan(result, self._plan, measured_step, is_automatic)
+        if new is None:
             return
-        correction = update_correction(result.correction, self._plan, measured_step)
-        policy = BatchSizePolicy(batch_size=self._plan.batch_size, accumulation=self._plan.accumulate_grad_batches)
-        try:
-            plan = replanner.replan(correction, policy)
-        except InfeasibleError as error:
-            rank_zero_warn(f"{unchanged}: {error}", category=OSDPWarning)
-            return
+        plan, correction = new
         self._engine.apply_plan_change(plan, self.optimizers)
         memory.trim(self.root_device)
         self._plan, self._planning_result = plan, replace(result, plan=plan, correction=correction)

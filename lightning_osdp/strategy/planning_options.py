@@ -144,12 +144,22 @@ def check_and_read_plan(trainer: pl.Trainer, plan: str | Path | ExecutionPlan | 
     return arguments.read_plan(plan)
 
 
-def check_given_plan(plan: ExecutionPlan, traced: TracedStep, ranks: RankGroup, in_backward_blocker: str) -> None:
+def check_given_plan(
+    plan: ExecutionPlan, traced: TracedStep, ranks: RankGroup, in_backward_blocker: str, constraints: SearchConstraints
+) -> None:
     """Reject a plan that is not for this model, these ranks and this run.
 
     Raises:
         PlanMismatchError: the plan is for another model or other ranks.
-        ConfigurationError: the plan updates parameters in the backward pass, which the run does not allow.
+        ConfigurationError: the plan updates parameters in the backward pass, which the run does not allow, or an
+            operator has another mode than OSDPCallback asks for.
     """
     plan.check(traced.model_profile, ranks.world_size, ranks.nodes)
     arguments.check_plan_allows_in_backward(plan, in_backward_blocker)
+    for operator, planned in zip(traced.model_profile.operators, plan.operators, strict=True):
+        mode = constraints.forced_mode(operator)
+        if mode is not None and set(planned.slices) != {mode}:
+            raise ConfigurationError(
+                f"plan and OSDPCallback(modes=...) contradict each other: {operator.name} is "
+                f"{' + '.join(planned.slices)} in the plan, {mode} by modes. Leave one of them out"
+            )

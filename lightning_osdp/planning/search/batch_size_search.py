@@ -291,6 +291,7 @@ def _build_operator_plans(
             unit=chosen.wrap_assignment[index],
             is_recomputed=index in recomputed,
             num_parameters=operator.num_parameters,
+            requested_mode=plan_search.problem.constraints.requested_mode(operator.name),
             replicated_reason=operator.replicated_reason,
             unsplittable_reason=operator.unsplittable_reason,
             alternatives=rationale.alternatives[index] if wrapped_index.index(wrapped_index[index]) == index else (),

@@ -300,6 +300,10 @@ def repredict(
         forced = None if block.recompute_blocker else problem.constraints.forced_recompute(block.name)
         if forced not in (None, block.name in earlier_plan.recomputed):
             return None
+    for operator, planned in zip(problem.model.operators, earlier_plan.operators, strict=True):
+        mode = problem.constraints.forced_mode(operator)
+        if mode is not None and set(planned.slices) != {mode}:
+            return None
     plan_search = wrap_search.for_assignment(tuple(operator.unit for operator in earlier_plan.operators))
     choices = tuple(operator.choice for operator in earlier_plan.operators)
     try:

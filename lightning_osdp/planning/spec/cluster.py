@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from lightning_osdp.planning.spec.files import parse_json
 from lightning_osdp.planning.spec.model import (
     UNATTRIBUTED,
     Count,
-    Finite,
     FrozenModel,
     LinearInBatch,
     ModelProfile,
     Moment,
-    NonNegative,
+    Seconds,
     Size,
 )
-from lightning_osdp.planning.spec.plan_v1 import upgrade_cluster
+from lightning_osdp.planning.spec.plan_v1 import raise_negative_times, upgrade_cluster
 
 MAX_CORRECTION = 3.0
 """Trials change what was measured in parts by at most this factor."""
@@ -38,14 +38,14 @@ class CollectiveFit(FrozenModel):
     equation 2 for one ring pass, with its own constants for each collective.
     """
 
-    latency_s: NonNegative
-    s_per_byte: NonNegative
-    extra_tensor_latency_s: Finite = 0.0
+    latency_s: Seconds
+    s_per_byte: Seconds
+    extra_tensor_latency_s: Seconds = 0.0
     """Latency of each further tensor that is gathered or reduced in the same call."""
     overlap_fraction: float = Field(ge=0, le=1, default=0.0)
     """Fraction of its time that compute can hide, if it starts before its result is needed: always for all-reduces, for
     the others only if units are prefetched (``Cluster.prefetch_max_bytes``)."""
-    residual: NonNegative = 0.0
+    residual: Seconds = 0.0
     """Root mean square of (predicted - measured) / measured over the measured sizes."""
 
     def time_s(self, unsharded_bytes: float, ranks: int, tensors: int = 1) -> float:
@@ -89,8 +89,8 @@ class HierarchicalLinks(FrozenModel):
 class ModeOverhead(FrozenModel):
     """Time of the engine for one operator in one micro-batch, without compute and collectives."""
 
-    fixed_s: Finite = 0.0
-    s_per_byte: Finite = 0.0
+    fixed_s: Seconds = 0.0
+    s_per_byte: Seconds = 0.0
     """Time per byte of parameter: copies into buckets, first touches of memory."""
 
     def time_s(self, parameter_bytes: float) -> float:
@@ -98,32 +98,37 @@ class ModeOverhead(FrozenModel):
         return self.fixed_s + self.s_per_byte * parameter_bytes
 
 
+RelativeChange = Annotated[float, Field(gt=-1, allow_inf_nan=False)]
+"""A fraction by which something takes longer. Fits are not negative, but those of earlier releases may be."""
+
+
 class CalibrationFactors(FrozenModel):
-    """Relative change of collectives plus engine in whole steps, compared with measurements of the parts.
+    """RelativeChange of collectives plus engine in whole steps over measurements of the parts, as a fraction of these.
 
     Trials determine them (``trial_correction.fit_calibration``). Those of all kinds that apply to an operator add up.
+    Together they are never negative: a plan that takes less than its parts is predicted by its own trial.
     """
 
-    dp: Finite = 0.0
-    zdp2: Finite = 0.0
-    zdp: Finite = 0.0
-    wrapped: Finite = 0.0
+    dp: RelativeChange = 0.0
+    zdp2: RelativeChange = 0.0
+    zdp: RelativeChange = 0.0
+    wrapped: RelativeChange = 0.0
     """Units that several operators share."""
-    split: Finite = 0.0
+    split: RelativeChange = 0.0
     """Operators cut into slices."""
-    node: Finite = 0.0
+    node: RelativeChange = 0.0
     """Operators sharded inside nodes."""
-    hierarchical: Finite = 0.0
+    hierarchical: RelativeChange = 0.0
     """Operators sharded over all ranks with two-stage collectives."""
 
     def for_kinds(self, kinds: Iterable[str]) -> float:
-        """Return the change for an operator of these ``step_time.calibration_kinds``, limited by ``MAX_CORRECTION``."""
+        """Return the excess of an operator of these ``step_time.calibration_kinds``, limited by ``MAX_CORRECTION``."""
         factor: float = 1.0 + sum(getattr(self, kind) for kind in kinds)
-        return min(MAX_CORRECTION, max(1 / MAX_CORRECTION, factor)) - 1.0
+        return min(MAX_CORRECTION, max(1.0, factor)) - 1.0
 
 
 class EngineOverhead(FrozenModel):
-    """Measured time of the engine by mode; negative if the fits of the collectives are too high."""
+    """Measured time of the engine by mode, beyond what the fits of the collectives say."""
 
     dp: ModeOverhead = ModeOverhead()
     """Overhead of a parameter whose gradient is copied into a bucket."""
@@ -156,7 +161,7 @@ class Cluster(FrozenModel):
     prefetch_max_bytes: Size = 0
     """Largest unit that is gathered while the unit before it computes, and whose gradients are reduced while the next
     one computes (CPU); 0 without prefetching."""
-    reduce_scatter_copy_factor: NonNegative = 1.0
+    reduce_scatter_copy_factor: Seconds = 1.0
     """Extra bytes that a reduce-scatter allocates, as a fraction of the unsharded tensor."""
     reduce_scatter_buffer_bytes: Size = 0
     """Upper limit of a reduce-scatter's receive buffers, which hold one or two parts of smaller tensors."""
@@ -179,7 +184,7 @@ class Cluster(FrozenModel):
         Raises:
             ValueError: ``text`` is not JSON or does not describe a cluster.
         """
-        return cls.model_validate_json(json.dumps(upgrade_cluster(parse_json(text))))
+        return cls.model_validate_json(json.dumps(raise_negative_times(upgrade_cluster(parse_json(text)))))
 
     @property
     def ranks(self) -> int:
@@ -222,21 +227,31 @@ class Cluster(FrozenModel):
         return self.device_type == "cpu"
 
 
+def _check_line(line: LinearInBatch) -> LinearInBatch:
+    if min(line.fixed, line.per_sample) < 0:
+        raise ValueError("a time can't be negative")
+    return line
+
+
+TimeLine = Annotated[LinearInBatch, AfterValidator(_check_line)]
+"""Seconds by batch size, never negative."""
+
+
 class SplitTime(FrozenModel):
-    """Compute time that splitting an operator adds in one micro-batch, in seconds by batch size; never negative."""
+    """Compute time that splitting an operator adds in one micro-batch, in seconds by batch size."""
 
     dim: Size
     """Dimension of the weight that the slices divide."""
     slices: Count
-    forward: LinearInBatch
-    backward: LinearInBatch
+    forward: TimeLine
+    backward: TimeLine
 
 
 class OperatorTime(FrozenModel):
     """Compute time of one operator in one micro-batch, in seconds by batch size."""
 
-    forward: LinearInBatch = LinearInBatch()
-    backward: LinearInBatch = LinearInBatch()
+    forward: TimeLine = LinearInBatch()
+    backward: TimeLine = LinearInBatch()
     splits: tuple[SplitTime, ...] = ()
     """The ways to split it that were measured; the search considers no others."""
 
@@ -268,9 +283,9 @@ class ComputeTimes(FrozenModel):
     operators: tuple[OperatorTime, ...]
     """Aligned with ``ModelProfile.operators``."""
     unattributed: OperatorTime
-    optimizer_s_per_byte: NonNegative
+    optimizer_s_per_byte: Seconds
     """Seconds of the optimizer's step per byte of parameter that a rank updates."""
-    blocks: tuple[LinearInBatch, ...] = ()
+    blocks: tuple[TimeLine, ...] = ()
     """Aligned with ``ModelProfile.blocks``: forward seconds in each that belong to no operator, a part of
     ``unattributed``."""
     workspace: tuple[KernelWorkspace, ...] = ()

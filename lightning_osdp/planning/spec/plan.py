@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -12,8 +12,8 @@ from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.files import describe_error, parse_json
-from lightning_osdp.planning.spec.model import Count, Finite, FrozenModel, ModelProfile, NonNegative, Size
-from lightning_osdp.planning.spec.plan_v1 import upgrade_plan
+from lightning_osdp.planning.spec.model import Count, Finite, FrozenModel, ModelProfile, Seconds, Size
+from lightning_osdp.planning.spec.plan_v1 import raise_negative_times, upgrade_plan
 
 PLAN_FORMAT = "lightning_osdp.plan"
 PLAN_VERSION = 2
@@ -24,7 +24,7 @@ class ModelIdentity(FrozenModel):
 
     fingerprint: str
     num_parameters: Size
-    flops_per_sample: NonNegative = 0.0
+    flops_per_sample: Seconds = 0.0
     """Flops of forward and backward together, without recomputation; 0 if the plan does not say."""
 
 
@@ -81,6 +81,8 @@ class OperatorPlan(_Choice):
     is_recomputed: bool = False
     """Whether it lies in a block that is recomputed (``ExecutionPlan.recomputed``)."""
     num_parameters: Size
+    requested_mode: Mode | None = None
+    """Mode that the user asked for; it differs from the operator's own where that can't be had."""
     replicated_reason: str = ""
     """Why it must stay replicated; empty if it need not, or if the plan does not say."""
     unsplittable_reason: str = ""
@@ -197,6 +199,17 @@ class ExecutionPlan(FrozenModel):
     peak: PeakMoment | None = None
     search_stop: SearchStop | None = None
 
+    text_display: ClassVar[Callable[[ExecutionPlan], str]] = repr
+    """Makes ``str(plan)``; set by ``report.display``."""
+    html_display: ClassVar[Callable[[ExecutionPlan], str | None]] = lambda plan: None
+    """Makes what a notebook shows; set by ``report.display``."""
+
+    def __str__(self) -> str:
+        return type(self).text_display(self)
+
+    def _repr_html_(self) -> str | None:
+        return type(self).html_display(self)
+
     @model_validator(mode="after")
     def _check_units_agree(self) -> ExecutionPlan:
         choices: dict[str, ShardingChoice] = {}
@@ -256,7 +269,7 @@ class ExecutionPlan(FrozenModel):
                 "make a new plan"
             )
         try:
-            return cls.model_validate_json(json.dumps(data))
+            return cls.model_validate_json(json.dumps(data | {"cluster": raise_negative_times(data.get("cluster"))}))
         except ValidationError as error:
             raise ConfigurationError(f"{source} is damaged: {describe_error(error)}") from error
 

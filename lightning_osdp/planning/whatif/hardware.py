@@ -24,7 +24,7 @@ from pydantic import Field, ValidationError
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, HierarchicalLinks, Link, ShardingLink
 from lightning_osdp.planning.spec.files import describe_error
-from lightning_osdp.planning.spec.model import Count, FrozenModel, NonNegative
+from lightning_osdp.planning.spec.model import Count, FrozenModel, Seconds
 
 NODE_COUNTS = (2, 8)
 """Numbers of nodes that ``list_names`` lists; ``load`` takes any number."""
@@ -46,7 +46,7 @@ class LinkSpec(FrozenModel):
     N of the tensor's bytes for an all-reduce, (N - 1) / N for its two halves.
     """
 
-    latency_s: NonNegative
+    latency_s: Seconds
     all_reduce_bytes_per_s: Rate
     all_gather_bytes_per_s: Rate
     reduce_scatter_bytes_per_s: Rate
@@ -66,7 +66,7 @@ class Hardware(FrozenModel):
     """FLOP/s of dense matrix products by dtype: ``fp32``, ``tf32``, ``fp16``, ``bf16``."""
     memory_bytes_per_s: Rate
     """Bandwidth between a device and its own memory."""
-    start_latency_s: NonNegative = 0.0
+    start_latency_s: Seconds = 0.0
     """Latency of any collective before its first step."""
     within_node: LinkSpec
     between_nodes: LinkSpec | None = None

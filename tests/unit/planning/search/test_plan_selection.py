@@ -130,6 +130,7 @@ def test_select_plan_drops_trialled_plan_excluded_by_policy_or_constraints() -> 
         (problem(), BatchSizePolicy(batch_size=2, accumulation=2)),
         (problem(wishes=SearchConstraints(activation_checkpointing=False)), RULE),
         (problem(wishes=SearchConstraints(slice_granularity=1)), RULE),
+        (problem(wishes=SearchConstraints(modes="dp")), RULE),
     ):
         found = make_plan(whole, rule)
         assert select_plan(whole, rule, shown) == found
@@ -210,6 +211,8 @@ def test_request_key_covers_everything_a_plan_depends_on() -> None:
     others = [
         request_key(BatchSizePolicy(max_batch_size=2), *NOTHING),
         request_key(RULE, SearchConstraints(activation_checkpointing=False), NonTrainingWork(), Correction()),
+        request_key(RULE, SearchConstraints(modes="zdp"), NonTrainingWork(), Correction()),
+        request_key(RULE, SearchConstraints(modes={"*": "zdp"}), NonTrainingWork(), Correction()),
         request_key(RULE, SearchConstraints(), NonTrainingWork(checkpoint_memory="gathered"), Correction()),
         request_key(
             RULE, SearchConstraints(), NonTrainingWork(), Correction(communication=1.5)

@@ -1,0 +1,103 @@
+"""Where a run's plan comes from: given, stored in a checkpoint, or made now; and a new one after drift."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_osdp.autotune import pipeline
+from lightning_osdp.autotune.pipeline import PlanningResult
+from lightning_osdp.autotune.ranks import ranks_sharing_memory_limit
+from lightning_osdp.autotune.startup_budget import StartupBudget
+from lightning_osdp.autotune.trial_step import TrialContext
+from lightning_osdp.backend import memory
+from lightning_osdp.errors import InfeasibleError, OSDPWarning
+from lightning_osdp.planning.cost.run_correction import Correction, MeasuredStep, update_correction
+from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
+from lightning_osdp.planning.spec.constraints import SearchConstraints
+from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, CheckpointMemory, NonTrainingWork
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.strategy.dataloader import TrainData
+from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
+from lightning_osdp.strategy.planning_options import PlanningOptions, check_given_plan
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What a run asks of its plan.
+
+    Attributes:
+        options: The strategy's arguments about planning.
+        constraints: The constraints of OSDPCallback.
+        checkpoint_memory: Where a checkpoint gathers the model while it is saved.
+        ranks_per_node: Number of ranks on this machine.
+        resumed_plan: The plan of the checkpoint to resume from, to use again if it is still valid.
+    """
+
+    options: PlanningOptions
+    constraints: SearchConstraints
+    checkpoint_memory: CheckpointMemory
+    ranks_per_node: int
+    resumed_plan: ExecutionPlan | None
+
+
+def resolve_plan(
+    trainer: pl.Trainer,
+    budget: StartupBudget,
+    given_plan: ExecutionPlan | None,
+    data: TrainData,
+    context: TrialContext,
+    run: RunRequest,
+) -> PlanningResult:
+    """Return the plan that was given or that a checkpoint holds, once it is known to be valid, or a new one."""
+    ranks, options = budget.ranks, run.options
+    non_training = NO_NON_TRAINING_WORK
+    if given_plan is None:
+        evaluation_batch_size = data.evaluation_batch_size()
+        non_training = NonTrainingWork(
+            checkpoint_memory=run.checkpoint_memory, evaluation_batch_size=evaluation_batch_size
+        )
+    traced = pipeline.profile_model_on_ranks(ranks, context, non_training, options.cache_folder)
+    assert_equal_on_ranks(ranks.group, "the model (fingerprint)", traced.model_profile.fingerprint[:12])
+    blocker = options.in_backward_blocker(trainer, traced)
+    constraints = options.constraints(run.constraints, blocker, context.device)
+    ranks.raise_on_all_ranks(lambda: constraints.check(traced.model_profile))
+    if given_plan is not None:
+        ranks.raise_on_all_ranks(lambda: check_given_plan(given_plan, traced, ranks, blocker, constraints))
+        return PlanningResult(given_plan)
+    sharing, limit_bytes = ranks_sharing_memory_limit(ranks), options.memory_limit_bytes
+    limit = memory.MemoryLimit(context.device, run.ranks_per_node, sharing, limit_bytes)
+    facts = (trainer, data, context.batch_size, ranks.world_size, limit, constraints, non_training)
+    request = ranks.raise_on_all_ranks(lambda: options.request(*facts))
+    resumed = pipeline.reuse_if_valid(run.resumed_plan, traced, ranks, request.policy, limit.current())
+    if resumed is not None and not (resumed.update_in_backward and blocker):
+        return PlanningResult(resumed)
+    step = context if options.trial_steps else None
+    return pipeline.autotune(traced, request, ranks, budget, cache=options.cache_folder, trial_context=step)
+
+
+def replan(
+    result: PlanningResult, plan: ExecutionPlan, measured_step: MeasuredStep, is_automatic: bool
+) -> tuple[ExecutionPlan, Correction] | None:
+    """Return a plan that fits ``measured_step`` better at the same batch size; None, with a warning, if there is none.
+
+    Args:
+        result: what planning has made.
+        plan: the plan in use.
+        measured_step: step time and peak memory under it.
+        is_automatic: whether Lightning runs the backward pass.
+    """
+    replanner, unchanged = result.replanner, "memory left its prediction, but the plan is kept"
+    if replanner is None or not is_automatic:
+        reason = "it was given" if replanner is None else "gradients are the module's own (manual optimization)"
+        rank_zero_warn(f"{unchanged}: {reason}", category=OSDPWarning)
+        return None
+    correction = update_correction(result.correction, plan, measured_step)
+    policy = BatchSizePolicy(batch_size=plan.batch_size, accumulation=plan.accumulate_grad_batches)
+    try:
+        return replanner.replan(correction, policy), correction
+    except InfeasibleError as error:
+        rank_zero_warn(f"{unchanged}: {error}", category=OSDPWarning)
+        return None
