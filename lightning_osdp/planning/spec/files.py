@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-MAX_NUMBER = 1e30
-"""Numbers in files are smaller: sums and products of larger ones overflow."""
+MAX_NUMBER, MAX_DEPTH = 1e30, 50
+"""Numbers in files are smaller, since sums and products of larger ones overflow; and files are not nested deeper."""
 
 
 def parse_json(text: str) -> Any:
@@ -32,6 +32,8 @@ def check_numbers(value: Any, path: tuple[str, ...] = ()) -> None:
     Raises:
         ValueError: names the field.
     """
+    if len(path) > MAX_DEPTH:
+        raise ValueError("it is nested too deep")
     if isinstance(value, dict):
         for key, inner in value.items():
             check_numbers(inner, (*path, str(key)))
@@ -39,11 +41,8 @@ def check_numbers(value: Any, path: tuple[str, ...] = ()) -> None:
         for index, inner in enumerate(value):
             check_numbers(inner, (*path, str(index)))
     elif isinstance(value, (int, float)) and not -MAX_NUMBER <= value <= MAX_NUMBER:
-        raise ValueError(
-            f"field {'.'.join(path)}: {value:.6g} can't be used"
-            if isinstance(value, float)
-            else f"field {'.'.join(path)}: the number is too large"
-        )
+        reason = "is too large" if isinstance(value, int) else f"is {value:.6g}, which can't be used"
+        raise ValueError(f"field {join_path(path)} {reason}")
 
 
 def describe_error(error: ValueError) -> str:
