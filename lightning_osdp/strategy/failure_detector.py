@@ -14,12 +14,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from lightning_osdp.backend.agree import is_lost_connection, meet
@@ -35,8 +36,9 @@ CAUSE_WAIT_S = 4 * HEARTBEAT_INTERVAL_S
 SILENCE_TIMEOUT_S = 60.0
 """Seconds without a heartbeat after which a rank counts as gone. Native code that holds Python's lock is silent."""
 
-FAILURE_GRACE_S = 5.0
-"""Seconds that a rank may go on after another one has failed: its pending collective usually fails by itself."""
+FAILURE_GRACE_S, ENDING_GRACE_S = 5.0, 60.0
+"""Seconds that a rank may go on after another one has failed, whose pending collective usually fails by itself; and
+while it ends its own run, in which callbacks may finish what they do."""
 
 EXIT_DELAY_S, EXIT_TIMEOUT_S = 0.1, 2.0
 """Seconds for gloo's threads to free the tensors of the last collectives when a process ends, and for all collectives
@@ -70,9 +72,15 @@ class FailureDetector:
         rank: this rank.
         ranks: the number of ranks.
         timeout: how long a rank waits for others at the end of its data.
+        is_ending: returns whether this rank is ending a run that failed.
+
+    Attributes:
+        is_stop_requested: whether a rank was told to stop (SIGTERM); its signal handler sets it, the first rank hears.
     """
 
-    def __init__(self, rank: int, ranks: int, timeout: timedelta) -> None:
+    def __init__(self, rank: int, ranks: int, timeout: timedelta, is_ending: Callable[[], bool] = bool) -> None:
+        self.is_stop_requested = False
+        self._is_ending = is_ending
         self._rank, self._ranks, self._timeout_s = rank, ranks, timeout.total_seconds()
         # A connection of its own: the main thread may block in the usual one.
         connection: Any = _get_default_store()
@@ -108,7 +116,9 @@ class FailureDetector:
         if cause is not None:
             exception.args = (f"{cause}\nThis rank saw only: {exception}", *exception.args[1:])
         with suppress(RuntimeError):
-            if cause is None:
+            if isinstance(exception, SIGTERMException):
+                self._publish(self._rank, "was told to stop (SIGTERM)")
+            elif cause is None:
                 self._publish(self._rank, f"failed: {type(exception).__name__}: {_abbreviate(exception)}")
             if self._rank == 0:
                 self._wait_until_heard()
@@ -220,18 +230,28 @@ class FailureDetector:
                 self._store.set(f"beat/{self._rank}", str(beat))
                 for pass_name, count in list(self._batch_counts.items()):
                     self._store.set(f"fetched/{pass_name}/{self._rank}", str(count))
+                self._share_stop_request()
                 self._hear_causes()
                 if self._causes and failed_at is None:
                     failed_at = time.monotonic()
                 elif failed_at is None:
                     self._look_for_missing_ranks()
-                elif not self._has_reported and time.monotonic() - failed_at > FAILURE_GRACE_S:
+                elif not self._has_reported and time.monotonic() - failed_at > self._grace_s():
                     print(f"rank {self._rank} is ended: {_format_causes(self._causes)}", file=sys.stderr, flush=True)
                     os._exit(1)
                 if self._stopped.wait(HEARTBEAT_INTERVAL_S):
                     return
         except RuntimeError:
             return  # the store has ended with rank 0: the main thread finds its connections closed, too
+
+    def _grace_s(self) -> float:
+        return ENDING_GRACE_S if self._is_ending() else FAILURE_GRACE_S
+
+    def _share_stop_request(self) -> None:
+        if self._rank == 0:
+            self.is_stop_requested = self.is_stop_requested or self._store.check(["stop"])
+        elif self.is_stop_requested:
+            self._store.set("stop", "")
 
     def _look_for_missing_ranks(self) -> None:
         """Publish that a rank was killed, or gives no sign any more."""
