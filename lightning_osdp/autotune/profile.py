@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from lightning_osdp.planning.cost.run_correction import Correction
 from lightning_osdp.planning.cost.trial_correction import Trial
 from lightning_osdp.planning.search.plan_selection import CachedPlan
@@ -26,6 +28,8 @@ class ClusterProfile(FrozenModel):
     hierarchical_links: HierarchicalLinks | None = None
     """The links inside and between nodes, if there are several nodes of several ranks."""
     engine: EngineOverhead = NO_ENGINE_OVERHEAD
+    checksum: str = Field(default="", exclude=True, repr=False)
+    """Of its file (``profile_cache.write``), which is checked and taken off when that is read."""
 
 
 class Profile(ClusterProfile):

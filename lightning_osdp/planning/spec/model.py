@@ -238,6 +238,8 @@ class ModelProfile(FrozenModel):
     """Repeated blocks in the order in which they run; none lies in another."""
     evaluation: tuple[Moment, ...] = ()
     """Moments of the same forward without autograd; empty if they are not known."""
+    checksum: str = Field(default="", exclude=True, repr=False)
+    """Of its file, which is checked and taken off when that is read."""
 
     @model_validator(mode="after")
     def _check_indices(self) -> ModelProfile:
