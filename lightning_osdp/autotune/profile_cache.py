@@ -7,10 +7,8 @@ import json
 import os
 import platform
 import re
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +24,7 @@ from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.files import describe_error
 from lightning_osdp.planning.spec.model import FrozenModel, ModelProfile
 from lightning_osdp.profiling.tracing.trace import TracedStep
+from lightning_osdp.state.atomic_files import write_text
 
 CACHE_VERSION = 14
 """Version of the cached measurements. Raise it when a field changes its name or meaning: older files are ignored."""
@@ -226,17 +225,9 @@ def read(file: Path, kind: type[FrozenT], is_usable: Callable[[FrozenT], bool] =
 
 def write(file: Path, text: str) -> None:
     """Write a JSON object to ``file``, completely or not at all, with its checksum; warn if the disk refuses."""
-    temporary: Path | None = None
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as opened:
-            temporary = Path(opened.name)
-            opened.write(f'{text[:-1]},"checksum":"{_sha256(text)}"}}')
-        temporary.replace(file)
+        write_text(file, f'{text[:-1]},"checksum":"{_sha256(text)}"}}', is_own=None)
     except OSError as error:
-        if temporary is not None:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
         warnings.warn(f"measurements can't be kept in {file.parent}: {error}", OSDPWarning, stacklevel=2)
 
 

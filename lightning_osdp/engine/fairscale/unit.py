@@ -63,6 +63,7 @@ from lightning_osdp.engine.sliced_operator import ForwardStage, WeightSlice
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.state.guarded_parameter import GuardContext, guard_of, without_guards
 
 
 def _all_gather(output_flat: Tensor, shard: Tensor, group: Communicator | dist.ProcessGroup) -> None:
@@ -255,8 +256,27 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
         self._in_graph = self._in_graph and not self._backward_done
         self.reshard()
 
+    # Parameters are guarded whenever their data are shards. FairScale itself reads shards in these places:
+
+    def _lazy_init(self) -> None:
+        with without_guards():
+            super()._lazy_init()
+
+    def _use_fp32_param_shard(self, params: list[nn.Parameter] | None = None) -> None:
+        with without_guards():
+            super()._use_fp32_param_shard(params)
+        for parameter in self.params if params is None else params:
+            guard = guard_of(parameter)
+            if guard is not None:
+                guard.close()
+
+    def _post_backward_hook(self, param: nn.Parameter, *unused: Any) -> None:
+        with without_guards():
+            super()._post_backward_hook(param, *unused)
+
     def _wait_for_post_backward(self) -> None:
-        super()._wait_for_post_backward()
+        with without_guards():
+            super()._wait_for_post_backward()
         self._backward_done = True
 
     def _use_full_params(self) -> None:
@@ -274,15 +294,16 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
         gathered = [getattr(parameter, "_full_param_padded", None) for parameter in self.params]
         return any(tensor is not None and tensor.untyped_storage().size() > 0 for tensor in gathered)
 
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether all parameters can be read in full now, gathered for a run or by ``summon_full_params``."""
-        return self.world_size == 1 or self._context.params_summoned or bool(self.has_full_params)
+    def drop_gathered(self) -> None:
+        """Free gathered parameters, whose shards change; a backward pass that needs them gathers them again."""
+        if self.has_unsharded_params:
+            self._free_and_use_shards()
 
-    def unshard(self) -> None:
-        """Gather the parameters, until ``reshard``. Collective."""
-        self._lazy_init()
-        self._gather_all()
+    def adopt_shards(self) -> None:
+        """Use the data that parameters have now as their local shards."""
+        for parameter in self.params:
+            if hasattr(parameter, "_fp32_shard"):
+                parameter._fp32_shard = parameter.data
 
     def detach_hooks(self) -> None:
         """Remove the hooks through which the parameters lead to this unit, since another unit takes them."""
@@ -311,6 +332,10 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
 
     def _gather_all(self, force_full_precision: bool = False) -> Any:
         needs_gather = not self.has_full_params
+        for parameter in self.params:
+            guard = guard_of(parameter)
+            if guard is not None:
+                guard.open()
         if needs_gather:
             self._context.prefetch_limiter.before_gather()
         full_params = super()._rebuild_full_params(force_full_precision)
@@ -332,7 +357,8 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
         outputs = [parameter._full_param_padded for parameter in self.params]
         for output in outputs:
             output.untyped_storage().resize_(output.nbytes)
-        self._coalesced_gather.start(outputs, [parameter.data for parameter in self.params])
+        with without_guards():
+            self._coalesced_gather.start(outputs, [parameter.data for parameter in self.params])
 
     def _register_post_backward_hooks(self) -> None:
         # FairScale registers one more hook in every forward, and all of them are called in every backward: the node
@@ -394,6 +420,7 @@ class EngineContext:
         self.params_summoned = False
         self.update_in_backward = plan.update_in_backward
         self.backward_optimizer = BackwardOptimizer()
+        self.guards = GuardContext(group, plan.update_in_backward)
         self.reducer = GradientReducer()
         self.prefetch_order = PrefetchOrder[FairScaleUnit]()
         choices = [operator.choice for operator in sharded_operators(plan)]

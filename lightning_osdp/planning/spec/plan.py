@@ -159,6 +159,20 @@ class PeakMoment(FrozenModel):
         return self.heap / freed if freed else 0.0
 
 
+class TriedPlan(FrozenModel):
+    """What a plan took that was tried before one was taken; times are of an optimizer step."""
+
+    name: str
+    """What it does, in words."""
+    batch_size: int
+    step_time_s: float
+    samples_per_s: float
+    spread_s: float
+    """By how much its rounds differ."""
+    num_rounds: int
+    is_chosen: bool = False
+
+
 class SearchStop(FrozenModel):
     """Why no larger batch size was tried."""
 
@@ -198,6 +212,8 @@ class ExecutionPlan(FrozenModel):
     """Seconds of a step that one more byte of memory would save, by the search's linear relaxation."""
     peak: PeakMoment | None = None
     search_stop: SearchStop | None = None
+    tried: tuple[TriedPlan, ...] = ()
+    """The plans that were tried in turns, this one among them; empty if none could be."""
 
     text_display: ClassVar[Callable[[ExecutionPlan], str]] = repr
     """Makes ``str(plan)``; set by ``report.display``."""
@@ -240,6 +256,15 @@ class ExecutionPlan(FrozenModel):
     def to_json(self) -> str:
         """Return the plan as indented JSON text."""
         return self.model_dump_json(indent=2)
+
+    @staticmethod
+    def is_plan(text: str) -> bool:
+        """Return whether ``text`` is a plan of any release, valid or not."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(data, dict) and data.get("format") == PLAN_FORMAT
 
     @classmethod
     def from_json(cls, text: str, source: str = "the plan") -> ExecutionPlan:
