@@ -50,12 +50,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_osdp.backend.hierarchical import Communicator, cached_group_copy
 from lightning_osdp.backend.streams import ModuleProxy, create_prefetch_limiter, create_streams
+from lightning_osdp.engine.fairscale.collective_order import CollectiveOrder
 from lightning_osdp.engine.fairscale.communicators import CommunicatorFactory, UnitCommunicators, sharded_operators
+from lightning_osdp.engine.fairscale.joinable_unit import JoinableUnit, before_reduction
 from lightning_osdp.engine.fairscale.unit_collectives import (
     CoalescedAllGather,
     CoalescedReduceScatter,
     GradientReducer,
-    PrefetchOrder,
     is_in_backward,
 )
 from lightning_osdp.engine.optimizer_in_backward import BackwardOptimizer
@@ -137,7 +138,7 @@ def _attach_backward_end_hook(inputs: Any, on_backward_end: Callable[[], None]) 
     return tree_unflatten(leaves, tree)
 
 
-class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
+class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[misc]
     """One FairScale instance around one operator, or around a stage of a sliced operator.
 
     Args:
@@ -147,7 +148,10 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
         communicators: run the unit's collectives.
         context: what all units of the engine share.
         is_recomputed: whether the unit lies in a block that is recomputed.
+        label: the unit's name in errors.
     """
+
+    training_state: TrainingState
 
     def __init__(
         self,
@@ -157,6 +161,7 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
         communicators: UnitCommunicators,
         context: EngineContext,
         is_recomputed: bool = False,
+        label: str = "a unit",
     ) -> None:
         body, dtype = _Body(stage.forward, parameters), parameters[0].dtype
         self._coalesced_gather = CoalescedAllGather(communicators.gather)
@@ -182,7 +187,8 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
         self.compute_dtype = self.buffer_dtype = dtype
         self._streams, self._reducer = context.streams, context.reducer
 
-        self._context = context
+        self._context, self.label = context, label
+        self._register(self.params)
         self._inter_node_all_reduce = communicators.inter_node_all_reduce
         self._is_recomputed = is_recomputed
         self._in_graph = self._backward_done = False
@@ -332,28 +338,38 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
 
     def _gather_all(self, force_full_precision: bool = False) -> Any:
         needs_gather = not self.has_full_params
+        if needs_gather:
+            self._context.order.before_gather(self._index, is_in_backward(), self._missing_indices())
+            self._context.prefetch_limiter.before_gather()
         for parameter in self.params:
             guard = guard_of(parameter)
             if guard is not None:
                 guard.open()
-        if needs_gather:
-            self._context.prefetch_limiter.before_gather()
         full_params = super()._rebuild_full_params(force_full_precision)
         if self._coalesced_gather.has_pending:
             cuda = fairscale_module.torch.cuda
             with cuda.stream(self._streams["all_gather"]):
                 self._coalesced_gather.flush()
             cuda.current_stream().wait_stream(self._streams["all_gather"])
-        next_unit = self._context.prefetch_order.predict_next(self) if needs_gather else None
-        if next_unit is not None:
-            next_unit.start_prefetch()
+        if needs_gather:
+            self._context.order.prefetch_next()
         return full_params
+
+    @contextmanager
+    def _use_stream(self, name: str) -> Iterator[None]:
+        cuda = fairscale_module.torch.cuda
+        self._streams[name].wait_stream(cuda.current_stream())
+        with torch.no_grad(), cuda.stream(self._streams[name]):
+            yield
+        cuda.current_stream().wait_stream(self._streams[name])
 
     def start_prefetch(self) -> None:
         """Start to gather the parameters if the unit is prefetched and they are not there or on their way."""
         is_gathered = self.has_full_params or self._coalesced_gather.is_started
         if not self._is_prefetched or is_gathered or self._has_shared_params:
             return
+        if self._is_root is None:  # only other ranks have run it
+            self._lazy_init()
         outputs = [parameter._full_param_padded for parameter in self.params]
         for output in outputs:
             output.untyped_storage().resize_(output.nbytes)
@@ -420,9 +436,10 @@ class EngineContext:
         self.params_summoned = False
         self.update_in_backward = plan.update_in_backward
         self.backward_optimizer = BackwardOptimizer()
+        self.order = CollectiveOrder(group)
         self.guards = GuardContext(group, plan.update_in_backward)
-        self.reducer = GradientReducer()
-        self.prefetch_order = PrefetchOrder[FairScaleUnit]()
+        self.guards.before_access = self.order.before_access
+        self.reducer = GradientReducer(partial(before_reduction, self.order))
         choices = [operator.choice for operator in sharded_operators(plan)]
         self.communicator_factory = CommunicatorFactory(group, device, choices, plan.cluster)
         self.streams = create_streams(device, STREAM_NAMES, fairscale_module)
