@@ -183,6 +183,7 @@ class OSDPStrategy(HandoverStrategy):
         self.accelerator.setup(trainer)
         arguments.disable_inference_mode(trainer)
         self._defer_gathers_on_save(trainer)
+        preemption.install(trainer, self._failure_detector)
         is_fit = trainer.state.fn == TrainerFn.FITTING
         is_applied = self._take_over_module() and self._resume_plan(trainer)
         if not is_fit:
@@ -190,7 +191,6 @@ class OSDPStrategy(HandoverStrategy):
                 self._set_up_evaluation()
             self.setup_precision_plugin()
             return
-        preemption.install(trainer)
         if not is_applied:
             self._set_up_training(trainer)
         self.setup_precision_plugin()
