@@ -6,6 +6,7 @@ the abstract methods, brings a ``ShardLayout`` for its sharded parameters and is
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -21,6 +22,7 @@ from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE, EngineCapa
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.state import state_dict as states
 from lightning_osdp.state.deferred_tensor import DeferredTensors
+from lightning_osdp.state.guarded_parameter import without_guards
 from lightning_osdp.state.state_dict import Fill, ShardedParameters, fill_from_memory
 
 
@@ -29,7 +31,8 @@ class Engine(ABC):
 
     The module keeps its class, its tree and its parameters' names, and ``Parameter`` objects keep their identity, so
     optimizers made before stay valid. Whenever its operator is not running, a sharded parameter holds this rank's local
-    shard. Every rank must call the methods in the same order, since most of them are collective.
+    shard, and is guarded if the engine guards it (``state.guarded_parameter``). Every rank must call the methods in the
+    same order, since most of them are collective.
 
     Args:
         device: where this rank computes.
@@ -37,6 +40,10 @@ class Engine(ABC):
         broadcast: whether ``apply`` gives all ranks rank 0's values. Otherwise each rank keeps its own.
     """
 
+    plan: ExecutionPlan | None = None
+    """The plan that is carried out, where the module can stay sharded after a run."""
+    is_restored = False
+    """Whether ``restore`` has given the module back; the engine carries out no plan any more."""
     _module: nn.Module
     """Set by ``apply``."""
     _sharded_parameters: ShardedParameters
@@ -47,6 +54,7 @@ class Engine(ABC):
         self._group: Any = group if group is not None else dist.group.WORLD
         self._broadcast = broadcast
         self._sharded_parameters = ShardedParameters({}, self._group)
+        _ENGINES.add(self)
 
     @staticmethod
     @abstractmethod
@@ -91,6 +99,25 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def restore(self, optimizers: Iterable[Optimizer]) -> None:
+        """Give the module back as it was before ``apply``: whole, with its own forwards and without hooks.
+
+        The states of ``optimizers`` are whole, too. Gradients are freed. State dicts can be asked for. Idempotent.
+        """
+
+    def refuse_runs(self, reason: str) -> None:  # noqa: B027 (an engine that shards nothing need not refuse)
+        """Have each use of a module that stays sharded after its run raise ``reason``; empty: let it run again."""
+
+    def missing_bytes(self, optimizers: Iterable[Optimizer]) -> int:
+        """Return the bytes that ``restore`` adds on this rank."""
+        return self._sharded_parameters.missing_bytes(list(optimizers))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether any parameter is sharded over several ranks, so that ``restore`` needs them all."""
+        return self._group.size() > 1 and bool(self._sharded_parameters.parameters)
+
+    @abstractmethod
     def close(self) -> None:
         """Free the memory of the module's parameters and of the engine. Neither can be used afterwards."""
 
@@ -126,10 +153,11 @@ class Engine(ABC):
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip gradients by their norm over all ranks, each element counted once, and return that norm."""
-        with_gradient = [p for p in parameters if p.grad is not None]
-        gradients = [(p, p.grad) for p in with_gradient if p.grad is not None]
-        total = self._sharded_parameters.compute_norm(gradients, norm_type, self._device)
-        torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, total)
+        with without_guards():
+            with_gradient = [p for p in parameters if p.grad is not None]
+            gradients = [(p, p.grad) for p in with_gradient if p.grad is not None]
+            total = self._sharded_parameters.compute_norm(gradients, norm_type, self._device)
+            torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, total)
         return total
 
     # Full parameters and optimizers
@@ -211,6 +239,16 @@ class Engine(ABC):
 
     def _parameter_names(self) -> dict[nn.Parameter, str]:
         return {parameter: name for name, parameter in self._module.named_parameters()}
+
+
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def engines_of(module: nn.Module) -> list[Engine]:
+    """Return the engines that carry out a plan on parameters of ``module``, in it or in another module."""
+    parameters = set(module.parameters())
+    applied = [engine for engine in _ENGINES if engine.module is not None and not engine.is_restored]
+    return [engine for engine in applied if engine.module and not parameters.isdisjoint(engine.module.parameters())]
 
 
 _REGISTERED_ENGINES: dict[str, type[Engine]] = {}

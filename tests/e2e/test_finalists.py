@@ -86,6 +86,7 @@ def poison(folder: Path) -> None:
     (ranks_file,) = folder.glob("ranks-*.json")
     for file in (ranks_file, *profile_files(folder)):
         data = json.loads(file.read_text())
+        data.pop("checksum")
         for values in data.get("starts", [data]):
             values["engine"]["zdp2"]["fixed_s"], values["engine"]["zdp"]["fixed_s"] = -7.1e-3, -8.5e-3
             values["engine"]["calibration"]["zdp2"] = -1.13

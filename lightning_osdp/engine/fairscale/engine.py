@@ -27,6 +27,7 @@ from lightning_osdp.engine.fairscale.sharded_operator import (
 from lightning_osdp.engine.fairscale.unit import UNIT_DTYPES, EngineContext, FairScaleUnit
 from lightning_osdp.engine.grad_norm import patch_total_norm
 from lightning_osdp.engine.gradient_buckets import BucketedAllReduce
+from lightning_osdp.engine.guards import close_opened_guards, install_guards
 from lightning_osdp.engine.meta_init import MetaInitializer, check_initializable
 from lightning_osdp.engine.sliced_operator import SlicedOperator, check_slicing
 from lightning_osdp.engine.starting_values import StartingValues
@@ -34,8 +35,14 @@ from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.capabilities import EngineCapabilities
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.state.deferred_tensor import DeferredTensors
+from lightning_osdp.state.guarded_parameter import ShardGuard, without_guards
 from lightning_osdp.state.shard_layout import ShardLayout
 from lightning_osdp.state.state_dict import ShardedParameters
+
+PARTIALLY_UPDATED = (
+    "a backward pass was broken off when the optimizer had updated a part of the parameters: {}. Go on from the last "
+    "checkpoint"
+)
 
 
 class FairScaleEngine(Engine):
@@ -54,6 +61,8 @@ class FairScaleEngine(Engine):
         self._operators: dict[str, ShardedOperator] = {}
         self._units: list[FairScaleUnit] = []
         self._sliced_operators: list[SlicedOperator] = []
+        self._guards: list[ShardGuard] = []
+        self._guard_hooks: list[Any] = []
         self._undo_recompute: list[Callable[[], None]] = []
         self._managed_parameters: frozenset[nn.Parameter] = frozenset()
 
@@ -110,6 +119,7 @@ class FairScaleEngine(Engine):
         self.shard_optimizer_state(optimizers)
         # The fast path of torch's attention in evaluation reads the weights of submodules without calling them, so it
         # would see shards.
+        self._had_attention_fastpath = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
 
     @override
@@ -122,6 +132,7 @@ class FairScaleEngine(Engine):
             self._bucketed_all_reduce.refresh()
             raise
         optimizers = list(optimizers)
+        self._remove_guards()
         for undo in self._undo_recompute:
             undo()
         self._set_plan(plan)
@@ -154,6 +165,7 @@ class FairScaleEngine(Engine):
 
     def _set_plan(self, plan: ExecutionPlan) -> None:
         self._context = EngineContext(self._device, self._group, plan)
+        self._context.owner, self.plan = self, plan
         self._nested_operators = find_nested_operators(plan)
 
     def _shard(
@@ -163,8 +175,8 @@ class FairScaleEngine(Engine):
         is_shared = bool(operators[0].unit)
         module = self._module.get_submodule(unit)
         parameters = [parameter for operator in operators for parameter in self._large_parameters(operator)]
-        is_tied = not is_shared and unit in self._nested_operators
         self._operators[unit] = operator = ShardedOperator(
+            unit,
             module,
             parameters,
             operators[0],
@@ -173,7 +185,6 @@ class FairScaleEngine(Engine):
             is_recomputed=any(
                 unit.startswith(name + ".") or (unit == name and not is_shared) for name in plan.recomputed
             ),
-            guarded_modules=[m for m in modules_holding(module, parameters) if m is not module] if is_tied else (),
         )
         return operator.layouts
 
@@ -187,6 +198,9 @@ class FairScaleEngine(Engine):
         self._units = [unit for operator in operators for unit in operator.units]
         self._sliced_operators = [op.sliced_operator for op in operators if op.sliced_operator is not None]
         layouts = {parameter: layout for operator in operators for parameter, layout in operator.layouts.items()}
+        names = {parameter: name for name, parameter in self._module.named_parameters()}
+        self._guards = [g for operator in operators for g in operator.create_guards(names, self._context.guards)]
+        self._guard_hooks = install_guards(self._module, self._guards)
         self._sharded_parameters = ShardedParameters(layouts, self._group)
         patch_total_norm(self._sharded_parameters)
         slices = {sliced.full_parameter: sliced.replicated_weights for sliced in self._sliced_operators}
@@ -196,11 +210,51 @@ class FairScaleEngine(Engine):
             for weight in slices.get(parameter, [parameter] if parameter not in layouts else [])
         ]
         self._bucketed_all_reduce = BucketedAllReduce(replicated, self._context.replica_group)
+        self._context.order.join_replicated = self._bucketed_all_reduce.join
         self._managed_parameters = self._sharded_parameters.parameters.union(replicated)
+
+    def _remove_guards(self) -> None:
+        close_opened_guards()
+        for guard in self._guards:
+            guard.remove()
+        for hook in self._guard_hooks:
+            hook.remove()
+        self._guards, self._guard_hooks = [], []
+
+    @override
+    def restore(self, optimizers: Iterable[Optimizer]) -> None:
+        if self.is_restored:
+            return
+        if self._context.backward_optimizer.is_partially_updated:
+            raise ShardingError(PARTIALLY_UPDATED.format("the module is not made whole"))
+        optimizers = list(optimizers)
+        self._remove_guards()
+        self._bucketed_all_reduce.detach()
+        for undo in self._undo_recompute:
+            undo()
+        for unit in self._units:
+            unit.reshard()
+        for operator in self._operators.values():
+            operator.unshard(optimizers)
+        self._operators, self._units, self._sliced_operators, self._undo_recompute = {}, [], [], []
+        self._sharded_parameters = ShardedParameters({}, self._group)
+        torch.backends.mha.set_fastpath_enabled(self._had_attention_fastpath)
+        self.is_restored = True
+
+    @override
+    def refuse_runs(self, reason: str) -> None:
+        def refuse_access(name: str) -> None:
+            raise ShardingError(reason)
+
+        context = self._context
+        context.why_no_runs = reason
+        context.guards.before_access = refuse_access if reason else context.order.before_access
 
     @override
     def close(self) -> None:
+        self._remove_guards()
         if self.module is not None:
+            self._context.order.close()
             release_storage(self._module.parameters())
         for operator in self._operators.values():
             operator.release_slices()
@@ -234,12 +288,16 @@ class FairScaleEngine(Engine):
 
     @override
     def before_forward(self) -> None:
+        close_opened_guards()
+        self._context.guards.add_outside_gradients()
         for sliced in self._sliced_operators:
             sliced.sync_requires_grad()
         self._bucketed_all_reduce.refresh()
         self._context.backward_optimizer.refresh()
+        if self._context.order.has_backward:  # the last step had none on this rank; others wait in theirs
+            self.finish_backward()
         self._context.reducer.discard()
-        self._context.prefetch_order.start_pass(is_backward=False)
+        self._context.order.begin_step()
 
     @contextmanager
     @override
@@ -253,14 +311,21 @@ class FairScaleEngine(Engine):
 
     @override
     def finish_backward(self) -> None:
-        for sliced in self._sliced_operators:
-            sliced.bind_remaining_gradients()
-        self._bucketed_all_reduce.finish()
-        self._context.communicator_factory.inter_node_all_reduce.finish()
-        for unit in self._units:
-            unit.finish_backward()
-        for sliced in self._sliced_operators:
-            sliced.gather_slice_gradients()
+        with without_guards():
+            for sliced in self._sliced_operators:
+                sliced.bind_remaining_gradients()
+            if self._context.order.has_backward:
+                self._context.order.complete_backward(self._bucketed_all_reduce.is_active)
+                for unit in self._units:
+                    unit.finish_joined()
+            self._bucketed_all_reduce.finish()
+            self._context.communicator_factory.inter_node_all_reduce.finish()
+            for unit in self._units:
+                unit.finish_backward()
+            for sliced in self._sliced_operators:
+                sliced.gather_slice_gradients()
+        self._context.guards.add_outside_gradients()
+        self._context.guards.num_updates[True] += 1
         self._context.backward_optimizer.finish_backward()
 
     @override
@@ -276,14 +341,12 @@ class FairScaleEngine(Engine):
     @override
     def after_optimizer_step(self) -> None:
         self._context.parameters_changed = True
+        self._context.guards.num_updates[False] += 1
 
     @override
     def model_state(self, deferred_tensors: DeferredTensors | None = None) -> dict[str, Any]:
         if self._context.backward_optimizer.is_partially_updated:
-            raise ShardingError(
-                "a backward pass was broken off when the optimizer had updated a part of the parameters: this state is "
-                "not saved. Go on from the last checkpoint"
-            )
+            raise ShardingError(PARTIALLY_UPDATED.format("this state is not saved"))
         return super().model_state(deferred_tensors)
 
 
