@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
@@ -106,6 +107,16 @@ class ShardedParameters:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.shape == layout.shape:
                     optimizer.state[parameter][key] = layout.shard(value).to(parameter.device)
+
+    def missing_bytes(self, optimizers: Iterable[Optimizer]) -> int:
+        """Return the bytes of parameters and of their states in ``optimizers`` that other ranks hold."""
+        total = 0
+        for parameter, layout in self._layouts.items():
+            states = [s for optimizer in optimizers for s in optimizer.state.get(parameter, {}).values()]
+            local = sum(prod(chunk.sizes) for chunk in layout.local_chunks())
+            copies = [parameter, *(s for s in states if isinstance(s, Tensor) and s.dim() > 0)]
+            total += (layout.shape.numel() - local) * sum(tensor.element_size() for tensor in copies)
+        return total
 
     def compute_norm(
         self, gradients: Iterable[tuple[nn.Parameter | None, Tensor]], norm_type: float, device: torch.device

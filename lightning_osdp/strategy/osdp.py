@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_osdp.autotune import profile_cache
-from lightning_osdp.autotune.pipeline import PlanningResult
 from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.autotune.startup_budget import StartupBudget
 from lightning_osdp.autotune.trial_step import TrialContext
@@ -50,7 +49,7 @@ from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
 from lightning_osdp.strategy.monitor import PredictionMonitor
 from lightning_osdp.strategy.plan_resolution import RunRequest, replan, resolve_plan
 from lightning_osdp.strategy.planning_options import PlanningOptions, check_and_read_plan
-from lightning_osdp.strategy.processes import ProcessGroupStrategy
+from lightning_osdp.strategy.run_end import HandoverStrategy
 
 REPLAN_MODES = ("never", "on_drift")
 
@@ -58,7 +57,7 @@ PLAN_FILE = "osdp_plan.json"
 """Name of the plan in the trainer's log directory."""
 
 
-class OSDPStrategy(ProcessGroupStrategy):
+class OSDPStrategy(HandoverStrategy):
     """Optimal sharded data parallelism (Jiang et al., arXiv 2209.13258) as a Lightning strategy.
 
     Before training it traces the module's training step and measures the hardware. It searches the batch size, and for
@@ -142,11 +141,8 @@ class OSDPStrategy(ProcessGroupStrategy):
         self._given_plan = plan
         self._checkpoint_format = CheckpointFormat(save_format)
         self._replan_mode = arguments.validate_choice("replan", replan, REPLAN_MODES)
-        self._engine: Engine | None = None
-        self._plan: ExecutionPlan | None = None
         self._monitor: PredictionMonitor | None = None
         self._heap_controller: HeapController | None = None
-        self._planning_result: PlanningResult | None = None
         self.constraints = SearchConstraints()
         """Which operators may be sliced and which blocks recomputed; set by OSDPCallback before planning."""
         self.resumed_plan: ExecutionPlan | None = None
@@ -188,17 +184,15 @@ class OSDPStrategy(ProcessGroupStrategy):
         arguments.disable_inference_mode(trainer)
         self._defer_gathers_on_save(trainer)
         preemption.install(trainer, self._failure_detector)
-        if trainer.state.fn != TrainerFn.FITTING:
-            if self._engine is None:
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        is_applied = self._take_over_module() and self._resume_plan(trainer)
+        if not is_fit:
+            if not is_applied:
                 self._set_up_evaluation()
             self.setup_precision_plugin()
             return
-        if self._engine is None or self._engine.module is not self.model:
+        if not is_applied:
             self._set_up_training(trainer)
-        else:
-            with self._engine.unsharded_shapes():
-                self.setup_optimizers(trainer)
-            self._engine.shard_optimizer_state(self.optimizers)
         self.setup_precision_plugin()
         _optimizers_to_device(self.optimizers, self.root_device)
         self._monitor = self._create_monitor()
