@@ -86,7 +86,7 @@ def load_or_measure_cluster(
     if (
         stored is not None
         and len(stored.starts) >= MIN_STARTS
-        and is_cache_valid(stored.median, ranks, stored.spread(ranks.world_size))
+        and is_cache_valid(stored.median, ranks, stored.relative_spread(ranks.world_size))
     ):
         return stored.median
 
@@ -125,7 +125,7 @@ def add_start(
 
 
 def _agree(one: ClusterProfile, other: ClusterProfile, stored: MeasuredCluster, ranks: RankGroup) -> bool:
-    return max_ratio(one, other, ranks.world_size) <= _tolerance(stored.spread(ranks.world_size))
+    return max_ratio(one, other, ranks.world_size) <= _tolerance(stored.relative_spread(ranks.world_size))
 
 
 def _tolerance(spread: float) -> float:

@@ -61,7 +61,7 @@ class MeasuredCluster(FrozenModel):
         median: ClusterProfile = _median(self.starts)
         return median
 
-    def spread(self, ranks: int) -> float:
+    def relative_spread(self, ranks: int) -> float:
         """Return by which factor, less 1, the typical start differs from the median."""
         median = self.median
         return max(statistics.median(max_ratio(each, median, ranks) - 1 for each in self.starts), 0.0)

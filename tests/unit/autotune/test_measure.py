@@ -103,8 +103,8 @@ def test_measured_cluster_is_median_of_every_number_with_spread() -> None:
     cluster = MeasuredCluster(starts=starts)
     assert cluster.median.link.all_gather.latency_s == pytest.approx(1.2e-4)
     assert cluster.median.engine.zdp.fixed_s == pytest.approx(1e-3)
-    assert cluster.spread(2) == pytest.approx(0.2, rel=0.3)
-    assert MeasuredCluster(starts=starts[:1]).spread(2) == 0
+    assert cluster.relative_spread(2) == pytest.approx(0.2, rel=0.3)
+    assert MeasuredCluster(starts=starts[:1]).relative_spread(2) == 0
 
 
 @pytest.mark.parametrize(("residuals", "kept"), [([0.1], True), ([0.9, 0.1], True), ([0.9, 0.8], False)])
