@@ -45,6 +45,7 @@ from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.report import tables
 from lightning_osdp.state.checkpoint import CheckpointFormat
 from lightning_osdp.strategy import arguments, model_summary, out_of_memory, precision, preemption
+from lightning_osdp.strategy.batch_size_change import announce_change
 from lightning_osdp.strategy.dataloader import apply_batch_size, read_data
 from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
 from lightning_osdp.strategy.monitor import PredictionMonitor
@@ -67,9 +68,10 @@ class OSDPStrategy(ProcessGroupStrategy):
 
     Args:
         memory_limit: memory per device: ``"auto"`` for what the device has, bytes, or text such as ``"8GiB"``.
-        batch_size: samples per device: ``"auto"`` to search it, or a fixed number.
+        batch_size: samples per device: ``"auto"`` to search it, ``"keep"`` for the loader's, or a fixed number.
         max_batch_size: upper end of the search.
-        global_batch_size: if given, batch size x accumulation x ranks is exactly this.
+        global_batch_size: if given, batch size x accumulation x ranks is exactly this; ``"keep"`` for what the loader
+            and the Trainer say.
         plan: a plan, or the path of one, to use as it is: nothing is measured or searched.
         cluster: hardware that is known already, or the path of its JSON: links are not measured.
         sharding_group: with several nodes, the ranks that operators are sharded over: ``"world"`` for all ranks,
@@ -85,6 +87,9 @@ class OSDPStrategy(ProcessGroupStrategy):
             gradient is there, so that gradients need not be stored. It is done if memory is so short that it pays, and
             if nothing needs all gradients at once: no clipping, accumulation, loss scaling or hooks that inspect
             gradients; one optimizer of ``torch.optim`` without temporaries.
+        min_steps_per_epoch: optimizer steps that a searched batch size leaves in an epoch of known length; if the
+            loader's own batch size leaves no more, it is the largest that is searched.
+        sample_batches: batches that are read before training, of which the largest is planned for.
         cache: folder of measurements; None for one in the user's cache folder, ``""`` to cache nothing.
         timeout: timeout of the process group; None for 30 minutes.
         process_group_backend: None for NCCL on CUDA and gloo on the CPU.
@@ -99,7 +104,7 @@ class OSDPStrategy(ProcessGroupStrategy):
         memory_limit: int | str = "auto",
         batch_size: int | str = "auto",
         max_batch_size: int | None = None,
-        global_batch_size: int | None = None,
+        global_batch_size: int | str | None = None,
         plan: str | Path | ExecutionPlan | None = None,
         cluster: str | Path | Cluster | None = None,
         sharding_group: str = "auto",
@@ -108,6 +113,8 @@ class OSDPStrategy(ProcessGroupStrategy):
         replan: str = "never",
         trial_steps: bool = True,
         update_in_backward: bool = True,
+        min_steps_per_epoch: int = 100,
+        sample_batches: int = 8,
         cache: str | Path | None = None,
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
@@ -137,6 +144,8 @@ class OSDPStrategy(ProcessGroupStrategy):
             trial_steps,
             update_in_backward,
             engine,
+            min_steps_per_epoch,
+            sample_batches,
         )
         self._given_plan = plan
         self._checkpoint_format = CheckpointFormat(save_format)
@@ -223,7 +232,9 @@ class OSDPStrategy(ProcessGroupStrategy):
         given_plan = ranks.raise_on_all_ranks(lambda: check_and_read_plan(trainer, self._given_plan))
         self.model = self.precision_plugin.convert_module(module)
         with isolate_rng():  # planning must not change the run's own random numbers
-            data, batch, batch_size = ranks.raise_on_all_ranks(lambda: read_data(trainer, module))
+            data, batch, batch_size = ranks.raise_on_all_ranks(
+                lambda: read_data(trainer, module, self._options.sample_batches)
+            )
             batch, step_context = self.precision_plugin.convert_input(batch), self.precision_plugin.train_step_context
             context = TrialContext(module, batch, batch_size, self.root_device, step_context, self._options.engine)
             request = RunRequest(
@@ -241,8 +252,11 @@ class OSDPStrategy(ProcessGroupStrategy):
         assert_equal_on_ranks(ranks.group, "the plan", hashlib.sha256(plan.to_json().encode()).hexdigest()[:12])
         engine = create_engine(self._options.engine, self.root_device, ranks.group)
         ranks.raise_on_all_ranks(lambda: engine.check(module, plan))
-        if plan.batch_size != batch_size:
-            ranks.raise_on_all_ranks(lambda: apply_batch_size(data, plan.batch_size))
+        present, world = data.loader_batch_size or batch_size, ranks.world_size
+        if self.is_global_zero:
+            announce_change(data.epoch(world), present, trainer.accumulate_grad_batches, plan, world)
+        if plan.batch_size != present:
+            ranks.raise_on_all_ranks(lambda: apply_batch_size(data, plan.batch_size, world))
         trainer.accumulate_grad_batches = plan.accumulate_grad_batches
         self._apply_plan(trainer, module, engine, ranks)
         self._engine = engine

@@ -13,7 +13,21 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer, _configure_optimizers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.optim import LBFGS, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop, SparseAdam
+from torch.optim import (
+    LBFGS,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SparseAdam,
+)
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.backend.fused_adam import can_fuse
@@ -318,7 +332,7 @@ def _step(optimizers: Sequence[Optimizer], updated: Sequence[Tensor]) -> tuple[R
     recorder = _make_recorder(optimizers, updated)
     ops = recorder.recording.ops
     ops_by_optimizer: list[Sequence[Op]] = []
-    loss = torch.ones(())
+    loss: Any = torch.ones(())
     with recorder:
         for optimizer in optimizers:
             start = len(ops)
