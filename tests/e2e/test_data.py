@@ -180,7 +180,7 @@ def test_run_sees_data_and_leaves_objects_as_ddp_does(found: list[dict[str, Any]
         for fact in ("rows", "counts", "metrics", "random"):
             assert osdp_[fact] == ddp[fact], fact
         assert osdp_["outputs"] == pytest.approx(ddp["outputs"])
-        for key, value in ddp["weights"].items():
+        for key, value in ddp["weights"].items() if rank == 0 else ():  # other ranks get no state
             assert torch.allclose(osdp_["weights"][key], value, atol=1e-5), key
     assert len(found[0][f"{name} {kind}"]["rows"]) >= 32
 
