@@ -40,24 +40,33 @@ class TrainData:
         if not self._source.is_defined():
             raise ConfigurationError("there is no train dataloader: pass one to fit() or define train_dataloader()")
         self._loader = self._source.dataloader()
+        self.typical_batch: Any = None
+        """Of the batches that were read the one of median size, once they are read."""
+        self.bytes_per_sample = 0.0
 
     def epoch(self, ranks: int) -> Epoch:
         """Return what an epoch of the loader is for each of ``ranks``."""
         return Epoch.from_trainer(self._trainer, self._loader, ranks)
 
-    def first_batch(self, count: int = 1) -> tuple[Any, int]:
+    def first_batch(self, count: int = 1, sample: Any = None) -> tuple[Any, int]:
         """Return the largest of the first ``count`` batches as the loader makes them, and its number of samples.
+
+        With a ``sample`` nothing is read: it is the batch.
 
         No worker is started for a map-style dataset. Whatever is read is there again for training.
 
         Raises:
             ConfigurationError: the loader is empty, or the number of samples can't be told.
         """
-        batches, loader = read_first_batches(self._loader, count)
+        batches, loader = ([sample], self._loader) if sample is not None else read_first_batches(self._loader, count)
         if loader is not self._loader:
             self._replace_loader(loader)
-        batch = max(batches, key=batch_bytes)
+        by_size = sorted(batches, key=batch_bytes)
+        batch, self.typical_batch = by_size[-1], by_size[len(by_size) // 2]
         try:
+            if extract_batch_size(self.typical_batch) != extract_batch_size(batch):
+                self.typical_batch = batch
+            self.bytes_per_sample = batch_bytes(batch) / extract_batch_size(batch)
             return batch, extract_batch_size(batch)
         except RuntimeError as error:
             raise ConfigurationError(f"the number of samples in a batch can't be told: {error}") from error
@@ -180,8 +189,12 @@ class TrainData:
             loop._combined_loader = None
 
 
-def read_data(trainer: pl.Trainer, module: pl.LightningModule, count: int = 1) -> tuple[TrainData, Any, int]:
+def read_data(
+    trainer: pl.Trainer, module: pl.LightningModule, count: int = 1, sample: Any = None
+) -> tuple[TrainData, Any, int]:
     """Return the train data, the largest of ``count`` batches and its number of samples; change nothing by reading.
+
+    With a ``sample`` that is the batch.
 
     Raises:
         ConfigurationError: there are no train data, or they can't be read.
@@ -189,7 +202,7 @@ def read_data(trainer: pl.Trainer, module: pl.LightningModule, count: int = 1) -
     source = trainer.fit_loop._data_source.instance
     with restored(module, trainer.datamodule, *filter(is_repeatable, _datasets(source))):  # type: ignore[attr-defined]
         data = TrainData(trainer, module)
-        return data, *data.first_batch(count)
+        return data, *data.first_batch(count, sample)
 
 
 def apply_batch_size(data: TrainData, batch_size: int, ranks: int) -> None:

@@ -52,6 +52,7 @@ from lightning_osdp.strategy.monitor import PredictionMonitor
 from lightning_osdp.strategy.plan_resolution import RunRequest, replan, resolve_plan
 from lightning_osdp.strategy.planning_options import PlanningOptions, check_and_read_plan
 from lightning_osdp.strategy.processes import ProcessGroupStrategy
+from lightning_osdp.strategy.run_warnings import RunWarnings
 
 REPLAN_MODES = ("never", "on_drift")
 
@@ -89,7 +90,8 @@ class OSDPStrategy(ProcessGroupStrategy):
             gradients; one optimizer of ``torch.optim`` without temporaries.
         min_steps_per_epoch: optimizer steps that a searched batch size leaves in an epoch of known length; if the
             loader's own batch size leaves no more, it is the largest that is searched.
-        sample_batches: batches that are read before training, of which the largest is planned for.
+        sample_batches: batches that are read before training: the largest decides memory, the typical one time.
+        sample_batch: a batch to plan for instead, as the loader would give it.
         cache: folder of measurements; None for one in the user's cache folder, ``""`` to cache nothing.
         timeout: timeout of the process group; None for 30 minutes.
         process_group_backend: None for NCCL on CUDA and gloo on the CPU.
@@ -115,6 +117,7 @@ class OSDPStrategy(ProcessGroupStrategy):
         update_in_backward: bool = True,
         min_steps_per_epoch: int = 100,
         sample_batches: int = 8,
+        sample_batch: Any = None,
         cache: str | Path | None = None,
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
@@ -146,6 +149,7 @@ class OSDPStrategy(ProcessGroupStrategy):
             engine,
             min_steps_per_epoch,
             sample_batches,
+            sample_batch,
         )
         self._given_plan = plan
         self._checkpoint_format = CheckpointFormat(save_format)
@@ -154,6 +158,7 @@ class OSDPStrategy(ProcessGroupStrategy):
         self._plan: ExecutionPlan | None = None
         self._monitor: PredictionMonitor | None = None
         self._heap_controller: HeapController | None = None
+        self._run_warnings: RunWarnings | None = None
         self._planning_result: PlanningResult | None = None
         self.constraints = SearchConstraints()
         """Which operators may be sliced and which blocks recomputed; set by OSDPCallback before planning."""
@@ -233,10 +238,13 @@ class OSDPStrategy(ProcessGroupStrategy):
         self.model = self.precision_plugin.convert_module(module)
         with isolate_rng():  # planning must not change the run's own random numbers
             data, batch, batch_size = ranks.raise_on_all_ranks(
-                lambda: read_data(trainer, module, self._options.sample_batches)
+                lambda: read_data(trainer, module, self._options.sample_batches, self._options.sample_batch)
             )
-            batch, step_context = self.precision_plugin.convert_input(batch), self.precision_plugin.train_step_context
-            context = TrialContext(module, batch, batch_size, self.root_device, step_context, self._options.engine)
+            convert, step_context = self.precision_plugin.convert_input, self.precision_plugin.train_step_context
+            typical = convert(data.typical_batch)
+            largest = convert(batch) if data.typical_batch is not batch else None
+            engine_name = self._options.engine
+            context = TrialContext(module, typical, batch_size, self.root_device, step_context, engine_name, largest)
             request = RunRequest(
                 self._options,
                 self.constraints,
@@ -260,6 +268,7 @@ class OSDPStrategy(ProcessGroupStrategy):
         trainer.accumulate_grad_batches = plan.accumulate_grad_batches
         self._apply_plan(trainer, module, engine, ranks)
         self._engine = engine
+        self._run_warnings = RunWarnings(plan, data.bytes_per_sample, self.global_rank)
         # Without measuring or searching there is little garbage; it was collected, or counted as in use.
         memory.trim(self.root_device, generation=1 if self._planning_result.is_reused else 2)
         model_summary.count_unsharded_parameters(trainer, engine.unsharded_shapes)
@@ -347,6 +356,8 @@ class OSDPStrategy(ProcessGroupStrategy):
         assert self._monitor is not None
         assert self._heap_controller is not None
         self._heap_controller.on_step_start()
+        if self._run_warnings is not None:
+            self._run_warnings.on_batch(args[:1])
         self._monitor.on_microbatch_start()
         self._engine.before_forward()
         with self._explain_oom():
@@ -372,6 +383,8 @@ class OSDPStrategy(ProcessGroupStrategy):
             # Lightning frees gradients only after the next forward, where they would add to the activations.
             optimizer.zero_grad(set_to_none=True)
         self._monitor.on_step_end()
+        if self._run_warnings is not None:
+            self._run_warnings.on_step_end(self._monitor.peak_memory_bytes)
         self._heap_controller.on_step_end()
         return result
 

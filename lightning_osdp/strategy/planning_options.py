@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -46,6 +47,7 @@ class PlanningOptions:
     engine: str = DEFAULT_ENGINE
     min_steps_per_epoch: int = 100
     sample_batches: int = 8
+    sample_batch: Any = None
 
     def __post_init__(self) -> None:
         """Check the arguments, and import the engine: later that would count as memory that training takes."""

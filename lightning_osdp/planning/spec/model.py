@@ -230,6 +230,15 @@ class ModelProfile(FrozenModel):
     evaluation: tuple[Moment, ...] = ()
     """Moments of the same forward without autograd; empty if they are not known."""
 
+    def has_moments_of(self, other: ModelProfile) -> bool:
+        """Whether both run the same operators and blocks in the same order."""
+
+        def order(profile: ModelProfile) -> list[object]:
+            places = [(each.phase, each.operator) for each in profile.moments]
+            return [*places, *(each.name for each in profile.operators), *(each.name for each in profile.blocks)]
+
+        return order(self) == order(other)
+
     @property
     def num_parameters(self) -> int:
         """Number of elements of all parameters, tied ones once."""
