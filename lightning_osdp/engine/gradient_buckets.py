@@ -88,6 +88,16 @@ class BucketedAllReduce:
         finally:
             self._sync = before
 
+    @property
+    def is_active(self) -> bool:
+        """Whether gradients are being reduced."""
+        return self._is_active
+
+    def join(self) -> None:
+        """Have ``finish`` reduce gradients that only other ranks have."""
+        if not self._is_active:
+            self._rebuild_buckets()
+
     def finish(self) -> None:
         """Reduce what is left of the backward pass that just ended, and wait for all of it."""
         if not self._is_active:

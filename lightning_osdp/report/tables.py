@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.run_correction import MeasuredStep
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.formatting import format_bytes, format_count, format_seconds
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint
-from lightning_osdp.report.operator_runs import OperatorRun, describe_operator_choice, group_runs
+from lightning_osdp.report.operator_runs import OperatorRun, describe_operator_choice, describe_tried, group_runs
 
 MAX_RUNNERS_UP = 3
 """Number of other batch sizes that a table shows."""
@@ -129,6 +126,7 @@ def _summary(plan: ExecutionPlan, profiling_s: float | None, collectives: int | 
         "step time": f"{format_seconds(predicted.step_time_s)} = {format_seconds(predicted.compute_time_s)} compute "
         f"+ {format_seconds(predicted.communication_time_s)} communication",
         "throughput": _format_throughput(predicted.samples_per_s),
+        **({"tried": describe_tried(plan)} if plan.tried else {}),
         "peak memory": f"{format_bytes(predicted.peak_memory_bytes)} of {format_bytes(limit)}  "
         f"{_format_bar(predicted.peak_memory_bytes / limit)}",
         "": f"{format_bytes(predicted.overhead_bytes)} of it before the model",
@@ -221,12 +219,3 @@ def _format_throughput(samples_per_s: float) -> str:
 
 def _format_difference(value: float, reference: float) -> str:
     return f"{(value - reference) / reference:+.1%}"
-
-
-def write_plan(plan: ExecutionPlan, path: Path) -> None:
-    """Write the plan to a file, or warn: the other ranks train already, and the plan is on the screen."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(plan.to_json())
-    except OSError as error:
-        warnings.warn(f"the plan can't be written to {path.parent}: {error}", OSDPWarning, stacklevel=3)

@@ -20,13 +20,13 @@ class Epoch:
     """One rank's share of an epoch.
 
     Attributes:
-        rows: samples of a rank; None if that is not known.
+        num_samples: samples of a rank; None if that is not known.
         drop_last: whether an incomplete batch is left out.
         limit: the Trainer's ``limit_train_batches``.
         validation_interval: batches that an epoch needs at least, as validation comes after so many; 1 for any number.
     """
 
-    rows: int | None
+    num_samples: int | None
     drop_last: bool = False
     limit: int | float = 1.0
     validation_interval: int = 1
@@ -37,25 +37,25 @@ class Epoch:
         interval = trainer.val_check_interval
         is_counted = isinstance(interval, int) and not isinstance(interval, bool)
         is_checked = is_counted and trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
-        rows = None
+        num_samples = None
         if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-            rows = sized_len(loader.sampler)
+            num_samples = sized_len(loader.sampler)
             is_split = trainer._accelerator_connector.use_distributed_sampler
-            if rows is not None and is_split and not isinstance(loader.sampler, DistributedSampler):
-                rows = -(-rows // ranks)
+            if num_samples is not None and is_split and not isinstance(loader.sampler, DistributedSampler):
+                num_samples = -(-num_samples // ranks)
         drop_last = bool(getattr(loader, "drop_last", False))
-        return cls(rows, drop_last, trainer.limit_train_batches, interval if is_checked else 1)
+        return cls(num_samples, drop_last, trainer.limit_train_batches, interval if is_checked else 1)
 
-    def batches(self, batch_size: int) -> int | None:
+    def num_batches(self, batch_size: int) -> int | None:
         """Return the batches of an epoch; None if that is not known."""
-        if self.rows is None:
+        if self.num_samples is None:
             return None
-        batches = self.rows // batch_size if self.drop_last else -(-self.rows // batch_size)
+        batches = self.num_samples // batch_size if self.drop_last else -(-self.num_samples // batch_size)
         return min(batches, self.limit) if isinstance(self.limit, int) else int(batches * self.limit)
 
-    def steps(self, batch_size: int, accumulation: int) -> int | None:
+    def num_steps(self, batch_size: int, accumulation: int) -> int | None:
         """Return the optimizer steps of an epoch; None if that is not known."""
-        batches = self.batches(batch_size)
+        batches = self.num_batches(batch_size)
         return None if batches is None else -(-batches // accumulation)
 
     def largest_batch_size(self, present: int, accumulation: int, min_steps: int) -> int | None:
@@ -66,17 +66,17 @@ class Epoch:
             accumulation: batches per optimizer step.
             min_steps: optimizer steps that an epoch should have.
         """
-        if self.rows is None:
+        if self.num_samples is None:
             return None
-        if (self.steps(present, accumulation) or 0) <= min_steps:
-            return max(1, min(present, self.rows))
-        return self._largest(lambda size: (self.steps(size, accumulation) or 0) >= min_steps)
+        if (self.num_steps(present, accumulation) or 0) <= min_steps:
+            return max(1, min(present, self.num_samples))
+        return self._largest(lambda size: (self.num_steps(size, accumulation) or 0) >= min_steps)
 
     def largest_valid(self, present: int) -> int | None:
         """Return the largest batch size with which an epoch has a batch, and validation comes; None for any."""
-        if self.rows is None or (self.batches(present) or 0) < self.validation_interval:
+        if self.num_samples is None or (self.num_batches(present) or 0) < self.validation_interval:
             return None  # without the present one's fault there is none of ours
-        return self._largest(lambda size: (self.batches(size) or 0) >= self.validation_interval)
+        return self._largest(lambda size: (self.num_batches(size) or 0) >= self.validation_interval)
 
     def check(self, batch_size: int, present: int) -> None:
         """Refuse a batch size with which Lightning would refuse to validate.
@@ -88,13 +88,13 @@ class Epoch:
         if largest is not None and batch_size > largest:
             raise ConfigurationError(
                 f"a batch size of {batch_size} per device (the loader's is {present}) leaves "
-                f"{self.batches(batch_size)} batches per epoch, fewer than val_check_interval="
+                f"{self.num_batches(batch_size)} batches per epoch, fewer than val_check_interval="
                 f"{self.validation_interval} needs: use a batch size up to {largest}, a smaller val_check_interval, or "
                 "check_val_every_n_epoch=None"
             )
 
     def _largest(self, is_enough: Callable[[int], bool]) -> int:
-        low, high = 1, max(1, self.rows or 1)
+        low, high = 1, max(1, self.num_samples or 1)
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if is_enough(middle) else (low, middle - 1)
@@ -113,7 +113,10 @@ def describe_change(epoch: Epoch, present: int, accumulation: int, plan: Executi
     """
     if (plan.batch_size, plan.accumulate_grad_batches) == (present, accumulation):
         return ""
-    before, after = epoch.steps(present, accumulation), epoch.steps(plan.batch_size, plan.accumulate_grad_batches)
+    before, after = (
+        epoch.num_steps(present, accumulation),
+        epoch.num_steps(plan.batch_size, plan.accumulate_grad_batches),
+    )
     steps = "" if before is None else f", {before} -> {after} optimizer steps per epoch"
     accumulated = ""
     if plan.accumulate_grad_batches != accumulation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ from lightning_osdp.backend.agree import raise_on_all_ranks
 from lightning_osdp.engine.base import Engine
 from lightning_osdp.errors import ConfigurationError, OSDPWarning
 from lightning_osdp.planning.spec.model import CheckpointMemory
+from lightning_osdp.state import atomic_files
 from lightning_osdp.state.checkpoint import CheckpointFormat
 from lightning_osdp.state.state_dict import ShardedParameters, load_model_state
 from lightning_osdp.strategy.failure_aware import FailureAwareStrategy
 
-SAVE_WAIT_S = 10.0
+SAVE_WAIT_S = 3.0
 """Seconds that a rank which saves after an error waits for the others."""
 
 
@@ -58,7 +60,7 @@ def save(
         CheckpointError: the disk is full, or the path can't be written.
     """
     if handles_natively(plugin, path) and storage_options is None:
-        checkpoint_format.save(checkpoint, _local_path(path), group)
+        checkpoint_format.save(checkpoint, local_path(path), group)
         return
     if checkpoint_format.is_sharded:
         raise ConfigurationError(
@@ -82,7 +84,7 @@ def load(
         CheckpointError: the checkpoint is damaged or foreign.
     """
     if handles_natively(plugin, path):
-        return checkpoint_format.load(_local_path(path), weights_only, group)
+        return checkpoint_format.load(local_path(path), weights_only, group)
     return raise_on_all_ranks(group, lambda: plugin.load_checkpoint(path, weights_only=weights_only))
 
 
@@ -142,6 +144,18 @@ class CheckpointingStrategy(FailureAwareStrategy):
         return load(self._checkpoint_format, self.checkpoint_io, checkpoint_path, weights_only, dist.group.WORLD)
 
     @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, and nothing else: the path may come from the callbacks' state in a checkpoint."""
+        if not handles_natively(self.checkpoint_io, filepath):
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            path = local_path(filepath)
+            if foreign := atomic_files.find_foreign(path):
+                rank_zero_warn(f"{path} is not removed: {foreign}", category=OSDPWarning)
+            else:
+                atomic_files.try_remove(path)
+
+    @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Load unsharded state, saved under any plan, once all of the checkpoint is known to fit."""
         assert self.lightning_module is not None
@@ -197,12 +211,13 @@ class CheckpointingStrategy(FailureAwareStrategy):
 
     def _can_all_ranks_save(self) -> bool:
         """Return whether all ranks come to save after an error: some may be gone or wait for something else."""
-        return self._failure_detector is not None and self._failure_detector.wait_for_all_ranks(
-            "save after an error", SAVE_WAIT_S
+        return self._failure_detector is not None and self._failure_detector.can_meet_after_failure(
+            sys.exception(), SAVE_WAIT_S
         )
 
 
-def _local_path(path: Any) -> Path:
+def local_path(path: Any) -> Path:
+    """Return a local path that may be given as a URL."""
     return Path(str(path).removeprefix("file://"))
 
 

@@ -33,6 +33,7 @@ from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstr
 from lightning_osdp.planning.spec.model import CheckpointMemory, ModelProfile, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.whatif import hardware as whatif_hardware
+from lightning_osdp.planning.whatif.hardware import USABLE_MEMORY_FRACTION
 from lightning_osdp.planning.whatif.simulate import problem_for_hardware, simulate_one
 from lightning_osdp.strategy import arguments
 from lightning_osdp.strategy.callback import OSDPCallback
@@ -138,9 +139,10 @@ def _plan_for_hardware(
         return model, searched, replace(options.policy, accumulation=int(trainer.accumulate_grad_batches))
 
     model, searched, policy = _run(module, data, trainer_args, torch.device("cpu"), profile)
-    problem = problem_for_hardware(
-        model, described, devices or described.devices, options.memory_limit_bytes, dtype, searched
+    limit_bytes = options.memory_limit_bytes or int(
+        options.memory_share * USABLE_MEMORY_FRACTION * described.memory_bytes
     )
+    problem = problem_for_hardware(model, described, devices or described.devices, limit_bytes, dtype, searched)
     point = simulate_one(problem, policy)
     if point.plan is None:
         raise InfeasibleError(
@@ -185,7 +187,8 @@ def prepare_device(device: torch.device, cluster: Cluster, options: PlanningOpti
     if device.type == "cpu":
         allocator.configure(device)
         _set_num_threads_if_needed(cluster.devices_per_node)
-    limit_bytes = options.memory_limit_bytes or memory_limit(device, cluster.devices_per_node)
+    limit_bytes = options.memory_limit_bytes
+    limit_bytes = limit_bytes or int(options.memory_share * memory_limit(device, cluster.devices_per_node))
     return MemoryLimit(device, cluster.devices_per_node, user_limit=limit_bytes)
 
 

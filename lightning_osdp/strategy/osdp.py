@@ -68,7 +68,8 @@ class OSDPStrategy(ProcessGroupStrategy):
     SHARD_GRAD_OP), or to shard parameters as well (zdp: FULL_SHARD). It applies that plan with FairScale units.
 
     Args:
-        memory_limit: memory per device: ``"auto"`` for what the device has, bytes, or text such as ``"8GiB"``.
+        memory_limit: memory per device: ``"auto"`` for what the device has, ``"90%"`` for a share of that, bytes, or
+            text such as ``"8GiB"``.
         batch_size: samples per device: ``"auto"`` to search it, ``"keep"`` for the loader's, or a fixed number.
         max_batch_size: upper end of the search.
         global_batch_size: if given, batch size x accumulation x ranks is exactly this; ``"keep"`` for what the loader
@@ -200,12 +201,12 @@ class OSDPStrategy(ProcessGroupStrategy):
         self.accelerator.setup(trainer)
         arguments.disable_inference_mode(trainer)
         self._defer_gathers_on_save(trainer)
+        preemption.install(trainer, self._failure_detector)
         if trainer.state.fn != TrainerFn.FITTING:
             if self._engine is None:
                 self._set_up_evaluation()
             self.setup_precision_plugin()
             return
-        preemption.install(trainer)
         if self._engine is None or self._engine.module is not self.model:
             self._set_up_training(trainer)
         else:
@@ -302,7 +303,7 @@ class OSDPStrategy(ProcessGroupStrategy):
         folder = trainer.log_dir  # a broadcast: on every rank
         if self.is_global_zero:
             Console().print(tables.plan_table(self._plan, profiling_s, self._engine.collectives_per_step))
-            tables.write_plan(self._plan, Path(folder or ".") / PLAN_FILE)
+            arguments.write_plan(self._plan, Path(folder or ".") / PLAN_FILE)
 
     @override
     def setup_precision_plugin(self) -> None:

@@ -67,8 +67,8 @@ def resolve_plan(
     if given_plan is not None:
         ranks.raise_on_all_ranks(lambda: check_given_plan(given_plan, traced, ranks, blocker, constraints))
         return PlanningResult(given_plan)
-    sharing, limit_bytes = ranks_sharing_memory_limit(ranks), options.memory_limit_bytes
-    limit = memory.MemoryLimit(context.device, run.ranks_per_node, sharing, limit_bytes)
+    user_limit = (options.memory_limit_bytes, options.memory_share)
+    limit = memory.MemoryLimit(context.device, run.ranks_per_node, ranks_sharing_memory_limit(ranks), *user_limit)
     facts = (trainer, data, context.batch_size, ranks.world_size, limit, constraints, non_training)
     request = ranks.raise_on_all_ranks(lambda: options.request(*facts))
     resumed = pipeline.reuse_if_valid(run.resumed_plan, traced, ranks, request.policy, limit.current())

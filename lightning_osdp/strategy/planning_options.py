@@ -19,7 +19,7 @@ from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import SearchConstraints
-from lightning_osdp.planning.spec.formatting import parse_bytes
+from lightning_osdp.planning.spec.formatting import parse_memory_limit
 from lightning_osdp.planning.spec.model import NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling.tracing.trace import TracedStep
@@ -60,8 +60,13 @@ class PlanningOptions:
 
     @property
     def memory_limit_bytes(self) -> int | None:
-        """The memory limit in bytes; None for what the device has."""
-        return None if self.memory_limit == "auto" else parse_bytes(self.memory_limit)
+        """The memory limit in bytes; None for ``memory_share`` of what the device has."""
+        return parse_memory_limit(self.memory_limit)[0]
+
+    @property
+    def memory_share(self) -> float:
+        """The share of the device's memory that may be used where ``memory_limit_bytes`` is None."""
+        return parse_memory_limit(self.memory_limit)[1]
 
     @property
     def policy(self) -> BatchSizePolicy:

@@ -50,12 +50,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_osdp.backend.hierarchical import Communicator, cached_group_copy
 from lightning_osdp.backend.streams import ModuleProxy, create_prefetch_limiter, create_streams
+from lightning_osdp.engine.fairscale.collective_order import CollectiveOrder
 from lightning_osdp.engine.fairscale.communicators import CommunicatorFactory, UnitCommunicators, sharded_operators
+from lightning_osdp.engine.fairscale.joinable_unit import JoinableUnit, before_reduction
 from lightning_osdp.engine.fairscale.unit_collectives import (
     CoalescedAllGather,
     CoalescedReduceScatter,
     GradientReducer,
-    PrefetchOrder,
     is_in_backward,
 )
 from lightning_osdp.engine.optimizer_in_backward import BackwardOptimizer
@@ -63,6 +64,7 @@ from lightning_osdp.engine.sliced_operator import ForwardStage, WeightSlice
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.state.guarded_parameter import GuardContext, guard_of, without_guards
 
 
 def _all_gather(output_flat: Tensor, shard: Tensor, group: Communicator | dist.ProcessGroup) -> None:
@@ -136,7 +138,7 @@ def _attach_backward_end_hook(inputs: Any, on_backward_end: Callable[[], None]) 
     return tree_unflatten(leaves, tree)
 
 
-class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
+class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[misc]
     """One FairScale instance around one operator, or around a stage of a sliced operator.
 
     Args:
@@ -146,7 +148,10 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
         communicators: run the unit's collectives.
         context: what all units of the engine share.
         is_recomputed: whether the unit lies in a block that is recomputed.
+        label: the unit's name in errors.
     """
+
+    training_state: TrainingState
 
     def __init__(
         self,
@@ -156,6 +161,7 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
         communicators: UnitCommunicators,
         context: EngineContext,
         is_recomputed: bool = False,
+        label: str = "a unit",
     ) -> None:
         body, dtype = _Body(stage.forward, parameters), parameters[0].dtype
         self._coalesced_gather = CoalescedAllGather(communicators.gather)
@@ -181,7 +187,8 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
         self.compute_dtype = self.buffer_dtype = dtype
         self._streams, self._reducer = context.streams, context.reducer
 
-        self._context = context
+        self._context, self.label = context, label
+        self._register(self.params)
         self._inter_node_all_reduce = communicators.inter_node_all_reduce
         self._is_recomputed = is_recomputed
         self._in_graph = self._backward_done = False
@@ -255,8 +262,27 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
         self._in_graph = self._in_graph and not self._backward_done
         self.reshard()
 
+    # Parameters are guarded whenever their data are shards. FairScale itself reads shards in these places:
+
+    def _lazy_init(self) -> None:
+        with without_guards():
+            super()._lazy_init()
+
+    def _use_fp32_param_shard(self, params: list[nn.Parameter] | None = None) -> None:
+        with without_guards():
+            super()._use_fp32_param_shard(params)
+        for parameter in self.params if params is None else params:
+            guard = guard_of(parameter)
+            if guard is not None:
+                guard.close()
+
+    def _post_backward_hook(self, param: nn.Parameter, *unused: Any) -> None:
+        with without_guards():
+            super()._post_backward_hook(param, *unused)
+
     def _wait_for_post_backward(self) -> None:
-        super()._wait_for_post_backward()
+        with without_guards():
+            super()._wait_for_post_backward()
         self._backward_done = True
 
     def _use_full_params(self) -> None:
@@ -274,15 +300,16 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
         gathered = [getattr(parameter, "_full_param_padded", None) for parameter in self.params]
         return any(tensor is not None and tensor.untyped_storage().size() > 0 for tensor in gathered)
 
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether all parameters can be read in full now, gathered for a run or by ``summon_full_params``."""
-        return self.world_size == 1 or self._context.params_summoned or bool(self.has_full_params)
+    def drop_gathered(self) -> None:
+        """Free gathered parameters, whose shards change; a backward pass that needs them gathers them again."""
+        if self.has_unsharded_params:
+            self._free_and_use_shards()
 
-    def unshard(self) -> None:
-        """Gather the parameters, until ``reshard``. Collective."""
-        self._lazy_init()
-        self._gather_all()
+    def adopt_shards(self) -> None:
+        """Use the data that parameters have now as their local shards."""
+        for parameter in self.params:
+            if hasattr(parameter, "_fp32_shard"):
+                parameter._fp32_shard = parameter.data
 
     def detach_hooks(self) -> None:
         """Remove the hooks through which the parameters lead to this unit, since another unit takes them."""
@@ -312,27 +339,42 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
     def _gather_all(self, force_full_precision: bool = False) -> Any:
         needs_gather = not self.has_full_params
         if needs_gather:
+            self._context.order.before_gather(self._index, is_in_backward(), self._missing_indices())
             self._context.prefetch_limiter.before_gather()
+        for parameter in self.params:
+            guard = guard_of(parameter)
+            if guard is not None:
+                guard.open()
         full_params = super()._rebuild_full_params(force_full_precision)
         if self._coalesced_gather.has_pending:
             cuda = fairscale_module.torch.cuda
             with cuda.stream(self._streams["all_gather"]):
                 self._coalesced_gather.flush()
             cuda.current_stream().wait_stream(self._streams["all_gather"])
-        next_unit = self._context.prefetch_order.predict_next(self) if needs_gather else None
-        if next_unit is not None:
-            next_unit.start_prefetch()
+        if needs_gather:
+            self._context.order.prefetch_next()
         return full_params
+
+    @contextmanager
+    def _use_stream(self, name: str) -> Iterator[None]:
+        cuda = fairscale_module.torch.cuda
+        self._streams[name].wait_stream(cuda.current_stream())
+        with torch.no_grad(), cuda.stream(self._streams[name]):
+            yield
+        cuda.current_stream().wait_stream(self._streams[name])
 
     def start_prefetch(self) -> None:
         """Start to gather the parameters if the unit is prefetched and they are not there or on their way."""
         is_gathered = self.has_full_params or self._coalesced_gather.is_started
         if not self._is_prefetched or is_gathered or self._has_shared_params:
             return
+        if self._is_root is None:  # only other ranks have run it
+            self._lazy_init()
         outputs = [parameter._full_param_padded for parameter in self.params]
         for output in outputs:
             output.untyped_storage().resize_(output.nbytes)
-        self._coalesced_gather.start(outputs, [parameter.data for parameter in self.params])
+        with without_guards():
+            self._coalesced_gather.start(outputs, [parameter.data for parameter in self.params])
 
     def _register_post_backward_hooks(self) -> None:
         # FairScale registers one more hook in every forward, and all of them are called in every backward: the node
@@ -394,8 +436,10 @@ class EngineContext:
         self.params_summoned = False
         self.update_in_backward = plan.update_in_backward
         self.backward_optimizer = BackwardOptimizer()
-        self.reducer = GradientReducer()
-        self.prefetch_order = PrefetchOrder[FairScaleUnit]()
+        self.order = CollectiveOrder(group)
+        self.guards = GuardContext(group, plan.update_in_backward)
+        self.guards.before_access = self.order.before_access
+        self.reducer = GradientReducer(partial(before_reduction, self.order))
         choices = [operator.choice for operator in sharded_operators(plan)]
         self.communicator_factory = CommunicatorFactory(group, device, choices, plan.cluster)
         self.streams = create_streams(device, STREAM_NAMES, fairscale_module)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from lightning_osdp.planning.cost.memory_timeline import Timeline
 from lightning_osdp.planning.cost.step_time import calibration_kinds, communication_time, engine_time, time_cost
-from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, legal_modes
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
 from lightning_osdp.planning.spec.cluster import (
     MAX_CORRECTION,
     CalibrationFactors,
@@ -116,12 +116,6 @@ def _bounded_ratio(measured_s: float, predicted_s: float) -> float:
     return min(MAX_CORRECTION, max(1 / MAX_CORRECTION, measured_s / predicted_s))
 
 
-def uniform_choice(operator: Operator, mode: Mode) -> ShardingChoice:
-    """Return the unsplit choice for an operator in a plan with one mode: that mode, or the nearest legal one."""
-    legal = legal_modes(operator)
-    return ShardingChoice((mode if mode in legal else legal[-1],))
-
-
 class Trial(FrozenModel):
     """Forward and backward of one micro-batch under one plan, predicted from the parts and measured."""
 
@@ -134,6 +128,8 @@ class Trial(FrozenModel):
     exposed_comm_s: Seconds | None = None
     """Part of ``measured_s`` that the rank waited for collectives; None if unknown (CUDA)."""
     relative_error: float = TRIAL_RELATIVE_ERROR
+    rounds_s: tuple[Seconds, ...] = ()
+    """Measured in each of several rounds, in turns with other plans; ``measured_s`` is their median."""
     plan: ExecutionPlan | None = None
     """The plan without alternatives, if the search chose it."""
 
@@ -141,7 +137,8 @@ class Trial(FrozenModel):
 def plan_key(plan: ExecutionPlan) -> str:
     """Return a key that is equal for plans with the same decisions and the same batch size."""
     choices = [[*op.choice, op.unit, op.is_recomputed] for op in plan.operators]
-    facts = [choices, plan.recomputed, plan.batch_size, plan.cluster.prefetch_max_bytes > 0, plan.retain_freed_memory]
+    has_prefetch = plan.cluster.prefetch_max_bytes > 0 and any(set(op.slices) != {Mode.DP} for op in plan.operators)
+    facts = [choices, plan.recomputed, plan.batch_size, has_prefetch, plan.retain_freed_memory]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

@@ -22,7 +22,7 @@ from tests.support.models import hand_made_plan
     ],
 )
 def test_epoch_batches_follow_drop_last_and_limit(epoch: Epoch, batch_size: int, batches: int | None) -> None:
-    assert epoch.batches(batch_size) == batches
+    assert epoch.num_batches(batch_size) == batches
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_largest_batch_size_leaves_100_steps_or_is_the_loaders(
     found = epoch.largest_batch_size(present, accumulation, 100)
     assert found == largest
     if found is not None and found != present:
-        assert (epoch.steps(found, accumulation) or 0) >= 100 > (epoch.steps(found + 1, accumulation) or 0)
+        assert (epoch.num_steps(found, accumulation) or 0) >= 100 > (epoch.num_steps(found + 1, accumulation) or 0)
 
 
 @pytest.mark.parametrize(

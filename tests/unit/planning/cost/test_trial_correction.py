@@ -28,10 +28,9 @@ from lightning_osdp.planning.cost.trial_correction import (
     predict_trial,
     scale_to_trial,
     trial_peak_bytes,
-    uniform_choice,
 )
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, make_plan
-from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope, legal_modes
 from lightning_osdp.planning.spec.cluster import (
     MAX_CORRECTION,
     CalibrationFactors,
@@ -60,6 +59,14 @@ PARTS = cluster().model_copy(
     }
 )
 TIMES = compute(MODEL)
+
+
+def uniform_choice(operator: Operator, mode: Mode) -> ShardingChoice:
+    """That mode, or the nearest one that is legal."""
+    legal = legal_modes(operator)
+    return ShardingChoice((mode if mode in legal else legal[-1],))
+
+
 PLAIN: ComputeTimes = compute(blocks_of_one(3, 2))
 
 
