@@ -128,9 +128,10 @@ def describe_change(epoch: Epoch, present: int, accumulation: int, plan: Executi
     )
 
 
-def announce_change(epoch: Epoch, present: int, accumulation: int, plan: ExecutionPlan, ranks: int) -> None:
-    """Print and log ``describe_change``, if there is one."""
-    if change := describe_change(epoch, present, accumulation, plan, ranks):
+def announce_change(trainer: Any, epoch: Epoch, present: int, plan: ExecutionPlan, ranks: int) -> None:
+    """Print and log ``describe_change`` on rank 0, if there is one."""
+    change = describe_change(epoch, present, trainer.accumulate_grad_batches, plan, ranks)
+    if change and trainer.is_global_zero:
         logging.getLogger(__name__).info(change)
         print(change)
 
