@@ -44,6 +44,7 @@ from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.report import tables
 from lightning_osdp.state.checkpoint import CheckpointFormat
 from lightning_osdp.strategy import arguments, model_summary, out_of_memory, precision, preemption
+from lightning_osdp.strategy.buffers import BufferBroadcast
 from lightning_osdp.strategy.dataloader import apply_batch_size, read_data
 from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
 from lightning_osdp.strategy.monitor import PredictionMonitor
@@ -88,6 +89,7 @@ class OSDPStrategy(HandoverStrategy):
         cache: folder of measurements; None for one in the user's cache folder, ``""`` to cache nothing.
         timeout: timeout of the process group; None for 30 minutes.
         process_group_backend: None for NCCL on CUDA and gloo on the CPU.
+        broadcast_buffers: whether all ranks get rank 0's buffers (BatchNorm's, codebooks) when DDP sends them.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: set by the Trainer.
 
     Raises:
@@ -111,6 +113,7 @@ class OSDPStrategy(HandoverStrategy):
         cache: str | Path | None = None,
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
+        broadcast_buffers: bool = True,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -139,6 +142,8 @@ class OSDPStrategy(HandoverStrategy):
             engine,
         )
         self._given_plan = plan
+        self._broadcasts_buffers = broadcast_buffers
+        self._buffers: BufferBroadcast | None = None
         self._checkpoint_format = CheckpointFormat(save_format)
         self._replan_mode = arguments.validate_choice("replan", replan, REPLAN_MODES)
         self._monitor: PredictionMonitor | None = None
@@ -198,6 +203,8 @@ class OSDPStrategy(HandoverStrategy):
         self._monitor = self._create_monitor()
         assert self._plan is not None
         self._heap_controller = HeapController(self._plan, self.root_device)
+        if self._broadcasts_buffers and self.lightning_module is not None:
+            self._buffers = BufferBroadcast(self.lightning_module, dist.group.WORLD, self.root_device)
 
     def _set_up_evaluation(self) -> None:
         """Put the unsharded module on every rank, with the values of the first one."""
@@ -330,8 +337,17 @@ class OSDPStrategy(HandoverStrategy):
         self._heap_controller.on_step_start()
         self._monitor.on_microbatch_start()
         self._engine.before_forward()
+        if self._buffers is not None:
+            self._buffers.before_forward(is_training=True)
         with self._explain_oom():
             return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        if self._buffers is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._buffers.before_forward(is_training=False)
+        return super().validation_step(*args, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -372,7 +388,7 @@ class OSDPStrategy(HandoverStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         assert self._engine is not None
-        with self._engine.no_sync():
+        with self._engine.no_sync(), self._buffers.accumulate() if self._buffers is not None else nullcontext():
             yield
 
     @override
