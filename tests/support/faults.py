@@ -19,8 +19,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_osdp import OSDPStrategy
-from lightning_osdp.autotune import calibration, coordinator, measure, pipeline, profile_cache, trials
+from lightning_osdp import OSDPCallback, OSDPStrategy
+from lightning_osdp.autotune import calibration, coordinator, finalists, measure, pipeline, profile_cache
 from lightning_osdp.engine.fairscale import engine
 from lightning_osdp.profiling import compute, engine_overhead, network
 from lightning_osdp.strategy import failure_detector, osdp
@@ -141,14 +141,13 @@ def _instrument() -> None:
     _wrap(compute, "measure_partition", "kernels")
     _wrap(measure, "measure_links", phase="links")
     _wrap(calibration, "time_step", phase="unsharded trial")
-    _wrap(calibration, "run_trial", phase="mode trial")
-    _wrap(pipeline, "run_plan_trial", phase="trial of the plan")
-    _wrap(trials, "time_step", "trial begins")
+    _wrap(finalists, "run_plan_trials", phase="trial of the plan")
     _wrap(coordinator.PlanningCoordinator, "build_problem", "search")
     _wrap(coordinator.PlanningCoordinator, "memory_budget", "memory budget")
     _wrap(pipeline, "_cache_plan", "cache the plan")
     _wrap(engine.FairScaleEngine, "check", "check of the plan")
-    _wrap(engine.FairScaleEngine, "apply", "apply")
+    _wrap(osdp.OSDPStrategy, "_apply_plan", phase="apply")
+    _wrap(engine.FairScaleEngine, "apply", "engine")
 
 
 def start_with_fault(stage: str, fault: str, rank: int, after: int = 0, **options: Any) -> list[Ending]:
@@ -209,7 +208,7 @@ def _run_rank(rank: int, port: int, folder: str, armed: tuple[str, str, int] | N
     strategy = OSDPStrategy(memory_limit="900MiB", batch_size=2, cache=f"{folder}/cache-{rank}")
     arguments = {"max_steps": 4, "num_sanity_val_steps": 1, "limit_val_batches": 1} | options
     torch.manual_seed(1)
-    fitting = trainer(folder, strategy, callbacks=[FaultyCallback()], **arguments)
+    fitting = trainer(folder, strategy, callbacks=[FaultyCallback(), OSDPCallback(modes="zdp")], **arguments)
     try:
         fitting.fit(Faulty())
     except BaseException:
