@@ -99,18 +99,14 @@ def profile_model(
     Raises:
         TraceError: the step can't be traced in either way.
     """
-    module = context.module
+    module, evaluation = context.module, non_training.has_own_evaluation_batch_size
     allow_depth_of(module)
-    step = TrainingStep(
-        module,
-        context.batch,
-        context.batch_size,
-        context.device,
-        step_context=context.step_context,
-        evaluation=non_training.has_own_evaluation_batch_size,
-    )
+    facts = (module, context.batch, context.batch_size, context.device)
+    step = TrainingStep(*facts, step_context=context.step_context, evaluation=evaluation)
     try:
-        return trace(step) if cache is None else trace_with_store(step, ModelProfileCache(cache), key)
+        traced = trace(step) if cache is None else trace_with_store(step, ModelProfileCache(cache), key)
+        largest = context.largest_batch
+        return traced if largest is None else traced.with_memory_of(trace(replace(step, batch=largest)))
     except TraceError as error:
         if any(parameter.is_meta for parameter in module.parameters()):
             raise  # a module without values can't run for real
@@ -120,7 +116,8 @@ def profile_model(
             stacklevel=2,
         )
     # On CUDA the module is still on the host and runs there.
-    return trace_by_running(replace(step, device=next(module.parameters()).device))
+    batch = context.batch if context.largest_batch is None else context.largest_batch
+    return trace_by_running(replace(step, batch=batch, device=next(module.parameters()).device))
 
 
 def profile_model_on_ranks(

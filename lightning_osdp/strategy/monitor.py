@@ -61,6 +61,11 @@ class PredictionMonitor:
         """Measurements of this rank so far; None until enough steps were made."""
         return self._timer.summarize()
 
+    @property
+    def peak_memory_bytes(self) -> int:
+        """The largest peak of memory of any step on this rank so far."""
+        return self._timer.peak_memory_bytes
+
     def on_microbatch_start(self) -> None:
         """Note that a micro-batch starts."""
         self._timer.on_microbatch_start()
