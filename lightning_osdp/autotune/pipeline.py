@@ -27,7 +27,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from lightning_osdp.autotune.calibration import run_calibration_trials
 from lightning_osdp.autotune.coordinator import MemoryBudget, PlanningCoordinator, PlanRequest, Replanner
 from lightning_osdp.autotune.finalists import make_trial_setup, search_and_trial
-from lightning_osdp.autotune.measure import is_cache_valid, measure_profile
+from lightning_osdp.autotune.measure import agrees_with_kept, is_cache_valid, measure_profile
 from lightning_osdp.autotune.profile import NO_CORRECTION, Profile
 from lightning_osdp.autotune.profile_cache import ModelProfileCache, ProfileCache
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster
@@ -248,7 +248,7 @@ def _load_valid_profile(files: ProfileCache, request: PlanRequest) -> Profile | 
     if files.ranks.is_offline and cluster is not None:
         # Trials and plans are those of ranks that have measured together; the cluster has its own engine.
         return profile.model_copy(update={"trials": (), "cached_plans": (), "engine": cluster.engine})
-    if cluster is None and not is_cache_valid(profile, files.ranks):
+    if cluster is None and not (agrees_with_kept(profile, files) and is_cache_valid(profile, files.ranks)):
         return None
     log_info("found the measurements of an earlier start in %s", files.file)
     return profile
