@@ -33,6 +33,7 @@ from lightning_osdp.autotune.profile_cache import ModelProfileCache, ProfileCach
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster
 from lightning_osdp.autotune.startup_budget import StartupBudget
 from lightning_osdp.autotune.trial_step import TrialContext
+from lightning_osdp.backend.recursion import allow_depth_of
 from lightning_osdp.backend.timer import CORE_SHARING
 from lightning_osdp.errors import ConfigurationError, OSDPWarning, PlanMismatchError, TraceError
 from lightning_osdp.planning.cost.run_correction import Correction
@@ -99,6 +100,7 @@ def profile_model(
         TraceError: the step can't be traced in either way.
     """
     module, evaluation = context.module, non_training.has_own_evaluation_batch_size
+    allow_depth_of(module)
     facts = (module, context.batch, context.batch_size, context.device)
     step = TrainingStep(*facts, step_context=context.step_context, evaluation=evaluation)
     try:
