@@ -238,7 +238,9 @@ def _loader(seed: int, batch_size: int) -> DataLoader[Any]:
 
 def random_plan(module: FuzzModule, case: Case, ranks: int) -> ExecutionPlan:
     """Random modes for what is shardable, slices where the operator can be split, random recomputed blocks."""
-    batch = next(iter(_loader(1, BATCH)))
+    rank = torch.distributed.get_rank()
+    x, y = _loader(1, ROWS).dataset.tensors  # type: ignore[attr-defined]
+    batch = [tensor[rank : rank + ranks * BATCH : ranks] for tensor in (x, y)]  # what the rank's sampler gives first
     with torch.random.fork_rng():
         model = pipeline.profile_model(TrialContext(module, batch, BATCH, torch.device("cpu"))).model_profile
     rng, operators = random.Random(case.seed + 1), []
@@ -307,7 +309,7 @@ def judge(case: Case, plain: Outcome, ours: Outcome) -> str:
     if ours.error:
         last = ours.error.strip().splitlines()[-1]
         if ours.is_ours:
-            return "refused" if ours.steps_done == 0 else f"LATE after {ours.steps_done} steps: {last}"
+            return f"refused: {last}" if ours.steps_done == 0 else f"LATE after {ours.steps_done} steps: {last}"
         return "RAW: " + " / ".join(ours.error.strip().splitlines()[-1:] + ours.error.strip().splitlines()[-4:-1])
     if plain.weights.keys() != ours.weights.keys():
         return f"WRONG: other keys: {plain.weights.keys() ^ ours.weights.keys()}"

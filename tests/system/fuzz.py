@@ -23,7 +23,7 @@ def main(first: int, last: int) -> int:
                 verdicts = [each for (each,) in run_ranks(run_cases, 2, [seed], folder, timeout_s=CASE_TIMEOUT_S)]
             except RankError as error:
                 verdicts = [f"DIED: {error}"]
-        worst = next((v for v in verdicts if v not in ("equal", "refused")), verdicts[0])
+        worst = next((v for v in verdicts if not v.startswith(("equal", "refused"))), verdicts[0])
         counts[worst.split(":", 1)[0].split(" ")[0]] += 1
         if worst != "equal":
             print(f"{case_of(seed)}\n    {worst}  [{time.monotonic() - began:.0f} s]", flush=True)
