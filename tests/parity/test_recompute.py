@@ -132,13 +132,14 @@ def count_gathers_per_step(rank: int, ranks: int, together: bool = False) -> dic
 
 
 def _count_gathers(unit: Any, name: str, counts: Counter[str]) -> None:
-    rebuild = unit._gather_all
+    gather = unit._gather
 
-    def counting(force_full_precision: bool = False) -> Any:
-        counts[name] += not unit.has_full_params
-        return rebuild(force_full_precision)
+    def counting(params: Any) -> Any:
+        gathered = gather(params)
+        counts[name] += bool(gathered)
+        return gathered
 
-    unit._gather_all = counting
+    unit._gather = counting
 
 
 class WholeAtOnce:

@@ -15,6 +15,7 @@ from lightning_osdp.backend.work import is_driven_by_host
 from lightning_osdp.engine.activation_checkpointing import check_recomputed_blocks, checkpoint_block
 from lightning_osdp.engine.base import Engine
 from lightning_osdp.engine.fairscale.communicators import sharded_operators, sharded_units
+from lightning_osdp.engine.fairscale.context import EngineContext
 from lightning_osdp.engine.fairscale.sharded_operator import (
     NestedOperators,
     ShardedOperator,
@@ -24,7 +25,7 @@ from lightning_osdp.engine.fairscale.sharded_operator import (
     own_parameters,
     release_storage,
 )
-from lightning_osdp.engine.fairscale.unit import UNIT_DTYPES, EngineContext, FairScaleUnit
+from lightning_osdp.engine.fairscale.unit import UNIT_DTYPES, FairScaleUnit
 from lightning_osdp.engine.grad_norm import patch_total_norm
 from lightning_osdp.engine.gradient_buckets import BucketedAllReduce
 from lightning_osdp.engine.meta_init import MetaInitializer, check_initializable
@@ -239,6 +240,7 @@ class FairScaleEngine(Engine):
         self._bucketed_all_reduce.refresh()
         self._context.backward_optimizer.refresh()
         self._context.reducer.discard()
+        self._context.backward_passes.discard()
         self._context.prefetch_order.start_pass(is_backward=False)
 
     @contextmanager

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_osdp.engine.fairscale.communicators import UnitCommunicators
-from lightning_osdp.engine.fairscale.unit import EngineContext, FairScaleUnit
+from lightning_osdp.engine.fairscale.context import EngineContext
+from lightning_osdp.engine.fairscale.unit import FairScaleUnit
 from lightning_osdp.engine.sliced_operator import ForwardStage, SlicedOperator
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
@@ -178,6 +179,7 @@ class ShardedOperator:
             self._module.forward = sharded_forward
 
     def _restore_forward(self) -> None:
+        vars(self._module).pop("_call_impl", None)
         if self._original_forward is None:
             del self._module.forward
         else:

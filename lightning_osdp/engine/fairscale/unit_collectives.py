@@ -23,14 +23,10 @@ from torch import Tensor, nn
 from lightning_osdp.backend.collectives import all_gather_async, reduce_scatter_async
 from lightning_osdp.backend.hierarchical import Communicator, FlatCommunicator
 from lightning_osdp.backend.work import Work
+from lightning_osdp.engine.fairscale.saved_tensors import is_in_backward
 
 UnitT = TypeVar("UnitT")
 CommunicatorT = TypeVar("CommunicatorT", bound=Communicator)
-
-
-def is_in_backward() -> bool:
-    """Return whether a backward pass is running."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class PrefetchOrder(Generic[UnitT]):
@@ -57,8 +53,8 @@ class PrefetchOrder(Generic[UnitT]):
         return expected[index + 1] if index + 1 < len(expected) and expected[index] is unit else None
 
 
-class _QueuingCommunicator(Generic[CommunicatorT]):
-    """What FairScale takes for a unit's process group: it passes ``rank`` and ``size`` on and queues collectives."""
+class _RankedCommunicator(Generic[CommunicatorT]):
+    """What FairScale takes for a unit's process group: it passes ``rank`` and ``size`` on."""
 
     def __init__(self, communicator: CommunicatorT) -> None:
         self._communicator = communicator
@@ -72,22 +68,12 @@ class _QueuingCommunicator(Generic[CommunicatorT]):
         return self._communicator.size()
 
 
-class CoalescedAllGather(_QueuingCommunicator[Communicator]):
-    """Queues a unit's all-gathers to run them as one. FairScale looks at no result before it asked for all."""
+class CoalescedAllGather(_RankedCommunicator[Communicator]):
+    """Runs a unit's all-gathers as one."""
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__(communicator)
-        self._queued: list[tuple[Tensor, Tensor]] = []
         self._work: Work | None = None
-
-    def all_gather(self, output_flat: Tensor, shard: Tensor) -> None:
-        """Queue a gather for the next ``flush``."""
-        self._queued.append((output_flat, shard))
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether any gather is queued."""
-        return bool(self._queued)
 
     @property
     def is_started(self) -> bool:
@@ -95,17 +81,16 @@ class CoalescedAllGather(_QueuingCommunicator[Communicator]):
         return self._work is not None
 
     def start(self, outputs_flat: list[Tensor], shards: list[Tensor]) -> None:
-        """Start the gathers that FairScale will ask for."""
+        """Start gathers, for the next ``gather`` of the same."""
         assert isinstance(self._communicator, FlatCommunicator)
         self._work = all_gather_async(outputs_flat, shards, self._communicator.group)
 
-    def flush(self) -> None:
-        """Run the queued gathers, or wait for them if they were started."""
-        queued, self._queued = self._queued, []
+    def gather(self, outputs_flat: list[Tensor], shards: list[Tensor]) -> None:
+        """Run gathers, or wait for them if they were started."""
         if self._work is not None:
             self.wait()
         else:
-            self._communicator.all_gather_coalesced(*zip(*queued, strict=True))
+            self._communicator.all_gather_coalesced(outputs_flat, shards)
 
     def wait(self) -> None:
         """Wait for gathers that were started."""
@@ -114,7 +99,7 @@ class CoalescedAllGather(_QueuingCommunicator[Communicator]):
             work.wait()
 
 
-class CoalescedReduceScatter(_QueuingCommunicator[FlatCommunicator]):
+class CoalescedReduceScatter(_RankedCommunicator[FlatCommunicator]):
     """Queues a unit's gradients until all have come, to reduce them as one.
 
     FairScale frees each parameter when its gradient comes, so the queue takes no more memory than the unit has.

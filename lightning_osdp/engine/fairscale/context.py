@@ -1,0 +1,85 @@
+"""What the units of one engine share: communicators, streams, the order of gathers, and running backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_module
+
+from lightning_osdp.backend.hierarchical import cached_group_copy
+from lightning_osdp.backend.streams import create_prefetch_limiter, create_streams
+from lightning_osdp.engine.fairscale.communicators import CommunicatorFactory, sharded_operators
+from lightning_osdp.engine.fairscale.unit_collectives import GradientReducer, PrefetchOrder
+from lightning_osdp.engine.optimizer_in_backward import BackwardOptimizer
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+
+STREAM_NAMES = ("fp32_to_fp16", "all_gather", "post_backward")
+"""Names under which FairScale looks its streams up."""
+
+
+class _Unit(Protocol):
+    def start_prefetch(self) -> None: ...
+
+    def end_backward(self) -> None: ...
+
+    def reshard(self) -> None: ...
+
+
+class _BackwardPasses:
+    """Calls the units that a backward pass has reached when it is over."""
+
+    def __init__(self, reducer: GradientReducer, streams: Mapping[str, Any]) -> None:
+        self._reducer, self._streams = reducer, streams
+        self._units: dict[int, list[_Unit]] = {}
+
+    def join(self, number: int, unit: _Unit) -> None:
+        """Call ``unit.end_backward`` at the end of the pass that is running, which has this number."""
+        if number not in self._units:
+            self._units[number] = []
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, number))
+        self._units[number].append(unit)
+
+    def _end(self, number: int) -> None:
+        cuda = fairscale_module.torch.cuda
+        with cuda.stream(self._streams["post_backward"]):
+            self._reducer.flush()
+        cuda.current_stream().wait_stream(self._streams["post_backward"])
+        for unit in self._units.pop(number):
+            unit.end_backward()
+
+    def discard(self) -> None:
+        """End passes that an exception has ended."""
+        while self._units:
+            for unit in self._units.popitem()[1]:
+                unit.end_backward()
+                unit.reshard()
+
+
+class EngineContext:
+    """What all units of one engine share.
+
+    Args:
+        device: where this rank computes.
+        group: all ranks.
+        plan: the plan that the engine carries out.
+    """
+
+    def __init__(self, device: torch.device, group: Any, plan: ExecutionPlan) -> None:
+        self.device = device
+        # Replicated gradients need a group of their own: their order is fixed, that of the units' collectives follows
+        # autograd.
+        self.replica_group = cached_group_copy(group, "replicas")
+        self.parameters_changed = True
+        self.params_summoned = False
+        self.update_in_backward = plan.update_in_backward
+        self.backward_optimizer = BackwardOptimizer()
+        self.reducer = GradientReducer()
+        self.prefetch_order = PrefetchOrder[_Unit]()
+        choices = [operator.choice for operator in sharded_operators(plan)]
+        self.communicator_factory = CommunicatorFactory(group, device, choices, plan.cluster)
+        self.streams = create_streams(device, STREAM_NAMES, fairscale_module)
+        self.backward_passes = _BackwardPasses(self.reducer, self.streams)
+        self.prefetch_limiter = create_prefetch_limiter(device)
