@@ -131,6 +131,12 @@ class BucketedAllReduce:
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._next_bucket = 0
         self._is_active = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._on_pass_end)
+
+    def _on_pass_end(self) -> None:
+        """Finish with the pass, since a step may have several; a checkpoint's pass within another one is a part of it."""
+        if torch._C._current_autograd_node() is None:
+            self.finish()
 
     def _launch(self, bucket: _Bucket) -> None:
         bucket.is_launched = True

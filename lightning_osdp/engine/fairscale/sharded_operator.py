@@ -121,7 +121,7 @@ class ShardedOperator:
         self._running_alone: nn.Module | None = None
         self._guard_hooks: list[Any] = []
         for guarded in guarded_modules:
-            self._guard_hooks.append(guarded.register_forward_pre_hook(self._pre_forward_guard))
+            self._guard_hooks.append(guarded.register_forward_pre_hook(self._pre_forward_guard, prepend=True))
             self._guard_hooks.append(guarded.register_forward_hook(self._post_forward_guard, always_call=True))
 
     def _pre_forward_guard(self, holder: nn.Module, inputs: Any) -> None:

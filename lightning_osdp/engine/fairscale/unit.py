@@ -390,7 +390,8 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
     def _allocate(params: Sequence[ShardedParameter]) -> list[Tensor]:
         outputs = [parameter._full_param_padded for parameter in params]
         for output in outputs:
-            output.untyped_storage().resize_(output.nbytes)
+            if output.untyped_storage().size() == 0:  # to resize to the same size would move it
+                output.untyped_storage().resize_(output.nbytes)
         return outputs
 
     def start_prefetch(self) -> None:
