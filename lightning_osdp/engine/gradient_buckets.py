@@ -134,7 +134,7 @@ class BucketedAllReduce:
         torch.autograd.Variable._execution_engine.queue_callback(self._on_pass_end)
 
     def _on_pass_end(self) -> None:
-        """Finish with the pass, since a step may have several; a checkpoint's pass within another one is a part of it."""
+        """Finish with the pass, as a step may have several. One that a checkpoint runs in another is a part of it."""
         if torch._C._current_autograd_node() is None:
             self.finish()
 

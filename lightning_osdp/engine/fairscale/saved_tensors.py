@@ -50,7 +50,9 @@ class _SavedParameter:
     __slots__ = ("last_use_pass", "parameter", "unit", "version", "view")
 
     def __init__(self, unit: Unit, parameter: nn.Parameter, view: Tensor) -> None:
-        self.unit, self.parameter, self.view, self.version = unit, parameter, view, view._version
+        self.unit, self.parameter, self.version = unit, parameter, view._version
+        # Autograd hands in a frozen parameter itself, which will show its part later.
+        self.view = view.detach() if view is parameter else view
         self.last_use_pass = NO_PASS
 
     def __del__(self) -> None:

@@ -275,7 +275,8 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
         self._join_pass()
         if parameter.grad is not None:
             parameter._saved_grad_shard, parameter.grad = parameter.grad.data, None
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        has_hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if has_hooks and self._weight_slice is None:
             self._gather([parameter])  # the user's hooks may read it
         self._use_full_params([parameter])
         self.training_state = TrainingState.BACKWARD_POST
