@@ -19,10 +19,12 @@ from lightning_osdp.errors import (
 )
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.report import display
 from lightning_osdp.report.diff import diff
 from lightning_osdp.report.explain import explain
 from lightning_osdp.strategy import pytorch_lightning_guard
 from lightning_osdp.strategy.callback import OSDPCallback
+from lightning_osdp.strategy.offline import plan
 from lightning_osdp.strategy.osdp import OSDPStrategy
 
 __version__ = "0.1.0"
@@ -43,6 +45,7 @@ __all__ = [
     "TraceError",
     "diff",
     "explain",
+    "plan",
 ]
 
 # As Lightning does: messages of a start are printed unless the program has set up logging itself.
@@ -56,3 +59,4 @@ if not logging.root.hasHandlers():
 if "osdp" not in StrategyRegistry:
     OSDPStrategy.register_strategies(StrategyRegistry)
 pytorch_lightning_guard.register()
+display.register()

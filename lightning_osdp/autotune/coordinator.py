@@ -24,6 +24,7 @@ from lightning_osdp.planning.cost.cpu_effects import max_retained_batch_size
 from lightning_osdp.planning.cost.run_correction import Correction, correct_cluster, correct_compute
 from lightning_osdp.planning.cost.trial_correction import TRIAL_RELATIVE_ERROR, Trial, fit_calibration
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, no_deadline
+from lightning_osdp.planning.search.finalists import choose_tried_plan, find_finalists
 from lightning_osdp.planning.search.plan_selection import CachedPlan, find_cached_plan, select_plan
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
@@ -183,9 +184,29 @@ class PlanningCoordinator:
 
         return self._on_rank_zero(look_up, profile, memory_budget)
 
-    def repredict(self, profile: Profile, memory_budget: MemoryBudget, plan: ExecutionPlan) -> ExecutionPlan | None:
-        """Return ``plan`` as it is predicted now, without a search; None if it does not fit the memory any more."""
-        return self.look_up_plan(profile, memory_budget, "", [CachedPlan(request_key="", plan=plan)])
+    def find_finalists(
+        self, profile: Profile, memory_budget: MemoryBudget, found: ExecutionPlan
+    ) -> list[ExecutionPlan]:
+        """Return the plans to try in turns, ``found`` first (see ``search.finalists``)."""
+
+        def find(problem: Problem) -> list[ExecutionPlan]:
+            return find_finalists(problem, self.request.policy, found)
+
+        return self._plans_of_rank_zero(find, profile, memory_budget)
+
+    def choose_tried_plan(
+        self, profile: Profile, memory_budget: MemoryBudget, plans: Sequence[ExecutionPlan]
+    ) -> ExecutionPlan | None:
+        """Return the plan to take of those that were tried; None if none fits any more."""
+
+        def choose(problem: Problem) -> ExecutionPlan | None:
+            return choose_tried_plan(problem, self.request.policy, plans, profile.trials)
+
+        plan = self._on_rank_zero(choose, profile, memory_budget)
+        if plan is not None and plan.tried:
+            took = ", ".join(f"{one.name} {format_seconds(one.step_time_s)}" for one in plan.tried)
+            log_info("tried plans in turns: %s", took)
+        return plan
 
     def build_problem(self, profile: Profile, memory_budget: MemoryBudget) -> Problem:
         """Return the problem to solve, with all that was measured and all that trials and runs have shown."""
@@ -211,12 +232,21 @@ class PlanningCoordinator:
     ) -> ExecutionPlan | None:
         """Return on every rank what ``work`` makes of the problem on the first one."""
 
-        def run_to_json() -> str | None:
-            plan = work(self.build_problem(profile, memory_budget)) if self.ranks.is_rank_zero else None
-            return None if plan is None else plan.to_json()
+        def to_list(problem: Problem) -> list[ExecutionPlan]:
+            plan = work(problem)
+            return [] if plan is None else [plan]
 
-        text = self.ranks.broadcast_object(self.ranks.raise_on_all_ranks(run_to_json))
-        return None if text is None else ExecutionPlan.from_json(text)
+        return next(iter(self._plans_of_rank_zero(to_list, profile, memory_budget)), None)
+
+    def _plans_of_rank_zero(
+        self, work: Callable[[Problem], list[ExecutionPlan]], profile: Profile, memory_budget: MemoryBudget
+    ) -> list[ExecutionPlan]:
+        def run_to_json() -> list[str]:
+            plans = work(self.build_problem(profile, memory_budget)) if self.ranks.is_rank_zero else []
+            return [plan.to_json() for plan in plans]
+
+        texts = self.ranks.broadcast_object(self.ranks.raise_on_all_ranks(run_to_json))
+        return [ExecutionPlan.from_json(text) for text in texts]
 
     def _min_and_max(self, minimum: int, maxima: Sequence[int]) -> list[int]:
         """Return the smallest value of one number over the ranks, and the largest ones of others."""

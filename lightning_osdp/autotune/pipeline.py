@@ -5,9 +5,9 @@
 3. Measure links, the engine's overhead and kernels.
 4. Calibrate: try the user's own step, and scale the measurements to it.
 5. Search for a plan.
-6. Try the plan that was found.
-7. Search again with what the trial has shown.
-8. Decide, and cache the plan.
+6. Try it and the simple plans in turns, and take the fastest.
+7. Search again with what the trials have shown; try what is new.
+8. Cache the plan.
 
 ``autotune`` does steps 2 to 8 for ranks that train together, ``plan_offline`` for a single process that plans for a
 known cluster: it measures no links and can't try a plan. All functions are collective: every rank must call them.
@@ -25,32 +25,19 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_osdp.autotune.calibration import run_calibration_trials
-from lightning_osdp.autotune.coordinator import (
-    UNTRIED_PLAN_MARGIN,
-    MemoryBudget,
-    PlanningCoordinator,
-    PlanRequest,
-    Replanner,
-)
+from lightning_osdp.autotune.coordinator import MemoryBudget, PlanningCoordinator, PlanRequest, Replanner
+from lightning_osdp.autotune.finalists import make_trial_setup, search_and_trial
 from lightning_osdp.autotune.measure import is_cache_valid, measure_profile
 from lightning_osdp.autotune.profile import NO_CORRECTION, Profile
 from lightning_osdp.autotune.profile_cache import ModelProfileCache, ProfileCache
-from lightning_osdp.autotune.ranks import RankGroup, current_cluster, resolve_cluster
-from lightning_osdp.autotune.startup_budget import APPLY_RESERVE_S, FIRST_SEARCH_FRACTION, StartupBudget
+from lightning_osdp.autotune.ranks import RankGroup, current_cluster
+from lightning_osdp.autotune.startup_budget import StartupBudget
 from lightning_osdp.autotune.trial_step import TrialContext
-from lightning_osdp.autotune.trials import TrialSetup, run_plan_trial
 from lightning_osdp.backend.timer import CORE_SHARING
-from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPWarning, PlanMismatchError, TraceError
+from lightning_osdp.errors import ConfigurationError, OSDPWarning, PlanMismatchError, TraceError
 from lightning_osdp.planning.cost.run_correction import Correction
-from lightning_osdp.planning.cost.trial_correction import TRIAL_RELATIVE_ERROR, Trial, apply_trial, trials_of_plan
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem
-from lightning_osdp.planning.search.plan_selection import (
-    CachedPlan,
-    append_cached_plan,
-    prune_trials,
-    request_key,
-    variant_of_plan,
-)
+from lightning_osdp.planning.search.plan_selection import CachedPlan, append_cached_plan, request_key, variant_of_plan
 from lightning_osdp.planning.spec.formatting import format_seconds
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
@@ -59,9 +46,6 @@ from lightning_osdp.profiling.tracing.profile_store import architecture_key, tra
 from lightning_osdp.profiling.tracing.trace import TracedStep, TrainingStep, trace, trace_by_running
 
 log_info = rank_zero_only(logging.getLogger(__name__).info)
-
-MAX_PLAN_TRIALS = 2
-"""Maximum number of plans that one start finds and tries."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +193,7 @@ def autotune(
     is_reused = plan is not None
     if plan is None:
         # 5. Search, 6. try the plan, 7. search again.
-        plan, profile, memory_budget = _search_and_trial(coordinator, profile, memory_budget, trial_context)
+        plan, profile, memory_budget = search_and_trial(coordinator, profile, memory_budget, trial_context)
         # 8. Cache it.
         profile = _cache_plan(request, profile, plan, memory_budget, files)
     seconds = time.monotonic() - began_s
@@ -309,94 +293,20 @@ def _calibrate(
     """Step 4. Return the measurements, scaled to the user's own step."""
     if trial_context is not None:
         began_s = time.monotonic()
-        calibration = run_calibration_trials(_trial_setup(coordinator, profile, trial_context), profile.compute)
+        calibration = run_calibration_trials(make_trial_setup(coordinator, profile, trial_context), profile.compute)
         profile = profile.model_copy(
             update={
                 "compute": calibration.compute,
                 "compute_with_retained_heap": calibration.compute_with_retained_heap,
-                "trials": calibration.trials,
             }
         )
         sizes = ", ".join(f"{size} samples {format_seconds(one.step_s)}" for size, one in calibration.unsharded.items())
-        text = f"unsharded {sizes or 'not'}, {len(calibration.trials)} other modes"
-        log_info("tried the step: %s, in %s", text, format_seconds(time.monotonic() - began_s))
+        log_info("tried the unsharded step: %s, in %s", sizes or "no", format_seconds(time.monotonic() - began_s))
         if calibration.unsharded:
             return profile
     # No step was made, and each rank has run only its share of the kernels.
     coordinator.ranks.raise_on_all_ranks(lambda: compute.warm_up(traced, coordinator.ranks.device))
     return profile
-
-
-def _search_and_trial(
-    coordinator: PlanningCoordinator, profile: Profile, memory_budget: MemoryBudget, trial_context: TrialContext | None
-) -> tuple[ExecutionPlan, Profile, MemoryBudget]:
-    """Return the plan, and measurements and memory as they are after its trials (steps 5 to 7)."""
-    budget = coordinator.budget
-    began_s = budget.elapsed_s()
-    plan = coordinator.search(profile, memory_budget, TRIAL_RELATIVE_ERROR, FIRST_SEARCH_FRACTION)  # step 5
-    search_s = budget.elapsed_s() - began_s
-    was_cut_short = search_s >= FIRST_SEARCH_FRACTION * (budget.total_s - began_s - APPLY_RESERVE_S)
-
-    for trials_left in reversed(range(MAX_PLAN_TRIALS)):
-        began_s = budget.elapsed_s()
-        trial = _try_plan(coordinator, profile, plan, trial_context, search_s)  # step 6
-        if trial is None:
-            # A search that takes no more time than the first one finds nothing better.
-            if was_cut_short and budget.remaining_s() - APPLY_RESERVE_S > search_s:
-                plan = coordinator.search(profile, memory_budget, UNTRIED_PLAN_MARGIN, 1.0)
-            break
-        profile = profile.model_copy(update={"trials": prune_trials((*profile.trials, trial))})
-        memory_budget = coordinator.memory_budget(after_trial=True)
-        trial_s = budget.elapsed_s() - began_s
-        remaining_s = budget.total_s - began_s - trial_s - APPLY_RESERVE_S
-        if remaining_s < search_s:
-            tried_plan = coordinator.repredict(profile, memory_budget, plan)
-            if tried_plan is not None:
-                return tried_plan, profile, memory_budget
-        can_try_another = trials_left > 0 and remaining_s > 2 * search_s + trial_s
-        gain, fraction = (
-            (TRIAL_RELATIVE_ERROR, FIRST_SEARCH_FRACTION) if can_try_another else (UNTRIED_PLAN_MARGIN, 1.0)
-        )
-        try:
-            plan = coordinator.search(profile, memory_budget, gain, fraction)  # step 7
-        except InfeasibleError:  # the trial has left something behind, and the plan was the last that fits
-            return apply_trial(plan, profile.trials), profile, memory_budget
-        if not can_try_another:
-            break
-    return plan, profile, memory_budget
-
-
-def _try_plan(
-    coordinator: PlanningCoordinator,
-    profile: Profile,
-    plan: ExecutionPlan,
-    trial_context: TrialContext | None,
-    search_s: float,
-) -> Trial | None:
-    """Step 6. Return the trial of ``plan``; None if it was tried before, or can't be.
-
-    Another search, of ``search_s``, comes after it.
-    """
-    if trial_context is None or coordinator.ranks.is_offline or trials_of_plan(plan, profile.trials):
-        return None
-    setup = _trial_setup(coordinator, profile, trial_context)
-    trial = run_plan_trial(setup, profile.compute_for(plan), plan, search_s + APPLY_RESERVE_S)
-    if trial is not None:
-        times = format_seconds(trial.measured_s), format_seconds(trial.predicted_s)
-        log_info("tried the plan: forward and backward %s (predicted %s)", *times)
-    return trial
-
-
-def _trial_setup(coordinator: PlanningCoordinator, profile: Profile, trial_context: TrialContext) -> TrialSetup:
-    return TrialSetup(
-        trial_context,
-        coordinator.model,
-        coordinator.batch_sizes,
-        coordinator.ranks,
-        resolve_cluster(coordinator.ranks, coordinator.request.cluster, profile),
-        coordinator.free_bytes,
-        coordinator.budget,
-    )
 
 
 def _cache_plan(

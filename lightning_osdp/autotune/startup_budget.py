@@ -24,12 +24,6 @@ FIRST_SEARCH_FRACTION = 0.4
 
 # Reservations: the time that must remain after a calibration trial, for searching, trying and applying a plan.
 
-MODE_TRIAL_RESERVE_S = 12.5
-"""Reservation of a full trial with all operators in one mode. [M-autotune-2]"""
-
-SINGLE_STEP_RESERVE_S = 8.0
-"""Reservation of a single step with all operators in one mode: searches are not cut short then."""
-
 HEAP_TRIAL_RESERVE_S = 4.5
 """Reservation of the heap trial. Where there is memory for it, the heap policy matters more than a trial of the plan.
 [M-autotune-2]"""
@@ -39,8 +33,8 @@ HEAP_TRIAL_RESERVE_S = 4.5
 TRIAL_S = 1.5
 """Time of one trial."""
 
-PLAN_TRIAL_S = 3.0
-"""Time of the trial of a searched plan, if there is time: the measured step time is reported to the user."""
+TURN_S, MAX_TURNS_S = 0.5, 8.0
+"""Time of the steps of a plan's turn, and of all turns of all plans after which no further rounds are made."""
 
 MAX_TRIAL_S = 10.0
 """A trial that is predicted to take longer is left out, and so are all trials if unsharded steps take longer."""
@@ -54,9 +48,6 @@ SATURATED_STEP_S = 0.4
 
 SLOW_STEP_S, SLOW_TRIAL_S = 0.4, 1.0
 """A step that takes longer is not timed again for the heap trial, which takes this time instead. [M-autotune-4]"""
-
-NO_RETRY_ABOVE_S = 1.0
-"""Trials of longer steps are not repeated: they average over more of what disturbs them, and a repeat takes long."""
 
 
 @dataclass(frozen=True)

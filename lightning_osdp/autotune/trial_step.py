@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,10 +29,12 @@ from lightning_osdp.engine.base import Engine, create_engine
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.profiling.tracing.isolation import isolated
 from lightning_osdp.profiling.tracing.optimizer_step import build_optimizers
 from lightning_osdp.profiling.tracing.stand_ins import (
     detached_from_trainer,
     extract_loss,
+    fork_rng,
     lazy_clone,
     lazy_clone_bytes,
     move_batch,
@@ -219,7 +221,10 @@ def _copied_steps(
     steps: list[StepFunction] = []
     optimizers: list[Any] = []
     schedulers: list[Any] = []
+    isolation = ExitStack()
     try:
+        isolation.enter_context(isolated(trial_context.module))
+        isolation.enter_context(fork_rng(device))
         with _raise_trial_error(_ENGINE_ERRORS):
             _put_on_device(module_copy, device, engine, plan)
             with detached_from_trainer(module_copy, optimizers, schedulers), torch.compiler.set_stance("force_eager"):
@@ -233,6 +238,7 @@ def _copied_steps(
                 yield steps
     finally:
         steps.clear()
+        isolation.close()
         if engine is not None:
             engine.close()
         for parameter in module_copy.parameters():  # others may still refer to them

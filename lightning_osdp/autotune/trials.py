@@ -1,4 +1,4 @@
-"""One trial of the user's own step under a plan, and the trial of the plan that was found.
+"""Trials of plans: the user's own step on a copy of the module, under each plan in turns.
 
 A trial needs memory beside the module (``trial_step``). Where there is none, and where there is no time, predictions
 are made from the measurements alone.
@@ -14,25 +14,24 @@ from functools import partial
 from typing import NamedTuple
 
 from lightning_osdp.autotune.ranks import RankGroup
-from lightning_osdp.autotune.startup_budget import MAX_TRIAL_S, NO_RETRY_ABOVE_S, PLAN_TRIAL_S, TRIAL_S, StartupBudget
+from lightning_osdp.autotune.startup_budget import MAX_TRIAL_S, MAX_TURNS_S, TURN_S, StartupBudget
 from lightning_osdp.autotune.trial_step import MIN_STEPS, WARMUP_STEPS, StepTiming, TrialContext, TrialError, time_step
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.cpu_effects import HEAP_GROWTH
 from lightning_osdp.planning.cost.trial_correction import (
     PLAN_TRIAL_RELATIVE_ERROR,
     Trial,
-    calibrated_s,
     predict_trial,
     trial_peak_bytes,
 )
+from lightning_osdp.planning.search.finalists import spread_s
 from lightning_osdp.planning.spec.cluster import Cluster, ComputeTimes
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling.tracing.stand_ins import fork_rng
 
-RETRY_TOLERANCE, PLAN_RETRY_TOLERANCE = 0.2, 0.05
-"""Relative difference from the expected time beyond which a trial is repeated once: of a mode, and of a searched plan.
-Other work on a machine lasts for seconds at times."""
+MIN_ROUNDS, MAX_ROUNDS = 3, 5
+"""Rounds in which plans are tried in turns: other work on a machine lasts for seconds at times."""
 
 MEMORY_MARGIN = 1.1
 """Memory that must be available for a trial, as a multiple of its predicted peak."""
@@ -87,59 +86,20 @@ class TrialSetup:
         return int((1 + HEAP_GROWTH) * trial_peak_bytes(self.model, self.cluster, plan, size))
 
 
-class TrialTiming(NamedTuple):
-    """How a trial is timed.
+class PlanTrial(NamedTuple):
+    """How a plan is tried.
 
     Attributes:
-        duration_s: approximate time of its steps; 0 to time a single one.
-        expected_s: step time that is expected.
-        tolerance: relative difference from that beyond which the trial is repeated once.
-        can_retry: returns whether there is time for that. Collective.
-        heap_bytes: maximum bytes of freed tensors retained in the heap; None to release them.
+        plan: the plan.
+        batch_size: the batch size of the trial.
+        duration_s: approximate time of the steps of a turn; 0 to time a single one.
+        predicted: the trial as it is predicted.
     """
 
+    plan: ExecutionPlan
+    batch_size: int
     duration_s: float
-    expected_s: float
-    tolerance: float
-    can_retry: Callable[[], bool]
-    heap_bytes: int | None = None
-
-
-def run_trial(setup: TrialSetup, predicted: Trial, plan: ExecutionPlan, size: int, timing: TrialTiming) -> Trial:
-    """Return ``predicted`` with the measured time. Collective: every rank must call it.
-
-    A trial that is off its expected time is repeated once. If the two agree their mean counts (the smaller would be
-    less than a step takes), else the smaller: the other one was disturbed.
-
-    Raises:
-        TrialError: the user's step fails, or the module can't be copied.
-    """
-    step = partial(time_step, setup.context, [size], setup.ranks, plan, timing.duration_s, timing.heap_bytes)
-    timings = [setup.ranks.raise_on_all_ranks(step)[size]]
-    first_s = timings[0].step_s
-    is_unexpected = abs(first_s / timing.expected_s - 1) > timing.tolerance
-    if first_s <= NO_RETRY_ABOVE_S and is_unexpected and timing.can_retry():
-        timings.append(setup.ranks.raise_on_all_ranks(step)[size])
-    if max(timings).step_s / min(timings).step_s - 1 > RETRY_TOLERANCE:
-        timings = [min(timings)]
-    measured = StepTiming(*map(statistics.mean, zip(*timings, strict=True)))
-    # On CUDA the host's waiting time is not the device's.
-    exposed_comm_s = None if setup.is_cuda else measured.exposed_comm_s
-    return predicted.model_copy(update={"measured_s": measured.step_s, "exposed_comm_s": exposed_comm_s})
-
-
-def fits_time(predicted: Trial, max_s: float = MAX_TRIAL_S, num_steps: int = MIN_STEPS) -> bool:
-    """Return whether the warm-up and ``num_steps`` timed steps take less than ``max_s``."""
-    return predicted.predicted_s * (WARMUP_STEPS + num_steps) < max_s
-
-
-def warn_of_failure(error: TrialError) -> None:
-    """Warn that a trial failed. Either the user's step is broken (training will show it) or it can't be copied."""
-    text = f"the step can't be tried on a copy, so its predicted time is less sure: {error}"
-    warnings.warn(text, OSDPWarning, stacklevel=3)
-
-
-# -- the plan that was found -------------------------------------------------------------------------------------------
+    predicted: Trial
 
 
 class PlanTrialOption(NamedTuple):
@@ -156,46 +116,107 @@ class PlanTrialOption(NamedTuple):
     num_steps: int
 
 
-def run_plan_trial(setup: TrialSetup, compute: ComputeTimes, plan: ExecutionPlan, reserve_s: float) -> Trial | None:
-    """Try a plan that was found; None if that is not possible. Collective: every rank must call it.
+def run_plan_trials(
+    setup: TrialSetup,
+    compute_for: Callable[[ExecutionPlan], ComputeTimes],
+    plans: Sequence[ExecutionPlan],
+    reserve_s: float,
+) -> list[Trial]:
+    """Try plans in turns, several rounds if there is time. Collective: every rank must call it.
 
     Args:
         setup: what the trials share.
-        compute: compute times with the heap policy of the plan.
-        plan: the plan. It is tried at its batch size, or at a smaller one if that takes too much time or memory.
-        reserve_s: time of the start that must remain after the trial. A trial takes half of the rest at most, so that
-            it can be repeated; a step that is too long for that takes all, or is timed once within three quarters.
+        compute_for: returns compute times with the heap policy of a plan.
+        plans: the plans, the most important first: the last ones are left out where there is no time or memory for
+            all. Each is tried at its batch size, or at a smaller one if that takes too much time or memory.
+        reserve_s: time of the start that must remain after the trials.
+
+    Returns:
+        A trial of each plan that could be tried; none if the first one can't be.
     """
-    available_bytes, half_s = setup.available_bytes(), (setup.budget.remaining_s() - reserve_s) / 2
-    for size, max_s, num_steps in _plan_trial_options(plan.batch_size, setup, half_s):
-        predicted = setup.predict(plan, size, compute)
-        if fits_time(predicted, max_s, num_steps) and setup.fits_memory(plan, size, available_bytes):
+    available_s = setup.budget.remaining_s() - reserve_s
+    trials = _prepare_plan_trials(setup, compute_for, plans, available_s)
+    timings: list[list[StepTiming]] = [[] for _ in trials]
+    began_s = setup.budget.elapsed_s()
+    for index in range(MAX_ROUNDS):
+        spent_s = setup.budget.elapsed_s() - began_s
+        limit_s = available_s if index < MIN_ROUNDS else min(available_s, MAX_TURNS_S)
+        if index and spent_s + spent_s / index > limit_s:
             break
-    else:
-        return None
-    timing = TrialTiming(
-        duration_s=min(PLAN_TRIAL_S, max(TRIAL_S, half_s / 2)) if num_steps > 1 else 0.0,
-        expected_s=calibrated_s(predicted, plan.cluster.engine.calibration),
-        tolerance=PLAN_RETRY_TOLERANCE,
-        can_retry=lambda: setup.budget.allows(half_s, reserve_s),
-        heap_bytes=setup.heap_bytes(plan, size) if plan.retain_freed_memory else None,
-    )
+        for trial, own in zip(trials, timings, strict=True):
+            if len(own) == index:  # the others have failed
+                own += _run_turn(setup, trial)
+        if not (timings and timings[0]):
+            return []
+    rounds = len(timings[0]) if timings else 0
+    return [_summarize(setup, trial, own) for trial, own in zip(trials, timings, strict=True) if len(own) == rounds > 0]
+
+
+def _run_turn(setup: TrialSetup, trial: PlanTrial) -> list[StepTiming]:
+    """Return the timing of a turn; none, with a warning, if the user's step fails or the module can't be copied."""
+    plan, size = trial.plan, trial.batch_size
+    heap_bytes = setup.heap_bytes(plan, size) if plan.retain_freed_memory else None
+    step = partial(time_step, setup.context, [size], setup.ranks, plan, trial.duration_s, heap_bytes)
     try:
         with fork_rng(setup.context.device):
-            trial = run_trial(setup, predicted, plan, size, timing)
+            return [setup.ranks.raise_on_all_ranks(step)[size]]
     except TrialError as error:
         warn_of_failure(error)
-        return None
-    return trial.model_copy(update={"relative_error": PLAN_TRIAL_RELATIVE_ERROR, "plan": plan.without_alternatives()})
+        return []
 
 
-def _plan_trial_options(batch_size: int, setup: TrialSetup, half_s: float) -> Iterator[PlanTrialOption]:
+def _summarize(setup: TrialSetup, trial: PlanTrial, timings: Sequence[StepTiming]) -> Trial:
+    """Return the trial with the median of its rounds, and by how much they differ as its error."""
+    rounds_s = tuple(one.step_s for one in timings)
+    measured_s = statistics.median(rounds_s)
+    # On CUDA the host's waiting time is not the device's.
+    exposed_s = None if setup.is_cuda else statistics.median(one.exposed_comm_s for one in timings)
+    error = max(PLAN_TRIAL_RELATIVE_ERROR, spread_s(rounds_s) / measured_s if measured_s > 0 else 1.0)
+    changes = {"measured_s": measured_s, "rounds_s": rounds_s, "exposed_comm_s": exposed_s, "relative_error": error}
+    return trial.predicted.model_copy(update={**changes, "plan": trial.plan.without_alternatives()})
+
+
+def warn_of_failure(error: TrialError) -> None:
+    """Warn that a trial failed. Either the user's step is broken (training will show it) or it can't be copied."""
+    text = f"the step can't be tried on a copy, so its predicted time is less sure: {error}"
+    warnings.warn(text, OSDPWarning, stacklevel=3)
+
+
+def _prepare_plan_trials(
+    setup: TrialSetup,
+    compute_for: Callable[[ExecutionPlan], ComputeTimes],
+    plans: Sequence[ExecutionPlan],
+    available_s: float,
+) -> list[PlanTrial]:
+    """Return trials of as many of the plans as there is time for, without those that there is no memory for."""
+    available_bytes = setup.available_bytes()
+    for count in range(len(plans), 0, -1):
+        found = [
+            _prepare(setup, compute_for(plan), plan, available_bytes, available_s / count) for plan in plans[:count]
+        ]
+        if found[0] is not None:
+            return [trial for trial in found if trial is not None]
+    return []
+
+
+def _prepare(
+    setup: TrialSetup, compute: ComputeTimes, plan: ExecutionPlan, available_bytes: int, max_s: float
+) -> PlanTrial | None:
+    for size, limit_s, num_steps in _plan_trial_options(plan.batch_size, setup, max_s):
+        predicted = setup.predict(plan, size, compute)
+        takes_s = predicted.predicted_s * (WARMUP_STEPS + num_steps)
+        if takes_s < limit_s and setup.fits_memory(plan, size, available_bytes):
+            return PlanTrial(plan, size, TURN_S if num_steps > 1 else 0.0, predicted)
+    return None
+
+
+def _plan_trial_options(batch_size: int, setup: TrialSetup, max_s: float) -> Iterator[PlanTrialOption]:
     """Yield the ways to try a plan, the most informative first."""
     for size in plan_trial_batch_sizes(batch_size, setup.batch_sizes, setup.is_cuda):
-        yield PlanTrialOption(size, min(half_s, MAX_TRIAL_S), MIN_STEPS)
+        yield PlanTrialOption(size, min(max_s / 2, MAX_TRIAL_S), MIN_STEPS)
     smallest = setup.batch_sizes[0]
-    yield PlanTrialOption(smallest, min(2 * half_s, MAX_TRIAL_S), MIN_STEPS)
-    yield PlanTrialOption(smallest, min(1.5 * half_s, MAX_TRIAL_S), 1)
+    yield PlanTrialOption(smallest, min(max_s, MAX_TRIAL_S), MIN_STEPS)
+    yield PlanTrialOption(smallest, min(0.75 * max_s, MAX_TRIAL_S), 1)
 
 
 def plan_trial_batch_sizes(batch_size: int, traced_sizes: Sequence[int], is_cuda: bool) -> Sequence[int]:

@@ -88,16 +88,20 @@ class MemoryLimit:
     Attributes:
         device, local_ranks, group_ranks: as in ``memory_limit``.
         user_limit: bytes that the user allows; None: as detected.
+        share: fraction of what is detected that may be used.
     """
 
     device: torch.device
     local_ranks: int
     group_ranks: int | None = None
     user_limit: int | None = None
+    share: float = 1.0
 
     def current(self) -> int:
         """Return the present limit in bytes."""
-        return self.user_limit or memory_limit(self.device, self.local_ranks, self.group_ranks)
+        if self.user_limit:
+            return self.user_limit
+        return int(self.share * memory_limit(self.device, self.local_ranks, self.group_ranks))
 
     def file_pages(self) -> int:
         """Return the bytes of ``current`` that stand for pages of files: a process goes on to read more."""

@@ -24,14 +24,14 @@ from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Pr
 from lightning_osdp.planning.search.plan_selection import variant_of_plan
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import SearchConstraints
-from lightning_osdp.planning.spec.formatting import format_bytes, format_seconds, parse_bytes
+from lightning_osdp.planning.spec.formatting import format_bytes, format_seconds, parse_memory_limit
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.whatif import hardware
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint, problem_for_hardware, simulate, sweep_memory_limits
 from lightning_osdp.report import diff, explain, tables
 from lightning_osdp.state import checkpoint
-from lightning_osdp.strategy import arguments
+from lightning_osdp.strategy import arguments, offline
 
 DONE, INFEASIBLE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -163,7 +163,7 @@ def _profile(options: Namespace) -> None:
     _check_folders(options.out)
     kind = options.accelerator
     if kind == "auto":
-        kind = offline_plan.default_device_type()
+        kind = offline.default_device_type()
     cluster = measure_links.measure_cluster(options.devices, kind, options.timeout)
     _write(options.out, cluster.model_dump_json(indent=2))
     if options.json:
@@ -187,7 +187,7 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--config", type=str, required=True, help="the YAML that LightningCLI trains from")
     parser.add_argument("--cluster", type=str, help="the hardware, as `osdp profile` wrote it")
     parser.add_argument("--devices", type=int, help="per node, instead of the cluster's")
-    parser.add_argument("--memory-limit", type=str, help="per device, such as 16GiB (default: what the device has)")
+    parser.add_argument("--memory-limit", type=str, help="per device: 16GiB, or 90%% (default: what it has)")
     parser.add_argument("--batch-size", type=int, help="per device, fixed (default: searched)")
     parser.add_argument("--max-batch-size", type=int, help="the largest that is considered")
     parser.add_argument("--global-batch-size", type=int, help="over all devices, made exactly")
@@ -259,11 +259,13 @@ def _add_simulate_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--config", type=str, required=True, help="the YAML that LightningCLI trains from")
     parser.add_argument("--hardware", type=str, required=True, help="a name, such as h100-80gb-nvlink, or a JSON file")
     parser.add_argument("--devices", type=int, nargs="+", help="numbers of devices (default: 1, 2, 4, ... all)")
-    parser.add_argument("--memory-limit", type=str, help="per device, such as 16GiB (default: what the device has)")
+    parser.add_argument("--memory-limit", type=str, help="per device: 16GiB, or 90%% (default: what it has)")
     parser.add_argument("--batch-size", type=int, help="per device, fixed (default: searched)")
     parser.add_argument("--max-batch-size", type=int, help="the largest that is considered")
     parser.add_argument("--global-batch-size", type=int, help="over all devices, made exactly")
-    parser.add_argument("--dtype", type=str, default="fp32", help="of matrix products (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", type=str, help="of matrix products, such as bf16 (default: that of the file's precision)"
+    )
     parser.add_argument("--html", type=str, help="file for a page with pictures of the largest number that fits")
 
 
@@ -274,12 +276,15 @@ def _simulate(options: Namespace) -> None:
         arguments.validate_positive("max_batch_size", options.max_batch_size),
         arguments.validate_positive("global_batch_size", options.global_batch_size),
     )
-    limit_bytes = parse_bytes(options.memory_limit) if options.memory_limit is not None else None
+    limit_bytes, share = parse_memory_limit(options.memory_limit or "auto")
+    limit_bytes = limit_bytes or int(share * hardware.USABLE_MEMORY_FRACTION * hardware_spec.memory_bytes)
     devices = options.devices or _device_counts(hardware_spec.devices)
-    model, constraints = offline_plan.profile_from_config(_load_config(options))
-    points = simulate(model, hardware_spec, devices, limit_bytes, policy, options.dtype, constraints)
+    config = _load_config(options)
+    dtype = options.dtype or offline.matmul_dtype(config.trainer.get("precision"))
+    model, constraints = offline_plan.profile_from_config(config)
+    points = simulate(model, hardware_spec, devices, limit_bytes, policy, dtype, constraints)
     if options.html is not None:
-        _write_simulated_page(options.html, model, hardware_spec, options.dtype, constraints, points)
+        _write_simulated_page(options.html, model, hardware_spec, dtype, constraints, points)
     if options.json:
         _print(json.dumps([point.model_dump(mode="json", exclude={"plan"}) for point in points], indent=2))
     else:

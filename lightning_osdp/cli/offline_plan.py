@@ -6,7 +6,6 @@ the plan is made, by the same pipeline as in training (``autotune.pipeline``), a
 
 from __future__ import annotations
 
-import logging
 import sys
 import traceback
 import warnings
@@ -19,41 +18,20 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from jsonargparse import get_loader
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
 
 from lightning_osdp.autotune import pipeline
-from lightning_osdp.autotune.ranks import RankGroup, current_cluster, device_name
-from lightning_osdp.autotune.trial_step import TrialContext
-from lightning_osdp.backend import allocator
-from lightning_osdp.backend.memory import MemoryLimit, memory_limit
+from lightning_osdp.autotune.ranks import RankGroup, current_cluster
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning
-from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
-from lightning_osdp.planning.spec.model import CheckpointMemory, ModelProfile, NonTrainingWork
-from lightning_osdp.strategy import arguments
-from lightning_osdp.strategy.dataloader import TrainData
+from lightning_osdp.planning.spec.model import CheckpointMemory, ModelProfile
+from lightning_osdp.strategy import arguments, offline
 from lightning_osdp.strategy.planning_options import PlanningOptions
 
 CONFIG_SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
 """Sections of the file that are read. Others, such as ``ckpt_path``, say how to run."""
-
-DISABLED_TRAINER_ARGS: dict[str, Any] = {
-    "num_nodes": 1,
-    "devices": 1,
-    "logger": False,
-    "callbacks": None,
-    "profiler": None,
-    "fast_dev_run": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-"""Arguments of the Trainer that would write files, or that describe processes that are not there."""
 
 PLANNING_ARGS = tuple(option.name for option in fields(PlanningOptions))
 """Arguments of ``OSDPStrategy`` that say what to plan."""
@@ -75,6 +53,11 @@ class TrainingConfig:
     def trainer(self) -> Mapping[str, Any]:
         """The arguments of the Trainer."""
         return self.sections.get("trainer") or {}
+
+    @property
+    def accelerator(self) -> str:
+        """The accelerator that training would have."""
+        return str(self.trainer.get("accelerator") or "auto")
 
     @property
     def strategy(self) -> Mapping[str, Any]:
@@ -109,9 +92,9 @@ class TrainingConfig:
             if isinstance(callback, Mapping) and str(callback.get("class_path")).endswith("OSDPCallback"):
                 given = callback.get("init_args") or {}
                 patterns = given.get("activation_checkpointing", "auto")
-                return SearchConstraints(
-                    given.get("slice_granularity", "auto"), tuple(patterns) if isinstance(patterns, list) else patterns
-                )
+                patterns = tuple(patterns) if isinstance(patterns, list) else patterns
+                slices, modes = (given.get(name, "auto") for name in ("slice_granularity", "modes"))
+                return SearchConstraints(slices, patterns, modes=modes)
         return UNCONSTRAINED
 
     @property
@@ -160,17 +143,13 @@ def plan_from_config(
     given = {name: value for name, value in planning_args.items() if value is not None}
     options = PlanningOptions(**config.planning_args | given)
     cluster = _resolve_cluster(config, arguments.read_cluster(options.cluster), devices)
-    options, device = replace(options, cluster=cluster), _measuring_device(config, cluster)
-    if device.type == "cpu":
-        allocator.configure(device)
-        _set_num_threads_if_needed(cluster.devices_per_node)
-
-    # Read before the model is built: the limit counts what is free now, which the model then takes from.
-    limit_bytes = options.memory_limit_bytes or memory_limit(device, cluster.devices_per_node)
-    limit = MemoryLimit(device, cluster.devices_per_node, user_limit=limit_bytes)
+    options, device = replace(options, cluster=cluster), offline.measuring_device(config.accelerator, cluster)
+    limit = offline.prepare_device(device, cluster, options)
 
     def plan_in_trainer(trainer: pl.Trainer) -> pipeline.PlanningResult:
-        return _plan(trainer, config, options, limit, device)
+        return offline.plan_in_setup(
+            trainer, options, config.callback_constraints, limit, device, config.checkpoint_memory
+        )
 
     result = _run_until_setup(config, device, plan_in_trainer)
     assert isinstance(result, pipeline.PlanningResult)
@@ -191,10 +170,7 @@ def profile_from_config(config: TrainingConfig) -> tuple[ModelProfile, SearchCon
     options = PlanningOptions(**config.planning_args)
 
     def profile_in_trainer(trainer: pl.Trainer) -> tuple[ModelProfile, SearchConstraints]:
-        context = _trial_context(trainer, TrainData(trainer, trainer.lightning_module), torch.device("cpu"))
-        traced = pipeline.profile_model(context)
-        blocker = options.in_backward_blocker(trainer, traced)
-        return traced.model_profile, options.constraints(config.callback_constraints, blocker, context.device)
+        return offline.profile_in_setup(trainer, options, config.callback_constraints)
 
     result: tuple[ModelProfile, SearchConstraints] = _run_until_setup(config, torch.device("cpu"), profile_in_trainer)
     return result
@@ -202,70 +178,17 @@ def profile_from_config(config: TrainingConfig) -> tuple[ModelProfile, SearchCon
 
 def _run_until_setup(config: TrainingConfig, device: torch.device, work: Callable[[pl.Trainer], Any]) -> Any:
     """Return what ``work`` makes of the Trainer in ``Strategy.setup``."""
-    strategy = _PlanOnlyStrategy(device, work)
-    with _as_configuration_error(config), _quiet_lightning():
+    strategy = offline.PlanOnlyStrategy(device, work)
+    with _as_configuration_error(config), offline.quiet_lightning():
         cli = _ConfigCLI(config, strategy)
         cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     return strategy.result
 
 
-def _trial_context(
-    trainer: pl.Trainer, data: TrainData, device: torch.device, engine: str = DEFAULT_ENGINE
-) -> TrialContext:
-    step_context = trainer.precision_plugin.train_step_context
-    return TrialContext(trainer.lightning_module, *data.first_batch(), device, step_context, engine)
-
-
-def _plan(
-    trainer: pl.Trainer, config: TrainingConfig, options: PlanningOptions, limit: MemoryLimit, device: torch.device
-) -> pipeline.PlanningResult:
-    """Plan as ``OSDPStrategy`` does before training, for the cluster of ``options``."""
-    cluster = options.cluster
-    assert isinstance(cluster, Cluster)
-    arguments.reject_unsupported(trainer, trainer.precision_plugin)
-    data = TrainData(trainer, trainer.lightning_module)
-    context = _trial_context(trainer, data, device, options.engine)
-    non_training = NonTrainingWork(
-        checkpoint_memory=config.checkpoint_memory, evaluation_batch_size=data.evaluation_batch_size()
-    )
-    cache = options.cache_folder
-    traced = pipeline.profile_model_on_ranks(RankGroup.single(device), context, non_training, cache)
-    blocker = options.in_backward_blocker(trainer, traced)
-    constraints = options.constraints(config.callback_constraints, blocker, device)
-    request = options.request(trainer, data, context.batch_size, cluster.ranks, limit, constraints, non_training)
-    trial_context = context if options.trial_steps else None
-    return pipeline.plan_offline(traced, request, device, cache=cache, trial_context=trial_context)
-
-
-class _PlanOnlyStrategy(SingleDeviceStrategy):
-    """A strategy that plans in ``setup`` and ends the run there.
-
-    Attributes:
-        callbacks: the callbacks of the planned run. The Trainer has them while ``work`` runs, and calls none.
-        result: the result of ``work``.
-    """
-
-    def __init__(self, device: torch.device, work: Callable[[pl.Trainer], Any]) -> None:
-        super().__init__(device=device)
-        self._work = work
-        self.callbacks: list[pl.Callback] = []
-        self.result: Any = None
-
-    @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        own_callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        trainer.callbacks = self.callbacks  # type: ignore[attr-defined]
-        try:
-            self.result = self._work(trainer)
-        finally:
-            trainer.callbacks = own_callbacks  # type: ignore[attr-defined]
-        raise _TunerExitException  # Lightning's own way to end a run early: it tears down and returns
-
-
 class _ConfigCLI(LightningCLI):
     """Builds module, data and a Trainer for one process from the file, as LightningCLI does."""
 
-    def __init__(self, config: TrainingConfig, strategy: _PlanOnlyStrategy) -> None:
+    def __init__(self, config: TrainingConfig, strategy: offline.PlanOnlyStrategy) -> None:
         self._strategy = strategy
         with warnings.catch_warnings():
             # Our own command line is not LightningCLI's.
@@ -290,7 +213,9 @@ class _ConfigCLI(LightningCLI):
         callbacks = self.config_init.trainer.callbacks or []
         self._strategy.callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         accelerator = "cuda" if self._strategy.root_device.type == "cuda" else "cpu"
-        return super().instantiate_trainer(accelerator=accelerator, strategy=self._strategy, **DISABLED_TRAINER_ARGS)
+        return super().instantiate_trainer(
+            accelerator=accelerator, strategy=self._strategy, callbacks=None, **offline.QUIET_TRAINER_ARGS
+        )
 
 
 def _resolve_cluster(config: TrainingConfig, cluster: Cluster | None, devices: int | None) -> Cluster:
@@ -302,7 +227,7 @@ def _resolve_cluster(config: TrainingConfig, cluster: Cluster | None, devices: i
     if cluster is None:
         ranks = devices or config.num_ranks
         if ranks == 1:
-            return current_cluster(RankGroup.single(_local_device(config)))
+            return current_cluster(RankGroup.single(offline.local_device(config.accelerator)))
         number = str(ranks) if ranks else "N"
         raise ConfigurationError(
             "the links between ranks are not known, and one process can't measure them: run `osdp profile --devices "
@@ -318,50 +243,6 @@ def _resolve_cluster(config: TrainingConfig, cluster: Cluster | None, devices: i
             stacklevel=3,
         )
     return cluster
-
-
-def _local_device(config: TrainingConfig) -> torch.device:
-    """Return the device of this machine that training by ``config`` would use."""
-    accelerator = config.trainer.get("accelerator") or "auto"
-    uses_cuda = default_device_type() == "cuda" and accelerator in ("auto", "gpu", "cuda")
-    return torch.device("cuda", 0) if uses_cuda else torch.device("cpu")
-
-
-def default_device_type() -> str:
-    """Return ``cuda`` if there is such a device, else ``cpu``."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _measuring_device(config: TrainingConfig, cluster: Cluster) -> torch.device:
-    """Return the device of this machine to measure kernels on, which has to be like the cluster's.
-
-    Raises:
-        ConfigurationError: the cluster's devices are of another type.
-    """
-    device_type = cluster.device.split(":")[0]
-    if device_type == "cpu":
-        return torch.device("cpu")
-    device = _local_device(config)
-    if device.type != device_type:
-        raise ConfigurationError(
-            f"the cluster's devices are {cluster.device}, here is only {device_name(device)}: compute has "
-            "to be measured on a device like the cluster's"
-        )
-    return device
-
-
-@contextmanager
-def _quiet_lightning() -> Iterator[None]:
-    """Silence Lightning's messages about devices and tips; its warnings stay."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.WARNING)
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 @contextmanager

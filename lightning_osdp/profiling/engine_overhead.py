@@ -2,9 +2,8 @@
 
 A few operators are trained through the engine, and as plain modules that communicate nothing. The difference is all
 that a mode costs; what the planner predicts for the mode's collectives is subtracted, and the rest is the engine's own.
-So the planner's sum is right at the measured sizes, whatever the errors of the fitted collectives (and the engine's own
-time is negative where they are too high). Replicated gradients share one all-reduce: only what more operators add to it
-counts.
+So the planner's sum is right at the measured sizes, or too high where fitted collectives alone are: no engine takes
+less than nothing. Replicated gradients share one all-reduce: only what more operators add to it counts.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from lightning_osdp.backend import agree
 from lightning_osdp.backend.timer import CORE_SHARING, synchronize, typical_time_s
 from lightning_osdp.engine.base import create_engine
 from lightning_osdp.planning.cost.step_time import communication_time
+from lightning_osdp.planning.cost.trial_correction import fit_nonnegative_line
 from lightning_osdp.planning.spec.capabilities import ALL_CAPABILITIES, EngineCapabilities
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
 from lightning_osdp.planning.spec.cluster import (
@@ -99,12 +99,8 @@ def measure_engine_overhead(
             - _predicted_communication_s(mode, width, cluster)
             for width in widths
         ]
-        fits[mode] = _fit_line([4 * width * width for width in widths], own_s)
-    # The fixed time counts for each norm and bias, so an error would add up, and a gradient's hook can't take less than
-    # nothing. Where ranks share cores, collectives wait for ranks whose turn it is not, the longer the more there is to
-    # compute: that they wait less for the little that is computed here does not make them shorter in a step.
-    for mode in Mode if CORE_SHARING.is_shared else (Mode.DP,):
-        fits[mode] = fits[mode].model_copy(update={"fixed_s": max(0.0, fits[mode].fixed_s)})
+        line = fit_nonnegative_line(list(zip((4 * width * width for width in widths), own_s, strict=True)))
+        fits[mode] = ModeOverhead(fixed_s=line.fixed, s_per_byte=line.per_sample)
     factor = SHARED_CORES_CALIBRATION if CORE_SHARING.is_shared else 0.0
     calibration = CalibrationFactors(dp=factor, zdp2=factor, zdp=factor)
     return EngineOverhead(dp=fits[Mode.DP], zdp2=fits[Mode.ZDP2], zdp=fits[Mode.ZDP], calibration=calibration)
@@ -129,13 +125,6 @@ def _max_width(group: dist.ProcessGroup, device: torch.device, available_bytes: 
     usable_bytes = MEMORY_FRACTION * agree.all_reduce_min(available_bytes, group, device)
     weight_bytes = usable_bytes / (MAX_LIVE_COPIES * NUM_OPERATORS)
     return int(min(weight_bytes / 4, 1 << 40) ** 0.5)
-
-
-def _fit_line(sizes: list[int], times_s: list[float]) -> ModeOverhead:
-    """Fit a line through two points; it is level if the larger size takes less time."""
-    slope = max(0.0, (times_s[1] - times_s[0]) / (sizes[1] - sizes[0]))
-    intercepts = [seconds - slope * size for seconds, size in zip(times_s, sizes, strict=True)]
-    return ModeOverhead(fixed_s=sum(intercepts) / len(intercepts), s_per_byte=slope)
 
 
 def _predicted_communication_s(mode: Mode, width: int, cluster: Cluster) -> float:

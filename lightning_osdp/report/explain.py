@@ -16,7 +16,7 @@ from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
 from lightning_osdp.planning.spec.formatting import format_bytes, format_seconds
 from lightning_osdp.planning.spec.model import FrozenModel
 from lightning_osdp.planning.spec.plan import BatchSizePoint, BlockPlan, ChoiceCost, ExecutionPlan, OperatorPlan
-from lightning_osdp.report.operator_runs import OperatorRun, describe_choice, group_runs
+from lightning_osdp.report.operator_runs import OperatorRun, describe_choice, describe_tried, group_runs
 
 MODE_DESCRIPTIONS = {
     Mode.DP: "replicated",
@@ -40,6 +40,7 @@ class Explanation(FrozenModel):
 
     Attributes:
         batch_size: why the batch size is neither smaller nor larger.
+        tried: what each of the plans took that were tried.
         memory: where the peak is and what makes it up.
         price: what memory is worth.
         blocks: for each kind of repeated block, how many are recomputed and why not more or fewer.
@@ -51,10 +52,11 @@ class Explanation(FrozenModel):
     price: str
     blocks: tuple[str, ...]
     operators: tuple[Reason, ...]
+    tried: str = ""
 
     def to_text(self) -> str:
         """Format the explanation as paragraphs, those of operators as ``NAME: MODE. REASON``."""
-        lines = [line for line in (self.batch_size, self.memory, self.price, *self.blocks) if line]
+        lines = [line for line in (self.batch_size, self.tried, self.memory, self.price, *self.blocks) if line]
         lines += [f"{', '.join(reason.operators)}: {reason.mode}. {reason.text}".rstrip() for reason in self.operators]
         return "\n".join(lines)
 
@@ -76,6 +78,7 @@ def build_explanation(plan: ExecutionPlan) -> Explanation:
         price=_price_text(plan),
         blocks=tuple(_block_kind_texts(plan)),
         operators=tuple(_merge_reasons(reasons)),
+        tried=_tried_text(plan),
     )
 
 
@@ -101,6 +104,14 @@ def _batch_size_text(plan: ExecutionPlan) -> str:
     elif plan.batch_size != others[-1]:
         sentences.append(_comparison_text(points[others[others.index(plan.batch_size) + 1]], own))
     return ". ".join([start, *sentences, _search_stop_text(plan)]) + "."
+
+
+def _tried_text(plan: ExecutionPlan) -> str:
+    if not plan.tried:
+        return ""
+    rounds = max(one.num_rounds for one in plan.tried)
+    rule = " The simplest is taken unless another one is faster by more than rounds differ." if plan.tried[1:] else ""
+    return f"Tried in turns ({rounds} rounds): a step took {describe_tried(plan)}.{rule}"
 
 
 def _comparison_text(point: BatchSizePoint, own: BatchSizePoint) -> str:
@@ -237,7 +248,7 @@ class _ChoiceDelta(NamedTuple):
 
 def _explain_run(plan: ExecutionPlan, run: OperatorRun) -> Reason:
     first = run.operators[0]
-    text = _replicated_text(run) or _choice_text(plan, run)
+    text = _requested_text(run) or _replicated_text(run) or _choice_text(plan, run)
     return Reason(
         operators=(run.label,),
         mode=_describe_choice_and_slices(first.choice)
@@ -247,6 +258,19 @@ def _explain_run(plan: ExecutionPlan, run: OperatorRun) -> Reason:
         num_parameters=run.num_parameters,
         text=text,
     )
+
+
+def _requested_text(run: OperatorRun) -> str:
+    """Say that the user chose the mode, or why it could not be had; empty if it was left to the search."""
+    first = run.operators[0]
+    if first.requested_mode is None:
+        return ""
+    if set(first.slices) == {first.requested_mode}:
+        return "As you wished."
+    reason = first.replicated_reason or "its parameters are too small to be worth collectives of their own"
+    if set(first.slices) != {Mode.DP}:
+        reason = "it is used several times in a step, so it is gathered once"
+    return f"You wished {first.requested_mode}, which it can't be: {reason}."
 
 
 def _replicated_text(run: OperatorRun) -> str:
@@ -395,7 +419,7 @@ def _merge_reasons(reasons: Sequence[tuple[OperatorRun, Reason]]) -> list[Reason
     """Merge reasons with the same text and mode, but not where the text counts the operators of a run together."""
     groups: dict[tuple[str, ...], list[Reason]] = {}
     for run, reason in reasons:
-        counted = len(run.operators) > 1 and not _replicated_text(run)
+        counted = len(run.operators) > 1 and not (_requested_text(run) or _replicated_text(run))
         groups.setdefault((reason.mode, reason.text, *(reason.operators if counted else ())), []).append(reason)
     return [
         Reason(

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_osdp.planning.spec.choices import ShardingChoice, ShardingScope
-from lightning_osdp.planning.spec.plan import OperatorPlan
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
+from lightning_osdp.planning.spec.formatting import format_seconds
+from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def _run_keys(operator: OperatorPlan) -> list[tuple[object, ...]]:
             bool(operator.unit),
             operator.is_recomputed,
             operator.replicated_reason,
+            operator.requested_mode,
             int(part),
         )
         for position, part in enumerate(parts)
@@ -95,3 +97,15 @@ def _next_key(key: tuple[object, ...]) -> tuple[object, ...]:
 def _common_pattern(names: Sequence[str]) -> str:
     first, last = names[0].split("."), names[-1].split(".")
     return ".".join(a if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
+
+
+def describe_tried(plan: ExecutionPlan) -> str:
+    """Return what each of the plans took that were tried: ``all replicated 258 ms, this plan 241 ms``."""
+    texts = []
+    for one in sorted(plan.tried, key=lambda one: one.is_chosen):
+        name = one.name if not one.is_chosen else "this plan"
+        if one.is_chosen and not any(mode != Mode.DP for op in plan.operators for mode in op.slices):
+            name = f"this plan ({one.name})"
+        size = f" at batch size {one.batch_size}" if one.batch_size != plan.batch_size else ""
+        texts.append(f"{name} {format_seconds(one.step_time_s)}{size}")
+    return ", ".join(texts)

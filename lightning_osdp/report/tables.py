@@ -17,7 +17,7 @@ from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.formatting import format_bytes, format_count, format_seconds
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint
-from lightning_osdp.report.operator_runs import OperatorRun, describe_operator_choice, group_runs
+from lightning_osdp.report.operator_runs import OperatorRun, describe_operator_choice, describe_tried, group_runs
 
 MAX_RUNNERS_UP = 3
 """Number of other batch sizes that a table shows."""
@@ -129,6 +129,7 @@ def _summary(plan: ExecutionPlan, profiling_s: float | None, collectives: int | 
         "step time": f"{format_seconds(predicted.step_time_s)} = {format_seconds(predicted.compute_time_s)} compute "
         f"+ {format_seconds(predicted.communication_time_s)} communication",
         "throughput": _format_throughput(predicted.samples_per_s),
+        **({"tried": describe_tried(plan)} if plan.tried else {}),
         "peak memory": f"{format_bytes(predicted.peak_memory_bytes)} of {format_bytes(limit)}  "
         f"{_format_bar(predicted.peak_memory_bytes / limit)}",
         "": f"{format_bytes(predicted.overhead_bytes)} of it before the model",

@@ -25,7 +25,7 @@ LOG_PREFIX = "osdp/"
 
 
 class OSDPCallback(Callback):
-    """A callback that limits splitting and recomputation, and logs how the plan's predictions hold.
+    """A callback that limits what the search decides, and logs how the plan's predictions hold.
 
     Every ``trainer.log_every_n_steps`` steps it logs, through the trainer's loggers, ``osdp/step_time_s``,
     ``osdp/samples_per_s``, ``osdp/peak_memory_bytes`` (of rank 0), each with its ``osdp/predicted_...``, and
@@ -40,11 +40,14 @@ class OSDPCallback(Callback):
         activation_checkpointing: ``"auto"`` (a repeated block is recomputed where that is faster than what it would
             take otherwise to fit), True (every block), False (none), or patterns of the blocks to recompute.
             Patterns are dotted prefixes (``model.blocks.3``) or globs (``*.mlp.*``) of module names.
+        modes: ``"auto"``, one mode for every operator (``"dp"``: replicated, ``"zdp2"``: sharded and gathered once a
+            step, ``"zdp"``: sharded and gathered twice), or modes by pattern, the first that matches. An operator
+            that can't be sharded that far takes the next weaker mode, and ``osdp explain`` says why.
         progress_bar: whether throughput and peak memory are shown in the progress bar.
 
     Raises:
         ConfigurationError: an argument can't be used; at ``setup``: the strategy is not OSDPStrategy, or there is
-            another OSDPCallback; when planning: a pattern matches nothing.
+            another OSDPCallback; when planning: a pattern matches nothing, or nothing that can have its mode.
     """
 
     def __init__(
@@ -52,10 +55,11 @@ class OSDPCallback(Callback):
         slice_granularity: Literal["auto"] | int | dict[str, int] = "auto",
         activation_checkpointing: Literal["auto"] | bool | list[str] = "auto",
         progress_bar: bool = True,
+        modes: str | dict[str, str] = "auto",
     ) -> None:
         patterns = activation_checkpointing
         self.constraints = SearchConstraints(
-            slice_granularity, tuple(patterns) if isinstance(patterns, list) else patterns
+            slice_granularity, tuple(patterns) if isinstance(patterns, list) else patterns, modes=modes
         )
         self._progress_bar = progress_bar
         self._strategy: OSDPStrategy | None = None
@@ -68,6 +72,7 @@ class OSDPCallback(Callback):
         return self._generate_state_key(
             slice_granularity=self.constraints.slice_granularity,
             activation_checkpointing=self.constraints.activation_checkpointing,
+            **({} if self.constraints.modes == "auto" else {"modes": self.constraints.modes}),
         )
 
     @override

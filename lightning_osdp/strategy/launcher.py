@@ -16,11 +16,28 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lightning_osdp.errors import ConfigurationError
+
 
 class Launcher(_SubprocessScriptLauncher):
     """Lightning's launcher of one process per device, which also remembers ``ckpt_path``."""
 
     _ckpt_path: Any = None
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        """Whether a notebook can train: with one device, since each further one needs a process of its own.
+
+        Raises:
+            ConfigurationError: there are several devices; Lightning asks only in a notebook.
+        """
+        if self.num_processes * self.num_nodes > 1:
+            raise ConfigurationError(
+                'strategy="osdp" starts one process for each device by running the script again, which a notebook is '
+                "not: use Trainer(devices=1) here, or put the code in a script and run it with python, torchrun or srun"
+            )
+        return True
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:

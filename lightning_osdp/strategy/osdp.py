@@ -66,7 +66,8 @@ class OSDPStrategy(ProcessGroupStrategy):
     SHARD_GRAD_OP), or to shard parameters as well (zdp: FULL_SHARD). It applies that plan with FairScale units.
 
     Args:
-        memory_limit: memory per device: ``"auto"`` for what the device has, bytes, or text such as ``"8GiB"``.
+        memory_limit: memory per device: ``"auto"`` for what the device has, ``"90%"`` for a share of that, bytes, or
+            text such as ``"8GiB"``.
         batch_size: samples per device: ``"auto"`` to search it, or a fixed number.
         max_batch_size: upper end of the search.
         global_batch_size: if given, batch size x accumulation x ranks is exactly this.

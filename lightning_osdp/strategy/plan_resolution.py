@@ -62,12 +62,13 @@ def resolve_plan(
     traced = pipeline.profile_model_on_ranks(ranks, context, non_training, options.cache_folder)
     assert_equal_on_ranks(ranks.group, "the model (fingerprint)", traced.model_profile.fingerprint[:12])
     blocker = options.in_backward_blocker(trainer, traced)
-    if given_plan is not None:
-        ranks.raise_on_all_ranks(lambda: check_given_plan(given_plan, traced, ranks, blocker))
-        return PlanningResult(given_plan)
-    sharing, limit_bytes = ranks_sharing_memory_limit(ranks), options.memory_limit_bytes
-    limit = memory.MemoryLimit(context.device, run.ranks_per_node, sharing, limit_bytes)
     constraints = options.constraints(run.constraints, blocker, context.device)
+    ranks.raise_on_all_ranks(lambda: constraints.check(traced.model_profile))
+    if given_plan is not None:
+        ranks.raise_on_all_ranks(lambda: check_given_plan(given_plan, traced, ranks, blocker, constraints))
+        return PlanningResult(given_plan)
+    user_limit = (options.memory_limit_bytes, options.memory_share)
+    limit = memory.MemoryLimit(context.device, run.ranks_per_node, ranks_sharing_memory_limit(ranks), *user_limit)
     facts = (trainer, data, context.batch_size, ranks.world_size, limit, constraints, non_training)
     request = ranks.raise_on_all_ranks(lambda: options.request(*facts))
     resumed = pipeline.reuse_if_valid(run.resumed_plan, traced, ranks, request.policy, limit.current())

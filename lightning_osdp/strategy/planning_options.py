@@ -18,7 +18,7 @@ from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import SearchConstraints
-from lightning_osdp.planning.spec.formatting import parse_bytes
+from lightning_osdp.planning.spec.formatting import parse_memory_limit
 from lightning_osdp.planning.spec.model import NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling.tracing.trace import TracedStep
@@ -52,8 +52,13 @@ class PlanningOptions:
 
     @property
     def memory_limit_bytes(self) -> int | None:
-        """The memory limit in bytes; None for what the device has."""
-        return None if self.memory_limit == "auto" else parse_bytes(self.memory_limit)
+        """The memory limit in bytes; None for ``memory_share`` of what the device has."""
+        return parse_memory_limit(self.memory_limit)[0]
+
+    @property
+    def memory_share(self) -> float:
+        """The share of the device's memory that may be used where ``memory_limit_bytes`` is None."""
+        return parse_memory_limit(self.memory_limit)[1]
 
     @property
     def policy(self) -> BatchSizePolicy:
@@ -144,12 +149,22 @@ def check_and_read_plan(trainer: pl.Trainer, plan: str | Path | ExecutionPlan | 
     return arguments.read_plan(plan)
 
 
-def check_given_plan(plan: ExecutionPlan, traced: TracedStep, ranks: RankGroup, in_backward_blocker: str) -> None:
+def check_given_plan(
+    plan: ExecutionPlan, traced: TracedStep, ranks: RankGroup, in_backward_blocker: str, constraints: SearchConstraints
+) -> None:
     """Reject a plan that is not for this model, these ranks and this run.
 
     Raises:
         PlanMismatchError: the plan is for another model or other ranks.
-        ConfigurationError: the plan updates parameters in the backward pass, which the run does not allow.
+        ConfigurationError: the plan updates parameters in the backward pass, which the run does not allow, or an
+            operator has another mode than OSDPCallback asks for.
     """
     plan.check(traced.model_profile, ranks.world_size, ranks.nodes)
     arguments.check_plan_allows_in_backward(plan, in_backward_blocker)
+    for operator, planned in zip(traced.model_profile.operators, plan.operators, strict=True):
+        mode = constraints.forced_mode(operator)
+        if mode is not None and set(planned.slices) != {mode}:
+            raise ConfigurationError(
+                f"plan and OSDPCallback(modes=...) contradict each other: {operator.name} is "
+                f"{' + '.join(planned.slices)} in the plan, {mode} by modes. Leave one of them out"
+            )

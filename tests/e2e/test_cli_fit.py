@@ -42,6 +42,7 @@ WISHES: dict[str, Any] = {
     "slice_granularity": {"model.blocks.0.*": 4},
     "activation_checkpointing": ["model.blocks.1"],
     "progress_bar": False,
+    "modes": {"model.head": "dp", "model.blocks": "zdp"},
 }
 
 
@@ -84,7 +85,9 @@ def test_lightning_cli_round_trips_strategy_and_callback_arguments(tmp_path: Pat
         assert made._timeout.total_seconds() == 300
     for trainer in (first.trainer, second.trainer):
         (found,) = (one for one in trainer.callbacks if isinstance(one, OSDPCallback))
-        assert found.constraints == SearchConstraints({"model.blocks.0.*": 4}, ("model.blocks.1",))
+        assert found.constraints == SearchConstraints(
+            {"model.blocks.0.*": 4}, ("model.blocks.1",), modes=WISHES["modes"]
+        )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

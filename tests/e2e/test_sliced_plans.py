@@ -31,14 +31,23 @@ MISTAKES: dict[str, tuple[Any, Any]] = {
     "blocks": ("auto", ["model.blocks.7"]),
 }
 
+MODES: dict[str, Any] = {
+    "zdp": "zdp",
+    "zdp2": "zdp2",
+    "modes by pattern": {"model.blocks.0": "zdp", "model.blocks.*.up": "dp", "*.head": "zdp2"},
+}
+"""OSDPCallback(modes=...) where memory is ample, so that the search would replicate everything."""
+
+WRONG_MODES: dict[str, Any] = {"modes": {"model.block.0": "zdp"}, "small": {"*.norm1": "zdp"}}
+
 ROOM = 1.01
 """The limit, as a share of what the plan of least memory takes."""
 
 
-def fit(folder: str, wishes: tuple[Any, Any], limit_bytes: int) -> tuple[Any, Any]:
+def fit(folder: str, wishes: tuple[Any, Any], limit_bytes: int, modes: Any = "auto") -> tuple[Any, Any]:
     module = build_seeded(own_rows=True)
     strategy = OSDPStrategy(limit_bytes, BATCH_SIZE, cluster=some_cluster(RANKS), cache=f"{folder}/cache")
-    callback = OSDPCallback(*wishes, progress_bar=False)
+    callback = OSDPCallback(*wishes, progress_bar=False, modes=modes)
     made = trainer(folder, strategy, max_steps=STEPS, callbacks=[callback], use_distributed_sampler=False)
     made.fit(module)
     return made, module
@@ -53,7 +62,10 @@ def min_memory_bytes(folder: str, wishes: tuple[Any, Any]) -> int:
 
 def fit_at_tight_limit(folder: str, name: str) -> dict[str, Any]:
     """A run under a limit that only a plan of little memory keeps to."""
-    made, module = fit(folder, WISHES[name], int(ROOM * min_memory_bytes(folder, WISHES[name])))
+    return save(folder, name, *fit(folder, WISHES[name], int(ROOM * min_memory_bytes(folder, WISHES[name]))))
+
+
+def save(folder: str, name: str, made: Any, module: Any) -> dict[str, Any]:
     path = f"{folder}/{name}.ckpt"
     made.save_checkpoint(path)
     return {"plan": made.strategy.execution_plan.to_json(), "losses": module.losses, "checkpoint": path}
@@ -61,7 +73,7 @@ def fit_at_tight_limit(folder: str, name: str) -> dict[str, Any]:
 
 def catch_pattern_error(folder: str, name: str) -> str:
     with pytest.raises(ConfigurationError) as caught:
-        fit(folder, MISTAKES[name], 1 << 40)
+        fit(folder, MISTAKES.get(name, ("auto", "auto")), 1 << 40, WRONG_MODES.get(name, "auto"))
     return str(caught.value)
 
 
@@ -70,7 +82,9 @@ def run_all(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     coordinator.process_overhead = lambda *_: 0
     compute.KERNEL_TIMING_BUDGET_S = 0.0
     runs = {name: fit_at_tight_limit(folder, name) for name in WISHES}
-    return runs | {name: catch_pattern_error(folder, name) for name in MISTAKES}
+    free = ("auto", "auto")
+    runs |= {name: save(folder, name, *fit(folder, free, 1 << 40, modes)) for name, modes in MODES.items()}
+    return runs | {name: catch_pattern_error(folder, name) for name in (*MISTAKES, *WRONG_MODES)}
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +107,8 @@ def reference() -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, module.state_dict()
 
 
-@pytest.mark.parametrize("name", WISHES)
-def test_tight_limit_plan_trains_like_plain_pytorch(name: str, results: list[dict[str, Any]], reference: Any) -> None:
+@pytest.mark.parametrize("name", [*WISHES, *MODES])
+def test_plan_trains_like_plain_pytorch(name: str, results: list[dict[str, Any]], reference: Any) -> None:
     losses, weights = reference
     means = torch.tensor([result[name]["losses"] for result in results]).mean(0)
     torch.testing.assert_close(means, torch.tensor(losses), rtol=1e-5, atol=0)
@@ -146,10 +160,34 @@ def test_search_at_tight_limit_recomputes_blocks(results: list[dict[str, Any]]) 
     assert "recompute" in explain(plan)
 
 
+@pytest.mark.parametrize("mode", ["zdp", "zdp2"])
+def test_modes_with_one_word_hold_for_every_operator_that_can_be_sharded(
+    mode: str, results: list[dict[str, Any]]
+) -> None:
+    plan = plan_of(results, mode)
+    sharded = [op for op in plan.operators if op.num_parameters >= 1024]
+    assert {set_mode for op in sharded for set_mode in op.slices} == {mode}
+    assert {op.requested_mode for op in plan.operators} == {mode}
+    text = explain(plan)
+    assert f"{mode}. As you wished." in text
+    assert f"You wished {mode}, which it can't be: its parameters are too small" in text
+
+
+def test_modes_by_pattern_hold_where_the_first_one_matches(results: list[dict[str, Any]]) -> None:
+    plan = plan_of(results, "modes by pattern")
+    modes = {op.name: set(op.slices) for op in plan.operators if op.num_parameters >= 1024}
+    assert modes["model.blocks.0.up"] == {"zdp"}
+    assert modes["model.blocks.1.up"] == {"dp"}
+    assert modes["model.head"] == {"zdp2"}
+    assert {op.requested_mode for op in plan.operators if op.name.startswith("model.blocks.1.down")} == {None}
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("slices", "slice_granularity: 'model.block.0' matches no operator"),
-     ("blocks", "activation_checkpointing: 'model.blocks.7' matches no block")],
+     ("blocks", "activation_checkpointing: 'model.blocks.7' matches no block"),
+     ("modes", "modes: 'model.block.0' matches no operator"),
+     ("small", "can't be zdp: its parameters are too small")],
 )  # fmt: skip
 def test_pattern_matching_nothing_raises_configuration_error(
     name: str, words: str, results: list[dict[str, Any]]

@@ -8,6 +8,9 @@ import numpy as np
 
 from lightning_osdp.planning.spec.cluster import CollectiveFit
 
+TIME_RANGE_S = (1e-9, 1e9)
+"""Range that measured times are limited to, so that squares of their inverses stay finite."""
+
 
 def fit_collective(sizes_bytes: Sequence[float], times_s: Sequence[float], ranks: int) -> CollectiveFit:
     """Return the latency and inverse bandwidth that explain measured times best.
@@ -35,6 +38,7 @@ def fit_collective(sizes_bytes: Sequence[float], times_s: Sequence[float], ranks
     if not (np.isfinite(times).all() and (times > 0).all()):
         raise ValueError(f"times must be positive: {list(times_s)}")
     # Divided by the measured times, the errors are relative and the right-hand side is all ones.
+    times = np.clip(times, *TIME_RANGE_S)
     columns = np.stack([np.full_like(sizes, ranks - 1), (ranks - 1) * sizes / ranks], axis=1) / times[:, None]
     scale = np.linalg.norm(columns, axis=0)  # the columns have other units: unscaled, the problem is ill-conditioned
     constants = np.linalg.lstsq(columns / scale, np.ones(len(columns)), rcond=None)[0] / scale

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
+from math import isnan, sqrt
 from typing import TypeVar
+
+from pydantic import Field
 
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, ComputeTimes
 from lightning_osdp.planning.spec.model import FrozenModel
@@ -16,16 +18,16 @@ STEP_TIME_TOLERANCE = 0.1
 """Relative error of a step's prediction up to which compute and communication are corrected by the same factor; the
 time spent waiting differs more from run to run than the step. [M-cost-8]"""
 
-MAX_CHANGE = 2.0
-"""Largest factor by which one run changes a prediction, because the machine may have been busy."""
+MAX_CHANGE, MAX_TOTAL_CHANGE = 2.0, 8.0
+"""Largest factors by which one run, and all of them, change a prediction, because the machine may have been busy."""
 
 
 class Correction(FrozenModel):
     """Changes of the next prediction; the default changes nothing."""
 
-    compute: float = 1.0
+    compute: float = Field(gt=0, allow_inf_nan=False, default=1.0)
     """Factor on the measured times of kernels."""
-    communication: float = 1.0
+    communication: float = Field(gt=0, allow_inf_nan=False, default=1.0)
     """Factor on the times of collectives, which include waiting for other ranks in a real step."""
     memory_bytes: int = 0
     """Addition to the memory of the process before the model."""
@@ -56,7 +58,7 @@ def update_correction(previous: Correction, plan: ExecutionPlan, measured: Measu
     heap retains freed tensors, which says little about other plans.
     """
     predicted, communication_s = plan.predicted, measured.communication_s
-    step = measured.step_time_s / predicted.step_time_s
+    step = measured.step_time_s / predicted.step_time_s if predicted.step_time_s > 0 else 1.0
     compute = communication = step
     if (
         communication_s is not None
@@ -69,8 +71,8 @@ def update_correction(previous: Correction, plan: ExecutionPlan, measured: Measu
         communication = communication_s / predicted.communication_time_s
     missing = 0 if plan.retain_freed_memory else measured.peak_memory_bytes - predicted.peak_memory_bytes
     return Correction(
-        compute=previous.compute * _damp(compute),
-        communication=previous.communication * _damp(communication),
+        compute=_limit(previous.compute * _damp(compute), MAX_TOTAL_CHANGE),
+        communication=_limit(previous.communication * _damp(communication), MAX_TOTAL_CHANGE),
         memory_bytes=previous.memory_bytes + (missing if missing > 0 else missing // 2),
     )
 
@@ -107,4 +109,9 @@ def _scale_links(value: FrozenValue, factor: float) -> FrozenValue:
 
 
 def _damp(factor: float) -> float:
-    return sqrt(min(MAX_CHANGE, max(1 / MAX_CHANGE, factor)))
+    return sqrt(_limit(factor, MAX_CHANGE))
+
+
+def _limit(factor: float, maximum: float) -> float:
+    """Return a factor between the inverse of ``maximum`` and that; 1 if it is not a number."""
+    return 1.0 if isnan(factor) else min(maximum, max(1 / maximum, factor))

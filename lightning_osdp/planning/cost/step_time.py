@@ -74,17 +74,14 @@ def overlapped_time(
     """Return the part of ``communication_time`` that compute can hide, given enough of it.
 
     Replicated gradients are reduced, and sharded ones averaged between nodes, during the last backward pass (per step);
-    collectives of prefetched units overlap all passes (per micro-batch). A negative ``engine_time`` says that
-    collectives take less than their fits; that part can't be hidden.
+    collectives of prefetched units overlap all passes (per micro-batch).
     """
     links = scope_links(cluster, choice.scope, choice.hierarchical).overlapped_part()
     shards, per_microbatch_s = shards_of(operator, choice), 0.0
     gathers_again = recomputed and operator.num_wrapped == 1
     for unit in shards.units:
         if unit.is_prefetched(cluster):
-            fitted_s = _unit_comm_s(unit, links, cluster, recomputed=gathers_again)
-            less_s = min(0.0, _unit_engine_s(unit, cluster, recomputed=recomputed))
-            per_microbatch_s += unit.num_slices * max(0.0, fitted_s + less_s)
+            per_microbatch_s += unit.num_slices * _unit_comm_s(unit, links, cluster, recomputed=gathers_again)
     all_reduces_s = cluster.link.all_reduce.overlap_fraction * _all_reduces_s(shards, cluster)
     return PerStepTime(all_reduces_s + _inter_node_s(shards, links), per_microbatch_s)
 
@@ -107,7 +104,7 @@ def engine_time(
 def calibration_time(
     operator: Operator, choice: ShardingChoice, cluster: Cluster, *, recomputed: bool = False
 ) -> PerStepTime:
-    """Return what whole steps take more than collectives and engine in parts (``CalibrationFactors``), or less.
+    """Return what whole steps take more than collectives and engine in parts (``CalibrationFactors``).
 
     It counts as communication, because most of it is ranks waiting for each other.
     """
@@ -204,10 +201,9 @@ def time_cost(
         time(operator, choice, cluster, recomputed=recomputed)
         for time in (communication_time, overlapped_time, engine_time, calibration_time)
     )
-    hidden_s = min(overlapped.per_step_s, max(0.0, backward_pass_s)) + accumulation * overlapped.per_microbatch_s
-    hidden_s = min(max(0.0, passes_s), hidden_s) + cluster.overlap * passes_s
+    hidden_s = min(overlapped.per_step_s, backward_pass_s) + accumulation * overlapped.per_microbatch_s
+    # A forward that is run again hides no more than it takes, so that recomputing never saves time.
+    hidden_s = min(passes_s, hidden_s) + cluster.overlap * accumulation * (forward_s + backward_s)
     exposed_s = max(0.0, communication.total_s(accumulation) - hidden_s)
     update_s = compute.optimizer_s_per_byte * footprint(operator, choice, cluster).local_trainable
-    return TimeCost(
-        passes_s + update_s + engine.total_s(accumulation), max(0.0, exposed_s + calibration.total_s(accumulation))
-    )
+    return TimeCost(passes_s + update_s + engine.total_s(accumulation), exposed_s + calibration.total_s(accumulation))

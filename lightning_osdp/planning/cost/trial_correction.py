@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_osdp.planning.cost.memory_timeline import Timeline
 from lightning_osdp.planning.cost.step_time import calibration_kinds, communication_time, engine_time, time_cost
-from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, legal_modes
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
 from lightning_osdp.planning.spec.cluster import (
     MAX_CORRECTION,
     CalibrationFactors,
@@ -26,7 +28,14 @@ from lightning_osdp.planning.spec.cluster import (
     ComputeTimes,
     EngineOverhead,
 )
-from lightning_osdp.planning.spec.model import FrozenModel, LinearInBatch, ModelProfile, Operator, OptimizerStep
+from lightning_osdp.planning.spec.model import (
+    FrozenModel,
+    LinearInBatch,
+    ModelProfile,
+    Operator,
+    OptimizerStep,
+    Seconds,
+)
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.spec.wrapping import WrappedModel
 
@@ -39,11 +48,21 @@ PLAN_TRIAL_RELATIVE_ERROR = 0.035
 PRIOR_RELATIVE_ERROR = 0.25
 """Assumed standard deviation of the parts' error: of all parts together, and of each kind (``CalibrationFactors``)."""
 
+MAX_TRIAL_SAVING = 1 - 1 / MAX_CORRECTION
+"""Fraction of a predicted step that its trial may show not to be needed, on a single rank."""
+
 MODE_NAMES = tuple(mode.value for mode in Mode)
+
+MAX_VALUE = 1e18
+"""Limit of fitted values, in seconds or bytes: sums of such ones are finite."""
 
 
 def fit_nonnegative_line(points: Sequence[tuple[int, float]]) -> LinearInBatch:
-    """Return the least-squares line through one or two points (batch size, value), slope and intercept at least 0."""
+    """Return the least-squares line through one or two points (batch size, value), slope and intercept at least 0.
+
+    Values that can't be, negative or not finite, count as 0.
+    """
+    points = [(size, min(value, MAX_VALUE) if 0 <= value < math.inf else 0.0) for size, value in points]
     if len(points) == 1:
         return LinearInBatch(fixed=points[0][1])
     (low, first), (high, second) = points
@@ -92,15 +111,9 @@ def _scale_line(factors: Mapping[int, float], line: LinearInBatch) -> LinearInBa
 
 
 def _bounded_ratio(measured_s: float, predicted_s: float) -> float:
-    if predicted_s <= 0:
+    if not predicted_s > 0 or math.isnan(measured_s):
         return 1.0
     return min(MAX_CORRECTION, max(1 / MAX_CORRECTION, measured_s / predicted_s))
-
-
-def uniform_choice(operator: Operator, mode: Mode) -> ShardingChoice:
-    """Return the unsplit choice for an operator in a plan with one mode: that mode, or the nearest legal one."""
-    legal = legal_modes(operator)
-    return ShardingChoice((mode if mode in legal else legal[-1],))
 
 
 class Trial(FrozenModel):
@@ -108,13 +121,15 @@ class Trial(FrozenModel):
 
     plan_key: str
     """Which plan (see the function ``plan_key``)."""
-    predicted_s: float
-    measured_s: float
-    overhead_by_kind_s: dict[str, float]
+    predicted_s: Seconds
+    measured_s: Seconds
+    overhead_by_kind_s: dict[str, Seconds]
     """Part of ``predicted_s`` of collectives and engine, by ``step_time.calibration_kinds``."""
-    exposed_comm_s: float | None = None
+    exposed_comm_s: Seconds | None = None
     """Part of ``measured_s`` that the rank waited for collectives; None if unknown (CUDA)."""
     relative_error: float = TRIAL_RELATIVE_ERROR
+    rounds_s: tuple[Seconds, ...] = ()
+    """Measured in each of several rounds, in turns with other plans; ``measured_s`` is their median."""
     plan: ExecutionPlan | None = None
     """The plan without alternatives, if the search chose it."""
 
@@ -122,7 +137,8 @@ class Trial(FrozenModel):
 def plan_key(plan: ExecutionPlan) -> str:
     """Return a key that is equal for plans with the same decisions and the same batch size."""
     choices = [[*op.choice, op.unit, op.is_recomputed] for op in plan.operators]
-    facts = [choices, plan.recomputed, plan.batch_size, plan.cluster.prefetch_max_bytes > 0, plan.retain_freed_memory]
+    has_prefetch = plan.cluster.prefetch_max_bytes > 0 and any(set(op.slices) != {Mode.DP} for op in plan.operators)
+    facts = [choices, plan.recomputed, plan.batch_size, has_prefetch, plan.retain_freed_memory]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
@@ -205,12 +221,26 @@ def fit_calibration(engine_overhead: EngineOverhead, trials: Sequence[Trial]) ->
         added_s = [trial.overhead_by_kind_s.get(kind, 0.0) for kind in kinds]
         common_s = sum(trial.overhead_by_kind_s.get(mode, 0.0) for mode in MODE_NAMES)
         error_s = trial.relative_error * trial.measured_s
+        if not all(0 <= value < MAX_VALUE for value in (trial.predicted_s, *added_s)) or not 0 < error_s < MAX_VALUE:
+            continue
         rows.append(np.array([common_s, *added_s]) / error_s)
         values.append((trial.measured_s - trial.predicted_s) / error_s)
     prior = np.eye(1 + len(kinds)) / PRIOR_RELATIVE_ERROR
-    common, *own = np.linalg.lstsq(np.vstack([*rows, prior]), np.append(values, np.zeros(len(prior))), rcond=None)[0]
+    common, *own = _solve_nonnegative(np.vstack([*rows, prior]), np.append(values, np.zeros(len(prior))))
     factors = {kind: float(factor + common * (kind in MODE_NAMES)) for kind, factor in zip(kinds, own, strict=True)}
     return engine_overhead.model_copy(update={"calibration": CalibrationFactors(**factors)})
+
+
+def _solve_nonnegative(matrix: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return a least-squares solution without the columns that would be negative in it."""
+    solution, free = np.zeros(matrix.shape[1]), np.arange(matrix.shape[1])
+    while free.size:
+        found = np.linalg.lstsq(matrix[:, free], values, rcond=None)[0]
+        if (found >= 0).all():
+            solution[free] = found
+            break
+        free = np.delete(free, found.argmin())
+    return solution
 
 
 def trials_of_plan(plan: ExecutionPlan, trials: Sequence[Trial]) -> list[Trial]:
@@ -225,14 +255,13 @@ def apply_trial(plan: ExecutionPlan, trials: Sequence[Trial]) -> ExecutionPlan:
     Calibration serves all plans, so it leaves an error for each. That error counts as communication, unless the time
     spent waiting was measured, or there is a single rank.
     """
-    own = trials_of_plan(plan, trials)
+    own = [trial for trial in trials_of_plan(plan, trials) if 0 <= trial.measured_s < MAX_VALUE]
     if not own:
         return plan
     before, is_alone = plan.predicted, plan.cluster.ranks == 1
     error_s = sum(trial.measured_s - calibrated_s(trial, plan.cluster.engine.calibration) for trial in own) / len(own)
     error_s *= plan.accumulate_grad_batches
-    if not is_alone:
-        error_s = max(error_s, -before.communication_time_s)
+    error_s = max(error_s, -MAX_TRIAL_SAVING * before.step_time_s if is_alone else -before.communication_time_s)
     step_s = before.step_time_s + error_s
     communication_s = 0.0 if is_alone else before.communication_time_s + error_s
     exposed_s = [trial.exposed_comm_s for trial in own if trial.exposed_comm_s is not None]
@@ -242,7 +271,7 @@ def apply_trial(plan: ExecutionPlan, trials: Sequence[Trial]) -> ExecutionPlan:
         "step_time_s": step_s,
         "compute_time_s": step_s - communication_s,
         "communication_time_s": communication_s,
-        "samples_per_s": before.samples_per_s * before.step_time_s / step_s,
+        "samples_per_s": before.samples_per_s * before.step_time_s / step_s if step_s else before.samples_per_s,
     }
     return plan.model_copy(update={"predicted": before.model_copy(update=update)})
 

@@ -116,16 +116,20 @@ def _could_exceed(samples_per_s: float, wrap_search: WrapPolicySearch, policy: B
 class WrapPolicySearch:
     """A `PlanSearch` for each way in which operators may share units, each made when it is first needed."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, assignments: Sequence[WrapAssignment] = ()) -> None:
         self.problem = problem
-        self._searches: dict[WrapAssignment, PlanSearch | None] = dict.fromkeys(
-            wrap_assignments(problem.model, problem.constraints)
-        )
+        self._assignments = assignments or wrap_assignments(problem.model, problem.constraints)
+        self._searches: dict[WrapAssignment, PlanSearch] = {}
+
+    def with_shared_units(self) -> WrapPolicySearch | None:
+        """Return the searches in which operators share units; None if none may."""
+        shared = [units for units in self._assignments if any(units)]
+        return WrapPolicySearch(self.problem, shared) if shared else None
 
     @property
     def unwrapped(self) -> PlanSearch:
         """The search in which no operators share units."""
-        return self.for_assignment(next(iter(self._searches)))
+        return self.for_assignment(("",) * len(self.problem.model.operators))
 
     def for_assignment(self, wrap_assignment: WrapAssignment) -> PlanSearch:
         """Return the search in which exactly these operators share units."""
@@ -135,7 +139,7 @@ class WrapPolicySearch:
         return search
 
     def _all_searches(self) -> list[PlanSearch]:
-        return [self.for_assignment(assignment) for assignment in self._searches]
+        return [self.for_assignment(assignment) for assignment in self._assignments]
 
     def best_plan(self, batch_size: int, accumulation: int = 1, *, heuristic_only: bool = False) -> Candidate:
         """Return the fastest plan of all searches (see ``PlanSearch.best_plan_below``).
@@ -291,6 +295,7 @@ def _build_operator_plans(
             unit=chosen.wrap_assignment[index],
             is_recomputed=index in recomputed,
             num_parameters=operator.num_parameters,
+            requested_mode=plan_search.problem.constraints.requested_mode(operator.name),
             replicated_reason=operator.replicated_reason,
             unsplittable_reason=operator.unsplittable_reason,
             alternatives=rationale.alternatives[index] if wrapped_index.index(wrapped_index[index]) == index else (),

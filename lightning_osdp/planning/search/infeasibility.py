@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.planning.cost.memory_timeline import Peak
@@ -29,8 +30,9 @@ def infeasible_error(problem: Problem, peak: Peak, batch_size: int) -> Infeasibl
     operator = operators[largest]
     unsplit = f"; it can't be split: {operator.unsplittable_reason}" if operator.unsplittable_reason else ""
     return InfeasibleError(
-        f"nothing fits: batch size {batch_size} needs at least {_format_mib_rounded_up(peak.max_bytes)} per device"
-        f"{detail}, the limit is {_format_mib(problem.memory_limit_bytes)}. Of the step's peak (in the {peak.where}), "
+        f"nothing fits{_modes_text(problem)}: batch size {batch_size} needs at least "
+        f"{_format_mib_rounded_up(peak.max_bytes)} per device{detail}, the limit is "
+        f"{_format_mib(problem.memory_limit_bytes)}. Of the step's peak (in the {peak.where}), "
         f"the process takes {_format_mib(peak.overhead)}, states and gradients "
         f"{_format_mib(peak.states + peak.gradients)}, gathered parameters and transients "
         f"{_format_mib(peak.gathered + peak.transient)}, activations {_format_mib(peak.activations)}. The largest "
@@ -81,24 +83,34 @@ def with_suggestions(
 
 
 def _relaxed_problems(problem: Problem) -> Iterator[tuple[str, Problem]]:
-    """Yield problems with one restriction lifted: checkpoints that need whole tensors, slicing or recomputing."""
+    """Yield problems with one restriction lifted: checkpoints that need whole tensors, modes, slices, recomputing."""
     constraints, non_training = problem.constraints, problem.non_training
     if non_training.checkpoint_memory != "nothing":
         sharded = non_training.model_copy(update={"checkpoint_memory": "nothing"})
         words = "checkpoints of which every rank saves its part (save_format='sharded')"
         yield words, replace(problem, non_training=sharded)
-    restricts_slices = constraints.slice_granularity != "auto"
-    restricts_recompute = constraints.activation_checkpointing not in ("auto", True)
-    free_slices = replace(constraints, slice_granularity="auto")
-    if restricts_slices:
-        words = "operators split as the search sees fit (slice_granularity='auto')"
-        yield words, replace(problem, constraints=free_slices)
-    if restricts_recompute:
-        free = replace(constraints, activation_checkpointing="auto")
-        yield "blocks recomputed (activation_checkpointing='auto')", replace(problem, constraints=free)
-    if restricts_slices and restricts_recompute:
-        free = replace(free_slices, activation_checkpointing="auto")
-        yield "both of these", replace(problem, constraints=free)
+    lifted: dict[str, Any] = {}
+    for argument, words in (
+        ("modes", "modes that the search chooses (modes='auto')"),
+        ("slice_granularity", "operators split as the search sees fit (slice_granularity='auto')"),
+        ("activation_checkpointing", "blocks recomputed (activation_checkpointing='auto')"),
+    ):
+        value = getattr(constraints, argument)
+        if value != "auto" and not (argument == "activation_checkpointing" and value is True):
+            free: dict[str, Any] = {argument: "auto"}
+            lifted |= free
+            yield words, replace(problem, constraints=replace(constraints, **free))
+    if len(lifted) > 1:
+        words = f"{'both' if len(lifted) == 2 else 'all'} of these"
+        yield words, replace(problem, constraints=replace(constraints, **lifted))
+
+
+def _modes_text(problem: Problem) -> str:
+    """Say that the user chose the modes, if so; starts with a blank."""
+    modes = problem.constraints.modes
+    if modes == "auto":
+        return ""
+    return f" with modes={modes!r}" if isinstance(modes, str) else " with the modes that you asked for"
 
 
 def _largest_batch_size(

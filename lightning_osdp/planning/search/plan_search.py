@@ -109,7 +109,8 @@ class PlanSearch:
         self.wrap_assignment = wrap_assignment or ("",) * len(problem.model.operators)
         self.wrapped_model = WrappedModel.from_assignment(problem.model, self.wrap_assignment)
         compute = self.wrapped_model.merge_times(problem.compute)
-        self.space = SearchSpace(replace(problem, model=self.wrapped_model.model, compute=compute))
+        forced_modes = self.wrapped_model.merge_modes(map(problem.constraints.forced_mode, problem.model.operators))
+        self.space = SearchSpace(replace(problem, model=self.wrapped_model.model, compute=compute), forced_modes)
         self.bounds = LagrangianBounds(self.space)
         self.min_memory_options = min_memory_options(self.space)
         self._by_batch_size: dict[tuple[int, int], BatchSizeSearch] = {}

@@ -25,7 +25,7 @@ from lightning_osdp.planning.search.batch_size_search import (
 )
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import FrozenModel, NonTrainingWork
-from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.plan import BatchSizePoint, ExecutionPlan
 
 BUDGET_TOLERANCE, BUDGET_TOLERANCE_BYTES = 0.1, 12 << 20
 """Difference of the model's memory budget (a fraction, or bytes if these are more) up to which two starts have the same
@@ -129,10 +129,10 @@ def append_cached_plan(cached_plans: Sequence[CachedPlan], new_plan: CachedPlan)
     return (*others, new_plan)[-MAX_CACHED_PLANS:]
 
 
-def prune_trials(trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    """Return the trials without the oldest ones of searched plans; trials of other plans all stay."""
-    dropped = [trial for trial in trials if trial.plan is not None][:-MAX_TRIALS]
-    return tuple(trial for trial in trials if trial not in dropped)
+def add_trials(trials: Sequence[Trial], new_trials: Sequence[Trial]) -> tuple[Trial, ...]:
+    """Return the latest trials, with new ones in place of earlier ones of the same plans."""
+    keys = {trial.plan_key for trial in new_trials}
+    return (*(trial for trial in trials if trial.plan_key not in keys), *new_trials)[-MAX_TRIALS:]
 
 
 def find_cached_plan(
@@ -157,7 +157,23 @@ def find_cached_plan(
     if not similar:
         return None
     plan = repredict(WrapPolicySearch(variant_of_plan(similar[-1], problem)), policy, similar[-1], similar[-1])
-    return None if plan is None else apply_trial(plan, trials)
+    return None if plan is None else apply_tried_plan(plan, trials)
+
+
+def apply_tried_plan(plan: ExecutionPlan, trials: Sequence[Trial]) -> ExecutionPlan:
+    """Return a plan as its trials have shown it, and no batch size that was not tried as better than it."""
+    known = apply_trial(plan, trials)
+    if not trials_of_plan(plan, trials):
+        return known
+    samples_per_s = known.predicted.samples_per_s
+    own = next((point.samples_per_s for point in plan.frontier if point.batch_size == plan.batch_size), samples_per_s)
+
+    def known_rate(point: BatchSizePoint) -> float:
+        is_own = point.batch_size == plan.batch_size or not own
+        return samples_per_s if is_own else min(samples_per_s, point.samples_per_s * samples_per_s / own)
+
+    frontier = (point.model_copy(update={"samples_per_s": known_rate(point)}) for point in plan.frontier)
+    return known.model_copy(update={"frontier": tuple(frontier)})
 
 
 def _has_similar_budget(plan: ExecutionPlan, budget_bytes: int) -> bool:
@@ -300,6 +316,10 @@ def repredict(
         forced = None if block.recompute_blocker else problem.constraints.forced_recompute(block.name)
         if forced not in (None, block.name in earlier_plan.recomputed):
             return None
+    for operator, planned in zip(problem.model.operators, earlier_plan.operators, strict=True):
+        mode = problem.constraints.forced_mode(operator)
+        if mode is not None and set(planned.slices) != {mode}:
+            return None
     plan_search = wrap_search.for_assignment(tuple(operator.unit for operator in earlier_plan.operators))
     choices = tuple(operator.choice for operator in earlier_plan.operators)
     try:
@@ -308,4 +328,5 @@ def repredict(
         return None
     if candidate.peak.max_bytes > problem.memory_limit_bytes:
         return None
-    return to_plan(wrap_search, candidate, found_plan.frontier, found_plan.search_stop)
+    plan = to_plan(wrap_search, candidate, found_plan.frontier, found_plan.search_stop)
+    return plan.model_copy(update={"tried": earlier_plan.tried})

@@ -26,7 +26,7 @@ from lightning_osdp.planning.cost.step_time import (
     forward_backward_time,
     overlapped_time,
 )
-from lightning_osdp.planning.spec.choices import ShardingChoice, enumerate_choices
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, enumerate_choices
 from lightning_osdp.planning.spec.cluster import OperatorTime
 from lightning_osdp.planning.spec.model import Operator
 from lightning_osdp.planning.spec.problem import Problem
@@ -70,6 +70,10 @@ class OptionTimes(NamedTuple):
 class SearchSpace:
     """All options of a problem, prepared once for all batch sizes.
 
+    Args:
+        problem: the problem.
+        forced_modes: the only mode of each operator, None where any is possible. Not given: what the constraints say.
+
     Attributes:
         problem: the problem.
         timeline: the memory timeline of its model.
@@ -81,8 +85,9 @@ class SearchSpace:
         recompute_counts: recomputed blocks per kind, (ways to recompute, kinds).
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, forced_modes: Sequence[Mode | None] | None = None) -> None:
         self.problem = problem
+        self._forced_modes = forced_modes or tuple(map(problem.constraints.forced_mode, problem.model.operators))
         self._heap = HeapModel.for_model(problem.model, retained=problem.has_retained_heap)
         self.timeline = Timeline(
             problem.model, problem.cluster, problem.overhead_bytes, problem.non_training, self._heap
@@ -101,12 +106,14 @@ class SearchSpace:
         columns: list[tuple[object, ...]] = []
         for index, (operator, times) in enumerate(zip(problem.model.operators, problem.compute.operators, strict=True)):
             allowed_slices = constraints.allowed_slices(operator.name)
-            key = (operator.signature, times, allowed_slices)
+            forced_mode = self._forced_modes[index]
+            key = (operator.signature, times, allowed_slices, forced_mode)
             if key not in known:
                 known[key] = len(self.option_groups)
                 measured = [split.slices for split in times.splits if split.dim in operator.split_dims[:1]]
                 modes, mixed_slices = constraints.capabilities.modes, constraints.capabilities.mixed_slices
-                choices = tuple(enumerate_choices(operator, allowed_slices, measured, scopes, modes, mixed_slices))
+                limits = (allowed_slices, measured, scopes, modes, mixed_slices, forced_mode)
+                choices = tuple(enumerate_choices(operator, *limits))
                 self.option_groups.append(OptionGroup(choices, slice(len(columns), len(columns) + len(choices))))
                 columns += [self._option_columns(operator, choice, times) for choice in choices]
             self.group_of[index] = known[key]
@@ -132,17 +139,16 @@ class SearchSpace:
         forward = np.maximum(0.0, self._forward.value_at(batch_size))
         backward = np.maximum(0.0, self._backward.value_at(batch_size))
         backward_pass = np.outer([0.0, 1.0], forward) + backward
-        passes = accumulation * (forward + backward_pass)
+        own_passes, passes = accumulation * (forward + backward), accumulation * (forward + backward_pass)
         communication, engine, calibration = (
             term[..., 0] + accumulation * term[..., 1]
             for term in (self._communication, self._engine, self._calibration)
         )
-        overlapped = np.minimum(self._overlapped[..., 0], np.maximum(0.0, backward_pass))
+        overlapped = np.minimum(self._overlapped[..., 0], backward_pass)
         overlapped += accumulation * self._overlapped[..., 1]
-        communication = communication - np.minimum(overlapped, np.maximum(0.0, passes))
-        exposed = np.maximum(0.0, communication - self.problem.cluster.overlap * passes)
+        hidden = np.minimum(overlapped, passes) + self.problem.cluster.overlap * own_passes
         update = self.problem.compute.optimizer_s_per_byte * self.footprints[:, COLUMN["local_trainable"]]
-        return OptionTimes(np.maximum(0.0, passes + update + engine), np.maximum(0.0, exposed + calibration))
+        return OptionTimes(passes + update + engine, np.maximum(0.0, communication - hidden) + calibration)
 
     def resident_bytes(self, batch_size: int, accumulation: int) -> Floats:
         """Return the bytes of each option before, in and after its operator's backward, (phases, options)."""

@@ -112,8 +112,9 @@ def enumerate_choices(
     scopes: Iterable[tuple[ShardingScope, bool]] = ((ShardingScope.WORLD, False),),
     engine_modes: Iterable[Mode] = tuple(Mode),
     mixed_slices: bool = True,
+    forced_mode: Mode | None = None,
 ) -> list[ShardingChoice]:
-    """Return all choices for ``operator``, the replicated one first.
+    """Return all choices for ``operator``, the replicated one first if it is among them.
 
     Args:
         operator: The operator.
@@ -122,7 +123,10 @@ def enumerate_choices(
         scopes: Pairs (scope, hierarchical) that it may be sharded with.
         engine_modes: Modes that the engine can carry out.
         mixed_slices: Whether slices of one operator may have different modes.
+        forced_mode: The only mode that the operator and its slices may have; it must be possible. None for any.
     """
+    if forced_mode == Mode.DP:
+        return [ShardingChoice()]
     modes = [mode for mode in legal_modes(operator) if mode in set(engine_modes)]
     allowed = None if allowed_slices is None else tuple(allowed_slices)
     counts = [k for k in slice_counts(operator, allowed) if k in set(measured_slices)]
@@ -132,8 +136,11 @@ def enumerate_choices(
     if Mode.ZDP in modes:
         splits = (slices for k in counts for slices in _mixed_modes(k) if mixed_slices or len(set(slices)) == 1)
         choices += [ShardingChoice(slices, operator.split_dims[0]) for slices in splits if set(slices) <= set(modes)]
+    if forced_mode is not None:
+        choices = [choice for choice in choices if set(choice.slices) == {forced_mode}]
+        choices = choices or [ShardingChoice((forced_mode,))]
     return [
-        ShardingChoice(),
+        *([ShardingChoice()] if forced_mode is None else ()),
         *(choice._replace(scope=scope, hierarchical=staged) for scope, staged in scopes for choice in choices),
     ]
 

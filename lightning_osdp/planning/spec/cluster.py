@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from typing import Annotated
 
-from lightning_osdp.planning.spec.model import UNATTRIBUTED, FrozenModel, LinearInBatch, ModelProfile, Moment
-from lightning_osdp.planning.spec.plan_v1 import upgrade_cluster
+from pydantic import AfterValidator, Field
+
+from lightning_osdp.planning.spec.model import UNATTRIBUTED, FrozenModel, LinearInBatch, ModelProfile, Moment, Seconds
+from lightning_osdp.planning.spec.plan_v1 import raise_negative_times, upgrade_cluster
 
 MAX_CORRECTION = 3.0
 """Trials change what was measured in parts by at most this factor."""
@@ -25,14 +28,14 @@ class CollectiveFit(FrozenModel):
     equation 2 for one ring pass, with its own constants for each collective.
     """
 
-    latency_s: float
-    s_per_byte: float
-    extra_tensor_latency_s: float = 0.0
+    latency_s: Seconds
+    s_per_byte: Seconds
+    extra_tensor_latency_s: Seconds = 0.0
     """Latency of each further tensor that is gathered or reduced in the same call."""
-    overlap_fraction: float = 0.0
+    overlap_fraction: float = Field(ge=0, le=1, default=0.0)
     """Fraction of its time that compute can hide, if it starts before its result is needed: always for all-reduces, for
     the others only if units are prefetched (``Cluster.prefetch_max_bytes``)."""
-    residual: float = 0.0
+    residual: Seconds = 0.0
     """Root mean square of (predicted - measured) / measured over the measured sizes."""
 
     def time_s(self, unsharded_bytes: float, ranks: int, tensors: int = 1) -> float:
@@ -76,8 +79,8 @@ class HierarchicalLinks(FrozenModel):
 class ModeOverhead(FrozenModel):
     """Time of the engine for one operator in one micro-batch, without compute and collectives."""
 
-    fixed_s: float = 0.0
-    s_per_byte: float = 0.0
+    fixed_s: Seconds = 0.0
+    s_per_byte: Seconds = 0.0
     """Time per byte of parameter: copies into buckets, first touches of memory."""
 
     def time_s(self, parameter_bytes: float) -> float:
@@ -85,32 +88,37 @@ class ModeOverhead(FrozenModel):
         return self.fixed_s + self.s_per_byte * parameter_bytes
 
 
+RelativeChange = Annotated[float, Field(gt=-1, allow_inf_nan=False)]
+"""A fraction by which something takes longer. Fits are not negative, but those of earlier releases may be."""
+
+
 class CalibrationFactors(FrozenModel):
-    """Relative change of collectives plus engine in whole steps, compared with measurements of the parts.
+    """RelativeChange of collectives plus engine in whole steps over measurements of the parts, as a fraction of these.
 
     Trials determine them (``trial_correction.fit_calibration``). Those of all kinds that apply to an operator add up.
+    Together they are never negative: a plan that takes less than its parts is predicted by its own trial.
     """
 
-    dp: float = 0.0
-    zdp2: float = 0.0
-    zdp: float = 0.0
-    wrapped: float = 0.0
+    dp: RelativeChange = 0.0
+    zdp2: RelativeChange = 0.0
+    zdp: RelativeChange = 0.0
+    wrapped: RelativeChange = 0.0
     """Units that several operators share."""
-    split: float = 0.0
+    split: RelativeChange = 0.0
     """Operators cut into slices."""
-    node: float = 0.0
+    node: RelativeChange = 0.0
     """Operators sharded inside nodes."""
-    hierarchical: float = 0.0
+    hierarchical: RelativeChange = 0.0
     """Operators sharded over all ranks with two-stage collectives."""
 
     def for_kinds(self, kinds: Iterable[str]) -> float:
-        """Return the change for an operator of these ``step_time.calibration_kinds``, limited by ``MAX_CORRECTION``."""
+        """Return the excess of an operator of these ``step_time.calibration_kinds``, limited by ``MAX_CORRECTION``."""
         factor: float = 1.0 + sum(getattr(self, kind) for kind in kinds)
-        return min(MAX_CORRECTION, max(1 / MAX_CORRECTION, factor)) - 1.0
+        return min(MAX_CORRECTION, max(1.0, factor)) - 1.0
 
 
 class EngineOverhead(FrozenModel):
-    """Measured time of the engine by mode; negative if the fits of the collectives are too high."""
+    """Measured time of the engine by mode, beyond what the fits of the collectives say."""
 
     dp: ModeOverhead = ModeOverhead()
     """Overhead of a parameter whose gradient is copied into a bucket."""
@@ -138,7 +146,7 @@ class Cluster(FrozenModel):
     """Collectives of all ranks."""
     hierarchical_links: HierarchicalLinks | None = None
     """None if there is a single level, or if it was not measured; operators are sharded over all ranks then."""
-    overlap: float = 0.0
+    overlap: float = Field(ge=0, le=1, default=0.0)
     """Fraction of an operator's compute time that can hide its communication (CUDA)."""
     prefetch_max_bytes: int = 0
     """Largest unit that is gathered while the unit before it computes, and whose gradients are reduced while the next
@@ -158,7 +166,7 @@ class Cluster(FrozenModel):
         Raises:
             ValueError: ``text`` is not JSON or does not describe a cluster.
         """
-        return cls.model_validate_json(json.dumps(upgrade_cluster(json.loads(text))))
+        return cls.model_validate_json(json.dumps(raise_negative_times(upgrade_cluster(json.loads(text)))))
 
     @property
     def ranks(self) -> int:
@@ -201,21 +209,31 @@ class Cluster(FrozenModel):
         return self.device_type == "cpu"
 
 
+def _check_line(line: LinearInBatch) -> LinearInBatch:
+    if min(line.fixed, line.per_sample) < 0:
+        raise ValueError("a time can't be negative")
+    return line
+
+
+TimeLine = Annotated[LinearInBatch, AfterValidator(_check_line)]
+"""Seconds by batch size, never negative."""
+
+
 class SplitTime(FrozenModel):
-    """Compute time that splitting an operator adds in one micro-batch, in seconds by batch size; never negative."""
+    """Compute time that splitting an operator adds in one micro-batch, in seconds by batch size."""
 
     dim: int
     """Dimension of the weight that the slices divide."""
     slices: int
-    forward: LinearInBatch
-    backward: LinearInBatch
+    forward: TimeLine
+    backward: TimeLine
 
 
 class OperatorTime(FrozenModel):
     """Compute time of one operator in one micro-batch, in seconds by batch size."""
 
-    forward: LinearInBatch = LinearInBatch()
-    backward: LinearInBatch = LinearInBatch()
+    forward: TimeLine = LinearInBatch()
+    backward: TimeLine = LinearInBatch()
     splits: tuple[SplitTime, ...] = ()
     """The ways to split it that were measured; the search considers no others."""
 
@@ -247,9 +265,9 @@ class ComputeTimes(FrozenModel):
     operators: tuple[OperatorTime, ...]
     """Aligned with ``ModelProfile.operators``."""
     unattributed: OperatorTime
-    optimizer_s_per_byte: float
+    optimizer_s_per_byte: Seconds
     """Seconds of the optimizer's step per byte of parameter that a rank updates."""
-    blocks: tuple[LinearInBatch, ...] = ()
+    blocks: tuple[TimeLine, ...] = ()
     """Aligned with ``ModelProfile.blocks``: forward seconds in each that belong to no operator, a part of
     ``unattributed``."""
     workspace: tuple[KernelWorkspace, ...] = ()

@@ -1,4 +1,4 @@
-"""What the user decides instead of the search: slices, sharding group, recomputed blocks.
+"""What the user decides instead of the search: modes, slices, sharding group, recomputed blocks.
 
 A pattern matches a name if it is a dotted prefix of it (``model.blocks.3`` for everything in that block), or a glob
 that fits the whole name (``*.mlp.*``).
@@ -14,9 +14,9 @@ from typing import Literal
 
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.capabilities import ALL_CAPABILITIES, EngineCapabilities
-from lightning_osdp.planning.spec.choices import ShardingScope, available_scopes
+from lightning_osdp.planning.spec.choices import Mode, ShardingScope, available_scopes, legal_modes
 from lightning_osdp.planning.spec.cluster import Cluster
-from lightning_osdp.planning.spec.model import ModelProfile
+from lightning_osdp.planning.spec.model import ModelProfile, Operator
 
 SHARDING_GROUPS = ("auto", "world", "node")
 """Values that ``sharding_group`` may have."""
@@ -38,6 +38,8 @@ class SearchConstraints:
         sharding_group: The ranks that operators are sharded over: all of them, in one stage or two (``"world"``), or
             those of each node (``"node"``).
         update_in_backward: Whether sharded parameters may be updated in the backward pass if that is faster.
+        modes: Mode of every operator, or modes by pattern of operator names, of which the first that matches counts.
+            An operator that can't take its mode takes the next weaker one: ``zdp2`` for ``zdp``, then ``dp``.
         capabilities: What the engine can carry out; not a decision of the user.
 
     Raises:
@@ -48,6 +50,7 @@ class SearchConstraints:
     activation_checkpointing: Literal["auto"] | bool | Sequence[str] = "auto"
     sharding_group: str = "auto"
     update_in_backward: bool = False
+    modes: Literal["auto"] | str | Mapping[str, str] = "auto"
     capabilities: EngineCapabilities = ALL_CAPABILITIES
 
     def __post_init__(self) -> None:
@@ -61,6 +64,16 @@ class SearchConstraints:
                 "slice_granularity has to be 'auto', a whole number from 1 on, or such numbers by pattern of "
                 f"operator names, not {slices!r}"
             )
+        modes = (
+            self.modes.values()
+            if isinstance(self.modes, Mapping)
+            else [Mode.DP if self.modes == "auto" else self.modes]
+        )
+        if any(mode not in tuple(Mode) for mode in modes):
+            names = ", ".join(repr(mode.value) for mode in Mode)
+            raise ConfigurationError(
+                f"modes has to be 'auto', one of {names}, or such modes by pattern of operators, not {self.modes!r}"
+            )
         recompute = self.activation_checkpointing
         if recompute == "auto" or isinstance(recompute, bool):
             return
@@ -70,6 +83,26 @@ class SearchConstraints:
                 "activation_checkpointing has to be 'auto', True, False, or patterns of the names of blocks, not "
                 f"{recompute!r}"
             )
+
+    @property
+    def _modes_by_pattern(self) -> Mapping[str, str]:
+        if isinstance(self.modes, Mapping):
+            return self.modes
+        return {} if self.modes == "auto" else {"*": self.modes}
+
+    def requested_mode(self, operator: str) -> Mode | None:
+        """Return the mode that the user asks for the operator with this name; None if it is left to the search."""
+        found = (mode for pattern, mode in self._modes_by_pattern.items() if matches(pattern, operator))
+        return next(map(Mode, found), None)
+
+    def forced_mode(self, operator: Operator) -> Mode | None:
+        """Return the mode that an operator must have: as requested, or the next weaker one that it can take."""
+        requested = self.requested_mode(operator.name)
+        if requested is None:
+            return None
+        modes = tuple(Mode)
+        possible = set(legal_modes(operator)).intersection(self.capabilities.modes)
+        return next((mode for mode in reversed(modes[: modes.index(requested) + 1]) if mode in possible), Mode.DP)
 
     def allowed_slices(self, operator: str) -> tuple[int, ...] | None:
         """Return the numbers of slices that the operator with this name may have if sharded; None for any."""
@@ -113,11 +146,13 @@ class SearchConstraints:
         return any(matches(pattern, block) for pattern in recompute)
 
     def check(self, model: ModelProfile) -> None:
-        """Refuse patterns that match nothing in ``model``.
+        """Refuse patterns that match nothing in ``model``, and modes that none of the operators asked for can take.
 
         Raises:
-            ConfigurationError: A pattern matches no operator (or no block), or a block that can't be recomputed.
+            ConfigurationError: A pattern matches no operator (or no block), only operators that can't take its mode, or
+                a block that can't be recomputed.
         """
+        self._check_modes(model)
         if isinstance(self.slice_granularity, Mapping):
             operators = [operator.name for operator in model.operators]
             _check_matches("slice_granularity", self.slice_granularity, operators, "operator")
@@ -130,6 +165,30 @@ class SearchConstraints:
                 raise ConfigurationError(
                     f"activation_checkpointing: {block.name} can't be recomputed: {block.recompute_blocker}"
                 )
+
+    def _check_modes(self, model: ModelProfile) -> None:
+        if isinstance(self.modes, Mapping):
+            _check_matches("modes", self.modes, [operator.name for operator in model.operators], "operator")
+        for pattern, mode in self._modes_by_pattern.items():
+            if mode not in self.capabilities.modes:
+                raise ConfigurationError(f"modes: the engine {self.capabilities.engine} can't carry out {mode}")
+            matching = [operator for operator in model.operators if matches(pattern, operator.name)]
+            if matching and not any(mode in legal_modes(operator) for operator in matching):
+                refused = max(matching, key=lambda operator: operator.num_parameters)
+                raise ConfigurationError(
+                    f"modes: {refused.name or 'the module itself'} can't be {mode}: {mode_blocker(refused)}"
+                )
+
+
+def mode_blocker(operator: Operator) -> str:
+    """Return why an operator can't take every mode, in words; empty if it can."""
+    if operator.replicated_reason:
+        return operator.replicated_reason
+    if not operator.is_shardable:
+        return "its parameters are too small to be worth collectives of their own"
+    if operator.tied:
+        return "its weight is tied, so it is needed from one end of the model to the other"
+    return "" if operator.calls == 1 else f"it runs {operator.calls} times in a step, and would be gathered each time"
 
 
 UNCONSTRAINED = SearchConstraints()

@@ -8,6 +8,8 @@ from lightning_osdp.errors import ConfigurationError
 
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+
 _UNIT_BYTES = {
     "": 1,
     "b": 1,
@@ -38,6 +40,25 @@ def parse_bytes(value: int | str) -> int:
     if amount <= 0:
         raise ConfigurationError(f"an amount of memory must be at least one byte, not {value!r}: give {_ACCEPTED}")
     return amount
+
+
+def parse_memory_limit(value: int | str) -> tuple[int | None, float]:
+    """Return a memory limit in bytes, or None and the share of the memory that a device has.
+
+    Args:
+        value: ``"auto"`` for all that the device has, ``"90%"`` for a share of it, or an amount as for ``parse_bytes``.
+
+    Raises:
+        ConfigurationError: It has another form, or the share is not above 0 and at most 100 percent.
+    """
+    if value == "auto":
+        return None, 1.0
+    if not isinstance(value, str) or not value.strip().endswith("%"):
+        return parse_bytes(value), 1.0
+    match = _PERCENT.fullmatch(value)
+    if match is None or not 0 < float(match[1]) <= 100:
+        raise ConfigurationError(f"{value!r} is no share of a device's memory: give '90%', or {_ACCEPTED}")
+    return None, float(match[1]) / 100
 
 
 def format_bytes(amount: float) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 SMALL_PARAMETER_ELEMENTS = 1 << 14
 """Smaller 1-D parameters (norms, biases) are never sharded: their gradients are all-reduced in buckets. [M-cost-1]"""
@@ -18,6 +18,9 @@ UNATTRIBUTED = -1
 
 Phase = Literal["forward", "backward"]
 
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+"""A time that was measured, or a factor on one: neither negative nor infinite."""
+
 
 class FrozenModel(BaseModel):
     """An immutable, comparable value with JSON in and out; unknown fields are refused."""
@@ -28,8 +31,8 @@ class FrozenModel(BaseModel):
 class LinearInBatch(FrozenModel):
     """A quantity that grows linearly with the batch size: ``fixed + per_sample * batch_size``."""
 
-    fixed: float = 0.0
-    per_sample: float = 0.0
+    fixed: FiniteFloat = 0.0
+    per_sample: FiniteFloat = 0.0
 
     def value_at(self, batch_size: int) -> float:
         """Return the value at ``batch_size`` samples, never less than zero."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -12,7 +12,7 @@ from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import FrozenModel, ModelProfile
-from lightning_osdp.planning.spec.plan_v1 import upgrade_plan
+from lightning_osdp.planning.spec.plan_v1 import raise_negative_times, upgrade_plan
 
 PLAN_FORMAT = "lightning_osdp.plan"
 PLAN_VERSION = 2
@@ -80,6 +80,8 @@ class OperatorPlan(_Choice):
     is_recomputed: bool = False
     """Whether it lies in a block that is recomputed (``ExecutionPlan.recomputed``)."""
     num_parameters: int = Field(ge=0)
+    requested_mode: Mode | None = None
+    """Mode that the user asked for; it differs from the operator's own where that can't be had."""
     replicated_reason: str = ""
     """Why it must stay replicated; empty if it need not, or if the plan does not say."""
     unsplittable_reason: str = ""
@@ -156,6 +158,20 @@ class PeakMoment(FrozenModel):
         return self.heap / freed if freed else 0.0
 
 
+class TriedPlan(FrozenModel):
+    """What a plan took that was tried before one was taken; times are of an optimizer step."""
+
+    name: str
+    """What it does, in words."""
+    batch_size: int
+    step_time_s: float
+    samples_per_s: float
+    spread_s: float
+    """By how much its rounds differ."""
+    num_rounds: int
+    is_chosen: bool = False
+
+
 class SearchStop(FrozenModel):
     """Why no larger batch size was tried."""
 
@@ -195,6 +211,19 @@ class ExecutionPlan(FrozenModel):
     """Seconds of a step that one more byte of memory would save, by the search's linear relaxation."""
     peak: PeakMoment | None = None
     search_stop: SearchStop | None = None
+    tried: tuple[TriedPlan, ...] = ()
+    """The plans that were tried in turns, this one among them; empty if none could be."""
+
+    text_display: ClassVar[Callable[[ExecutionPlan], str]] = repr
+    """Makes ``str(plan)``; set by ``report.display``."""
+    html_display: ClassVar[Callable[[ExecutionPlan], str | None]] = lambda plan: None
+    """Makes what a notebook shows; set by ``report.display``."""
+
+    def __str__(self) -> str:
+        return type(self).text_display(self)
+
+    def _repr_html_(self) -> str | None:
+        return type(self).html_display(self)
 
     @model_validator(mode="after")
     def _check_units_agree(self) -> ExecutionPlan:
@@ -253,7 +282,7 @@ class ExecutionPlan(FrozenModel):
                 "make a new plan"
             )
         try:
-            return cls.model_validate_json(json.dumps(data))
+            return cls.model_validate_json(json.dumps(data | {"cluster": raise_negative_times(data.get("cluster"))}))
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])

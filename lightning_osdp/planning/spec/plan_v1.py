@@ -1,4 +1,4 @@
-"""Reader for plans and cluster files of version 1: renames their keys to today's.
+"""Reader for plans and cluster files of earlier releases: renames keys of version 1 to today's.
 
 Keys are renamed by path, because version 1 used some words for several things. Lists add nothing to a path.
 """
@@ -6,6 +6,9 @@ Keys are renamed by path, because version 1 used some words for several things. 
 from __future__ import annotations
 
 from typing import Any
+
+_LEAST_CHANGE = -2 / 3
+"""Least relative change that earlier releases applied."""
 
 _CLUSTER_KEYS = {
     "ahead_bytes": "prefetch_max_bytes",
@@ -62,6 +65,20 @@ def upgrade_plan(data: dict[str, Any]) -> dict[str, Any]:
 def upgrade_cluster(data: Any) -> Any:
     """Return the JSON value of a cluster file of any version with today's keys."""
     return _rename_keys(data, _CLUSTER_KEYS)
+
+
+def raise_negative_times(cluster: Any) -> Any:
+    """Return the JSON value of a cluster whose engine takes no negative times, as earlier releases measured them."""
+    if not isinstance(cluster, dict) or not isinstance(cluster.get("engine"), dict):
+        return cluster
+
+    def clamp(part: Any, least: float) -> Any:
+        if not isinstance(part, dict):
+            return part
+        return {key: max(least, value) if isinstance(value, int | float) else value for key, value in part.items()}
+
+    engine = {name: clamp(part, _LEAST_CHANGE * (name == "calibration")) for name, part in cluster["engine"].items()}
+    return {**cluster, "engine": engine}
 
 
 def _rename_keys(value: Any, renamed: dict[str, str], prefix: str = "") -> Any:

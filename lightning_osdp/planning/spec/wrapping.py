@@ -7,7 +7,7 @@ wrapped all or none, so there are few assignments to try. Operators that a plan 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain, combinations
@@ -43,6 +43,8 @@ def _wrappable_operators(model: ModelProfile, block: RepeatedBlock, constraints:
     if block.recompute_blocker:
         return []
     members = [index for index in block.operators if _can_wrap(model.operators[index], constraints)]
+    if len({constraints.forced_mode(model.operators[index]) for index in members} - {None}) > 1:
+        return []  # a unit has one mode
     element_sizes = {p.element_bytes for index in members for p in model.operators[index].shardable_parameters}
     return members if len(element_sizes) == 1 else []  # a unit holds one type
 
@@ -51,6 +53,8 @@ def _can_wrap(operator: Operator, constraints: SearchConstraints) -> bool:
     # Frozen parameters would stay gathered until the backward pass ends.
     trainable = all(p.trainable for p in operator.shardable_parameters)
     may_be_unsplit = 1 in (constraints.allowed_slices(operator.name) or (1,))
+    if constraints.forced_mode(operator) == Mode.DP:
+        return False
     can_shard = Mode.ZDP in legal_modes(operator) and Mode.ZDP in constraints.capabilities.modes
     return may_be_unsplit and trainable and can_shard
 
@@ -103,6 +107,11 @@ class WrappedModel:
         """Return the choices for ``model``, given those of the original operators."""
         first = dict(zip(reversed(self.wrapped_index), reversed(choices), strict=True))
         return tuple(first[index] for index in range(len(self.model.operators)))
+
+    def merge_modes(self, modes: Iterable[Mode | None]) -> tuple[Mode | None, ...]:
+        """Return the forced modes of ``model``'s operators, given those of the original ones; None is any mode."""
+        forced = {new: mode for new, mode in zip(self.wrapped_index, modes, strict=True) if mode is not None}
+        return tuple(map(forced.get, range(len(self.model.operators))))
 
     def expand_choices(self, choices: Sequence[ShardingChoice]) -> tuple[ShardingChoice, ...]:
         """Return the choices for the original operators, given those for ``model``."""

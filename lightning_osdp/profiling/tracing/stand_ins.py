@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from lightning_osdp.errors import TraceError
+from lightning_osdp.profiling.tracing.deep_copy import deep_copy
 
 TRAINER_DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(["current_epoch", "global_step", "global_rank", "local_rank"], 0),
@@ -69,7 +69,7 @@ class FakeCopyMode(TorchFunctionMode):
         memo: dict[int, Any] = {id(tensor): as_fake(tensor, self._fake_mode, device) for tensor in moved}
         memo.update({id(each): each for each in shared})
         with self:
-            return copy.deepcopy(value, memo), memo
+            return deep_copy(value, memo), memo
 
 
 def as_fake(tensor: Tensor, fake_mode: FakeTensorMode, device: torch.device) -> Tensor:
@@ -103,7 +103,11 @@ def lazy_clone(module: LightningModule) -> LightningModule:
         values = _try_lazy_clone(parameter)
         if values is not None:
             memo[id(parameter)] = torch.nn.Parameter(values, parameter.requires_grad)
-    return copy.deepcopy(module, memo)
+    copied: LightningModule = deep_copy(module, memo)
+    for inner in copied.modules():
+        if isinstance(inner, LightningModule):
+            inner.__dict__["_trainer"] = module._trainer
+    return copied
 
 
 def lazy_clone_bytes(module: LightningModule, device: torch.device) -> int:
@@ -219,6 +223,7 @@ class TrainerStub:
         self.logger = DummyLogger()
         self.loggers = [self.logger]
         self.estimated_stepping_batches = ESTIMATED_STEPS
+        self.save_checkpoint = self.print = lambda *_, **__: None
 
     def __getattr__(self, name: str) -> Any:
         if self.__dict__.get("_real") is not None:

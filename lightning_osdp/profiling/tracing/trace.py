@@ -22,8 +22,8 @@ from lightning_osdp.backend.memory import allowed_bytes
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, TraceError
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.profiling.kernels.kernel import Kernel
-from lightning_osdp.profiling.tracing import stand_ins
-from lightning_osdp.profiling.tracing.host_syncs import HostSyncDetector
+from lightning_osdp.profiling.tracing import host_syncs, stand_ins
+from lightning_osdp.profiling.tracing.isolation import isolated
 from lightning_osdp.profiling.tracing.optimizer_step import (
     Clipping,
     OptimizerTrace,
@@ -93,30 +93,30 @@ def trace(step: TrainingStep) -> TracedStep:
 
 
 def trace_by_running(step: TrainingStep) -> TracedStep:
-    """Trace ``step`` by real small steps in place, for modules that ``trace`` refuses.
+    """Trace ``step`` by real small steps on a copy, for modules that ``trace`` refuses.
 
     The module must lie on the step's device. Gradients are freed as they come, so the parameters and the activations
-    of ``max(sizes)`` samples, which are rows of the batch, must fit. Afterwards buffers, training modes and random
-    states are as before and gradients are None; parameters and the trainer are not touched.
+    of ``max(sizes)`` samples, which are rows of the batch, must fit.
 
     Raises:
         ConfigurationError: If nothing in the module is trainable.
-        TraceError: If the step fails for real, too; the cause is chained.
+        TraceError: If the module can't be copied or the step fails for real, too; the cause is chained.
     """
-    module, sizes = step.module, choose_batch_sizes(step)
+    sizes = choose_batch_sizes(step)
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     optimizers: list[Any] = []
     schedulers: list[Any] = []
     recordings = {}
     with _guard_tracing(step):
-        with stand_ins.detached_from_trainer(module, optimizers, schedulers), _restore_buffers_and_modes(module):
+        module = stand_ins.lazy_clone(step.module)
+        with stand_ins.detached_from_trainer(module, optimizers, schedulers):
             _fill_optimizers(module, optimizers, schedulers)
             for size in sizes:
                 batch = stand_ins.real_batch(step.batch, step.batch_size, size)
                 recordings[size] = _record(step, module, batch, real=True)
         copies, fakes = fake_optimizers(optimizers, fake_mode, step.device)
         parameters = [fakes.get(id(parameter.tensor)) for parameter in named_parameters(module)]
-        optimizer_trace = trace_optimizers(copies, parameters, fake_mode, Clipping.from_trainer(module._trainer))
+        optimizer_trace = trace_optimizers(copies, parameters, fake_mode, Clipping.from_trainer(step.module._trainer))
     return _build_result(step, recordings, optimizer_trace, {})
 
 
@@ -230,9 +230,9 @@ def _record(
     module.__dict__["manual_backward"] = backward
     if real:
         gc.collect()  # Garbage may hold memory that the step needs.
-    host_syncs = HostSyncDetector(recorder.record_host_sync) if real else nullcontext()
+    syncs = host_syncs.HostSyncDetector(recorder.record_host_sync) if real else host_syncs.unknown_numbers()
     try:
-        with _garbage_collection_disabled(), torch.set_grad_enabled(autograd), recorder.record_step(), host_syncs:
+        with _garbage_collection_disabled(), torch.set_grad_enabled(autograd), recorder.record_step(), syncs:
             with step.step_context():
                 output = module.training_step(*stand_ins.step_arguments(module, batch))
             if module.automatic_optimization and autograd:
@@ -269,8 +269,9 @@ def _build_result(
 
 @contextmanager
 def _guard_tracing(step: TrainingStep) -> Iterator[None]:
-    """Keep the random states, turn compilation off, and raise every error of the step as ``TraceError``."""
-    with stand_ins.fork_rng(step.device), torch.compiler.set_stance("force_eager"):
+    """Leave all else as it is, turn compilation off, and raise every error of the step as ``TraceError``."""
+    silent = (isolated(step.module), host_syncs.silent_metrics())
+    with silent[0], silent[1], stand_ins.fork_rng(step.device), torch.compiler.set_stance("force_eager"):
         try:
             yield
         except OSDPError:
@@ -302,22 +303,3 @@ def _fill_optimizers(module: LightningModule, optimizers: list[Any], schedulers:
         scheduler.step = lambda *_, **__: None
     optimizers += configured
     schedulers += configured_schedulers
-
-
-@contextmanager
-def _restore_buffers_and_modes(module: LightningModule) -> Iterator[None]:
-    modes = [(inner, inner.training) for inner in module.modules()]
-    buffers = [
-        (inner, name, buffer, buffer.clone())
-        for inner in module.modules()
-        for name, buffer in inner._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        yield
-    finally:
-        for inner, training in modes:
-            inner.training = training
-        with torch.no_grad():
-            for inner, name, buffer, value in buffers:
-                inner._buffers[name] = buffer.copy_(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,38 +13,27 @@ import torch
 import torch.distributed as dist
 
 from lightning_osdp.autotune import calibration, startup_budget, trial_step, trials
-from lightning_osdp.autotune.calibration import Calibration, run_calibration_trials, uniform_plans
+from lightning_osdp.autotune.calibration import Calibration, replicated_plan, run_calibration_trials
 from lightning_osdp.autotune.trial_step import StepTiming
 from lightning_osdp.backend.cpu.malloc import HEAP, configure_cpu_allocator
 from lightning_osdp.backend.memory import FIRST_STEP_GROWTH_BYTES
 from lightning_osdp.errors import OSDPWarning
-from lightning_osdp.planning.cost.trial_correction import Trial, fit_calibration, trial_peak_bytes
-from lightning_osdp.planning.spec.choices import Mode
-from lightning_osdp.planning.spec.cluster import Cluster, ComputeTimes
+from lightning_osdp.planning.cost.trial_correction import trial_peak_bytes
+from lightning_osdp.planning.spec.cluster import ComputeTimes
 from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.tracing.stand_ins import lazy_clone, lazy_clone_bytes
 from tests.support.leaks import leaked_parameter_bytes
-from tests.support.models import some_cluster, uniform_hierarchical_links
+from tests.support.models import some_cluster
 from tests.support.ranks import run_ranks
 from tests.support.small_models import compute_s
 from tests.support.traced_models import trace
 from tests.support.trials import BATCH, CPU, ROOM, Module, make_trial_setup
 
-SHORT_S = startup_budget.MODE_TRIAL_RESERVE_S + startup_budget.TRIAL_S - 1
-"""Time for single steps of modes, not for several."""
-
 
 def run_trials(
-    rank: int,
-    ranks: int,
-    means: dict[int, float] | None,
-    room_bytes: int,
-    fails: bool,
-    modes: int = 99,
-    roomy: int = 99,
-) -> tuple[bool, ComputeTimes, ComputeTimes, tuple[Trial, ...], list[str]]:
-    """Whether the module is as it was, times before and after, trials, and warnings; it is late after ``modes``,
-    and there is no room when it is asked for more than ``roomy`` times."""
+    rank: int, ranks: int, means: dict[int, float] | None, room_bytes: int, fails: bool
+) -> tuple[bool, ComputeTimes, ComputeTimes, list[str]]:
+    """Whether the module is as it was, times before and after, and warnings."""
     torch.manual_seed(1)
     module = Module(fails)
     traced = trace(module, BATCH, 4, device=CPU)
@@ -64,94 +52,36 @@ def run_trials(
         trial_step._time_repeats = given
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OSDPWarning)
-        free_bytes, left_s = partial(next, iter([room_bytes] * roomy), 0), partial(next, iter([math.inf] * modes), 0.0)
-        found = run_calibration_trials(make_trial_setup(module, traced, None, free_bytes, left_s), everyone[0])
+        found = run_calibration_trials(make_trial_setup(module, traced, None, lambda: room_bytes), everyone[0])
     same = all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     same &= all(parameter.grad is None for parameter in module.parameters()) and module._trainer is None
     same &= module.steps == steps and torch.equal(random, torch.get_rng_state())
     messages = [str(one.message) for one in caught if issubclass(one.category, OSDPWarning)]
-    return same, everyone[0], found.compute, found.trials, messages
+    return same, everyone[0], found.compute, messages
 
 
 def test_calibration_trials_keep_module_unchanged_and_scale_compute_to_step() -> None:
-    # One second for the plain step at both sizes, two with all operators in any mode.
+    # One second for the plain step at both sizes.
     first, second = run_ranks(run_trials, 2, {2: 1.0, 1: 2.0}, ROOM, False)
     assert first[1:] == second[1:]
-    for same, parts, times, shown, messages in (first, second):
+    for same, parts, times, messages in (first, second):
         assert same
         assert not messages
         limits = [min(1.0, 3 * compute_s(parts, size)) for size in (2, 8)]
         assert [compute_s(times, size) for size in (2, 8)] == pytest.approx(limits, rel=0.3)
-        assert [set(one.overhead_by_kind_s) - {"dp", "wrapped"} for one in shown] == [{"zdp"}, {"zdp2"}, set()]
-        assert {(one.measured_s, one.exposed_comm_s) for one in shown} == {(2.0, 0.25)}
-        excess = fit_calibration(some_cluster().engine, shown).calibration
-        assert all(excess.for_kinds([mode.value]) > 0 for mode in Mode)
-
-
-def test_calibration_trials_stop_trying_modes_at_deadline() -> None:
-    in_the_order_and_one_mode = 2
-    for same, _, times, shown, _ in run_ranks(run_trials, 2, {2: 1.0, 1: 2.0}, ROOM, False, in_the_order_and_one_mode):
-        assert same
-        assert compute_s(times, 2) > 0
-        assert [set(one.overhead_by_kind_s) >= {"zdp"} for one in shown] == [True]
-
-
-def run_short_trials(
-    rank: int, ranks: int, left_s: float, hardware: Cluster | None = None
-) -> tuple[list[set[str]], list[float]]:
-    """Kinds of operators of each mode that is tried, and for how long."""
-    seconds: list[float] = []
-    run = trial_step._time_repeats
-
-    def noted(*arguments: Any, **named: Any) -> list[StepTiming]:
-        seconds.append(named["duration_s"])
-        return run(*arguments, **named)
-
-    trial_step._time_repeats = noted
-    module = Module()
-    traced = trace(module, BATCH, 4, device=CPU)
-    parts: list[Any] = [compute.measure_compute(traced, CPU, time_budget_s=0.0)] * ranks
-    dist.all_gather_object(parts, parts[rank])
-    shown = run_calibration_trials(
-        make_trial_setup(module, traced, hardware, remaining_s=lambda: left_s), parts[0]
-    ).trials
-    return [set(one.overhead_by_kind_s) - {"dp", "wrapped"} for one in shown], seconds[-len(shown) :]
-
-
-def test_calibration_trials_with_little_time_run_each_mode_once_cheapest_first() -> None:
-    for kinds, seconds in run_ranks(run_short_trials, 2, SHORT_S):
-        assert kinds == [set(), {"zdp2"}, {"zdp"}]
-        assert seconds == [0.0] * 3
-
-
-def test_calibration_trials_on_two_nodes_include_node_sharding() -> None:
-    nodes = some_cluster(2, nodes=2, hierarchical_links=uniform_hierarchical_links(some_cluster().link))
-    for kinds, _ in run_ranks(run_short_trials, 4, SHORT_S, nodes):
-        assert kinds == [{"zdp2", "node"}, set(), {"zdp2"}, {"zdp"}]
-    in_turn = uniform_plans(trace(Module(), BATCH, 4, device=CPU).model_profile, nodes)
-    assert all(plan.cluster == nodes for plan in in_turn.values())
-    assert len(uniform_plans(trace(Module(), BATCH, 4, device=CPU).model_profile, some_cluster(4))) == len(Mode)
-
-
-def test_calibration_trials_stop_trying_modes_when_memory_is_used_up() -> None:
-    plain_and_one_mode = 2
-    for _, _, times, shown, _ in run_ranks(run_trials, 2, {2: 1.0, 1: 2.0}, ROOM, False, 99, plain_and_one_mode):
-        assert compute_s(times, 2) > 0
-        assert [set(one.overhead_by_kind_s) >= {"zdp"} for one in shown] == [True]
 
 
 def test_calibration_trials_skip_steps_that_take_too_long() -> None:
-    for same, parts, times, shown, messages in run_ranks(run_trials, 2, {2: startup_budget.MAX_TRIAL_S}, ROOM, False):
+    for same, parts, times, messages in run_ranks(run_trials, 2, {2: startup_budget.MAX_TRIAL_S}, ROOM, False):
         assert same
         assert not messages
-        assert (times, shown) == (parts, ())
+        assert times == parts
 
 
 def run_heap_trials(
     rank: int, ranks: int, room_bytes: int, left_s: float
-) -> tuple[bool, ComputeTimes, ComputeTimes | None, int]:
-    """Whether the module is as it was and freed tensors are handed back, times, what there is where they stay, and how
-    many modes were tried."""
+) -> tuple[bool, ComputeTimes, ComputeTimes | None]:
+    """Whether the module is as it was and freed tensors are handed back, times, and what there is where they stay."""
     configure_cpu_allocator()
     module = Module()
     traced = trace(module, BATCH, 4, device=CPU)
@@ -162,28 +92,26 @@ def run_heap_trials(
     found = run_calibration_trials(setup, everyone[0])
     kept = found.compute_with_retained_heap
     same = all(torch.equal(before[name], value) for name, value in module.state_dict().items())
-    return same and not HEAP.retains and not leaked_parameter_bytes(module), found.compute, kept, len(found.trials)
+    return same and not HEAP.retains and not leaked_parameter_bytes(module), found.compute, kept
 
 
-@pytest.mark.parametrize("left_s", [math.inf, SHORT_S])
-def test_heap_trial_times_unsharded_step_with_retained_heap(left_s: float) -> None:
-    for same, times, kept, shown in run_ranks(run_heap_trials, 2, ROOM, left_s):
+def test_heap_trial_times_unsharded_step_with_retained_heap() -> None:
+    for same, times, kept in run_ranks(run_heap_trials, 2, ROOM, math.inf):
         assert same
-        assert shown == len(Mode)
         assert kept is not None
         assert 0 < compute_s(kept, 8) <= compute_s(times, 8)
 
 
 def test_heap_trial_without_memory_for_heap_growth_gives_no_result() -> None:
-    room = trial_memory_bytes(Mode.DP, 2)  # for the copy, not for training
+    room = trial_memory_bytes(2)  # for the copy, not for training
     for left_s in (math.inf, startup_budget.HEAP_TRIAL_RESERVE_S):
-        for same, _, kept, _ in run_ranks(run_heap_trials, 2, room, left_s):
+        for same, _, kept in run_ranks(run_heap_trials, 2, room, left_s):
             assert same
             assert kept is None
 
 
 def test_heap_trial_skipped_for_time_assumes_retain_speedup() -> None:
-    for same, times, kept, _ in run_ranks(run_heap_trials, 2, ROOM, startup_budget.HEAP_TRIAL_RESERVE_S):
+    for same, times, kept in run_ranks(run_heap_trials, 2, ROOM, startup_budget.HEAP_TRIAL_RESERVE_S):
         assert same
         assert kept is not None
         for size in (2, 8):
@@ -193,36 +121,35 @@ def test_heap_trial_skipped_for_time_assumes_retain_speedup() -> None:
 
 
 def test_calibration_trials_of_real_steps_measure_nonzero_times() -> None:
-    for same, _, times, shown, messages in run_ranks(run_trials, 2, None, ROOM, False):
+    for same, _, times, messages in run_ranks(run_trials, 2, None, ROOM, False):
         assert same
         assert not messages
         assert compute_s(times, 8) > 0
-        assert len({one.measured_s for one in shown} - {0.0}) == len(Mode)
 
 
-def trial_memory_bytes(mode: Mode, size: int) -> int:
-    """Memory of a trial with all operators in one mode."""
+def trial_memory_bytes(size: int) -> int:
+    """Memory of a trial of the unsharded step."""
     module = Module()
     model = trace(module, BATCH, 4, device=CPU).model_profile
-    plan = uniform_plans(model, some_cluster(2))[mode.value]
-    step = trials.MEMORY_MARGIN * trial_peak_bytes(model, some_cluster(2), plan, size)
+    step = trials.MEMORY_MARGIN * trial_peak_bytes(
+        model, some_cluster(2), replicated_plan(model, some_cluster(2)), size
+    )
     return math.ceil(step) + lazy_clone_bytes(module, CPU) + FIRST_STEP_GROWTH_BYTES["cpu"]
 
 
-def test_calibration_trials_skip_modes_and_sizes_that_exceed_memory() -> None:
-    room = trial_memory_bytes(Mode.DP, 2)  # the copy shares parameters that stay whole
-    assert room < min(trial_memory_bytes(Mode.DP, 8), trial_memory_bytes(Mode.ZDP2, 2), trial_memory_bytes(Mode.ZDP, 2))
-    for same, parts, times, shown, _ in run_ranks(run_trials, 2, {1: 1.0}, room, False):
+def test_calibration_trials_skip_sizes_that_exceed_memory() -> None:
+    room = trial_memory_bytes(2)  # the copy shares parameters that stay whole
+    assert room < trial_memory_bytes(8)
+    for same, parts, times, _ in run_ranks(run_trials, 2, {1: 1.0}, room, False):
         assert same
         assert compute_s(times, 2) == pytest.approx(min(1.0, 3 * compute_s(parts, 2)))
-        assert [set(one.overhead_by_kind_s) for one in shown] == [{"dp"}]
 
 
 def test_unsharded_batch_sizes_take_largest_size_within_memory_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
     module, hardware, found = Module(), some_cluster(2), []
     traced = trace(module, BATCH, 4, device=CPU)
     parts = compute.measure_compute(traced, CPU, time_budget_s=0.0)
-    replicated = uniform_plans(traced.model_profile, hardware)["dp"]
+    replicated = replicated_plan(traced.model_profile, hardware)
     for most in (2, 3, 4, 5, 8, 8):
         monkeypatch.setattr(startup_budget, "MAX_LARGE_BATCH_S", compute_s(parts, 6) if len(found) == 5 else math.inf)
         room = math.ceil(trials.MEMORY_MARGIN * trial_peak_bytes(traced.model_profile, hardware, replicated, most))
@@ -241,7 +168,7 @@ def test_unsharded_batch_sizes_on_cuda_saturate_device(
     traced = trace(module, BATCH, 4, device=CPU)
     parts = compute.measure_compute(traced, CPU, time_budget_s=0.0)
     monkeypatch.setattr(startup_budget, "SATURATED_STEP_S", compute_s(parts, longest))
-    replicated = uniform_plans(traced.model_profile, hardware)["dp"]
+    replicated = replicated_plan(traced.model_profile, hardware)
     room = math.ceil(trials.MEMORY_MARGIN * trial_peak_bytes(traced.model_profile, hardware, replicated, most))
     setup = make_trial_setup(module, traced, hardware)
     on_cuda = replace(setup, context=replace(setup.context, device=torch.device("cuda", 0)))
@@ -250,9 +177,9 @@ def test_unsharded_batch_sizes_on_cuda_saturate_device(
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_calibration_trials_without_memory_or_on_failure_keep_compute_times(fails: bool) -> None:
-    for same, parts, times, shown, messages in run_ranks(run_trials, 2, None, ROOM if fails else 1 << 10, fails):
+    for same, parts, times, messages in run_ranks(run_trials, 2, None, ROOM if fails else 1 << 10, fails):
         assert same
-        assert (times, shown) == (parts, ())
+        assert times == parts
         assert [("can't be tried" in message and "not for real" in message) for message in messages] == [True] * fails
 
 

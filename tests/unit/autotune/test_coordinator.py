@@ -16,6 +16,7 @@ from lightning_osdp.autotune.startup_budget import StartupBudget
 from lightning_osdp.backend import memory
 from lightning_osdp.backend.memory import EVALUATION_GROWTH_BYTES, FIRST_STEP_GROWTH_BYTES
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
+from lightning_osdp.planning.cost.trial_correction import Trial, plan_key
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, make_plan, min_memory_bytes
 from lightning_osdp.planning.search.plan_selection import CachedPlan
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, NonTrainingWork
@@ -114,10 +115,13 @@ def test_memory_budget_with_evaluation_reserves_memory_for_its_kernels(
     assert room.non_model == 30 + room.estimated
 
 
-def test_repredict_returns_trialled_plan_only_within_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choose_tried_plan_returns_tried_plan_only_within_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(ROOMY, RULE)
-    team, nothing = make_coordinator(Counted()), Profile(compute=compute(MODEL), link=ROOMY.cluster.link)
-    for limit, expected in ((ROOMY.memory_limit_bytes, plan), (plan.predicted.peak_memory_bytes - 1, None)):
+    trial = Trial(plan_key=plan_key(plan), predicted_s=1.0, measured_s=1.0, overhead_by_kind_s={}, rounds_s=(1.0,) * 3)
+    team = make_coordinator(Counted())
+    nothing = Profile(compute=compute(MODEL), link=ROOMY.cluster.link, trials=(trial,))
+    for limit, fits in ((ROOMY.memory_limit_bytes, True), (plan.predicted.peak_memory_bytes - 1, False)):
         problem = replace(ROOMY, memory_limit_bytes=limit)
-        monkeypatch.setattr(PlanningCoordinator, "_on_rank_zero", lambda _, work, *__, problem=problem: work(problem))
-        assert team.repredict(nothing, MemoryBudget(limit, 0, 0), plan) == expected
+        monkeypatch.setattr(PlanningCoordinator, "build_problem", lambda *_, problem=problem: problem)
+        chosen = team.choose_tried_plan(nothing, MemoryBudget(limit, 0, 0), [plan])
+        assert (chosen is not None and chosen.operators == plan.operators) == fits

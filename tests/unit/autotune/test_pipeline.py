@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_osdp.autotune import pipeline, startup_budget
+from lightning_osdp.autotune import finalists, pipeline, startup_budget
 from lightning_osdp.autotune.coordinator import UNTRIED_PLAN_MARGIN, MemoryBudget, PlanningCoordinator, PlanRequest
 from lightning_osdp.autotune.profile import Profile
 from lightning_osdp.autotune.profile_cache import ProfileCache
@@ -21,7 +21,7 @@ from lightning_osdp.autotune.startup_budget import APPLY_RESERVE_S, FIRST_SEARCH
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.backend import memory
 from lightning_osdp.errors import OSDPWarning, TraceError
-from lightning_osdp.planning.cost.trial_correction import TRIAL_RELATIVE_ERROR, Trial, plan_key
+from lightning_osdp.planning.cost.trial_correction import Trial, plan_key, trials_of_plan
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, make_plan
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan
@@ -95,7 +95,10 @@ def test_profile_model_on_ranks_traces_on_ranks_without_cached_step(tmp_path: Pa
 
 
 class Timed:
-    """A coordinator whose searches find the next of some plans, the last one for good; a trial takes ten seconds."""
+    """A coordinator whose searches find the next of some plans, the last one for good; trials take ten seconds.
+
+    The simple plan is tried beside the first one. The last plan that is tried is the fastest.
+    """
 
     def __init__(
         self,
@@ -103,67 +106,90 @@ class Timed:
         plans: Sequence[ExecutionPlan],
         left_s: float,
         search_s: float,
-        fits: bool = False,
+        fits: bool = True,
         can_try: bool = True,
     ) -> None:
         self.plans, self.search_s, self.fits, self.can_try = list(plans), search_s, fits, can_try
+        self.simple = make_plan(ROOMY, BatchSizePolicy(batch_size=9))
         self.gains: list[float] = []
-        self.shares: list[float] = []
+        self.fractions: list[float] = []
+        self.tried: list[list[int]] = []
         self.now_s = 0.0
+        self.ranks: Any = SimpleNamespace(is_offline=False)
         self.budget = StartupBudget(RankGroup.single(CPU), began_s=0.0, total_s=left_s)
         monkeypatch.setattr(startup_budget, "time", SimpleNamespace(monotonic=lambda: self.now_s))
-        monkeypatch.setattr(pipeline, "_try_plan", self.try_plan)
+        monkeypatch.setattr(finalists, "make_trial_setup", lambda *_: None)
+        monkeypatch.setattr(finalists, "run_plan_trials", self.run_plan_trials)
 
     def search_and_trial(self) -> tuple[ExecutionPlan, Profile, MemoryBudget]:
-        team: Any = self
-        return pipeline._search_and_trial(team, PROFILE, MemoryBudget(100, 60, 12), None)
+        coordinator: Any = self
+        context: Any = "a step"
+        return finalists.search_and_trial(coordinator, PROFILE, MemoryBudget(100, 60, 12), context)
 
     def search(self, profile: Any, memory_budget: Any, required_gain: float, time_fraction: float) -> ExecutionPlan:
         self.gains.append(required_gain)
-        self.shares.append(time_fraction)
+        self.fractions.append(time_fraction)
         self.now_s += self.search_s
         return self.plans.pop(0) if len(self.plans) > 1 else self.plans[0]
 
-    def repredict(self, profile: Any, memory_budget: Any, plan: ExecutionPlan) -> ExecutionPlan | None:
-        return plan if self.fits else None
+    def find_finalists(self, profile: Any, memory_budget: Any, found: ExecutionPlan) -> list[ExecutionPlan]:
+        return [found, self.simple]
+
+    def choose_tried_plan(self, profile: Profile, _: Any, plans: Sequence[ExecutionPlan]) -> ExecutionPlan | None:
+        assert all(trials_of_plan(plan, profile.trials) for plan in plans)
+        return min(plans, key=lambda plan: trials_of_plan(plan, profile.trials)[0].measured_s) if self.fits else None
 
     def memory_budget(self, after_trial: bool) -> MemoryBudget:
+        assert after_trial
         return MemoryBudget(100, 50, 0)
 
-    def try_plan(self, _: Any, profile: Profile, plan: ExecutionPlan, context: Any, search_s: float) -> Trial | None:
-        assert search_s == pytest.approx(self.search_s)
-        if not self.can_try or any(one.plan_key == plan_key(plan) for one in profile.trials):
-            return None
+    def run_plan_trials(
+        self, setup: Any, compute_for: Any, plans: Sequence[ExecutionPlan], reserve_s: float
+    ) -> list[Trial]:
+        assert reserve_s == APPLY_RESERVE_S
+        if not self.can_try:
+            return []
         self.now_s += 10.0
-        return Trial(plan_key=plan_key(plan), predicted_s=1.0, measured_s=1.0, overhead_by_kind_s={})
+        self.tried.append([plan.batch_size for plan in plans])
+        size = len(self.tried)
+        return [
+            Trial(
+                plan_key=plan_key(plan),
+                predicted_s=1.0,
+                measured_s=1.0 / (plan.batch_size if plan.batch_size < 9 else size),
+                overhead_by_kind_s={},
+                plan=plan,
+            )
+            for plan in plans
+        ]
 
 
 @pytest.mark.parametrize(
-    ("count", "left_s", "search_s", "gains"),
+    ("count", "left_s", "search_s", "tried"),
     [
-        (1, 30.0, 0.0, [TRIAL_RELATIVE_ERROR]),
-        (2, 30.0, 0.0, [TRIAL_RELATIVE_ERROR, UNTRIED_PLAN_MARGIN]),
-        (3, 30.0, 0.0, [TRIAL_RELATIVE_ERROR, UNTRIED_PLAN_MARGIN]),
-        (2, 20.0 + APPLY_RESERVE_S, 0.0, [UNTRIED_PLAN_MARGIN]),
-        (2, 27.0 + APPLY_RESERVE_S, 2.0, [TRIAL_RELATIVE_ERROR, UNTRIED_PLAN_MARGIN]),
-        (2, 26.0 + APPLY_RESERVE_S, 2.0, [UNTRIED_PLAN_MARGIN]),
-        (2, -5.0, 0.0, [UNTRIED_PLAN_MARGIN]),
+        (1, 30.0, 0.0, [[1, 9]]),
+        (2, 30.0, 0.0, [[1, 9], [2, 1]]),
+        (3, 40.0, 0.0, [[1, 9], [2, 1]]),
+        (2, 20.0 + APPLY_RESERVE_S, 0.0, [[1, 9]]),
+        (2, 27.0 + APPLY_RESERVE_S, 2.0, [[1, 9], [2, 1]]),
+        (2, 24.0 + APPLY_RESERVE_S, 2.0, [[1, 9]]),
+        (2, -5.0, 0.0, [[1, 9]]),
     ],
 )
-def test_search_and_trial_tries_plans_while_time_remains_then_demands_margin(
-    count: int, left_s: float, search_s: float, gains: list[float], monkeypatch: pytest.MonkeyPatch
+def test_search_and_trial_tries_plans_in_turns_while_time_remains_and_takes_tried_one(
+    count: int, left_s: float, search_s: float, tried: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans = [make_plan(ROOMY, BatchSizePolicy(batch_size=1 + at)) for at in range(count)]
-    team = Timed(monkeypatch, plans, left_s, search_s)
-    plan, measured, room = team.search_and_trial()
-    assert plan == plans[min(len(gains), count - 1)]
-    assert [one.plan_key for one in measured.trials] == [plan_key(each) for each in plans[: len(gains)]]
-    assert team.gains[1:] == gains
-    assert room.non_model == 50
+    coordinator = Timed(monkeypatch, plans, left_s, search_s)
+    plan, measured, memory_budget = coordinator.search_and_trial()
+    assert coordinator.tried == tried
+    assert plan.batch_size == tried[-1][0]
+    assert trials_of_plan(plan, measured.trials)
+    assert memory_budget.non_model == 50
 
 
 @pytest.mark.parametrize(
-    ("search_s", "shares"),
+    ("search_s", "fractions"),
     [
         (7.9, [FIRST_SEARCH_FRACTION]),
         (8.0, [FIRST_SEARCH_FRACTION, 1.0]),
@@ -172,30 +198,34 @@ def test_search_and_trial_tries_plans_while_time_remains_then_demands_margin(
     ],
 )
 def test_search_and_trial_continues_cut_search_when_no_trial_is_possible(
-    search_s: float, shares: list[float], monkeypatch: pytest.MonkeyPatch
+    search_s: float, fractions: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans = [make_plan(ROOMY, BatchSizePolicy(batch_size=1 + at)) for at in range(3)]
-    team = Timed(monkeypatch, plans, 20.0 + APPLY_RESERVE_S, search_s, can_try=False)
-    plan, measured, room = team.search_and_trial()
-    assert team.shares == shares
-    assert team.gains[1:] == [UNTRIED_PLAN_MARGIN] * (len(shares) - 1)
-    assert plan.batch_size == len(shares)
-    assert (measured, room.non_model) == (PROFILE, 60)
+    coordinator = Timed(monkeypatch, plans, 20.0 + APPLY_RESERVE_S, search_s, can_try=False)
+    plan, measured, memory_budget = coordinator.search_and_trial()
+    assert coordinator.fractions == fractions
+    assert coordinator.gains[1:] == [UNTRIED_PLAN_MARGIN] * (len(fractions) - 1)
+    assert plan.batch_size == len(fractions)
+    assert (measured, memory_budget.non_model) == (PROFILE, 60)
 
 
-@pytest.mark.parametrize("fits", [True, False])
-@pytest.mark.parametrize(("left_s", "late"), [(14.0 + APPLY_RESERVE_S, False), (13.0 + APPLY_RESERVE_S, True)])
-def test_search_and_trial_without_time_takes_trialled_plan_if_it_still_fits(
-    fits: bool, left_s: float, late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_and_trial_searches_again_when_no_tried_plan_fits_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = [make_plan(ROOMY, BatchSizePolicy(batch_size=1 + at)) for at in range(2)]
-    team = Timed(monkeypatch, plans, left_s, 2.0, fits)
-    plan, measured, room = team.search_and_trial()
-    searched = not (late and fits)
-    assert plan == plans[int(searched)]
-    assert len(team.gains) == 1 + int(searched)
-    assert len(measured.trials) == 1
-    assert room.non_model == 50
+    coordinator = Timed(monkeypatch, plans, 30.0, 2.0, fits=False)
+    plan, measured, memory_budget = coordinator.search_and_trial()
+    assert plan == plans[1]
+    assert len(coordinator.gains) == 2
+    assert len(measured.trials) == 2
+    assert memory_budget.non_model == 50
+
+
+def test_search_and_trial_does_not_try_plans_again_that_it_has_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = [make_plan(ROOMY, BatchSizePolicy(batch_size=1))]
+    coordinator = Timed(monkeypatch, plans, 30.0, 0.0)
+    _, measured, _ = coordinator.search_and_trial()
+    monkeypatch.setattr("tests.unit.autotune.test_pipeline.PROFILE", measured)
+    assert coordinator.search_and_trial()[1].trials == measured.trials
+    assert coordinator.tried == [[1, 9]]
 
 
 class TwoRanks(RankGroup):
@@ -238,7 +268,7 @@ def test_autotune_marks_memory_as_observed_only_after_trial_of_searched_plan(
     monkeypatch.setattr(pipeline, "measure_profile", lambda *_: measured)
     monkeypatch.setattr(pipeline, "_calibrate", lambda coordinator, profile, *_: profile)
     monkeypatch.setattr(PlanningCoordinator, "memory_budget", memory_budget)
-    monkeypatch.setattr(pipeline, "_search_and_trial", lambda coordinator, profile, budget, _: (plan, profile, budget))
+    monkeypatch.setattr(pipeline, "search_and_trial", lambda coordinator, profile, budget, _: (plan, profile, budget))
     nothing: Any = None
     ranks = TwoRanks("group", 1, CPU)
     monkeypatch.setattr(ProfileCache, "open", lambda *_: ProfileCache(ranks, (file,)))

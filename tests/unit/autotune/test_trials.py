@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,26 +11,19 @@ import torch
 import torch.distributed as dist
 
 from lightning_osdp.autotune import trials
-from lightning_osdp.autotune.startup_budget import NO_RETRY_ABOVE_S
-from lightning_osdp.autotune.trial_step import StepTiming, TrialContext
-from lightning_osdp.autotune.trials import TrialSetup, TrialTiming, run_plan_trial, run_trial
+from lightning_osdp.autotune.trial_step import StepTiming, TrialContext, TrialError
+from lightning_osdp.autotune.trials import run_plan_trials
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
+from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.trial_correction import PLAN_TRIAL_RELATIVE_ERROR, Trial, plan_key
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.constraints import SearchConstraints
-from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling import compute
 from tests.support.leaks import leaked_parameter_bytes
 from tests.support.models import hand_made_plan, some_cluster
 from tests.support.ranks import run_ranks
 from tests.support.traced_models import trace
-from tests.support.trials import BATCH, CPU, Module, make_trial_setup, mixed_plan
-
-
-def make_setup() -> TrialSetup:
-    """Of this process alone."""
-    module = Module()
-    return make_trial_setup(module, trace(module, BATCH, 4, device=CPU), some_cluster(2))
+from tests.support.trials import BATCH, CPU, GivenBudget, Module, make_trial_setup, mixed_plan
 
 
 def run_mixed_plan_trials(rank: int, ranks: int, room_bytes: int) -> tuple[str, list[tuple[int, Trial | None]], bool]:
@@ -54,8 +49,8 @@ def run_mixed_plan_trials(rank: int, ranks: int, room_bytes: int) -> tuple[str, 
     for batch_size in (6, 1 << 30):  # the second would take too long
         plan = mixed_plan(ranks).model_copy(update={"batch_size": batch_size})
         setup = make_trial_setup(module, traced, free_bytes=lambda: room_bytes)
-        one = run_plan_trial(setup, times[0], plan, 0.0)
-        found.append((sizes[-1] if sizes else 0, one))
+        one = run_plan_trials(setup, lambda _: times[0], [plan], 0.0)
+        found.append((sizes[-1] if sizes else 0, one[0] if one else None))
     same = all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     same = same and not leaked_parameter_bytes(module)
     return plan_key(mixed_plan(ranks).model_copy(update={"batch_size": 6})), found, same
@@ -68,7 +63,9 @@ def test_plan_trial_runs_at_plan_batch_size_or_smaller_one() -> None:
     assert [each for _, each in others] == [one, other]
     assert size == 6
     assert one is not None
-    assert (one.plan_key, one.relative_error) == (name, PLAN_TRIAL_RELATIVE_ERROR)
+    assert one.plan_key == name
+    assert one.relative_error >= PLAN_TRIAL_RELATIVE_ERROR
+    assert len(one.rounds_s) >= trials.MIN_ROUNDS
     assert one.exposed_comm_s is not None
     assert 0 < one.exposed_comm_s < one.measured_s
     assert set(one.overhead_by_kind_s) >= {"zdp", "zdp2", "split"}
@@ -104,8 +101,9 @@ def count_kept_gradients(rank: int, ranks: int) -> dict[bool, tuple[bool, set[in
     for at_once in (False, True):
         plan = hand_made_plan(modes, ranks).model_copy(update={"batch_size": 4, "update_in_backward": at_once})
         kept.clear()
-        one = run_plan_trial(make_trial_setup(module, traced, free_bytes=lambda: 1 << 60), times[0], plan, 0.0)
-        found[at_once] = (one is not None, set(kept))
+        setup = make_trial_setup(module, traced, free_bytes=lambda: 1 << 60)
+        one = run_plan_trials(setup, lambda _: times[0], [plan], 0.0)
+        found[at_once] = (bool(one), set(kept))
     return found
 
 
@@ -114,8 +112,48 @@ def test_plan_trial_keeps_no_gradients_when_plan_updates_in_backward() -> None:
         assert found == {False: (True, {2}), True: (True, {0})}
 
 
+def trial_of_step(step_s: float) -> Trial:
+    return Trial(plan_key="", predicted_s=step_s, measured_s=step_s, overhead_by_kind_s={})
+
+
+class Turns:
+    """Trials whose steps take what they are said to, on a clock of their own."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        step_s: float,
+        left_s: float,
+        took_s: Callable[[int], float] | None = None,
+    ) -> None:
+        self.now_s, self.step_s, self.took_s = 0.0, step_s, took_s or (lambda turn: step_s)
+        self.turns: list[tuple[int, int, bool]] = []
+        monkeypatch.setattr(trials, "predict_trial", lambda *_: trial_of_step(step_s))
+        monkeypatch.setattr(TrialContext, "available_bytes", lambda *_: 1 << 60)
+        monkeypatch.setattr(trials, "time_step", self.time_step)
+        module = Module()
+        setup = make_trial_setup(module, trace(module, BATCH, 4, device=CPU), some_cluster(2))
+        budget = GivenBudget(setup.ranks, 0.0, remaining=lambda: left_s - self.now_s)
+        monkeypatch.setattr(GivenBudget, "elapsed_s", lambda _: self.now_s)
+        self.setup = replace(setup, budget=budget)
+
+    def time_step(self, _: Any, sizes: Any, ranks: Any, plan: Any, duration_s: float, heap: Any) -> Any:
+        """Note the plan's accumulation, which tells plans apart, the batch size, and whether the step is timed once."""
+        step_s = self.took_s(len(self.turns))
+        self.turns.append((plan.accumulate_grad_batches, sizes[0], duration_s == 0.0))
+        self.now_s += step_s * (2 if duration_s == 0.0 else 4)
+        return {sizes[0]: StepTiming(step_s, step_s / 4)}
+
+    def run(self, count: int) -> list[Trial]:
+        parts: Any = None
+        plans = [
+            mixed_plan(2).model_copy(update={"batch_size": 6, "accumulate_grad_batches": 1 + at}) for at in range(count)
+        ]
+        return run_plan_trials(self.setup, lambda _: parts, plans, 0.0)
+
+
 @pytest.mark.parametrize(
-    ("step_s", "left_s", "size"),
+    ("step_s", "left_s", "turn"),
     [
         (1.0, 30.0, (6, False)),
         (1.0, 5.0, (2, False)),
@@ -137,65 +175,57 @@ def test_plan_trial_keeps_no_gradients_when_plan_updates_in_backward() -> None:
         "too long",
     ],
 )
-def test_plan_trial_fits_batch_size_and_repeats_to_remaining_time(
-    step_s: float, left_s: float, size: tuple[int, bool] | None, monkeypatch: pytest.MonkeyPatch
+def test_plan_trial_fits_batch_size_and_steps_to_remaining_time(
+    step_s: float, left_s: float, turn: tuple[int, bool] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``size``: at which batch size, and whether once."""
-    expected = Trial(plan_key="", predicted_s=step_s, measured_s=step_s, overhead_by_kind_s={})
-    monkeypatch.setattr(trials, "predict_trial", lambda *_: expected)
-    monkeypatch.setattr(TrialContext, "available_bytes", lambda *_: 1 << 60)
-    sizes: list[tuple[int, bool]] = []
+    turns = Turns(monkeypatch, step_s, left_s)
+    found = turns.run(1)
+    assert set(turns.turns) == (set() if turn is None else {(1, *turn)})
+    assert bool(found) == (turn is not None)
 
-    def noted(setup: TrialSetup, expected: Trial, plan: ExecutionPlan, size: int, timing: TrialTiming) -> Trial:
-        sizes.append((size, timing.duration_s == 0.0))
-        return expected
 
-    monkeypatch.setattr(trials, "run_trial", noted)
-    module, plan = Module(), mixed_plan(2).model_copy(update={"batch_size": 6})
-    traced = trace(module, BATCH, 4, device=CPU)
-    parts: Any = None
-    shown = run_plan_trial(
-        make_trial_setup(module, traced, some_cluster(2), remaining_s=lambda: left_s), parts, plan, 0.0
-    )
-    assert sizes == ([] if size is None else [size])
-    assert (shown is None) == (size is None)
+def test_plan_trials_take_turns_for_several_rounds_and_keep_their_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    took_s = (0.1, 0.2, 0.3, 0.5, 0.2, 0.3, 0.12, 0.2, 0.3)
+    turns = Turns(monkeypatch, 0.2, 30.0, lambda turn: took_s[turn % 9])
+    monkeypatch.setattr(trials, "MAX_ROUNDS", 3)
+    found = turns.run(3)
+    assert [plan for plan, *_ in turns.turns] == [1, 2, 3] * 3
+    assert [one.rounds_s for one in found] == [took_s[at::3] for at in range(3)]
+    assert [one.measured_s for one in found] == [0.12, 0.2, 0.3]
+    assert [one.exposed_comm_s for one in found] == pytest.approx([0.03, 0.05, 0.075])
+    assert [one.relative_error for one in found] == pytest.approx([0.04 / 0.12, *[PLAN_TRIAL_RELATIVE_ERROR] * 2])
+
+
+@pytest.mark.parametrize(
+    ("left_s", "rounds", "plans"), [(30.0, 4, 3), (5.0, 2, 3), (2.4, 1, 3), (1.2, 1, 2), (0.5, 1, 1), (0.2, 0, 0)]
+)
+def test_plan_trials_leave_out_rounds_then_last_plans_without_time(
+    left_s: float, rounds: int, plans: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = Turns(monkeypatch, 0.16, left_s)
+    found = turns.run(3)
+    assert len(found) == plans
+    assert len(turns.turns) == rounds * plans
+    assert {plan for plan, *_ in turns.turns} == set(range(1, plans + 1))
+
+
+def test_plan_trials_go_on_without_plan_whose_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = Turns(monkeypatch, 0.2, 30.0)
+    plain = turns.time_step
+
+    def time_step(*arguments: Any) -> Any:
+        if arguments[3].accumulate_grad_batches == 2:
+            raise TrialError("no memory")
+        return plain(*arguments)
+
+    monkeypatch.setattr(trials, "time_step", time_step)
+    with pytest.warns(OSDPWarning, match="can't be tried on a copy"):
+        found = turns.run(3)
+    assert len(found) == 2
+    assert {plan for plan, *_ in turns.turns} == {1, 3}
 
 
 def test_plan_trial_batch_sizes_start_at_plan_size_unless_one_size_was_traced() -> None:
     assert trials.plan_trial_batch_sizes(21, (2, 8), is_cuda=False) == [21, 5, 2]
     assert trials.plan_trial_batch_sizes(21, (2, 64), is_cuda=True) == [21, 10, 5, 2]
     assert trials.plan_trial_batch_sizes(21, (4,), is_cuda=True) == (4,)
-
-
-@pytest.mark.parametrize(
-    ("tries", "late", "took_s", "left"),
-    [
-        ([0.55], False, 0.55, 0),
-        ([0.7, 0.65], False, 0.675, 0),
-        ([0.35, 0.36], False, 0.355, 0),
-        ([0.95, 0.5], False, 0.5, 0),
-        ([0.55, 5.0], False, 0.55, 1),
-        ([0.95, 0.5], True, 0.95, 1),
-    ],
-    ids=["as predicted", "longer", "shorter", "disturbed", "no second one", "no time for it"],
-)
-def test_run_trial_retries_unexpected_time(
-    tries: list[float], late: bool, took_s: float, left: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two tries that agree are both right: to take the less of them would foretell too little."""
-    monkeypatch.setattr(trials, "time_step", lambda *_, **__: {4: StepTiming(tries.pop(0))})
-    expected = Trial(plan_key="", predicted_s=0.5, measured_s=0.5, overhead_by_kind_s={})
-    timing = TrialTiming(trials.TRIAL_S, 0.5, trials.RETRY_TOLERANCE, can_retry=lambda: not late)
-    found = run_trial(make_setup(), expected, mixed_plan(2), 4, timing)
-    assert found.measured_s == pytest.approx(took_s)
-    assert len(tries) == left
-
-
-def test_run_trial_does_not_retry_slow_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seconds, left in ((NO_RETRY_ABOVE_S / 2, 0), (5 * NO_RETRY_ABOVE_S, 1)):
-        tries = [1.5 * seconds, 1.5 * seconds]
-        monkeypatch.setattr(trials, "time_step", lambda *_, tries=tries, **__: {4: StepTiming(tries.pop())})
-        expected = Trial(plan_key="", predicted_s=seconds, measured_s=seconds, overhead_by_kind_s={})
-        timing = TrialTiming(trials.TRIAL_S, seconds, trials.PLAN_RETRY_TOLERANCE, can_retry=lambda: True)
-        run_trial(make_setup(), expected, mixed_plan(2), 4, timing)
-        assert len(tries) == left

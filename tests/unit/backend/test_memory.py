@@ -35,6 +35,13 @@ def test_expected_file_pages_count_only_for_detected_limit_before_first_step() -
     assert found.file_pages() > given.file_pages() == 0
 
 
+def test_memory_limit_by_share_is_that_part_of_what_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_memory, "usable_bytes", lambda *_: 1000)
+    cpu = torch.device("cpu")
+    assert memory.MemoryLimit(cpu, 1, share=0.9).current() == 900
+    assert memory.MemoryLimit(cpu, 1, user_limit=500, share=0.9).current() == 500
+
+
 def test_memory_limit_of_cgroup_is_shared_and_includes_page_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_memory, "_cgroup_limits", lambda: [1 << 30, 2 << 30])
     monkeypatch.setattr(process_memory, "read_bytes", lambda field, path="": 8 << 30)

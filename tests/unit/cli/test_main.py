@@ -20,6 +20,7 @@ from lightning_osdp.errors import ConfigurationError, OSDPError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.strategy import offline
 from lightning_osdp.strategy.osdp import OSDPStrategy
 from tests.support.models import hand_made_plan, some_cluster
 
@@ -215,7 +216,7 @@ def test_plan_without_cluster_suggests_osdp_profile(osdp: Run, folder: Path) -> 
 def test_plan_with_cluster_of_missing_device_type_is_rejected(
     osdp: Run, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offline_plan, "default_device_type", lambda: "cpu")
+    monkeypatch.setattr(offline, "default_device_type", lambda: "cpu")
     (folder / "cluster.json").write_text(some_cluster(2, device="cuda: NVIDIA H200").model_dump_json())
     status, _, error = run_plan(osdp, folder, cache)
     assert status == main.BAD_INPUT

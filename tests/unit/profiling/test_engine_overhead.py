@@ -56,14 +56,11 @@ def test_measure_gives_equal_engine_overhead_without_collectives_on_all_ranks() 
     free, dearly = first
     # Collectives and a unit's hooks take some time, whatever the machine.
     assert all(part.time_s(1 << 20) > 0 for part in (free.zdp2, free.zdp))
-    assert dearly.zdp2.time_s(1 << 20) == pytest.approx(-2 * 3600, abs=1)
-    assert dearly.zdp.time_s(1 << 20) == pytest.approx(-3 * 3600, abs=1)
+    assert {part.time_s(1 << 20) for part in (dearly.dp, dearly.zdp2, dearly.zdp)} == {0.0}, "never less than nothing"
 
 
-def test_measure_with_shared_cores_clamps_overhead_and_adds_calibration() -> None:
+def test_measure_with_shared_cores_adds_calibration() -> None:
     free, dearly = run_ranks(measure, 2, True)[0]
-    hour = dearly.model_dump(exclude={"calibration"})
-    assert all(part["fixed_s"] == 0 for part in hour.values())
     assert free.calibration == dearly.calibration
     assert [free.calibration.for_kinds([mode.value]) for mode in Mode] == pytest.approx(
         [engine_overhead.SHARED_CORES_CALIBRATION] * len(Mode)

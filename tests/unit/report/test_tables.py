@@ -9,8 +9,17 @@ from hypothesis import strategies as st
 from lightning_osdp.planning.cost.run_correction import MeasuredStep
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, Link
-from lightning_osdp.planning.spec.plan import BatchSizePoint, ExecutionPlan, ModelIdentity, OperatorPlan, Prediction
+from lightning_osdp.planning.spec.plan import (
+    BatchSizePoint,
+    ExecutionPlan,
+    ModelIdentity,
+    OperatorPlan,
+    Prediction,
+    TriedPlan,
+)
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint, SimulatedResult
+from lightning_osdp.report.explain import explain
+from lightning_osdp.report.operator_runs import describe_tried
 from lightning_osdp.report.tables import (
     format_bytes,
     format_count,
@@ -255,3 +264,42 @@ def test_simulation_table_shows_what_fits_and_what_the_rest_needs() -> None:
         ["dp", "does", "not", "fit"],
         ["zdp", "3", "12.3", "3.00", "GiB", "76%"],
     ]
+
+
+def tried(name: str, batch_size: int, step_ms: float, is_chosen: bool = False) -> TriedPlan:
+    return TriedPlan(
+        name=name,
+        batch_size=batch_size,
+        step_time_s=step_ms / 1e3,
+        samples_per_s=batch_size / step_ms,
+        spread_s=0.001,
+        num_rounds=3,
+        is_chosen=is_chosen,
+    )
+
+
+def test_plan_table_and_explanation_say_what_tried_plans_took() -> None:
+    plan = make_plan()
+    size = plan.batch_size
+    plan = plan.model_copy(
+        update={
+            "tried": (
+                tried("sharded per operator", size, 241, is_chosen=True),
+                tried("all replicated", size, 258),
+                tried("sharded per block", 2 * size, 500),
+            )
+        }
+    )
+    expected = f"all replicated 258.0 ms, sharded per block 500.0 ms at batch size {2 * size}, this plan 241.0 ms"
+    assert expected in " ".join(to_text(plan_table(plan)).split())
+    assert expected in explain(plan)
+    assert "tried" not in to_text(plan_table(make_plan()))
+    assert "tried in turns" not in explain(make_plan())
+
+
+def test_describe_tried_says_where_this_plan_is_all_replicated() -> None:
+    plan = make_plan()
+    replicated = tuple(op.model_copy(update={"slices": (Mode.DP,), "split_dim": None}) for op in plan.operators)
+    both = (tried("sharded per operator", plan.batch_size, 300), tried("all replicated", plan.batch_size, 258, True))
+    plan = plan.model_copy(update={"operators": replicated, "tried": both})
+    assert describe_tried(plan) == "sharded per operator 300.0 ms, this plan (all replicated) 258.0 ms"

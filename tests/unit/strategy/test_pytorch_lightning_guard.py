@@ -12,8 +12,8 @@ from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy import pytorch_lightning_guard
 
 SCRIPT = """
-import pytorch_lightning
-import lightning_osdp
+import {first}
+import {second}
 for strategy in ("osdp", lightning_osdp.OSDPStrategy()):
     try:
         pytorch_lightning.Trainer(strategy=strategy, accelerator="cpu", devices=1)
@@ -22,8 +22,11 @@ for strategy in ("osdp", lightning_osdp.OSDPStrategy()):
 """
 
 
-def test_pytorch_lightning_trainer_error_names_right_package() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+@pytest.mark.parametrize("first", ["pytorch_lightning", "lightning_osdp"])
+def test_pytorch_lightning_trainer_error_names_right_package(first: str) -> None:
+    (second,) = {"pytorch_lightning", "lightning_osdp"} - {first}
+    script = SCRIPT.format(first=first, second=second)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     by_name, by_instance = done.stdout.splitlines()[-2:]
     assert by_name.startswith('ConfigurationError strategy="osdp" is one of the package lightning')
     assert "<OSDPStrategy for lightning.pytorch.Trainer>" in by_instance

@@ -10,15 +10,7 @@ from lightning_osdp.planning.cost.step_time import TimeCost, communication_time,
 from lightning_osdp.planning.search.batch_size_search import Problem
 from lightning_osdp.planning.search.search_space import SearchSpace
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
-from lightning_osdp.planning.spec.cluster import (
-    Cluster,
-    CollectiveFit,
-    ComputeTimes,
-    EngineOverhead,
-    Link,
-    ModeOverhead,
-    OperatorTime,
-)
+from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, ComputeTimes, Link, OperatorTime
 from lightning_osdp.planning.spec.model import LinearInBatch, Operator
 from tests.support.small_models import MIB, blocks_of_one, blocks_of_two, cluster, compute, linear
 
@@ -77,15 +69,6 @@ def test_overlapped_time_needs_prefetch_except_for_replicated_gradients() -> Non
         linear("one"), ShardingChoice((Mode.ZDP,) * 2, 1), two_ranks(bound)
     ).per_microbatch_s == pytest.approx(0.8)
     assert cost(ShardingChoice((Mode.DP,)), 10.0, prefetch_max_bytes=0).communication_s == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize(("own_s", "hidden_s"), [(0.2, 0.8), (0.0, 0.8), (-0.5, 0.3), (-2.0, 0.0)])
-def test_overlapped_time_is_reduced_by_negative_engine_time(own_s: float, hidden_s: float) -> None:
-    engine = EngineOverhead(zdp=ModeOverhead(fixed_s=own_s))
-    found = overlapped_time(
-        linear("one"), ShardingChoice((Mode.ZDP,)), two_ranks().model_copy(update={"engine": engine})
-    )
-    assert found.per_microbatch_s == pytest.approx(hidden_s)
 
 
 def two_nodes_of_two_ranks() -> Cluster:

@@ -15,8 +15,9 @@ from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, ma
 from lightning_osdp.planning.search.label_setting import LabelProblem, enumerate_plans
 from lightning_osdp.planning.search.lower_bounds import LagrangianBounds
 from lightning_osdp.planning.search.plan_search import MIN_IMPROVEMENT, BudgetBisection, Candidate, PlanSearch
-from lightning_osdp.planning.spec.choices import ShardingChoice
-from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
+from lightning_osdp.planning.spec.capabilities import EngineCapabilities
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
+from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints, mode_blocker
 from lightning_osdp.planning.spec.problem import Problem
 from lightning_osdp.report.explain import explain
 from tests.support.small_models import MIB, blocks_of_one, blocks_of_two, cluster, compute
@@ -267,6 +268,54 @@ def test_search_constraints_reject_invalid_slice_granularity(value: object) -> N
 def test_search_constraints_reject_invalid_activation_checkpointing(value: object) -> None:
     with pytest.raises(ConfigurationError, match="activation_checkpointing has to be"):
         SearchConstraints("auto", value)
+
+
+@pytest.mark.parametrize("value", ["zdp3", 1, True, {"blocks": "auto"}, {"blocks": None}, ["zdp"]])
+def test_search_constraints_reject_invalid_modes(value: object) -> None:
+    with pytest.raises(ConfigurationError, match="modes has to be 'auto', one of 'dp', 'zdp2', 'zdp', or"):
+        SearchConstraints(modes=value)
+
+
+def test_infeasible_error_says_that_modes_leave_nothing() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        make_plan(problem(30, wishes=SearchConstraints(modes="dp")), BatchSizePolicy(batch_size=1))
+    assert str(caught.value).startswith("nothing fits with modes='dp': batch size 1 needs at least")
+    assert "modes that the search chooses (modes='auto')" in str(caught.value).split("Not enough")[0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "limit_mib"), [("dp", 1000), ("zdp2", 60), ("zdp", 60), ("zdp2", 1000), ("zdp", 1000)]
+)
+def test_best_plan_with_one_mode_for_all_uses_no_other(mode: str, limit_mib: int) -> None:
+    """At any limit at which it fits, whole or in slices."""
+    plan = make_plan(problem(limit_mib, wishes=SearchConstraints(modes=mode)), BatchSizePolicy(batch_size=1))
+    assert {one for operator in plan.operators for one in operator.slices} == {mode}
+
+
+def test_best_plan_with_modes_of_some_operators_is_the_best_of_those_that_have_them() -> None:
+    wishes = SearchConstraints(modes={"blocks.0": "zdp", "blocks.?.up": "zdp2", "blocks.0.up": "dp"})
+    search = PlanSearch(problem(1000, wishes=replace(wishes, modes={"blocks.0": "zdp", "blocks.1": "dp"})))
+    free = every_plan(PlanSearch(problem(1000)), 1)
+    allowed = [p for p in free if set(p.choices[0].slices) == {Mode.ZDP} and p.choices[1] == ShardingChoice()]
+    best = min(allowed, key=lambda plan: plan.step_time_s)
+    assert search.best_plan(1).step_time_s == pytest.approx(best.step_time_s)
+    assert [wishes.requested_mode(f"blocks.{i}.up") for i in range(2)] == [Mode.ZDP, Mode.ZDP2]
+
+
+def test_forced_mode_of_operator_that_cannot_have_it_is_the_next_weaker_one() -> None:
+    wishes, operator = SearchConstraints(modes="zdp"), problem().model.operators[0]
+    for changes, mode in (({}, Mode.ZDP), ({"calls": 2}, Mode.ZDP2), ({"replicated_reason": "odd"}, Mode.DP)):
+        changed = operator.model_copy(update=changes)
+        assert wishes.forced_mode(changed) == mode
+        assert bool(mode_blocker(changed)) == (mode != Mode.ZDP)
+    no_zdp2 = replace(wishes, capabilities=EngineCapabilities(modes=(Mode.DP, Mode.ZDP)))
+    assert no_zdp2.forced_mode(operator.model_copy(update={"calls": 2})) == Mode.DP
+    twice = tuple(one.model_copy(update={"calls": 2}) for one in problem().model.operators)
+    model = problem().model.model_copy(update={"operators": twice})
+    with pytest.raises(ConfigurationError, match=r"blocks\.0\.up can't be zdp: it runs 2 times in a step"):
+        SearchConstraints(modes={"blocks.0": "zdp"}).check(model)
+    with pytest.raises(ConfigurationError, match="the engine fairscale can't carry out zdp2"):
+        replace(no_zdp2, modes={"blocks.0": "zdp2"}).check(problem().model)
 
 
 def test_search_space_first_option_of_each_group_is_replicated() -> None:

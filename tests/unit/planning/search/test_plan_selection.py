@@ -21,9 +21,9 @@ from lightning_osdp.planning.search.plan_selection import (
     MAX_TRIALS,
     MIN_GAIN_IN_BACKWARD,
     CachedPlan,
+    add_trials,
     append_cached_plan,
     find_cached_plan,
-    prune_trials,
     repredict,
     request_key,
     select_plan,
@@ -130,6 +130,7 @@ def test_select_plan_drops_trialled_plan_excluded_by_policy_or_constraints() -> 
         (problem(), BatchSizePolicy(batch_size=2, accumulation=2)),
         (problem(wishes=SearchConstraints(activation_checkpointing=False)), RULE),
         (problem(wishes=SearchConstraints(slice_granularity=1)), RULE),
+        (problem(wishes=SearchConstraints(modes="dp")), RULE),
     ):
         found = make_plan(whole, rule)
         assert select_plan(whole, rule, shown) == found
@@ -210,6 +211,8 @@ def test_request_key_covers_everything_a_plan_depends_on() -> None:
     others = [
         request_key(BatchSizePolicy(max_batch_size=2), *NOTHING),
         request_key(RULE, SearchConstraints(activation_checkpointing=False), NonTrainingWork(), Correction()),
+        request_key(RULE, SearchConstraints(modes="zdp"), NonTrainingWork(), Correction()),
+        request_key(RULE, SearchConstraints(modes={"*": "zdp"}), NonTrainingWork(), Correction()),
         request_key(RULE, SearchConstraints(), NonTrainingWork(checkpoint_memory="gathered"), Correction()),
         request_key(
             RULE, SearchConstraints(), NonTrainingWork(), Correction(communication=1.5)
@@ -233,11 +236,13 @@ def test_append_cached_plan_keeps_latest_plans() -> None:
 
 
 @pytest.mark.slow
-def test_prune_trials_keeps_latest_plan_trials_and_all_others() -> None:
-    found = [trial_with_throughput(plan_under_limit(TIGHT), 1.0 + at) for at in range(MAX_TRIALS + 2)]
-    uniform = [one.model_copy(update={"plan": None}) for one in found[:3]]
-    assert prune_trials([*uniform[:2], *found, uniform[2]]) == (*uniform[:2], *found[2:], uniform[2])
-    assert prune_trials(found[:3]) == tuple(found[:3])
+def test_add_trials_replaces_those_of_same_plans_and_keeps_latest() -> None:
+    plan = plan_under_limit(TIGHT)
+    plans = [plan.model_copy(update={"batch_size": 1 + at}) for at in range(MAX_TRIALS + 2)]
+    trials = [trial_with_throughput(each, 1.0) for each in plans]
+    again = trial_with_throughput(plans[1], 2.0)
+    assert add_trials(trials[:3], [again]) == (trials[0], trials[2], again)
+    assert add_trials(trials[:-1], trials[-1:]) == tuple(trials[2:])
 
 
 FLAT = blocks_of_one(6, 0).model_copy(

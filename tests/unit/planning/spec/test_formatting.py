@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.planning.spec.formatting import parse_bytes
+from lightning_osdp.planning.spec.formatting import parse_bytes, parse_memory_limit
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,20 @@ from lightning_osdp.planning.spec.formatting import parse_bytes
 )
 def test_parse_bytes_reads_numbers_and_units(value: int | str, expected_bytes: int) -> None:
     assert parse_bytes(value) == expected_bytes
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("auto", (None, 1.0)), ("90%", (None, 0.9)), (" 12.5 % ", (None, 0.125)), ("1GiB", (1 << 30, 1.0)), (5, (5, 1.0))],
+)
+def test_parse_memory_limit_reads_amounts_and_shares(value: int | str, expected: tuple[int | None, float]) -> None:
+    assert parse_memory_limit(value) == expected
+
+
+@pytest.mark.parametrize("value", ["0%", "101%", "-5%", "%", "x%", "1e1%"])
+def test_parse_memory_limit_rejects_shares_that_are_none(value: str) -> None:
+    with pytest.raises(ConfigurationError, match="no share of a device's memory: give '90%'"):
+        parse_memory_limit(value)
 
 
 @given(st.integers(min_value=1, max_value=1 << 60))

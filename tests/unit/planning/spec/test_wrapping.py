@@ -54,6 +54,8 @@ def test_wrap_assignments_leave_incompatible_operators_unwrapped() -> None:
         "one that is left is alone"
     )
     assert len(wrap_assignments(model, SearchConstraints(slice_granularity={"*.up": 1}))) == 2
+    for modes, count in (("zdp", 2), ("dp", 1), ({"*.up": "zdp2"}, 2), ({"*.up": "zdp2", "*": "zdp"}, 1)):
+        assert len(wrap_assignments(model, SearchConstraints(modes=modes))) == count, modes
     pinned = tuple(block.model_copy(update={"recompute_blocker": "it has hooks"}) for block in model.blocks)
     assert len(wrap_assignments(model.model_copy(update={"blocks": pinned}), UNCONSTRAINED)) == 1
     for change in ({"trainable": False}, {"element_bytes": 2}):

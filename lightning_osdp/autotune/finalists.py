@@ -1,0 +1,101 @@
+"""Search, try what was found beside simple plans, and search again with what the trials have shown.
+
+All functions are collective: every rank must call them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_osdp.autotune.coordinator import UNTRIED_PLAN_MARGIN, MemoryBudget, PlanningCoordinator
+from lightning_osdp.autotune.profile import Profile
+from lightning_osdp.autotune.ranks import resolve_cluster
+from lightning_osdp.autotune.startup_budget import APPLY_RESERVE_S, FIRST_SEARCH_FRACTION
+from lightning_osdp.autotune.trial_step import TrialContext
+from lightning_osdp.autotune.trials import TrialSetup, run_plan_trials
+from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.planning.cost.trial_correction import TRIAL_RELATIVE_ERROR, Trial, apply_trial, trials_of_plan
+from lightning_osdp.planning.search.plan_selection import add_trials
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+
+MAX_PLAN_TRIALS = 2
+"""Maximum number of plans that one start finds and tries."""
+
+
+def search_and_trial(
+    coordinator: PlanningCoordinator, profile: Profile, memory_budget: MemoryBudget, trial_context: TrialContext | None
+) -> tuple[ExecutionPlan, Profile, MemoryBudget]:
+    """Return the plan, and measurements and memory as they are after its trials (steps 5 to 7).
+
+    If plans could be tried, it is one of them.
+    """
+    budget = coordinator.budget
+    began_s = budget.elapsed_s()
+    plan = coordinator.search(profile, memory_budget, TRIAL_RELATIVE_ERROR, FIRST_SEARCH_FRACTION)  # step 5
+    search_s = budget.elapsed_s() - began_s
+    was_cut_short = search_s >= FIRST_SEARCH_FRACTION * (budget.total_s - began_s - APPLY_RESERVE_S)
+    if trial_context is None or coordinator.ranks.is_offline:
+        return plan, profile, memory_budget
+    finalists = coordinator.find_finalists(profile, memory_budget, plan)
+    tried: list[ExecutionPlan] = []
+    chosen: ExecutionPlan | None = None
+    for searches_left in reversed(range(MAX_PLAN_TRIALS)):
+        began_s = budget.elapsed_s()
+        trials = _try_plans(coordinator, profile, finalists, trial_context)  # step 6
+        if not trials:
+            break
+        profile = profile.model_copy(update={"trials": add_trials(profile.trials, trials)})
+        memory_budget = coordinator.memory_budget(after_trial=True)
+        tried += [one for one in finalists if trials_of_plan(one, trials)]
+        chosen = coordinator.choose_tried_plan(profile, memory_budget, tried)
+        trial_s = budget.elapsed_s() - began_s
+        if chosen is None:  # the trial has left something behind, and the plans were the last that fit
+            return _search_or_take(coordinator, profile, memory_budget, plan)
+        if not searches_left or budget.remaining_s() - APPLY_RESERVE_S <= search_s + trial_s:
+            return chosen, profile, memory_budget
+        plan = coordinator.search(profile, memory_budget, TRIAL_RELATIVE_ERROR, FIRST_SEARCH_FRACTION)  # step 7
+        if trials_of_plan(plan, profile.trials):
+            return chosen, profile, memory_budget
+        finalists = [plan, chosen]
+    if chosen is not None:
+        return chosen, profile, memory_budget
+    # A search that takes no more time than the first one finds nothing better.
+    if was_cut_short and budget.remaining_s() - APPLY_RESERVE_S > search_s:
+        plan = coordinator.search(profile, memory_budget, UNTRIED_PLAN_MARGIN, 1.0)
+    return plan, profile, memory_budget
+
+
+def _search_or_take(
+    coordinator: PlanningCoordinator, profile: Profile, memory_budget: MemoryBudget, plan: ExecutionPlan
+) -> tuple[ExecutionPlan, Profile, MemoryBudget]:
+    """Return a plan that fits what memory there is; ``plan`` if none does."""
+    try:
+        found = coordinator.search(profile, memory_budget, UNTRIED_PLAN_MARGIN, 1.0)
+    except InfeasibleError:
+        found = apply_trial(plan, profile.trials)
+    return found, profile, memory_budget
+
+
+def _try_plans(
+    coordinator: PlanningCoordinator, profile: Profile, plans: Sequence[ExecutionPlan], trial_context: TrialContext
+) -> list[Trial]:
+    """Step 6. Return trials of the plans, in turns; none if they can't be tried, or were with these measurements."""
+    known = [trial for plan in plans for trial in trials_of_plan(plan, profile.trials)]
+    if len(known) == len(plans):
+        return known
+    return run_plan_trials(
+        make_trial_setup(coordinator, profile, trial_context), profile.compute_for, plans, APPLY_RESERVE_S
+    )
+
+
+def make_trial_setup(coordinator: PlanningCoordinator, profile: Profile, trial_context: TrialContext) -> TrialSetup:
+    """Return what the trials of this start share."""
+    return TrialSetup(
+        trial_context,
+        coordinator.model,
+        coordinator.batch_sizes,
+        coordinator.ranks,
+        resolve_cluster(coordinator.ranks, coordinator.request.cluster, profile),
+        coordinator.free_bytes,
+        coordinator.budget,
+    )

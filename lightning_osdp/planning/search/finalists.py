@@ -1,0 +1,156 @@
+"""The plans that are tried before one is taken, and which of them that is.
+
+A prediction may be wrong, and so may be what it was made from. The plan that the search has found is therefore tried
+beside simple ones, in turns; one that shards, recomputes or splits must be faster by more than the rounds differ.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.planning.cost.trial_correction import TRIAL_RELATIVE_ERROR, Trial, plan_key, trials_of_plan
+from lightning_osdp.planning.search.batch_size_search import (
+    BatchSizePolicy,
+    Problem,
+    WrapPolicySearch,
+    search_batch_sizes,
+)
+from lightning_osdp.planning.search.plan_selection import apply_tried_plan, repredict, select_plan, variant_of_plan
+from lightning_osdp.planning.spec.choices import Mode
+from lightning_osdp.planning.spec.plan import ExecutionPlan, TriedPlan
+
+
+class Finalist(NamedTuple):
+    """A plan, and the seconds of an optimizer step in each round of its trial."""
+
+    plan: ExecutionPlan
+    rounds_s: tuple[float, ...]
+
+
+def find_finalists(problem: Problem, policy: BatchSizePolicy, found: ExecutionPlan) -> list[ExecutionPlan]:
+    """Return the plans to try: ``found``, the best with all operators replicated, and the best with shared units.
+
+    Only those that differ, fit the limit, and that the user's constraints allow.
+    """
+    plans = [found]
+    for find in (_find_replicated, _find_with_shared_units):
+        with suppress(InfeasibleError):
+            plans += find(problem, policy)
+    return list({plan_key(plan): plan for plan in reversed(plans)}.values())[::-1]
+
+
+def _find_replicated(problem: Problem, policy: BatchSizePolicy) -> list[ExecutionPlan]:
+    constraints = problem.constraints
+    if any(constraints.forced_mode(operator) not in (None, Mode.DP) for operator in problem.model.operators):
+        return []
+    recompute = constraints.activation_checkpointing
+    simple = replace(
+        constraints, modes=Mode.DP.value, activation_checkpointing=False if recompute == "auto" else recompute
+    )
+    return [select_plan(replace(problem, constraints=simple), policy, ())]
+
+
+def _find_with_shared_units(problem: Problem, policy: BatchSizePolicy) -> list[ExecutionPlan]:
+    wrapped = WrapPolicySearch(problem.with_prefetch()).with_shared_units()
+    plan = None if wrapped is None else search_batch_sizes(wrapped, policy, deadline_reached=lambda: True)
+    return [] if plan is None else [plan]
+
+
+def choose_tried_plan(
+    problem: Problem, policy: BatchSizePolicy, plans: Sequence[ExecutionPlan], trials: Sequence[Trial]
+) -> ExecutionPlan | None:
+    """Return the plan to take of those that were tried, as predicted now, with what each took.
+
+    Args:
+        problem: the problem to solve.
+        policy: the batch sizes.
+        plans: the plans, the one whose frontier is shown first.
+        trials: all trials.
+
+    Returns:
+        The plan; None if none of them was tried, or fits any more.
+    """
+    finalists = []
+    for plan in plans:
+        trial = next(reversed(trials_of_plan(plan, trials)), None)
+        again = repredict(WrapPolicySearch(variant_of_plan(plan, problem)), policy, plan, plans[0])
+        if trial is None or again is None:
+            continue
+        known = apply_tried_plan(again, [trial])
+        step_s, accumulation = known.predicted.step_time_s, plan.accumulate_grad_batches
+        rounds_s = (step_s + accumulation * (one_s - trial.measured_s) for one_s in trial.rounds_s)
+        finalists.append(Finalist(known, tuple(rounds_s) or (step_s,)))
+    if not finalists:
+        return None
+    chosen = pick_finalist(finalists)
+    tried = tuple(_describe(finalist, is_chosen=finalist is chosen) for finalist in finalists)
+    return chosen.plan.model_copy(update={"tried": tried})
+
+
+def pick_finalist(finalists: Sequence[Finalist]) -> Finalist:
+    """Return the plan of best throughput by the median of its rounds; the simpler one if the rounds differ by more.
+
+    After a single round, the difference must exceed the error of a trial. Times that can't be are ignored.
+    """
+    valid = [Finalist(plan, tuple(s for s in rounds_s if 0 < s < math.inf)) for plan, rounds_s in finalists]
+    ranked = sorted(
+        (index for index, finalist in enumerate(valid) if finalist.rounds_s),
+        key=lambda index: (complexity(valid[index].plan), _sample_s(valid[index])),
+    )
+    best, *others = ranked or [0]
+    for other in others:
+        is_simpler = complexity(valid[best].plan) < complexity(valid[other].plan)
+        margin_s = max(_spread_s(valid[best]), _spread_s(valid[other])) if is_simpler else 0.0
+        if _sample_s(valid[best]) - _sample_s(valid[other]) > margin_s:
+            best = other
+    return finalists[best]
+
+
+def complexity(plan: ExecutionPlan) -> int:
+    """Return how many of sharding, recomputing and splitting a plan uses."""
+    return is_sharded(plan) + bool(plan.recomputed) + any(len(op.slices) > 1 for op in plan.operators)
+
+
+def is_sharded(plan: ExecutionPlan) -> bool:
+    """Return whether any operator is sharded."""
+    return any(mode != Mode.DP for op in plan.operators for mode in op.slices)
+
+
+def spread_s(rounds_s: Sequence[float]) -> float:
+    """Return by how much rounds differ: twice the median distance from their median, which one outlier can't change."""
+    median_s = statistics.median(rounds_s)
+    return 2 * statistics.median(abs(one_s - median_s) for one_s in rounds_s)
+
+
+def _sample_s(finalist: Finalist) -> float:
+    return statistics.median(finalist.rounds_s) / finalist.plan.global_batch_size
+
+
+def _spread_s(finalist: Finalist) -> float:
+    """Return the spread per sample."""
+    if len(finalist.rounds_s) < 2:
+        return TRIAL_RELATIVE_ERROR * _sample_s(finalist)
+    return spread_s(finalist.rounds_s) / finalist.plan.global_batch_size
+
+
+def _describe(finalist: Finalist, is_chosen: bool) -> TriedPlan:
+    plan = finalist.plan
+    if not is_sharded(plan):
+        name = "all replicated, blocks recomputed" if plan.recomputed else "all replicated"
+    else:
+        name = "sharded per block" if any(op.unit for op in plan.operators) else "sharded per operator"
+    return TriedPlan(
+        name=name,
+        batch_size=plan.batch_size,
+        step_time_s=plan.predicted.step_time_s,
+        samples_per_s=plan.predicted.samples_per_s,
+        spread_s=spread_s(finalist.rounds_s),
+        num_rounds=len(finalist.rounds_s),
+        is_chosen=is_chosen,
+    )

@@ -1,0 +1,317 @@
+"""Plan in one process without training: ``lightning_osdp.plan``, and what ``osdp plan`` and ``osdp simulate`` share.
+
+Lightning takes the module and its data through their hooks up to ``Strategy.setup``. There the plan is made, by the
+same pipeline as in training (``autotune.pipeline``), and the run ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+from typing_extensions import override
+
+from lightning_osdp.autotune import pipeline
+from lightning_osdp.autotune.ranks import RankGroup, current_cluster, device_name
+from lightning_osdp.autotune.trial_step import TrialContext
+from lightning_osdp.backend import allocator
+from lightning_osdp.backend.memory import MemoryLimit, memory_limit
+from lightning_osdp.errors import ConfigurationError, InfeasibleError
+from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
+from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
+from lightning_osdp.planning.spec.cluster import Cluster
+from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
+from lightning_osdp.planning.spec.model import CheckpointMemory, ModelProfile, NonTrainingWork
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.whatif import hardware as whatif_hardware
+from lightning_osdp.planning.whatif.hardware import USABLE_MEMORY_FRACTION
+from lightning_osdp.planning.whatif.simulate import problem_for_hardware, simulate_one
+from lightning_osdp.strategy import arguments
+from lightning_osdp.strategy.callback import OSDPCallback
+from lightning_osdp.strategy.dataloader import TrainData
+from lightning_osdp.strategy.planning_options import PlanningOptions
+
+QUIET_TRAINER_ARGS: dict[str, Any] = {
+    "num_nodes": 1,
+    "devices": 1,
+    "logger": False,
+    "profiler": None,
+    "fast_dev_run": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Arguments of a Trainer that neither writes files nor starts processes."""
+
+DTYPES = {"bf16": "bf16", "16": "fp16", "transformer-engine": "bf16"}
+"""The type of matrix products by the beginning of a Trainer's ``precision``; ``fp32`` for all others."""
+
+
+def plan(
+    module: pl.LightningModule,
+    data: Any = None,
+    *,
+    devices: int | None = None,
+    hardware: str | Path | None = None,
+    callback: OSDPCallback | None = None,
+    trainer_args: dict[str, Any] | None = None,
+    **options: Any,
+) -> ExecutionPlan:
+    """Make a plan in this one process, without training, and return it.
+
+    With ``hardware`` times are estimated from its description, and nothing is measured. Without it, compute is measured
+    on this machine, as training would; with several ranks the links have to be known (``cluster``).
+
+    Args:
+        module: the module to train. It stays as it is; what it builds in ``configure_model`` is built on the meta
+            device and takes no memory.
+        data: a LightningDataModule or a data loader; None for the module's own ``train_dataloader``.
+        devices: number of devices: all in all with ``hardware`` (None: all it has), per node with a ``cluster``.
+        hardware: a name such as ``"h100-80gb-nvlink"``, or the path of a hardware file.
+        callback: an OSDPCallback with constraints of the search.
+        trainer_args: arguments of the Trainer that training would have, such as ``precision``,
+            ``accumulate_grad_batches`` or ``gradient_clip_val``.
+        **options: arguments of OSDPStrategy about planning, such as ``memory_limit``, ``batch_size`` or ``cluster``.
+
+    Raises:
+        ConfigurationError: an argument can't be used.
+        InfeasibleError: nothing fits.
+        TraceError: the training step can't be traced.
+    """
+    settings = _planning_options(options)
+    constraints = callback.constraints if callback is not None else UNCONSTRAINED
+    trainer_args = trainer_args or {}
+    if hardware is not None:
+        dtype = matmul_dtype(trainer_args.get("precision"))
+        return _plan_for_hardware(module, data, trainer_args, settings, constraints, hardware, devices, dtype)
+    cluster = arguments.read_cluster(settings.cluster)
+    accelerator = str(trainer_args.get("accelerator", "auto"))
+    if cluster is None:
+        if devices not in (None, 1):
+            raise ConfigurationError(
+                f"the links between {devices} devices are not known, and one process can't measure them: give "
+                "hardware=..., or cluster=... with a file of `osdp profile`"
+            )
+        cluster = current_cluster(RankGroup.single(local_device(accelerator)))
+    elif devices is not None:
+        cluster = cluster.model_copy(update={"devices_per_node": devices})
+    device = measuring_device(accelerator, cluster)
+    limit = prepare_device(device, cluster, settings)
+    settings = replace(settings, cluster=cluster)
+
+    def plan_in_trainer(trainer: pl.Trainer) -> ExecutionPlan:
+        return plan_in_setup(trainer, settings, constraints, limit, device, "streamed").plan
+
+    result: ExecutionPlan = _run(module, data, trainer_args, device, plan_in_trainer)
+    return result
+
+
+def _planning_options(options: dict[str, Any]) -> PlanningOptions:
+    try:
+        return PlanningOptions(**options)
+    except TypeError as error:
+        raise ConfigurationError(f"plan: {error}: only arguments of OSDPStrategy about planning are taken") from error
+
+
+def _plan_for_hardware(
+    module: pl.LightningModule,
+    data: Any,
+    trainer_args: dict[str, Any],
+    options: PlanningOptions,
+    constraints: SearchConstraints,
+    hardware: str | Path,
+    devices: int | None,
+    dtype: str,
+) -> ExecutionPlan:
+    described = whatif_hardware.load(hardware)
+
+    def profile(trainer: pl.Trainer) -> tuple[ModelProfile, SearchConstraints, BatchSizePolicy]:
+        model, searched = profile_in_setup(trainer, options, constraints)
+        return model, searched, replace(options.policy, accumulation=int(trainer.accumulate_grad_batches))
+
+    model, searched, policy = _run(module, data, trainer_args, torch.device("cpu"), profile)
+    limit_bytes = options.memory_limit_bytes or int(
+        options.memory_share * USABLE_MEMORY_FRACTION * described.memory_bytes
+    )
+    problem = problem_for_hardware(model, described, devices or described.devices, limit_bytes, dtype, searched)
+    point = simulate_one(problem, policy)
+    if point.plan is None:
+        raise InfeasibleError(
+            f"nothing fits: {point.devices} devices need {point.needed_bytes / (1 << 20):,.0f} MiB each, the limit is "
+            f"{point.memory_limit_bytes / (1 << 20):,.0f} MiB",
+            needed_bytes=point.needed_bytes,
+            budget_bytes=point.memory_limit_bytes,
+        )
+    return point.plan
+
+
+def _run(
+    module: pl.LightningModule, data: Any, trainer_args: dict[str, Any], device: torch.device, work: Callable[..., Any]
+) -> Any:
+    """Return what ``work`` makes of a Trainer in ``Strategy.setup``; the module belongs to no Trainer afterwards."""
+    strategy = PlanOnlyStrategy(device, work)
+    accelerator = "cuda" if device.type == "cuda" else "cpu"
+    own = {name: value for name, value in trainer_args.items() if name not in ("strategy", "callbacks")}
+    if not {"max_epochs", "max_steps", "max_time"}.intersection(own):
+        own["max_epochs"] = 1000  # Lightning's own default, about which it warns
+    strategy.callbacks = list(trainer_args.get("callbacks") or [])
+    with quiet_lightning():
+        trainer = pl.Trainer(**own | QUIET_TRAINER_ARGS, strategy=strategy, accelerator=accelerator)
+        try:
+            is_datamodule = isinstance(data, pl.LightningDataModule)
+            trainer.fit(module, datamodule=data) if is_datamodule else trainer.fit(module, data)
+        finally:
+            module.trainer = None
+    return strategy.result
+
+
+def matmul_dtype(precision: Any) -> str:
+    """Return the type of matrix products under a Trainer's ``precision``: ``fp32``, ``fp16`` or ``bf16``."""
+    return next((dtype for prefix, dtype in DTYPES.items() if str(precision or "").startswith(prefix)), "fp32")
+
+
+def prepare_device(device: torch.device, cluster: Cluster, options: PlanningOptions) -> MemoryLimit:
+    """Set the process up as a rank would be, and return its memory limit.
+
+    It is read before the model is built: the limit counts what is free now, which the model then takes from.
+    """
+    if device.type == "cpu":
+        allocator.configure(device)
+        _set_num_threads_if_needed(cluster.devices_per_node)
+    limit_bytes = options.memory_limit_bytes
+    limit_bytes = limit_bytes or int(options.memory_share * memory_limit(device, cluster.devices_per_node))
+    return MemoryLimit(device, cluster.devices_per_node, user_limit=limit_bytes)
+
+
+def profile_in_setup(
+    trainer: pl.Trainer, options: PlanningOptions, constraints: SearchConstraints
+) -> tuple[ModelProfile, SearchConstraints]:
+    """Trace the Trainer's module on fake tensors, and return its profile and what is not left to a search."""
+    context = _trial_context(trainer, TrainData(trainer, trainer.lightning_module), torch.device("cpu"))
+    traced = pipeline.profile_model(context)
+    blocker = options.in_backward_blocker(trainer, traced)
+    return traced.model_profile, options.constraints(constraints, blocker, context.device)
+
+
+def plan_in_setup(
+    trainer: pl.Trainer,
+    options: PlanningOptions,
+    from_callback: SearchConstraints,
+    limit: MemoryLimit,
+    device: torch.device,
+    checkpoint_memory: CheckpointMemory,
+) -> pipeline.PlanningResult:
+    """Plan as ``OSDPStrategy`` does before training, for the cluster of ``options``."""
+    cluster = options.cluster
+    assert isinstance(cluster, Cluster)
+    arguments.reject_unsupported(trainer, trainer.precision_plugin)
+    data = TrainData(trainer, trainer.lightning_module)
+    context = _trial_context(trainer, data, device, options.engine)
+    non_training = NonTrainingWork(
+        checkpoint_memory=checkpoint_memory, evaluation_batch_size=data.evaluation_batch_size()
+    )
+    cache = options.cache_folder
+    traced = pipeline.profile_model_on_ranks(RankGroup.single(device), context, non_training, cache)
+    blocker = options.in_backward_blocker(trainer, traced)
+    constraints = options.constraints(from_callback, blocker, device)
+    request = options.request(trainer, data, context.batch_size, cluster.ranks, limit, constraints, non_training)
+    trial_context = context if options.trial_steps else None
+    return pipeline.plan_offline(traced, request, device, cache=cache, trial_context=trial_context)
+
+
+def _trial_context(
+    trainer: pl.Trainer, data: TrainData, device: torch.device, engine: str = DEFAULT_ENGINE
+) -> TrialContext:
+    step_context = trainer.precision_plugin.train_step_context
+    return TrialContext(trainer.lightning_module, *data.first_batch(), device, step_context, engine)
+
+
+class PlanOnlyStrategy(SingleDeviceStrategy):
+    """A strategy that plans in ``setup`` and ends the run there; ``configure_model`` builds on the meta device.
+
+    Attributes:
+        callbacks: the callbacks of the planned run. The Trainer has them while ``work`` runs, and calls none.
+        result: the result of ``work``.
+    """
+
+    def __init__(self, device: torch.device, work: Callable[[pl.Trainer], Any]) -> None:
+        super().__init__(device=device)
+        self._work = work
+        self.callbacks: list[pl.Callback] = []
+        self.result: Any = None
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Make the tensors of ``configure_model`` without memory: a plan needs their shapes alone."""
+        with torch.device("meta"), self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        own_callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        trainer.callbacks = self.callbacks  # type: ignore[attr-defined]
+        try:
+            self.result = self._work(trainer)
+        finally:
+            trainer.callbacks = own_callbacks  # type: ignore[attr-defined]
+        raise _TunerExitException  # Lightning's own way to end a run early: it tears down and returns
+
+    @override
+    def teardown(self) -> None:
+        """Leave the module where it is: on the meta device it can't be moved."""
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+
+
+def local_device(accelerator: str) -> torch.device:
+    """Return the device of this machine that training with the Trainer's ``accelerator`` would use."""
+    uses_cuda = default_device_type() == "cuda" and accelerator in ("auto", "gpu", "cuda")
+    return torch.device("cuda", 0) if uses_cuda else torch.device("cpu")
+
+
+def default_device_type() -> str:
+    """Return ``cuda`` if there is such a device, else ``cpu``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def measuring_device(accelerator: str, cluster: Cluster) -> torch.device:
+    """Return the device of this machine to measure kernels on, which has to be like the cluster's.
+
+    Raises:
+        ConfigurationError: the cluster's devices are of another type.
+    """
+    device_type = cluster.device.split(":")[0]
+    if device_type == "cpu":
+        return torch.device("cpu")
+    device = local_device(accelerator)
+    if device.type != device_type:
+        raise ConfigurationError(
+            f"the cluster's devices are {cluster.device}, here is only {device_name(device)}: compute has "
+            "to be measured on a device like the cluster's"
+        )
+    return device
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Silence Lightning's messages about devices and tips; its warnings stay."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.WARNING)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,107 @@
+"""``lightning_osdp.plan``: a plan from Python in one process, without training."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_osdp
+from lightning_osdp import ConfigurationError, ExecutionPlan, InfeasibleError, OSDPCallback
+from tests.support.modules import GPTModule, loader
+
+HARDWARE = "2xtitan-rtx-pcie3+10gbit"
+
+
+def plan_for_hardware(module: pl.LightningModule, data: Any = None, **options: Any) -> ExecutionPlan:
+    return lightning_osdp.plan(module, data, hardware=HARDWARE, devices=2, max_batch_size=8, **options)
+
+
+def test_plan_for_hardware_fits_the_limit_and_leaves_the_module() -> None:
+    module = GPTModule()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    plan = plan_for_hardware(module, loader(32, 2), memory_limit="60MiB")
+    assert plan.cluster.ranks == 2
+    assert plan.predicted.max_memory_bytes <= 60 << 20
+    assert module._trainer is None
+    assert module.losses == []
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_plan_on_this_machine_for_one_device_measures_it(tmp_path: Path) -> None:
+    plan = lightning_osdp.plan(GPTModule(), batch_size=2, cache="", trial_steps=False)
+    assert (plan.cluster.ranks, plan.batch_size) == (1, 2)
+    assert plan.predicted.step_time_s > 0
+
+
+def test_plan_takes_data_module_and_trainer_args() -> None:
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return loader(32, 4)
+
+        def val_dataloader(self) -> Any:
+            return loader(8, 4)
+
+    plan = plan_for_hardware(GPTModule(), Data(), batch_size=4, trainer_args={"accumulate_grad_batches": 2})
+    assert (plan.batch_size, plan.accumulate_grad_batches, plan.global_batch_size) == (4, 2, 16)
+
+
+def test_plan_with_callback_keeps_its_constraints() -> None:
+    plan = plan_for_hardware(GPTModule(), callback=OSDPCallback(activation_checkpointing=True))
+    assert plan.recomputed
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"devices": 2}, ConfigurationError, "links between 2 devices are not known"),
+        ({"memory_limits": "1GiB"}, ConfigurationError, "memory_limits"),
+        ({"hardware": "abacus"}, ConfigurationError, "no hardware is called 'abacus'"),
+        ({"hardware": HARDWARE, "memory_limit": "10KiB"}, InfeasibleError, "nothing fits"),
+        ({"hardware": HARDWARE, "trainer_args": {"precision": "bf16-mixed"}}, ConfigurationError, "for 'bf16'"),
+    ],
+)
+def test_plan_of_bad_input_says_what_is_wrong(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        lightning_osdp.plan(GPTModule(), **options)
+
+
+class LargeInConfigureModel(pl.LightningModule):
+    """Seven billion parameters, which are made where Lightning teaches to make large models."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            blocks = [nn.Sequential(nn.Linear(8192, 32768), nn.GELU(), nn.Linear(32768, 8192)) for _ in range(13)]
+            self.net = nn.Sequential(*blocks)
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        return self.net(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.zeros(64, 8192)), batch_size=2)
+
+
+def test_plan_of_model_built_in_configure_model_takes_no_memory_for_it() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    plan = lightning_osdp.plan(LargeInConfigureModel(), hardware="h100-80gb-nvlink", devices=8, max_batch_size=4)
+    assert plan.model.num_parameters > 6.9e9
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < (1 << 20)  # KiB: less than 1 GiB more
+
+
+def test_str_of_plan_is_its_table_and_notebooks_show_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_for_hardware(GPTModule(), batch_size=2)
+    assert "step time" in str(plan)
+    assert "operators" in str(plan)
+    assert str(plan._repr_html_()).startswith("<iframe srcdoc=")
+    monkeypatch.setitem(sys.modules, "lightning_osdp.report.html", None)
+    assert str(plan._repr_html_()).startswith("<pre>")
