@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import FrozenModel, ModelProfile
 from lightning_osdp.profiling.tracing.trace import TracedStep
+from lightning_osdp.state.atomic_files import write_text
 
 CACHE_VERSION = 14
 """Version of the cached measurements. Raise it when a field changes its name or meaning: older files are ignored."""
@@ -190,10 +190,7 @@ def read(file: Path, kind: type[FrozenT]) -> FrozenT | None:
 def write(file: Path, text: str) -> None:
     """Write ``text`` to ``file``, completely or not at all; warn if the disk does not allow it."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
-            temporary.write(text)
-        Path(temporary.name).replace(file)
+        write_text(file, text, is_own=None)
     except OSError as error:
         warnings.warn(f"measurements can't be kept in {file.parent}: {error}", OSDPWarning, stacklevel=2)
 

@@ -7,10 +7,31 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lightning.pytorch.cli import LightningCLI
+import lightning.pytorch as pl
+from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_osdp.errors import OSDPWarning
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 """Subcommands of LightningCLI."""
+
+
+class _SaveConfig(SaveConfigCallback):
+    """Saves the configuration over one that LightningCLI has saved, but not over the user's own file."""
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self.already_saved:
+            return
+        path = Path(trainer.log_dir or ".") / self.config_filename  # a broadcast: on every rank
+        is_foreign = path.is_file() and not path.read_text(errors="replace").startswith("# lightning.pytorch==")
+        if trainer.strategy.broadcast(is_foreign):
+            rank_zero_warn(f"the configuration is not saved: LightningCLI did not write {path}", category=OSDPWarning)
+        else:
+            super().setup(trainer, pl_module, stage)
+        self.already_saved = True
 
 
 def run(args: Sequence[str]) -> None:
@@ -25,7 +46,12 @@ def run(args: Sequence[str]) -> None:
     with warnings.catch_warnings():
         # LightningCLI warns that args are given although the command line has some: they are the same.
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
-        LightningCLI(args=list(args), trainer_defaults={"strategy": "osdp"}, save_config_kwargs={"overwrite": True})
+        LightningCLI(
+            args=list(args),
+            trainer_defaults={"strategy": "osdp"},
+            save_config_callback=_SaveConfig,
+            save_config_kwargs={"overwrite": True},
+        )
 
 
 def _config_folders(args: Sequence[str]) -> Iterator[str]:

@@ -31,9 +31,13 @@ from lightning_osdp.planning.whatif import hardware
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint, problem_for_hardware, simulate, sweep_memory_limits
 from lightning_osdp.report import diff, explain, tables
 from lightning_osdp.state import checkpoint
+from lightning_osdp.state.atomic_files import check_text_replaceable, write_text
 from lightning_osdp.strategy import arguments, offline
 
 DONE, INFEASIBLE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+PAGE_MARK = '<meta name="generator" content="osdp">'
+"""The mark of our pages (``report.html``)."""
 
 NUM_TRADEOFF_LIMITS = 8
 """Number of memory limits in the figure of time against memory."""
@@ -130,18 +134,36 @@ def _make_warning_printer(fallback: Callable[..., None]) -> Callable[..., None]:
     return show
 
 
-def _write(path: str, text: str) -> None:
+IsOwn = Callable[[str], bool]
+"""Tells from the content of a file whether it is of the kind that is to be written, and may be replaced."""
+
+
+def _is_page(text: str) -> bool:
+    return PAGE_MARK in text[:1000]
+
+
+def _is_cluster(text: str) -> bool:
     try:
-        Path(path).write_text(text + "\n")
+        Cluster.from_json(text)
+    except (ValueError, RecursionError, OSDPError):
+        return False
+    return True
+
+
+def _write(path: str, text: str, is_own: IsOwn) -> None:
+    try:
+        write_text(Path(path), text + "\n", is_own)
     except OSError as error:
         raise ConfigurationError(f"{path} can't be written: {error}") from error
 
 
-def _check_folders(*paths: str | None) -> None:
-    """Refuse files that could not be written, before the work is done."""
-    for path in paths:
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise ConfigurationError(f"{path} can't be written: there is no folder {Path(path).absolute().parent}")
+def _check_output(path: str | None, is_own: IsOwn) -> None:
+    """Refuse a file that could not be written, before the work is done."""
+    if path is None:
+        return
+    if not Path(path).absolute().parent.is_dir():
+        raise ConfigurationError(f"{path} can't be written: there is no folder {Path(path).absolute().parent}")
+    check_text_replaceable(Path(path), is_own)
 
 
 def _print(text: str) -> None:
@@ -160,12 +182,12 @@ def _add_profile_arguments(parser: ArgumentParser) -> None:
 
 def _profile(options: Namespace) -> None:
     arguments.validate_positive("devices", options.devices)
-    _check_folders(options.out)
+    _check_output(options.out, _is_cluster)
     kind = options.accelerator
     if kind == "auto":
         kind = offline.default_device_type()
     cluster = measure_links.measure_cluster(options.devices, kind, options.timeout)
-    _write(options.out, cluster.model_dump_json(indent=2))
+    _write(options.out, cluster.model_dump_json(indent=2), _is_cluster)
     if options.json:
         _print(cluster.model_dump_json(indent=2))
     else:
@@ -200,14 +222,15 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
 
 
 def _plan(options: Namespace) -> None:
-    _check_folders(options.out, options.html)
+    _check_output(options.out, ExecutionPlan.is_plan)
+    _check_output(options.html, _is_page)
     config = _load_config(options)
     devices = arguments.validate_positive("devices", options.devices)
     result = offline_plan.plan_from_config(
         config, devices, **{name: options[name] for name in offline_plan.PLANNING_ARGS if name in options}
     )
     if options.out is not None:
-        _write(options.out, result.plan.to_json())
+        _write(options.out, result.plan.to_json(), ExecutionPlan.is_plan)
     if options.html is not None:
         _write_page(options.html, result.plan, result.problem)
     if options.json:
@@ -270,6 +293,7 @@ def _add_simulate_arguments(parser: ArgumentParser) -> None:
 
 
 def _simulate(options: Namespace) -> None:
+    _check_output(options.html, _is_page)
     hardware_spec = hardware.load(options.hardware)
     policy = BatchSizePolicy(
         arguments.validate_positive("batch_size", options.batch_size),
@@ -335,7 +359,7 @@ def _write_page(path: str, plan: ExecutionPlan, problem: Problem | None, points:
         if problem
         else ()
     )
-    _write(path, render_page(plan, model=model, tradeoff=tradeoff, points=points))
+    _write(path, render_page(plan, model=model, tradeoff=tradeoff, points=points), _is_page)
 
 
 # -- consolidate -------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE, EngineCapa
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.state import state_dict as states
 from lightning_osdp.state.deferred_tensor import DeferredTensors
+from lightning_osdp.state.guarded_parameter import without_guards
 from lightning_osdp.state.state_dict import Fill, ShardedParameters, fill_from_memory
 
 
@@ -29,7 +30,8 @@ class Engine(ABC):
 
     The module keeps its class, its tree and its parameters' names, and ``Parameter`` objects keep their identity, so
     optimizers made before stay valid. Whenever its operator is not running, a sharded parameter holds this rank's local
-    shard. Every rank must call the methods in the same order, since most of them are collective.
+    shard, and is guarded if the engine guards it (``state.guarded_parameter``). Every rank must call the methods in the
+    same order, since most of them are collective.
 
     Args:
         device: where this rank computes.
@@ -126,10 +128,11 @@ class Engine(ABC):
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip gradients by their norm over all ranks, each element counted once, and return that norm."""
-        with_gradient = [p for p in parameters if p.grad is not None]
-        gradients = [(p, p.grad) for p in with_gradient if p.grad is not None]
-        total = self._sharded_parameters.compute_norm(gradients, norm_type, self._device)
-        torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, total)
+        with without_guards():
+            with_gradient = [p for p in parameters if p.grad is not None]
+            gradients = [(p, p.grad) for p in with_gradient if p.grad is not None]
+            total = self._sharded_parameters.compute_norm(gradients, norm_type, self._device)
+            torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, total)
         return total
 
     # Full parameters and optimizers

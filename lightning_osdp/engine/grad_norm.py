@@ -8,12 +8,13 @@ are among the tensors, the shards of all ranks count, each element once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
+from lightning_osdp.state.guarded_parameter import GuardedTensor, local_shard_of, without_guards
 from lightning_osdp.state.state_dict import ShardedParameters
 
 _SHARDED: weakref.WeakSet[ShardedParameters] = weakref.WeakSet()
@@ -35,10 +36,11 @@ def _compute_total_norm(
 ) -> Tensor:
     gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     for shards in _SHARDED:
-        owners = {id(parameter.grad): parameter for parameter in shards.parameters if parameter.grad is not None}
-        if owners.keys().isdisjoint(map(id, gradients)):
+        with without_guards():
+            owners = {id(parameter.grad): parameter for parameter in shards.parameters if parameter.grad is not None}
+        with_owners = [_find_owner(gradient, owners) for gradient in gradients]
+        if not any(owner in shards.parameters for owner, _ in with_owners):
             continue
-        with_owners = [(owners.get(id(gradient)), gradient) for gradient in gradients]
         total = shards.compute_norm(with_owners, float(norm_type), gradients[0].device)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
@@ -46,3 +48,11 @@ def _compute_total_norm(
             )
         return total
     return _torch_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
+
+
+def _find_owner(gradient: Tensor, owners: Mapping[int, nn.Parameter]) -> tuple[nn.Parameter | None, Tensor]:
+    """Return the sharded parameter of a gradient, if it is of one, and this rank's part of the gradient."""
+    if isinstance(gradient, GuardedTensor):
+        local = local_shard_of(gradient)
+        return local.guard.parameter, local.tensor
+    return owners.get(id(gradient)), gradient

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_osdp.backend.fused_adam import enable_fused, has_foreign_hooks
 from lightning_osdp.errors import ShardingError
+from lightning_osdp.state.guarded_parameter import opened
 
 
 class BackwardOptimizer:
@@ -92,8 +93,9 @@ class BackwardOptimizer:
         groups = optimizer.param_groups
         optimizer.param_groups = [{**group, "params": [parameter]}]
         try:
-            enable_fused(optimizer)
-            _unwrap_hooks(type(optimizer).step)(optimizer)
+            with opened([parameter]):
+                enable_fused(optimizer)
+                _unwrap_hooks(type(optimizer).step)(optimizer)
         finally:
             optimizer.param_groups = groups
         parameter.grad = None

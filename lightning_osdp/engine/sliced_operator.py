@@ -31,6 +31,7 @@ from lightning_osdp.planning.spec.choices import Mode, slice_sizes
 from lightning_osdp.planning.spec.model import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.spec.plan import OperatorPlan
 from lightning_osdp.state.flat_layout import FlatPaddedLayout
+from lightning_osdp.state.guarded_parameter import without_guards
 
 
 class ForwardStage:
@@ -73,15 +74,21 @@ class WeightSlice(ForwardStage):
         view.copy_(self.weight.data)
         self.weight.data = view
 
+    def rebind(self) -> None:
+        """Make the weight a view of the full parameter's data, which are in new memory."""
+        self.weight.data = self._view_of(self.full_parameter.data)
+
     def sync_requires_grad(self) -> None:
         """Train or freeze the slice as the full parameter is."""
-        if self.weight.requires_grad != self.full_parameter.requires_grad:
-            self.weight.requires_grad_(self.full_parameter.requires_grad)
+        requires_grad = self.full_parameter.requires_grad
+        if self.weight.requires_grad != requires_grad:
+            self.weight.requires_grad_(requires_grad)
 
     def bind_gradient(self, *_: object) -> None:
         """Have the slice's first gradient of a backward pass add to the gradient of the full parameter."""
-        if not self._backward_reached and self.full_parameter.grad is not None and self.weight.grad is None:
-            self.weight.grad = self._view_of(self.full_parameter.grad)
+        with without_guards():
+            if not self._backward_reached and self.full_parameter.grad is not None and self.weight.grad is None:
+                self.weight.grad = self._view_of(self.full_parameter.grad)
         self._backward_reached = True
 
     def store_gradient(self) -> None:
@@ -150,6 +157,11 @@ class SlicedOperator:
     def replicated_weights(self) -> list[nn.Parameter]:
         """The parameters of those slices that every rank holds."""
         return [weight for weight, mode in zip(self.weights, self._modes, strict=True) if mode == Mode.DP]
+
+    def rebind(self) -> None:
+        """Have the slices use the weight's new memory."""
+        for weight_slice in self._slices:
+            weight_slice.rebind()
 
     def sync_requires_grad(self) -> None:
         """Train or freeze the slices as the weight is, before a forward."""

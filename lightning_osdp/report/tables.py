@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.run_correction import MeasuredStep
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.formatting import format_bytes, format_count, format_seconds
@@ -222,12 +219,3 @@ def _format_throughput(samples_per_s: float) -> str:
 
 def _format_difference(value: float, reference: float) -> str:
     return f"{(value - reference) / reference:+.1%}"
-
-
-def write_plan(plan: ExecutionPlan, path: Path) -> None:
-    """Write the plan to a file, or warn: the other ranks train already, and the plan is on the screen."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(plan.to_json())
-    except OSError as error:
-        warnings.warn(f"the plan can't be written to {path.parent}: {error}", OSDPWarning, stacklevel=3)

@@ -1,27 +1,33 @@
-"""Atomic replacement of files and folders.
+"""Atomic replacement of files and folders, and of nothing but what was written as a checkpoint.
 
 A checkpoint is written next to its target under a hidden name that contains the host and the process, and replaces the
 target in one step once it is on the disk. What a killed process left behind is recognised by that name and removed by
-the next save into the same folder.
+the next save into the same folder. A target, or something left behind, that holds anything else is never touched.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
-import pickle
-import shutil
+import re
 import socket
 import time
-import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
-from typing import IO, Any
 
-import torch
+from lightning_osdp.errors import CheckpointError, ConfigurationError
 
-from lightning_osdp.errors import CheckpointError
+FORMAT_NAME = "lightning_osdp sharded checkpoint"
+"""The mark of our folders, at the beginning of their ``TRAINER_FILE``."""
+
+TRAINER_FILE = "trainer.pt"
+"""Name of the file with everything but the tensors of the model and of the optimizers."""
+
+CHECKSUM_FILE = "checksums.json"
+"""Name of the file with the checksums of all others in a folder."""
 
 UNFINISHED_SUFFIX = ".osdp-saving"
 """Ending of the names of unfinished checkpoints."""
@@ -29,16 +35,35 @@ UNFINISHED_SUFFIX = ".osdp-saving"
 ABANDONED_AFTER_S = 24 * 3600.0
 """Age from which another host's unfinished checkpoint counts as abandoned."""
 
+_MAX_NAME_BYTES = 255
+_MARK_BYTES = 4096
+"""A mark lies within the first bytes of a file."""
+
+_FOLDER_ENTRY = re.compile(
+    rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(TRAINER_FILE)}|{re.escape(CHECKSUM_FILE)}|\.nfs[0-9a-f]+"
+)
+"""Names of the files in our folders; NFS gives the last one to a removed file that is still open."""
+
+_TORCH_ZIP = re.compile(rb"PK\x03\x04.{26}[^\0]*/data\.pkl", re.DOTALL)
+_TORCH_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_TEXT_STARTS = (b"{", b"<")
+"""How our own text files begin."""
+
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def unfinished_path(target: Path) -> Path:
     """Return where this process writes what is to become ``target``."""
-    return target.parent / f".{target.name}.{socket.gethostname()}.{os.getpid()}{UNFINISHED_SUFFIX}"
+    return _hidden_path(target, f".{_machine_id()}.{_host()}.{os.getpid()}{UNFINISHED_SUFFIX}")
 
 
 def start(target: Path) -> Path:
-    """Create and clean the folder of ``target``; return the path to write to."""
+    """Create and clean the folder of ``target``; return the path to write to.
+
+    Raises:
+        CheckpointError: there is something else than a checkpoint at ``target``.
+    """
+    check_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(target.parent)
     restore(target)
@@ -59,109 +84,237 @@ def atomic_write(target: Path) -> Iterator[Path]:
         yield unfinished
         commit(unfinished, target)
     except BaseException:
-        remove(unfinished)
+        try_remove(unfinished)
         raise
 
 
 def replace(complete: Path, target: Path) -> None:
-    """Replace ``target``, if there is one, by ``complete`` in one step; a kill leaves the one or the other."""
+    """Replace ``target``, if there is one, by ``complete`` in one step; a kill leaves the one or the other.
+
+    Raises:
+        CheckpointError: there is something else than a checkpoint at ``target``.
+    """
+    check_replaceable(target)
     if not _is_folder(complete) and not _is_folder(target):
         os.replace(complete, target)
-    elif not os.path.lexists(target):
-        os.rename(complete, target)
-    elif _exchange(complete, target):
-        remove(complete)
+    elif os.path.lexists(target) and _exchange(complete, target):
+        if find_foreign(complete):  # put there since it was looked at
+            _exchange(complete, target)
+            check_replaceable(target)
+        try_remove(complete)
     else:
-        previous = _previous_path(target)
-        os.rename(target, previous)
-        os.rename(complete, target)
-        remove(previous)
-    _sync(target.parent)
+        _replace_in_two_steps(complete, target)
+    with suppress(OSError):  # some file systems can't flush folders
+        _sync(target.parent)
 
 
 def restore(target: Path) -> None:
     """Restore ``target`` if a process was killed after moving it away and before replacing it."""
     previous = _previous_path(target)
-    if previous.exists() and not os.path.lexists(target):
+    if not os.path.lexists(previous) or find_foreign(previous):
+        return
+    if os.path.lexists(target):
+        try_remove(previous)  # the process was killed after replacing it
+    else:
         os.rename(previous, target)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder, if it exists."""
-    if _is_folder(path):
-        shutil.rmtree(path)
-    else:
+    """Remove a file, a link, or a folder without folders in it, if it exists."""
+    if not _is_folder(path):
         path.unlink(missing_ok=True)
+        return
+    for entry in path.iterdir():
+        if not entry.name.startswith(".nfs"):
+            entry.unlink(missing_ok=True)
+    path.rmdir()
+
+
+def try_remove(path: Path) -> None:
+    """Remove as ``remove`` does, or leave what can't be removed to the next clean-up."""
+    with suppress(OSError):
+        remove(path)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what dead processes did not finish."""
-    for path in folder.glob(f".*{UNFINISHED_SUFFIX}"):
-        target_and_host, _, pid = path.name.removesuffix(UNFINISHED_SUFFIX).rpartition(".")
-        if target_and_host.endswith(f".{socket.gethostname()}") and pid.isdigit():
-            abandoned = int(pid) == os.getpid() or not _is_alive(int(pid))
-        else:
-            abandoned = time.time() - path.lstat().st_mtime > ABANDONED_AFTER_S
-        if abandoned:
-            remove(path)
+    """Remove what dead processes did not finish, as far as possible: others may remove it too, or it may be theirs."""
+    for path in _list_folder(folder):
+        if path.name.startswith(".") and path.name.endswith(UNFINISHED_SUFFIX):
+            with suppress(OSError):
+                if _is_leftover(path):
+                    remove(path)
 
 
-def verify_zip(file: IO[bytes], description: str) -> None:
-    """Compare a file that ``torch.save`` wrote with its checksums.
+def check_replaceable(target: Path) -> None:
+    """Refuse a target that a checkpoint must not replace.
+
+    Raises:
+        CheckpointError: there is something else than a checkpoint at ``target``.
+    """
+    if foreign := find_foreign(target):
+        raise CheckpointError(
+            f"no checkpoint is written to {target}: {foreign}, and only checkpoints are replaced. Give another path, "
+            "or move it away"
+        )
+
+
+def find_foreign(path: Path) -> str:
+    """Say what there is at a path that is no checkpoint; empty if there is a checkpoint, nothing or an empty file."""
+    try:
+        if path.is_dir():
+            return _find_foreign_in_folder(path)
+        if not path.exists():
+            return ""
+        if not path.is_file():
+            return "it is not an ordinary file"
+        head = _read_head(path)
+    except OSError as error:
+        return f"it can't be read ({error})"
+    return "" if _is_torch_file(head) else "it is a file that torch.save did not write"
+
+
+def write_text(path: Path, text: str, is_own: Callable[[str], bool] | None) -> None:
+    """Write a file of ours, completely or not at all.
 
     Args:
-        file: open at its beginning.
-        description: its name in error messages.
+        path: the file; a device or a pipe is written to as it is.
+        text: its content.
+        is_own: tells from the content of a file whether it may be replaced; None if its name says so.
 
     Raises:
-        CheckpointError: it is no such file, or it is damaged.
+        ConfigurationError: there is another file.
+        OSError: it can't be written.
     """
+    if is_own is not None:
+        check_text_replaceable(path, is_own)
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()  # a link stays, and what it points to is replaced
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path.parent)
+    unfinished = unfinished_path(path)
     try:
-        with zipfile.ZipFile(file) as archive:
-            infos = archive.infolist()
-            if not any(info.filename.endswith("data.pkl") for info in infos):
-                raise CheckpointError(
-                    f"{description} is not a checkpoint: it holds no data.pkl as torch.save writes it"
-                )
-            has_checksums = any(info.CRC for info in infos)  # not after torch.serialization.set_crc32_options(False)
-            damaged = archive.testzip() if has_checksums else None
-    except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError) as error:
-        raise CheckpointError(f"{description} is damaged or cut short: {error}") from error
-    if damaged is not None:
-        raise CheckpointError(f"{description} is damaged: the checksum of {damaged} does not match")
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    except BaseException:
+        try_remove(unfinished)
+        raise
 
 
-def verify(path: Path) -> None:
-    """Compare a local file with its checksums; files of PyTorch's old format have none.
+def check_text_replaceable(path: Path, is_own: Callable[[str], bool]) -> None:
+    """Refuse to replace a file that we did not write.
+
+    Args:
+        path: where a file is to be written.
+        is_own: as of ``write_text``.
 
     Raises:
-        CheckpointError: it can't be read, or it is damaged.
+        ConfigurationError: there is a folder, or a file with other content.
     """
+    if path.is_dir():
+        raise ConfigurationError(f"{path} can't be written: it is a folder")
     try:
-        with path.open("rb") as file:
-            if file.read(4) == b"PK\x03\x04":
-                verify_zip(file, str(path))
+        content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     except OSError as error:
-        raise CheckpointError(f"the checkpoint {path} can't be read: {error}") from error
+        raise ConfigurationError(f"{path} can't be written: {error}") from error
+    if content.strip() and not is_own(content):
+        raise ConfigurationError(
+            f"{path} is not replaced: it holds something that osdp did not write there. Give another path, or move it "
+            "away"
+        )
 
 
-def load(path: Path, weights_only: bool | None) -> Any:
-    """Load a local file with ``torch.load``; its tensors are mapped from the file, not read.
+def _replace_in_two_steps(complete: Path, target: Path) -> None:
+    """Move ``target`` away first: the file system has no exchange. ``restore`` mends it after a kill in between."""
+    previous = _previous_path(target)
+    for attempt in range(3):
+        if os.path.lexists(target):
+            if find_foreign(previous):
+                raise CheckpointError(f"{target} can't be replaced: {previous} is in the way, and is no checkpoint")
+            if os.path.lexists(previous):
+                remove(previous)  # left by a kill
+            os.rename(target, previous)
+        try:
+            os.rename(complete, target)
+            break
+        except OSError:
+            # A process that is about to load has restored the target; else it is ours to restore.
+            if not os.path.lexists(target):
+                os.rename(previous, target)
+                raise
+            if attempt == 2:
+                raise
+    try_remove(previous)
 
-    Raises:
-        CheckpointError: it is not a PyTorch file, or contains what ``weights_only`` forbids.
-    """
+
+def _hidden_path(target: Path, suffix: str) -> Path:
+    name = target.name
+    if len(os.fsencode(f".{name}{suffix}")) > _MAX_NAME_BYTES:
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
+    return target.parent / f".{name}{suffix}"
+
+
+def _previous_path(target: Path) -> Path:
+    return _hidden_path(target, ".osdp-previous")
+
+
+def _host() -> str:
+    return socket.gethostname()[:64]
+
+
+@cache
+def _machine_id() -> str:
+    """Tell hosts and containers with the same name apart: a process id counts among the processes of one of them."""
+    facts = ""
+    with suppress(OSError):
+        facts = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    return hashlib.sha256(facts.encode()).hexdigest()[:8]
+
+
+def _is_leftover(path: Path) -> bool:
+    """Return whether a process that is gone left an unfinished file or folder, and nothing else is in it."""
+    rest, _, pid = path.name.removesuffix(UNFINISHED_SUFFIX).rpartition(".")
+    if not pid.isdigit() or path.is_symlink():
+        return False
+    entries = list(path.iterdir()) if path.is_dir() else []
+    if any(map(_is_folder, entries)):
+        return False
+    if rest.endswith(f".{_host()}"):
+        machine = rest.removesuffix(f".{_host()}").rpartition(".")[2]
+        if machine == _machine_id() or not re.fullmatch("[0-9a-f]{8}", machine):  # earlier releases wrote none
+            return int(pid) == os.getpid() or not _is_alive(int(pid))
+    if path.is_dir():
+        is_own = all(_FOLDER_ENTRY.fullmatch(entry.name) for entry in entries)
+    else:
+        is_own = _is_torch_file(head := _read_head(path)) or head.startswith((b"PK", *_TEXT_STARTS))
+    return is_own and time.time() - path.lstat().st_mtime > ABANDONED_AFTER_S
+
+
+def _find_foreign_in_folder(path: Path) -> str:
+    for entry in sorted(path.iterdir()):
+        if not _FOLDER_ENTRY.fullmatch(entry.name) or _is_folder(entry):
+            return f"it is a folder that holds {entry.name}"
+    trainer_file = path / TRAINER_FILE
+    if not trainer_file.is_file() or FORMAT_NAME.encode() not in _read_head(trainer_file):
+        return "it is a folder without the mark of a sharded checkpoint"
+    return ""
+
+
+def _is_torch_file(head: bytes) -> bool:
+    return not head or _TORCH_ZIP.match(head) is not None or head.startswith(_TORCH_LEGACY)
+
+
+def _read_head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_MARK_BYTES)
+
+
+def _list_folder(folder: Path) -> list[Path]:
     try:
-        return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as error:
-        if "weights_only" in str(error).lower():
-            raise CheckpointError(
-                f"the checkpoint {path} holds more than tensors and plain values: {error}\n"
-                "If you trust it, load it with weights_only=False, as in trainer.fit(..., weights_only=False)"
-            ) from error
-        raise CheckpointError(f"{path} is damaged or not a checkpoint: {error}") from error
-    except Exception as error:  # a damaged pickle may raise anything
-        raise CheckpointError(f"{path} is damaged or not a checkpoint: {type(error).__name__}: {error}") from error
+        return list(folder.iterdir())
+    except OSError:
+        return []
 
 
 def _is_folder(path: Path) -> bool:
@@ -176,10 +329,6 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def _previous_path(target: Path) -> Path:
-    return target.parent / f".{target.name}.osdp-previous"
 
 
 def _exchange(first: Path, second: Path) -> bool:

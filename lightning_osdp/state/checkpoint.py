@@ -10,17 +10,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_osdp.backend.agree import broadcast_object, raise_on_all_ranks
 from lightning_osdp.errors import CheckpointError, ConfigurationError
 from lightning_osdp.state import atomic_files, single_file
 from lightning_osdp.state.deferred_tensor import DeferredTensors, LoadTarget
+from lightning_osdp.state.opened_file import OpenedFile
 
 if TYPE_CHECKING:
     from lightning_osdp.state.folder import CheckpointFolder
 
 SAVE_FORMATS = ("full", "sharded")
+
+OPEN_ATTEMPTS = 3
+"""Number of times that a checkpoint is opened if it is being replaced just then."""
 
 _DONE = -1
 """Sent instead of a tensor's index once all of them are written."""
@@ -42,7 +47,7 @@ class CheckpointFormat:
         self.is_sharded = save_format == "sharded"
         self.deferred_tensors: DeferredTensors | None = None
         """The placeholders of the checkpoint that is being saved, if any."""
-        self._open_folder: CheckpointFolder | None = None
+        self._opened: OpenedFile | CheckpointFolder | None = None
 
     @contextmanager
     def deferred_gathers(self, is_rank_zero: bool, eager: bool) -> Iterator[None]:
@@ -82,17 +87,37 @@ class CheckpointFormat:
         Raises:
             CheckpointError: it is damaged or foreign; it is raised on every rank.
         """
-        rank, ranks = group.rank(), group.size()
-        raise_on_all_ranks(group, lambda: atomic_files.restore(path) if rank == 0 else None)
-        if path.is_dir():
-            from lightning_osdp.state.folder import CheckpointFolder
+        for attempt in range(OPEN_ATTEMPTS):
+            self._opened = opened = self._open(path, weights_only, group)
+            fingerprints: list[str] = [""] * group.size()
+            dist.all_gather_object(fingerprints, opened.fingerprint(), group=group)
+            if len(set(fingerprints)) == 1:
+                break
+            if attempt == OPEN_ATTEMPTS - 1:
+                raise CheckpointError(f"{path} is another checkpoint on each rank: it was replaced while it was loaded")
+        if isinstance(opened, OpenedFile):
+            raise_on_all_ranks(group, lambda: opened.verify() if group.rank() == 0 else None)
+            return raise_on_all_ranks(group, lambda: _validate_checkpoint(opened.load(weights_only), path))
+        raise_on_all_ranks(group, lambda: opened.verify(group.rank(), group.size()))
+        return raise_on_all_ranks(group, lambda: _validate_checkpoint(opened.checkpoint, path))
 
-            self._open_folder = opened = raise_on_all_ranks(group, lambda: CheckpointFolder(path, weights_only))
-            raise_on_all_ranks(group, lambda: opened.verify(rank, ranks))
-            return raise_on_all_ranks(group, lambda: _validate_checkpoint(opened.checkpoint, path))
-        self._open_folder = None
-        raise_on_all_ranks(group, lambda: atomic_files.verify(path) if rank == 0 else None)
-        return raise_on_all_ranks(group, lambda: _validate_checkpoint(atomic_files.load(path, weights_only), path))
+    def _open(self, path: Path, weights_only: bool | None, group: Any) -> OpenedFile | CheckpointFolder:
+        """Open a checkpoint on all ranks, as what the first one sees. Collective."""
+
+        def restore_and_look() -> bool:
+            if group.rank() != 0:
+                return False
+            try:
+                atomic_files.restore(path)
+            except OSError as error:
+                raise CheckpointError(f"the checkpoint {path} can't be read: {error}") from error
+            return path.is_dir()
+
+        if not broadcast_object(group, raise_on_all_ranks(group, restore_and_look)):
+            return raise_on_all_ranks(group, lambda: OpenedFile(path))
+        from lightning_osdp.state.folder import CheckpointFolder
+
+        return raise_on_all_ranks(group, lambda: CheckpointFolder(path, weights_only))
 
     def fill(self, targets: Sequence[LoadTarget]) -> None:
         """Fill targets with values of the checkpoint that was loaded last."""
@@ -100,11 +125,34 @@ class CheckpointFormat:
         for target in targets:
             if not target.value.is_meta:
                 target.fill()
-        if not stored:
-            return
-        if self._open_folder is None or not all(self._open_folder.has_tensor(target.value) for target in stored):
+        opened = self._opened
+        if stored and (
+            opened is None
+            or isinstance(opened, OpenedFile)
+            or not all(opened.has_tensor(target.value) for target in stored)
+        ):
             raise CheckpointError("the checkpoint holds a meta tensor, which has no values")
-        self._open_folder.fill(stored)
+        if isinstance(opened, OpenedFile):
+            opened.assert_unchanged()
+        elif opened is not None:
+            opened.fill(stored)
+
+
+def read_checkpoint(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Return a checkpoint of either format as one rank sees it, with placeholders or tensors that are not read yet.
+
+    Args:
+        path: the file or folder.
+        weights_only: as of ``torch.load``.
+
+    Raises:
+        CheckpointError: it is damaged or foreign.
+    """
+    if not path.is_dir():
+        return _validate_checkpoint(OpenedFile(path).load(weights_only), path)
+    from lightning_osdp.state.folder import CheckpointFolder
+
+    return _validate_checkpoint(CheckpointFolder(path, weights_only).checkpoint, path)
 
 
 def consolidate(source: Path, target: Path, weights_only: bool | None = None) -> None:
@@ -121,6 +169,9 @@ def consolidate(source: Path, target: Path, weights_only: bool | None = None) ->
     from lightning_osdp.state.folder import CheckpointFolder
 
     opened = CheckpointFolder(source, weights_only)
+    if source.resolve() in target.resolve().parents:
+        raise CheckpointError(f"{target} can't be written: it lies in the checkpoint {source}")
+    atomic_files.check_replaceable(target)
     opened.verify(0, 1)
     try:
         with atomic_files.atomic_write(target) as unfinished:

@@ -6,11 +6,13 @@ in one small file, written by ``torch.save`` with placeholders (meta tensors) fo
 
 from __future__ import annotations
 
-import io
+import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -18,22 +20,27 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint import planner as dcp_planner
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_osdp.backend.agree import broadcast_object, raise_on_all_ranks
 from lightning_osdp.errors import CheckpointError
 from lightning_osdp.state import atomic_files, single_file
+from lightning_osdp.state.atomic_files import CHECKSUM_FILE, FORMAT_NAME, TRAINER_FILE
 from lightning_osdp.state.deferred_tensor import DeferredTensor, DeferredTensors, LoadTarget
+from lightning_osdp.state.folder_index import StoredChunk, format_checksums, read_checksums, read_index
+from lightning_osdp.state.opened_file import OpenedFile, verify_zip
 from lightning_osdp.state.shard_layout import ReplicatedLayout, TensorChunk
 
-TRAINER_FILE = "trainer.pt"
-"""Name of the file with everything but the tensors of the model and of the optimizers."""
+METADATA_FILE = ".metadata"
+"""Name of the index of torch.distributed.checkpoint."""
 
-FORMAT_NAME, FORMAT_VERSION = "lightning_osdp sharded checkpoint", 1
+FORMAT_VERSION = 1
+
+MAX_OPEN_FILES = 128
+"""Number of files up to which all are opened at once, so that a checkpoint may be replaced while it is loaded."""
 
 
 def save(checkpoint: Mapping[str, Any], target: Path, deferred_tensors: DeferredTensors, group: Any) -> None:
@@ -51,30 +58,39 @@ def save(checkpoint: Mapping[str, Any], target: Path, deferred_tensors: Deferred
     is_first = group.rank() == 0
 
     def start() -> Path | None:
+        if not is_first:
+            return None
         with _as_checkpoint_error(target):
-            return atomic_files.start(target) if is_first else None
+            unfinished = atomic_files.start(target)
+            unfinished.mkdir()
+            return unfinished
 
     unfinished = cast(Path, broadcast_object(group, raise_on_all_ranks(group, start)))
     contents = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
+        "has_checksums": True,
         "checkpoint": dict(checkpoint),
         "tensors": deferred_tensors.placeholders_by_name(),
     }
 
-    def commit() -> None:
+    def commit(checksums: dict[str, tuple[int, int]]) -> None:
         for meta_tensor in _find_meta_tensors(checkpoint):
             deferred_tensors.index_of(meta_tensor)  # raises if it is no placeholder
         with _as_checkpoint_error(target):
             single_file.save(contents, unfinished / TRAINER_FILE, None)
+            for name in (METADATA_FILE, TRAINER_FILE):
+                file = OpenedFile(unfinished / name)
+                checksums[name] = file.size, file.checksum()
+            (unfinished / CHECKSUM_FILE).write_text(format_checksums(checksums), encoding="utf-8")
             atomic_files.commit(unfinished, target)
 
     try:
-        _write_shards(deferred_tensors.entries, unfinished, group)
-        raise_on_all_ranks(group, lambda: commit() if is_first else None)
+        checksums = _write_shards(deferred_tensors.entries, unfinished, group)
+        raise_on_all_ranks(group, lambda: commit(checksums) if is_first else None)
     except BaseException as error:
         if is_first:
-            atomic_files.remove(unfinished)
+            atomic_files.try_remove(unfinished)
         if isinstance(error, CheckpointError):  # raised on every rank: none goes on before the folder is removed
             dist.barrier(group=group)
         raise
@@ -88,17 +104,17 @@ def _as_checkpoint_error(target: Path) -> Iterator[None]:
         raise CheckpointError(f"the checkpoint {target} can't be written: {error}") from error
 
 
-def _write_shards(deferred_tensors: Sequence[DeferredTensor], folder: Path, group: Any) -> None:
+def _write_shards(deferred_tensors: Sequence[DeferredTensor], folder: Path, group: Any) -> dict[str, tuple[int, int]]:
+    """Write the shards of all ranks; return the size and the checksum of each file."""
+    writer = _CheckpointWriter(folder)
     try:
-        save_state_dict(
-            {},
-            storage_writer=_CheckpointWriter(folder),
-            planner=_ChunkSavePlanner(deferred_tensors),
-            process_group=group,
-        )
+        save_state_dict({}, storage_writer=writer, planner=_ChunkSavePlanner(deferred_tensors), process_group=group)
     except CheckpointException as error:
         causes = "; ".join(f"rank {rank}: {_format_cause(cause)}" for rank, cause in sorted(error.failures.items()))
         raise CheckpointError(f"the checkpoint can't be written: {causes}") from error
+    by_rank: list[dict[str, tuple[int, int]]] = [{}] * group.size()
+    dist.all_gather_object(by_rank, writer.checksums, group=group)
+    return {name: checksum for checksums in by_rank for name, checksum in checksums.items()}
 
 
 def _format_cause(wrapped: Any) -> str:
@@ -114,8 +130,47 @@ def _find_meta_tensors(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) and value.is_meta else []
 
 
+class _ChecksumStream:
+    """A file being written that computes its own size and checksum."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.size = self.crc = 0
+
+    def write(self, data: Any) -> int:
+        """Write as a file does."""
+        self.crc = crc32(data, self.crc)
+        self.size += memoryview(data).nbytes
+        return cast(int, self._file.write(data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class _ChecksumFileSystem(FileSystem):
+    """The local file system, which notes the size and the checksum of each file of tensors."""
+
+    def __init__(self, checksums: dict[str, tuple[int, int]]) -> None:
+        self._checksums = checksums
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open a file of a checkpoint."""
+        with super().create_stream(path, mode) as file:
+            stream = _ChecksumStream(file)
+            yield stream
+        if Path(path).suffix == ".distcp":
+            self._checksums[Path(path).name] = stream.size, stream.crc
+
+
 class _CheckpointWriter(FileSystemWriter):
     """A writer that reports why a write failed (the disk is full), not the error that follows from it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.checksums: dict[str, tuple[int, int]] = {}
+        """Size and checksum of the files that this rank has written."""
+        self.fs = _ChecksumFileSystem(self.checksums)
 
     def write_data(
         self, plan: dcp_planner.SavePlan, planner: dcp_planner.SavePlanner
@@ -173,7 +228,7 @@ def _to_chunk_metadata(tensor_chunk: TensorChunk) -> dcp_metadata.ChunkStorageMe
 
 
 class CheckpointFolder:
-    """A folder that ``save`` wrote, opened on one rank.
+    """A folder that ``save`` wrote, opened on one rank; what replaces it at its path afterwards is not read.
 
     Attributes:
         checkpoint: what was saved, with placeholders for the tensors.
@@ -184,40 +239,81 @@ class CheckpointFolder:
 
     def __init__(self, path: Path, weights_only: bool | None) -> None:
         self.path = path
-        self._reader = FileSystemReader(path)
-        self._metadata = self._read_metadata()
-        self._reader.set_up_storage_reader(self._metadata, True)
+        self._files: dict[str, OpenedFile] = {}
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            names = set(os.listdir(self._descriptor))
+        except OSError as error:
+            raise CheckpointError(f"the checkpoint {path} can't be read: {error}") from error
+        for name in (METADATA_FILE, TRAINER_FILE):
+            if name not in names:
+                raise CheckpointError(f"{path} is not a checkpoint of lightning_osdp: there is no {name} in it")
+        self._checksums = None
+        if CHECKSUM_FILE in names:
+            self._checksums = read_checksums(self._open(CHECKSUM_FILE).read(), str(path / CHECKSUM_FILE))
+        self._verify_file(METADATA_FILE)
+        self._verify_file(TRAINER_FILE)
+        self._index = read_index(self._open(METADATA_FILE).read(), str(path / METADATA_FILE))
         contents = self._read_trainer_file(weights_only)
         self.checkpoint: dict[str, Any] = contents["checkpoint"]
         self._placeholders: dict[str, Tensor] = contents["tensors"]
         self._names = {id(placeholder): name for name, placeholder in self._placeholders.items()}
+        stored = {chunk.file for tensor in self._index.values() for chunk in tensor.chunks}
+        for name in sorted(stored)[:MAX_OPEN_FILES]:
+            self._open(name)
 
-    def _read_metadata(self) -> dcp_metadata.Metadata:
-        for name in (".metadata", TRAINER_FILE):
-            if not (self.path / name).is_file():
-                raise CheckpointError(f"{self.path} is not a checkpoint of lightning_osdp: there is no {name} in it")
-        try:
-            metadata = self._reader.read_metadata()
-        except Exception as error:  # a damaged pickle may raise anything
-            raise CheckpointError(f"{self.path}/.metadata is damaged: {type(error).__name__}: {error}") from error
-        if not isinstance(metadata, dcp_metadata.Metadata):
-            raise CheckpointError(f"{self.path}/.metadata is damaged: it holds a {type(metadata).__name__}")
-        return metadata
+    def __del__(self) -> None:
+        with suppress(AttributeError, OSError):
+            os.close(self._descriptor)
+
+    def _open(self, name: str) -> OpenedFile:
+        """Open a file of the folder, and leave it open if there are not too many."""
+        file = self._files.get(name) or OpenedFile(self.path / name, self._descriptor)
+        if len(self._files) < MAX_OPEN_FILES:
+            self._files[name] = file
+        return file
+
+    def _verify_file(self, name: str) -> None:
+        """Compare a file with its checksum, if the release that wrote it stored one."""
+        if self._checksums is None:
+            return
+        if name not in self._checksums:
+            raise CheckpointError(f"{self.path / CHECKSUM_FILE} is damaged: there is no {name} in it")
+        file = self._open(name)
+        if (file.size, file.checksum()) != self._checksums[name]:
+            raise CheckpointError(f"{self.path / name} is damaged: its checksum does not match")
 
     def _read_trainer_file(self, weights_only: bool | None) -> dict[str, Any]:
-        contents = atomic_files.load(self.path / TRAINER_FILE, weights_only)
+        file = self._open(TRAINER_FILE)
+        file.verify()
+        contents = file.load(weights_only)
         if not isinstance(contents, dict) or contents.get("format") != FORMAT_NAME:
-            raise CheckpointError(f"{self.path}/{TRAINER_FILE} is not of a checkpoint of lightning_osdp")
-        if contents["version"] != FORMAT_VERSION:
-            raise CheckpointError(f"{self.path} has version {contents['version']}, this package reads {FORMAT_VERSION}")
+            raise CheckpointError(f"{file.path} is not of a checkpoint of lightning_osdp")
+        if contents.get("version") != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{self.path} has version {contents.get('version')}, this package reads {FORMAT_VERSION}"
+            )
+        if contents.get("has_checksums") and self._checksums is None:
+            raise CheckpointError(f"{self.path} is damaged: there is no {CHECKSUM_FILE} in it")
+        if not isinstance(contents.get("checkpoint"), dict) or not isinstance(contents.get("tensors"), dict):
+            raise CheckpointError(f"{file.path} is damaged: it holds no checkpoint")
         for name, placeholder in contents["tensors"].items():
-            stored = self._metadata.state_dict_metadata.get(name)
-            if not isinstance(stored, dcp_metadata.TensorStorageMetadata) or stored.size != placeholder.shape:
-                raise CheckpointError(f"{self.path} is damaged: .metadata and {TRAINER_FILE} differ on {name}")
+            if not isinstance(placeholder, Tensor) or not placeholder.is_meta:
+                raise CheckpointError(f"{file.path} is damaged: it holds {type(placeholder)} for {name}")
+            stored = self._index.get(name)
+            if stored is None and not placeholder.numel():
+                continue  # a tensor without elements has no chunks
+            if stored is None or (stored.shape, stored.dtype) != (tuple(placeholder.shape), placeholder.dtype):
+                raise CheckpointError(f"{self.path} is damaged: {METADATA_FILE} and {TRAINER_FILE} differ on {name}")
         return contents
 
+    def fingerprint(self) -> str:
+        """Return what tells this checkpoint from another one."""
+        names = (METADATA_FILE, TRAINER_FILE, *([] if self._checksums is None else [CHECKSUM_FILE]))
+        return " ".join(self._open(name).fingerprint() for name in names)
+
     def verify(self, rank: int, world_size: int) -> None:
-        """Compare this rank's share of the stored chunks with their checksums.
+        """Compare this rank's share of the files, or of the stored chunks, with their checksums.
 
         Args:
             rank: this rank.
@@ -226,16 +322,14 @@ class CheckpointFolder:
         Raises:
             CheckpointError: a chunk is damaged.
         """
-        stored = sorted(self._reader.storage_data.values(), key=lambda info: (info.relative_path, info.offset))
-        for info in stored[rank::world_size]:
-            path = self.path / info.relative_path
-            try:
-                with path.open("rb") as file:
-                    file.seek(info.offset)
-                    content = io.BytesIO(file.read(info.length))
-            except OSError as error:
-                raise CheckpointError(f"{path} can't be read: {error}") from error
-            atomic_files.verify_zip(content, str(path))
+        stored = {chunk for tensor in self._index.values() for chunk in tensor.chunks}
+        if self._checksums is not None:
+            for name in sorted({chunk.file for chunk in stored})[rank::world_size]:
+                self._verify_file(name)
+            return
+        for chunk in sorted(stored, key=lambda chunk: (chunk.file, chunk.position))[rank::world_size]:
+            file = self._open(chunk.file)
+            verify_zip(file.view(chunk.position, chunk.length), str(file.path))
 
     def has_tensor(self, placeholder: Tensor) -> bool:
         """Return whether a placeholder stands for a tensor in the folder."""
@@ -243,9 +337,32 @@ class CheckpointFolder:
 
     def fill(self, targets: Sequence[LoadTarget]) -> None:
         """Read the values of each target, from no more than the chunks that overlap it."""
-        planner = _ChunkLoadPlanner([(self._names[id(target.value)], target) for target in targets], self._metadata)
+        overlaps: dict[StoredChunk, list[tuple[LoadTarget, TensorChunk]]] = {}
+        for target in targets:
+            stored = self._index.get(self._names[id(target.value)])
+            chunks = stored.chunks if stored is not None else ()
+            for chunk, part in itertools.product(chunks, target.layout.local_chunks()):
+                if _find_overlap(chunk, part) is not None:
+                    overlaps.setdefault(chunk, []).append((target, part))
         with torch.no_grad():
-            self._reader.read_data(planner.plan, planner).wait()
+            for chunk in sorted(overlaps, key=lambda chunk: (chunk.file, chunk.position)):
+                values = self._read_chunk(chunk, overlaps[chunk][0][0].value.dtype)
+                for target, part in overlaps[chunk]:
+                    overlap = _find_overlap(chunk, part)
+                    assert overlap is not None
+                    part.view(target.local_shard)[overlap[1]].copy_(values[overlap[0]])
+        for file in self._files.values():
+            file.assert_unchanged()
+
+    def _read_chunk(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
+        file = self._open(chunk.file)
+        try:
+            values = torch.load(file.view(chunk.position, chunk.length), map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged pickle may raise anything
+            raise CheckpointError(f"{file.path} is damaged: {type(error).__name__}: {error}") from error
+        if not isinstance(values, Tensor) or (tuple(values.shape), values.dtype) != (chunk.sizes, dtype):
+            raise CheckpointError(f"{file.path} is damaged: it holds other tensors than {METADATA_FILE} says")
+        return values
 
     def read_full_tensor(self, placeholder: Tensor) -> Tensor:
         """Read a full tensor to the CPU."""
@@ -254,27 +371,13 @@ class CheckpointFolder:
         return full_tensor
 
 
-class _ChunkLoadPlanner(DefaultLoadPlanner):
-    """Plan of the chunks that this rank reads, and where their values go."""
-
-    def __init__(self, named_targets: Sequence[tuple[str, LoadTarget]], metadata: dcp_metadata.Metadata) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._chunk_buffers: dict[tuple[str, torch.Size], Tensor] = {}
-        items: list[dcp_planner.ReadItem] = []
-        for name, target in named_targets:
-            stored = metadata.state_dict_metadata[name]
-            assert isinstance(stored, dcp_metadata.TensorStorageMetadata)
-            chunks = list(target.layout.local_chunks())
-            self._chunk_buffers |= {
-                (name, torch.Size(chunk.offsets)): chunk.view(target.local_shard) for chunk in chunks
-            }
-            items += create_read_items_for_chunk_list(name, stored, [_to_chunk_metadata(chunk) for chunk in chunks])
-        self.plan = dcp_planner.LoadPlan(items)
-
-    def resolve_tensor(self, read_item: dcp_planner.ReadItem) -> Tensor:
-        """Return the part of a chunk that a stored chunk overlaps."""
-        index = read_item.dest_index
-        assert index.offset is not None
-        ranges = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        overlap = tuple(slice(start, start + length) for start, length in ranges)
-        return self._chunk_buffers[index.fqn, index.offset][overlap]
+def _find_overlap(chunk: StoredChunk, part: TensorChunk) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Return where the common elements lie in a stored chunk and in a part of a target; None if there are none."""
+    in_chunk, in_part = [], []
+    for offset, size, first, extent in zip(chunk.offsets, chunk.sizes, part.offsets, part.sizes, strict=True):
+        start, stop = max(offset, first), min(offset + size, first + extent)
+        if start >= stop:
+            return None
+        in_chunk.append(slice(start - offset, stop - offset))
+        in_part.append(slice(start - first, stop - first))
+    return tuple(in_chunk), tuple(in_part)

@@ -17,6 +17,14 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.state.deferred_tensor import DeferredTensor, DeferredTensors, LoadTarget
+from lightning_osdp.state.guarded_parameter import (
+    GatheredTensor,
+    GuardedTensor,
+    gather,
+    local_shard_of,
+    opened,
+    without_guards,
+)
 from lightning_osdp.state.shard_layout import ReplicatedLayout, ShardLayout
 
 PARAMETER_NAMES = "param_names"
@@ -59,14 +67,15 @@ class ShardedParameters:
     @contextmanager
     def show_unsharded_shapes(self) -> Iterator[None]:
         """Give sharded parameters their full shape, without values, within the block, for code that inspects shapes."""
-        shards = {parameter: parameter.data for parameter in self._layouts}
-        try:
-            for parameter, layout in self._layouts.items():
-                parameter.data = parameter.data.new_zeros(()).expand(layout.shape)
-            yield
-        finally:
-            for parameter, shard in shards.items():
-                parameter.data = shard
+        with opened(self._layouts):
+            shards = {parameter: parameter.data for parameter in self._layouts}
+            try:
+                for parameter, layout in self._layouts.items():
+                    parameter.data = parameter.data.new_zeros(()).expand(layout.shape)
+                yield
+            finally:
+                for parameter, shard in shards.items():
+                    parameter.data = shard
 
     @contextmanager
     def summon_full_params(self, parameters: Iterable[nn.Parameter], writeback: bool) -> Iterator[None]:
@@ -76,19 +85,20 @@ class ShardedParameters:
             parameters: in the same order on every rank; others than sharded ones are left as they are.
             writeback: whether each rank retains its own shard of changes.
         """
+        sharded = [parameter for parameter in parameters if parameter in self._layouts]
         shards: dict[nn.Parameter, Tensor] = {}
-        try:
-            for parameter in parameters:
-                if parameter in self._layouts:
+        with opened(sharded):
+            try:
+                for parameter in sharded:
                     shard = parameter.data
                     parameter.data = self._layouts[parameter].unshard(shard)
                     shards[parameter] = shard
-            yield
-        finally:
-            for parameter, shard in shards.items():
-                if writeback:
-                    shard.copy_(self._layouts[parameter].shard(parameter.data).view(shard.shape))
-                parameter.data = shard
+                yield
+            finally:
+                for parameter, shard in shards.items():
+                    if writeback:
+                        shard.copy_(self._layouts[parameter].shard(parameter.data).view(shard.shape))
+                    parameter.data = shard
 
     def shard_existing_state(self, optimizer: Optimizer) -> None:
         """Shard optimizer state that was made before sharding (Adagrad makes its state in the constructor)."""
@@ -147,6 +157,33 @@ def fill_from_memory(targets: Iterable[LoadTarget]) -> None:
         target.fill()
 
 
+_collects_state = False
+
+
+@contextmanager
+def _collecting_state() -> Iterator[None]:
+    """Let state dicts hold sharded tensors as they are within the block: they are gathered where they are written."""
+    global _collects_state
+    before, _collects_state = _collects_state, True
+    try:
+        yield
+    finally:
+        _collects_state = before
+
+
+def gather_guarded_entries(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Gather the sharded tensors in a module's state dict that was just made, tied ones once. Collective."""
+    sharded = {} if _collects_state else {k: v for k, v in state.items() if isinstance(v, GuardedTensor)}
+    if not sharded:
+        return
+    by_guard = {id(v.gathered.local.guard): v for v in state.values() if isinstance(v, GatheredTensor)}
+    for key, value in sharded.items():
+        guard = local_shard_of(value).guard
+        if id(guard) not in by_guard:
+            by_guard[id(guard)] = gather(value)
+        state[key] = by_guard[id(guard)]
+
+
 def gather_state(
     sharded_parameters: ShardedParameters, collect_state: Callable[[DeferredTensors], dict[str, Any]]
 ) -> dict[str, Any]:
@@ -164,16 +201,19 @@ def model_state(
     """
     by_name = dict(module.named_parameters(remove_duplicate=False))
     names = {parameter: name for name, parameter in module.named_parameters()}
-    state: dict[str, Any] = module.state_dict()
-    for key in state:
+    with _collecting_state():
+        state: dict[str, Any] = module.state_dict()
+    for key, value in state.items():
         parameter = by_name.get(key)
+        if isinstance(value, GuardedTensor):  # under whatever name a hook of the user's gave it
+            parameter = local_shard_of(value).guard.parameter
         if parameter is not None and (
             parameter in sharded_parameters.parameters or (deferred_tensors.includes_replicated and parameter.dim() > 0)
         ):
+            with without_guards():
+                shard = parameter.data
             layout = sharded_parameters.layout_of(parameter)
-            state[key] = deferred_tensors.placeholder(
-                DeferredTensor(f"state_dict.{names[parameter]}", layout, parameter.data)
-            )
+            state[key] = deferred_tensors.placeholder(DeferredTensor(f"state_dict.{names[parameter]}", layout, shard))
     return state
 
 
@@ -185,12 +225,13 @@ def load_model_state(
     by_name = dict(module.named_parameters(remove_duplicate=False))
     local: dict[str, Any] = dict(state)
     targets: dict[nn.Parameter, LoadTarget] = {}
-    for key, parameter in by_name.items():
-        if key in state and (parameter in sharded_parameters.parameters or state[key].is_meta):
-            targets[parameter] = LoadTarget(sharded_parameters.layout_of(parameter), parameter.data, state[key])
-            local[key] = parameter.data  # filled below; the module itself loads the rest
-    fill(list(targets.values()))
-    module.load_state_dict(local, strict=strict)
+    with opened(by_name.values()):
+        for key, parameter in by_name.items():
+            if key in state and (parameter in sharded_parameters.parameters or state[key].is_meta):
+                targets[parameter] = LoadTarget(sharded_parameters.layout_of(parameter), parameter.data, state[key])
+                local[key] = parameter.data  # filled below; the module itself loads the rest
+        fill(list(targets.values()))
+        module.load_state_dict(local, strict=strict)
 
 
 def check_model_state(
@@ -236,20 +277,20 @@ def optimizer_state(
     state: dict[Any, dict[str, Any]] = {}
     for number, entries in packed["state"].items():
         parameter, name = parameters[number], names.get(parameters[number], f"parameter {number}")
+        with without_guards():
+            shape = parameter.shape
         state[number] = {
             key: deferred_tensors.placeholder(
                 DeferredTensor(f"optimizer_states.{index}.{name}.{key}", sharded_parameters.layout_of(parameter), value)
             )
-            if _has_shape_of(value, parameter)
+            if isinstance(value, Tensor)
+            and value.dim() > 0
+            and value.shape == shape
             and (parameter in sharded_parameters.parameters or deferred_tensors.includes_replicated)
             else value
             for key, value in entries.items()
         }
     return {**packed, "state": state, PARAMETER_NAMES: [names.get(parameter) for parameter in parameters]}
-
-
-def _has_shape_of(value: Any, parameter: nn.Parameter) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
 
 def load_optimizer_state(
@@ -270,7 +311,8 @@ def load_optimizer_state(
         state[number] = {}
         for key, value in entries.items():
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape == layout.shape:
-                shard = torch.empty(parameter.shape, dtype=value.dtype, device=parameter.device)
+                with without_guards():
+                    shard = torch.empty(parameter.shape, dtype=value.dtype, device=parameter.device)
                 targets.append(LoadTarget(layout, shard, value))
                 state[number][key] = shard
             else:  # a copy, so that the file that it may be mapped from can be closed

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.errors import ConfigurationError, OSDPWarning
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.state.atomic_files import write_text
 from lightning_osdp.strategy import precision
 
 
@@ -43,17 +51,24 @@ def reject_unsupported(trainer: pl.Trainer, plugin: Precision) -> None:
     """Refuse combinations that would train wrongly.
 
     Raises:
-        ConfigurationError: a callback averages weights, the precision is not supported, the whole module is compiled,
+        ConfigurationError: a callback replaces weights, the precision is not supported, the whole module is compiled,
             or batch norms are to be synchronised where they can't be.
     """
+    module = trainer.lightning_module
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+        if isinstance(callback, ModelPruning):
             raise ConfigurationError(
-                f"{type(callback).__name__} averages a copy of the whole module, which no rank holds under OSDP: "
-                "remove the callback"
+                f"{type(callback).__name__} puts masked copies in the place of weights, which the plan does not know: "
+                "remove the callback, and prune by hand (parameter.data[mask] = 0) or after training"
+            )
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            mebibytes = sum(parameter.nbytes for parameter in module.parameters()) / (1 << 20)
+            rank_zero_warn(
+                f"{type(callback).__name__} averages a copy of the whole module on every rank: {mebibytes:.1f} MiB "
+                "that the plan does not count, so lower memory_limit by as much",
+                category=OSDPWarning,
             )
     precision.check(plugin)
-    module = trainer.lightning_module
     if module._compiled_call_impl is not None:
         raise ConfigurationError(
             f"{type(module).__name__} is compiled as a whole, and no part of it could be sharded: compile submodules "
@@ -174,3 +189,11 @@ def _read_text(path: Path, kind: str) -> str:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"the {kind} file {path} can't be read: {error}") from error
+
+
+def write_plan(plan: ExecutionPlan, path: Path) -> None:
+    """Write the plan to a file, or warn: the other ranks train already, and the plan is on the screen."""
+    try:
+        write_text(path, plan.to_json(), ExecutionPlan.is_plan)
+    except (OSError, ConfigurationError) as error:
+        warnings.warn(f"the plan can't be written to {path.parent}: {error}", OSDPWarning, stacklevel=3)

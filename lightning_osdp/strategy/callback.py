@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
-import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -18,6 +16,8 @@ from typing_extensions import override
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.state.checkpoint import read_checkpoint
+from lightning_osdp.strategy.checkpointing import local_path
 from lightning_osdp.strategy.osdp import OSDPStrategy
 
 LOG_PREFIX = "osdp/"
@@ -90,7 +90,7 @@ class OSDPCallback(Callback):
         if stage == "fit":
             self._strategy.constraints = self.constraints
             self._strategy.resumed_plan = self._load_plan_from_checkpoint(
-                self._strategy.resume_checkpoint_path(trainer)
+                *self._strategy.resume_checkpoint_path(trainer)
             )
 
     @override
@@ -145,7 +145,7 @@ class OSDPCallback(Callback):
             return {}
         return {"plan": self._strategy.execution_plan.to_json(), "constraints": repr(self._strategy.search_constraints)}
 
-    def _load_plan_from_checkpoint(self, checkpoint: str | None) -> ExecutionPlan | None:
+    def _load_plan_from_checkpoint(self, checkpoint: str | None, weights_only: bool | None) -> ExecutionPlan | None:
         """Return the plan that an OSDPCallback with the same constraints stored in a checkpoint; None if there is none.
 
         A checkpoint that can't be read is a warning here: the run makes a new plan, and loading the checkpoint itself
@@ -155,12 +155,12 @@ class OSDPCallback(Callback):
             return None
         assert self._strategy is not None
         try:
-            states = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True).get("callbacks", {})
-            ours: Mapping[str, Any] = states.get(self.state_key, {})
+            states = read_checkpoint(local_path(checkpoint), weights_only).get("callbacks", {})
+            ours = states.get(self.state_key, {}) if isinstance(states, dict) else {}
             if "plan" not in ours or ours.get("constraints") != repr(self._strategy.search_constraints):
                 return None
             return ExecutionPlan.from_json(ours["plan"], source=f"the plan in {checkpoint}")
-        except (OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, OSDPError) as error:
+        except (OSDPError, TypeError, AttributeError) as error:
             text = f"a new plan is made: the one in {checkpoint} can't be read ({error})"
             warnings.warn(text, OSDPWarning, stacklevel=2)
             return None

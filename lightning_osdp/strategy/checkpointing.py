@@ -22,6 +22,7 @@ from lightning_osdp.backend.agree import raise_on_all_ranks
 from lightning_osdp.engine.base import Engine
 from lightning_osdp.errors import ConfigurationError, OSDPWarning
 from lightning_osdp.planning.spec.model import CheckpointMemory
+from lightning_osdp.state import atomic_files
 from lightning_osdp.state.checkpoint import CheckpointFormat
 from lightning_osdp.state.state_dict import ShardedParameters, load_model_state
 from lightning_osdp.strategy.failure_aware import FailureAwareStrategy
@@ -58,7 +59,7 @@ def save(
         CheckpointError: the disk is full, or the path can't be written.
     """
     if handles_natively(plugin, path) and storage_options is None:
-        checkpoint_format.save(checkpoint, _local_path(path), group)
+        checkpoint_format.save(checkpoint, local_path(path), group)
         return
     if checkpoint_format.is_sharded:
         raise ConfigurationError(
@@ -82,7 +83,7 @@ def load(
         CheckpointError: the checkpoint is damaged or foreign.
     """
     if handles_natively(plugin, path):
-        return checkpoint_format.load(_local_path(path), weights_only, group)
+        return checkpoint_format.load(local_path(path), weights_only, group)
     return raise_on_all_ranks(group, lambda: plugin.load_checkpoint(path, weights_only=weights_only))
 
 
@@ -140,6 +141,18 @@ class CheckpointingStrategy(FailureAwareStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a checkpoint of either format; its large tensors are not read yet."""
         return load(self._checkpoint_format, self.checkpoint_io, checkpoint_path, weights_only, dist.group.WORLD)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, and nothing else: the path may come from the callbacks' state in a checkpoint."""
+        if not handles_natively(self.checkpoint_io, filepath):
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            path = local_path(filepath)
+            if foreign := atomic_files.find_foreign(path):
+                rank_zero_warn(f"{path} is not removed: {foreign}", category=OSDPWarning)
+            else:
+                atomic_files.try_remove(path)
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
@@ -202,7 +215,8 @@ class CheckpointingStrategy(FailureAwareStrategy):
         )
 
 
-def _local_path(path: Any) -> Path:
+def local_path(path: Any) -> Path:
+    """Return a local path that may be given as a URL."""
     return Path(str(path).removeprefix("file://"))
 
 

@@ -23,6 +23,8 @@ class Launcher(_SubprocessScriptLauncher):
     """Lightning's launcher of one process per device, which also remembers ``ckpt_path``."""
 
     _ckpt_path: Any = None
+    weights_only: bool | None = None
+    """As of ``fit``: whether the checkpoint may hold nothing but tensors and plain values."""
 
     @property
     @override
@@ -42,7 +44,8 @@ class Launcher(_SubprocessScriptLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Run ``function`` on every rank of this machine."""
-        self._ckpt_path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
+        bound = inspect.signature(function).bind(*args, **kwargs).arguments
+        self._ckpt_path, self.weights_only = bound.get("ckpt_path"), bound.get("weights_only")
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def resume_checkpoint_path(self, trainer: pl.Trainer) -> str | None:

@@ -280,7 +280,7 @@ class OSDPStrategy(ProcessGroupStrategy):
         folder = trainer.log_dir  # a broadcast: on every rank
         if self.is_global_zero:
             Console().print(tables.plan_table(self._plan, profiling_s, self._engine.collectives_per_step))
-            tables.write_plan(self._plan, Path(folder or ".") / PLAN_FILE)
+            arguments.write_plan(self._plan, Path(folder or ".") / PLAN_FILE)
 
     @override
     def setup_precision_plugin(self) -> None:

@@ -69,10 +69,10 @@ class ProcessGroupStrategy(CheckpointingStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
-    def resume_checkpoint_path(self, trainer: pl.Trainer) -> str | None:
-        """Return the checkpoint that ``fit`` will resume from, before it is loaded; None if it starts from scratch."""
+    def resume_checkpoint_path(self, trainer: pl.Trainer) -> tuple[str | None, bool | None]:
+        """Return the checkpoint that ``fit`` will resume from, or None, before it is loaded; and ``weights_only``."""
         assert isinstance(self._launcher, Launcher)
-        return self._launcher.resume_checkpoint_path(trainer)
+        return self._launcher.resume_checkpoint_path(trainer), self._launcher.weights_only
 
     @override
     def _configure_launcher(self) -> None:

@@ -82,7 +82,7 @@ def try_all_mistakes(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     def path(name: str) -> str:
         return f"{folder}/{rank}-{name}.json"
 
-    swa = {"callbacks": [pl.callbacks.StochasticWeightAveraging(1e-2)]}
+    pruning = {"callbacks": [pl.callbacks.ModelPruning("l1_unstructured", amount=0.5)]}
     return {
         "too little memory": try_fit(folder, GPTModule(), memory_limit="1MiB"),
         "not json": try_fit(folder, GPTModule(), plan=path("text")),
@@ -94,7 +94,7 @@ def try_all_mistakes(rank: int, ranks: int, folder: str) -> dict[str, Any]:
         "frozen": try_fit(folder, Frozen()),
         "broken step": try_fit(folder, Broken()),
         "broken on one rank": try_fit(folder, BrokenOnOne()),
-        "swa": try_fit(folder, GPTModule(), options=swa),
+        "pruning": try_fit(folder, GPTModule(), options=pruning),
         "precision": try_fit(folder, GPTModule(), options={"precision": "64-true"}),
         "fixed batch size": try_fit(folder, FixedLoader(), batch_size=3),
         "global batch size": try_fit(folder, GPTModule(), global_batch_size=7),
@@ -121,7 +121,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("bad cluster", ConfigurationError, ["cluster.json is not a cluster file"]),
         ("frozen", ConfigurationError, ["no trainable parameters"]),
         ("broken step", TraceError, ["no such luck"]),
-        ("swa", ConfigurationError, ["StochasticWeightAveraging", "remove the callback"]),
+        ("pruning", ConfigurationError, ["ModelPruning", "remove the callback"]),
         ("precision", ConfigurationError, ["64-true", "use '32-true', 'bf16-mixed'"]),
         ("fixed batch size", ConfigurationError, ["batch_size=3 can't be set", "uses 2"]),
         ("global batch size", ConfigurationError, ["global_batch_size=7 is not a multiple of the 2 ranks"]),

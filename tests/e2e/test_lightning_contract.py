@@ -12,14 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    EMAWeightAveraging,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-    ThroughputMonitor,
-)
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.nn import functional
@@ -438,8 +431,6 @@ def refusals(folder: str) -> dict[str, str]:
     in_place = build_seeded(Net)
     in_place.compile(backend="eager")
     return {
-        "ema": catch_fit_error(folder, build_seeded(Net), callbacks=[EMAWeightAveraging()]),
-        "swa": catch_fit_error(folder, build_seeded(Net), callbacks=[StochasticWeightAveraging(0.01)]),
         "whole compiled": catch_fit_error(folder, None, torch.compile(build_seeded(Net), backend="eager")),
         "compiled in place": catch_fit_error(folder, in_place),
         "sync_batchnorm": catch_fit_error(folder, build_seeded(Normalised), sync_batchnorm=True),
@@ -614,8 +605,6 @@ def test_transformers_gradient_checkpointing_matches_plain_training(results: lis
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("ema", "ConfigurationError: EMAWeightAveraging averages a copy of the whole module"),
-        ("swa", "ConfigurationError: StochasticWeightAveraging averages a copy of the whole module"),
         ("whole compiled", "RuntimeError: Using a compiled model is incompatible with"),
         ("compiled in place", "ConfigurationError: Net is compiled as a whole"),
         ("sync_batchnorm", "ConfigurationError: sync_batchnorm=True: PyTorch synchronises batch norms (norm) on GPUs"),

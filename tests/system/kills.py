@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.state import atomic_files
 from lightning_osdp.state.folder import CheckpointFolder
+from lightning_osdp.state.opened_file import OpenedFile
 from tests.support.models import gpt_batches, gpt_loss, two_groups
 from tests.support.modules import GPTModule, trainer
 from tests.support.plans import plan_for
@@ -157,8 +158,9 @@ def check_last_checkpoint(folder: Path, save_format: str) -> str:
         opened.verify(0, 1)
         checkpoint = opened.checkpoint
     else:
-        atomic_files.verify(last)
-        checkpoint = atomic_files.load(last, True)
+        opened_file = OpenedFile(last)
+        opened_file.verify()
+        checkpoint = opened_file.load(True)
     unfinished = len(list((folder / "saved").glob(f".*{atomic_files.UNFINISHED_SUFFIX}")))
     return f"the last checkpoint is of step {checkpoint['global_step']}, {unfinished} unfinished beside it"
 

@@ -15,6 +15,7 @@ from lightning_osdp.engine.fairscale.communicators import CommunicatorFactory, s
 from lightning_osdp.engine.fairscale.unit_collectives import GradientReducer, PrefetchOrder
 from lightning_osdp.engine.optimizer_in_backward import BackwardOptimizer
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.state.guarded_parameter import GuardContext, without_guards
 
 STREAM_NAMES = ("fp32_to_fp16", "all_gather", "post_backward")
 """Names under which FairScale looks its streams up."""
@@ -44,18 +45,20 @@ class _BackwardPasses:
 
     def _end(self, number: int) -> None:
         cuda = fairscale_module.torch.cuda
-        with cuda.stream(self._streams["post_backward"]):
-            self._reducer.flush()
-        cuda.current_stream().wait_stream(self._streams["post_backward"])
-        for unit in self._units.pop(number):
-            unit.end_backward()
+        with without_guards():
+            with cuda.stream(self._streams["post_backward"]):
+                self._reducer.flush()
+            cuda.current_stream().wait_stream(self._streams["post_backward"])
+            for unit in self._units.pop(number):
+                unit.end_backward()
 
     def discard(self) -> None:
         """End passes that an exception has ended."""
-        while self._units:
-            for unit in self._units.popitem()[1]:
-                unit.end_backward()
-                unit.reshard()
+        with without_guards():
+            while self._units:
+                for unit in self._units.popitem()[1]:
+                    unit.end_backward()
+                    unit.reshard()
 
 
 class EngineContext:
@@ -76,6 +79,7 @@ class EngineContext:
         self.params_summoned = False
         self.update_in_backward = plan.update_in_backward
         self.backward_optimizer = BackwardOptimizer()
+        self.guards = GuardContext(group, plan.update_in_backward)
         self.reducer = GradientReducer()
         self.prefetch_order = PrefetchOrder[_Unit]()
         choices = [operator.choice for operator in sharded_operators(plan)]

@@ -28,6 +28,7 @@ from lightning_osdp.engine.fairscale.sharded_operator import (
 from lightning_osdp.engine.fairscale.unit import UNIT_DTYPES, FairScaleUnit
 from lightning_osdp.engine.grad_norm import patch_total_norm
 from lightning_osdp.engine.gradient_buckets import BucketedAllReduce
+from lightning_osdp.engine.guards import close_opened_guards, install_guards
 from lightning_osdp.engine.meta_init import MetaInitializer, check_initializable
 from lightning_osdp.engine.sliced_operator import SlicedOperator, check_slicing
 from lightning_osdp.engine.starting_values import StartingValues
@@ -35,6 +36,7 @@ from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.capabilities import EngineCapabilities
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.state.deferred_tensor import DeferredTensors
+from lightning_osdp.state.guarded_parameter import ShardGuard, without_guards
 from lightning_osdp.state.shard_layout import ShardLayout
 from lightning_osdp.state.state_dict import ShardedParameters
 
@@ -55,6 +57,8 @@ class FairScaleEngine(Engine):
         self._operators: dict[str, ShardedOperator] = {}
         self._units: list[FairScaleUnit] = []
         self._sliced_operators: list[SlicedOperator] = []
+        self._guards: list[ShardGuard] = []
+        self._guard_hooks: list[Any] = []
         self._undo_recompute: list[Callable[[], None]] = []
         self._managed_parameters: frozenset[nn.Parameter] = frozenset()
 
@@ -123,6 +127,7 @@ class FairScaleEngine(Engine):
             self._bucketed_all_reduce.refresh()
             raise
         optimizers = list(optimizers)
+        self._remove_guards()
         for undo in self._undo_recompute:
             undo()
         self._set_plan(plan)
@@ -164,7 +169,6 @@ class FairScaleEngine(Engine):
         is_shared = bool(operators[0].unit)
         module = self._module.get_submodule(unit)
         parameters = [parameter for operator in operators for parameter in self._large_parameters(operator)]
-        is_tied = not is_shared and unit in self._nested_operators
         self._operators[unit] = operator = ShardedOperator(
             module,
             parameters,
@@ -174,7 +178,6 @@ class FairScaleEngine(Engine):
             is_recomputed=any(
                 unit.startswith(name + ".") or (unit == name and not is_shared) for name in plan.recomputed
             ),
-            guarded_modules=[m for m in modules_holding(module, parameters) if m is not module] if is_tied else (),
         )
         return operator.layouts
 
@@ -188,6 +191,9 @@ class FairScaleEngine(Engine):
         self._units = [unit for operator in operators for unit in operator.units]
         self._sliced_operators = [op.sliced_operator for op in operators if op.sliced_operator is not None]
         layouts = {parameter: layout for operator in operators for parameter, layout in operator.layouts.items()}
+        names = {parameter: name for name, parameter in self._module.named_parameters()}
+        self._guards = [g for operator in operators for g in operator.create_guards(names, self._context.guards)]
+        self._guard_hooks = install_guards(self._module, self._guards)
         self._sharded_parameters = ShardedParameters(layouts, self._group)
         patch_total_norm(self._sharded_parameters)
         slices = {sliced.full_parameter: sliced.replicated_weights for sliced in self._sliced_operators}
@@ -199,8 +205,17 @@ class FairScaleEngine(Engine):
         self._bucketed_all_reduce = BucketedAllReduce(replicated, self._context.replica_group)
         self._managed_parameters = self._sharded_parameters.parameters.union(replicated)
 
+    def _remove_guards(self) -> None:
+        close_opened_guards()
+        for guard in self._guards:
+            guard.remove()
+        for hook in self._guard_hooks:
+            hook.remove()
+        self._guards, self._guard_hooks = [], []
+
     @override
     def close(self) -> None:
+        self._remove_guards()
         if self.module is not None:
             release_storage(self._module.parameters())
         for operator in self._operators.values():
@@ -235,6 +250,8 @@ class FairScaleEngine(Engine):
 
     @override
     def before_forward(self) -> None:
+        close_opened_guards()
+        self._context.guards.add_outside_gradients()
         for sliced in self._sliced_operators:
             sliced.sync_requires_grad()
         self._bucketed_all_reduce.refresh()
@@ -255,14 +272,17 @@ class FairScaleEngine(Engine):
 
     @override
     def finish_backward(self) -> None:
-        for sliced in self._sliced_operators:
-            sliced.bind_remaining_gradients()
-        self._bucketed_all_reduce.finish()
-        self._context.communicator_factory.inter_node_all_reduce.finish()
-        for unit in self._units:
-            unit.finish_backward()
-        for sliced in self._sliced_operators:
-            sliced.gather_slice_gradients()
+        with without_guards():
+            for sliced in self._sliced_operators:
+                sliced.bind_remaining_gradients()
+            self._bucketed_all_reduce.finish()
+            self._context.communicator_factory.inter_node_all_reduce.finish()
+            for unit in self._units:
+                unit.reshard()  # whether or not the pass has reached it
+            for sliced in self._sliced_operators:
+                sliced.gather_slice_gradients()
+        self._context.guards.add_outside_gradients()
+        self._context.guards.num_updates[True] += 1
         self._context.backward_optimizer.finish_backward()
 
     @override
@@ -278,6 +298,7 @@ class FairScaleEngine(Engine):
     @override
     def after_optimizer_step(self) -> None:
         self._context.parameters_changed = True
+        self._context.guards.num_updates[False] += 1
 
     @override
     def model_state(self, deferred_tensors: DeferredTensors | None = None) -> dict[str, Any]:

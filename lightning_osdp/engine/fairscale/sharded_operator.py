@@ -1,9 +1,8 @@
 """One operator, or several that share a unit, as FairScale units, and back.
 
 Note [tied weights]: what several operators have in common, such as an embedding and a head, is an operator by itself:
-the module that encloses them, around which the unit lies. The weight is unsharded while that module runs. The modules
-that hold the weight are guarded: one that is run by itself would compute with a shard of it. In evaluation the weight
-is gathered for that module; in training, for which the step was traced, it is an error.
+the module that encloses them, around which the unit lies. The weight is unsharded while that module runs. A module that
+holds the weight and is run by itself reads a guarded parameter, as any code outside of the operator does.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,11 +19,11 @@ from lightning_osdp.engine.fairscale.communicators import UnitCommunicators
 from lightning_osdp.engine.fairscale.context import EngineContext
 from lightning_osdp.engine.fairscale.unit import FairScaleUnit
 from lightning_osdp.engine.sliced_operator import ForwardStage, SlicedOperator
-from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.model import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.state.flat_layout import FlatPaddedLayout
+from lightning_osdp.state.guarded_parameter import GuardContext, ShardGuard
 
 NestedOperators = Mapping[str, Sequence[str]]
 """The operators inside of each operator that encloses others, by name."""
@@ -90,7 +88,6 @@ class ShardedOperator:
         communicators: communicators of the units.
         context: what all units of the engine share.
         is_recomputed: whether the operator lies in a block that is recomputed.
-        guarded_modules: modules that hold the parameters and may run only while ``module`` does.
     """
 
     def __init__(
@@ -101,7 +98,6 @@ class ShardedOperator:
         communicators: UnitCommunicators,
         context: EngineContext,
         is_recomputed: bool,
-        guarded_modules: Iterable[nn.Module] = (),
     ) -> None:
         self._module = module
         self._original_forward = vars(module).get("forward")
@@ -118,30 +114,27 @@ class ShardedOperator:
         else:
             self.sliced_operator = SlicedOperator(module, plan, communicators.group, make_unit)
             self.layouts[self.sliced_operator.full_parameter] = self.sliced_operator.layout
-        self._running_alone: nn.Module | None = None
-        self._guard_hooks: list[Any] = []
-        for guarded in guarded_modules:
-            self._guard_hooks.append(guarded.register_forward_pre_hook(self._pre_forward_guard, prepend=True))
-            self._guard_hooks.append(guarded.register_forward_hook(self._post_forward_guard, always_call=True))
 
-    def _pre_forward_guard(self, holder: nn.Module, inputs: Any) -> None:
-        """See Note [tied weights]."""
-        (unit,) = self.units
-        if unit.is_unsharded:
-            return
-        if torch.is_grad_enabled():
-            kind, outer = type(holder).__name__, type(self._module).__name__
-            raise ShardingError(
-                f"{kind} runs by itself in training: its weight is tied to another module's and sharded, and is whole "
-                f"only while {outer} runs, as in the step that was traced. Call {outer} there, or don't tie the two"
-            )
-        unit.unshard()
-        self._running_alone = holder
+    def create_guards(self, names: Mapping[nn.Parameter, str], context: GuardContext) -> list[ShardGuard]:
+        """Guard the parameters, which are local shards now."""
+        full = self.sliced_operator.full_parameter if self.sliced_operator is not None else None
 
-    def _post_forward_guard(self, holder: nn.Module, inputs: Any, outputs: Any) -> None:
-        if self._running_alone is holder:
-            self._running_alone = None
-            self.units[0].reshard()
+        def drop_gathered() -> None:
+            for unit in self.units:
+                unit.reshard()
+
+        def rebind(parameter: nn.Parameter, shard: Tensor) -> None:
+            parameter.data = shard
+            if self.sliced_operator is not None and parameter is full:
+                self.sliced_operator.rebind()
+            for unit in self.units:
+                unit.adopt_shards()
+
+        return [
+            ShardGuard(p, layout, names[p], context, drop_gathered, partial(rebind, p), is_sliced=p is full)
+            for p, layout in self.layouts.items()
+            if any(group is not None and group.size() > 1 for group in layout.groups) or p is full
+        ]
 
     def unshard(self, optimizers: Iterable[Optimizer]) -> None:
         """Gather parameters and their optimizer states for good and restore the operator as it was. Collective."""
@@ -151,8 +144,6 @@ class ShardedOperator:
                 for key, value in state.items():
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
                         state[key] = layout.unshard(value)
-        for hook in self._guard_hooks:
-            hook.remove()
         for unit in self.units:
             unit.detach_hooks()
         for parameter, layout in self.layouts.items():

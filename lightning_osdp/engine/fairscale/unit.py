@@ -58,6 +58,7 @@ from lightning_osdp.engine.fairscale.unit_collectives import CoalescedAllGather,
 from lightning_osdp.engine.sliced_operator import ForwardStage, WeightSlice
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
+from lightning_osdp.state.guarded_parameter import guard_of, without_guards
 
 ShardedParameter: TypeAlias = Any
 """A ``Parameter`` with FairScale's attributes, and ``_full_view``: its gathered values, if they are there."""
@@ -184,7 +185,8 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
         with_grad = torch.is_grad_enabled()
         if self.world_size == 1 or (self._num_running and (not with_grad or active_unit() is self)):
             return function(*args, **kwargs)
-        self._lazy_init()
+        with without_guards():
+            self._lazy_init()
         gathered, hidden = self._gather(self.params), [p for p in self.params if p not in self._shown_in_full]
         self._use_full_params(hidden)
         versions = [parameter._version for parameter in self.params]
@@ -273,8 +275,9 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
     def _before_accumulation(self, parameter: ShardedParameter, *_: object) -> None:
         """Show autograd the full shape of a parameter whose gradient has come, and put earlier gradients aside."""
         self._join_pass()
-        if parameter.grad is not None:
-            parameter._saved_grad_shard, parameter.grad = parameter.grad.data, None
+        with without_guards():
+            if parameter.grad is not None:
+                parameter._saved_grad_shard, parameter.grad = parameter.grad.data, None
         has_hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
         if has_hooks and self._weight_slice is None:
             self._gather([parameter])  # the user's hooks may read it
@@ -288,7 +291,8 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
                 "ranks: use torch.autograd.grad(..., create_graph=True) for what is differentiated again"
             )
         self._finished.add(param)
-        super()._post_backward_hook(param)
+        with without_guards():
+            super()._post_backward_hook(param)
 
     def end_backward(self) -> None:
         """Hand out gradients when a backward pass is over, and free what is gathered for it."""
@@ -301,15 +305,14 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
             self._free_full_params()
         self._use_fp32_param_shard()
 
-    def finish_backward(self) -> None:
-        """Free what is left when a backward pass is over, whether or not it reached this unit."""
-        self.reshard()
-
     def _use_full_params(self, params: Sequence[ShardedParameter] | None = None) -> None:
         """Show the full shape of parameters, and their values if they are gathered."""
         for parameter in self.params if params is None else params:
             if parameter not in self._shown_in_full:
                 self._shown_in_full.add(parameter)
+                guard = guard_of(parameter)
+                if guard is not None:
+                    guard.open()
                 parameter.data = parameter._full_view
 
     def _use_fp32_param_shard(self, params: Sequence[ShardedParameter] | None = None) -> None:
@@ -320,23 +323,20 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
             if parameter in self._shown_in_full:
                 self._shown_in_full.discard(parameter)
                 parameter.data = parameter._fp32_shard
+                guard = guard_of(parameter)
+                if guard is not None:  # parameters are guarded whenever their data are shards
+                    guard.close()
 
     @property
     def has_unsharded_params(self) -> bool:
         """Whether any parameter is gathered now; after a backward pass, those that it did not reach are."""
         return self.world_size > 1 and any(_is_gathered(parameter) for parameter in self.params)
 
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether all parameters can be read in full now, gathered for a run or by ``summon_full_params``."""
-        shown = self._context.params_summoned or self._shown_in_full.issuperset(self.params)
-        return self.world_size == 1 or shown
-
-    def unshard(self) -> None:
-        """Gather the parameters, until ``reshard``. Collective."""
-        self._lazy_init()
-        self._gather(self.params)
-        self._use_full_params()
+    def adopt_shards(self) -> None:
+        """Use the data that parameters have now as their local shards."""
+        for parameter in self.params:
+            if hasattr(parameter, "_fp32_shard"):
+                parameter._fp32_shard = parameter.data
 
     def detach_hooks(self) -> None:
         """Remove the hooks through which the parameters lead to this unit, since another unit takes them."""

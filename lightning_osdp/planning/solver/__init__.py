@@ -8,7 +8,7 @@ branch and bound. Operators with equal options form a group: only the number of 
 steps, and the functions that implement them:
 
 ==================================================================  ====================================================
-The knapsack with a maximum in its constraint, per budget           ``knapsack.solve``, ``knapsack.solve_frontier``
+The knapsack with a maximum in its constraint, per budget           ``knapsack.solve``
 The maximum, enumerated: under the cap T, options with a larger     ``knapsack._BranchAndBound``: always the cap of the
 transient are excluded and ``budget - T`` bytes are left            least bound next, until no bound is below the best
 Linear relaxation under one cap: a greedy walk along the lower      ``relaxation.compute_hulls``,
@@ -26,7 +26,7 @@ A round of the search merges only options of small reduced cost. A round that fi
 found the optimum of its node; a round that finds none has raised the node's lower bound, and the next one allows more.
 """
 
-from lightning_osdp.planning.solver.knapsack import BudgetPoint, Solution, solve, solve_frontier
+from lightning_osdp.planning.solver.knapsack import Solution, solve
 from lightning_osdp.planning.solver.relaxation import Option
 
-__all__ = ["BudgetPoint", "Option", "Solution", "solve", "solve_frontier"]
+__all__ = ["Option", "Solution", "solve"]

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -76,14 +75,6 @@ class Solution:
     memory_shadow_price: float = 0.0
 
 
-class BudgetPoint(NamedTuple):
-    """The least time that fits into a budget, and its peak."""
-
-    budget_bytes: int
-    time_s: float
-    peak_bytes: int
-
-
 def solve(
     menus: Sequence[Sequence[Option]],
     budget_bytes: int,
@@ -114,38 +105,6 @@ def solve(
             raise InfeasibleError("the budget is negative", needed_bytes=0, budget_bytes=budget_bytes)
         return Solution((), 0.0, 0, 0.0, True)
     return _solve(build_table(menus, counts), budget_bytes, deadline)
-
-
-def solve_frontier(menus: Sequence[Sequence[Option]], *, points: int = 32) -> tuple[BudgetPoint, ...]:
-    """Return the least time at a series of budgets, from the smallest feasible to the first at which all is fastest.
-
-    The budgets are the breakpoints of the linear relaxation's convex, piecewise linear time, thinned evenly to
-    ``points``; each is solved exactly. Points that are no faster than one of a smaller budget are left out, so time
-    falls strictly. Between two points the true frontier is a staircase that this does not draw.
-
-    Args:
-        menus: the options of each operator.
-        points: limit of the number of budgets, at least 2.
-
-    Raises:
-        ValueError: as ``solve``, or ``points`` is less than 2.
-    """
-    if points < 2:
-        raise ValueError(f"a frontier has at least 2 points, not {points}")
-    if not menus:
-        return (BudgetPoint(0, 0.0, 0),)
-    table = build_table(menus)
-    least = int(table.min_peak_bytes(table.transient_caps).min())
-    most = _min_peak_all_fastest(table)[0]
-    inner = table.breakpoints(int(table.transient_caps[-1]))
-    inner = inner[(inner > least) & (inner < most)]
-    thinned = inner[np.unique(np.linspace(0, len(inner) - 1, points - 2).astype(int))] if len(inner) else inner
-    frontier: list[BudgetPoint] = []
-    for budget in sorted({least, *thinned.tolist(), most}):
-        solution = _solve(table, budget, math.inf)
-        if not frontier or solution.time_s < frontier[-1].time_s:
-            frontier.append(BudgetPoint(budget, solution.time_s, solution.peak_bytes))
-    return tuple(frontier)
 
 
 class _OutOfTimeError(Exception):

@@ -110,13 +110,6 @@ class OptionTable:
         rounding = np.finfo(np.float64).eps * (self.time_s.size + 8)
         return np.asarray(sums * (1 - rounding) - shadow_price * capacity * (1 + rounding), dtype=np.float64)
 
-    def breakpoints(self, transient_cap: int) -> Ints:
-        """Return the peaks at which the relaxation changes the operator it spends on, under one cap, ascending."""
-        hulls = compute_hulls(self.time_s, self.extra_bytes, self.valid & (self.transient <= transient_cap))
-        spent = np.cumsum(hulls.added_bytes[hulls.order] * self.count[hulls.row[hulls.order]])
-        start = int(np.sum(self.extra_bytes[np.arange(len(self.count)), hulls.start] * self.count))
-        return np.asarray(spent + (start + self.min_resident_bytes + transient_cap), dtype=np.int64)
-
 
 def build_table(menus: Sequence[Sequence[Option]], counts: Sequence[int] | None = None) -> OptionTable:
     """Group operators with equal options and return them as arrays; arguments and errors as in ``knapsack.solve``."""

@@ -256,6 +256,15 @@ class ExecutionPlan(FrozenModel):
         """Return the plan as indented JSON text."""
         return self.model_dump_json(indent=2)
 
+    @staticmethod
+    def is_plan(text: str) -> bool:
+        """Return whether ``text`` is a plan of any release, valid or not."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(data, dict) and data.get("format") == PLAN_FORMAT
+
     @classmethod
     def from_json(cls, text: str, source: str = "the plan") -> ExecutionPlan:
         """Read a plan that this or an earlier release has written.

@@ -19,6 +19,7 @@ from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.model import SMALL_PARAMETER_ELEMENTS
+from tests.support.local_shards import local_shard
 from tests.support.ranks import run_ranks
 from tests.support.split_plans import split_plan
 from tests.unit.engine.fairscale.test_engine import Wrapped
@@ -67,11 +68,9 @@ def mixed_modes(k: int) -> tuple[Mode, ...]:
     return tuple(list(Mode)[(i + 2) % 3] for i in range(k))
 
 
-def unsharded_gradients(engine: FairScaleEngine, model: nn.Module) -> dict[str, Tensor]:
+def unsharded_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Whole gradients by name."""
-    shards = engine._sharded_parameters
-    found = {name: (p, p.grad) for name, p in model.inner.named_parameters()}
-    return {n: shards.layout_of(p).unshard(g) if p in shards.parameters else g for n, (p, g) in found.items()}
+    return {name: parameter.grad.clone() for name, parameter in model.inner.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -96,7 +95,7 @@ def test_sliced_operator_matches_unsliced_values_and_gradients(kind: str, k: int
     engine.finish_backward()
     if x.requires_grad:
         torch.testing.assert_close(x2.grad, x.grad, **tolerance)
-    ours = unsharded_gradients(engine, model)
+    ours = unsharded_gradients(model)
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(ours[name].view(parameter.shape), parameter.grad, **tolerance)
 
@@ -158,7 +157,8 @@ def test_sliced_operator_keeps_module_interface_and_summons_full_params() -> Non
     assert repr(model.inner) == repr(layer)
     assert list(model.inner.state_dict()) == ["weight", "bias"]
     assert [name for name, _ in model.named_parameters()] == ["inner.weight", "inner.bias"]
-    assert weight.shape == (IN * OUT,)
+    assert weight.shape == (OUT, IN)
+    assert local_shard(weight).shape == (IN * OUT,)
     with engine.summon_full_params():
         torch.testing.assert_close(model.inner.weight, layer.weight)
         with pytest.raises(ShardingError, match="can't run while its parameters are shown whole"):
@@ -188,7 +188,7 @@ def test_sliced_operator_accumulates_gradients_on_full_parameter() -> None:
             loss.backward()
         engine.finish_backward()
         engine.finish_backward()
-        torch.testing.assert_close(unsharded_gradients(engine, model)["weight"], theirs.grad, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(unsharded_gradients(model)["weight"], theirs.grad, rtol=1e-5, atol=1e-6)
         assert all(
             part.weight.grad is None for part in engine._sliced_operators[0]._slices
         )  # the handle's is the only one
@@ -339,7 +339,7 @@ def train_twice(rank: int, ranks: int) -> Any:
         optimizer.step()
         engine.after_optimizer_step()
     with engine.summon_full_params(model.out):
-        shapes = [p.dim() for p in model.parameters()]
+        shapes = [local_shard(p).dim() for p in model.parameters()]
         seen = model.out.weight.detach().clone()
         model.out.weight.data.mul_(2)
     return engine.model_state(), engine.optimizer_state(optimizer), shapes, seen

@@ -12,17 +12,22 @@ import torch
 
 from lightning_osdp.errors import CheckpointError
 from lightning_osdp.state import atomic_files
+from lightning_osdp.state.opened_file import OpenedFile
 
 
 def write(path: Path, text: str, as_folder: bool) -> None:
+    """Writes what counts as a checkpoint, with a text in it."""
+    contents: dict[str, str] = {"text": text}
     if as_folder:
         path.mkdir()
-        path = path / "inner"
-    path.write_text(text)
+        path = path / atomic_files.TRAINER_FILE
+        contents = {"format": atomic_files.FORMAT_NAME, "text": text}
+    torch.save(contents, path)
 
 
 def read(path: Path) -> str:
-    return (path / "inner" if path.is_dir() else path).read_text()
+    text: str = torch.load(path / atomic_files.TRAINER_FILE if path.is_dir() else path)["text"]
+    return text
 
 
 @pytest.mark.parametrize("before", ["nothing", "file", "folder", "link"])
@@ -36,7 +41,7 @@ def test_replacing_swaps_in_new_file_or_folder(
     target = tmp_path / "run.1" / "last.ckpt"
     target.parent.mkdir()
     if before == "link":
-        (tmp_path / "elsewhere").write_text("old")
+        write(tmp_path / "elsewhere", "old", False)
         target.symlink_to(tmp_path / "elsewhere")
     elif before != "nothing":
         write(target, "old", before == "folder")
@@ -45,7 +50,7 @@ def test_replacing_swaps_in_new_file_or_folder(
         assert before == "nothing" or read(target) == "old"
     assert read(target) == "new"
     assert [path.name for path in target.parent.iterdir()] == ["last.ckpt"]
-    assert before != "link" or (tmp_path / "elsewhere").read_text() == "old"
+    assert before != "link" or read(tmp_path / "elsewhere") == "old"
 
 
 @pytest.mark.parametrize("as_folder", [False, True])
@@ -90,8 +95,9 @@ def test_restore_puts_previous_checkpoint_back(tmp_path: Path, monkeypatch: pyte
 
 
 def verify_and_load(path: Path) -> None:
-    atomic_files.verify(path)
-    atomic_files.load(path, True)
+    opened = OpenedFile(path)
+    opened.verify()
+    opened.load(True)
 
 
 def save_checkpoint_file(path: Path) -> Path:
@@ -100,10 +106,10 @@ def save_checkpoint_file(path: Path) -> Path:
 
 
 def test_verify_accepts_intact_file_with_or_without_crc(tmp_path: Path) -> None:
-    atomic_files.verify(save_checkpoint_file(tmp_path / "a.ckpt"))
+    OpenedFile(save_checkpoint_file(tmp_path / "a.ckpt")).verify()
     torch.serialization.set_crc32_options(False)
     try:
-        atomic_files.verify(save_checkpoint_file(tmp_path / "b.ckpt"))
+        OpenedFile(save_checkpoint_file(tmp_path / "b.ckpt")).verify()
     finally:
         torch.serialization.set_crc32_options(True)
 
@@ -135,5 +141,5 @@ def test_verify_and_load_of_damaged_file_raises_checkpoint_error(tmp_path: Path,
 def test_load_of_pickled_objects_requires_weights_only_false(tmp_path: Path) -> None:
     torch.save({"path": io.BytesIO(b"x")}, tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match="weights_only=False"):
-        atomic_files.load(tmp_path / "a.ckpt", None)
-    assert atomic_files.load(tmp_path / "a.ckpt", False)["path"].read() == b"x"
+        OpenedFile(tmp_path / "a.ckpt").load(None)
+    assert OpenedFile(tmp_path / "a.ckpt").load(False)["path"].read() == b"x"

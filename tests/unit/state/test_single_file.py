@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_osdp.state import atomic_files, single_file
+from lightning_osdp.state import single_file
+from lightning_osdp.state.opened_file import OpenedFile
 
 
 def test_single_file_save_is_torch_loadable_and_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
@@ -25,7 +26,7 @@ def test_single_file_save_is_torch_loadable_and_holds_one_tensor_at_a_time(tmp_p
 
     state: dict[str, Any] = {"handles": handles, "tied": handles["a"], "real": torch.ones(2), "rest": [1, "x", None]}
     single_file.save(state, tmp_path / "a.ckpt", lambda handle: lambda: make(names[id(handle)]))
-    atomic_files.verify(tmp_path / "a.ckpt")
+    OpenedFile(tmp_path / "a.ckpt").verify()
     loaded = torch.load(tmp_path / "a.ckpt", weights_only=True)
     for name, value in values.items():
         assert torch.equal(loaded["handles"][name], value)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
+from tests.support.local_shards import local_shard
 from tests.support.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups
 from tests.support.ranks import run_ranks
 
@@ -175,10 +176,11 @@ def grad_norms(rank: int, ranks: int) -> list[float]:
     engine = FairScaleEngine(CPU)
     whole = [p.shape for p in model.parameters()]
     engine.apply(model, hand_made_plan(modes_for(model, "mixed"), ranks))
-    parts = [p.shape for p in model.parameters()]
-    with engine.unsharded_shapes():  # what a model summary counts
-        assert [p.shape for p in model.parameters()] == whole
-    assert [p.shape for p in model.parameters()] == parts != whole
+    assert [p.shape for p in model.parameters()] == whole  # what a model summary counts
+    parts = [local_shard(p).shape for p in model.parameters()]
+    with engine.unsharded_shapes():
+        assert [local_shard(p).shape for p in model.parameters()] == whole
+    assert [local_shard(p).shape for p in model.parameters()] == parts != whole
     gpt_loss(model, gpt_batches(1, 8)[0][rank::ranks]).backward()
     engine.finish_backward()
     return [float(engine.clip_grad_norm(model.parameters(), 1e9, order)) for order in (1.0, 2.0, float("inf"))]

@@ -15,7 +15,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.solver import Option, solve, solve_frontier
+from lightning_osdp.planning.solver import Option, solve
 from lightning_osdp.planning.solver.knapsack import MIN_DISTINCT_S
 
 Menus = Sequence[Sequence[Option]]
@@ -339,27 +339,6 @@ def test_solve_memory_shadow_price_matches_time_gained_per_byte() -> None:
     gained = (before.time_s - after.time_s) / (more - budget)
     assert after.memory_shadow_price * 0.95 <= gained <= before.memory_shadow_price * 1.05
     assert solve(menus, EVERYTHING).memory_shadow_price == 0.0
-
-
-def test_frontier_points_match_brute_force() -> None:
-    menus = random_menus(random.Random(4), 6, 4)
-    points = solve_frontier(menus, points=12)
-    assert 2 < len(points) <= 12
-    assert points[0].budget_bytes == needed_bytes(menus)
-    assert points[-1].time_s == solve(menus, EVERYTHING).time_s
-    for earlier, later in itertools.pairwise(points):
-        assert earlier.budget_bytes < later.budget_bytes
-        assert earlier.time_s > later.time_s
-    for point in points:
-        assert point.peak_bytes <= point.budget_bytes
-        assert point.time_s == pytest.approx(brute_force(menus, point.budget_bytes)[0], rel=1e-12)
-
-
-def test_frontier_of_single_options_has_one_point() -> None:
-    assert solve_frontier([[Option(1.0, 5, 2)]] * 3) == ((17, 3.0, 17),)
-    assert solve_frontier([]) == ((0, 0.0, 0),)
-    with pytest.raises(ValueError, match="at least 2 points"):
-        solve_frontier([[Option(1.0, 5, 2)]], points=1)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -1,0 +1,100 @@
+"""Guard the sharded parameters of a module, and open the guards where torch itself is to see the local shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed.distributed_c10d as c10d
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lightning_osdp.state.guarded_parameter import ShardGuard, find_local_shard, guard_of, is_guarded
+from lightning_osdp.state.state_dict import gather_guarded_entries
+
+_opened_by: dict[int, list[ShardGuard]] = {}
+"""The guards that an optimizer's step has opened, by the optimizer's id."""
+
+
+def install_guards(module: nn.Module, guards: Iterable[ShardGuard]) -> list[Any]:
+    """Have state dicts of the modules that hold guarded parameters show full tensors; return the hooks' handles.
+
+    Optimizers and collectives are prepared too, once for the process.
+    """
+    parameters = {guard.parameter for guard in guards}
+    _prepare_process()
+    return [
+        inner.register_state_dict_post_hook(gather_guarded_entries)  # type: ignore[no-untyped-call]
+        for inner in module.modules()
+        if inner is module or not parameters.isdisjoint(inner._parameters.values())
+    ]
+
+
+def close_opened_guards() -> None:
+    """Close what a step that failed has left open."""
+    for optimizer in list(_opened_by):
+        _close(optimizer)
+
+
+def _close(optimizer: int) -> None:
+    for guard in _opened_by.pop(optimizer, ()):
+        guard.close()
+        guard.context.num_updates[False] += 1
+
+
+def _open_for_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Open the guards of an optimizer's parameters before its step, and around each of its closures close them."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    guards = [guard for p in parameters if is_guarded(p) and (guard := guard_of(p)) is not None]
+    if not guards:
+        return None
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+
+    def open_guards() -> None:
+        for guard in guards:
+            guard.add_outside_gradient()
+            guard.open()
+        _opened_by[id(optimizer)] = guards
+
+    def run_closure() -> Any:
+        _close(id(optimizer))
+        assert closure is not None
+        result = closure()
+        open_guards()
+        return result
+
+    if closure is None:
+        open_guards()
+        return None
+    return args[:1], {**kwargs, "closure": run_closure}
+
+
+def _close_after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _close(id(optimizer))
+
+
+_is_prepared = False
+
+
+def _prepare_process() -> None:
+    global _is_prepared
+    if _is_prepared:
+        return
+    _is_prepared = True
+    register_optimizer_step_pre_hook(_open_for_step)
+    register_optimizer_step_post_hook(_close_after_step)
+    # Collectives are the one kind of function that torch does not hand to its subclasses.
+    c10d._check_single_tensor = _refuse_guarded(c10d._check_single_tensor)
+    c10d._check_tensor_list = _refuse_guarded(c10d._check_tensor_list)
+
+
+def _refuse_guarded(check: Callable[..., None]) -> Callable[..., None]:
+    def check_and_refuse(param: Any, param_name: str) -> None:
+        for tensor in param if isinstance(param, list) else [param]:
+            local = find_local_shard(tensor)
+            if local is not None:
+                raise local.guard.refusal("a collective would mix up the ranks' parts of it")
+        check(param, param_name)
+
+    return check_and_refuse

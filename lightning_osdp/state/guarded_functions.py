@@ -1,0 +1,292 @@
+"""What torch's functions do with guarded tensors; see ``guarded_parameter``. All of it runs without guards."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from lightning_osdp.state.guarded_parameter import (
+    GatheredTensor,
+    GuardedTensor,
+    LocalShard,
+    _Gathered,
+    _OutsideRead,
+    full_shaped,
+    guard_of,
+    is_guarded,
+    local_shard_of,
+)
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_VALUE_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+_SHAPE_PROPERTIES = frozenset({"shape", "ndim", "nbytes"})
+
+_SHAPE_FUNCTIONS = _names(
+    "size dim numel nelement ndimension stride is_contiguous storage_offset dim_order is_non_overlapping_and_dense "
+    "__len__"
+)
+"""Functions that ask for the shape alone: answered for the full tensor."""
+
+_PLAIN_FUNCTIONS = _names(
+    "requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad is_floating_point is_complex "
+    "is_signed element_size get_device is_inference is_pinned is_shared has_names _is_view is_conj is_neg data_ptr "
+    "_is_zerotensor __hash__ __dlpack_device__ result_type can_cast promote_types grad backward record_stream "
+    "_has_compatible_shallow_copy_type is_coalesced detach_ _amp_foreach_non_finite_check_and_unscale_"
+)
+"""Functions that a local shard answers like the full tensor, or that concern the parameter as autograd's leaf."""
+
+_FACTORIES = _names(
+    "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full "
+    "new_tensor new_empty_strided"
+)
+"""Functions that make new tensors of the same kind; their first argument's values do not matter."""
+
+_LIKE_OTHER = frozenset({"view_as", "expand_as", "reshape_as", "type_as"})
+"""Functions that look at the shape or type of their second argument alone."""
+
+_CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type"})
+"""Functions that return the tensor itself where there is nothing to convert."""
+
+_REFUSED = _names(
+    "set_ resize_ resize_as_ storage untyped_storage _typed_storage share_memory_ __dlpack__ __cuda_array_interface__ "
+    "swap_tensors"
+)
+"""Functions that hand out or replace memory, which is only a part of the full tensor."""
+
+_IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in _names("add sub mul truediv floordiv mod pow and or xor"))
+
+
+def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a function of torch, some arguments of which are guarded or gathered tensors."""
+    name = func.__name__
+    if name in ("__get__", "__set__", "__delete__"):
+        return _access_property(func, name, args)
+    if name.startswith("_foreach_"):
+        return _run_for_each(func, args, kwargs)
+    first = args[0] if args else None
+    if is_guarded(first):
+        if name in _SHAPE_FUNCTIONS:
+            local = local_shard_of(first)
+            return func(_meta(local), *args[1:], **kwargs)
+        if name in _FACTORIES:
+            return func(full_shaped(local_shard_of(first)), *args[1:], **kwargs)
+        if name in _CONVERSIONS:
+            shaped = full_shaped(local_shard_of(first))
+            if func(shaped, *args[1:], **kwargs) is shaped:
+                return first
+        if name == "detach":
+            return GuardedTensor.create(local_shard_of(first))
+        if name in _REFUSED:
+            raise local_shard_of(first).guard.refusal(f"{name} needs its memory as a whole")
+    elif name in _SHAPE_FUNCTIONS and isinstance(first, GatheredTensor):
+        return func(*args, **kwargs)
+    elif name in _LIKE_OTHER and len(args) == 2 and is_guarded(args[1]):
+        return func(first, full_shaped(local_shard_of(args[1])))
+    if name == "equal" and len(args) == 2 and args[0].dim() and _shape(args[0]) != _shape(args[1]):
+        return False
+    if name in _PLAIN_FUNCTIONS:
+        return _run_plain(func, name, args, kwargs)
+    return _run_on_full(func, name, args, kwargs)
+
+
+def _run_plain(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    first = args[0] if args else None
+    if name.startswith("register_") and is_guarded(first) and local_shard_of(first).guard.is_sliced:
+        raise local_shard_of(first).guard.refusal("it runs in slices, which call no hooks of it")
+    is_requested = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+    if name == "requires_grad_" and isinstance(first, GuardedTensor) and is_requested:
+        raise local_shard_of(first).guard.refusal("what stands for it can't be a leaf of another graph")
+    if name == "data_ptr" and isinstance(first, GuardedTensor):
+        return local_shard_of(first).tensor.data_ptr()
+    if name.startswith("_amp_foreach"):
+        gradients = [local_shard_of(t).tensor if isinstance(t, GuardedTensor) else t for t in args[0]]
+        return func(gradients, *args[1:], **kwargs)
+    return func(*args, **kwargs)
+
+
+def _meta(local: LocalShard) -> Tensor:
+    return torch.empty(local.guard.layout.shape, dtype=local.tensor.dtype, device="meta")
+
+
+def _shape(tensor: Tensor) -> torch.Size:
+    return local_shard_of(tensor).guard.layout.shape if is_guarded(tensor) else tensor.shape
+
+
+# Properties
+
+
+def _access_property(func: Any, name: str, args: Any) -> Any:
+    attribute, tensor = getattr(func.__self__, "__name__", ""), args[0]
+    if not is_guarded(tensor):
+        return _access_property_of_gathered(func, name, attribute, args)
+    if name == "__get__":
+        if attribute == "data":
+            return GuardedTensor.create(local_shard_of(tensor))
+        if attribute == "grad" and not isinstance(tensor, GuardedTensor):
+            return _get_gradient(tensor)
+        if attribute in _SHAPE_PROPERTIES:
+            return func(_meta(local_shard_of(tensor)))
+        if attribute in _VALUE_PROPERTIES:
+            return _run_on_full(func, attribute, args, {})
+    elif name == "__set__" and attribute == "data":
+        return _assign_data(tensor, args[1])
+    elif name == "__set__" and attribute == "grad":
+        return _assign_gradient(func, tensor, args[1])
+    elif name == "__set__" and attribute == "requires_grad" and isinstance(tensor, GuardedTensor) and args[1]:
+        raise local_shard_of(tensor).guard.refusal("what stands for it can't be a leaf of another graph")
+    return func(*args)
+
+
+def _access_property_of_gathered(func: Any, name: str, attribute: str, args: Any) -> Any:
+    if name == "__set__" and attribute == "data":
+        return _run_on_full(Tensor.copy_, "copy_", args, {})
+    if name == "__get__" and (attribute == "data" or attribute in _VALUE_PROPERTIES):
+        return _run_on_full(func, attribute, args, {})
+    return func(*args)
+
+
+def _get_gradient(parameter: Any) -> Tensor | None:
+    guard = local_shard_of(parameter).guard
+    local = guard.local_gradient()
+    if local is None or local.tensor.numel() != parameter.numel():
+        return parameter.grad  # type: ignore[no-any-return]
+    known = guard.shown_gradient() if guard.shown_gradient is not None else None
+    if known is None or known._local.tensor is not local.tensor:
+        known = GuardedTensor.create(local)
+        guard.shown_gradient = weakref.ref(known)  # the same object each time, as without sharding
+    return known
+
+
+def _part_of(local: LocalShard, value: Tensor, what: str) -> Tensor:
+    """Return this rank's part of a full value that takes the place of ``local``."""
+    if is_guarded(value):
+        other = local_shard_of(value)
+        if other.guard.layout == local.guard.layout and other.tensor.dtype == local.tensor.dtype:
+            return other.tensor.view(local.tensor.shape)
+        value = other.gather()
+    elif isinstance(value, GatheredTensor):
+        value.gathered.refresh()
+    if (value.shape, value.dtype, value.device) != (local.guard.layout.shape, local.tensor.dtype, local.tensor.device):
+        raise local.guard.refusal(
+            f"{what} of shape {tuple(value.shape)}, {value.dtype} on {value.device} can't take the place of one of "
+            f"shape {tuple(local.guard.layout.shape)}, {local.tensor.dtype} on {local.tensor.device}"
+        )
+    return local.guard.layout.shard(value).view(local.tensor.shape)
+
+
+def _assign_data(tensor: Any, value: Tensor) -> None:
+    """See Note [assigning data]."""
+    local = local_shard_of(tensor)
+    local.guard.context.check_access(local.guard)
+    part = _part_of(local, value, "data")
+    if isinstance(tensor, GuardedTensor):
+        with torch.no_grad():
+            local.tensor.copy_(part)
+    elif part.data_ptr() != local.tensor.data_ptr():
+        local.guard.drop_gathered()
+        local.guard.rebind(part)
+    local.guard.num_writes += 1
+
+
+def _assign_gradient(func: Any, parameter: Any, value: Tensor | None) -> None:
+    if value is not None:
+        value = _part_of(local_shard_of(parameter), value, "a gradient")
+    guard = guard_of(parameter)
+    assert guard is not None
+    guard.discard_outside_gradient()
+    func(parameter, value)
+
+
+# Functions on full tensors
+
+
+def _run_for_each(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a function on lists for one element after the other, so that one full tensor at a time is there."""
+    count = len(args[0])
+    results: list[Any] = []
+    for index in range(count):
+
+        def pick(value: Any, index: int = index) -> Any:
+            return [value[index]] if isinstance(value, list | tuple) and len(value) == count else value
+
+        own_args, own_kwargs = [pick(value) for value in args], {key: pick(value) for key, value in kwargs.items()}
+        if any(is_guarded(leaf) or isinstance(leaf, GatheredTensor) for leaf in tree_flatten(own_args)[0]):
+            result = _run_on_full(func, func.__name__, own_args, own_kwargs)
+        else:
+            result = func(*own_args, **own_kwargs)
+        results += result or ()
+    return tuple(results) if results else None
+
+
+def _run_on_full(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a function with full tensors in the place of guarded ones, and write back what it changes."""
+    leaves, tree = tree_flatten((args, kwargs))
+    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+    changes_first = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    changes_first = changes_first or name in _IN_PLACE_OPERATORS
+    gathered: dict[int, tuple[Any, _Gathered]] = {}  # by the id of what the function gets
+    by_original: dict[int, Tensor] = {}
+    for index, leaf in enumerate(leaves):
+        if is_guarded(leaf):
+            if id(leaf) not in by_original:
+                local = local_shard_of(leaf)
+                full = _gather(leaf, local, is_changed=changes_first and leaf is first)
+                by_original[id(leaf)] = full
+                gathered[id(full)] = (leaf, _Gathered(local, full, local.stamp))
+            leaves[index] = by_original[id(leaf)]
+        elif isinstance(leaf, GatheredTensor):
+            leaf.gathered.refresh()
+            if changes_first and leaf is first and leaf.requires_grad and torch.is_grad_enabled():
+                raise RuntimeError(
+                    "a view of a leaf Variable that requires grad is being used in an in-place operation."
+                )
+            gathered[id(leaf)] = (leaf, leaf.gathered)
+    versions = [(leaf, leaf._version) for leaf in leaves if id(leaf) in gathered]
+    args, kwargs = tree_unflatten(leaves, tree)
+    result = func(*args, **kwargs)
+    for leaf, version in versions:
+        if leaf._version != version:
+            gathered[id(leaf)][1].write_back()
+    return tree_map(lambda value: _wrap_result(value, gathered), result)
+
+
+def _gather(leaf: Any, local: LocalShard, is_changed: bool) -> Tensor:
+    if not (torch.is_grad_enabled() and leaf.requires_grad):
+        return local.gather()
+    if is_changed:  # a leaf as the parameter is one, so that torch itself refuses what it refuses for that
+        return local.gather().requires_grad_()
+    if local.guard.context.updates_in_backward:
+        raise local.guard.refusal(
+            "read for the gradient outside of its operator, but may be updated before that gradient is there "
+            "(OSDPStrategy(update_in_backward=False) allows it)"
+        )
+    anchor = torch.zeros((), requires_grad=True)
+    return _OutsideRead.apply(anchor, local)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _wrap_result(value: Any, gathered: dict[int, tuple[Any, _Gathered]]) -> Any:
+    """Return what stands for a result: the argument itself, or a view that follows its parameter."""
+    if type(value).__module__ == "numpy" and hasattr(value, "setflags"):
+        value.setflags(write=False)  # which would not reach the parameter
+        return value
+    if not isinstance(value, Tensor) or is_guarded(value):
+        return value
+    if id(value) in gathered:
+        return gathered[id(value)][0]
+    if type(value) is Tensor and value.layout == torch.strided:
+        storage = value.untyped_storage()._cdata
+        for _, source in gathered.values():
+            if source.full.untyped_storage()._cdata == storage:
+                value.__class__ = GatheredTensor
+                value.gathered = source  # type: ignore[attr-defined]
+                return value
+    return value

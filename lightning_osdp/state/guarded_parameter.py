@@ -1,0 +1,377 @@
+"""Sharded parameters that can't be mistaken for whole ones between the runs of their operators.
+
+While a parameter's data is this rank's local shard, its class is a guarded one: torch hands every function that sees it
+to this file. Shapes are those of the full tensor. Values that are read are gathered, and what a function changes is
+written back to the shards, so that results are those of an unsharded parameter; every rank has to do the same. What
+can't be right raises ``ShardingError``. While its unit has it gathered, or an optimizer updates it, a parameter has its
+own class again. Only the class is exchanged: a ``Parameter`` keeps its identity.
+
+Note [what is handed out]: ``p.data``, ``p.detach()`` and ``p.grad`` are ``GuardedTensor``, which stand for the shards
+as the parameter does and gather when they are used. A view of a gathered tensor (``p[0]``, ``p.T``) is a
+``GatheredTensor``: it is written back when it is changed, and gathered again when the parameter has changed since. So
+objects that a user holds on to behave as if they shared memory with the parameter.
+
+Note [gradients of reads]: autograd does not know a parameter whose operator is not running. Where gradients are
+recorded, a read is the output of a function whose backward averages the gradient over the ranks. This rank's shard of
+it is added to ``p.grad`` when the pass is over, since the units put their own gradients there until then.
+
+Note [assigning data]: ``p.data = x`` binds the parameter to new memory, as without sharding: whoever holds the old
+``p.data`` still has the old values.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_osdp.errors import OSDPWarning, ShardingError
+from lightning_osdp.state.shard_layout import ShardLayout
+
+_GUARD = "_osdp_guard"
+"""Attribute of a guarded parameter that holds its ``ShardGuard``."""
+
+without_guards = torch._C.DisableTorchFunctionSubclass
+"""Context in which guarded tensors are what they are: local shards. For code that knows them."""
+
+
+class GuardContext:
+    """What the guards of one engine share.
+
+    Args:
+        group: the ranks that train together.
+        updates_in_backward: whether parameters are updated during the backward pass.
+    """
+
+    def __init__(self, group: Any, updates_in_backward: bool = False) -> None:
+        self.group = group
+        self.updates_in_backward = updates_in_backward
+        self.before_access: Callable[[str], None] = lambda name: None
+        """Called with a parameter's name before its values are gathered or replaced outside of its operator."""
+        self.num_updates = {False: 0, True: 0}
+        """Number of changes to all parameters, and to all gradients."""
+        self.with_outside_gradients: set[ShardGuard] = set()
+        self._pid = os.getpid()
+
+    def check_access(self, guard: ShardGuard) -> None:
+        """Refuse access that can't reach the other ranks, and let them agree on the others."""
+        if os.getpid() != self._pid:
+            raise guard.refusal("a process of a DataLoader, or another one that was forked, can't gather it")
+        self.before_access(guard.name)
+
+    def add_outside_gradients(self) -> None:
+        """Add the gradients of reads outside of operators to those of the parameters. Idempotent."""
+        for guard in self.with_outside_gradients:
+            guard.add_outside_gradient()
+        self.with_outside_gradients.clear()
+
+
+@dataclass(eq=False)
+class ShardGuard:
+    """The guard of one sharded parameter, which is closed while the data are a local shard.
+
+    Attributes:
+        parameter: the parameter.
+        layout: how it lies over the ranks.
+        name: its name in the module that is trained.
+        context: what it shares with other guards.
+        drop_gathered: frees what its units have gathered, before it changes.
+        rebind: has its units use new memory as its local shard.
+        is_sliced: whether its operator runs slice by slice, so that autograd never sees the parameter itself.
+    """
+
+    parameter: nn.Parameter
+    layout: ShardLayout
+    name: str
+    context: GuardContext
+    drop_gathered: Callable[[], None]
+    rebind: Callable[[Tensor], None]
+    is_sliced: bool = False
+    num_writes: int = 0
+    is_removed: bool = False
+    shown_gradient: weakref.ref[GuardedTensor] | None = None
+    _outside_gradient: Tensor | None = None
+    _has_warned: bool = False
+    _plain_class: type = field(init=False)
+    _guarded_class: type = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._plain_class = type(self.parameter)
+        self._guarded_class = _guarded_class(self._plain_class)
+        setattr(self.parameter, _GUARD, self)
+        self.close()
+
+    def open(self) -> None:
+        """Give the parameter its own class."""
+        self.parameter.__class__ = self._plain_class
+
+    def close(self) -> None:
+        """Guard the parameter: its data are a local shard from now on."""
+        if not self.is_removed:
+            self.parameter.__class__ = self._guarded_class
+
+    def remove(self) -> None:
+        """Make the parameter an ordinary one, for good."""
+        self.is_removed = True
+        self.open()
+        delattr(self.parameter, _GUARD)
+
+    def refusal(self, reason: str) -> ShardingError:
+        """Return the error that says what can't be done with the parameter outside of its operator."""
+        module, _, own = self.name.rpartition(".")
+        return ShardingError(
+            f"{own} of {module or 'the module'} is sharded, and {reason}: use it within "
+            "trainer.strategy.summon_full_params(), on all ranks"
+        )
+
+    def local_shard(self) -> LocalShard:
+        """Return the part of the parameter that this rank holds."""
+        with without_guards():
+            return LocalShard(self, self.parameter.detach())
+
+    def local_gradient(self) -> LocalShard | None:
+        """Return the part of the gradient that this rank holds, if there is one."""
+        self.add_outside_gradient()
+        with without_guards():
+            gradient = self.parameter.grad
+        return None if gradient is None else LocalShard(self, gradient, is_gradient=True)
+
+    def store_outside_gradient(self, gradient: Tensor) -> None:
+        """Average a full gradient over the ranks and add this rank's part to the parameter's when the pass is over."""
+        if not self._has_warned:
+            self._has_warned = True
+            if dist.get_rank(self.context.group) == 0:
+                warnings.warn(
+                    f"the training step reads {self.name} outside of its operator, which it did not when it was "
+                    "traced: the weight is gathered once more, in memory that the plan did not count",
+                    OSDPWarning,
+                    stacklevel=2,
+                )
+        full = gradient.detach().to(self.parameter.dtype).clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(full, group=self.context.group)
+        part = self.layout.shard(full.div_(dist.get_world_size(self.context.group)))
+        self._outside_gradient = part if self._outside_gradient is None else self._outside_gradient.add_(part)
+        self.context.with_outside_gradients.add(self)
+
+    def discard_outside_gradient(self) -> None:
+        """Forget the gradient of reads outside of the operator, since the parameter gets another one."""
+        self._outside_gradient = None
+
+    def add_outside_gradient(self) -> None:
+        """Add the gradient of reads outside of the operator to the parameter's."""
+        part, self._outside_gradient = self._outside_gradient, None
+        if part is not None:
+            with torch.no_grad(), without_guards():
+                part = part.view(self.parameter.shape)
+                self.parameter.grad = part if self.parameter.grad is None else self.parameter.grad.add_(part)
+
+
+@dataclass
+class LocalShard:
+    """What one rank holds of a parameter, or of its gradient."""
+
+    guard: ShardGuard
+    tensor: Tensor
+    is_gradient: bool = False
+
+    @property
+    def stamp(self) -> tuple[int, int]:
+        """Two numbers that change whenever the values do."""
+        return self.guard.num_writes, self.guard.context.num_updates[self.is_gradient]
+
+    def gather(self) -> Tensor:
+        """Return the full tensor. Collective."""
+        if self.guard.is_removed:
+            raise ShardingError(
+                f"this tensor is of {self.guard.name} as it was sharded before the plan changed: take it anew"
+            )
+        self.guard.context.check_access(self.guard)
+        return self.guard.layout.unshard(self.tensor)
+
+    def write(self, full: Tensor) -> None:
+        """Store this rank's part of the full tensor."""
+        if not self.is_gradient:
+            self.guard.drop_gathered()
+        with torch.no_grad():
+            self.tensor.copy_(self.guard.layout.shard(full).view(self.tensor.shape))
+        self.guard.num_writes += 1
+
+
+@dataclass
+class _Gathered:
+    """A full tensor that stands for a shard, with the state of the parameter that it shows."""
+
+    local: LocalShard
+    full: Tensor
+    stamp: tuple[int, int]
+
+    def refresh(self) -> None:
+        """Gather again if the parameter has changed since. Collective."""
+        if self.stamp == self.local.stamp:
+            return
+        if self.full.requires_grad:
+            raise self.local.guard.refusal("a view of it was taken before it changed")
+        with torch.no_grad():
+            self.full.copy_(self.local.gather())
+        self.stamp = self.local.stamp
+
+    def write_back(self) -> None:
+        """Store what was changed in the full tensor."""
+        self.local.write(self.full)
+        self.stamp = self.local.stamp
+
+
+class _OutsideRead(torch.autograd.Function):
+    """Gathers a parameter outside of its operator; see Note [gradients of reads]."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, local: LocalShard) -> Tensor:
+        ctx.guard = local.guard
+        return local.gather()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        ctx.guard.store_outside_gradient(gradient)
+        return None, None
+
+
+class _Guarded:
+    """A tensor that stands for a full one of which this rank holds a part."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See ``guarded_functions.dispatch``."""
+        with without_guards():
+            return guarded_functions.dispatch(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with without_guards():
+            local = local_shard_of(self)
+            kind = "gradient of " if local.is_gradient else ""
+            return f"<{kind}{local.guard.name}, {tuple(local.guard.layout.shape)}, {local.tensor.dtype}, sharded>"
+
+    def __copy__(self) -> Any:
+        raise local_shard_of(self).guard.refusal("a shallow copy would have no memory in common with it")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = self._full_copy()
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._full_copy().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def _full_copy(self) -> Tensor:
+        with without_guards(), torch.no_grad():
+            full = local_shard_of(self).gather().clone()
+            return nn.Parameter(full, self.requires_grad) if isinstance(self, nn.Parameter) else full
+
+
+class GuardedTensor(_Guarded, Tensor):  # type: ignore[misc]
+    """What ``data``, ``detach`` and ``grad`` of a guarded parameter return. Its own memory is one NaN."""
+
+    _local: LocalShard
+
+    @classmethod
+    def create(cls, local: LocalShard) -> GuardedTensor:
+        """Return a tensor of the full shape that stands for a local shard."""
+        tensor = full_shaped(local)
+        tensor.__class__ = cls
+        tensor._local = local  # type: ignore[attr-defined]
+        return tensor  # type: ignore[return-value]
+
+
+class GatheredTensor(Tensor):
+    """A gathered tensor, or a view of one, that follows its parameter; see Note [what is handed out]."""
+
+    gathered: _Gathered
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See ``guarded_functions.dispatch``."""
+        with without_guards():
+            return guarded_functions.dispatch(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = self._copy()
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._copy().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def _copy(self) -> Tensor:
+        with without_guards():
+            self.gathered.refresh()
+            return self.detach().clone()
+
+
+def full_shaped(local: LocalShard) -> Tensor:
+    """Return a tensor of the full shape without memory and without values."""
+    return local.tensor.new_full((), float("nan")).expand(local.guard.layout.shape)
+
+
+def local_shard_of(tensor: Any) -> LocalShard:
+    """Return what this rank holds of a guarded tensor."""
+    return tensor._local if isinstance(tensor, GuardedTensor) else getattr(tensor, _GUARD).local_shard()
+
+
+def find_local_shard(tensor: Any) -> LocalShard | None:
+    """Return what this rank holds of a tensor that is guarded or shows a gathered one; None for any other."""
+    if isinstance(tensor, GatheredTensor):
+        return tensor.gathered.local
+    return local_shard_of(tensor) if isinstance(tensor, _Guarded) else None
+
+
+def gather(tensor: GuardedTensor) -> GatheredTensor:
+    """Return the full tensor now, and let it follow its parameter. Collective."""
+    with without_guards(), torch.no_grad():
+        local = local_shard_of(tensor)
+        full = local.gather()
+        view: Any = full.view_as(full)  # another object, since a cycle would hold the memory longer
+        view.__class__, view.gathered = GatheredTensor, _Gathered(local, full, local.stamp)
+        return view  # type: ignore[no-any-return]
+
+
+def guard_of(parameter: Tensor) -> ShardGuard | None:
+    """Return the guard of a parameter, open or closed, if it has one."""
+    return vars(parameter).get(_GUARD)
+
+
+def is_guarded(tensor: Any) -> bool:
+    """Return whether a tensor stands for one of which this rank holds a part."""
+    return isinstance(tensor, _Guarded)
+
+
+@contextmanager
+def opened(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Give guarded parameters their own class, and so their local shards as data, within a context."""
+    guards = [getattr(parameter, _GUARD) for parameter in parameters if isinstance(parameter, _Guarded)]
+    for guard in guards:
+        guard.open()
+    try:
+        yield
+    finally:
+        for guard in guards:
+            guard.close()
+
+
+@cache
+def _guarded_class(plain_class: type) -> type:
+    return type(f"Guarded{plain_class.__name__}", (_Guarded, plain_class), {})
+
+
+from lightning_osdp.state import guarded_functions  # noqa: E402

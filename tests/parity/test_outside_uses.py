@@ -1,0 +1,113 @@
+"""Parameters that are used outside of their operators' forward have the values of plain PyTorch, under every plan."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_osdp.engine.fairscale.engine import FairScaleEngine
+from lightning_osdp.planning.spec.choices import Mode
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from tests.support.models import hand_made_plan
+from tests.support.outside_uses import IN, USES, Model, Use
+from tests.support.ranks import run_ranks
+from tests.support.split_plans import split_plan
+
+STEPS, BATCH, RANKS = 4, 8, 2
+CPU = torch.device("cpu")
+OPERATORS = [f"{part}.{layer}" for part in ("student", "teacher") for layer in ("up", "down")] + ["items"]
+POLICIES = ["zdp", "zdp2", "mixed", "slices"]
+
+
+def plan_of(policy: str) -> ExecutionPlan:
+    """``mixed`` cuts the teacher in another way than the student, ``slices`` along both dimensions."""
+    if policy == "slices":
+        modes = (Mode.ZDP, Mode.DP, Mode.ZDP2)
+        return split_plan(
+            {name: (modes, index % 2 or int(name == "items")) for index, name in enumerate(OPERATORS)}, RANKS
+        )
+    if policy == "mixed":
+        mixed = [Mode.ZDP, Mode.ZDP2, Mode.DP, Mode.ZDP, Mode.ZDP]
+        return hand_made_plan(dict(zip(OPERATORS, mixed, strict=True)), RANKS)
+    return hand_made_plan(dict.fromkeys(OPERATORS, Mode(policy)), RANKS)
+
+
+def batches() -> Tensor:
+    return torch.randn(STEPS, BATCH, IN, generator=torch.Generator().manual_seed(5))
+
+
+def start(name: str) -> tuple[Model, Use, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = Model()
+    return model, USES[name](model), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def train_plain(name: str) -> tuple[list[Any], dict[str, Tensor]]:
+    model, use, optimizer = start(name)
+    for step, batch in enumerate(batches()):
+        use.loss(batch, step).backward()
+        use.after_backward(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        use.after_step(step)
+    return use.noted, model.state_dict()
+
+
+def train(rank: int, name: str, policy: str) -> tuple[list[Any], dict[str, Tensor]]:
+    model, use, optimizer = start(name)
+    engine = FairScaleEngine(CPU)
+    engine.apply(model, plan_of(policy), [optimizer])
+    for step, batch in enumerate(batches()):
+        engine.before_forward()
+        use.loss(batch.chunk(RANKS)[rank], step).backward()
+        engine.finish_backward()
+        use.after_backward(step)
+        engine.before_optimizer_step(optimizer)
+        optimizer.step()
+        engine.after_optimizer_step()
+        optimizer.zero_grad()
+        use.after_step(step)
+    return use.noted, engine.model_state()
+
+
+def train_all(rank: int, ranks: int, names: list[str], policies: list[str]) -> Any:
+    """Every use under every policy in the same processes, since starting them takes longer than training."""
+    results: dict[tuple[str, str], Any] = {}
+    warnings.simplefilter("ignore")
+    for name in names:
+        for policy in policies:
+            try:
+                results[name, policy] = train(rank, name, policy)
+            except Exception:
+                results[name, policy] = traceback.format_exc()
+    return results
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[Any]:
+    """What each rank returned."""
+    return run_ranks(train_all, RANKS, [*USES], POLICIES)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", USES)
+def test_use_outside_of_operator_has_values_of_plain_pytorch(runs: list[Any], name: str, policy: str) -> None:
+    noted, weights = train_plain(name)
+    for rank, results in enumerate(runs):
+        result = results[name, policy]
+        assert not isinstance(result, str), result
+        seen, state = result
+        assert len(seen) == len(noted)
+        for index, (value, expected) in enumerate(zip(seen, noted, strict=True)):
+            if isinstance(expected, Tensor | float) or (isinstance(expected, list) and isinstance(expected[0], list)):
+                ours, theirs = torch.as_tensor(value), torch.as_tensor(expected)
+                assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5), f"note {index} on rank {rank}"
+            else:
+                assert value == expected, f"note {index} on rank {rank}"
+        if rank == 0:
+            torch.testing.assert_close(state, dict(weights), rtol=1e-4, atol=1e-5)

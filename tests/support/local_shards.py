@@ -1,0 +1,19 @@
+"""What a rank holds of sharded parameters, which show the full tensor to everybody else."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_osdp.state.guarded_parameter import without_guards
+
+
+def local_shard(parameter: Tensor) -> Tensor:
+    """The parameter's data as they are on this rank."""
+    with without_guards():
+        return parameter.data
+
+
+def local_gradient(parameter: Tensor) -> Tensor | None:
+    """The parameter's gradient as it is on this rank."""
+    with without_guards():
+        return parameter.grad
