@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_osdp.errors import ConfigurationError, OSDPWarning
 from lightning_osdp.planning.spec.cluster import Cluster
+from lightning_osdp.planning.spec.files import describe_error
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.state.atomic_files import write_text
 from lightning_osdp.strategy import precision
@@ -181,13 +182,13 @@ def read_cluster(cluster: str | Path | Cluster | None) -> Cluster | None:
     try:
         return Cluster.from_json(text)
     except ValueError as error:
-        raise ConfigurationError(f"{cluster} is not a cluster file: {error}") from error
+        raise ConfigurationError(f"{cluster} is not a cluster file: {describe_error(error)}") from error
 
 
 def _read_text(path: Path, kind: str) -> str:
     try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no path
         raise ConfigurationError(f"the {kind} file {path} can't be read: {error}") from error
 
 

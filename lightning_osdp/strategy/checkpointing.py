@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from lightning_osdp.state.checkpoint import CheckpointFormat
 from lightning_osdp.state.state_dict import ShardedParameters, load_model_state
 from lightning_osdp.strategy.failure_aware import FailureAwareStrategy
 
-SAVE_WAIT_S = 10.0
+SAVE_WAIT_S = 3.0
 """Seconds that a rank which saves after an error waits for the others."""
 
 
@@ -210,8 +211,8 @@ class CheckpointingStrategy(FailureAwareStrategy):
 
     def _can_all_ranks_save(self) -> bool:
         """Return whether all ranks come to save after an error: some may be gone or wait for something else."""
-        return self._failure_detector is not None and self._failure_detector.wait_for_all_ranks(
-            "save after an error", SAVE_WAIT_S
+        return self._failure_detector is not None and self._failure_detector.can_meet_after_failure(
+            sys.exception(), SAVE_WAIT_S
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from typing_extensions import override
 
 from lightning_osdp.strategy.failure_detector import FailureDetector, SynchronizedDataLoader, assert_equal_on_ranks
@@ -23,7 +24,11 @@ class FailureAwareStrategy(ParallelStrategy):
         """Start heartbeats; every rank calls this once the process group exists."""
         self._stop_failure_detector()
         self._num_dataloaders = 0
-        self._failure_detector = FailureDetector(self.global_rank, self.world_size, timeout)
+        self._failure_detector = FailureDetector(self.global_rank, self.world_size, timeout, self._is_interrupted)
+
+    def _is_interrupted(self) -> bool:
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
     def _stop_failure_detector(self) -> None:
         if self._failure_detector is not None:

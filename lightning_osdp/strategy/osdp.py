@@ -187,12 +187,12 @@ class OSDPStrategy(ProcessGroupStrategy):
         self.accelerator.setup(trainer)
         arguments.disable_inference_mode(trainer)
         self._defer_gathers_on_save(trainer)
+        preemption.install(trainer, self._failure_detector)
         if trainer.state.fn != TrainerFn.FITTING:
             if self._engine is None:
                 self._set_up_evaluation()
             self.setup_precision_plugin()
             return
-        preemption.install(trainer)
         if self._engine is None or self._engine.module is not self.model:
             self._set_up_training(trainer)
         else:

@@ -11,8 +11,10 @@ from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_
 
 from lightning_osdp.backend.hierarchical import cached_group_copy
 from lightning_osdp.backend.streams import create_prefetch_limiter, create_streams
+from lightning_osdp.engine.fairscale.collective_order import CollectiveOrder
 from lightning_osdp.engine.fairscale.communicators import CommunicatorFactory, sharded_operators
-from lightning_osdp.engine.fairscale.unit_collectives import GradientReducer, PrefetchOrder
+from lightning_osdp.engine.fairscale.joinable_unit import before_reduction
+from lightning_osdp.engine.fairscale.unit_collectives import GradientReducer
 from lightning_osdp.engine.optimizer_in_backward import BackwardOptimizer
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.state.guarded_parameter import GuardContext, without_guards
@@ -22,8 +24,6 @@ STREAM_NAMES = ("fp32_to_fp16", "all_gather", "post_backward")
 
 
 class _Unit(Protocol):
-    def start_prefetch(self) -> None: ...
-
     def end_backward(self) -> None: ...
 
     def reshard(self) -> None: ...
@@ -79,9 +79,10 @@ class EngineContext:
         self.params_summoned = False
         self.update_in_backward = plan.update_in_backward
         self.backward_optimizer = BackwardOptimizer()
+        self.order = CollectiveOrder(group)
         self.guards = GuardContext(group, plan.update_in_backward)
-        self.reducer = GradientReducer()
-        self.prefetch_order = PrefetchOrder[_Unit]()
+        self.guards.before_access = self.order.before_access
+        self.reducer = GradientReducer(partial(before_reduction, self.order))
         choices = [operator.choice for operator in sharded_operators(plan)]
         self.communicator_factory = CommunicatorFactory(group, device, choices, plan.cluster)
         self.streams = create_streams(device, STREAM_NAMES, fairscale_module)

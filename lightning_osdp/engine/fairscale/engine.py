@@ -170,6 +170,7 @@ class FairScaleEngine(Engine):
         module = self._module.get_submodule(unit)
         parameters = [parameter for operator in operators for parameter in self._large_parameters(operator)]
         self._operators[unit] = operator = ShardedOperator(
+            unit,
             module,
             parameters,
             operators[0],
@@ -203,6 +204,8 @@ class FairScaleEngine(Engine):
             for weight in slices.get(parameter, [parameter] if parameter not in layouts else [])
         ]
         self._bucketed_all_reduce = BucketedAllReduce(replicated, self._context.replica_group)
+        self._bucketed_all_reduce.before_finish = self._context.order.before_replicated
+        self._context.order.join_replicated = self._bucketed_all_reduce.join
         self._managed_parameters = self._sharded_parameters.parameters.union(replicated)
 
     def _remove_guards(self) -> None:
@@ -217,6 +220,7 @@ class FairScaleEngine(Engine):
     def close(self) -> None:
         self._remove_guards()
         if self.module is not None:
+            self._context.order.close()
             release_storage(self._module.parameters())
         for operator in self._operators.values():
             operator.release_slices()
@@ -256,9 +260,11 @@ class FairScaleEngine(Engine):
             sliced.sync_requires_grad()
         self._bucketed_all_reduce.refresh()
         self._context.backward_optimizer.refresh()
+        if self._context.order.has_backward:  # the last step had none on this rank; others wait in theirs
+            self.finish_backward()
         self._context.reducer.discard()
         self._context.backward_passes.discard()
-        self._context.prefetch_order.start_pass(is_backward=False)
+        self._context.order.begin_step()
 
     @contextmanager
     @override
@@ -276,6 +282,10 @@ class FairScaleEngine(Engine):
             for sliced in self._sliced_operators:
                 sliced.bind_remaining_gradients()
             self._bucketed_all_reduce.finish()
+            if self._context.order.has_backward:
+                self._context.order.complete_backward()
+                for unit in self._units:
+                    unit.finish_joined()
             self._context.communicator_factory.inter_node_all_reduce.finish()
             for unit in self._units:
                 unit.reshard()  # whether or not the pass has reached it

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 _autograd = torch._C._autograd
 
@@ -121,6 +122,26 @@ def active_unit() -> Unit | None:
     top = _autograd._top_saved_tensors_default_hooks(True)
     hooks = getattr(top[0], "__self__", None) if top is not None else None
     return hooks.unit if isinstance(hooks, SavedTensorHooks) else None
+
+
+def hook_results(results: Any, first_node: int, begin_backward: Callable[..., None]) -> None:
+    """Call ``begin_backward`` when a backward pass comes to a node that made one of the results that can be found.
+
+    Args:
+        results: what a unit's forward has returned.
+        first_node: sequence number of the first node that it may have made.
+        begin_backward: called with the node's gradients.
+    """
+    nodes = set()
+    for leaf in tree_leaves(results):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            # Views get other nodes when they are changed in place. What they are views of keeps its own in the graph.
+            base = leaf._base if leaf._is_view() else leaf
+            node: Any = base.grad_fn if base is not None else None
+            if node is not None and node._sequence_nr() >= first_node:
+                nodes.add(node)
+    for node in nodes:
+        node.register_prehook(begin_backward)
 
 
 def current_pass() -> int:

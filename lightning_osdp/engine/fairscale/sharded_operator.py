@@ -82,6 +82,7 @@ class ShardedOperator:
     """The units of an operator's large parameters: a single one, or one for each sharded slice.
 
     Args:
+        name: the unit's name: of the operator, or of the block.
         module: the operator, or the block whose operators share a unit.
         parameters: the large parameters of all these operators, unsharded and on the device.
         plan: what was decided for the operator, or for each of them alike.
@@ -92,6 +93,7 @@ class ShardedOperator:
 
     def __init__(
         self,
+        name: str,
         module: nn.Module,
         parameters: list[nn.Parameter],
         plan: OperatorPlan,
@@ -107,7 +109,8 @@ class ShardedOperator:
         self.sliced_operator: SlicedOperator | None = None
 
         def make_unit(stage: nn.Module | ForwardStage, parameters: list[nn.Parameter], mode: Mode) -> None:
-            self.units.append(FairScaleUnit(stage, parameters, mode, communicators, context, is_recomputed))
+            label = name if len(plan.slices) == 1 else f"{name} (slice {len(self.units) + 1})"
+            self.units.append(FairScaleUnit(stage, parameters, mode, communicators, context, is_recomputed, label))
 
         if len(plan.slices) == 1:
             make_unit(module, parameters, Mode(plan.slices[0]))

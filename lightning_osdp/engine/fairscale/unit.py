@@ -49,11 +49,18 @@ import torch
 from fairscale.nn.data_parallel import FullyShardedDataParallel, TrainingState
 from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_module
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from lightning_osdp.engine.fairscale.body import UnitBody, reinterpret_as_float16
 from lightning_osdp.engine.fairscale.communicators import UnitCommunicators
 from lightning_osdp.engine.fairscale.context import EngineContext
-from lightning_osdp.engine.fairscale.saved_tensors import NO_PASS, SavedTensorHooks, active_unit, current_pass
+from lightning_osdp.engine.fairscale.joinable_unit import JoinableUnit
+from lightning_osdp.engine.fairscale.saved_tensors import (
+    NO_PASS,
+    SavedTensorHooks,
+    active_unit,
+    current_pass,
+    hook_results,
+)
 from lightning_osdp.engine.fairscale.unit_collectives import CoalescedAllGather, CoalescedReduceScatter
 from lightning_osdp.engine.sliced_operator import ForwardStage, WeightSlice
 from lightning_osdp.errors import ShardingError
@@ -68,34 +75,7 @@ UNIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Data types that the parameters of a unit may have."""
 
 
-class _Body(nn.Module):
-    """The module inside a unit: it owns the operator's large parameters and calls the operator's forward."""
-
-    def __init__(self, forward: Callable[..., Any], parameters: list[nn.Parameter]) -> None:
-        super().__init__()
-        self._operator_forward = forward
-        for index, parameter in enumerate(parameters):
-            self.register_parameter(f"p{index}", parameter)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._operator_forward(*args, **kwargs)
-
-
-@contextmanager
-def _reinterpret_as_float16(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Show bfloat16 parameters as float16, bit by bit, within a context: FairScale knows no other 16-bit type.
-
-    FairScale only shards them there and computes nothing; what it gathers later has the unit's ``compute_dtype``.
-    """
-    bfloat16 = [parameter for parameter in parameters if parameter.dtype == torch.bfloat16]
-    for parameter in bfloat16:
-        parameter.data = parameter.data.view(torch.float16)
-    yield
-    for parameter in bfloat16:
-        parameter.data = parameter.data.view(torch.bfloat16)
-
-
-class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
+class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[misc]
     """One FairScale instance around one operator, or around a stage of a sliced operator.
 
     Args:
@@ -105,7 +85,10 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
         communicators: run the unit's collectives.
         context: what all units of the engine share.
         is_recomputed: whether the unit lies in a block that is recomputed.
+        label: the unit's name in errors.
     """
+
+    training_state: TrainingState
 
     def __init__(
         self,
@@ -115,11 +98,12 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
         communicators: UnitCommunicators,
         context: EngineContext,
         is_recomputed: bool = False,
+        label: str = "a unit",
     ) -> None:
-        body, dtype = _Body(stage.forward, parameters), parameters[0].dtype
+        body, dtype = UnitBody(stage.forward, parameters), parameters[0].dtype
         self._coalesced_gather = CoalescedAllGather(communicators.gather)
         self._is_prefetched = communicators.is_prefetched(parameters)
-        with _reinterpret_as_float16(parameters):
+        with reinterpret_as_float16(parameters):
             super().__init__(
                 body,
                 process_group=self._coalesced_gather,
@@ -140,12 +124,13 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
         self.compute_dtype = self.buffer_dtype = dtype
         self._streams, self._reducer = context.streams, context.reducer
 
-        self._context = context
+        self._context, self.label = context, label
+        self._register(self.params)
         self._inter_node_all_reduce = communicators.inter_node_all_reduce
         self._is_recomputed = is_recomputed
         self._weight_slice = stage if isinstance(stage, WeightSlice) else None
         self._hooked_modules = [] if isinstance(stage, ForwardStage) else list(stage.modules())
-        self._num_running = 0
+        self._num_running, self._in_graph = 0, False
         self._joined_pass = self._begun_pass = NO_PASS
         self._shown_in_full: set[nn.Parameter] = set()
         self._finished: set[nn.Parameter] = set()
@@ -193,6 +178,9 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
         hooks = SavedTensorHooks(self, self._pending_uses) if with_grad else None
         first_node = torch._C._autograd._get_sequence_nr()
         if hooks is not None:
+            self._in_graph = True
+            if current_pass() == NO_PASS:
+                self._finished.clear()
             self._register_post_backward_hooks()
             hooks.push()
         self._num_running += 1
@@ -209,7 +197,7 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
             self._use_fp32_param_shard(hidden)
             torch.clear_autocast_cache()
         if with_grad and self._num_running == 0:
-            self._hook_outputs(outputs, first_node)
+            hook_results(outputs, first_node, self.begin_backward)
         return outputs
 
     def _keep_changes(self, versions: Sequence[int]) -> None:
@@ -224,18 +212,6 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
                 shard = parameter._fp32_shard
                 begin = self.rank * shard.numel()
                 shard.view(-1).copy_(parameter._full_param_padded[begin : begin + shard.numel()])
-
-    def _hook_outputs(self, outputs: Any, first_node: int) -> None:
-        """Begin the backward at the nodes that made the outputs; views share theirs, whatever is done to them later."""
-        nodes = set()
-        for leaf in tree_leaves(outputs):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                base = leaf._base if leaf._is_view() else leaf
-                node = base.grad_fn if base is not None else None
-                if node is not None and node._sequence_nr() >= first_node:
-                    nodes.add(node)
-        for node in nodes:
-            node.register_prehook(self.begin_backward)
 
     # The backward pass
 
@@ -346,7 +322,7 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
 
     def reshard(self) -> None:
         """Free gathered parameters if there are any."""
-        self._joined_pass = self._begun_pass = NO_PASS
+        self._joined_pass, self._begun_pass, self._in_graph = NO_PASS, NO_PASS, False
         self._pending_uses.clear()
         if self.world_size > 1 and (self.has_unsharded_params or self._shown_in_full):
             self._free_full_params()
@@ -376,16 +352,23 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
         missing = [p for p in params if is_started or not _is_gathered(p)]
         if not missing or self.world_size == 1:
             return []
+        indices = [self.param_indices[p] for p in missing] if len(missing) < len(self.params) else ()
+        self._context.order.before_gather(self._index, current_pass() != NO_PASS, indices)
         self._context.prefetch_limiter.before_gather()
-        cuda = fairscale_module.torch.cuda
-        with cuda.stream(self._streams["all_gather"]):
+        with self._use_stream("all_gather"):
             self._coalesced_gather.gather(self._allocate(missing), [p._fp32_shard for p in missing])
-        cuda.current_stream().wait_stream(self._streams["all_gather"])
         self.has_full_params = True
-        next_unit = self._context.prefetch_order.predict_next(self)
-        if next_unit is not None:
-            next_unit.start_prefetch()
+        self._context.order.prefetch_next()
         return missing
+
+    @contextmanager
+    def _use_stream(self, name: str) -> Iterator[None]:
+        cuda = fairscale_module.torch.cuda
+        if name != "all_gather":  # which depends on no compute
+            self._streams[name].wait_stream(cuda.current_stream())
+        with torch.no_grad(), cuda.stream(self._streams[name]):
+            yield
+        cuda.current_stream().wait_stream(self._streams[name])
 
     @staticmethod
     def _allocate(params: Sequence[ShardedParameter]) -> list[Tensor]:
@@ -398,6 +381,8 @@ class FairScaleUnit(FullyShardedDataParallel):  # type: ignore[misc]
     def start_prefetch(self) -> None:
         """Start to gather the parameters if the unit is prefetched and they are not there or on their way."""
         if self._is_prefetched and not self._coalesced_gather.is_started and not self.has_unsharded_params:
+            with without_guards():
+                self._lazy_init()  # if only other ranks have run it
             self._coalesced_gather.start(self._allocate(self.params), [p._fp32_shard for p in self.params])
 
     def _register_post_backward_hooks(self) -> None:

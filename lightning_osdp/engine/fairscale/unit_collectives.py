@@ -6,16 +6,14 @@ starts when a unit has been gathered, and a gradient's reduction is waited for w
 one more unit unsharded and one more gradient in memory (the memory timeline counts both), so only units up to
 ``Cluster.prefetch_max_bytes`` do it.
 
-Note [which is next]: a training step is like the previous one. Units are expected in the order in which the last
-forward or backward pass gathered them; where a pass goes another way, nothing more is prefetched in it. All ranks go
-the same way, as they have to for their collectives, so they agree on what is prefetched. What was prefetched in vain is
-freed when the backward pass is over.
+Which unit is next all ranks know by ``CollectiveOrder.prefetch_next``. What was prefetched in vain is freed when the
+backward pass is over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,34 +21,8 @@ from torch import Tensor, nn
 from lightning_osdp.backend.collectives import all_gather_async, reduce_scatter_async
 from lightning_osdp.backend.hierarchical import Communicator, FlatCommunicator
 from lightning_osdp.backend.work import Work
-from lightning_osdp.engine.fairscale.saved_tensors import is_in_backward
 
-UnitT = TypeVar("UnitT")
 CommunicatorT = TypeVar("CommunicatorT", bound=Communicator)
-
-
-class PrefetchOrder(Generic[UnitT]):
-    """Predicts which unit is gathered next; see Note [which is next]."""
-
-    def __init__(self) -> None:
-        self._last_pass: dict[bool, list[UnitT]] = {False: [], True: []}
-        self._current_pass: list[UnitT] = []
-        self._is_backward = False
-
-    def start_pass(self, is_backward: bool) -> None:
-        """Begin a forward or backward pass."""
-        self._last_pass[self._is_backward] = self._current_pass
-        self._current_pass, self._is_backward = [], is_backward
-
-    def predict_next(self, unit: UnitT) -> UnitT | None:
-        """Return the unit that is gathered after ``unit``, which is gathered now; None if that is not known."""
-        if not torch.is_grad_enabled() and not is_in_backward():
-            return None  # evaluation is planned with memory for no more than one unit
-        if self._is_backward != is_in_backward():
-            self.start_pass(is_in_backward())
-        index, expected = len(self._current_pass), self._last_pass[self._is_backward]
-        self._current_pass.append(unit)
-        return expected[index + 1] if index + 1 < len(expected) and expected[index] is unit else None
 
 
 class _RankedCommunicator(Generic[CommunicatorT]):
@@ -92,6 +64,11 @@ class CoalescedAllGather(_RankedCommunicator[Communicator]):
         else:
             self._communicator.all_gather_coalesced(outputs_flat, shards)
 
+    def gather_and_free(self, shards: list[Tensor]) -> None:
+        """Take part in the gather of another rank that has no use here."""
+        outputs = [shard.new_empty(shard.numel() * self.size()) for shard in shards]
+        self._communicator.all_gather_coalesced(outputs, shards)
+
     def wait(self) -> None:
         """Wait for gathers that were started."""
         work, self._work = self._work, None
@@ -119,6 +96,11 @@ class CoalescedReduceScatter(_RankedCommunicator[FlatCommunicator]):
         self._queued.append((full_flat, on_reduced))
         return len(self._queued) >= sum(parameter.requires_grad for parameter in self._parameters)
 
+    @property
+    def callbacks(self) -> list[Callable[[Tensor], None]]:
+        """Those of the queued gradients."""
+        return [on_reduced for _, on_reduced in self._queued]
+
     def flush(self) -> None:
         """Reduce the queued gradients."""
         queued, self._queued = self._queued, []
@@ -129,15 +111,24 @@ class CoalescedReduceScatter(_RankedCommunicator[FlatCommunicator]):
         for on_reduced, output in zip(callbacks, outputs, strict=True):
             on_reduced(output)
 
+    def reduce_scatter_coalesced(self, outputs: Sequence[Tensor], full_flats: Sequence[Tensor]) -> None:
+        """See ``collectives.reduce_scatter_coalesced``."""
+        self._communicator.reduce_scatter_coalesced(outputs, full_flats)
+
     def discard(self) -> None:
         """Drop the queued gradients."""
         self._queued.clear()
 
 
 class GradientReducer:
-    """Takes the place of FairScale's bucketing reducer, which copies every gradient once more than needed."""
+    """Takes the place of FairScale's bucketing reducer, which copies every gradient once more than needed.
 
-    def __init__(self) -> None:
+    Args:
+        before_reduction: called before a reduction with the callbacks of those gradients that it reduces.
+    """
+
+    def __init__(self, before_reduction: Callable[[Sequence[Any]], None]) -> None:
+        self._before_reduction = before_reduction
         self._pending: Callable[[], None] | None = None
         self._queued_reduction: CoalescedReduceScatter | None = None
 
@@ -159,6 +150,7 @@ class GradientReducer:
             if group.enqueue(full_flat, callback_fn):
                 self._flush_queued()
             return
+        self._before_reduction([callback_fn])
         output = torch.empty_like(input_list[0])
         if not (isinstance(group, FlatCommunicator) and group.is_async):
             group.reduce_scatter(output, full_flat)
@@ -186,6 +178,7 @@ class GradientReducer:
     def _flush_queued(self) -> None:
         queued, self._queued_reduction = self._queued_reduction, None
         if queued is not None:
+            self._before_reduction(queued.callbacks)
             queued.flush()
 
     def discard(self) -> None:
@@ -197,6 +190,27 @@ class GradientReducer:
 
     def teardown(self) -> None:
         """Do nothing: there is no buffer to free, as FairScale's reducer has one."""
+
+
+def reduce_zeros(shards: Sequence[Tensor], group: Communicator | CoalescedReduceScatter) -> list[Tensor]:
+    """Take part in a reduction without gradients of one's own.
+
+    Args:
+        shards: of the parameters, as large as their gradients' shards.
+        group: runs the unit's reductions.
+
+    Returns:
+        The shards of the other ranks' gradients.
+    """
+    zeros = [shard.new_zeros(shard.numel() * group.size()) for shard in shards]
+    outputs = [shard.new_empty(shard.numel()) for shard in shards]
+    if isinstance(group, CoalescedReduceScatter):
+        group.reduce_scatter_coalesced(outputs, zeros)
+    elif isinstance(group, FlatCommunicator) and group.is_async:
+        reduce_scatter_async(outputs, zeros, group.group).wait()
+    else:
+        group.reduce_scatter(outputs[0], zeros[0])
+    return outputs
 
 
 def merge_chunks(chunks: list[Tensor]) -> Tensor:

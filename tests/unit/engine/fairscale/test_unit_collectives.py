@@ -286,36 +286,3 @@ def run_interrupted_backward(rank: int, ranks: int) -> list[float]:
 
 def test_gradient_reducer_discards_pending_work_of_interrupted_backward() -> None:
     assert all(len(norms) > 5 for norms in run_ranks(run_interrupted_backward, 2))
-
-
-def test_prefetch_order_predicts_order_of_last_pass() -> None:
-    order = unit_collectives.PrefetchOrder[str]()
-
-    def forward(names: str) -> str:
-        order.start_pass(is_backward=False)
-        return "".join(order.predict_next(name) or "-" for name in names)
-
-    assert forward("abc") == "---"
-    assert forward("abc") == "bc-"
-    assert forward("abxc") == "bc--"  # from where it goes another way, nothing is expected
-    assert forward("abxc") == "bxc-"
-    assert forward("aba") == "bx-"
-    with torch.no_grad():
-        assert forward("aba") == "---"
-
-
-def test_prefetch_order_keeps_forward_and_backward_apart() -> None:
-    order = unit_collectives.PrefetchOrder[str]()
-    seen: list[str | None] = []
-
-    def backward(_: torch.Tensor) -> None:
-        seen.extend([order.predict_next("b"), order.predict_next("a")])
-
-    leaf = torch.ones(2, requires_grad=True)
-    for _ in range(2):
-        order.start_pass(is_backward=False)
-        seen.extend([order.predict_next("a"), order.predict_next("b")])
-        value = leaf * 2
-        value.register_hook(backward)
-        value.sum().backward()
-    assert seen == [None] * 4 + ["b", None, "a", None]

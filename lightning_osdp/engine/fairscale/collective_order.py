@@ -1,0 +1,275 @@
+"""All ranks run the collectives of units in one order, whatever their modules do.
+
+Note [agreed order]: ranks may run different operators (layers dropped at random, experts without tokens, early exits).
+Each collective is announced before it runs. What follows the last two is known from the first time on: a rank whose
+next collective is that one goes on, which is one comparison. Any other rank asks, and ranks that went on without asking
+are joined (``backend.rank_agreement``). Where ranks want different collectives within one step, the first of the
+forward or the last of the backward is chosen. All ranks take part in it: those that do not need it gather and free, or
+add a zero gradient. So gradients are what DDP's are: a mean in which a rank without a gradient counts as zero. A unit
+that no rank runs is in no order, and its gradient stays None.
+
+Note [places]: a rank that has begun the next step can't take part in the last one. Beginnings and ends are part of the
+order, and requests of ranks at different places are an error on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from lightning_osdp.backend.rank_agreement import ADVICE, Decision, RankAgreement, Request
+from lightning_osdp.errors import ShardingError
+
+STABLE_COUNT = 8
+"""How often in succession ranks have to agree on another next collective until it is expected without asking."""
+
+FIRST_ASKING_STEPS, MAX_ASKING_STEPS = 32, 4096
+"""Steps in which ranks ask for each collective after they wanted different ones: at first, and if it recurs."""
+
+_JOINABLE = {"forward": 0, "evaluate": 0, "backward": 1, "reduce": 1, "replicated": 2, "end": 3, "evaluated": 3}
+"""The kinds of events in which a rank can take part that wants another one, by what comes first."""
+
+_TEXTS = {
+    "forward": ("runs {}", "ran {}"),
+    "evaluate": ("runs {} without gradients", "ran {} without gradients"),
+    "backward": ("gathers {} for its backward", "gathered {} for its backward"),
+    "reduce": ("reduces the gradient of {}", "reduced the gradient of {}"),
+    "replicated": ("reduces replicated gradients", "reduced replicated gradients"),
+    "end": ("ends its backward pass", "ended its backward pass"),
+    "step": ("begins the next training step", "began a training step"),
+    "evaluation": ("begins the next evaluation step", "began an evaluation step"),
+    "evaluated": ("ends its evaluation step", "ended its evaluation step"),
+    "access": ("reads or changes {} outside of its operator", "read or changed a parameter outside of its operator"),
+    "agree": ("{}", "agreed"),
+    "": ("", "did nothing"),
+}
+"""Events in words, present and past."""
+
+
+class OrderedUnit(Protocol):
+    """What takes part in collectives."""
+
+    label: str
+
+    def join_gather(self, indices: Sequence[int]) -> None:
+        """Take part in a gather of the parameters ``indices``, all if empty, and free the result."""
+
+    def join_reduction(self, indices: Sequence[int]) -> None:
+        """Take part in a reduction with a zero gradient for the parameters ``indices``."""
+
+    def start_prefetch(self) -> None:
+        """Start to gather all parameters if the unit is prefetched."""
+
+
+class CollectiveOrder:
+    """The order of the collectives of one engine; see Note [agreed order].
+
+    Args:
+        group: all ranks.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._agreement = RankAgreement(group, self._decide, self._describe_past) if group.size() > 1 else None
+        self._units: list[OrderedUnit] = []
+        self._last = ("", "")
+        self._next: dict[tuple[str, str], tuple[str, int]] = {}
+        """What followed two events last time, and how often that has to recur until it is expected."""
+        self._num_steps = self._asking_steps = 0
+        self._next_asking_steps = FIRST_ASKING_STEPS
+        self._has_backward = False
+        self._failure = ""
+        self._place = "before the first training step"
+        self.join_replicated: Callable[[], None] = lambda: None
+        """Takes part in the reduction of replicated gradients."""
+
+    def register(self, unit: OrderedUnit) -> int:
+        """Return the index of ``unit``; units come in the order of the plan."""
+        self._units.append(unit)
+        return len(self._units) - 1
+
+    def before_gather(self, unit: int, in_backward: bool, indices: Sequence[int] = ()) -> None:
+        """Return when the next collective on all ranks is the gather of a unit.
+
+        Args:
+            unit: its index.
+            in_backward: whether a backward pass is running.
+            indices: those of its parameters that are gathered, if not all.
+        """
+        kind = "backward" if in_backward else "forward" if torch.is_grad_enabled() else "evaluate"
+        self._before(f"{kind} {unit} {','.join(map(str, indices))}" if indices else f"{kind} {unit}")
+
+    def before_reduction(self, unit: int, indices: Sequence[int]) -> None:
+        """Return when the next collective on all ranks is the reduction of a unit's gradients of these parameters."""
+        self._before(f"reduce {unit} {','.join(map(str, indices))}")
+
+    def begin_step(self) -> None:
+        """Note that a training step begins."""
+        self._asking_steps = max(0, self._asking_steps - 1)
+        self._before("step")
+        self._num_steps += 1
+        self._place, self._has_backward = f"in training step {self._num_steps}", True
+
+    def begin_evaluation(self, name: str) -> None:
+        """Note that a step without a backward pass begins, as "validation batch 3"."""
+        self._before("evaluation")
+        self._place = f"in {name}"
+
+    def end_evaluation(self) -> None:
+        """Wait until the step without a backward pass is over on all ranks."""
+        self._before("evaluated")
+        self._place = self._place.replace("in ", "after ", 1)
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a step or a backward pass has begun whose end is not noted yet."""
+        return self._has_backward and self._agreement is not None
+
+    def before_replicated(self) -> None:
+        """Return when the next collectives on all ranks are those of replicated gradients."""
+        self._before("replicated")
+
+    def complete_backward(self) -> None:
+        """Take part in what other ranks' backward passes still reduce."""
+        self._before("end")
+        self._has_backward, self._place = False, f"after the backward pass of training step {self._num_steps}"
+
+    def before_access(self, parameter: str) -> None:
+        """Check that all ranks are about to read or change a parameter outside of its operator.
+
+        Args:
+            parameter: its name.
+        """
+        self._before(f"access -1 {parameter}")
+
+    def agree(self, description: str) -> None:
+        """Check that all ranks come here and none of them does anything else; for what is rare.
+
+        Args:
+            description: what this rank does, as in "saves a checkpoint".
+        """
+        if self._agreement is not None:
+            self._ask(f"agree -1 {description}", is_learned=False)
+
+    def close(self) -> None:
+        """Answer no other rank any more."""
+        if self._agreement is not None:
+            self._agreement.close()
+
+    def prefetch_next(self) -> None:
+        """Start the gather that is expected after the one that has just run, unless ranks differed lately."""
+        kind, unit, _ = _parse(self._last[1])
+        if self._asking_steps or kind not in ("forward", "backward"):
+            return  # evaluation is planned with memory for no more than one unit
+        last, event = self._last, self._expect_after(self._last)
+        while event.startswith("reduce"):
+            last = (last[1], event)
+            event = self._expect_after(last)
+        next_kind, next_unit, indices = _parse(event)
+        if next_kind == kind and next_unit != unit and not indices:
+            self._units[next_unit].start_prefetch()
+
+    def _expect_after(self, last: tuple[str, str]) -> str:
+        """Return what follows two events on all ranks; nothing if that is not known."""
+        following, times_to_recur = self._next.get(last, ("", 0))
+        return "" if times_to_recur else following
+
+    def _before(self, event: str) -> None:
+        if self._agreement is None:
+            return
+        is_asking = self._asking_steps or self._failure
+        if not is_asking and self._expect_after(self._last) == event and self._agreement.advance(event):
+            self._note(event)
+        else:
+            self._ask(event)
+
+    def _note(self, event: str) -> None:
+        self._last = (self._last[1], event)
+        if event.startswith(("backward", "re")):
+            self._has_backward = True
+
+    def _ask(self, event: str, is_learned: bool = True) -> None:
+        """Agree with all ranks on the next collectives, and take part in them, until ``event`` is the next."""
+        assert self._agreement is not None
+        while True:
+            decision = self._agreement.ask(Request(event, self._place, self._describe(event), self._failure))
+            if decision is None:  # others have run what was expected
+                chosen = self._expect_after(self._last)
+                assert chosen, self._last
+            else:
+                chosen = decision.event
+                if is_learned:
+                    self._learn(chosen, decision.is_unanimous)
+            self._note(chosen)
+            if chosen == event:
+                return
+            self._join(chosen)
+
+    def _learn(self, event: str, is_unanimous: bool) -> None:
+        following, times_to_recur = self._next.get(self._last, (event, 0))
+        self._next[self._last] = (event, max(0, times_to_recur - 1) if following == event else STABLE_COUNT - 1)
+        if not is_unanimous:
+            self._asking_steps = self._next_asking_steps
+            self._next_asking_steps = min(2 * self._next_asking_steps, MAX_ASKING_STEPS)
+
+    def _join(self, event: str) -> None:
+        """Take part in what other ranks do and this one does not. An error becomes one of all ranks when it asks."""
+        kind, unit, indices = _parse(event)
+        if kind == "reduce":
+            try:
+                self._units[unit].join_reduction(indices)
+            except ShardingError as error:
+                self._failure = str(error)
+        elif kind == "replicated":
+            self.join_replicated()
+        elif unit >= 0:
+            self._units[unit].join_gather(indices)
+            self.prefetch_next()
+
+    def _decide(self, requests: Sequence[Request]) -> Decision:
+        """Return what comes first of the things that ranks want, or why none can be chosen."""
+        events, places = {request.event for request in requests}, {request.program_place for request in requests}
+        failure = next((request.failure for request in requests if request.failure), "")
+        if failure:
+            return Decision("", error_message=failure)
+        if len(events) == 1 and len(places) == 1:
+            return Decision(events.pop())
+        if len(places) == 1 and all(_parse(event)[0] in _JOINABLE for event in events):
+            return Decision(min(events, key=_priority), is_unanimous=False)
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank, request in enumerate(requests):
+            ranks_by_text.setdefault(request.description, []).append(rank)
+        texts = [f"{_name_ranks(ranks)} {text}" for text, ranks in ranks_by_text.items()]
+        return Decision(
+            "", is_unanimous=False, error_message=f"ranks do different things: {'; '.join(texts)}. {ADVICE}"
+        )
+
+    def _describe(self, event: str) -> str:
+        kind, unit, _ = _parse(event)
+        label = self._units[unit].label if unit >= 0 else event.partition(" -1 ")[2]
+        return f"{_TEXTS[kind][0].format(label)}, {self._place}"
+
+    def _describe_past(self, event: str) -> str:
+        kind, unit, _ = _parse(event)
+        return _TEXTS[kind][1].format(self._units[unit].label if unit >= 0 else "")
+
+
+def _parse(event: str) -> tuple[str, int, tuple[int, ...]]:
+    """Return the kind of an event, the index of its unit (-1 without one), and those of its parameters."""
+    kind, unit, rest = (*event.split(maxsplit=2), "", "", "")[:3]
+    indices = tuple(int(index) for index in rest.split(",")) if rest and int(unit) >= 0 else ()
+    return kind, int(unit or -1), indices
+
+
+def _priority(event: str) -> tuple[int, int, str]:
+    """Return a key that puts the first unit of the forward first, and the last one of the backward before others."""
+    kind, unit, _ = _parse(event)
+    order = _JOINABLE[kind]
+    return order, -unit if order == 1 else unit, event
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > 8:
+        return f"{len(ranks)} ranks, the first of them {ranks[0]},"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

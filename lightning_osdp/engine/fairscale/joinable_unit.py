@@ -1,0 +1,87 @@
+"""A unit's part in collectives that only other ranks need; see ``collective_order``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_osdp.engine.fairscale.collective_order import CollectiveOrder
+from lightning_osdp.engine.fairscale.unit_collectives import reduce_zeros
+from lightning_osdp.errors import ShardingError
+from lightning_osdp.state.guarded_parameter import without_guards
+
+
+class JoinableUnit:
+    """A unit that is registered in the order of collectives."""
+
+    params: Any
+    training_state: Any
+    label: str
+    _context: Any
+    _coalesced_gather: Any
+    _weight_slice: Any
+    _in_graph: bool
+    _finished: Any
+    process_group_reduce_scatter: Any
+    _use_stream: Any
+    _lazy_init: Any
+    _free_full_params: Any
+    _post_reduction_hook: Any
+    _has_joined = False
+
+    def _register(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._index = self._context.order.register(self)
+        self.param_indices = {parameter: index for index, parameter in enumerate(parameters)}
+
+    def join_gather(self, indices: Sequence[int]) -> None:
+        """Take part in a gather that other ranks need, with nothing left of it."""
+        with without_guards(), self._use_stream("all_gather"):
+            self._lazy_init()
+            if self._coalesced_gather.is_started:  # on all ranks
+                self._free_full_params()
+                return
+            shards = [self.params[index]._fp32_shard for index in indices or range(len(self.params))]
+            self._coalesced_gather.gather_and_free(shards)
+
+    def join_reduction(self, indices: Sequence[int]) -> None:
+        """Contribute zero to gradients that other ranks have, and take this rank's part of the result.
+
+        Raises:
+            ShardingError: this rank has a gradient as well, and the parameters are updated before it comes.
+        """
+        params: list[Any] = [self.params[index] for index in indices]
+        with without_guards(), self._use_stream("post_backward"):
+            self._lazy_init()
+            if self._weight_slice is not None:
+                self._weight_slice.bind_gradient()
+            shards = reduce_zeros([p._fp32_shard for p in params], self.process_group_reduce_scatter)
+            if self._context.update_in_backward and self._in_graph and not self._finished:
+                raise ShardingError(
+                    f"ranks run {self.label} in another order in their backward passes, but the plan updates it as "
+                    "soon as one rank has its gradient: set OSDPStrategy(update_in_backward=False)"
+                )
+            state, self.training_state = self.training_state, type(self.training_state).BACKWARD_POST
+            for parameter, shard in zip(params, shards, strict=True):
+                if parameter.grad is not None:
+                    parameter._saved_grad_shard, parameter.grad = parameter.grad.data, None
+                self._post_reduction_hook(parameter, shard)
+            self.training_state = state
+        self._has_joined = True
+
+    def finish_joined(self) -> None:
+        """Show the gradients of reductions that this rank only joined."""
+        if not self._has_joined:
+            return
+        self._has_joined = False
+        for parameter in self.params:
+            if hasattr(parameter, "_saved_grad_shard"):
+                parameter.grad = parameter._saved_grad_shard
+                del parameter._saved_grad_shard
+
+
+def before_reduction(order: CollectiveOrder, callbacks: Sequence[Any]) -> None:
+    """Announce the reduction of gradients, each of which FairScale hands on with a bound, partial callback."""
+    unit = callbacks[0].func.__self__
+    order.before_reduction(unit._index, [unit.param_indices[callback.args[0]] for callback in callbacks])
