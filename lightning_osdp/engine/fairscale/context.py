@@ -24,7 +24,7 @@ STREAM_NAMES = ("fp32_to_fp16", "all_gather", "post_backward")
 
 
 class _Unit(Protocol):
-    def end_backward(self) -> None: ...
+    def finish_pass(self) -> None: ...
 
     def reshard(self) -> None: ...
 
@@ -37,7 +37,7 @@ class _BackwardPasses:
         self._units: dict[int, list[_Unit]] = {}
 
     def join(self, number: int, unit: _Unit) -> None:
-        """Call ``unit.end_backward`` at the end of the pass that is running, which has this number."""
+        """Call ``unit.finish_pass`` at the end of the pass that is running, which has this number."""
         if number not in self._units:
             self._units[number] = []
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, number))
@@ -50,14 +50,14 @@ class _BackwardPasses:
                 self._reducer.flush()
             cuda.current_stream().wait_stream(self._streams["post_backward"])
             for unit in self._units.pop(number):
-                unit.end_backward()
+                unit.finish_pass()
 
     def discard(self) -> None:
         """End passes that an exception has ended."""
         with without_guards():
             while self._units:
                 for unit in self._units.popitem()[1]:
-                    unit.end_backward()
+                    unit.finish_pass()
                     unit.reshard()
 
 

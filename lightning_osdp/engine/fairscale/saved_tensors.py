@@ -29,7 +29,7 @@ NO_PASS = -1
 """What stands for the number of a backward pass where none is running."""
 
 
-class Unit(Protocol):
+class SavingUnit(Protocol):
     """What the hooks need of a unit."""
 
     def find_parameter(self, storage: int) -> nn.Parameter | None:
@@ -50,7 +50,7 @@ class _SavedParameter:
 
     __slots__ = ("last_use_pass", "parameter", "unit", "version", "view")
 
-    def __init__(self, unit: Unit, parameter: nn.Parameter, view: Tensor) -> None:
+    def __init__(self, unit: SavingUnit, parameter: nn.Parameter, view: Tensor) -> None:
         self.unit, self.parameter, self.version = unit, parameter, view._version
         # Autograd hands in a frozen parameter itself, which will show its part later.
         self.view = view.detach() if view is parameter else view
@@ -70,7 +70,7 @@ class SavedTensorHooks:
         pending_uses: by frozen parameter, how often the graph will still ask for it.
     """
 
-    def __init__(self, unit: Unit, pending_uses: dict[nn.Parameter, int]) -> None:
+    def __init__(self, unit: SavingUnit, pending_uses: dict[nn.Parameter, int]) -> None:
         self.unit = unit
         self._pending_uses = pending_uses
         self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None
@@ -117,7 +117,7 @@ class SavedTensorHooks:
             saved.last_use_pass = current_pass() if pending <= 1 else NO_PASS
 
 
-def active_unit() -> Unit | None:
+def active_unit() -> SavingUnit | None:
     """Return the unit whose hooks get what autograd saves now; None if there are no hooks, or others."""
     top = _autograd._top_saved_tensors_default_hooks(True)
     hooks = getattr(top[0], "__self__", None) if top is not None else None

@@ -229,7 +229,7 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         self._use_full_params(awaited)
 
     def _join_pass(self) -> int:
-        """Have ``end_backward`` called when the running backward pass is over, and return its number."""
+        """Have ``finish_pass`` called when the running backward pass is over, and return its number."""
         number = current_pass()
         if self._joined_pass != number:
             self._joined_pass = number
@@ -270,7 +270,7 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         with without_guards():
             super()._post_backward_hook(param)
 
-    def end_backward(self) -> None:
+    def finish_pass(self) -> None:
         """Hand out gradients when a backward pass is over, and free what is gathered for it."""
         self._joined_pass = self._begun_pass = NO_PASS
         for parameter in self.params:
