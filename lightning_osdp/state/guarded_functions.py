@@ -81,8 +81,7 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
         refuse_collective([args, kwargs])
     if is_guarded(first):
         if name in _SHAPE_FUNCTIONS:
-            local = local_shard_of(first)
-            return func(_meta(local), *args[1:], **kwargs)
+            return _ask_for_shape(func, name, args, kwargs)
         if name in _FACTORIES:
             return func(full_shaped(local_shard_of(first)), *args[1:], **kwargs)
         if name in _CONVERSIONS:
@@ -127,12 +126,22 @@ def _run_plain(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str,
     return func(*args, **kwargs)
 
 
-def _meta(local: LocalShard) -> Tensor:
-    return torch.empty(local.guard.layout.shape, dtype=local.tensor.dtype, device="meta")
+def _ask_for_shape(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    shape = _shape(args[0])
+    if name == "shape" or (name == "size" and len(args) == 1 and not kwargs):
+        return shape
+    if name in ("numel", "nelement"):
+        return shape.numel()
+    if name in ("dim", "ndimension", "ndim"):
+        return len(shape)
+    return func(torch.empty(shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs)
 
 
-def _shape(tensor: Tensor) -> torch.Size:
-    return local_shard_of(tensor).guard.layout.shape if is_guarded(tensor) else tensor.shape
+def _shape(tensor: Any) -> torch.Size:
+    if isinstance(tensor, GuardedTensor):
+        return tensor._local.guard.layout.shape
+    guard = guard_of(tensor) if is_guarded(tensor) else None
+    return guard.layout.shape if guard is not None else tensor.shape
 
 
 # Properties
@@ -148,7 +157,7 @@ def _access_property(func: Any, name: str, args: Any) -> Any:
         if attribute == "grad" and not isinstance(tensor, GuardedTensor):
             return _get_gradient(tensor)
         if attribute in _SHAPE_PROPERTIES:
-            return func(_meta(local_shard_of(tensor)))
+            return _ask_for_shape(func, attribute, args, {})
         if attribute in _VALUE_PROPERTIES:
             return _run_on_full(func, attribute, args, {})
     elif name == "__set__" and attribute == "data":
@@ -169,7 +178,8 @@ def _access_property_of_gathered(func: Any, name: str, attribute: str, args: Any
 
 
 def _get_gradient(parameter: Any) -> Tensor | None:
-    guard = local_shard_of(parameter).guard
+    guard = guard_of(parameter)
+    assert guard is not None
     local = guard.local_gradient()
     if local is None or local.tensor.numel() != parameter.numel():
         return parameter.grad  # type: ignore[no-any-return]
@@ -297,6 +307,7 @@ def _can_run_on_shards(name: str, leaves: list[Any]) -> bool:
 def _run_on_shards(func: Callable[..., Any], leaves: list[Any], tree: Any) -> Any:
     target = local_shard_of(leaves[0])
     shards = [local_shard_of(leaf).tensor.view(-1) if is_guarded(leaf) else leaf for leaf in leaves]
+    target.guard.context.check_access(target.guard)
     if not target.is_gradient:
         target.guard.drop_gathered()
     args, kwargs = tree_unflatten(shards, tree)

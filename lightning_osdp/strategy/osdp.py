@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_osdp.autotune import profile_cache
-from lightning_osdp.autotune.pipeline import PlanningResult
 from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.autotune.startup_budget import StartupBudget
 from lightning_osdp.autotune.trial_step import TrialContext
@@ -45,12 +44,13 @@ from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.report import tables
 from lightning_osdp.state.checkpoint import CheckpointFormat
 from lightning_osdp.strategy import arguments, model_summary, out_of_memory, precision, preemption
+from lightning_osdp.strategy.buffers import BufferBroadcast
 from lightning_osdp.strategy.dataloader import apply_batch_size, read_data
 from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
 from lightning_osdp.strategy.monitor import PredictionMonitor
 from lightning_osdp.strategy.plan_resolution import RunRequest, replan, resolve_plan
 from lightning_osdp.strategy.planning_options import PlanningOptions, check_and_read_plan
-from lightning_osdp.strategy.processes import ProcessGroupStrategy
+from lightning_osdp.strategy.run_end import HandoverStrategy
 
 REPLAN_MODES = ("never", "on_drift")
 
@@ -58,7 +58,7 @@ PLAN_FILE = "osdp_plan.json"
 """Name of the plan in the trainer's log directory."""
 
 
-class OSDPStrategy(ProcessGroupStrategy):
+class OSDPStrategy(HandoverStrategy):
     """Optimal sharded data parallelism (Jiang et al., arXiv 2209.13258) as a Lightning strategy.
 
     Before training it traces the module's training step and measures the hardware. It searches the batch size, and for
@@ -89,6 +89,7 @@ class OSDPStrategy(ProcessGroupStrategy):
         cache: folder of measurements; None for one in the user's cache folder, ``""`` to cache nothing.
         timeout: timeout of the process group; None for 30 minutes.
         process_group_backend: None for NCCL on CUDA and gloo on the CPU.
+        broadcast_buffers: whether all ranks get rank 0's buffers (BatchNorm's, codebooks) when DDP sends them.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: set by the Trainer.
 
     Raises:
@@ -112,6 +113,7 @@ class OSDPStrategy(ProcessGroupStrategy):
         cache: str | Path | None = None,
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
+        broadcast_buffers: bool = True,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -140,13 +142,12 @@ class OSDPStrategy(ProcessGroupStrategy):
             engine,
         )
         self._given_plan = plan
+        self._broadcasts_buffers = broadcast_buffers
+        self._buffers: BufferBroadcast | None = None
         self._checkpoint_format = CheckpointFormat(save_format)
         self._replan_mode = arguments.validate_choice("replan", replan, REPLAN_MODES)
-        self._engine: Engine | None = None
-        self._plan: ExecutionPlan | None = None
         self._monitor: PredictionMonitor | None = None
         self._heap_controller: HeapController | None = None
-        self._planning_result: PlanningResult | None = None
         self.constraints = SearchConstraints()
         """Which operators may be sliced and which blocks recomputed; set by OSDPCallback before planning."""
         self.resumed_plan: ExecutionPlan | None = None
@@ -188,22 +189,22 @@ class OSDPStrategy(ProcessGroupStrategy):
         arguments.disable_inference_mode(trainer)
         self._defer_gathers_on_save(trainer)
         preemption.install(trainer, self._failure_detector)
-        if trainer.state.fn != TrainerFn.FITTING:
-            if self._engine is None:
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        is_applied = self._take_over_module() and self._resume_plan(trainer)
+        if not is_fit:
+            if not is_applied:
                 self._set_up_evaluation()
             self.setup_precision_plugin()
             return
-        if self._engine is None or self._engine.module is not self.model:
+        if not is_applied:
             self._set_up_training(trainer)
-        else:
-            with self._engine.unsharded_shapes():
-                self.setup_optimizers(trainer)
-            self._engine.shard_optimizer_state(self.optimizers)
         self.setup_precision_plugin()
         _optimizers_to_device(self.optimizers, self.root_device)
         self._monitor = self._create_monitor()
         assert self._plan is not None
         self._heap_controller = HeapController(self._plan, self.root_device)
+        if self._broadcasts_buffers and self.lightning_module is not None:
+            self._buffers = BufferBroadcast(self.lightning_module, dist.group.WORLD, self.root_device)
 
     def _set_up_evaluation(self) -> None:
         """Put the unsharded module on every rank, with the values of the first one."""
@@ -336,8 +337,17 @@ class OSDPStrategy(ProcessGroupStrategy):
         self._heap_controller.on_step_start()
         self._monitor.on_microbatch_start()
         self._engine.before_forward()
+        if self._buffers is not None:
+            self._buffers.before_forward(is_training=True)
         with self._explain_oom():
             return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        if self._buffers is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._buffers.before_forward(is_training=False)
+        return super().validation_step(*args, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -378,7 +388,7 @@ class OSDPStrategy(ProcessGroupStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         assert self._engine is not None
-        with self._engine.no_sync():
+        with self._engine.no_sync(), self._buffers.accumulate() if self._buffers is not None else nullcontext():
             yield
 
     @override

@@ -165,6 +165,8 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
 
     def _run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """See Note [the run of a unit]."""
+        if self._context.why_no_runs:
+            raise ShardingError(self._context.why_no_runs)
         if self._context.params_summoned:
             raise ShardingError("the model can't run while its parameters are shown whole: leave that context first")
         with_grad = torch.is_grad_enabled()
