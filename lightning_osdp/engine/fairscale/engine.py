@@ -211,9 +211,21 @@ class FairScaleEngine(Engine):
             for weight in slices.get(parameter, [parameter] if parameter not in layouts else [])
         ]
         self._bucketed_all_reduce = BucketedAllReduce(replicated, self._context.replica_group)
-        self._bucketed_all_reduce.before_finish = self._context.order.before_replicated
-        self._context.order.join_replicated = self._bucketed_all_reduce.join
+        self._bucketed_all_reduce.before_finish = self._before_replicated
+        self._context.order.join_replicated = self._join_replicated
         self._managed_parameters = self._sharded_parameters.parameters.union(replicated)
+
+    def _before_replicated(self) -> None:
+        self._bind_slice_gradients()
+        self._context.order.before_replicated()
+
+    def _join_replicated(self) -> None:
+        self._bind_slice_gradients()
+        self._bucketed_all_reduce.join()
+
+    def _bind_slice_gradients(self) -> None:
+        for sliced in self._sliced_operators:
+            sliced.bind_remaining_gradients()
 
     def _remove_guards(self) -> None:
         close_opened_guards()
@@ -315,8 +327,7 @@ class FairScaleEngine(Engine):
     @override
     def finish_backward(self) -> None:
         with without_guards():
-            for sliced in self._sliced_operators:
-                sliced.bind_remaining_gradients()
+            self._bind_slice_gradients()
             self._bucketed_all_reduce.finish()
             if self._context.order.has_backward:
                 self._context.order.complete_backward()
