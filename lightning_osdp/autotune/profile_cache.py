@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightning_osdp.autotune.profile import ClusterProfile, Profile
+from lightning_osdp.autotune.profile import MeasuredCluster, Profile
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.run_correction import Correction
@@ -26,12 +26,11 @@ from lightning_osdp.planning.spec.model import FrozenModel, ModelProfile
 from lightning_osdp.profiling.tracing.trace import TracedStep
 from lightning_osdp.state.atomic_files import write_text
 
-CACHE_VERSION = 14
+CACHE_VERSION = 15
 """Version of the cached measurements. Raise it when a field changes its name or meaning: older files are ignored."""
 
 _CHECKSUM = re.compile(r',\s*"checksum":\s*"([0-9a-f]{64})"\s*}\s*$')
 
-ProfileT = TypeVar("ProfileT", bound=ClusterProfile)
 FrozenT = TypeVar("FrozenT", bound=FrozenModel)
 
 
@@ -105,24 +104,24 @@ class ProfileCache:
         """Return the cached profile on every rank; None if there is none. Collective: every rank must call it."""
         return self._load(self.profile_files, Profile, lambda profile: profile.matches(self.model))
 
-    def load_cluster_profile(self) -> ClusterProfile | None:
-        """Return what was measured of the ranks for another model, on every rank. Collective."""
-        return self._load([self.cluster_file] if self.cluster_file else [], ClusterProfile)
+    def load_cluster(self) -> MeasuredCluster | None:
+        """Return what starts of any model have measured of the ranks, on every rank. Collective."""
+        return self._load([self.cluster_file] if self.cluster_file else [], MeasuredCluster)
 
     def save_profile(self, profile: Profile) -> None:
         """Write the profile on the first rank."""
         if self.ranks.is_rank_zero and self.file is not None:
             write(self.file, profile.model_dump_json())
 
-    def save_cluster_profile(self, cluster_profile: ClusterProfile) -> None:
+    def save_cluster(self, measured: MeasuredCluster) -> None:
         """Write what was measured of the ranks on the first rank."""
         if self.ranks.is_rank_zero and self.cluster_file is not None:
-            write(self.cluster_file, cluster_profile.model_dump_json())
+            write(self.cluster_file, measured.model_dump_json())
 
     def _load(
-        self, files: Sequence[Path], kind: type[ProfileT], is_usable: Callable[[ProfileT], bool] = bool
-    ) -> ProfileT | None:
-        def load_first() -> ProfileT | None:
+        self, files: Sequence[Path], kind: type[FrozenT], is_usable: Callable[[FrozenT], bool] = bool
+    ) -> FrozenT | None:
+        def load_first() -> FrozenT | None:
             stored = (read(file, kind, is_usable) for file in files) if self.ranks.is_rank_zero else iter(())
             return next((value for value in stored if value is not None), None)
 
@@ -235,8 +234,12 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def store_correction(file: Path, correction: Correction) -> None:
-    """Store what a run has shown with the measurements that its plan was made from."""
+def store_correction(file: Path, correction: Correction, tries_anew: bool = False) -> None:
+    """Store what a run has shown with the measurements that its plan was made from.
+
+    With ``tries_anew`` plans and trials are dropped, so that the next start tries plans again.
+    """
     profile = read(file, Profile)
     if profile is not None:
-        write(file, profile.model_copy(update={"correction": correction}).model_dump_json())
+        dropped = {"cached_plans": (), "trials": ()} if tries_anew else {}
+        write(file, profile.model_copy(update={"correction": correction, **dropped}).model_dump_json())

@@ -90,6 +90,7 @@ class TrialContext:
         device: device of this rank.
         step_context: makes the context that ``training_step`` runs in (autocast).
         engine: name of the engine that applies plans.
+        largest_batch: a batch of as many samples that takes more memory; None if ``batch`` does.
     """
 
     module: LightningModule
@@ -98,6 +99,7 @@ class TrialContext:
     device: torch.device
     step_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     engine: str = DEFAULT_ENGINE
+    largest_batch: Any = None
 
     def available_bytes(self, free_bytes: int, ranks: RankGroup) -> int:
         """Return the bytes that a step of the copy may take on the rank with least.

@@ -53,7 +53,7 @@ def reject_unsupported(trainer: pl.Trainer, plugin: Precision) -> None:
 
     Raises:
         ConfigurationError: a callback replaces weights, the precision is not supported, the whole module is compiled,
-            or batch norms are to be synchronised where they can't be.
+            gradients are sparse, or batch norms are to be synchronised where they can't be.
     """
     module = trainer.lightning_module
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -75,6 +75,12 @@ def reject_unsupported(trainer: pl.Trainer, plugin: Precision) -> None:
             f"{type(module).__name__} is compiled as a whole, and no part of it could be sharded: compile submodules "
             "instead, which then stay replicated"
         )
+    for name, inner in module.named_modules():
+        if isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.sparse and inner.weight.requires_grad:
+            raise ConfigurationError(
+                f"{name} ({type(inner).__name__}) has sparse=True: sparse gradients, which SparseAdam takes, are not "
+                "reduced over shards. Set sparse=False, with an optimizer for dense gradients"
+            )
     norms = [name for name, inner in module.named_modules() if isinstance(inner, nn.modules.batchnorm._BatchNorm)]
     on_cpu = trainer.strategy.root_device.type == "cpu"
     if norms and on_cpu and getattr(trainer.strategy, "_layer_sync", None) is not None:

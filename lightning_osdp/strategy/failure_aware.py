@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -11,6 +14,7 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from typing_extensions import override
 
+from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.strategy.failure_detector import FailureDetector, SynchronizedDataLoader, assert_equal_on_ranks
 
 
@@ -37,6 +41,8 @@ class FailureAwareStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Publish the cause for the other ranks, or put theirs into the message."""
+        if isinstance(exception, InfeasibleError):  # where it was raised tells nothing, and all ranks raise it
+            sys.excepthook = partial(_print_infeasible, self.global_rank, sys.excepthook)
         if self._failure_detector is not None:
             self._failure_detector.report_failure(exception)
 
@@ -73,3 +79,11 @@ class FailureAwareStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         count: Any = getattr(self.lightning_module.trainer, attribute)
         assert_equal_on_ranks(dist.group.WORLD, f"the number of {kind} batches", count)
+
+
+def _print_infeasible(rank: int, otherwise: Callable[..., Any], kind: type, error: Any, traceback: Any) -> None:
+    """Print that nothing fits in one line, on the first rank alone."""
+    if not issubclass(kind, InfeasibleError):
+        otherwise(kind, error, traceback)
+    elif rank == 0:
+        print(f"{kind.__module__}.{kind.__name__}: {error}", file=sys.stderr)

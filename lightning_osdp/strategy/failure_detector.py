@@ -30,7 +30,7 @@ from lightning_osdp.errors import ConfigurationError, OSDPError
 HEARTBEAT_INTERVAL_S = 0.5
 """Seconds between two heartbeats."""
 
-CAUSE_WAIT_S = 4 * HEARTBEAT_INTERVAL_S
+CAUSE_WAIT_S = 8 * HEARTBEAT_INTERVAL_S
 """Seconds that a rank waits for another's cause, or for the others to hear its own."""
 
 SILENCE_TIMEOUT_S = 60.0

@@ -44,6 +44,7 @@ from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.report import tables
 from lightning_osdp.state.checkpoint import CheckpointFormat
 from lightning_osdp.strategy import arguments, model_summary, out_of_memory, precision, preemption
+from lightning_osdp.strategy.batch_size_change import announce_change
 from lightning_osdp.strategy.buffers import BufferBroadcast
 from lightning_osdp.strategy.dataloader import apply_batch_size, read_data
 from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
@@ -51,6 +52,7 @@ from lightning_osdp.strategy.monitor import PredictionMonitor
 from lightning_osdp.strategy.plan_resolution import RunRequest, replan, resolve_plan
 from lightning_osdp.strategy.planning_options import PlanningOptions, check_and_read_plan
 from lightning_osdp.strategy.run_end import HandoverStrategy
+from lightning_osdp.strategy.run_warnings import RunWarnings
 
 REPLAN_MODES = ("never", "on_drift")
 
@@ -68,9 +70,9 @@ class OSDPStrategy(HandoverStrategy):
     Args:
         memory_limit: memory per device: ``"auto"`` for what the device has, ``"90%"`` for a share of that, bytes, or
             text such as ``"8GiB"``.
-        batch_size: samples per device: ``"auto"`` to search it, or a fixed number.
+        batch_size: samples per device: ``"auto"`` to search it, ``"keep"`` for the loader's, or a fixed number.
         max_batch_size: upper end of the search.
-        global_batch_size: if given, batch size x accumulation x ranks is exactly this.
+        global_batch_size: batch size x accumulation x ranks, if given; ``"keep"`` for that of loader and Trainer.
         plan: a plan, or the path of one, to use as it is: nothing is measured or searched.
         cluster: hardware that is known already, or the path of its JSON: links are not measured.
         sharding_group: with several nodes, the ranks that operators are sharded over: ``"world"`` for all ranks,
@@ -86,6 +88,10 @@ class OSDPStrategy(HandoverStrategy):
             gradient is there, so that gradients need not be stored. It is done if memory is so short that it pays, and
             if nothing needs all gradients at once: no clipping, accumulation, loss scaling or hooks that inspect
             gradients; one optimizer of ``torch.optim`` without temporaries.
+        min_steps_per_epoch: optimizer steps that a searched batch size leaves in an epoch of known length; if the
+            loader's own batch size leaves no more, it is the largest that is searched.
+        sample_batches: batches that are read before training: the largest decides memory, the typical one time.
+        sample_batch: a batch to plan for instead, as the loader would give it.
         cache: folder of measurements; None for one in the user's cache folder, ``""`` to cache nothing.
         timeout: timeout of the process group; None for 30 minutes.
         process_group_backend: None for NCCL on CUDA and gloo on the CPU.
@@ -101,7 +107,7 @@ class OSDPStrategy(HandoverStrategy):
         memory_limit: int | str = "auto",
         batch_size: int | str = "auto",
         max_batch_size: int | None = None,
-        global_batch_size: int | None = None,
+        global_batch_size: int | str | None = None,
         plan: str | Path | ExecutionPlan | None = None,
         cluster: str | Path | Cluster | None = None,
         sharding_group: str = "auto",
@@ -110,6 +116,9 @@ class OSDPStrategy(HandoverStrategy):
         replan: str = "never",
         trial_steps: bool = True,
         update_in_backward: bool = True,
+        min_steps_per_epoch: int = 100,
+        sample_batches: int = 8,
+        sample_batch: Any = None,
         cache: str | Path | None = None,
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
@@ -140,6 +149,9 @@ class OSDPStrategy(HandoverStrategy):
             trial_steps,
             update_in_backward,
             engine,
+            min_steps_per_epoch,
+            sample_batches,
+            sample_batch,
         )
         self._given_plan = plan
         self._broadcasts_buffers = broadcast_buffers
@@ -148,6 +160,7 @@ class OSDPStrategy(HandoverStrategy):
         self._replan_mode = arguments.validate_choice("replan", replan, REPLAN_MODES)
         self._monitor: PredictionMonitor | None = None
         self._heap_controller: HeapController | None = None
+        self._run_warnings: RunWarnings | None = None
         self.constraints = SearchConstraints()
         """Which operators may be sliced and which blocks recomputed; set by OSDPCallback before planning."""
         self.resumed_plan: ExecutionPlan | None = None
@@ -225,9 +238,14 @@ class OSDPStrategy(HandoverStrategy):
         given_plan = ranks.raise_on_all_ranks(lambda: check_and_read_plan(trainer, self._given_plan))
         self.model = self.precision_plugin.convert_module(module)
         with isolate_rng():  # planning must not change the run's own random numbers
-            data, batch, batch_size = ranks.raise_on_all_ranks(lambda: read_data(trainer, module))
-            batch, step_context = self.precision_plugin.convert_input(batch), self.precision_plugin.train_step_context
-            context = TrialContext(module, batch, batch_size, self.root_device, step_context, self._options.engine)
+            data, batch, batch_size = ranks.raise_on_all_ranks(
+                lambda: read_data(trainer, module, self._options.sample_batches, self._options.sample_batch)
+            )
+            convert, step_context = self.precision_plugin.convert_input, self.precision_plugin.train_step_context
+            typical = convert(data.typical_batch)
+            largest = convert(batch) if data.typical_batch is not batch else None
+            engine_name = self._options.engine
+            context = TrialContext(module, typical, batch_size, self.root_device, step_context, engine_name, largest)
             request = RunRequest(
                 self._options,
                 self.constraints,
@@ -243,11 +261,14 @@ class OSDPStrategy(HandoverStrategy):
         assert_equal_on_ranks(ranks.group, "the plan", hashlib.sha256(plan.to_json().encode()).hexdigest()[:12])
         engine = create_engine(self._options.engine, self.root_device, ranks.group)
         ranks.raise_on_all_ranks(lambda: engine.check(module, plan))
-        if plan.batch_size != batch_size:
-            ranks.raise_on_all_ranks(lambda: apply_batch_size(data, plan.batch_size))
+        present, world = data.loader_batch_size or batch_size, ranks.world_size
+        announce_change(trainer, data.epoch(world), present, plan, world)
+        if plan.batch_size != present:
+            ranks.raise_on_all_ranks(lambda: apply_batch_size(data, plan.batch_size, world))
         trainer.accumulate_grad_batches = plan.accumulate_grad_batches
         self._apply_plan(trainer, module, engine, ranks)
         self._engine = engine
+        self._run_warnings = RunWarnings(plan, data.bytes_per_sample, self.global_rank)
         # Without measuring or searching there is little garbage; it was collected, or counted as in use.
         memory.trim(self.root_device, generation=1 if self._planning_result.is_reused else 2)
         model_summary.count_unsharded_parameters(trainer, engine.unsharded_shapes)
@@ -335,6 +356,8 @@ class OSDPStrategy(HandoverStrategy):
         assert self._monitor is not None
         assert self._heap_controller is not None
         self._heap_controller.on_step_start()
+        if self._run_warnings is not None:
+            self._run_warnings.on_batch(args[:1])
         self._monitor.on_microbatch_start()
         self._engine.before_forward()
         if self._buffers is not None:
@@ -369,6 +392,8 @@ class OSDPStrategy(HandoverStrategy):
             # Lightning frees gradients only after the next forward, where they would add to the activations.
             optimizer.zero_grad(set_to_none=True)
         self._monitor.on_step_end()
+        if self._run_warnings is not None:
+            self._run_warnings.on_step_end(self._monitor.peak_memory_bytes)
         self._heap_controller.on_step_end()
         return result
 

@@ -253,6 +253,15 @@ class ModelProfile(FrozenModel):
                 raise ValueError(f"a moment of the block {block.name} is none of {last + 1}")
         return self
 
+    def has_moments_of(self, other: ModelProfile) -> bool:
+        """Whether both run the same operators and blocks in the same order."""
+
+        def order(profile: ModelProfile) -> list[object]:
+            places = [(each.phase, each.operator) for each in profile.moments]
+            return [*places, *(each.name for each in profile.operators), *(each.name for each in profile.blocks)]
+
+        return order(self) == order(other)
+
     @property
     def num_parameters(self) -> int:
         """Number of elements of all parameters, tied ones once."""
