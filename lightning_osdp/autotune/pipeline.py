@@ -144,9 +144,20 @@ def profile_model_on_ranks(
         traced = ranks.raise_on_all_ranks(lambda: first if first is not None else trace_step(key))
     else:
         traced = ranks.raise_on_all_ranks(trace_step)
+    traced = _agree_on_route(ranks, context.module, traced)
     num_operators, seconds = len(traced.model_profile.operators), format_seconds(time.monotonic() - began_s)
     log_info("traced the training step: %d operators, in %s", num_operators, seconds)
     return traced
+
+
+def _agree_on_route(ranks: RankGroup, module: torch.nn.Module, traced: TracedStep) -> TracedStep:
+    """Return the first rank's trace where the ranks' data took other ways through the same module (experts)."""
+    facts = ranks.all_gather_object((architecture_key(module), traced.model_profile.fingerprint))
+    if len(set(facts)) == 1 or len({key for key, _ in facts}) > 1:
+        return traced
+    log_info("the ranks' batches run the module's operators in different order: the first rank's order is planned")
+    whole = ranks.raise_on_all_ranks(lambda: traced.with_all_kernels() if ranks.is_rank_zero else traced)
+    return ranks.broadcast_object(replace(whole, retrace=None))
 
 
 # -- steps 2 to 8 ------------------------------------------------------------------------------------------------------

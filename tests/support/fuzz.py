@@ -280,7 +280,9 @@ def train(case: Case, folder: str, by_osdp: bool) -> Outcome:
         strategy: Any = DDPStrategy(find_unused_parameters=True)
         if by_osdp:
             plan = random_plan(FuzzModule(case), case, torch.distributed.get_world_size())
-            strategy = OSDPStrategy(plan=plan, cache="")
+            box = [plan.to_json()]
+            torch.distributed.broadcast_object_list(box)  # routes may differ between ranks
+            strategy = OSDPStrategy(plan=ExecutionPlan.from_json(box[0]), cache="")
         fit = trainer(
             folder,
             strategy,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch._prims_common import make_contiguous_strides_for
@@ -59,6 +59,16 @@ class Kernel:
     """Number of autograd nodes that these calls belong to, each of which costs the framework some time."""
     block: int = UNATTRIBUTED
     """Index of the repeated block whose forward the kernel runs in, if it belongs to no operator."""
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return what travels to another rank: an operator of torch can't be pickled, its name can."""
+        packet, overload = self.func.overloadpacket, self.func._overloadname
+        return {**vars(self), "func": (*packet._qualified_op_name.split("::"), overload)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        namespace, name, overload = state["func"]
+        func = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        vars(self).update(state | {"func": func})
 
     @property
     def key(self) -> tuple[object, ...]:
