@@ -10,12 +10,14 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from typing_extensions import override
 
+from lightning_osdp.engine.base import Engine
 from lightning_osdp.strategy.failure_detector import FailureDetector, SynchronizedDataLoader, assert_equal_on_ranks
 
 
 class FailureAwareStrategy(ParallelStrategy):
     """A parallel strategy that tells the other ranks why this one fails, and finds uneven data."""
 
+    _engine: Engine | None
     _failure_detector: FailureDetector | None = None
     _num_dataloaders = 0
 
@@ -67,4 +69,10 @@ class FailureAwareStrategy(ParallelStrategy):
     def _check_num_batches(self, attribute: str, kind: str) -> None:
         assert self.lightning_module is not None
         count: Any = getattr(self.lightning_module.trainer, attribute)
+        self._before_collective(f"the start of {kind}")
         assert_equal_on_ranks(dist.group.WORLD, f"the number of {kind} batches", count)
+
+    def _before_collective(self, operation: str) -> None:
+        """Wait for ranks that run more of the module before they come to a collective of Lightning's."""
+        if self._engine is not None:
+            self._engine.before_collective(operation)

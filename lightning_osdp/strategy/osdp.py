@@ -340,6 +340,24 @@ class OSDPStrategy(ProcessGroupStrategy):
             return super().training_step(*args, **kwargs)
 
     @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_step("validation"):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_step("test"):
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_step("prediction"):
+            return super().predict_step(*args, **kwargs)
+
+    def _evaluation_step(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._engine is None else self._engine.evaluation_step(name)
+
+    @override
     def post_backward(self, closure_loss: Tensor) -> None:
         assert self._engine is not None
         self._engine.finish_backward()

@@ -205,6 +205,13 @@ class FairScaleEngine(Engine):
         self._bucketed_all_reduce = BucketedAllReduce(replicated, self._context.replica_group)
         self._context.order.join_replicated = self._bucketed_all_reduce.join
         self._managed_parameters = self._sharded_parameters.parameters.union(replicated)
+        self._mark_generation(bool(layouts))
+
+    def _mark_generation(self, is_sharded: bool) -> None:
+        """Have ``generate`` of transformers go on until all ranks have finished, as it does for FSDP."""
+        for module in self._module.modules():
+            if hasattr(type(module), "generate"):
+                vars(module)["_is_fsdp_managed_module"] = is_sharded and self._group.size() > 1
 
     def _remove_guards(self) -> None:
         close_opened_guards()
@@ -218,6 +225,7 @@ class FairScaleEngine(Engine):
     def close(self) -> None:
         self._remove_guards()
         if self.module is not None:
+            self._mark_generation(False)
             self._context.order.close()
             release_storage(self._module.parameters())
         for operator in self._operators.values():
@@ -272,6 +280,17 @@ class FairScaleEngine(Engine):
             self._context.backward_optimizer.pause(),
         ):
             yield
+
+    @contextmanager
+    @override
+    def evaluation_step(self, name: str) -> Iterator[None]:
+        self._context.order.begin_evaluation(name)
+        yield
+        self._context.order.end_evaluation()
+
+    @override
+    def before_collective(self, operation: str) -> None:
+        self._context.order.before_collective(operation)
 
     @override
     def finish_backward(self) -> None:
