@@ -7,6 +7,7 @@ OSDPError
 ├── OutOfMemoryError (RuntimeError)   a rank ran out of memory while it trained: says what to set next
 ├── TraceError (RuntimeError)         the module's training_step can't be read on fake tensors
 ├── ShardingError (RuntimeError)      a plan can't be applied to this module
+├── RecoverableError                  a trial failed: planning goes on without it
 └── CheckpointError (RuntimeError)    a checkpoint can't be written, or is damaged, foreign, or of another model
 
 Warnings: OSDPWarning (UserWarning).
@@ -25,6 +26,10 @@ class ConfigurationError(OSDPError, ValueError):
 
 class PlanMismatchError(ConfigurationError):
     """A plan that was made for another model, number of ranks, or version of the plan format."""
+
+
+class RecoverableError(OSDPError):
+    """An error after which ranks may go on together, if all had it or none waits for another one."""
 
 
 class InfeasibleError(OSDPError, ValueError):

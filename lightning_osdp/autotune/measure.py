@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_osdp.autotune.profile import ClusterProfile, Profile
+from lightning_osdp.autotune.profile import ClusterProfile, MeasuredCluster, Profile, max_ratio
 from lightning_osdp.autotune.profile_cache import ProfileCache
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster
 from lightning_osdp.backend.hierarchical import NodeGroups
@@ -29,10 +30,18 @@ MAX_TIMING_RANKS = 8
 LOGGED_BYTES = 32 << 20
 """Size of the tensor whose bandwidth is logged."""
 
-PROBE_BYTES = 4 << 20
-PROBE_TOLERANCE = 3.0
-"""Cached links are used only if a fresh all-gather agrees with them within this factor: the same host may reach its
-peers over another link today. Busy machines are off by a factor of 2 at times."""
+PROBE_BYTES, PROBE_ATTEMPTS = 4 << 20, 2
+PROBE_TOLERANCE = 2.0
+"""Factor within which measurements agree, further apart by their own spread. Busy machines are off by 2 at times."""
+
+MIN_STARTS, MAX_STARTS = 3, 5
+"""Starts whose measurements are kept at most, and as many as it takes to measure no more."""
+
+MAX_REPEATED_S = 8.0
+"""A measurement that takes longer is not made again: the start would take too long."""
+
+MAX_RESIDUAL = 0.5
+"""Relative error of a fit of collectives beyond which they contradict each other."""
 
 
 def measure_profile(
@@ -67,12 +76,83 @@ def load_or_measure_cluster(
     available_bytes: int,
     capabilities: EngineCapabilities = ALL_CAPABILITIES,
 ) -> ClusterProfile:
-    """Return links and engine overhead: as given, as cached by another model's start, or measured now."""
+    """Return links and engine overhead: as given, or the median of this start and those before it.
+
+    Once several starts have measured, no others do while a probe agrees.
+    """
     if cluster is not None:
         return ClusterProfile(link=cluster.link, hierarchical_links=cluster.hierarchical_links, engine=cluster.engine)
-    stored = cache.load_cluster_profile()
-    if stored is not None and is_cache_valid(stored, ranks):
-        return stored
+    stored = cache.load_cluster()
+    if (
+        stored is not None
+        and len(stored.starts) >= MIN_STARTS
+        and is_cache_valid(stored.median, ranks, stored.relative_spread(ranks.world_size))
+    ):
+        return stored.median
+
+    def measure() -> ClusterProfile:
+        return _measure_plausible_cluster(ranks, available_bytes, capabilities)
+
+    known = add_start(stored, measure, ranks)
+    if all(map(is_plausible, known.starts)):
+        cache.save_cluster(known)
+    return known.median
+
+
+def add_start(
+    stored: MeasuredCluster | None, measure: Callable[[], ClusterProfile], ranks: RankGroup
+) -> MeasuredCluster:
+    """Return the kept measurements with that of this start. Collective.
+
+    If it contradicts the kept ones it is made again: two that agree count, and the third one is dropped. It counts
+    alone if making it took too long for that.
+    """
+    began_s = time.monotonic()
+    new = measure()
+    if stored is None:
+        return MeasuredCluster(starts=(new,))
+    known, median = stored.starts, stored.median
+    starts: tuple[ClusterProfile, ...] = (new,)
+    if _agree(new, median, stored, ranks):
+        starts = (*known, new)
+    elif ranks.all_reduce_max([time.monotonic() - began_s])[0] <= MAX_REPEATED_S:
+        again = measure()
+        if _agree(again, median, stored, ranks):
+            starts = (*known, again)
+        else:
+            starts = (new, again) if _agree(new, again, stored, ranks) else (*known, new, again)
+    return MeasuredCluster(starts=starts[-MAX_STARTS:])
+
+
+def _agree(one: ClusterProfile, other: ClusterProfile, stored: MeasuredCluster, ranks: RankGroup) -> bool:
+    return max_ratio(one, other, ranks.world_size) <= _tolerance(stored.relative_spread(ranks.world_size))
+
+
+def _tolerance(spread: float) -> float:
+    return PROBE_TOLERANCE * (1 + min(1.0, spread))
+
+
+def agrees_with_kept(profile: ClusterProfile, cache: ProfileCache) -> bool:
+    """Return whether a model's measurements are those that starts of any model have kept since. Collective."""
+    stored = cache.load_cluster()
+    return stored is None or _agree(profile, stored.median, stored, cache.ranks)
+
+
+def is_plausible(measured: ClusterProfile) -> bool:
+    """Return whether the times of no collective contradict each other."""
+    link = measured.link
+    return max(fit.residual for fit in (link.all_reduce, link.all_gather, link.reduce_scatter)) <= MAX_RESIDUAL
+
+
+def _measure_plausible_cluster(
+    ranks: RankGroup, available_bytes: int, capabilities: EngineCapabilities
+) -> ClusterProfile:
+    """Measure links and engine; once more if the times of a collective contradict each other."""
+    measured = _measure_cluster(ranks, available_bytes, capabilities)
+    return measured if is_plausible(measured) else _measure_cluster(ranks, available_bytes, capabilities)
+
+
+def _measure_cluster(ranks: RankGroup, available_bytes: int, capabilities: EngineCapabilities) -> ClusterProfile:
     began_s = time.monotonic()
     link, hierarchical = measure_links(ranks, available_bytes)
     measured_s = time.monotonic()
@@ -81,9 +161,7 @@ def load_or_measure_cluster(
     if ranks.world_size > 1:
         log_info("measured links: %s, in %s", _bandwidths(link, ranks), format_seconds(measured_s - began_s))
         log_info("measured the engine's overhead in %s", format_seconds(time.monotonic() - measured_s))
-    cluster_profile = ClusterProfile(link=link, hierarchical_links=hierarchical, engine=engine)
-    cache.save_cluster_profile(cluster_profile)
-    return cluster_profile
+    return ClusterProfile(link=link, hierarchical_links=hierarchical, engine=engine)
 
 
 def measure_links(ranks: RankGroup, available_bytes: int) -> tuple[Link, HierarchicalLinks | None]:
@@ -130,15 +208,21 @@ def measure_compute_times(
     return max(ranks.all_gather_object(times), key=_total_s)
 
 
-def is_cache_valid(cluster_profile: ClusterProfile, ranks: RankGroup) -> bool:
-    """Return whether all needed links are cached, and a fresh all-gather takes about as long as they predict."""
+def is_cache_valid(cluster_profile: ClusterProfile, ranks: RankGroup, spread: float = 0.0) -> bool:
+    """Return whether all needed links are cached, and a fresh all-gather takes about what they predict.
+
+    The same host may reach its peers over another link today, and what was cached may have been disturbed.
+    """
     if ranks.is_hierarchical and cluster_profile.hierarchical_links is None:
         return False
     if ranks.world_size == 1:
         return True
-    measured_s = network.time_all_gather_s(ranks.group, ranks.device, PROBE_BYTES)
     predicted_s = cluster_profile.link.all_gather.time_s(PROBE_BYTES, ranks.world_size)
-    return predicted_s <= PROBE_TOLERANCE * measured_s and measured_s <= PROBE_TOLERANCE * predicted_s
+    for _ in range(PROBE_ATTEMPTS):
+        measured_s = network.time_all_gather_s(ranks.group, ranks.device, PROBE_BYTES)
+        if predicted_s <= _tolerance(spread) * measured_s and measured_s <= _tolerance(spread) * predicted_s:
+            return True
+    return False
 
 
 def _total_s(times: ComputeTimes) -> float:

@@ -27,12 +27,13 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from lightning_osdp.autotune.calibration import run_calibration_trials
 from lightning_osdp.autotune.coordinator import MemoryBudget, PlanningCoordinator, PlanRequest, Replanner
 from lightning_osdp.autotune.finalists import make_trial_setup, search_and_trial
-from lightning_osdp.autotune.measure import is_cache_valid, measure_profile
+from lightning_osdp.autotune.measure import agrees_with_kept, is_cache_valid, measure_profile
 from lightning_osdp.autotune.profile import NO_CORRECTION, Profile
 from lightning_osdp.autotune.profile_cache import ModelProfileCache, ProfileCache
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster
 from lightning_osdp.autotune.startup_budget import StartupBudget
 from lightning_osdp.autotune.trial_step import TrialContext
+from lightning_osdp.backend.recursion import allow_depth_of
 from lightning_osdp.backend.timer import CORE_SHARING
 from lightning_osdp.errors import ConfigurationError, OSDPWarning, PlanMismatchError, TraceError
 from lightning_osdp.planning.cost.run_correction import Correction
@@ -98,17 +99,14 @@ def profile_model(
     Raises:
         TraceError: the step can't be traced in either way.
     """
-    module = context.module
-    step = TrainingStep(
-        module,
-        context.batch,
-        context.batch_size,
-        context.device,
-        step_context=context.step_context,
-        evaluation=non_training.has_own_evaluation_batch_size,
-    )
+    module, evaluation = context.module, non_training.has_own_evaluation_batch_size
+    allow_depth_of(module)
+    facts = (module, context.batch, context.batch_size, context.device)
+    step = TrainingStep(*facts, step_context=context.step_context, evaluation=evaluation)
     try:
-        return trace(step) if cache is None else trace_with_store(step, ModelProfileCache(cache), key)
+        traced = trace(step) if cache is None else trace_with_store(step, ModelProfileCache(cache), key)
+        largest = context.largest_batch
+        return traced if largest is None else traced.with_memory_of(trace(replace(step, batch=largest)))
     except TraceError as error:
         if any(parameter.is_meta for parameter in module.parameters()):
             raise  # a module without values can't run for real
@@ -118,7 +116,8 @@ def profile_model(
             stacklevel=2,
         )
     # On CUDA the module is still on the host and runs there.
-    return trace_by_running(replace(step, device=next(module.parameters()).device))
+    batch = context.batch if context.largest_batch is None else context.largest_batch
+    return trace_by_running(replace(step, batch=batch, device=next(module.parameters()).device))
 
 
 def profile_model_on_ranks(
@@ -249,7 +248,7 @@ def _load_valid_profile(files: ProfileCache, request: PlanRequest) -> Profile | 
     if files.ranks.is_offline and cluster is not None:
         # Trials and plans are those of ranks that have measured together; the cluster has its own engine.
         return profile.model_copy(update={"trials": (), "cached_plans": (), "engine": cluster.engine})
-    if cluster is None and not is_cache_valid(profile, files.ranks):
+    if cluster is None and not (agrees_with_kept(profile, files) and is_cache_valid(profile, files.ranks)):
         return None
     log_info("found the measurements of an earlier start in %s", files.file)
     return profile

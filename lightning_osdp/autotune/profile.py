@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import Field
+
 from lightning_osdp.planning.cost.run_correction import Correction
 from lightning_osdp.planning.cost.trial_correction import Trial
 from lightning_osdp.planning.search.plan_selection import CachedPlan
@@ -12,8 +19,11 @@ from lightning_osdp.planning.spec.cluster import (
     HierarchicalLinks,
     Link,
 )
-from lightning_osdp.planning.spec.model import FrozenModel
+from lightning_osdp.planning.spec.model import FrozenModel, ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+
+TYPICAL_BYTES = 1 << 20
+"""Size of the operator whose times tell measurements apart."""
 
 NO_CORRECTION = Correction()
 """The correction of measurements that no run has followed yet."""
@@ -26,6 +36,50 @@ class ClusterProfile(FrozenModel):
     hierarchical_links: HierarchicalLinks | None = None
     """The links inside and between nodes, if there are several nodes of several ranks."""
     engine: EngineOverhead = NO_ENGINE_OVERHEAD
+    checksum: str = Field(default="", exclude=True, repr=False)
+    """Of its file (``profile_cache.write``), which is checked and taken off when that is read."""
+
+    def figures_s(self, ranks: int) -> tuple[float, ...]:
+        """Return the times that tell measurements apart: of each collective, and of each mode with its engine."""
+        reduce_s, gather_s, scatter_s = (fit.time_s(TYPICAL_BYTES, ranks) for _, fit in self.link)
+        modes = (
+            reduce_s + self.engine.dp.time_s(TYPICAL_BYTES),
+            gather_s + scatter_s + self.engine.zdp2.time_s(TYPICAL_BYTES),
+            2 * gather_s + scatter_s + self.engine.zdp.time_s(TYPICAL_BYTES),
+        )
+        return (reduce_s, gather_s, scatter_s, *modes)
+
+
+class MeasuredCluster(FrozenModel):
+    """What the latest starts have measured of the ranks. Their median counts: one disturbed start changes little."""
+
+    starts: tuple[ClusterProfile, ...] = Field(min_length=1)
+
+    @property
+    def median(self) -> ClusterProfile:
+        """The median of every number."""
+        median: ClusterProfile = _median(self.starts)
+        return median
+
+    def relative_spread(self, ranks: int) -> float:
+        """Return by which factor, less 1, the typical start differs from the median."""
+        median = self.median
+        return max(statistics.median(max_ratio(each, median, ranks) - 1 for each in self.starts), 0.0)
+
+
+def max_ratio(one: ClusterProfile, other: ClusterProfile, ranks: int) -> float:
+    """Return the largest factor between the times of two measurements."""
+    pairs = zip(one.figures_s(ranks), other.figures_s(ranks), strict=True)
+    return max((max(pair) / min(pair) if min(pair) > 0 else math.inf for pair in pairs if max(pair) > 0), default=1.0)
+
+
+def _median(values: Sequence[Any]) -> Any:
+    """Return the median of numbers, or of each number in frozen values."""
+    first = values[0]
+    if isinstance(first, FrozenModel):
+        names = type(first).model_fields
+        return type(first)(**{name: _median([getattr(value, name) for value in values]) for name in names})
+    return statistics.median(values) if isinstance(first, float) else first
 
 
 class Profile(ClusterProfile):
@@ -40,6 +94,17 @@ class Profile(ClusterProfile):
     """Plans that earlier starts chose with these measurements."""
     correction: Correction = NO_CORRECTION
     """What runs with these measurements have shown since."""
+
+    def matches(self, model: ModelProfile | None) -> bool:
+        """Return whether this can have been measured for ``model``: whether there are as many operators and blocks."""
+        if model is None:
+            return True
+        times = [self.compute, *([self.compute_with_retained_heap] if self.compute_with_retained_heap else [])]
+        plans = [cached.plan for cached in self.cached_plans] + [trial.plan for trial in self.trials if trial.plan]
+        names = [operator.name for operator in model.operators]
+        return all(one.matches(model) for one in times) and all(
+            [operator.name for operator in plan.operators] == names for plan in plans
+        )
 
     def compute_for(self, plan: ExecutionPlan) -> ComputeTimes:
         """Return the compute times with the heap policy of ``plan``."""

@@ -6,29 +6,31 @@ import hashlib
 import json
 import os
 import platform
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from pydantic import ValidationError
 
-from lightning_osdp.autotune.profile import ClusterProfile, Profile
+from lightning_osdp.autotune.profile import MeasuredCluster, Profile
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.run_correction import Correction
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import SearchConstraints
+from lightning_osdp.planning.spec.files import describe_error
 from lightning_osdp.planning.spec.model import FrozenModel, ModelProfile
 from lightning_osdp.profiling.tracing.trace import TracedStep
 from lightning_osdp.state.atomic_files import write_text
 
-CACHE_VERSION = 14
+CACHE_VERSION = 15
 """Version of the cached measurements. Raise it when a field changes its name or meaning: older files are ignored."""
 
-ProfileT = TypeVar("ProfileT", bound=ClusterProfile)
+_CHECKSUM = re.compile(r',\s*"checksum":\s*"([0-9a-f]{64})"\s*}\s*$')
+
 FrozenT = TypeVar("FrozenT", bound=FrozenModel)
 
 
@@ -62,11 +64,13 @@ class ProfileCache:
         ranks: the ranks. The first one reads and writes.
         profile_files: files of the profile, the preferred one first. The last one is written.
         cluster_file: file of what is measured of the ranks for every model.
+        model: the model; measurements of another one are damaged.
     """
 
     ranks: RankGroup
     profile_files: tuple[Path, ...] = ()
     cluster_file: Path | None = None
+    model: ModelProfile | None = None
 
     @classmethod
     def open(
@@ -85,11 +89,11 @@ class ProfileCache:
             return cls(ranks)
         if ranks.is_offline and cluster is not None:
             offline = (cache_key(traced, ranks.device, cluster, constraints, offline) for offline in (False, True))
-            return cls(ranks, tuple(folder / f"{key}.json" for key in offline))
+            return cls(ranks, tuple(folder / f"{key}.json" for key in offline), model=traced.model_profile)
         cluster = current_cluster(ranks)
         fields = _key_fields(ranks.device, cluster, constraints)
         key = cache_key(traced, ranks.device, cluster, constraints)
-        return cls(ranks, (folder / f"{key}.json",), folder / f"ranks-{_hash(fields)}.json")
+        return cls(ranks, (folder / f"{key}.json",), folder / f"ranks-{_hash(fields)}.json", traced.model_profile)
 
     @property
     def file(self) -> Path | None:
@@ -98,25 +102,30 @@ class ProfileCache:
 
     def load_profile(self) -> Profile | None:
         """Return the cached profile on every rank; None if there is none. Collective: every rank must call it."""
-        return self._load(self.profile_files, Profile)
+        return self._load(self.profile_files, Profile, lambda profile: profile.matches(self.model))
 
-    def load_cluster_profile(self) -> ClusterProfile | None:
-        """Return what was measured of the ranks for another model, on every rank. Collective."""
-        return self._load([self.cluster_file] if self.cluster_file else [], ClusterProfile)
+    def load_cluster(self) -> MeasuredCluster | None:
+        """Return what starts of any model have measured of the ranks, on every rank. Collective."""
+        return self._load([self.cluster_file] if self.cluster_file else [], MeasuredCluster)
 
     def save_profile(self, profile: Profile) -> None:
         """Write the profile on the first rank."""
         if self.ranks.is_rank_zero and self.file is not None:
             write(self.file, profile.model_dump_json())
 
-    def save_cluster_profile(self, cluster_profile: ClusterProfile) -> None:
+    def save_cluster(self, measured: MeasuredCluster) -> None:
         """Write what was measured of the ranks on the first rank."""
         if self.ranks.is_rank_zero and self.cluster_file is not None:
-            write(self.cluster_file, cluster_profile.model_dump_json())
+            write(self.cluster_file, measured.model_dump_json())
 
-    def _load(self, files: Sequence[Path], kind: type[ProfileT]) -> ProfileT | None:
-        stored = (read(file, kind) for file in files) if self.ranks.is_rank_zero else iter(())
-        return self.ranks.broadcast_object(next((value for value in stored if value is not None), None))
+    def _load(
+        self, files: Sequence[Path], kind: type[FrozenT], is_usable: Callable[[FrozenT], bool] = bool
+    ) -> FrozenT | None:
+        def load_first() -> FrozenT | None:
+            stored = (read(file, kind, is_usable) for file in files) if self.ranks.is_rank_zero else iter(())
+            return next((value for value in stored if value is not None), None)
+
+        return self.ranks.broadcast_object(self.ranks.raise_on_all_ranks(load_first))
 
 
 def cache_folder(cache: str | Path | None) -> Path | None:
@@ -126,11 +135,19 @@ def cache_folder(cache: str | Path | None) -> Path | None:
     return Path(cache) if str(cache) else None
 
 
-def default_cache_folder() -> Path:
-    """Return ``$LIGHTNING_OSDP_CACHE`` if that is set, else a folder in the user's cache folder."""
-    own = os.environ.get("LIGHTNING_OSDP_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(own) if own else Path(base) / "lightning_osdp"
+def default_cache_folder() -> Path | None:
+    """Return ``$LIGHTNING_OSDP_CACHE`` if that is set, else a folder in the user's cache folder.
+
+    None, with a warning, if the user has no home folder, as in containers whose user has no entry.
+    """
+    if own := os.environ.get("LIGHTNING_OSDP_CACHE"):
+        return Path(own)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_osdp"
+    except RuntimeError as error:
+        text = f"nothing measured is kept for later starts ({error}): set HOME or LIGHTNING_OSDP_CACHE"
+        warnings.warn(text, OSDPWarning, stacklevel=2)
+        return None
 
 
 def cache_key(
@@ -176,27 +193,53 @@ def _hash(fields: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def read(file: Path, kind: type[FrozenT]) -> FrozenT | None:
-    """Return the value in ``file``; None if there is none, or if the file is damaged."""
-    if not file.exists():
-        return None
+def read(file: Path, kind: type[FrozenT], is_usable: Callable[[FrozenT], bool] = bool) -> FrozenT | None:
+    """Return the value in ``file``; None if there is none, or with a warning if the file is damaged or unreadable.
+
+    Args:
+        file: a file that ``write`` has written.
+        kind: the type of the value.
+        is_usable: returns whether the value belongs where it is looked for.
+    """
     try:
-        return kind.model_validate_json(file.read_text())
-    except ValidationError:
-        warnings.warn(f"{file} is damaged and will be measured anew", OSDPWarning, stacklevel=2)
+        text = file.read_text(encoding="utf-8")
+        if (checksum := _CHECKSUM.search(text)) is not None:
+            text = text[: checksum.start()] + "}"
+            if _sha256(text) != checksum[1]:
+                raise ValueError("its checksum is wrong")
+        value = kind.model_validate_json(text)
+        if not is_usable(value):
+            raise ValueError("it is of another model")
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        warnings.warn(f"{file} can't be read and will be measured anew: {error}", OSDPWarning, stacklevel=2)
+    except ValueError as error:
+        text = f"{file} is damaged and will be measured anew: {describe_error(error)}"
+        warnings.warn(text, OSDPWarning, stacklevel=2)
+    else:
+        return value
+    return None
 
 
 def write(file: Path, text: str) -> None:
-    """Write ``text`` to ``file``, completely or not at all; warn if the disk does not allow it."""
+    """Write a JSON object to ``file``, completely or not at all, with its checksum; warn if the disk refuses."""
     try:
-        write_text(file, text, is_own=None)
+        write_text(file, f'{text[:-1]},"checksum":"{_sha256(text)}"}}', is_own=None)
     except OSError as error:
         warnings.warn(f"measurements can't be kept in {file.parent}: {error}", OSDPWarning, stacklevel=2)
 
 
-def store_correction(file: Path, correction: Correction) -> None:
-    """Store what a run has shown with the measurements that its plan was made from."""
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def store_correction(file: Path, correction: Correction, tries_anew: bool = False) -> None:
+    """Store what a run has shown with the measurements that its plan was made from.
+
+    With ``tries_anew`` plans and trials are dropped, so that the next start tries plans again.
+    """
     profile = read(file, Profile)
     if profile is not None:
-        write(file, profile.model_copy(update={"correction": correction}).model_dump_json())
+        dropped = {"cached_plans": (), "trials": ()} if tries_anew else {}
+        write(file, profile.model_copy(update={"correction": correction, **dropped}).model_dump_json())

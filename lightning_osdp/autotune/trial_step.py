@@ -21,12 +21,13 @@ from typing_extensions import override
 
 from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.autotune.startup_budget import SLOW_STEP_S, SLOW_TRIAL_S, TRIAL_S
+from lightning_osdp.backend.agree import is_lost_connection
 from lightning_osdp.backend.allocator import retain_freed_memory
 from lightning_osdp.backend.memory import growth_reserve, trim
 from lightning_osdp.backend.timer import elapsed_s, record_event, synchronize
 from lightning_osdp.backend.work import COMM_WAIT
 from lightning_osdp.engine.base import Engine, create_engine
-from lightning_osdp.errors import OSDPError
+from lightning_osdp.errors import RecoverableError
 from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling.tracing.isolation import isolated
@@ -55,7 +56,7 @@ GC_GENERATION = 1
 """Generation of Python's objects up to which garbage of a copy is collected."""
 
 
-class TrialError(OSDPError):
+class TrialError(RecoverableError):
     """The user's step failed in a trial, or the module can't be copied."""
 
 
@@ -89,6 +90,7 @@ class TrialContext:
         device: device of this rank.
         step_context: makes the context that ``training_step`` runs in (autocast).
         engine: name of the engine that applies plans.
+        largest_batch: a batch of as many samples that takes more memory; None if ``batch`` does.
     """
 
     module: LightningModule
@@ -97,6 +99,7 @@ class TrialContext:
     device: torch.device
     step_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     engine: str = DEFAULT_ENGINE
+    largest_batch: Any = None
 
     def available_bytes(self, free_bytes: int, ranks: RankGroup) -> int:
         """Return the bytes that a step of the copy may take on the rank with least.
@@ -194,6 +197,8 @@ def _raise_trial_error(errors: tuple[type[Exception], ...] = (Exception,)) -> It
     except TrialError:
         raise
     except errors as error:
+        if is_lost_connection(error):
+            raise  # another rank is gone: there is nothing to go on with
         failed = f"rank {dist.get_rank()} failed: " if dist.is_initialized() else ""
         raise TrialError(f"{failed}{type(error).__name__}: {error}") from error
 

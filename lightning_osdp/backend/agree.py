@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+import pickle
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
 
-from lightning_osdp.errors import OSDPError
+from lightning_osdp.errors import OSDPError, RecoverableError
 
 Result = TypeVar("Result")
+
+LOST_CONNECTION_PATTERNS = ("peer", "onnection", "gloo", "NCCL", "Broken pipe", "imed out", "Socket")
+"""Parts of messages of backends that only say that another rank is not there."""
+
+FAILURE_WAIT_S = 4.0
+"""Seconds that a rank whose work failed waits for the others. Then it fails: they may wait for it in that work."""
+
+POLL_S = 0.02
+"""Seconds between two looks at the store."""
+
+_agreement_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+"""Numbers the agreements of each group; every rank counts the same ones."""
 
 
 def all_reduce_max(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
@@ -37,6 +54,10 @@ def broadcast_object(group: Any, value: Result) -> Result:
 def raise_on_all_ranks(group: Any, work: Callable[[], Result]) -> Result:
     """Run ``work`` on every rank, and raise on every rank if it fails on any, so that no rank is left waiting.
 
+    Errors are published in the group's store, for ``work`` may be collective: where it fails on one rank, others may
+    wait for that rank within it. Then that rank raises its error after ``FAILURE_WAIT_S``, whatever its kind, which
+    closes its connections; and the others, which lose them, find the error in the store.
+
     Raises:
         Exception: this rank's own error; without one, an ``OSDPError`` that names the rank that failed and its error
             (or that error itself, if it is a subclass of ``OSDPError``).
@@ -50,11 +71,74 @@ def raise_on_all_ranks(group: Any, work: Callable[[], Result]) -> Result:
     shared_error = own_error
     if own_error is not None and not isinstance(own_error, OSDPError):
         shared_error = OSDPError(f"{type(own_error).__name__}: {own_error}")
+    store: Any = _get_process_group_store(group)
+    name = f"agreement/{next(_agreement_numbers[group.group_name])}"
+    try:
+        if shared_error is not None:
+            store.set(f"{name}/error/{group.rank()}", pickle.dumps((shared_error, is_lost_connection(own_error))))
+        if not meet(store, name, group.size(), FAILURE_WAIT_S if own_error is not None else None):
+            raise _separating_error(store, name, group, own_error)
+    except dist.DistError:  # the store has ended with the first rank
+        if own_error is None:
+            raise
+        raise own_error from None
     errors: list[OSDPError | None] = [None] * group.size()
     dist.all_gather_object(errors, shared_error, group=group)
     if own_error is not None:
         raise own_error
     for rank, other_error in enumerate(errors):
         if other_error is not None:
-            raise other_error if type(other_error) is not OSDPError else OSDPError(f"rank {rank} failed: {other_error}")
+            raise _error_of_rank(rank, other_error)
     return result  # type: ignore[return-value]
+
+
+def meet(store: Any, name: str, ranks: int, timeout_s: float | None) -> bool:
+    """Return whether all ranks come here before one gives up; the same on all of them, but where a rank does not wait.
+
+    Args:
+        store: a store that the ranks share.
+        name: names this meeting.
+        ranks: the number of ranks.
+        timeout_s: how long this rank waits; None: not at all, it goes on to something in which it can be told.
+    """
+    is_last = store.add(f"{name}/arrived", 1) == ranks
+    if timeout_s is None and not is_last:
+        return not (store.check([f"{name}/outcome"]) and store.get(f"{name}/outcome") == b"parted")
+    deadline = time.monotonic() + (timeout_s or 0.0)
+    while not is_last and not store.check([f"{name}/outcome"]):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S)
+    if not store.check([f"{name}/outcome"]) and store.add(f"{name}/deciding", 1) == 1:
+        store.set(f"{name}/outcome", "met" if is_last else "parted")
+    return bool(store.get(f"{name}/outcome") == b"met")  # waits for the rank that decides
+
+
+def is_lost_connection(error: BaseException | None) -> bool:
+    """Return whether an error only says that another rank is not there."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(pattern in str(error) for pattern in LOST_CONNECTION_PATTERNS)
+
+
+def _separating_error(store: Any, name: str, group: Any, own_error: Exception | None) -> Exception:
+    """Return the error to raise where ranks did not meet, and so can't go on together."""
+    if own_error is None or is_lost_connection(own_error):
+        for rank in range(group.size()):
+            key = f"{name}/error/{rank}"
+            if rank != group.rank() and store.check([key]):
+                error, is_lost = pickle.loads(store.get(key))
+                if not is_lost:
+                    return _error_of_rank(rank, error, can_go_on=False)
+    if own_error is None:
+        return OSDPError("another rank has failed")
+    if isinstance(own_error, RecoverableError) and isinstance(own_error.__cause__, Exception):
+        return own_error.__cause__
+    return own_error
+
+
+def _error_of_rank(rank: int, error: OSDPError, can_go_on: bool = True) -> OSDPError:
+    """Return the error to raise on other ranks."""
+    if type(error) is OSDPError:
+        return OSDPError(f"rank {rank} failed: {error}")
+    return error if can_go_on or not isinstance(error, RecoverableError) else OSDPError(str(error))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from lightning_utilities.core.rank_zero import rank_zero_only
 from rich.console import Console
 
 from lightning_osdp.cli import fit, measure_links, offline_plan
@@ -80,6 +82,9 @@ def main(args: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has seen enough, as in `osdp explain PLAN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
+    except Exception:  # a fault of the input that we don't know, or our own: status 1 means that nothing fits
+        traceback.print_exc()
+        return BAD_INPUT
 
 
 def _run(args: list[str] | None) -> int:
@@ -119,7 +124,8 @@ def _build_parser() -> ArgumentParser:
 
 
 def _print_error(error: Exception) -> None:
-    print(f"osdp: error: {' '.join(str(error).split())}", file=sys.stderr)
+    if not getattr(rank_zero_only, "rank", 0) or not isinstance(error, InfeasibleError):  # which all ranks raise
+        print(f"osdp: error: {' '.join(str(error).split())}", file=sys.stderr)
 
 
 def _make_warning_printer(fallback: Callable[..., None]) -> Callable[..., None]:

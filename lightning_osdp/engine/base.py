@@ -6,6 +6,7 @@ the abstract methods, brings a ``ShardLayout`` for its sharded parameters and is
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -39,6 +40,10 @@ class Engine(ABC):
         broadcast: whether ``apply`` gives all ranks rank 0's values. Otherwise each rank keeps its own.
     """
 
+    plan: ExecutionPlan | None = None
+    """The plan that is carried out, where the module can stay sharded after a run."""
+    is_restored = False
+    """Whether ``restore`` has given the module back; the engine carries out no plan any more."""
     _module: nn.Module
     """Set by ``apply``."""
     _sharded_parameters: ShardedParameters
@@ -49,6 +54,7 @@ class Engine(ABC):
         self._group: Any = group if group is not None else dist.group.WORLD
         self._broadcast = broadcast
         self._sharded_parameters = ShardedParameters({}, self._group)
+        _ENGINES.add(self)
 
     @staticmethod
     @abstractmethod
@@ -91,6 +97,25 @@ class Engine(ABC):
         Raises:
             ShardingError: the plan can't be applied (see ``check``); nothing has changed then.
         """
+
+    @abstractmethod
+    def restore(self, optimizers: Iterable[Optimizer]) -> None:
+        """Give the module back as it was before ``apply``: whole, with its own forwards and without hooks.
+
+        The states of ``optimizers`` are whole, too. Gradients are freed. State dicts can be asked for. Idempotent.
+        """
+
+    def refuse_runs(self, reason: str) -> None:  # noqa: B027 (an engine that shards nothing need not refuse)
+        """Have each use of a module that stays sharded after its run raise ``reason``; empty: let it run again."""
+
+    def missing_bytes(self, optimizers: Iterable[Optimizer]) -> int:
+        """Return the bytes that ``restore`` adds on this rank."""
+        return self._sharded_parameters.missing_bytes(list(optimizers))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether any parameter is sharded over several ranks, so that ``restore`` needs them all."""
+        return self._group.size() > 1 and bool(self._sharded_parameters.parameters)
 
     @abstractmethod
     def close(self) -> None:
@@ -228,6 +253,16 @@ class Engine(ABC):
 
     def _parameter_names(self) -> dict[nn.Parameter, str]:
         return {parameter: name for name, parameter in self._module.named_parameters()}
+
+
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def engines_of(module: nn.Module) -> list[Engine]:
+    """Return the engines that carry out a plan on parameters of ``module``, in it or in another module."""
+    parameters = set(module.parameters())
+    applied = [engine for engine in _ENGINES if engine.module is not None and not engine.is_restored]
+    return [engine for engine in applied if engine.module and not parameters.isdisjoint(engine.module.parameters())]
 
 
 _REGISTERED_ENGINES: dict[str, type[Engine]] = {}

@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_osdp.state.guarded_parameter import ShardGuard, find_local_shard, guard_of, is_guarded
+from lightning_osdp.state.guarded_functions import refuse_collective
+from lightning_osdp.state.guarded_parameter import ShardGuard, guard_of, is_guarded
 from lightning_osdp.state.state_dict import gather_guarded_entries
 
 _opened_by: dict[int, list[ShardGuard]] = {}
@@ -91,10 +92,7 @@ def _prepare_process() -> None:
 
 def _refuse_guarded(check: Callable[..., None]) -> Callable[..., None]:
     def check_and_refuse(param: Any, param_name: str) -> None:
-        for tensor in param if isinstance(param, list) else [param]:
-            local = find_local_shard(tensor)
-            if local is not None:
-                raise local.guard.refusal("a collective would mix up the ranks' parts of it")
+        refuse_collective(param)
         check(param, param_name)
 
     return check_and_refuse

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_osdp.backend.agree import broadcast_object, raise_on_all_ranks
-from lightning_osdp.errors import CheckpointError, ConfigurationError
+from lightning_osdp.errors import CheckpointError, ConfigurationError, OSDPError
 from lightning_osdp.state import atomic_files, single_file
 from lightning_osdp.state.deferred_tensor import DeferredTensors, LoadTarget
 from lightning_osdp.state.opened_file import OpenedFile
@@ -58,7 +58,10 @@ class CheckpointFormat:
             eager: whether to gather tensors while they are collected, before they are written.
         """
         self.deferred_tensors = DeferredTensors(
-            includes_replicated=self.is_sharded, eager=eager and not self.is_sharded, is_rank_zero=is_rank_zero
+            includes_replicated=self.is_sharded,
+            eager=eager and not self.is_sharded,
+            is_rank_zero=is_rank_zero,
+            group=dist.group.WORLD if dist.is_initialized() else None,
         )
         try:
             yield
@@ -90,7 +93,7 @@ class CheckpointFormat:
         for attempt in range(OPEN_ATTEMPTS):
             self._opened = opened = self._open(path, weights_only, group)
             fingerprints: list[str] = [""] * group.size()
-            dist.all_gather_object(fingerprints, opened.fingerprint(), group=group)
+            dist.all_gather_object(fingerprints, raise_on_all_ranks(group, opened.fingerprint), group=group)
             if len(set(fingerprints)) == 1:
                 break
             if attempt == OPEN_ATTEMPTS - 1:
@@ -182,8 +185,28 @@ def consolidate(source: Path, target: Path, weights_only: bool | None = None) ->
 
 def _save_file(checkpoint: dict[str, Any], path: Path, deferred_tensors: DeferredTensors, group: Any) -> None:
     """Write a file on the first rank, which tells the others before each tensor which one to gather with it."""
+    entries = deferred_tensors.entries
+    if group.rank() != 0:
+        error: OSDPError | None
+        while True:
+            index, error = broadcast_object(group, (_DONE, None))
+            if error is not None:
+                raise error
+            if index == _DONE:
+                return
+            entries[index].unshard(group)
+    gathering = False
 
-    def write() -> None:
+    def gather(index: int) -> Tensor:
+        nonlocal gathering
+        gathering = True
+        broadcast_object(group, (index, None))
+        full_tensor = entries[index].unshard(group)
+        gathering = False
+        return full_tensor
+
+    failure: OSDPError | None = None
+    try:
         try:
             with atomic_files.atomic_write(path) as unfinished:
                 single_file.save(
@@ -191,18 +214,13 @@ def _save_file(checkpoint: dict[str, Any], path: Path, deferred_tensors: Deferre
                 )
         except OSError as error:
             raise CheckpointError(f"the checkpoint {path} can't be written: {error}") from error
-        finally:
-            broadcast_object(group, _DONE)
-
-    def gather(index: int) -> Tensor:
-        broadcast_object(group, index)
-        return deferred_tensors.entries[index].unshard()
-
-    def serve_gathers() -> None:
-        while (index := broadcast_object(group, _DONE)) != _DONE:
-            deferred_tensors.entries[index].unshard()
-
-    raise_on_all_ranks(group, write if group.rank() == 0 else serve_gathers)
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        if not gathering:
+            failure = error if isinstance(error, OSDPError) else OSDPError(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        if not gathering:  # else the others have the same error
+            broadcast_object(group, (_DONE, failure))
 
 
 def _validate_checkpoint(checkpoint: Any, path: Path) -> dict[str, Any]:
@@ -211,6 +229,8 @@ def _validate_checkpoint(checkpoint: Any, path: Path) -> dict[str, Any]:
         is_dict = isinstance(checkpoint, dict)
         content = f"the keys {sorted(map(str, checkpoint))[:5]}" if is_dict else f"{type(checkpoint)}"
         raise CheckpointError(f"{path} is not a Lightning checkpoint: it holds {content}, no state_dict")
+    if not isinstance(checkpoint["state_dict"], Mapping):
+        raise CheckpointError(f"{path} is damaged: its state_dict is a {type(checkpoint['state_dict']).__name__}")
     large = ("state_dict", "optimizer_states")
     return {key: value if key in large else _clone_tensors(value) for key, value in checkpoint.items()}
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_osdp.backend.agree import raise_on_all_ranks
 from lightning_osdp.errors import CheckpointError
 from lightning_osdp.state.shard_layout import ShardLayout
 
@@ -30,9 +31,27 @@ class DeferredTensor:
     layout: ShardLayout
     local_shard: Tensor
 
-    def unshard(self) -> Tensor:
-        """Gather the full tensor on this rank. Collective."""
+    def unshard(self, group: Any) -> Tensor:
+        """Gather the full tensor on this rank. Collective.
+
+        Args:
+            group: all ranks; None if this process is alone.
+
+        Raises:
+            CheckpointError: a rank has no memory for it; it is raised on every rank, before anything is sent.
+        """
+        if group is not None and any(part is not None for part in self.layout.groups):
+            raise_on_all_ranks(group, lambda: self._try_memory(group.rank()))
         return self.layout.unshard(self.local_shard)
+
+    def _try_memory(self, rank: int) -> None:
+        """Allocate the full tensor: a rank that fails while others gather would leave them waiting."""
+        try:
+            self.local_shard.new_empty(self.layout.shape)
+        except (RuntimeError, MemoryError) as error:
+            raise CheckpointError(
+                f"rank {rank} has no memory to gather {self.name} for a checkpoint: {error}"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -62,9 +81,13 @@ class DeferredTensors:
         includes_replicated: whether replicated tensors get one too, for a format in which every rank writes.
         eager: whether to gather at once: the first rank gets full tensors on the CPU, the others unused placeholders.
         is_rank_zero: whether this is the first rank.
+        group: all ranks; None if this process is alone.
     """
 
-    def __init__(self, *, includes_replicated: bool = False, eager: bool = False, is_rank_zero: bool = True) -> None:
+    def __init__(
+        self, *, includes_replicated: bool = False, eager: bool = False, is_rank_zero: bool = True, group: Any = None
+    ) -> None:
+        self._group = group
         self.includes_replicated = includes_replicated
         self._eager = eager
         self._is_rank_zero = is_rank_zero
@@ -78,7 +101,7 @@ class DeferredTensors:
         if name in self._tensors_by_name:
             return self._tensors_by_name[name]
         if self._eager:
-            full_tensor = deferred_tensor.unshard()
+            full_tensor = deferred_tensor.unshard(self._group)
             if self._is_rank_zero:
                 self._tensors_by_name[name] = full_tensor.cpu()
                 return self._tensors_by_name[name]

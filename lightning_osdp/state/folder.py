@@ -6,6 +6,7 @@ in one small file, written by ``torch.save`` with placeholders (meta tensors) fo
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -254,13 +255,13 @@ class CheckpointFolder:
         self._verify_file(METADATA_FILE)
         self._verify_file(TRAINER_FILE)
         self._index = read_index(self._open(METADATA_FILE).read(), str(path / METADATA_FILE))
+        stored = {chunk.file for tensor in self._index.values() for chunk in tensor.chunks}
+        for name in sorted(stored)[:MAX_OPEN_FILES]:
+            self._open(name)
         contents = self._read_trainer_file(weights_only)
         self.checkpoint: dict[str, Any] = contents["checkpoint"]
         self._placeholders: dict[str, Tensor] = contents["tensors"]
         self._names = {id(placeholder): name for name, placeholder in self._placeholders.items()}
-        stored = {chunk.file for tensor in self._index.values() for chunk in tensor.chunks}
-        for name in sorted(stored)[:MAX_OPEN_FILES]:
-            self._open(name)
 
     def __del__(self) -> None:
         with suppress(AttributeError, OSError):
@@ -329,7 +330,7 @@ class CheckpointFolder:
             return
         for chunk in sorted(stored, key=lambda chunk: (chunk.file, chunk.position))[rank::world_size]:
             file = self._open(chunk.file)
-            verify_zip(file.view(chunk.position, chunk.length), str(file.path))
+            verify_zip(io.BytesIO(file.read(chunk.position, chunk.length)), str(file.path))
 
     def has_tensor(self, placeholder: Tensor) -> bool:
         """Return whether a placeholder stands for a tensor in the folder."""

@@ -16,6 +16,7 @@ from lightning_osdp.state.guarded_parameter import (
     LocalShard,
     _Gathered,
     _OutsideRead,
+    find_local_shard,
     full_shaped,
     guard_of,
     is_guarded,
@@ -64,6 +65,9 @@ _REFUSED = _names(
 
 _IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in _names("add sub mul truediv floordiv mod pow and or xor"))
 
+_ELEMENTWISE = _names("mul_ zero_ neg_ abs_ sign_ div_ clamp_min_ clamp_max_ add_ sub_ lerp_ copy_ addcmul_")
+"""Functions in place that run on the shards alone where all their tensors are sharded alike."""
+
 
 def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a function of torch, some arguments of which are guarded or gathered tensors."""
@@ -73,10 +77,11 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     if name.startswith("_foreach_"):
         return _run_for_each(func, args, kwargs)
     first = args[0] if args else None
+    if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
+        refuse_collective([args, kwargs])
     if is_guarded(first):
         if name in _SHAPE_FUNCTIONS:
-            local = local_shard_of(first)
-            return func(_meta(local), *args[1:], **kwargs)
+            return _ask_for_shape(func, name, args, kwargs)
         if name in _FACTORIES:
             return func(full_shaped(local_shard_of(first)), *args[1:], **kwargs)
         if name in _CONVERSIONS:
@@ -98,6 +103,14 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     return _run_on_full(func, name, args, kwargs)
 
 
+def refuse_collective(tensors: Any) -> None:
+    """Refuse tensors of which this rank holds a part, or whose changes would not be noticed, in any container."""
+    for leaf in tree_flatten(tensors)[0]:
+        local = find_local_shard(leaf)
+        if local is not None:
+            raise local.guard.refusal("a collective would mix up the ranks' parts of it")
+
+
 def _run_plain(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else None
     if name.startswith("register_") and is_guarded(first) and local_shard_of(first).guard.is_sliced:
@@ -113,12 +126,22 @@ def _run_plain(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str,
     return func(*args, **kwargs)
 
 
-def _meta(local: LocalShard) -> Tensor:
-    return torch.empty(local.guard.layout.shape, dtype=local.tensor.dtype, device="meta")
+def _ask_for_shape(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    shape = _shape(args[0])
+    if name == "shape" or (name == "size" and len(args) == 1 and not kwargs):
+        return shape
+    if name in ("numel", "nelement"):
+        return shape.numel()
+    if name in ("dim", "ndimension", "ndim"):
+        return len(shape)
+    return func(torch.empty(shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs)
 
 
-def _shape(tensor: Tensor) -> torch.Size:
-    return local_shard_of(tensor).guard.layout.shape if is_guarded(tensor) else tensor.shape
+def _shape(tensor: Any) -> torch.Size:
+    if isinstance(tensor, GuardedTensor):
+        return tensor._local.guard.layout.shape
+    guard = guard_of(tensor) if is_guarded(tensor) else None
+    return guard.layout.shape if guard is not None else tensor.shape
 
 
 # Properties
@@ -134,7 +157,7 @@ def _access_property(func: Any, name: str, args: Any) -> Any:
         if attribute == "grad" and not isinstance(tensor, GuardedTensor):
             return _get_gradient(tensor)
         if attribute in _SHAPE_PROPERTIES:
-            return func(_meta(local_shard_of(tensor)))
+            return _ask_for_shape(func, attribute, args, {})
         if attribute in _VALUE_PROPERTIES:
             return _run_on_full(func, attribute, args, {})
     elif name == "__set__" and attribute == "data":
@@ -155,7 +178,8 @@ def _access_property_of_gathered(func: Any, name: str, attribute: str, args: Any
 
 
 def _get_gradient(parameter: Any) -> Tensor | None:
-    guard = local_shard_of(parameter).guard
+    guard = guard_of(parameter)
+    assert guard is not None
     local = guard.local_gradient()
     if local is None or local.tensor.numel() != parameter.numel():
         return parameter.grad  # type: ignore[no-any-return]
@@ -231,6 +255,8 @@ def _run_on_full(func: Callable[..., Any], name: str, args: Any, kwargs: dict[st
     """Run a function with full tensors in the place of guarded ones, and write back what it changes."""
     leaves, tree = tree_flatten((args, kwargs))
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+    if _can_run_on_shards(name.removeprefix("_foreach_"), leaves):
+        return _run_on_shards(func, leaves, tree)
     changes_first = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
     changes_first = changes_first or name in _IN_PLACE_OPERATORS
     gathered: dict[int, tuple[Any, _Gathered]] = {}  # by the id of what the function gets
@@ -257,6 +283,37 @@ def _run_on_full(func: Callable[..., Any], name: str, args: Any, kwargs: dict[st
         if leaf._version != version:
             gathered[id(leaf)][1].write_back()
     return tree_map(lambda value: _wrap_result(value, gathered), result)
+
+
+def _can_run_on_shards(name: str, leaves: list[Any]) -> bool:
+    """Return whether a function in place changes each element by itself, and leaves the shards' padding zero."""
+    if name not in _ELEMENTWISE or not is_guarded(leaves[0]):
+        return False
+    if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+        return False
+    target, *others = [local_shard_of(leaf) if is_guarded(leaf) else leaf for leaf in leaves]
+    shards = [other for other in others if isinstance(other, LocalShard)]
+    if any(other.guard.layout != target.guard.layout for other in shards):
+        return False
+    if any(isinstance(other, Tensor) and other.dim() for other in others):
+        return False
+    if name in ("div_", "clamp_min_", "clamp_max_"):
+        number = next((other for other in others if isinstance(other, int | float)), None)
+        bounds = {"div_": not shards, "clamp_min_": number is not None and number <= 0}
+        return bounds.get(name, number is not None and number >= 0)
+    return name in ("mul_", "zero_", "neg_", "abs_", "sign_") or isinstance(others[0], LocalShard)
+
+
+def _run_on_shards(func: Callable[..., Any], leaves: list[Any], tree: Any) -> Any:
+    target = local_shard_of(leaves[0])
+    shards = [local_shard_of(leaf).tensor.view(-1) if is_guarded(leaf) else leaf for leaf in leaves]
+    target.guard.context.check_access(target.guard)
+    if not target.is_gradient:
+        target.guard.drop_gathered()
+    args, kwargs = tree_unflatten(shards, tree)
+    func(*args, **kwargs)
+    target.guard.num_writes += 1
+    return [leaves[0]] if func.__name__.startswith("_foreach_") else leaves[0]
 
 
 def _gather(leaf: Any, local: LocalShard, is_changed: bool) -> Tensor:

@@ -191,20 +191,25 @@ class LocalShard:
 
     def gather(self) -> Tensor:
         """Return the full tensor. Collective."""
-        if self.guard.is_removed:
-            raise ShardingError(
-                f"this tensor is of {self.guard.name} as it was sharded before the plan changed: take it anew"
-            )
+        self._check_guard()
         self.guard.context.check_access(self.guard)
         return self.guard.layout.unshard(self.tensor)
 
     def write(self, full: Tensor) -> None:
         """Store this rank's part of the full tensor."""
+        self._check_guard()
         if not self.is_gradient:
             self.guard.drop_gathered()
         with torch.no_grad():
             self.tensor.copy_(self.guard.layout.shard(full).view(self.tensor.shape))
         self.guard.num_writes += 1
+
+    def _check_guard(self) -> None:
+        if self.guard.is_removed:
+            raise ShardingError(
+                f"this tensor is of {self.guard.name} as it was sharded before the plan changed or the run ended: take "
+                "it anew"
+            )
 
 
 @dataclass

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_osdp.errors import CheckpointError
+
 
 class _LazyStorage(torch.UntypedStorage):
     """A storage whose values are computed when they are written."""
@@ -52,6 +54,8 @@ def save(value: Any, path: Path, value_factory: Callable[[Tensor], Callable[[], 
     with path.open("wb") as file:  # a file of Python's own, so that a full disk is an OSError
         try:
             torch.save(value, file, pickle_module=module)
+        except CheckpointError:
+            raise
         except RuntimeError as error:  # from the end of a file whose middle could not be written: the cause comes first
             raise error.__context__ or error from None
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_osdp.errors import ShardingError
+from lightning_osdp.state.checked_values import PARAMETER_NAMES, check_kind, check_optimizer_structure
 from lightning_osdp.state.deferred_tensor import DeferredTensor, DeferredTensors, LoadTarget
 from lightning_osdp.state.guarded_parameter import (
     GatheredTensor,
@@ -26,10 +29,6 @@ from lightning_osdp.state.guarded_parameter import (
     without_guards,
 )
 from lightning_osdp.state.shard_layout import ReplicatedLayout, ShardLayout
-
-PARAMETER_NAMES = "param_names"
-"""Key of the parameters' names in an optimizer's state, next to ``state`` and ``param_groups``. PyTorch puts names into
-the groups, but an optimizer made without names takes those over and then rejects new groups without names."""
 
 Fill = Callable[[list[LoadTarget]], None]
 """A function that fills targets with values of a checkpoint."""
@@ -47,6 +46,8 @@ class ShardedParameters:
         self._layouts = dict(layouts)
         self.parameters = frozenset(self._layouts)
         """All sharded parameters."""
+        self.group = group
+        """All ranks."""
         self._rank: int = group.rank() if group is not None else 0
 
     @property
@@ -106,6 +107,16 @@ class ShardedParameters:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.shape == layout.shape:
                     optimizer.state[parameter][key] = layout.shard(value).to(parameter.device)
+
+    def missing_bytes(self, optimizers: Iterable[Optimizer]) -> int:
+        """Return the bytes of parameters and of their states in ``optimizers`` that other ranks hold."""
+        total = 0
+        for parameter, layout in self._layouts.items():
+            states = [s for optimizer in optimizers for s in optimizer.state.get(parameter, {}).values()]
+            local = sum(prod(chunk.sizes) for chunk in layout.local_chunks())
+            copies = [parameter, *(s for s in states if isinstance(s, Tensor) and s.dim() > 0)]
+            total += (layout.shape.numel() - local) * sum(tensor.element_size() for tensor in copies)
+        return total
 
     def compute_norm(
         self, gradients: Iterable[tuple[nn.Parameter | None, Tensor]], norm_type: float, device: torch.device
@@ -188,8 +199,9 @@ def gather_state(
     sharded_parameters: ShardedParameters, collect_state: Callable[[DeferredTensors], dict[str, Any]]
 ) -> dict[str, Any]:
     """Return a full state on the CPU of the first rank; it is empty on other ranks."""
-    state = collect_state(DeferredTensors(eager=True, is_rank_zero=sharded_parameters.is_rank_zero))
-    return tree_map_only(Tensor, Tensor.cpu, state) if sharded_parameters.is_rank_zero else {}
+    is_rank_zero = sharded_parameters.is_rank_zero
+    state = collect_state(DeferredTensors(eager=True, is_rank_zero=is_rank_zero, group=sharded_parameters.group))
+    return tree_map_only(Tensor, Tensor.cpu, state) if is_rank_zero else {}
 
 
 def model_state(
@@ -240,14 +252,19 @@ def check_model_state(
     """Reject a state dict of another model.
 
     Raises:
-        ShardingError: keys are missing or unexpected (``strict``), or a shape differs.
+        ShardingError: keys are missing or unexpected (``strict``), or a shape or a kind of values differs.
     """
     expected = list(module.state_dict())
-    missing, unexpected = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
+    missing, unexpected = sorted(set(expected) - set(state)), sorted(map(str, set(state) - set(expected)))
     if strict and (missing or unexpected):
         raise ShardingError(
             f"the state dict does not fit: missing keys {missing[:5]}, unexpected keys {unexpected[:5]}"
         )
+    for key, tensor in chain(
+        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    ):
+        if key in state and key in expected:
+            check_kind(f"the state dict does not fit: {key}", state[key], tensor)
     for key, parameter in module.named_parameters(remove_duplicate=False):
         if key in state and tuple(state[key].shape) != tuple(sharded_parameters.unsharded_shape(parameter)):
             raise ShardingError(
@@ -332,6 +349,7 @@ def match_optimizer_state(
     Raises:
         ShardingError: it has other parameter groups, or a state of another shape. Nothing has changed then.
     """
+    check_optimizer_structure(saved_state)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     saved_sizes = [len(group["params"]) for group in saved_state["param_groups"]]
@@ -354,6 +372,9 @@ def match_optimizer_state(
     for number, entries in state.items():
         name, shape = own_names[number] or f"parameter {number}", sharded_parameters.unsharded_shape(parameters[number])
         _check_shapes(name, entries, shape)
+        for key, value in entries.items():
+            if isinstance(value, Tensor | str | bytes):
+                check_kind(f"the optimizer state does not fit: {key} of {name}", value, parameters[number])
     first, groups = 0, []
     for group, size in zip(saved_state["param_groups"], sizes, strict=True):
         groups.append({**group, "params": list(range(first, first + size))})

@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_osdp.errors import ConfigurationError, OSDPWarning
 from lightning_osdp.planning.spec.cluster import Cluster
+from lightning_osdp.planning.spec.files import describe_error
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.state.atomic_files import write_text
 from lightning_osdp.strategy import precision
@@ -52,7 +53,7 @@ def reject_unsupported(trainer: pl.Trainer, plugin: Precision) -> None:
 
     Raises:
         ConfigurationError: a callback replaces weights, the precision is not supported, the whole module is compiled,
-            or batch norms are to be synchronised where they can't be.
+            gradients are sparse, or batch norms are to be synchronised where they can't be.
     """
     module = trainer.lightning_module
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -74,6 +75,12 @@ def reject_unsupported(trainer: pl.Trainer, plugin: Precision) -> None:
             f"{type(module).__name__} is compiled as a whole, and no part of it could be sharded: compile submodules "
             "instead, which then stay replicated"
         )
+    for name, inner in module.named_modules():
+        if isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.sparse and inner.weight.requires_grad:
+            raise ConfigurationError(
+                f"{name} ({type(inner).__name__}) has sparse=True: sparse gradients, which SparseAdam takes, are not "
+                "reduced over shards. Set sparse=False, with an optimizer for dense gradients"
+            )
     norms = [name for name, inner in module.named_modules() if isinstance(inner, nn.modules.batchnorm._BatchNorm)]
     on_cpu = trainer.strategy.root_device.type == "cpu"
     if norms and on_cpu and getattr(trainer.strategy, "_layer_sync", None) is not None:
@@ -181,13 +188,13 @@ def read_cluster(cluster: str | Path | Cluster | None) -> Cluster | None:
     try:
         return Cluster.from_json(text)
     except ValueError as error:
-        raise ConfigurationError(f"{cluster} is not a cluster file: {error}") from error
+        raise ConfigurationError(f"{cluster} is not a cluster file: {describe_error(error)}") from error
 
 
 def _read_text(path: Path, kind: str) -> str:
     try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no path
         raise ConfigurationError(f"the {kind} file {path} can't be read: {error}") from error
 
 

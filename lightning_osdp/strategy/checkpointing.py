@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,25 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_osdp.backend.agree import raise_on_all_ranks
-from lightning_osdp.errors import ConfigurationError, OSDPWarning
+from lightning_osdp.errors import CheckpointError, ConfigurationError, OSDPWarning
 from lightning_osdp.planning.spec.model import CheckpointMemory
 from lightning_osdp.state import atomic_files
 from lightning_osdp.state.checkpoint import CheckpointFormat
 from lightning_osdp.state.state_dict import ShardedParameters, load_model_state
 from lightning_osdp.strategy.failure_aware import FailureAwareStrategy
 
-SAVE_WAIT_S = 10.0
+SAVE_WAIT_S = 3.0
 """Seconds that a rank which saves after an error waits for the others."""
+
+
+_KINDS_OF_TRAINER_STATE: dict[str, Any] = {
+    "epoch": int,
+    "global_step": int,
+    "loops": Mapping,
+    "callbacks": Mapping,
+    "optimizer_states": (list, tuple),
+    "lr_schedulers": (list, tuple),
+}
 
 
 def handles_natively(plugin: CheckpointIO, path: Any) -> bool:
@@ -82,8 +93,19 @@ def load(
         CheckpointError: the checkpoint is damaged or foreign.
     """
     if handles_natively(plugin, path):
-        return checkpoint_format.load(local_path(path), weights_only, group)
+        checkpoint = checkpoint_format.load(local_path(path), weights_only, group)
+        _check_trainer_state(checkpoint, path)
+        return checkpoint
     return raise_on_all_ranks(group, lambda: plugin.load_checkpoint(path, weights_only=weights_only))
+
+
+def _check_trainer_state(checkpoint: dict[str, Any], path: Any) -> None:
+    """Refuse what a Trainer did not write, or what was damaged since."""
+    if not isinstance(checkpoint.get("pytorch-lightning_version"), str):
+        raise CheckpointError(f"{path} is not a checkpoint of a Trainer: it holds no pytorch-lightning_version")
+    for key, kind in _KINDS_OF_TRAINER_STATE.items():
+        if key in checkpoint and not isinstance(checkpoint[key], kind):
+            raise CheckpointError(f"{path} is damaged: its {key} is a {type(checkpoint[key]).__name__}")
 
 
 def states_by_optimizer(optimizers: Sequence[Optimizer], checkpoint: dict[str, Any]) -> dict[Optimizer, dict[str, Any]]:
@@ -157,18 +179,24 @@ class CheckpointingStrategy(FailureAwareStrategy):
         """Load unsharded state, saved under any plan, once all of the checkpoint is known to fit."""
         assert self.lightning_module is not None
         model, fill = checkpoint["state_dict"], self._checkpoint_format.fill
-        if self._engine is None:
-            load_model_state(self.lightning_module, ShardedParameters({}, None), model, strict, fill)
+        engine, module, group = self._engine, self.lightning_module, dist.group.WORLD
+        if engine is None:
+            sharded = ShardedParameters({}, None)
+            raise_on_all_ranks(group, lambda: load_model_state(module, sharded, model, strict, fill))
             return
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        self._engine.check_state(model, strict, states_by_optimizer(self.optimizers, checkpoint) if fitting else {})
-        self._engine.load_model_state(model, strict, fill)
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        states = states_by_optimizer(self.optimizers, checkpoint) if fitting else {}
+        raise_on_all_ranks(group, lambda: engine.check_state(model, strict, states))
+        raise_on_all_ranks(group, lambda: engine.load_model_state(model, strict, fill))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Load the state of all optimizers, or fail on every rank."""
         assert self._engine is not None
+        engine, fill = self._engine, self._checkpoint_format.fill
         for optimizer, state in states_by_optimizer(self.optimizers, checkpoint).items():
-            self._engine.load_optimizer_state(optimizer, state, self._checkpoint_format.fill)
+            load = functools.partial(engine.load_optimizer_state, optimizer, state, fill)
+            raise_on_all_ranks(dist.group.WORLD, load)
         _optimizers_to_device(self.optimizers, self.root_device)
 
     def _defer_gathers_on_save(self, trainer: pl.Trainer) -> None:
@@ -208,8 +236,8 @@ class CheckpointingStrategy(FailureAwareStrategy):
 
     def _can_all_ranks_save(self) -> bool:
         """Return whether all ranks come to save after an error: some may be gone or wait for something else."""
-        return self._failure_detector is not None and self._failure_detector.wait_for_all_ranks(
-            "save after an error", SAVE_WAIT_S
+        return self._failure_detector is not None and self._failure_detector.can_meet_after_failure(
+            sys.exception(), SAVE_WAIT_S
         )
 
 

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs, extract_batch_size
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_osdp.errors import ConfigurationError, OSDPWarning
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
+from lightning_osdp.profiling.tracing.isolation import restored
+from lightning_osdp.strategy.batch_size_change import Epoch, update_hyperparameters
+from lightning_osdp.strategy.read_batches import is_repeatable, read_first_batches
 
 
 class TrainData:
@@ -34,34 +40,50 @@ class TrainData:
         if not self._source.is_defined():
             raise ConfigurationError("there is no train dataloader: pass one to fit() or define train_dataloader()")
         self._loader = self._source.dataloader()
+        self.typical_batch: Any = None
+        """Of the batches that were read the one of median size, once they are read."""
+        self.bytes_per_sample = 0.0
 
-    @property
-    def num_samples(self) -> int | None:
-        """Number of samples in the train dataset over all ranks; None if it has no length."""
-        if isinstance(self._loader, DataLoader) and not isinstance(self._loader.dataset, IterableDataset):
-            return sized_len(self._loader.dataset)
-        return None
+    def epoch(self, ranks: int) -> Epoch:
+        """Return what an epoch of the loader is for each of ``ranks``."""
+        return Epoch.from_trainer(self._trainer, self._loader, ranks)
 
-    def first_batch(self) -> tuple[Any, int]:
-        """Return a batch as the loader makes it, and its number of samples.
+    def first_batch(self, count: int = 1, sample: Any = None) -> tuple[Any, int]:
+        """Return the largest of the first ``count`` batches as the loader makes them, and its number of samples.
 
-        A map-style dataset is read directly: no worker is started.
+        With a ``sample`` nothing is read: it is the batch.
+
+        No worker is started for a map-style dataset. Whatever is read is there again for training.
 
         Raises:
             ConfigurationError: the loader is empty, or the number of samples can't be told.
         """
-        loader = self._loader
-        if _is_plain(loader) and sized_len(loader.dataset):
-            size = min(loader.batch_size, len(loader.dataset))
-            return loader.collate_fn([loader.dataset[i] for i in range(size)]), size
+        batches, loader = ([sample], self._loader) if sample is not None else read_first_batches(self._loader, count)
+        if loader is not self._loader:
+            self._replace_loader(loader)
+        by_size = sorted(batches, key=batch_bytes)
+        batch, self.typical_batch = by_size[-1], by_size[len(by_size) // 2]
         try:
-            batch = next(iter(loader)) if isinstance(loader, DataLoader) else next(iter(_as_combined_loader(loader)))[0]
-        except StopIteration:
-            raise ConfigurationError("the train dataloader is empty") from None
-        try:
+            if extract_batch_size(self.typical_batch) != extract_batch_size(batch):
+                self.typical_batch = batch
+            self.bytes_per_sample = batch_bytes(batch) / extract_batch_size(batch)
             return batch, extract_batch_size(batch)
         except RuntimeError as error:
             raise ConfigurationError(f"the number of samples in a batch can't be told: {error}") from error
+
+    def _replace_loader(self, loader: Any) -> None:
+        """Let training use ``loader``, which gives what was read once more."""
+        if not self._source.is_module():
+            self._source.instance = loader
+        else:
+            holder = vars(self._source.instance)
+            holder.update({name: loader for name, value in holder.items() if value is self._loader})
+        self._loader = loader
+
+    @property
+    def loader_batch_size(self) -> int | None:
+        """The batch size that the loader is set to; None if it has none."""
+        return self._loader.batch_size if isinstance(self._loader, DataLoader) else None
 
     def fixed_batch_size_reason(self) -> str:
         """Say why the batch size can't be changed, for the user; empty if it can."""
@@ -69,9 +91,11 @@ class TrainData:
         if not isinstance(loader, DataLoader):
             return f"the train dataloader is a {type(loader).__name__}, not a single DataLoader"
         if loader.batch_size is None:
-            return "the train dataloader batches by itself (batch_size=None)"
+            has_sampler = loader.batch_sampler is not None
+            own = "has a batch_sampler of its own" if has_sampler else "batches by itself (batch_size=None)"
+            return f"the train dataloader {own}"
         if not self._source.is_module():
-            return "" if _is_plain(loader) else "the train dataloader has a sampler of batches or a class of its own"
+            return _rebuilding_blocker(loader)
         if not lightning_hasattr(self._module, "batch_size"):
             return "neither the module, its hparams nor the datamodule has a batch_size that its loader could follow"
         value = lightning_getattr(self._module, "batch_size")
@@ -80,7 +104,12 @@ class TrainData:
         return ""
 
     def batch_size_policy(
-        self, loader_batch_size: int, user_requested: BatchSizePolicy, ranks: int, quiet: bool = False
+        self,
+        loader_batch_size: int,
+        user_requested: BatchSizePolicy,
+        ranks: int,
+        quiet: bool = False,
+        min_steps_per_epoch: int = 1,
     ) -> BatchSizePolicy:
         """Restrict what the user requested to what the data allow.
 
@@ -89,26 +118,29 @@ class TrainData:
             user_requested: the batch sizes that the user allows.
             ranks: number of ranks that share the dataset.
             quiet: whether to suppress the warning that the batch size can't be searched.
+            min_steps_per_epoch: optimizer steps that a searched batch size leaves in an epoch of known length.
 
         Returns:
-            The batch sizes to search, per rank: at most the dataset, and the present one where it can't be changed.
+            The batch sizes to search, per rank, and the present one where it can't be changed.
 
         Raises:
             ConfigurationError: the user requested a batch size that can't be set.
         """
-        fixed, largest, reason = (
-            user_requested.batch_size,
-            user_requested.max_batch_size,
-            self.fixed_batch_size_reason(),
-        )
+        fixed, reason, epoch = user_requested.batch_size, self.fixed_batch_size_reason(), self.epoch(ranks)
         if reason and fixed not in (None, loader_batch_size):
             raise ConfigurationError(f"batch_size={fixed} can't be set: {reason}")
         if reason and fixed is None:
             if not quiet:
                 warnings.warn(f"the batch size stays {loader_batch_size}: {reason}", OSDPWarning, stacklevel=2)
             fixed = loader_batch_size
-        if largest is None and self.num_samples is not None:
-            largest = max(1, self.num_samples // ranks)
+        if fixed is not None:
+            epoch.check(fixed, loader_batch_size)
+            return replace(user_requested, batch_size=fixed)
+        bounds = [user_requested.max_batch_size, epoch.largest_valid(loader_batch_size)]
+        if user_requested.global_batch_size is None:
+            accumulation = user_requested.accumulation
+            bounds.append(epoch.largest_batch_size(loader_batch_size, accumulation, min_steps_per_epoch))
+        largest = min((bound for bound in bounds if bound is not None), default=None)
         return replace(user_requested, batch_size=fixed, max_batch_size=largest)
 
     def evaluation_batch_size(self) -> int:
@@ -138,10 +170,13 @@ class TrainData:
         Sets the ``batch_size`` of module, hparams or datamodule (Lightning's convention), or rebuilds a DataLoader
         that was passed to ``fit`` with its dataset, sampler, workers and collate function kept.
         """
+        before = self.loader_batch_size
         if self._source.is_module():
             lightning_setattr(self._module, "batch_size", batch_size)
         else:
-            self._source.instance = _rebuild_loader(self._loader, batch_size)
+            self._loader = self._source.instance = _rebuild_loader(self._loader, batch_size)
+        if before is not None:
+            update_hyperparameters(self._trainer, before, batch_size)
         self.reset_dataloader()
 
     def reset_dataloader(self) -> None:
@@ -154,63 +189,77 @@ class TrainData:
             loop._combined_loader = None
 
 
-def read_data(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[TrainData, Any, int]:
-    """Return the train data, a first batch and its number of samples.
+def read_data(
+    trainer: pl.Trainer, module: pl.LightningModule, count: int = 1, sample: Any = None
+) -> tuple[TrainData, Any, int]:
+    """Return the train data, the largest of ``count`` batches and its number of samples; change nothing by reading.
+
+    With a ``sample`` that is the batch.
 
     Raises:
         ConfigurationError: there are no train data, or they can't be read.
     """
-    data = TrainData(trainer, module)
-    return data, *data.first_batch()
+    source = trainer.fit_loop._data_source.instance
+    with restored(module, trainer.datamodule, *filter(is_repeatable, _datasets(source))):  # type: ignore[attr-defined]
+        data = TrainData(trainer, module)
+        return data, *data.first_batch(count, sample)
 
 
-def apply_batch_size(data: TrainData, batch_size: int) -> None:
+def apply_batch_size(data: TrainData, batch_size: int, ranks: int) -> None:
     """Make the Trainer's loops get batches of ``batch_size`` per device, as a plan requires.
 
     Raises:
-        ConfigurationError: the batch size can't be changed.
+        ConfigurationError: the batch size can't be changed, or leaves too few batches to validate.
     """
     reason = data.fixed_batch_size_reason()
     if reason:
         raise ConfigurationError(f"the plan's batch size is {batch_size}, but it can't be set: {reason}")
+    if data.loader_batch_size is not None:
+        data.epoch(ranks).check(batch_size, data.loader_batch_size)
     data.set_batch_size(batch_size)
 
 
-def _as_combined_loader(loader: Any) -> CombinedLoader:
-    return loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle")
+def batch_bytes(batch: Any) -> int:
+    """Return the size of all tensors in a batch."""
+    return sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
-def _is_plain(loader: Any) -> bool:
-    """Return whether this is a DataLoader over a map-style dataset whose batches depend on batch_size alone."""
-    return (
-        type(loader) is DataLoader
-        and not isinstance(loader.dataset, IterableDataset)
-        and type(loader.batch_sampler) is BatchSampler
-    )
+def _datasets(source: Any) -> list[Any]:
+    """Return what a loader reads, and what it draws its order from."""
+    loaders = tree_leaves(source.iterables if isinstance(source, CombinedLoader) else source)
+    found = [loader for loader in loaders if isinstance(loader, DataLoader)]
+    return [part for loader in found for part in (loader.dataset, loader.sampler, loader.batch_sampler)]
+
+
+def _loader_arguments(loader: DataLoader[Any], batch_size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, options = _get_dataloader_init_args_and_kwargs(loader, loader.sampler)
+    return args, options | {"batch_size": batch_size}
+
+
+def _rebuilding_blocker(loader: DataLoader[Any]) -> str:
+    """Say why a loader can't be made anew with another batch size; empty if it can."""
+    if not isinstance(loader.dataset, IterableDataset) and type(loader.batch_sampler) is not BatchSampler:
+        return "the train dataloader has a sampler of batches of its own"
+    kind = type(loader)
+    try:
+        _, options = _loader_arguments(loader, 1)
+        signature(kind.__init__).bind_partial(None, **options)
+    except (MisconfigurationException, TypeError) as error:
+        return f"the train dataloader can't be made anew with another batch size: {error}"
+    return ""
 
 
 def _rebuild_loader(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
-    own_sampler = type(loader.sampler) not in (RandomSampler, SequentialSampler)
-    order: dict[str, Any] = (
-        {"sampler": loader.sampler} if own_sampler else {"shuffle": isinstance(loader.sampler, RandomSampler)}
-    )
-    workers: dict[str, Any] = {}
-    if loader.num_workers:
-        workers = {
-            "prefetch_factor": loader.prefetch_factor,
-            "persistent_workers": loader.persistent_workers,
-            "multiprocessing_context": loader.multiprocessing_context,
-        }
-    return DataLoader(
-        loader.dataset,
-        batch_size=batch_size,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        drop_last=loader.drop_last,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        generator=loader.generator,
-        **order,
-        **workers,
-    )
+    """Return the loader as Lightning makes it anew, of its own class, with another batch size.
+
+    Raises:
+        ConfigurationError: its class takes no batch size.
+    """
+    args, options = _loader_arguments(loader, batch_size)
+    rebuilt: DataLoader[Any] = _reinstantiate_wrapped_cls(loader, *args, **options)
+    if rebuilt.batch_size != batch_size:
+        raise ConfigurationError(
+            f"{type(loader).__name__} makes batches of {rebuilt.batch_size} where it was asked for {batch_size}: give "
+            "OSDPStrategy batch_size='keep'"
+        )
+    return rebuilt

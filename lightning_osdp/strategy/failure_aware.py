@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from typing_extensions import override
 
 from lightning_osdp.engine.base import Engine
+from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.strategy.failure_detector import FailureDetector, SynchronizedDataLoader, assert_equal_on_ranks
 
 
@@ -25,7 +31,11 @@ class FailureAwareStrategy(ParallelStrategy):
         """Start heartbeats; every rank calls this once the process group exists."""
         self._stop_failure_detector()
         self._num_dataloaders = 0
-        self._failure_detector = FailureDetector(self.global_rank, self.world_size, timeout)
+        self._failure_detector = FailureDetector(self.global_rank, self.world_size, timeout, self._is_interrupted)
+
+    def _is_interrupted(self) -> bool:
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
     def _stop_failure_detector(self) -> None:
         if self._failure_detector is not None:
@@ -34,6 +44,8 @@ class FailureAwareStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Publish the cause for the other ranks, or put theirs into the message."""
+        if isinstance(exception, InfeasibleError):  # where it was raised tells nothing, and all ranks raise it
+            sys.excepthook = partial(_print_infeasible, self.global_rank, sys.excepthook)
         if self._failure_detector is not None:
             self._failure_detector.report_failure(exception)
 
@@ -72,7 +84,33 @@ class FailureAwareStrategy(ParallelStrategy):
         self._before_collective(f"the start of {kind}")
         assert_equal_on_ranks(dist.group.WORLD, f"the number of {kind} batches", count)
 
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_step("validation"):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_step("test"):
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_step("prediction"):
+            return super().predict_step(*args, **kwargs)
+
+    def _evaluation_step(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._engine is None else self._engine.evaluation_step(name)
+
     def _before_collective(self, operation: str) -> None:
         """Wait for ranks that run more of the module before they come to a collective of Lightning's."""
         if self._engine is not None:
             self._engine.before_collective(operation)
+
+
+def _print_infeasible(rank: int, otherwise: Callable[..., Any], kind: type, error: Any, traceback: Any) -> None:
+    """Print that nothing fits in one line, on the first rank alone."""
+    if not issubclass(kind, InfeasibleError):
+        otherwise(kind, error, traceback)
+    elif rank == 0:
+        print(f"{kind.__module__}.{kind.__name__}: {error}", file=sys.stderr)

@@ -1,8 +1,9 @@
 """Detect failed ranks, so that no rank waits for one that is gone.
 
-A rank that fails writes its cause into the process group's store before it ends. A rank that finds its connections
-closed reports that cause instead of its own error. A rank that waits for something that will never come is ended after
-a grace period by its heartbeat thread.
+A rank that fails writes its cause into the process group's store before it ends. A rank that was killed is missed by
+another one on its machine, which writes that down; a rank that gives no sign for long, by the rank before it. A rank
+that finds its connections closed reports the cause that is written instead of its own error. A rank that waits for
+something that will never come is ended after a grace period by its heartbeat thread.
 """
 
 from __future__ import annotations
@@ -13,48 +14,55 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.backend.agree import is_lost_connection, meet
+from lightning_osdp.backend.liveness import describe_process, is_dead
+from lightning_osdp.errors import ConfigurationError, OSDPError
 
 HEARTBEAT_INTERVAL_S = 0.5
 """Seconds between two heartbeats."""
 
-HEARTBEAT_TIMEOUT_S = 4 * HEARTBEAT_INTERVAL_S
-"""Seconds without a heartbeat after which a rank counts as killed."""
+CAUSE_WAIT_S = 8 * HEARTBEAT_INTERVAL_S
+"""Seconds that a rank waits for another's cause, or for the others to hear its own."""
 
-FAILURE_GRACE_S = 20.0
-"""Seconds that a rank may go on after another one has failed: its pending collective usually fails by itself."""
+SILENCE_TIMEOUT_S = 60.0
+"""Seconds without a heartbeat after which a rank counts as gone. Native code that holds Python's lock is silent."""
+
+FAILURE_GRACE_S, ENDING_GRACE_S = 5.0, 60.0
+"""Seconds that a rank may go on after another one has failed, whose pending collective usually fails by itself; and
+while it ends its own run, in which callbacks may finish what they do."""
+
+EXIT_DELAY_S, EXIT_TIMEOUT_S = 0.1, 2.0
+"""Seconds for gloo's threads to free the tensors of the last collectives when a process ends, and for all collectives
+to end: after a failure some never do."""
+
+_KILLED = "it was killed (out of memory?), or its host is down"
 
 _run_ids = itertools.count()
 """Numbers the runs in this process; every rank counts the same runs."""
-
-LOST_CONNECTION_PATTERNS = ("peer", "onnection", "gloo", "NCCL", "Broken pipe", "imed out", "Socket")
-"""Parts of messages of backends that only say that another rank is not there."""
-
-
-_has_failed = threading.Event()
-"""Set when a run of this process has failed."""
-
-EXIT_DELAY_S = 0.1
-"""Seconds for gloo's threads to free the tensors of the last collectives when a process ends."""
 
 
 def _destroy_process_group_at_exit() -> None:
     """Destroy the process group before the interpreter ends, and give its threads the time to notice.
 
     A thread of gloo that frees a tensor takes the interpreter's lock; if the interpreter is ending just then, the
-    process aborts (PyTorch issue 190489). Nothing is done after a failure, since a pending collective might never end.
+    process aborts (PyTorch issue 190489).
     """
-    if dist.is_initialized() and dist.get_backend() == "gloo" and not _has_failed.is_set():
-        dist.destroy_process_group()
-        time.sleep(EXIT_DELAY_S)
+    if not dist.is_initialized() or dist.get_backend() != "gloo":
+        return
+    # Another thread: destroying waits for pending collectives.
+    thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    thread.start()
+    thread.join(EXIT_TIMEOUT_S)
+    time.sleep(EXIT_DELAY_S)
 
 
 class FailureDetector:
@@ -64,14 +72,27 @@ class FailureDetector:
         rank: this rank.
         ranks: the number of ranks.
         timeout: how long a rank waits for others at the end of its data.
+        is_ending: returns whether this rank is ending a run that failed.
+
+    Attributes:
+        is_stop_requested: whether a rank was told to stop (SIGTERM); its signal handler sets it, the first rank hears.
     """
 
-    def __init__(self, rank: int, ranks: int, timeout: timedelta) -> None:
+    def __init__(self, rank: int, ranks: int, timeout: timedelta, is_ending: Callable[[], bool] = bool) -> None:
+        self.is_stop_requested = False
+        self._is_ending = is_ending
         self._rank, self._ranks, self._timeout_s = rank, ranks, timeout.total_seconds()
         # A connection of its own: the main thread may block in the usual one.
         connection: Any = _get_default_store()
         self._store = PrefixStore(f"lightning_osdp/{next(_run_ids)}", connection.clone())
+        self._store.set(f"process/{rank}", describe_process())
         self._batch_counts: dict[str, int] = {}
+        self._causes: dict[int, str] = {}
+        """What is known of other ranks' failures, also when the store is gone."""
+        self._local_processes: dict[int, str] = {}
+        self._neighbour_beat = b"", time.monotonic()
+        self._has_reported = self._has_parted = False
+        self._meetings = itertools.count()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run_heartbeat, daemon=True, name="osdp-failure-detector")
         self._thread.start()
@@ -80,19 +101,27 @@ class FailureDetector:
 
     def stop(self) -> None:
         """Stop the heartbeat: the run is over on this rank."""
+        with suppress(RuntimeError):  # the store may be gone with the first rank
+            self._store.set(f"left/{self._rank}", "")
         self._stopped.set()
         # A thread that still talks to the store while the interpreter ends may crash it.
-        self._thread.join(HEARTBEAT_TIMEOUT_S)
+        self._thread.join(CAUSE_WAIT_S)
 
     def report_failure(self, exception: BaseException) -> None:
         """Publish why this rank fails, or, if it only lost another rank, put that rank's cause into the message."""
-        _has_failed.set()
-        cause = self._find_remote_cause() if _is_lost_connection(exception) else None
+        if self._has_reported:
+            return
+        cause = self._find_remote_cause() if is_lost_connection(exception) else None
+        self._has_reported = True
         if cause is not None:
             exception.args = (f"{cause}\nThis rank saw only: {exception}", *exception.args[1:])
-            return
-        with suppress(RuntimeError):  # the store may be gone with the first rank
-            self._store.set(f"cause/{self._rank}", f"{type(exception).__name__}: {_abbreviate(exception)}")
+        with suppress(RuntimeError):
+            if isinstance(exception, SIGTERMException):
+                self._publish(self._rank, "was told to stop (SIGTERM)")
+            elif cause is None:
+                self._publish(self._rank, f"failed: {type(exception).__name__}: {_abbreviate(exception)}")
+            if self._rank == 0:
+                self._wait_until_heard()
 
     def on_batch(self, pass_name: str, count: int) -> None:
         """Record that this rank has fetched ``count`` batches of ``pass_name``."""
@@ -103,13 +132,16 @@ class FailureDetector:
 
         Raises:
             ConfigurationError: another rank has another number of batches.
+            OSDPError: another rank has failed.
         """
         self._store.set(f"ended/{pass_name}/{self._rank}", str(count))
         deadline = time.monotonic() + self._timeout_s
         for other in range(self._ranks):
             while (theirs := self._batches_of_rank(pass_name, other, count)) is None:
-                if time.monotonic() > deadline or self._failure_causes():
-                    return  # the next collective fails, and reports the cause
+                if self._causes:
+                    raise OSDPError(_format_causes(self._causes))
+                if time.monotonic() > deadline:
+                    return  # the next collective fails
                 time.sleep(0.02)
             if theirs != count:
                 raise ConfigurationError(
@@ -117,15 +149,18 @@ class FailureDetector:
                     f"{theirs} or more. Give every rank the same number, or set limit_train_batches and the like"
                 )
 
-    def wait_for_all_ranks(self, barrier: str, timeout_s: float) -> bool:
-        """Return whether every rank reaches ``barrier`` within ``timeout_s`` seconds."""
-        self._store.add(barrier, 1)
-        deadline = time.monotonic() + timeout_s
-        while self._store.add(barrier, 0) % self._ranks:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.02)
-        return True
+    def can_meet_after_failure(self, exception: BaseException | None, timeout_s: float) -> bool:
+        """Return whether all ranks come here within ``timeout_s`` seconds, each with an ``exception``.
+
+        Once a rank has given up this is False on all ranks.
+        """
+        if exception is not None:
+            self.report_failure(exception)
+        name = f"after failure {next(self._meetings)}"
+        with suppress(RuntimeError):
+            self._has_parted = self._has_parted or not meet(self._store, name, self._ranks, timeout_s)
+            return not self._has_parted
+        return False
 
     def _batches_of_rank(self, pass_name: str, other: int, count: int) -> int | None:
         """Return how many batches another rank has, once that is known or is more than ``count``; else None."""
@@ -136,30 +171,56 @@ class FailureDetector:
             return so_far if so_far > count else None
         return None
 
-    def _failure_causes(self) -> dict[int, str]:
-        others = [rank for rank in range(self._ranks) if rank != self._rank]
-        keys = {rank: f"cause/{rank}" for rank in others}
-        return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+    # -- causes --------------------------------------------------------------------------------------------------------
+
+    def _publish(self, rank: int, cause: str) -> None:
+        self._store.set(f"cause/{rank}", f"rank {rank} {cause}")
+        self._store.set("any cause", "")
+
+    def _hear_causes(self) -> None:
+        """Read what is published of other ranks, and say that it was."""
+        if not self._store.check(["any cause"]):
+            return
+        for rank in range(self._ranks):
+            if rank != self._rank and self._store.check([f"cause/{rank}"]):
+                self._causes[rank] = self._store.get(f"cause/{rank}").decode()
+        self._store.set(f"heard/{self._rank}", "")
+
+    def _wait_until_heard(self) -> None:
+        """Wait until all ranks have heard the cause: the store may end with this process."""
+        self._store.set(f"heard/{self._rank}", "")
+        deadline = time.monotonic() + CAUSE_WAIT_S
+        for rank in range(self._ranks):
+            while time.monotonic() < deadline and rank not in self._causes:
+                if self._store.check([f"heard/{rank}"]) or self._store.check([f"left/{rank}"]):
+                    break
+                time.sleep(HEARTBEAT_INTERVAL_S / 10)
 
     def _find_remote_cause(self) -> str | None:
         """Return the cause that another rank published, or that a rank went silent; None if all ranks are alive."""
+        deadline, silent = time.monotonic() + CAUSE_WAIT_S, None
         try:
             before = self._heartbeats()
-            deadline = time.monotonic() + HEARTBEAT_TIMEOUT_S
-            while not (causes := self._failure_causes()) and time.monotonic() < deadline:
+            while not self._causes and time.monotonic() < deadline:
                 time.sleep(HEARTBEAT_INTERVAL_S / 5)
-            if causes:
-                return _format_causes(causes)
+                self._hear_causes()
             silent = [rank for rank, beat in self._heartbeats().items() if beat == before[rank] and rank != self._rank]
-        except RuntimeError:  # the store is on the first rank
-            return "rank 0 can't be reached any more: it was killed (out of memory?), or its host is down"
-        if not silent:
-            return None
-        return f"rank {silent[0]} ended without an error: it was killed (out of memory?), or its host is down"
+        except RuntimeError:
+            pass  # the store is on the first rank
+        if self._causes:
+            return _format_causes(self._causes)
+        if silent is None:
+            return f"rank 0 can't be reached any more: {_KILLED}"
+        return f"rank {silent[0]} ended without an error: {_KILLED}" if silent else None
 
     def _heartbeats(self) -> dict[int, bytes]:
-        keys = {rank: f"beat/{rank}" for rank in range(self._ranks)}
-        return {rank: self._store.get(key) if self._store.check([key]) else b"" for rank, key in keys.items()}
+        return {rank: self._heartbeat_of(rank) for rank in range(self._ranks)}
+
+    def _heartbeat_of(self, rank: int) -> bytes:
+        key = f"beat/{rank}"
+        return bytes(self._store.get(key)) if self._store.check([key]) else b""
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _run_heartbeat(self) -> None:
         """Send heartbeats until the run ends; end this process if another rank's failure does not."""
@@ -169,16 +230,50 @@ class FailureDetector:
                 self._store.set(f"beat/{self._rank}", str(beat))
                 for pass_name, count in list(self._batch_counts.items()):
                     self._store.set(f"fetched/{pass_name}/{self._rank}", str(count))
-                causes = self._failure_causes()
-                if causes and failed_at is None:
+                self._share_stop_request()
+                self._hear_causes()
+                if self._causes and failed_at is None:
                     failed_at = time.monotonic()
-                if failed_at is not None and time.monotonic() - failed_at > FAILURE_GRACE_S:
-                    print(f"rank {self._rank} is ended: {_format_causes(causes)}", file=sys.stderr, flush=True)
+                elif failed_at is None:
+                    self._look_for_missing_ranks()
+                elif not self._has_reported and time.monotonic() - failed_at > self._grace_s():
+                    print(f"rank {self._rank} is ended: {_format_causes(self._causes)}", file=sys.stderr, flush=True)
                     os._exit(1)
                 if self._stopped.wait(HEARTBEAT_INTERVAL_S):
                     return
         except RuntimeError:
             return  # the store has ended with rank 0: the main thread finds its connections closed, too
+
+    def _grace_s(self) -> float:
+        return ENDING_GRACE_S if self._is_ending() else FAILURE_GRACE_S
+
+    def _share_stop_request(self) -> None:
+        if self._rank == 0:
+            self.is_stop_requested = self.is_stop_requested or self._store.check(["stop"])
+        elif self.is_stop_requested:
+            self._store.set("stop", "")
+
+    def _look_for_missing_ranks(self) -> None:
+        """Publish that a rank was killed, or gives no sign any more."""
+        if self._has_reported:
+            return
+        for rank in set(range(self._ranks)) - {self._rank} - self._local_processes.keys():
+            if self._store.check([f"process/{rank}"]):
+                self._local_processes[rank] = self._store.get(f"process/{rank}").decode()
+        for rank, process in self._local_processes.items():
+            if is_dead(process):
+                self._publish_missing(rank, f"ended without an error: {_KILLED}")
+        neighbour = (self._rank + 1) % self._ranks
+        beat, now = self._heartbeat_of(neighbour), time.monotonic()
+        if beat != self._neighbour_beat[0]:
+            self._neighbour_beat = beat, now
+        elif now - self._neighbour_beat[1] > SILENCE_TIMEOUT_S:
+            self._publish_missing(neighbour, f"has given no sign for {SILENCE_TIMEOUT_S:.0f} s: it hangs, or {_KILLED}")
+
+    def _publish_missing(self, rank: int, cause: str) -> None:
+        """Publish for a rank that can't do so itself, unless it has, or has left in order."""
+        if not any(self._store.check([key]) for key in (f"left/{rank}", f"cause/{rank}", "any cause")):
+            self._publish(rank, cause)
 
 
 class SynchronizedDataLoader:
@@ -230,10 +325,4 @@ def _abbreviate(exception: BaseException) -> str:
 
 
 def _format_causes(causes: dict[int, str]) -> str:
-    return "; ".join(f"rank {rank} failed: {cause}" for rank, cause in sorted(causes.items()))
-
-
-def _is_lost_connection(exception: BaseException) -> bool:
-    if isinstance(exception, dist.DistError):
-        return True
-    return isinstance(exception, RuntimeError) and any(word in str(exception) for word in LOST_CONNECTION_PATTERNS)
+    return "; ".join(text for _, text in sorted(causes.items()))

@@ -9,7 +9,13 @@ from rich.console import Console
 from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.backend import agree
 from lightning_osdp.backend.work import COMM_WAIT
-from lightning_osdp.planning.cost.run_correction import Correction, MeasuredStep, exceeds_prediction, update_correction
+from lightning_osdp.planning.cost.run_correction import (
+    Correction,
+    MeasuredStep,
+    exceeds_prediction,
+    is_step_time_off,
+    update_correction,
+)
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.report import tables
 from lightning_osdp.strategy.step_timer import StepTimer
@@ -33,7 +39,8 @@ class PredictionMonitor:
         plan: the plan in use.
         rank_group: the ranks that train together; all of them call every method alike.
         correction: the correction that the plan was predicted with.
-        save_correction: called on rank 0 with the new correction; None to save nothing.
+        save_correction: called on rank 0 with the new correction, and whether plans have to be tried anew; None to save
+            nothing.
         detect_drift: whether to look for drift of the peak memory, which takes a small collective now and then.
     """
 
@@ -42,7 +49,7 @@ class PredictionMonitor:
         plan: ExecutionPlan,
         rank_group: RankGroup,
         correction: Correction,
-        save_correction: Callable[[Correction], None] | None,
+        save_correction: Callable[[Correction, bool], None] | None,
         detect_drift: bool = False,
     ) -> None:
         self._plan = plan
@@ -60,6 +67,11 @@ class PredictionMonitor:
     def measured_step(self) -> MeasuredStep | None:
         """Measurements of this rank so far; None until enough steps were made."""
         return self._timer.summarize()
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """The largest peak of memory of any step on this rank so far."""
+        return self._timer.peak_memory_bytes
 
     def on_microbatch_start(self) -> None:
         """Note that a micro-batch starts."""
@@ -85,7 +97,8 @@ class PredictionMonitor:
         if self._rank_group.is_rank_zero:
             Console().print(tables.measured_table(self._plan, measured, self._num_steps))
             if self._save_correction is not None:
-                self._save_correction(update_correction(self._correction, self._plan, measured))
+                correction = update_correction(self._correction, self._plan, measured)
+                self._save_correction(correction, is_step_time_off(self._plan, measured))
 
     def _slowest_rank_step(self) -> MeasuredStep | None:
         """Return the largest figures of all ranks. Collective."""

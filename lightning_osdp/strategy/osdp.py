@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_osdp.autotune import profile_cache
-from lightning_osdp.autotune.pipeline import PlanningResult
 from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.autotune.startup_budget import StartupBudget
 from lightning_osdp.autotune.trial_step import TrialContext
@@ -45,12 +44,15 @@ from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.report import tables
 from lightning_osdp.state.checkpoint import CheckpointFormat
 from lightning_osdp.strategy import arguments, model_summary, out_of_memory, precision, preemption
+from lightning_osdp.strategy.batch_size_change import announce_change
+from lightning_osdp.strategy.buffers import BufferBroadcast
 from lightning_osdp.strategy.dataloader import apply_batch_size, read_data
 from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
 from lightning_osdp.strategy.monitor import PredictionMonitor
 from lightning_osdp.strategy.plan_resolution import RunRequest, replan, resolve_plan
 from lightning_osdp.strategy.planning_options import PlanningOptions, check_and_read_plan
-from lightning_osdp.strategy.processes import ProcessGroupStrategy
+from lightning_osdp.strategy.run_end import HandoverStrategy
+from lightning_osdp.strategy.run_warnings import RunWarnings
 
 REPLAN_MODES = ("never", "on_drift")
 
@@ -58,7 +60,7 @@ PLAN_FILE = "osdp_plan.json"
 """Name of the plan in the trainer's log directory."""
 
 
-class OSDPStrategy(ProcessGroupStrategy):
+class OSDPStrategy(HandoverStrategy):
     """Optimal sharded data parallelism (Jiang et al., arXiv 2209.13258) as a Lightning strategy.
 
     Before training it traces the module's training step and measures the hardware. It searches the batch size, and for
@@ -68,9 +70,9 @@ class OSDPStrategy(ProcessGroupStrategy):
     Args:
         memory_limit: memory per device: ``"auto"`` for what the device has, ``"90%"`` for a share of that, bytes, or
             text such as ``"8GiB"``.
-        batch_size: samples per device: ``"auto"`` to search it, or a fixed number.
+        batch_size: samples per device: ``"auto"`` to search it, ``"keep"`` for the loader's, or a fixed number.
         max_batch_size: upper end of the search.
-        global_batch_size: if given, batch size x accumulation x ranks is exactly this.
+        global_batch_size: batch size x accumulation x ranks, if given; ``"keep"`` for that of loader and Trainer.
         plan: a plan, or the path of one, to use as it is: nothing is measured or searched.
         cluster: hardware that is known already, or the path of its JSON: links are not measured.
         sharding_group: with several nodes, the ranks that operators are sharded over: ``"world"`` for all ranks,
@@ -86,9 +88,14 @@ class OSDPStrategy(ProcessGroupStrategy):
             gradient is there, so that gradients need not be stored. It is done if memory is so short that it pays, and
             if nothing needs all gradients at once: no clipping, accumulation, loss scaling or hooks that inspect
             gradients; one optimizer of ``torch.optim`` without temporaries.
+        min_steps_per_epoch: optimizer steps that a searched batch size leaves in an epoch of known length; if the
+            loader's own batch size leaves no more, it is the largest that is searched.
+        sample_batches: batches that are read before training: the largest decides memory, the typical one time.
+        sample_batch: a batch to plan for instead, as the loader would give it.
         cache: folder of measurements; None for one in the user's cache folder, ``""`` to cache nothing.
         timeout: timeout of the process group; None for 30 minutes.
         process_group_backend: None for NCCL on CUDA and gloo on the CPU.
+        broadcast_buffers: whether all ranks get rank 0's buffers (BatchNorm's, codebooks) when DDP sends them.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: set by the Trainer.
 
     Raises:
@@ -100,7 +107,7 @@ class OSDPStrategy(ProcessGroupStrategy):
         memory_limit: int | str = "auto",
         batch_size: int | str = "auto",
         max_batch_size: int | None = None,
-        global_batch_size: int | None = None,
+        global_batch_size: int | str | None = None,
         plan: str | Path | ExecutionPlan | None = None,
         cluster: str | Path | Cluster | None = None,
         sharding_group: str = "auto",
@@ -109,9 +116,13 @@ class OSDPStrategy(ProcessGroupStrategy):
         replan: str = "never",
         trial_steps: bool = True,
         update_in_backward: bool = True,
+        min_steps_per_epoch: int = 100,
+        sample_batches: int = 8,
+        sample_batch: Any = None,
         cache: str | Path | None = None,
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
+        broadcast_buffers: bool = True,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -138,15 +149,18 @@ class OSDPStrategy(ProcessGroupStrategy):
             trial_steps,
             update_in_backward,
             engine,
+            min_steps_per_epoch,
+            sample_batches,
+            sample_batch,
         )
         self._given_plan = plan
+        self._broadcasts_buffers = broadcast_buffers
+        self._buffers: BufferBroadcast | None = None
         self._checkpoint_format = CheckpointFormat(save_format)
         self._replan_mode = arguments.validate_choice("replan", replan, REPLAN_MODES)
-        self._engine: Engine | None = None
-        self._plan: ExecutionPlan | None = None
         self._monitor: PredictionMonitor | None = None
         self._heap_controller: HeapController | None = None
-        self._planning_result: PlanningResult | None = None
+        self._run_warnings: RunWarnings | None = None
         self.constraints = SearchConstraints()
         """Which operators may be sliced and which blocks recomputed; set by OSDPCallback before planning."""
         self.resumed_plan: ExecutionPlan | None = None
@@ -187,23 +201,23 @@ class OSDPStrategy(ProcessGroupStrategy):
         self.accelerator.setup(trainer)
         arguments.disable_inference_mode(trainer)
         self._defer_gathers_on_save(trainer)
-        if trainer.state.fn != TrainerFn.FITTING:
-            if self._engine is None:
+        preemption.install(trainer, self._failure_detector)
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        is_applied = self._take_over_module() and self._resume_plan(trainer)
+        if not is_fit:
+            if not is_applied:
                 self._set_up_evaluation()
             self.setup_precision_plugin()
             return
-        preemption.install(trainer)
-        if self._engine is None or self._engine.module is not self.model:
+        if not is_applied:
             self._set_up_training(trainer)
-        else:
-            with self._engine.unsharded_shapes():
-                self.setup_optimizers(trainer)
-            self._engine.shard_optimizer_state(self.optimizers)
         self.setup_precision_plugin()
         _optimizers_to_device(self.optimizers, self.root_device)
         self._monitor = self._create_monitor()
         assert self._plan is not None
         self._heap_controller = HeapController(self._plan, self.root_device)
+        if self._broadcasts_buffers and self.lightning_module is not None:
+            self._buffers = BufferBroadcast(self.lightning_module, dist.group.WORLD, self.root_device)
 
     def _set_up_evaluation(self) -> None:
         """Put the unsharded module on every rank, with the values of the first one."""
@@ -224,9 +238,14 @@ class OSDPStrategy(ProcessGroupStrategy):
         given_plan = ranks.raise_on_all_ranks(lambda: check_and_read_plan(trainer, self._given_plan))
         self.model = self.precision_plugin.convert_module(module)
         with isolate_rng():  # planning must not change the run's own random numbers
-            data, batch, batch_size = ranks.raise_on_all_ranks(lambda: read_data(trainer, module))
-            batch, step_context = self.precision_plugin.convert_input(batch), self.precision_plugin.train_step_context
-            context = TrialContext(module, batch, batch_size, self.root_device, step_context, self._options.engine)
+            data, batch, batch_size = ranks.raise_on_all_ranks(
+                lambda: read_data(trainer, module, self._options.sample_batches, self._options.sample_batch)
+            )
+            convert, step_context = self.precision_plugin.convert_input, self.precision_plugin.train_step_context
+            typical = convert(data.typical_batch)
+            largest = convert(batch) if data.typical_batch is not batch else None
+            engine_name = self._options.engine
+            context = TrialContext(module, typical, batch_size, self.root_device, step_context, engine_name, largest)
             request = RunRequest(
                 self._options,
                 self.constraints,
@@ -242,11 +261,14 @@ class OSDPStrategy(ProcessGroupStrategy):
         assert_equal_on_ranks(ranks.group, "the plan", hashlib.sha256(plan.to_json().encode()).hexdigest()[:12])
         engine = create_engine(self._options.engine, self.root_device, ranks.group)
         ranks.raise_on_all_ranks(lambda: engine.check(module, plan))
-        if plan.batch_size != batch_size:
-            ranks.raise_on_all_ranks(lambda: apply_batch_size(data, plan.batch_size))
+        present, world = data.loader_batch_size or batch_size, ranks.world_size
+        announce_change(trainer, data.epoch(world), present, plan, world)
+        if plan.batch_size != present:
+            ranks.raise_on_all_ranks(lambda: apply_batch_size(data, plan.batch_size, world))
         trainer.accumulate_grad_batches = plan.accumulate_grad_batches
         self._apply_plan(trainer, module, engine, ranks)
         self._engine = engine
+        self._run_warnings = RunWarnings(plan, data.bytes_per_sample, self.global_rank)
         # Without measuring or searching there is little garbage; it was collected, or counted as in use.
         memory.trim(self.root_device, generation=1 if self._planning_result.is_reused else 2)
         model_summary.count_unsharded_parameters(trainer, engine.unsharded_shapes)
@@ -334,28 +356,21 @@ class OSDPStrategy(ProcessGroupStrategy):
         assert self._monitor is not None
         assert self._heap_controller is not None
         self._heap_controller.on_step_start()
+        if self._run_warnings is not None:
+            self._run_warnings.on_batch(args[:1])
         self._monitor.on_microbatch_start()
         self._engine.before_forward()
+        if self._buffers is not None:
+            self._buffers.before_forward(is_training=True)
         with self._explain_oom():
             return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_step("validation"):
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_step("test"):
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_step("prediction"):
-            return super().predict_step(*args, **kwargs)
-
-    def _evaluation_step(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._engine is None else self._engine.evaluation_step(name)
+        assert self.lightning_module is not None
+        if self._buffers is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._buffers.before_forward(is_training=False)
+        return super().validation_step(*args, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -377,6 +392,8 @@ class OSDPStrategy(ProcessGroupStrategy):
             # Lightning frees gradients only after the next forward, where they would add to the activations.
             optimizer.zero_grad(set_to_none=True)
         self._monitor.on_step_end()
+        if self._run_warnings is not None:
+            self._run_warnings.on_step_end(self._monitor.peak_memory_bytes)
         self._heap_controller.on_step_end()
         return result
 
@@ -396,7 +413,7 @@ class OSDPStrategy(ProcessGroupStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         assert self._engine is not None
-        with self._engine.no_sync():
+        with self._engine.no_sync(), self._buffers.accumulate() if self._buffers is not None else nullcontext():
             yield
 
     @override

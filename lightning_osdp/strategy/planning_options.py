@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -37,17 +38,24 @@ class PlanningOptions:
     memory_limit: int | str = "auto"
     batch_size: int | str = "auto"
     max_batch_size: int | None = None
-    global_batch_size: int | None = None
+    global_batch_size: int | str | None = None
     cluster: str | Path | Cluster | None = None
     sharding_group: str = "auto"
     cache: str | Path | None = None
     trial_steps: bool = True
     update_in_backward: bool = True
     engine: str = DEFAULT_ENGINE
+    min_steps_per_epoch: int = 100
+    sample_batches: int = 8
+    sample_batch: Any = None
 
     def __post_init__(self) -> None:
         """Check the arguments, and import the engine: later that would count as memory that training takes."""
         find_engine(self.engine)
+        arguments.validate_positive("min_steps_per_epoch", self.min_steps_per_epoch)
+        arguments.validate_positive("sample_batches", self.sample_batches)
+        if self.batch_size == self.global_batch_size == "keep":
+            raise ConfigurationError("batch_size='keep' keeps the global batch size too: give one of both")
         _ = self.policy, self.memory_limit_bytes, SearchConstraints(sharding_group=self.sharding_group)
 
     @property
@@ -64,9 +72,11 @@ class PlanningOptions:
     def policy(self) -> BatchSizePolicy:
         """The requested batch sizes, without what the data and the Trainer say."""
         return BatchSizePolicy(
-            arguments.validate_positive("batch_size", None if self.batch_size == "auto" else self.batch_size),
+            arguments.validate_positive("batch_size", None if self.batch_size in ("auto", "keep") else self.batch_size),
             arguments.validate_positive("max_batch_size", self.max_batch_size),
-            arguments.validate_positive("global_batch_size", self.global_batch_size),
+            arguments.validate_positive(
+                "global_batch_size", None if self.global_batch_size == "keep" else self.global_batch_size
+            ),
         )
 
     @property
@@ -126,9 +136,16 @@ class PlanningOptions:
         """
         module, device = trainer.lightning_module, memory_limit.device
         policy = replace(self.policy, accumulation=int(trainer.accumulate_grad_batches))
+        present = data.loader_batch_size or batch_size
+        if self.batch_size == "keep":
+            policy = replace(policy, batch_size=present)
+        if self.global_batch_size == "keep":
+            policy = replace(policy, global_batch_size=present * num_ranks * policy.accumulation)
         tensors = (*module.parameters(), *module.buffers())
         return PlanRequest(
-            policy=data.batch_size_policy(batch_size, policy, num_ranks, quiet=not trainer.is_global_zero),
+            policy=data.batch_size_policy(
+                present, policy, num_ranks, not trainer.is_global_zero, self.min_steps_per_epoch
+            ),
             memory_limit=memory_limit,
             model_bytes=sum(tensor.nbytes for tensor in tensors if tensor.device == device),
             cluster=arguments.read_cluster(self.cluster),

@@ -1,15 +1,19 @@
-"""Handle the signals of SLURM at the end of a batch, at the same batch on all ranks.
+"""Handle SIGTERM and the signals of SLURM at the end of a batch, at the same batch on all ranks.
 
 Lightning saves within the signal handler and tells other ranks of a SIGTERM there: collectives that may come between
 those of a training step, at another point on each rank. Here a handler only records the signal. At the end of each
 batch the ranks start an all-reduce of their records (a few bytes, over a process group of its own, while training goes
 on) and read its result at the end of the next batch. So all ranks act at the same batch, and none waits.
+
+Outside SLURM there is SIGTERM alone. A rank that gets one says so to the first rank (``FailureDetector``), which tells
+all ranks in the broadcast that Lightning makes before each batch.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,24 +21,69 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
+
+from lightning_osdp.strategy.failure_detector import FailureDetector
 
 REQUEUE, STOP = 0, 1
 """Indices of a rank's votes."""
 
 
-def install(trainer: pl.Trainer) -> None:
-    """Install the callback that handles signals, if the run is in a SLURM job that is to be requeued.
+def install(trainer: pl.Trainer, detector: FailureDetector | None) -> None:
+    """Take over the signals that Lightning is about to handle.
 
     Args:
-        trainer: the Trainer, before ``fit`` has registered Lightning's handlers.
+        trainer: the Trainer, before it has registered its handlers.
+        detector: tells other ranks of a SIGTERM.
     """
     environment = trainer._accelerator_connector.cluster_environment
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+        if detector is not None:
+            _stop_together_on_sigterm(trainer, detector)
+        return
+    if trainer.state.fn != TrainerFn.FITTING:
         return
     if not any(isinstance(callback, PreemptionCallback) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         trainer.callbacks.append(PreemptionCallback(environment))  # type: ignore[attr-defined]
+
+
+def _stop_together_on_sigterm(trainer: pl.Trainer, detector: FailureDetector) -> None:
+    """Stop training before the same batch on all ranks; what is not training, at once, which ends the other ranks."""
+    connector, epoch_loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    register = type(connector).register_signal_handlers
+
+    def handle(signum: int, frame: Any, others: list[Callable[[int, Any], Any]]) -> None:
+        is_training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        is_second = detector.is_stop_requested
+        detector.is_stop_requested = True
+        for handler in others:
+            handler(signum, frame)
+        if not is_training or is_second:
+            raise SIGTERMException
+
+    def register_signal_handlers() -> None:
+        register(connector)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        installed = signal.getsignal(signal.SIGTERM)
+        if isinstance(installed, _HandlersCompose):
+            own = (connector._sigterm_notifier_fn, connector._sigterm_handler_fn)
+            others = [handler for handler in installed.signal_handlers if callable(handler) and handler not in own]
+            signal.signal(signal.SIGTERM, lambda signum, frame: handle(signum, frame, others))
+
+    def raise_if_stopping() -> None:
+        if epoch_loop._should_accumulate():
+            return  # a checkpoint can't hold half-accumulated gradients
+        stop = torch.tensor([int(detector.is_stop_requested)], device=trainer.strategy.root_device)
+        dist.broadcast(stop, src=0)
+        if stop.item():
+            raise SIGTERMException
+
+    connector.register_signal_handlers = register_signal_handlers  # type: ignore[method-assign]
+    epoch_loop._broadcast_sigterm_tensor = raise_if_stopping  # type: ignore[method-assign]
 
 
 class PreemptionCallback(pl.Callback):

@@ -128,8 +128,11 @@ class ProcessGroupStrategy(CheckpointingStrategy):
 
     @override
     def teardown(self) -> None:
-        """End the run; the module stays sharded for a later run on the same Trainer."""
-        # super().teardown() is not called: it moves parameters to the CPU, which FSDP units don't expect.
+        """End the run, and move the module to the CPU unless it stays sharded: units expect their device."""
+        if self._engine is None or self._engine.is_restored:
+            self._stop_failure_detector()
+            super().teardown()
+            return
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self._stop_failure_detector()

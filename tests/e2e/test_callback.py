@@ -36,12 +36,16 @@ def log_save_and_resume(rank: int, world_size: int, folder: str) -> dict[str, An
         return measure(*args, **kwargs)
 
     measure, pipeline.autotune = pipeline.autotune, counted
-    second = _fit(folder, f"{folder}/other", path, max_steps=10)
+    second = _fit(folder, f"{folder}/other", path, max_steps=10, osdp={"save_format": "sharded"})
+    second.save_checkpoint(f"{folder}/sharded.ckpt")
+    from_sharded = _fit(folder, f"{folder}/other", f"{folder}/sharded.ckpt", max_steps=12)
     resumed = profiled
     third = _fit(folder, f"{folder}/other", path, max_steps=10, osdp={"batch_size": 3})
     pipeline.autotune = measure
     return {
         "plans": [one.strategy.execution_plan.to_json() for one in (first, second, third)],
+        "plan from sharded": from_sharded.strategy.execution_plan.to_json(),
+        "steps from sharded": from_sharded.global_step,
         "profiled": [resumed, profiled],
         "step": second.global_step,
         "shown": shown,
@@ -83,7 +87,8 @@ def test_callback_progress_bar_shows_throughput_and_peak_memory(runs: list[dict[
 def test_callback_resume_reuses_plan_from_checkpoint_without_profiling(runs: list[dict[str, Any]]) -> None:
     for one in runs:
         first, second, _ = one["plans"]
-        assert one["file"] == first == second
+        assert one["file"] == first == second == one["plan from sharded"]
+        assert one["steps from sharded"] == 12
         assert one["profiled"][0] == 0
         assert one["step"] == 10
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.cli.main import main
 from lightning_osdp.errors import CheckpointError, ConfigurationError, OSDPError, ShardingError
+from lightning_osdp.state.flat_layout import FlatPaddedLayout
 from tests.support.models import gpt_loss, two_groups
 from tests.support.modules import GPTModule, dataset, trainer
 from tests.support.plans import plan_for
@@ -91,6 +95,18 @@ def catch_error(work: Callable[[], Any]) -> tuple[str, str]:
     except OSDPError as error:
         return type(error).__name__, str(error)
     return "none", ""
+
+
+def catch_any(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return str(error)
+    return "none"
+
+
+def refuse_memory(self: FlatPaddedLayout, full_tensor: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
 
 def run_on_two_ranks(rank: int, ranks: int, folder: str) -> dict[str, Any]:
@@ -178,6 +194,26 @@ def try_invalid_checkpoints(rank: int, ranks: int, folder: str) -> dict[str, Any
     found["only weights"] = catch_error(lambda: strategy.load_model_state_dict(saved))
     after = strategy.lightning_module_state_dict(), strategy.optimizer_state(fitted.optimizers[0])
     found["unchanged"] = all(torch.equal(before[0][name], after[0][name]) for name in before[0])
+    whole = torch.load(source, weights_only=True)
+    shard = FlatPaddedLayout.shard
+    for victim in range(ranks):
+        began = time.monotonic()
+        if rank == victim:
+            FlatPaddedLayout.shard = refuse_memory  # type: ignore[method-assign]
+        found[f"no memory on rank {victim}"] = catch_any(lambda: strategy.load_model_state_dict(whole))
+        found[f"no memory on rank {victim} for moments"] = catch_any(lambda: strategy.load_optimizer_state_dict(whole))
+        FlatPaddedLayout.shard = shard  # type: ignore[method-assign]
+        found["seconds"] = max(found.get("seconds", 0.0), time.monotonic() - began)
+    thesis = Path(folder, "data", "thesis.txt")
+    if rank == 0:
+        thesis.parent.mkdir()
+        thesis.write_text("years of work")
+    torch.distributed.barrier()
+    found["ordinary folder"] = catch_error(lambda: fitted.save_checkpoint(f"{folder}/data"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy.remove_checkpoint(f"{folder}/data")
+    found["removal"] = [str(warning.message) for warning in caught], thesis.read_text()
     found["unwritable"] = catch_error(lambda: fitted.save_checkpoint("/dev/full/a.ckpt"))
 
     module = build_module(ranks, Hooked)
@@ -311,11 +347,17 @@ def test_load_of_invalid_checkpoint_raises_on_all_ranks_and_changes_nothing(
             ("another shape", ShardingError, "exp_avg of"),
             ("only weights", ConfigurationError, "save_weights_only"),
             ("unwritable", CheckpointError, "can't be written"),
+            ("ordinary folder", CheckpointError, "it is a folder that holds thesis.txt, and only checkpoints are"),
         ):
             assert result[name][0] == error.__name__, (name, result[name])
             assert words in result[name][1]
+        for victim, what in itertools.product(range(2), ("", " for moments")):
+            assert "can't allocate memory" in result[f"no memory on rank {victim}{what}"]
+        assert result["seconds"] < 10
+        assert result["removal"][1] == "years of work"
         assert result["unchanged"]
         assert result["hooked"] > 0
+    assert "data is not removed: it is a folder that holds thesis.txt" in "".join(results[0]["removal"][0])
     ordered, other = results[0]["by name"]
     assert ordered.keys() == other.keys() != set()
     assert all(torch.equal(other[name], moment) for name, moment in ordered.items())

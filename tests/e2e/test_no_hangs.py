@@ -70,7 +70,10 @@ def live_processes_in_session(session: int) -> list[int]:
         ("raise on 1", 1, "ValueError: the third step is unlucky", "rank 1 failed: ValueError: the third step is"),
         ("raise on 0", 0, "ValueError: the third step is unlucky", "rank 0 "),
         ("kill 1", 1, "", "rank 1 ended without an error: it was killed"),
-        ("worker", 1, "row 12 is unreadable", "OSError: row 12 is unreadable"),
+        ("worker 1", 1, "row 12 is unreadable", "OSError: row 12 is unreadable"),
+        ("worker 0", 0, "row 12 is unreadable", "OSError: row 12 is unreadable"),
+        ("stream, killed", 1, "", "rank 1 ended without an error: it was killed"),
+        ("checkpoint, raise on 1", 1, "ValueError: the third step is unlucky", "rank 1 failed: ValueError: the third"),
         ("stream", 1, "ran out after 6 batches", "rank 1 failed: ConfigurationError: uneven data"),
         ("uneven", 1, "number of training batches differs", "number of training batches differs between ranks: 16 on"),
         (

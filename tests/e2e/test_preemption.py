@@ -1,4 +1,4 @@
-"""SLURM's signals while two ranks train: noted at once, heeded by all ranks at the end of the same batch."""
+"""Signals while two ranks train: noted at once, heeded by all ranks at the end of the same batch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
@@ -37,6 +38,70 @@ class Signalled(Net):
             os.kill(os.getpid(), self.signum)
             time.sleep(0.05)  # the handler runs
         return loss
+
+
+class SlowSignalled(Signalled):
+    """One rank, or both if ``rank`` is -1, get SIGTERM; there is time for the others to hear of it."""
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        loss = super().training_step(batch, batch_index)
+        if not is_fake(loss):
+            time.sleep(0.05)
+            if self.rank == -1 and batch_index == self.at:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return loss
+
+
+def stop_by_sigterm(folder: str, rank: int, with_checkpoint: bool, accumulation: int = 1) -> dict[str, Any]:
+    """Fit outside SLURM until SIGTERM comes to ``rank``."""
+    data = batches(60, 2)
+    callbacks = [OnExceptionCheckpoint(folder, "stopped")] if with_checkpoint else []
+    module = build_seeded(SlowSignalled, signal.SIGTERM, rank=rank)
+    options = {"callbacks": callbacks, "accumulation": accumulation, "enable_checkpointing": with_checkpoint}
+    made = make_planned_trainer(folder, build_seeded(Net), data, **options)
+    before, began_s = signal.getsignal(signal.SIGTERM), time.monotonic()
+    with pytest.raises(SIGTERMException):
+        made.fit(module, data)
+    file = Path(folder, "stopped.ckpt")
+    return {
+        "batches": len(module.losses),
+        "seconds": time.monotonic() - began_s,
+        "saved": torch.load(file, weights_only=True)["global_step"] if file.exists() else None,
+        "steps": made.global_step,
+        "restored": signal.getsignal(signal.SIGTERM) == before,
+    }
+
+
+def run_sigterm_scenarios(rank: int, ranks: int, folder: str) -> dict[str, Any]:
+    """SIGTERM to either rank and to both, outside SLURM; in one run after the other."""
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    results = {
+        "rank 0": stop_by_sigterm(f"{folder}/0", 0, with_checkpoint=True),
+        "rank 1": stop_by_sigterm(f"{folder}/1", 1, with_checkpoint=True, accumulation=2),
+        "both": stop_by_sigterm(f"{folder}/both", -1, with_checkpoint=True),
+        "without checkpoint": stop_by_sigterm(f"{folder}/none", 1, with_checkpoint=False),
+    }
+    dist.barrier()
+    return results
+
+
+@pytest.fixture(scope="module")
+def sigterm_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank returned."""
+    return run_ranks(run_sigterm_scenarios, RANKS, str(tmp_path_factory.mktemp("sigterm")))
+
+
+@pytest.mark.parametrize("case", ["rank 0", "rank 1", "both", "without checkpoint"])
+def test_sigterm_outside_slurm_ends_all_ranks_before_same_batch_and_saves_if_asked(
+    sigterm_results: list[dict[str, Any]], case: str
+) -> None:
+    first, second = (result[case] for result in sigterm_results)
+    assert first["batches"] == second["batches"]
+    assert 4 <= first["batches"] < 60
+    assert first["saved"] == (None if case == "without checkpoint" else first["steps"])
+    assert max(first["seconds"], second["seconds"]) < 30
+    assert first["restored"]
+    assert second["restored"]
 
 
 def fake_slurm_environment(folder: str, rank: int) -> None:

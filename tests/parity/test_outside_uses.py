@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 import warnings
 from typing import Any
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
+from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from tests.support.models import hand_made_plan
-from tests.support.outside_uses import IN, USES, Model, Use
+from tests.support.outside_uses import IN, REFUSALS, USES, Model, Use
 from tests.support.ranks import run_ranks
 from tests.support.split_plans import split_plan
 
@@ -85,7 +87,24 @@ def train_all(rank: int, ranks: int, names: list[str], policies: list[str]) -> A
                 results[name, policy] = train(rank, name, policy)
             except Exception:
                 results[name, policy] = traceback.format_exc()
+    results |= {("refused", policy): refuse_all(policy) for policy in policies}
     return results
+
+
+def refuse_all(policy: str) -> dict[str, str]:
+    """The error of each use that is refused; the values stay what they were."""
+    model, _, optimizer = start("Looks")
+    engine = FairScaleEngine(CPU)
+    engine.apply(model, plan_of(policy), [optimizer])
+    before, told = model.items.weight.detach().clone(), {}
+    for name, (use, _) in REFUSALS.items():
+        try:
+            use(model)
+            told[name] = "nothing"
+        except Exception as error:
+            told[name] = str(error)
+    assert torch.equal(model.items.weight, before)
+    return told
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +130,32 @@ def test_use_outside_of_operator_has_values_of_plain_pytorch(runs: list[Any], na
                 assert value == expected, f"note {index} on rank {rank}"
         if rank == 0:
             torch.testing.assert_close(state, dict(weights), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", REFUSALS)
+def test_use_that_cannot_be_right_is_refused_with_its_reason(runs: list[Any], name: str, policy: str) -> None:
+    for results in runs:
+        assert re.search(REFUSALS[name][1], results["refused", policy][name]), results["refused", policy][name]
+
+
+def read_on_one_rank(rank: int, ranks: int, reads_state: bool) -> str:
+    """The error of each rank where the first one alone reads weights, and the others train on."""
+    model, _, optimizer = start("Looks")
+    engine = FairScaleEngine(CPU)
+    engine.apply(model, plan_of("zdp"), [optimizer])
+
+    def read_or_go_on() -> None:
+        if rank == 0:
+            _ = model.items.state_dict() if reads_state else model.items.weight.norm()
+        engine.before_forward()
+
+    with pytest.raises(ShardingError) as caught:
+        read_or_go_on()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("reads_state", [False, True], ids=["norm", "state_dict"])
+def test_read_on_one_rank_alone_is_an_error_on_all_that_names_the_parameter(reads_state: bool) -> None:
+    for told in run_ranks(read_on_one_rank, RANKS, reads_state, timeout_s=60):
+        assert "rank 0 reads or changes items.weight outside of its operator" in told

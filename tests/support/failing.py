@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -24,13 +25,16 @@ STEPS = 1000
 
 
 class Stream(IterableDataset[Any]):
-    """Rows without a known number; fewer of them on rank 1."""
+    """Rows without a known number; fewer of them on rank 1, which may be killed as they end."""
 
-    def __init__(self, rank: int) -> None:
-        self._rows = dataset(24 if rank else 64).tensors[0]
+    def __init__(self, rank: int, is_killed: bool = False) -> None:
+        self._rows = dataset(24 if rank or is_killed else 64).tensors[0]
+        self._is_killed = rank == 1 and is_killed
 
     def __iter__(self) -> Iterator[Any]:
         yield from ((row,) for row in self._rows)
+        if self._is_killed and torch.distributed.is_initialized():
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class BadRows(TensorDataset):
@@ -52,7 +56,7 @@ class Failing(GPTModule):
     def training_step(self, batch: Any, batch_index: int) -> Tensor:
         loss = super().training_step(batch, batch_index)
         if self.trainer.global_step == 3 and not isinstance(loss, torch._subclasses.FakeTensor):
-            if self.how == f"raise on {self.global_rank}":
+            if self.how in (f"raise on {self.global_rank}", f"checkpoint, raise on {self.global_rank}"):
                 raise ValueError("the third step is unlucky")
             if self.how == f"swallow on {self.global_rank}":
                 raise ValueError("nobody ends this process")
@@ -69,7 +73,9 @@ class Failing(GPTModule):
             return DataLoader(Stream(rank), batch_size=4)
         if self.how == "uneven":
             return DataLoader(dataset(24 if rank else 64), batch_size=4)
-        if self.how == "worker" and rank == 1:
+        if self.how == "stream, killed":
+            return DataLoader(Stream(rank, is_killed=True), batch_size=4)
+        if self.how == f"worker {rank}":
             return DataLoader(BadRows(*dataset(4 * STEPS).tensors), batch_size=4, num_workers=1)
         return super().train_dataloader()
 
@@ -89,8 +95,11 @@ def main(how: str, folder: str) -> None:
     other = how == "plan" and rank == 1
     plan = plan_for(module, [dataset(4).tensors[0]], 2, "zdp" if other else "mixed", 4)
     strategy = OSDPStrategy(plan=plan)
+    checkpoints: dict[str, Any] = {}
+    if how.startswith("checkpoint"):
+        checkpoints = {"callbacks": [OnExceptionCheckpoint(folder, "after")], "enable_checkpointing": True}
     validation = {"limit_val_batches": 1.0, "val_check_interval": 2} if how == "uneven validation" else {}
-    fitting = trainer(folder, strategy, max_steps=STEPS, use_distributed_sampler=False, **validation)
+    fitting = trainer(folder, strategy, max_steps=STEPS, use_distributed_sampler=False, **validation, **checkpoints)
     try:
         fitting.fit(module)
     except ValueError:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.utils.data
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -341,3 +343,53 @@ class Frozen(Use):
 
 
 USES: dict[str, Callable[[Model], Use]] = {use.__name__: use for use in Use.__subclasses__()}
+
+
+def _read_in_worker(model: Model) -> None:
+    class Rows(torch.utils.data.Dataset[Any]):
+        def __getitem__(self, index: int) -> Any:
+            return model.items.weight[index].detach().clone()
+
+        def __len__(self) -> int:
+            return ITEMS
+
+    next(iter(torch.utils.data.DataLoader(Rows(), num_workers=1, multiprocessing_context="fork")))
+
+
+def _write_to_numpy(model: Model) -> None:
+    model.items.weight.detach().numpy()[0] = 1.0
+
+
+def _write_with_gradients(model: Model) -> None:
+    model.items.weight.mul_(2)
+
+
+def _write_view_with_gradients(model: Model) -> None:
+    model.items.weight[0].mul_(2)
+
+
+def _assign(model: Model, value: Tensor) -> None:
+    model.items.weight.data = value
+
+
+SENTENCE = r"weight of items is sharded, and .*: use it within trainer\.strategy\.summon_full_params\(\), on all ranks"
+LEAF = "leaf Variable that requires grad"
+
+REFUSALS: dict[str, tuple[Callable[[Model], Any], str]] = {
+    "collective on the parameter": (lambda model: dist.broadcast(model.items.weight, 0), "mix up the ranks' parts"),
+    "collective on its data": (lambda model: dist.all_reduce(model.items.weight.data), SENTENCE),
+    "collective on a view": (lambda model: dist.all_reduce(model.items.weight.detach()[0]), SENTENCE),
+    "storage": (lambda model: model.items.weight.untyped_storage(), "untyped_storage needs its memory as a whole"),
+    "storage of its data": (lambda model: model.items.weight.data.storage(), SENTENCE),
+    "shared memory": (lambda model: model.items.weight.share_memory_(), SENTENCE),
+    "a shallow copy": (lambda model: copy.copy(model.items.weight), "a shallow copy would have no memory in common"),
+    "a leaf that stands for it": (lambda model: model.items.weight.detach().requires_grad_(), SENTENCE),
+    "a parameter that stands for it": (lambda model: nn.Parameter(model.items.weight.data), SENTENCE),
+    "data of another shape": (lambda model: _assign(model, torch.zeros(2, IN)), r"data of shape \(2, 6\).*\(7, 6\)"),
+    "data of another type": (lambda model: _assign(model, torch.zeros(ITEMS, IN).double()), "float64 on cpu can't"),
+    "another type": (lambda model: model.half(), "can't take the place of"),
+    "a worker of a DataLoader": (_read_in_worker, "a process of a DataLoader"),
+    "changed by numpy": (_write_to_numpy, "read-only"),
+    "changed with gradients": (_write_with_gradients, LEAF),
+    "a view changed with gradients": (_write_view_with_gradients, LEAF),
+}

@@ -68,6 +68,11 @@ class ReplicatedEngine(Engine):
         self._undo = [checkpoint_block(self._module.get_submodule(name)) for name in plan.recomputed]
         self._module.zero_grad(set_to_none=True)
 
+    def restore(self, optimizers: Iterable[Optimizer]) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo, self.is_restored = [], True
+
     def close(self) -> None:
         for parameter in self._module.parameters():
             parameter.data = parameter.data.new_empty(0)

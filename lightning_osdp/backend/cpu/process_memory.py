@@ -1,9 +1,18 @@
-"""Memory of this process and the limits on it, as Linux reports them in ``/proc`` and ``/sys/fs/cgroup``."""
+"""Memory of this process and the limits on it, as Linux reports them in ``/proc`` and ``/sys/fs/cgroup``.
+
+Where there is no ``/proc`` (macOS) the process's largest resident size stands for the present one, and the machine's
+memory for what is available.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import resource
+import sys
 from pathlib import Path
+
+PROC = Path("/proc")
 
 RESIDENT_BYTES_PER_PAGE_TABLE_BYTE = 512
 """Page tables take 8 bytes for a page of 4 KiB. They count in a control group's limit, but not in the resident size
@@ -12,29 +21,32 @@ RESIDENT_BYTES_PER_PAGE_TABLE_BYTE = 512
 
 def resident_bytes() -> int:
     """Return the resident size of this process (VmRSS)."""
-    return read_bytes("VmRSS")
+    return read_bytes("VmRSS") if PROC.exists() else peak_resident_bytes()
 
 
 def peak_resident_bytes() -> int:
     """Return the largest resident size since ``reset_peak`` (VmHWM)."""
-    return read_bytes("VmHWM")
+    if PROC.exists():
+        return read_bytes("VmHWM")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)
 
 
 def reset_peak() -> None:
     """Restart the counter of the peak. Where the kernel can't reset it, the peak since the process's start remains."""
-    clear_refs = Path("/proc/self/clear_refs")
+    clear_refs = PROC / "self/clear_refs"
     if clear_refs.exists():
         clear_refs.write_text("5")
 
 
 def file_pages() -> int:
     """Return the resident bytes that are pages of files, mostly libraries: they are shared, and can be dropped."""
-    return read_bytes("RssFile")
+    return read_bytes("RssFile") if PROC.exists() else 0
 
 
 def control_group() -> str:
     """Return a text that is the same for processes that share a control group, and so its limit."""
-    return Path("/proc/self/cgroup").read_text()
+    file = PROC / "self/cgroup"
+    return file.read_text() if file.exists() else ""
 
 
 def usable_bytes(local_ranks: int, group_ranks: int) -> int:
@@ -47,16 +59,23 @@ def usable_bytes(local_ranks: int, group_ranks: int) -> int:
         local_ranks: ranks on this machine.
         group_ranks: ranks in this process's control group.
     """
-    limits = [read_bytes("MemAvailable", "/proc/meminfo") // local_ranks + resident_bytes()]
+    limits = [_available_bytes() // local_ranks + resident_bytes()]
     for limit in _cgroup_limits():
         share = limit // group_ranks
         limits.append(share - share // RESIDENT_BYTES_PER_PAGE_TABLE_BYTE + file_pages())
     return min(limits)
 
 
-def read_bytes(field: str, path: str = "/proc/self/status") -> int:
-    """Return a size from a file of lines like ``VmRSS:  1234 kB``."""
-    match = re.search(rf"^{field}:\s+(\d+) kB", Path(path).read_text(), re.MULTILINE)
+def _available_bytes() -> int:
+    """Return what processes of this machine may still take."""
+    if PROC.exists():
+        return read_bytes("MemAvailable", "meminfo")
+    return max(0, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - resident_bytes())
+
+
+def read_bytes(field: str, path: str = "self/status") -> int:
+    """Return a size from a file below ``/proc`` of lines like ``VmRSS:  1234 kB``."""
+    match = re.search(rf"^{field}:\s+(\d+) kB", (PROC / path).read_text(), re.MULTILINE)
     assert match is not None, f"{path} has no {field}"
     return int(match[1]) << 10
 
@@ -64,7 +83,7 @@ def read_bytes(field: str, path: str = "/proc/self/status") -> int:
 def _cgroup_limits() -> list[int]:
     """Return the limits of the control groups (v1 and v2) that this process is in."""
     limits = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in control_group().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             files = [Path(f"/sys/fs/cgroup{path}/memory.max"), Path("/sys/fs/cgroup/memory.max")]

@@ -39,6 +39,11 @@ from lightning_osdp.state.guarded_parameter import ShardGuard, without_guards
 from lightning_osdp.state.shard_layout import ShardLayout
 from lightning_osdp.state.state_dict import ShardedParameters
 
+PARTIALLY_UPDATED = (
+    "a backward pass was broken off when the optimizer had updated a part of the parameters: {}. Go on from the last "
+    "checkpoint"
+)
+
 
 class FairScaleEngine(Engine):
     """Carries out a plan with FairScale units for sharded operators and bucketed all-reduces for all others.
@@ -114,6 +119,7 @@ class FairScaleEngine(Engine):
         self.shard_optimizer_state(optimizers)
         # The fast path of torch's attention in evaluation reads the weights of submodules without calling them, so it
         # would see shards.
+        self._had_attention_fastpath = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
 
     @override
@@ -159,6 +165,7 @@ class FairScaleEngine(Engine):
 
     def _set_plan(self, plan: ExecutionPlan) -> None:
         self._context = EngineContext(self._device, self._group, plan)
+        self._context.owner, self.plan = self, plan
         self._nested_operators = find_nested_operators(plan)
 
     def _shard(
@@ -220,6 +227,35 @@ class FairScaleEngine(Engine):
         for hook in self._guard_hooks:
             hook.remove()
         self._guards, self._guard_hooks = [], []
+
+    @override
+    def restore(self, optimizers: Iterable[Optimizer]) -> None:
+        if self.is_restored:
+            return
+        if self._context.backward_optimizer.is_partially_updated:
+            raise ShardingError(PARTIALLY_UPDATED.format("the module is not made whole"))
+        optimizers = list(optimizers)
+        self._remove_guards()
+        self._bucketed_all_reduce.detach()
+        for undo in self._undo_recompute:
+            undo()
+        for unit in self._units:
+            unit.reshard()
+        for operator in self._operators.values():
+            operator.unshard(optimizers)
+        self._operators, self._units, self._sliced_operators, self._undo_recompute = {}, [], [], []
+        self._sharded_parameters = ShardedParameters({}, self._group)
+        torch.backends.mha.set_fastpath_enabled(self._had_attention_fastpath)
+        self.is_restored = True
+
+    @override
+    def refuse_runs(self, reason: str) -> None:
+        def refuse_access(name: str) -> None:
+            raise ShardingError(reason)
+
+        context = self._context
+        context.why_no_runs = reason
+        context.guards.before_access = refuse_access if reason else context.order.before_access
 
     @override
     def close(self) -> None:
@@ -329,10 +365,7 @@ class FairScaleEngine(Engine):
     @override
     def model_state(self, deferred_tensors: DeferredTensors | None = None) -> dict[str, Any]:
         if self._context.backward_optimizer.is_partially_updated:
-            raise ShardingError(
-                "a backward pass was broken off when the optimizer had updated a part of the parameters: this state is "
-                "not saved. Go on from the last checkpoint"
-            )
+            raise ShardingError(PARTIALLY_UPDATED.format("this state is not saved"))
         return super().model_state(deferred_tensors)
 
 

@@ -221,6 +221,8 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operator with full parameters; without gradients they are freed at once in every mode."""
+        if self._context.why_no_runs:
+            raise ShardingError(self._context.why_no_runs)
         if self._context.params_summoned:
             raise ShardingError("the model can't run while its parameters are shown whole: leave that context first")
         if self._in_graph and is_in_backward():
@@ -434,6 +436,8 @@ class EngineContext:
         self.replica_group = cached_group_copy(group, "replicas")
         self.parameters_changed = True
         self.params_summoned = False
+        self.why_no_runs = ""  # set when a run is over and the module stays sharded
+        self.owner: object = None  # the engine, which lives as long as the module is sharded
         self.update_in_backward = plan.update_in_backward
         self.backward_optimizer = BackwardOptimizer()
         self.order = CollectiveOrder(group)

@@ -18,6 +18,9 @@ STEP_TIME_TOLERANCE = 0.1
 """Relative error of a step's prediction up to which compute and communication are corrected by the same factor; the
 time spent waiting differs more from run to run than the step. [M-cost-8]"""
 
+MAX_STEP_TIME_ERROR = 0.15
+"""Relative error of a step's prediction beyond which its plan and trials are not trusted any more."""
+
 MAX_CHANGE, MAX_TOTAL_CHANGE = 2.0, 8.0
 """Largest factors by which one run, and all of them, change a prediction, because the machine may have been busy."""
 
@@ -75,6 +78,11 @@ def update_correction(previous: Correction, plan: ExecutionPlan, measured: Measu
         communication=_limit(previous.communication * _damp(communication), MAX_TOTAL_CHANGE),
         memory_bytes=previous.memory_bytes + (missing if missing > 0 else missing // 2),
     )
+
+
+def is_step_time_off(plan: ExecutionPlan, measured: MeasuredStep) -> bool:
+    """Return whether a run has shown that the plan should be chosen anew: its step is not as it was predicted."""
+    return abs(plan.predicted.step_time_s / measured.step_time_s - 1) > MAX_STEP_TIME_ERROR
 
 
 def exceeds_prediction(plan: ExecutionPlan, peak_memory_bytes: int, margin: float) -> bool:

@@ -41,9 +41,10 @@ class BatchSizePolicy:
             yield self.batch_size, self.accumulation
         else:
             size = 1
-            while size <= largest:
+            while size < largest:
                 yield size, self.accumulation
                 size += max(1, size // 8)
+            yield largest, self.accumulation
 
     def stop_reason(self) -> SearchStop:
         """Return why no batch size above the last of ``candidates`` is tried."""

@@ -6,9 +6,19 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
-from lightning_osdp.planning.spec.model import UNATTRIBUTED, FrozenModel, LinearInBatch, ModelProfile, Moment, Seconds
+from lightning_osdp.planning.spec.files import parse_json
+from lightning_osdp.planning.spec.model import (
+    UNATTRIBUTED,
+    Count,
+    FrozenModel,
+    LinearInBatch,
+    ModelProfile,
+    Moment,
+    Seconds,
+    Size,
+)
 from lightning_osdp.planning.spec.plan_v1 import raise_negative_times, upgrade_cluster
 
 MAX_CORRECTION = 3.0
@@ -133,10 +143,10 @@ NO_ENGINE_OVERHEAD = EngineOverhead()
 class Cluster(FrozenModel):
     """Nodes, devices and links."""
 
-    nodes: int = 1
+    nodes: Count = 1
     """Number of nodes with equally many devices, ranks numbered node by node; 1 if they differ."""
-    devices_per_node: int
-    devices_by_node: tuple[int, ...] = ()
+    devices_per_node: Count
+    devices_by_node: tuple[Count, ...] = ()
     """Devices of each node if their numbers differ; ``devices_per_node`` is their sum then."""
     device: str
     """Type and name of one device: ``cpu``, ``cuda: NVIDIA H200``."""
@@ -148,16 +158,24 @@ class Cluster(FrozenModel):
     """None if there is a single level, or if it was not measured; operators are sharded over all ranks then."""
     overlap: float = Field(ge=0, le=1, default=0.0)
     """Fraction of an operator's compute time that can hide its communication (CUDA)."""
-    prefetch_max_bytes: int = 0
+    prefetch_max_bytes: Size = 0
     """Largest unit that is gathered while the unit before it computes, and whose gradients are reduced while the next
     one computes (CPU); 0 without prefetching."""
-    reduce_scatter_copy_factor: float = 1.0
+    reduce_scatter_copy_factor: Seconds = 1.0
     """Extra bytes that a reduce-scatter allocates, as a fraction of the unsharded tensor."""
-    reduce_scatter_buffer_bytes: int = 0
+    reduce_scatter_buffer_bytes: Size = 0
     """Upper limit of a reduce-scatter's receive buffers, which hold one or two parts of smaller tensors."""
-    all_reduce_buffer_bytes: int = 0
+    all_reduce_buffer_bytes: Size = 0
     """Upper limit of the extra bytes that all-reduces in flight allocate."""
     engine: EngineOverhead = NO_ENGINE_OVERHEAD
+
+    @model_validator(mode="after")
+    def _check_devices(self) -> Cluster:
+        if self.devices_by_node and (self.nodes != 1 or sum(self.devices_by_node) != self.devices_per_node):
+            raise ValueError(
+                f"devices_by_node {self.devices_by_node} needs nodes=1 and devices_per_node={sum(self.devices_by_node)}"
+            )
+        return self
 
     @classmethod
     def from_json(cls, text: str) -> Cluster:
@@ -166,7 +184,7 @@ class Cluster(FrozenModel):
         Raises:
             ValueError: ``text`` is not JSON or does not describe a cluster.
         """
-        return cls.model_validate_json(json.dumps(raise_negative_times(upgrade_cluster(json.loads(text)))))
+        return cls.model_validate_json(json.dumps(raise_negative_times(upgrade_cluster(parse_json(text)))))
 
     @property
     def ranks(self) -> int:
@@ -222,9 +240,9 @@ TimeLine = Annotated[LinearInBatch, AfterValidator(_check_line)]
 class SplitTime(FrozenModel):
     """Compute time that splitting an operator adds in one micro-batch, in seconds by batch size."""
 
-    dim: int
+    dim: Size
     """Dimension of the weight that the slices divide."""
-    slices: int
+    slices: Count
     forward: TimeLine
     backward: TimeLine
 
@@ -272,6 +290,15 @@ class ComputeTimes(FrozenModel):
     ``unattributed``."""
     workspace: tuple[KernelWorkspace, ...] = ()
     """Aligned with ``operators``; empty if it was not measured."""
+
+    def matches(self, model: ModelProfile) -> bool:
+        """Return whether these can be the times of ``model``: whether there are as many of each kind."""
+        num_operators = len(model.operators)
+        return (
+            len(self.operators) == num_operators
+            and len(self.blocks) in (0, len(model.blocks))
+            and len(self.workspace) in (0, num_operators)
+        )
 
     def map_lines(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 SMALL_PARAMETER_ELEMENTS = 1 << 14
 """Smaller 1-D parameters (norms, biases) are never sharded: their gradients are all-reduced in buckets. [M-cost-1]"""
@@ -18,21 +18,30 @@ UNATTRIBUTED = -1
 
 Phase = Literal["forward", "backward"]
 
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=1 << 53)]
+"""A number of things of which there is at least one."""
+
+Size = Annotated[int, Field(ge=0, lt=1 << 63)]
+"""A number of bytes or elements."""
+
+Seconds = Annotated[float, Field(ge=0, le=1e30)]
 """A time that was measured, or a factor on one: neither negative nor infinite."""
+
+Finite = Annotated[float, Field(ge=-1e30, le=1e30)]
+"""A number that sums and products don't overflow with."""
 
 
 class FrozenModel(BaseModel):
-    """An immutable, comparable value with JSON in and out; unknown fields are refused."""
+    """An immutable, comparable value with JSON in and out; unknown fields, infinities and NaN are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class LinearInBatch(FrozenModel):
     """A quantity that grows linearly with the batch size: ``fixed + per_sample * batch_size``."""
 
-    fixed: FiniteFloat = 0.0
-    per_sample: FiniteFloat = 0.0
+    fixed: Finite = 0.0
+    per_sample: Finite = 0.0
 
     def value_at(self, batch_size: int) -> float:
         """Return the value at ``batch_size`` samples, never less than zero."""
@@ -53,10 +62,10 @@ class ParameterInfo(FrozenModel):
     name: str
     aliases: tuple[str, ...] = ()
     """Its other names, if weights are tied."""
-    shape: tuple[int, ...]
-    element_bytes: int = 4
+    shape: tuple[Size, ...]
+    element_bytes: Count = 4
     trainable: bool = True
-    optimizer_bytes: int = 0
+    optimizer_bytes: Size = 0
     """Optimizer state of the unsharded parameter, as the module's own optimizer allocates it."""
     gradient_order: int = 0
     """Position of its gradient in the operator's backward; gradients with equal positions exist at the same time."""
@@ -94,25 +103,25 @@ class Operator(FrozenModel):
     """Dotted path of the module; ``WHOLE_MODEL`` for parameters that the training step itself uses."""
     kind: str
     parameters: tuple[ParameterInfo, ...]
-    calls: int = 1
+    calls: Count = 1
     """How often it runs in one forward pass."""
     replicated_reason: str = ""
     """Why it must stay replicated, in words for the user; empty if it may be sharded."""
     tied: bool = False
     """Whether operators inside it share its parameters (an embedding and a head)."""
-    flops_per_sample: float = 0.0
+    flops_per_sample: Seconds = 0.0
     """Forward and backward together."""
-    split_dims: tuple[int, ...] = ()
+    split_dims: tuple[Size, ...] = ()
     """Dimensions of its weight that slices may divide, the best first; empty if it can't be split."""
     unsplittable_reason: str = ""
     """Why it can't be split, in words for the user; empty if it can, or if that was not looked at."""
-    output_dims: tuple[int, ...] = ()
+    output_dims: tuple[Size, ...] = ()
     """Those of ``split_dims`` that slice its output; the others slice its input."""
-    input_per_sample: float = 0.0
+    input_per_sample: Seconds = 0.0
     """Bytes per sample of the gradient of its input; known if it can be split."""
-    output_per_sample: float = 0.0
+    output_per_sample: Seconds = 0.0
     """Bytes per sample of its output; known if it can be split."""
-    num_wrapped: int = 1
+    num_wrapped: Count = 1
     """Number of operators of one block that this operator stands for, because they share a unit (``wrapping``)."""
 
     @property
@@ -172,7 +181,7 @@ class RepeatedBlock(FrozenModel):
     """Bytes that recomputing frees between forward and backward: what the forward keeps beyond the block's output."""
     live_before_forward: LinearInBatch = LinearInBatch()
     live_before_backward: LinearInBatch = LinearInBatch()
-    unattributed_flops_per_sample: float = 0.0
+    unattributed_flops_per_sample: Seconds = 0.0
     """Flops of its forward that belong to no operator."""
     recompute_blocker: str = ""
     """Why it can't be recomputed, in words for the user; empty if it can."""
@@ -186,7 +195,7 @@ class NonTrainingWork(FrozenModel):
     """Work between training steps that needs memory."""
 
     checkpoint_memory: CheckpointMemory = "nothing"
-    evaluation_batch_size: int = 0
+    evaluation_batch_size: Size = 0
     """Samples per device in the largest evaluation batch; 0 if the plan's batch size decides it, or without
     evaluation."""
 
@@ -202,7 +211,7 @@ NO_NON_TRAINING_WORK = NonTrainingWork()
 class OptimizerStep(FrozenModel):
     """Temporaries of the optimizer's step, as bytes per byte of parameter."""
 
-    temporary_factor: float = 0.0
+    temporary_factor: Seconds = 0.0
     temporaries_of: Literal["largest", "total"] = "largest"
     """``largest``: parameters are updated one by one, so the largest counts; ``total``: all at once (foreach)."""
     per_parameter: bool = False
@@ -219,16 +228,39 @@ class ModelProfile(FrozenModel):
     operators: tuple[Operator, ...]
     """In the order of their first use; every parameter is in exactly one."""
     moments: tuple[Moment, ...]
-    buffer_bytes: int = 0
+    buffer_bytes: Size = 0
     optimizer_step: OptimizerStep = OptimizerStep()
-    batch_size: int
+    batch_size: Count
     """Samples in the traced batch, as the user's own loader gives it."""
-    unattributed_flops_per_sample: float = 0.0
+    unattributed_flops_per_sample: Seconds = 0.0
     """Forward and backward flops that belong to no operator, mostly attention's matrix products."""
     blocks: tuple[RepeatedBlock, ...] = ()
     """Repeated blocks in the order in which they run; none lies in another."""
     evaluation: tuple[Moment, ...] = ()
     """Moments of the same forward without autograd; empty if they are not known."""
+    checksum: str = Field(default="", exclude=True, repr=False)
+    """Of its file, which is checked and taken off when that is read."""
+
+    @model_validator(mode="after")
+    def _check_indices(self) -> ModelProfile:
+        count, last = len(self.operators), len(self.moments) - 1
+        if any(not UNATTRIBUTED <= moment.operator < count for moment in (*self.moments, *self.evaluation)):
+            raise ValueError(f"a moment's operator is none of {count}")
+        for block in self.blocks:
+            if any(not 0 <= operator < count for operator in block.operators):
+                raise ValueError(f"an operator of the block {block.name} is none of {count}")
+            if any(not 0 <= first <= end <= last for first, end in (block.forward, block.backward)):
+                raise ValueError(f"a moment of the block {block.name} is none of {last + 1}")
+        return self
+
+    def has_moments_of(self, other: ModelProfile) -> bool:
+        """Whether both run the same operators and blocks in the same order."""
+
+        def order(profile: ModelProfile) -> list[object]:
+            places = [(each.phase, each.operator) for each in profile.moments]
+            return [*places, *(each.name for each in profile.operators), *(each.name for each in profile.blocks)]
+
+        return order(self) == order(other)
 
     @property
     def num_parameters(self) -> int:

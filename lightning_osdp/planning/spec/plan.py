@@ -11,7 +11,8 @@ from pydantic import Field, ValidationError, model_validator
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster
-from lightning_osdp.planning.spec.model import FrozenModel, ModelProfile
+from lightning_osdp.planning.spec.files import describe_error, parse_json
+from lightning_osdp.planning.spec.model import Count, Finite, FrozenModel, ModelProfile, Seconds, Size
 from lightning_osdp.planning.spec.plan_v1 import raise_negative_times, upgrade_plan
 
 PLAN_FORMAT = "lightning_osdp.plan"
@@ -22,8 +23,8 @@ class ModelIdentity(FrozenModel):
     """The model that a plan is for."""
 
     fingerprint: str
-    num_parameters: int = Field(ge=0)
-    flops_per_sample: float = 0.0
+    num_parameters: Size
+    flops_per_sample: Seconds = 0.0
     """Flops of forward and backward together, without recomputation; 0 if the plan does not say."""
 
 
@@ -31,7 +32,7 @@ class _Choice(FrozenModel):
     """The fields of a ``ShardingChoice`` in a plan."""
 
     slices: tuple[Mode, ...] = Field(min_length=1)
-    split_dim: int | None = None
+    split_dim: Size | None = None
     sharding_group: ShardingScope = ShardingScope.WORLD
     hierarchical: bool = False
 
@@ -44,10 +45,10 @@ class _Choice(FrozenModel):
 class ChoiceCost(_Choice):
     """Predicted cost of an operator under one choice, per rank and optimizer step."""
 
-    time_s: float
-    resident_bytes: int
+    time_s: Finite
+    resident_bytes: Size
     """Bytes held at the plan's peak or just before it, except while the operator itself runs."""
-    transient_bytes: int
+    transient_bytes: Size
     """Bytes held only while the operator runs; of all operators the largest counts."""
 
 
@@ -62,10 +63,10 @@ class BlockPlan(FrozenModel):
     user_requested: bool = False
     recompute_saves_bytes: int = 0
     """Bytes that recomputing frees between its forward and its backward, at this batch size."""
-    time_s: float = 0.0
+    time_s: Finite = 0.0
     """Seconds that recomputing adds to an optimizer step, further gathers included."""
-    num_wrapped: int = 0
-    wrapping_saves_s: float = 0.0
+    num_wrapped: Size = 0
+    wrapping_saves_s: Finite = 0.0
     """Seconds of an optimizer step that the shared unit saves: an equal share for each block."""
     wrapping_bytes: int = 0
     """Bytes that the shared units of all such blocks add to the peak."""
@@ -79,7 +80,7 @@ class OperatorPlan(_Choice):
     """Block whose unit it shares; empty if it has its own."""
     is_recomputed: bool = False
     """Whether it lies in a block that is recomputed (``ExecutionPlan.recomputed``)."""
-    num_parameters: int = Field(ge=0)
+    num_parameters: Size
     requested_mode: Mode | None = None
     """Mode that the user asked for; it differs from the operator's own where that can't be had."""
     replicated_reason: str = ""
@@ -103,19 +104,19 @@ class OperatorPlan(_Choice):
 class Prediction(FrozenModel):
     """Predicted cost of a plan, per optimizer step (accumulation included) and rank."""
 
-    step_time_s: float
-    compute_time_s: float
-    communication_time_s: float
-    samples_per_s: float
-    peak_memory_bytes: int
+    step_time_s: Finite
+    compute_time_s: Finite
+    communication_time_s: Finite
+    samples_per_s: Finite
+    peak_memory_bytes: Size
     """Peak in training, as the device's own counter will show it."""
-    overhead_bytes: int
+    overhead_bytes: Size
     """Part of the peak that was there before the model."""
-    saving_memory_bytes: int = 0
+    saving_memory_bytes: Size = 0
     """Memory while a checkpoint is saved; 0 if none is, or if nothing is gathered for it."""
-    evaluation_memory_bytes: int = 0
+    evaluation_memory_bytes: Size = 0
     """Memory in evaluation; 0 if it never exceeds a step's forward."""
-    heap_headroom_bytes: int = 0
+    heap_headroom_bytes: Size = 0
     """Part of the peak that stays free in a heap that retains freed tensors."""
 
     @property
@@ -133,9 +134,9 @@ class Prediction(FrozenModel):
 class BatchSizePoint(FrozenModel):
     """The best plan at one batch size."""
 
-    batch_size: int
-    samples_per_s: float
-    peak_memory_bytes: int
+    batch_size: Count
+    samples_per_s: Finite
+    peak_memory_bytes: Size
 
 
 class PeakMoment(FrozenModel):
@@ -190,10 +191,10 @@ class ExecutionPlan(FrozenModel):
     version: Literal[2] = 2
     model: ModelIdentity
     cluster: Cluster
-    memory_limit_bytes: int = Field(gt=0)
-    batch_size: int = Field(gt=0)
-    accumulate_grad_batches: int = Field(gt=0, default=1)
-    global_batch_size: int = Field(gt=0)
+    memory_limit_bytes: Count
+    batch_size: Count
+    accumulate_grad_batches: Count = 1
+    global_batch_size: Count
     operators: tuple[OperatorPlan, ...]
     recomputed: tuple[str, ...] = ()
     """Names of the blocks whose activations are recomputed in the backward pass."""
@@ -207,7 +208,7 @@ class ExecutionPlan(FrozenModel):
     the heap is larger than the live tensors (``PeakMoment.heap``). Otherwise they go back to the system."""
     predicted: Prediction
     frontier: tuple[BatchSizePoint, ...] = ()
-    memory_shadow_price: float | None = None
+    memory_shadow_price: Finite | None = None
     """Seconds of a step that one more byte of memory would save, by the search's linear relaxation."""
     peak: PeakMoment | None = None
     search_stop: SearchStop | None = None
@@ -278,9 +279,11 @@ class ExecutionPlan(FrozenModel):
             PlanMismatchError: The plan has a version that is not known.
         """
         try:
-            data: Any = json.loads(text)
+            data: Any = parse_json(text)
         except json.JSONDecodeError as error:
             raise ConfigurationError(f"{source} is not JSON: {error}") from error
+        except ValueError as error:
+            raise ConfigurationError(f"{source} is damaged: {error}") from error
         if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
             raise ConfigurationError(f'{source} is not an execution plan: it has no "format": "{PLAN_FORMAT}"')
         if data.get("version") == 1:
@@ -293,9 +296,7 @@ class ExecutionPlan(FrozenModel):
         try:
             return cls.model_validate_json(json.dumps(data | {"cluster": raise_negative_times(data.get("cluster"))}))
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise ConfigurationError(f"{source} is damaged: field {where}: {first['msg']}") from error
+            raise ConfigurationError(f"{source} is damaged: {describe_error(error)}") from error
 
     def check(self, model: ModelProfile, ranks: int, nodes: int | None = None) -> None:
         """Refuse a plan that was made for another model or another number of ranks.

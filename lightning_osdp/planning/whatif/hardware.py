@@ -17,18 +17,23 @@ import re
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field, ValidationError
 
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, HierarchicalLinks, Link, ShardingLink
-from lightning_osdp.planning.spec.model import FrozenModel
+from lightning_osdp.planning.spec.files import describe_error
+from lightning_osdp.planning.spec.model import Count, FrozenModel, Seconds
 
 NODE_COUNTS = (2, 8)
 """Numbers of nodes that ``list_names`` lists; ``load`` takes any number."""
 
 USABLE_MEMORY_FRACTION = 0.92
 """Fraction of a device's memory that is planned with if no limit is given [M-search-2]."""
+
+Rate = Annotated[float, Field(ge=1, le=1e30)]
+"""Bytes or operations per second."""
 
 _NAME = re.compile(r"(?:(\d+)x)?([^+]+?)(?:\+([^+]+))?")
 _FILES = resources.files(__package__) / "hardware_files"
@@ -41,10 +46,10 @@ class LinkSpec(FrozenModel):
     N of the tensor's bytes for an all-reduce, (N - 1) / N for its two halves.
     """
 
-    latency_s: float = Field(ge=0)
-    all_reduce_bytes_per_s: float = Field(gt=0)
-    all_gather_bytes_per_s: float = Field(gt=0)
-    reduce_scatter_bytes_per_s: float = Field(gt=0)
+    latency_s: Seconds
+    all_reduce_bytes_per_s: Rate
+    all_gather_bytes_per_s: Rate
+    reduce_scatter_bytes_per_s: Rate
 
 
 class Hardware(FrozenModel):
@@ -53,15 +58,15 @@ class Hardware(FrozenModel):
     name: str
     device: str
     """Name of the device, as its vendor writes it."""
-    nodes: int = Field(ge=1, default=1)
-    devices_per_node: int = Field(ge=1)
-    memory_bytes: int = Field(gt=0)
+    nodes: Count = 1
+    devices_per_node: Count
+    memory_bytes: Count
     """Memory of one device."""
-    peak_flops: dict[str, float]
+    peak_flops: dict[str, Rate]
     """FLOP/s of dense matrix products by dtype: ``fp32``, ``tf32``, ``fp16``, ``bf16``."""
-    memory_bytes_per_s: float = Field(gt=0)
+    memory_bytes_per_s: Rate
     """Bandwidth between a device and its own memory."""
-    start_latency_s: float = Field(ge=0, default=0.0)
+    start_latency_s: Seconds = 0.0
     """Latency of any collective before its first step."""
     within_node: LinkSpec
     between_nodes: LinkSpec | None = None
@@ -110,7 +115,11 @@ def load(name_or_path: str | Path) -> Hardware:
     if path.suffix == ".json":
         if not path.is_file():
             raise ConfigurationError(f"there is no hardware file {path}")
-        return _parse(path.read_text(encoding="utf-8"), str(path))
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"the hardware file {path} can't be read: {error}") from error
+        return _parse(text, str(path))
     return _combine(str(name_or_path))
 
 
@@ -237,9 +246,7 @@ def _parse(text: str, source: str) -> Hardware:
     try:
         hardware = Hardware.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigurationError(f"hardware {source}: {where or 'the file'}: {first['msg']}") from error
+        raise ConfigurationError(f"hardware {source}: {describe_error(error)}") from error
     if hardware.nodes > 1 and hardware.between_nodes is None:
         raise ConfigurationError(f"hardware {source}: between_nodes: is needed where there are several nodes")
     return hardware

@@ -13,10 +13,25 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer, _configure_optimizers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import (
+    LBFGS,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SparseAdam,
+)
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.backend.fused_adam import can_fuse
+from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.model import UNATTRIBUTED, OptimizerStep
 from lightning_osdp.profiling.kernels.kernel import Kernel, Spec, list_length, select_from_lists, spec_of
 from lightning_osdp.profiling.tracing.recorder import Op, Recorder, Recording
@@ -62,6 +77,8 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default:
+            if args[0].dtype == torch.bool:  # nothing has converged, and no value is out of bounds
+                return False
             return ASSUMED_STEP_COUNT if not args[0].dtype.is_floating_point else float(ASSUMED_STEP_COUNT)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -130,7 +147,15 @@ def trace_optimizers(
         parameters: Parameters to count states for; None has none.
         fake_mode: The mode that the parameters belong to.
         clipping: Clipping of the gradients, which counts as part of the step.
+
+    Raises:
+        ConfigurationError: An optimizer takes sparse gradients.
     """
+    if any(isinstance(optimizer, SparseAdam) for optimizer in optimizers):
+        raise ConfigurationError(
+            "SparseAdam takes sparse gradients (Embedding(sparse=True)), which are not reduced over shards: use Adam "
+            "and sparse=False"
+        )
     _select_implementations(optimizers)
     trainable = _trainable_parameters(optimizers)
     if not trainable:
@@ -307,10 +332,11 @@ def _step(optimizers: Sequence[Optimizer], updated: Sequence[Tensor]) -> tuple[R
     recorder = _make_recorder(optimizers, updated)
     ops = recorder.recording.ops
     ops_by_optimizer: list[Sequence[Op]] = []
+    loss: Any = torch.ones(())
     with recorder:
         for optimizer in optimizers:
             start = len(ops)
-            optimizer.step()
+            optimizer.step(lambda: loss)  # Lightning always gives a closure; here the gradients are there
             ops_by_optimizer.append(ops[start:])
     return recorder.recording, ops_by_optimizer
 
@@ -325,12 +351,19 @@ def _clip(optimizers: Sequence[Optimizer], trainable: Sequence[Tensor], clipping
 
 
 def _state_bytes(optimizers: Sequence[Optimizer]) -> dict[int, int]:
-    """Return the bytes of each parameter's state by its id."""
+    """Return the bytes of each parameter's state by its id; of LBFGS, when its history is full."""
+    history = {
+        id(p): (2 * group["history_size"] + 3) * p.nbytes
+        for optimizer in optimizers
+        if isinstance(optimizer, LBFGS)
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
     return {
         id(p): sum(leaf.nbytes for leaf in tree_leaves(dict(state or {})) if isinstance(leaf, Tensor))
         for optimizer in optimizers
         for p, state in optimizer.state.items()
-    }
+    } | history
 
 
 def _peak_bytes(recording: Recording) -> int:

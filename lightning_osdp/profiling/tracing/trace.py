@@ -9,7 +9,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,7 +77,19 @@ class TracedStep:
 
     def with_all_kernels(self) -> TracedStep:
         """Return the step with the kernels of all batch sizes."""
-        return self if self.retrace is None else self.retrace()
+        return self if self.retrace is None else replace(self.retrace(), model_profile=self.model_profile)
+
+    def with_memory_of(self, other: TracedStep) -> TracedStep:
+        """Return this step with the live bytes of ``other``, if that one does the same; else ``other``."""
+        own, larger = self.model_profile, other.model_profile
+        if own.fingerprint != larger.fingerprint or not own.has_moments_of(larger):
+            return other
+        memory = {name: getattr(larger, name) for name in ("moments", "blocks", "evaluation")}
+        operators = tuple(
+            each.model_copy(update={name: getattr(big, name) for name in ("input_per_sample", "output_per_sample")})
+            for each, big in zip(own.operators, larger.operators, strict=True)
+        )
+        return replace(self, model_profile=own.model_copy(update=memory | {"operators": operators}))
 
 
 def trace(step: TrainingStep) -> TracedStep:

@@ -9,8 +9,12 @@ import pytest
 from lightning_osdp.autotune import profile_cache
 from lightning_osdp.autotune.profile import Profile
 from lightning_osdp.errors import OSDPWarning
+from lightning_osdp.planning.cost.run_correction import Correction
+from lightning_osdp.planning.cost.trial_correction import Trial
+from lightning_osdp.planning.search.plan_selection import CachedPlan
+from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.cluster import ComputeTimes, OperatorTime
-from tests.support.models import some_cluster
+from tests.support.models import hand_made_plan, some_cluster
 
 
 def test_read_of_missing_or_damaged_cache_file_returns_none(tmp_path: Path) -> None:
@@ -25,3 +29,20 @@ def test_read_of_missing_or_damaged_cache_file_returns_none(tmp_path: Path) -> N
     file.write_text(file.read_text()[:-5])
     with pytest.warns(OSDPWarning, match="damaged"):
         assert profile_cache.read(file, Profile) is None
+
+
+@pytest.mark.parametrize("tries_anew", [False, True])
+def test_store_correction_drops_plans_and_trials_where_they_have_to_be_tried_anew(
+    tries_anew: bool, tmp_path: Path
+) -> None:
+    trial = Trial(plan_key="", predicted_s=1.0, measured_s=1.0, overhead_by_kind_s={})
+    cached = CachedPlan(request_key="", plan=hand_made_plan({"one": Mode.DP}, 2))
+    times = ComputeTimes(operators=(), unattributed=OperatorTime(), optimizer_s_per_byte=0.0)
+    whole = Profile(link=some_cluster().link, compute=times, trials=(trial,), cached_plans=(cached,))
+    file = tmp_path / "kept.json"
+    profile_cache.write(file, whole.model_dump_json())
+    profile_cache.store_correction(file, Correction(compute=2.0), tries_anew)
+    found = profile_cache.read(file, Profile)
+    assert found is not None
+    assert found.correction == Correction(compute=2.0)
+    assert (found.trials, found.cached_plans) == (((), ()) if tries_anew else ((trial,), (cached,)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import resource
+import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from lightning_osdp.backend.cpu.malloc import configure_cpu_allocator
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.state.checkpoint import CheckpointFormat, consolidate
+from lightning_osdp.state.shard_layout import TensorChunk
 from tests.support.models import hand_made_plan, modes_for
 from tests.support.ranks import run_ranks
 
@@ -89,7 +92,72 @@ def save_and_measure(rank: int, ranks: int, folder: str) -> dict[str, Any]:
         source, target = Path(folder, "sharded", "last.ckpt"), Path(folder, "whole.ckpt")
         found["consolidate"] = peak_growth_bytes(lambda: consolidate(source, target))
     found["state"] = engine.model_state()
+    for fault in FAULTS:
+        for victim in range(ranks):
+            kind, inject = FAULTS[fault]
+            began = time.monotonic()
+            path = Path(folder, kind, "last.ckpt")
+            try:
+                with inject() if rank == victim else nullcontext():
+                    save(kind, path)
+                message = "saved"
+            except OSDPError as error:
+                message = f"{type(error).__name__}: {error}"
+            found[fault, victim] = message, time.monotonic() - began
+            dist.barrier()  # the group can still be used
+            found[fault, victim, "beside"] = [entry.name for entry in path.parent.iterdir()]
+            dist.barrier()
+    for kind in ("full", "sharded"):
+        save(kind, Path(folder, kind, "last.ckpt"))
+    state = engine.model_state()
+    found["unchanged"] = all(torch.equal(state[key], value) for key, value in found["state"].items())
     return found
+
+
+@contextmanager
+def replaced(owner: Any, name: str, replacement: Any) -> Any:
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def no_memory_for_full_tensor() -> Any:
+    new_empty = torch.Tensor.new_empty
+
+    def refuse_large(self: torch.Tensor, *sizes: Any, **named: Any) -> torch.Tensor:
+        found = new_empty(self, *sizes, **named)
+        if found.numel() >= WIDTH * WIDTH:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return found
+
+    return replaced(torch.Tensor, "new_empty", refuse_large)
+
+
+def no_memory_for_chunk() -> Any:
+    def refuse(self: TensorChunk, local_shard: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    return replaced(TensorChunk, "view", refuse)
+
+
+@contextmanager
+def read_only_place() -> Any:
+    def refuse(self: Path, *_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(self))
+
+    with replaced(Path, "mkdir", refuse), replaced(Path, "unlink", refuse), replaced(Path, "rmdir", refuse):
+        yield
+
+
+FAULTS = {
+    "no memory for a full tensor": ("full", no_memory_for_full_tensor),
+    "no memory for a chunk": ("sharded", no_memory_for_chunk),
+    "read-only place": ("sharded", read_only_place),
+}
+"""Format, and what goes wrong on one rank while it is saved."""
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +168,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
     return run_ranks(save_and_measure, 2, str(folder))
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+@pytest.mark.parametrize("victim", [0, 1])
+def test_fault_of_one_rank_while_saving_raises_on_all_ranks_within_seconds(
+    results: list[dict[str, Any]], fault: str, victim: int
+) -> None:
+    for result in results:
+        message, seconds = result[fault, victim]
+        assert message.startswith("CheckpointError: ")
+        cause = "Read-only file system" if fault == "read-only place" else "can't allocate memory"
+        assert cause in message
+        assert "read-only" in fault or f"rank {victim}" in message
+        assert seconds < 10
+        assert fault == "read-only place" or result[fault, victim, "beside"] == ["last.ckpt"]
+    assert results[0]["unchanged"]
 
 
 def test_save_needs_no_more_memory_than_largest_operator(results: list[dict[str, Any]]) -> None:

@@ -10,6 +10,7 @@ from lightning_osdp.planning.cost.run_correction import (
     correct_cluster,
     correct_compute,
     exceeds_prediction,
+    is_step_time_off,
     update_correction,
 )
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, ComputeTimes, Link, OperatorTime
@@ -116,3 +117,8 @@ def test_correction_scales_all_compute_and_collective_times() -> None:
         assert one.time_s(100, 2) == 3 * fit.time_s(100, 2)
         assert one.residual == 0.5
     assert (after.nodes, after.devices_per_node, after.backend) == (2, 2, "gloo")
+
+
+@pytest.mark.parametrize(("factor", "is_off"), [(1.0, False), (1.14, False), (1.2, True), (0.9, False), (0.8, True)])
+def test_is_step_time_off_beyond_fifteen_percent(factor: float, is_off: bool) -> None:
+    assert is_step_time_off(PLAN, MeasuredStep(1.25 / factor, None, 0)) == is_off

@@ -8,6 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
+from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiling.tracing import optimizer_step
 from lightning_osdp.profiling.tracing.optimizer_step import Clipping, OptimizerTrace, trace_optimizers
 
@@ -73,3 +74,38 @@ def test_step_by_kind_declines_optimizers_that_couple_parameters(name: str) -> N
         own = parameters()
         found = optimizer_step._step_by_kind([MAKERS[name](own)], own)
     assert (found is None) == (name in ("foreach", "normed"))
+
+
+class TwicePerStep(Optimizer):
+    """Calls its closure twice, like SAM."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        for _ in range(2):
+            with torch.enable_grad():
+                loss = closure()
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.sub_(p.grad, alpha=group["lr"])
+        return loss
+
+
+def test_trace_optimizers_lbfgs_is_replicated_and_counts_its_full_history() -> None:
+    trace = traced(lambda own: torch.optim.LBFGS(own, history_size=10))
+    assert set(trace.needs_unsharded) == {"LBFGS"}
+    assert trace.state_bytes == tuple(23 * p.nbytes for p in parameters())
+
+
+def test_trace_optimizers_that_need_a_closure_are_stepped_with_one() -> None:
+    trace = traced(TwicePerStep)
+    assert set(trace.needs_unsharded) == {""}
+    assert sum(kernel.count for kernel in trace.kernels) == 2 * len(parameters())
+
+
+def test_trace_optimizers_sparse_adam_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match=r"SparseAdam takes sparse gradients .* use Adam and sparse=False"):
+        traced(torch.optim.SparseAdam)

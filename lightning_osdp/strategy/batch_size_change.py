@@ -1,0 +1,145 @@
+"""What a batch size means for an epoch: its optimizer steps, its bounds, and one line about a change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One rank's share of an epoch.
+
+    Attributes:
+        num_samples: samples of a rank; None if that is not known.
+        drop_last: whether an incomplete batch is left out.
+        limit: the Trainer's ``limit_train_batches``.
+        validation_interval: batches that an epoch needs at least, as validation comes after so many; 1 for any number.
+    """
+
+    num_samples: int | None
+    drop_last: bool = False
+    limit: int | float = 1.0
+    validation_interval: int = 1
+
+    @classmethod
+    def from_trainer(cls, trainer: Any, loader: Any, ranks: int) -> Epoch:
+        """Return the epoch of ``loader`` under the Trainer's settings."""
+        interval = trainer.val_check_interval
+        is_counted = isinstance(interval, int) and not isinstance(interval, bool)
+        is_checked = is_counted and trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
+        num_samples = None
+        if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+            num_samples = sized_len(loader.sampler)
+            is_split = trainer._accelerator_connector.use_distributed_sampler
+            if num_samples is not None and is_split and not isinstance(loader.sampler, DistributedSampler):
+                num_samples = -(-num_samples // ranks)
+        drop_last = bool(getattr(loader, "drop_last", False))
+        return cls(num_samples, drop_last, trainer.limit_train_batches, interval if is_checked else 1)
+
+    def num_batches(self, batch_size: int) -> int | None:
+        """Return the batches of an epoch; None if that is not known."""
+        if self.num_samples is None:
+            return None
+        batches = self.num_samples // batch_size if self.drop_last else -(-self.num_samples // batch_size)
+        return min(batches, self.limit) if isinstance(self.limit, int) else int(batches * self.limit)
+
+    def num_steps(self, batch_size: int, accumulation: int) -> int | None:
+        """Return the optimizer steps of an epoch; None if that is not known."""
+        batches = self.num_batches(batch_size)
+        return None if batches is None else -(-batches // accumulation)
+
+    def largest_batch_size(self, present: int, accumulation: int, min_steps: int) -> int | None:
+        """Return the largest batch size that leaves enough steps, or the present one; None for any.
+
+        Args:
+            present: the loader's own batch size.
+            accumulation: batches per optimizer step.
+            min_steps: optimizer steps that an epoch should have.
+        """
+        if self.num_samples is None:
+            return None
+        if (self.num_steps(present, accumulation) or 0) <= min_steps:
+            return max(1, min(present, self.num_samples))
+        return self._largest(lambda size: (self.num_steps(size, accumulation) or 0) >= min_steps)
+
+    def largest_valid(self, present: int) -> int | None:
+        """Return the largest batch size with which an epoch has a batch, and validation comes; None for any."""
+        if self.num_samples is None or (self.num_batches(present) or 0) < self.validation_interval:
+            return None  # without the present one's fault there is none of ours
+        return self._largest(lambda size: (self.num_batches(size) or 0) >= self.validation_interval)
+
+    def check(self, batch_size: int, present: int) -> None:
+        """Refuse a batch size with which Lightning would refuse to validate.
+
+        Raises:
+            ConfigurationError: the epoch has too few batches.
+        """
+        largest = self.largest_valid(present)
+        if largest is not None and batch_size > largest:
+            raise ConfigurationError(
+                f"a batch size of {batch_size} per device (the loader's is {present}) leaves "
+                f"{self.num_batches(batch_size)} batches per epoch, fewer than val_check_interval="
+                f"{self.validation_interval} needs: use a batch size up to {largest}, a smaller val_check_interval, or "
+                "check_val_every_n_epoch=None"
+            )
+
+    def _largest(self, is_enough: Callable[[int], bool]) -> int:
+        low, high = 1, max(1, self.num_samples or 1)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if is_enough(middle) else (low, middle - 1)
+        return low
+
+
+def describe_change(epoch: Epoch, present: int, accumulation: int, plan: ExecutionPlan, ranks: int) -> str:
+    """Return the line that says what the plan changes; empty if it trains what the loader and the Trainer say.
+
+    Args:
+        epoch: the epoch.
+        present: the loader's batch size.
+        accumulation: the Trainer's accumulation before the plan.
+        plan: the plan.
+        ranks: number of ranks.
+    """
+    if (plan.batch_size, plan.accumulate_grad_batches) == (present, accumulation):
+        return ""
+    before, after = (
+        epoch.num_steps(present, accumulation),
+        epoch.num_steps(plan.batch_size, plan.accumulate_grad_batches),
+    )
+    steps = "" if before is None else f", {before} -> {after} optimizer steps per epoch"
+    accumulated = ""
+    if plan.accumulate_grad_batches != accumulation:
+        accumulated = f", accumulate_grad_batches {accumulation} -> {plan.accumulate_grad_batches}"
+    total = f"{present * ranks * accumulation} -> {plan.batch_size * ranks * plan.accumulate_grad_batches}"
+    return (
+        f"batch size per device {present} -> {plan.batch_size} (global {total}){accumulated}{steps}; the learning rate "
+        "is yours to adapt; batch_size='keep' keeps yours"
+    )
+
+
+def announce_change(trainer: Any, epoch: Epoch, present: int, plan: ExecutionPlan, ranks: int) -> None:
+    """Print and log ``describe_change`` on rank 0, if there is one."""
+    change = describe_change(epoch, present, trainer.accumulate_grad_batches, plan, ranks)
+    if change and trainer.is_global_zero:
+        logging.getLogger(__name__).info(change)
+        print(change)
+
+
+def update_hyperparameters(trainer: pl.Trainer, before: int, after: int) -> None:
+    """Set ``batch_size`` in the hyperparameters that loggers and checkpoints get, where it was the loader's."""
+    for holder in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
+        for name in ("_hparams", "_hparams_initial"):
+            values = getattr(holder, name, None)
+            if values is not None and values.get("batch_size") == before:
+                values["batch_size"] = after

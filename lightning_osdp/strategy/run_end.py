@@ -1,0 +1,160 @@
+"""When a run is over: its module is given back whole, or refuses to be used; a later run takes it over."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_osdp.autotune.pipeline import PlanningResult
+from lightning_osdp.autotune.ranks import RankGroup
+from lightning_osdp.backend import memory
+from lightning_osdp.backend.agree import all_reduce_max
+from lightning_osdp.engine.base import Engine, create_engine, engines_of
+from lightning_osdp.errors import OSDPWarning, ShardingError
+from lightning_osdp.planning.spec.formatting import format_bytes
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.strategy.planning_options import PlanningOptions
+from lightning_osdp.strategy.processes import ProcessGroupStrategy
+
+_ADVICE = (
+    "go on with its Trainer or hand it to a new Trainer with strategy='osdp', or call trainer.save_checkpoint(path) on "
+    "all ranks and load_from_checkpoint(path)"
+)
+
+
+def end_run(
+    engine: Engine, status: TrainerStatus, optimizers: Sequence[Optimizer], limit: memory.MemoryLimit, group: Any
+) -> None:
+    """Give the module back whole if it fits on every rank; else have every use of it say that it is sharded.
+
+    Collective after a run that ended well. After an error other ranks may be gone, so nothing is gathered.
+
+    Args:
+        engine: carries out the plan of the run.
+        status: the Trainer's status.
+        optimizers: the optimizers of the run, whose states are made whole as well.
+        limit: memory that a rank may use.
+        group: all ranks.
+    """
+    if not engine.is_sharded:
+        engine.restore(optimizers)
+    elif status == TrainerStatus.INTERRUPTED:
+        engine.refuse_runs(f"this module is sharded, since its run ended with an error: {_ADVICE}")
+    elif (reason := _why_not_whole(engine, optimizers, limit, group)) is None:
+        engine.restore(optimizers)
+    else:
+        engine.refuse_runs(f"this module is sharded, since it does not fit whole: {reason}. To use it, {_ADVICE}")
+
+
+def take_over(module: nn.Module, own_engine: Engine | None, limit: memory.MemoryLimit, group: Any) -> Engine | None:
+    """Free a module of the plans that other runs have applied to it. Collective.
+
+    Args:
+        module: the module of a new run.
+        own_engine: the engine of an earlier run of the same Trainer, which is left alone.
+        limit: memory that a rank may use.
+        group: all ranks.
+
+    Returns:
+        An engine that this run has to go on with, since the module does not fit whole; None if there is none.
+    """
+    for engine in engines_of(module):
+        if engine is own_engine:
+            continue
+        reason = _why_not_whole(engine, (), limit, group) if engine.is_sharded else None
+        if reason is not None and engine.module is module:
+            rank_zero_warn(
+                f"the module is sharded by an earlier run, whose plan is kept, since it does not fit whole: {reason}",
+                category=OSDPWarning,
+            )
+            return engine
+        engine.restore(())
+    return None
+
+
+def _why_not_whole(
+    engine: Engine, optimizers: Iterable[Optimizer], limit: memory.MemoryLimit, group: Any
+) -> str | None:
+    """Return why some rank can't hold everything in full, the same on all ranks; None if all can. Collective."""
+    memory.trim(limit.device, generation=1)
+    in_use, allowed = memory.memory_in_use(limit.device), limit.current()
+    needed = in_use + engine.missing_bytes(optimizers)
+    (excess, needed_most) = all_reduce_max([needed - allowed, needed], group, limit.device)
+    if excess <= 0:
+        return None
+    may_use = format_bytes(int(needed_most - excess))
+    return f"it needs {format_bytes(int(needed_most))} on a device, of which {may_use} may be used"
+
+
+class HandoverStrategy(ProcessGroupStrategy):
+    """A strategy that gives its module back when a run is over, and goes on with it in a later run."""
+
+    _options: PlanningOptions
+    _engine: Engine | None = None
+    _plan: ExecutionPlan | None = None
+    _planning_result: PlanningResult | None = None
+
+    @abstractmethod
+    def _apply_plan(self, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine, ranks: RankGroup) -> None:
+        """Make the optimizers and apply the plan."""
+
+    def _memory_limit(self) -> memory.MemoryLimit:
+        return memory.MemoryLimit(self.root_device, self.num_processes, None, self._options.memory_limit_bytes)
+
+    def _take_over_module(self) -> bool:
+        """Free the module of other runs' plans; return whether this strategy has one for it."""
+        assert self.model is not None
+        if self._engine is not None and self._engine.module is not self.model:
+            self._engine = None
+        left = take_over(self.model, self._engine, self._memory_limit(), dist.group.WORLD)
+        if left is not None:
+            assert left.plan is not None
+            self._engine, self._plan, self._planning_result = left, left.plan, PlanningResult(left.plan)
+        return self._engine is not None
+
+    def _resume_plan(self, trainer: pl.Trainer) -> bool:
+        """Go on with the plan of the last run, with new optimizers in ``fit``; return False if it can't be applied."""
+        engine, module, is_fit = self._engine, self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        assert engine is not None
+        assert module is not None
+        assert self._plan is not None
+        engine.refuse_runs("")
+        if engine.is_restored:
+            ranks = RankGroup.from_node_rank(dist.group.WORLD, self.node_rank, self.root_device)
+            self._engine = engine = create_engine(self._options.engine, self.root_device, ranks.group)
+            try:
+                engine.check(module, self._plan)
+            except ShardingError:  # the module was changed in the meantime
+                self._engine = None
+                return False
+            if is_fit:
+                self._apply_plan(trainer, module, engine, ranks)
+            else:
+                engine.apply(module, self._plan, self.optimizers)
+        elif is_fit:
+            with engine.unsharded_shapes():
+                self.setup_optimizers(trainer)
+            engine.shard_optimizer_state(self.optimizers)
+        if is_fit:
+            trainer.accumulate_grad_batches = self._plan.accumulate_grad_batches
+        return True
+
+    @override
+    def teardown(self) -> None:
+        """End the run, and give the module back whole if it fits."""
+        module, engine = self.lightning_module, self._engine
+        if module is not None and module._trainer is not None and engine is not None and not engine.is_restored:
+            status = module.trainer.state.status
+            end_run(engine, status, self.optimizers, self._memory_limit(), dist.group.WORLD)
+            if engine.is_restored and self._layer_sync is not None:
+                self.model = self._layer_sync.revert(module)
+        super().teardown()

@@ -1,0 +1,62 @@
+"""Warnings in training: a batch larger than the plan was made for, a measured peak above the memory limit."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from lightning_osdp.errors import OSDPWarning
+from lightning_osdp.planning.spec.formatting import format_bytes
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.strategy.dataloader import batch_bytes
+
+BATCH_MARGIN = 1.02
+"""Ratio of a batch to the largest that was planned for, or warned of, from which on there is a warning."""
+
+REMEDIES = "a sample_batch as large as any, more sample_batches, a smaller max_batch_size, or replan='on_drift'"
+
+
+class RunWarnings:
+    """Compares the batches and the memory of a run with what its plan was made for.
+
+    Args:
+        plan: the plan in use.
+        bytes_per_sample: tensors of the largest batch that was read, per sample.
+        rank: this rank, for the messages.
+    """
+
+    def __init__(self, plan: ExecutionPlan, bytes_per_sample: float, rank: int) -> None:
+        self._plan = plan
+        self._planned_bytes = self._largest_bytes = bytes_per_sample * plan.batch_size
+        self._rank = rank
+        self._peak_bytes = plan.memory_limit_bytes
+
+    def on_batch(self, batch: Any) -> None:
+        """Warn if a batch is larger than all before and than planned."""
+        size = batch_bytes(batch)
+        if size <= BATCH_MARGIN * self._largest_bytes or not self._planned_bytes:
+            return
+        self._largest_bytes = size
+        warnings.warn(
+            f"rank {self._rank} got a batch of {format_bytes(size)}, {size / self._planned_bytes:.2g} times the "
+            f"{format_bytes(round(self._planned_bytes))} that the plan was made for: its peak of memory, predicted as "
+            f"{format_bytes(self._plan.predicted.peak_memory_bytes)}, may be exceeded. Give OSDPStrategy {REMEDIES}",
+            OSDPWarning,
+            stacklevel=2,
+        )
+
+    def on_step_end(self, peak_bytes: int) -> None:
+        """Warn if the measured peak is above the limit, and above all that was warned of."""
+        if peak_bytes <= BATCH_MARGIN * self._peak_bytes and (
+            self._peak_bytes > self._plan.memory_limit_bytes or peak_bytes <= self._plan.memory_limit_bytes
+        ):
+            return
+        self._peak_bytes = peak_bytes
+        limit, predicted = self._plan.memory_limit_bytes, self._plan.predicted.peak_memory_bytes
+        warnings.warn(
+            f"rank {self._rank} took {format_bytes(peak_bytes)} of memory at its peak, above the limit of "
+            f"{format_bytes(limit)} (predicted: {format_bytes(predicted)}). Give OSDPStrategy a lower memory_limit, "
+            f"{REMEDIES}",
+            OSDPWarning,
+            stacklevel=2,
+        )

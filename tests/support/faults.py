@@ -1,0 +1,226 @@
+"""Two ranks that start a run as under torchrun, of which one has a fault at a named stage; how and when both end."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_osdp import OSDPCallback, OSDPStrategy
+from lightning_osdp.autotune import calibration, coordinator, finalists, measure, pipeline, profile_cache
+from lightning_osdp.autotune.startup_budget import StartupBudget
+from lightning_osdp.engine.fairscale import engine
+from lightning_osdp.profiling import engine_overhead, network
+from lightning_osdp.strategy import failure_detector, osdp
+from tests.support.modules import GPTModule, trainer
+from tests.support.ports import free_port
+from tests.support.ranks import PRELOADED, _exit_with_parent, _set_environment, _shorten_measurements
+
+RANKS = 2
+LIMIT_S = 120.0
+"""For a start with a fault, after which it counts as hanging; the process group's own time-out is 30 minutes."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a rank ended: its exit status, what it said, and seconds from the fault until then."""
+
+    status: int
+    text: str
+    seconds: float
+
+
+class Faulty(GPTModule):
+    """A module whose own code can be told to fail, in the middle of a step as well."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_size=2, rows=16)
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        loss = super().training_step(batch, batch_index)
+        if not isinstance(loss, torch._subclasses.FakeTensor):
+            reach("real step")
+        return loss
+
+    def validation_step(self, batch: Any, batch_index: int) -> None:
+        reach("validation step")
+        super().validation_step(batch, batch_index)
+
+    def setup(self, stage: str) -> None:
+        reach("setup hook")
+
+    def configure_optimizers(self) -> Any:
+        if engine_is_made:
+            reach("configure_optimizers")
+        return super().configure_optimizers()
+
+
+class FaultyCallback(pl.Callback):
+    """Hooks of a callback."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        reach("callback's setup")
+
+
+engine_is_made = False
+_current_phase = ""
+_armed: tuple[str, str, float] | None = None
+"""The stage of the fault on this rank, the fault, and how often the stage is reached before it."""
+
+
+def reach(stage: str) -> None:
+    """Have the fault, if it belongs to ``stage``; ``PHASE: STAGE`` stands for a stage within a phase."""
+    global _armed
+    if _armed is None or stage != _armed[0].rpartition(": ")[2]:
+        return
+    phase = _armed[0].rpartition(": ")[0]
+    if phase and phase != _current_phase:
+        return
+    _, fault, left = _armed
+    if left > 0:
+        _armed = (_armed[0], fault, left - 1)
+        return
+    _armed = None
+    Path(os.environ["FAULT_FOLDER"], "fault").touch()
+    if fault == "raise":
+        raise ValueError("row 7 is bad")
+    if fault == "memory":
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:128] can't allocate memory: you tried to allocate 9 bytes")
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    raise AssertionError(fault)
+
+
+def _wrap(owner: Any, name: str, stage: str | None = None, phase: str | None = None) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        global _current_phase
+        before = _current_phase
+        _current_phase = phase or before
+        try:
+            if stage:
+                reach(stage)
+            return original(*args, **kwargs)
+        finally:
+            _current_phase = before
+
+    setattr(owner, name, wrapped)
+
+
+def _instrument() -> None:
+    """Name the stages that a start reaches."""
+
+    def mark_engine(*args: Any, **kwargs: Any) -> Any:
+        global engine_is_made
+        engine_is_made = True
+        return made(*args, **kwargs)
+
+    made = osdp.create_engine
+    osdp.create_engine = mark_engine  # type: ignore[assignment]
+    _wrap(osdp, "read_data", "first batch")
+    _wrap(pipeline, "trace", "trace")
+    _wrap(pipeline, "trace_with_store", "trace")
+    _wrap(profile_cache.ProfileCache, "load_profile", "look-up")
+    _wrap(network.dist, "barrier", "barrier of links")
+    _wrap(engine_overhead, "_time_once_s", "engine's overhead")
+    _wrap(measure.compute, "measure_partition", "kernels")
+    _wrap(measure, "measure_links", phase="links")
+    _wrap(calibration, "time_step", phase="unsharded trial")
+    _wrap(finalists, "run_plan_trials", phase="trial of the plan")
+    _wrap(coordinator.PlanningCoordinator, "build_problem", "search")
+    _wrap(coordinator.PlanningCoordinator, "memory_budget", "memory budget")
+    _wrap(pipeline, "_cache_plan", "cache the plan")
+    _wrap(engine.FairScaleEngine, "check", "check of the plan")
+    _wrap(osdp.OSDPStrategy, "_apply_plan", phase="apply")
+    _wrap(engine.FairScaleEngine, "apply", "engine")
+
+
+def start_with_fault(stage: str, fault: str, rank: int, after: int = 0, **options: Any) -> list[Ending]:
+    """Run two ranks, of which ``rank`` has ``fault`` when it reaches ``stage`` the ``after``-th time, from 0."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, "tests.support.faults"])
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="fault-") as folder:
+        processes = [
+            context.Process(
+                target=_run_rank, args=(own, port, folder, (stage, fault, after) if own == rank else None, options)
+            )
+            for own in range(RANKS)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            return _wait(processes, Path(folder), rank if fault == "stop" else None)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _wait(processes: list[Any], folder: Path, stopped: int | None) -> list[Ending]:
+    """Wait until all ranks but the one that is ``stopped`` have ended."""
+    deadline, ended_s = time.monotonic() + LIMIT_S, {}
+    waited = [rank for rank in range(RANKS) if rank != stopped]
+    while len(ended_s) < len(waited) and time.monotonic() < deadline:
+        for rank in waited:
+            if rank not in ended_s and not processes[rank].is_alive():
+                ended_s[rank] = time.time()
+        time.sleep(0.02)
+    fault = folder / "fault"
+    began_s = fault.stat().st_mtime if fault.exists() else float("nan")
+    texts = [path.read_text() if (path := folder / f"err-{rank}").exists() else "" for rank in range(RANKS)]
+    return [
+        Ending(
+            process.exitcode if process.exitcode is not None else 999, text, ended_s.get(rank, float("inf")) - began_s
+        )
+        for rank, (process, text) in enumerate(zip(processes, texts, strict=True))
+    ]
+
+
+def _run_rank(rank: int, port: int, folder: str, armed: tuple[str, str, int] | None, options: dict[str, Any]) -> None:
+    global _armed
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    _set_environment(rank, RANKS)
+    os.environ |= {"MASTER_PORT": str(port), "FAULT_FOLDER": folder}
+    os.dup2(os.open(f"{folder}/err-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    os.dup2(2, 1)
+    torch.set_num_threads(1)
+    _shorten_measurements()
+    warnings.simplefilter("ignore")
+    _armed = armed
+    _instrument()
+    failure_detector.SILENCE_TIMEOUT_S = 3.0
+    osdp.StartupBudget = partial(StartupBudget, total_s=600.0)  # type: ignore[misc, assignment]
+    strategy = OSDPStrategy(memory_limit="900MiB", batch_size=2, cache=f"{folder}/cache-{rank}")
+    arguments = {"max_steps": 4, "num_sanity_val_steps": 1, "limit_val_batches": 1} | options
+    torch.manual_seed(1)
+    fitting = trainer(folder, strategy, callbacks=[FaultyCallback(), OSDPCallback(modes="zdp")], **arguments)
+    try:
+        fitting.fit(Faulty())
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    for ending in start_with_fault(sys.argv[1], sys.argv[2], int(sys.argv[3]), int([*sys.argv, "0"][4])):
+        print("=====", ending.status, f"{ending.seconds:.1f} s")
+        print(ending.text[-int(os.environ.get("TAIL", 1500)) :])

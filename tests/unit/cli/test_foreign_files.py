@@ -1,0 +1,77 @@
+"""The command line replaces no file of another kind, and runs nothing that stands in the files it reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch.cli import SaveConfigCallback
+
+from lightning_osdp.cli import fit
+from lightning_osdp.cli.main import main
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "--config", "none.yaml", "--out"],
+        ["plan", "--config", "none.yaml", "--html"],
+        ["simulate", "--config", "none.yaml", "--hardware", "h100-80gb-nvlink", "--html"],
+        ["profile", "--devices", "1", "--accelerator", "cpu", "--out"],
+    ],
+)
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_command_refuses_output_of_another_kind_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str], as_folder: bool
+) -> None:
+    path = tmp_path / "mine"
+    if as_folder:
+        path.mkdir()
+    (path / "model.py" if as_folder else path).write_text("import torch")
+    assert main([*command, str(path)]) == 2
+    error = capsys.readouterr().err
+    assert (
+        "mine can't be written: it is a folder" if as_folder else "mine is not replaced: it holds something"
+    ) in error
+    assert (path / "model.py" if as_folder else path).read_text() == "import torch"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model: !!python/object/apply:os.mkdir [{trace}]",
+        "model: {{a: !!python/object/new:os.mkdir [{trace}]}}",
+        "model: !!python/name:os.mkdir",
+        "!!python/module:antigravity",
+    ],
+)
+def test_code_in_yaml_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    config = tmp_path / "fit.yaml"
+    config.write_text(text.format(trace=tmp_path / "trace"))
+    assert main(["plan", "--config", str(config)]) == 2
+    assert "fit.yaml can't be read" in capsys.readouterr().err
+    assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "is_saved"), [("trainer: {}  # my notes", False), ("# lightning.pytorch==2.5", True)]
+)
+def test_osdp_fit_saves_configuration_over_one_of_lightning_cli_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, is_saved: bool
+) -> None:
+    (tmp_path / "config.yaml").write_text(before)
+    saved: list[Any] = []
+    monkeypatch.setattr(SaveConfigCallback, "setup", lambda self, trainer, module, stage: saved.append(stage))
+    parts: Any = None
+    callback = fit._SaveConfig(parts, parts, overwrite=True)
+    strategy = SimpleNamespace(broadcast=lambda value: value)
+    trainer: Any = SimpleNamespace(log_dir=str(tmp_path), strategy=strategy)
+    if is_saved:
+        callback.setup(trainer, parts, "fit")
+    else:
+        with pytest.warns(UserWarning, match=r"LightningCLI did not write .*config\.yaml"):
+            callback.setup(trainer, parts, "fit")
+    assert saved == ["fit"] * is_saved
+    assert (tmp_path / "config.yaml").read_text() == before

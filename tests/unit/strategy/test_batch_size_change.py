@@ -1,0 +1,88 @@
+"""How many steps an epoch has at a batch size, which batch sizes leave enough, and what is said about a change."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
+from lightning_osdp.strategy.batch_size_change import Epoch, describe_change
+from tests.support.models import hand_made_plan
+
+
+@pytest.mark.parametrize(
+    ("epoch", "batch_size", "batches"),
+    [
+        (Epoch(1024), 32, 32),
+        (Epoch(1025), 32, 33),
+        (Epoch(1025, drop_last=True), 32, 32),
+        (Epoch(1024, limit=10), 32, 10),
+        (Epoch(1024, limit=0.5), 32, 16),
+        (Epoch(None), 32, None),
+    ],
+)
+def test_epoch_batches_follow_drop_last_and_limit(epoch: Epoch, batch_size: int, batches: int | None) -> None:
+    assert epoch.num_batches(batch_size) == batches
+
+
+@pytest.mark.parametrize(
+    ("epoch", "present", "accumulation", "largest"),
+    [
+        (Epoch(1024), 32, 1, 32),  # 32 steps are fewer than 100: the loader's own is the upper end
+        (Epoch(102_400), 32, 1, 1034),  # of which 100 batches are the last that are enough
+        (Epoch(102_400, drop_last=True), 32, 1, 1024),
+        (Epoch(102_400), 32, 4, 258),
+        (Epoch(102_400, limit=0.5), 32, 1, 514),
+        (Epoch(102_400, limit=50), 32, 1, 32),
+        (Epoch(None), 32, 1, None),
+    ],
+)
+def test_largest_batch_size_leaves_100_steps_or_is_the_loaders(
+    epoch: Epoch, present: int, accumulation: int, largest: int | None
+) -> None:
+    found = epoch.largest_batch_size(present, accumulation, 100)
+    assert found == largest
+    if found is not None and found != present:
+        assert (epoch.num_steps(found, accumulation) or 0) >= 100 > (epoch.num_steps(found + 1, accumulation) or 0)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "largest"),
+    [
+        (Epoch(1000, validation_interval=50), 20),
+        (Epoch(1000, limit=0.5, validation_interval=50), 10),
+        (Epoch(1000, validation_interval=900), None),  # it fails with the loader's own as well: not ours to say
+        (Epoch(None, validation_interval=50), None),
+    ],
+)
+def test_largest_valid_batch_size_leaves_val_check_interval(epoch: Epoch, largest: int | None) -> None:
+    assert epoch.largest_valid(4) == largest
+
+
+def test_check_batch_size_beyond_val_check_interval_names_both() -> None:
+    epoch = Epoch(1000, validation_interval=50)
+    epoch.check(20, 4)
+    text = (
+        r"a batch size of 25 per device \(the loader's is 4\) leaves 40 batches per epoch, fewer than "
+        r"val_check_interval=50 needs: use a batch size up to 20"
+    )
+    with pytest.raises(ConfigurationError, match=text):
+        epoch.check(25, 4)
+
+
+def test_describe_change_says_sizes_steps_and_what_to_do() -> None:
+    plan = hand_made_plan({}, 2, batch_size=96)
+    said = describe_change(Epoch(3072), 32, 1, plan, 2)
+    assert said == (
+        "batch size per device 32 -> 96 (global 64 -> 192), 96 -> 32 optimizer steps per epoch; the learning rate is "
+        "yours to adapt; batch_size='keep' keeps yours"
+    )
+    assert describe_change(Epoch(3072), 96, 1, plan, 2) == ""
+    assert "accumulate_grad_batches 2 -> 1" in describe_change(Epoch(None), 96, 2, plan, 2)
+
+
+def test_candidates_end_with_the_largest_allowed() -> None:
+    sizes = [size for size, _ in BatchSizePolicy(max_batch_size=33).candidates(1)]
+    assert sizes[-2:] == [30, 33]
+    assert sizes == sorted(set(sizes))
+    assert [size for size, _ in BatchSizePolicy(max_batch_size=1).candidates(1)] == [1]
