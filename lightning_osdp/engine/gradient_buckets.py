@@ -12,7 +12,7 @@ step waits for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +57,8 @@ class BucketedAllReduce:
         self._sync = True
         self._unhooked = set(self._parameters)
         self._hooks: list[Any] = []
+        self.before_finish: Callable[[], None] = lambda: None
+        """Called before what is left is reduced."""
         self.refresh()
 
     @property
@@ -88,20 +90,19 @@ class BucketedAllReduce:
         finally:
             self._sync = before
 
-    @property
-    def is_active(self) -> bool:
-        """Whether gradients are being reduced."""
-        return self._is_active
-
     def join(self) -> None:
-        """Have ``finish`` reduce gradients that only other ranks have."""
+        """Take part in the reduction of gradients that other ranks have, with what is here."""
         if not self._is_active:
             self._rebuild_buckets()
+        self._finish()
 
     def finish(self) -> None:
         """Reduce what is left of the backward pass that just ended, and wait for all of it."""
-        if not self._is_active:
-            return
+        if self._is_active:
+            self.before_finish()
+            self._finish()
+
+    def _finish(self) -> None:
         self._is_active = False
         absent = [p for bucket in self._buckets for p in bucket.missing if p.grad is None]
         for bucket in self._buckets[self._next_bucket :]:
@@ -123,6 +124,7 @@ class BucketedAllReduce:
             raise ShardingError("sparse gradients are not supported: build the embedding with sparse=False")
         if not self._is_active:
             self._rebuild_buckets()
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_pass_end)
         bucket = self._bucket_of[parameter]
         if bucket.is_launched or parameter not in bucket.missing:
             raise ShardingError(
@@ -141,6 +143,11 @@ class BucketedAllReduce:
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._next_bucket = 0
         self._is_active = True
+
+    def _on_pass_end(self) -> None:
+        """Finish with the pass, as a step may have several. One that a checkpoint runs in another is a part of it."""
+        if torch._C._current_autograd_node() is None:
+            self.finish()
 
     def _launch(self, bucket: _Bucket) -> None:
         bucket.is_launched = True

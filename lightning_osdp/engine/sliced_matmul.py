@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 OnWeightUnused = Callable[[], None]
@@ -26,8 +25,7 @@ class _SlicedMatmul(torch.autograd.Function):
         ctx: Any, weight: Tensor, x: Tensor, y: Tensor | None, transposed: bool, on_weight_unused: OnWeightUnused
     ) -> Tensor:
         needs_weight_grad, needs_x_grad = ctx.needs_input_grad[:2]
-        # Detached: the parameter itself has a shard's shape when it is not gathered.
-        ctx.save_for_backward(weight.detach() if needs_x_grad else None, x if needs_weight_grad else None)
+        ctx.save_for_backward(weight if needs_x_grad else None, x if needs_weight_grad else None)
         ctx.transposed, ctx.on_weight_unused, ctx.dtype = transposed, on_weight_unused, weight.dtype
         is_autocast = torch.is_autocast_enabled(x.device.type)  # which does not cover addmm_
         matrix = _as_matrix(weight, transposed, x.dtype if is_autocast else weight.dtype)
@@ -37,7 +35,6 @@ class _SlicedMatmul(torch.autograd.Function):
         return y.addmm_(x, matrix)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, x = ctx.saved_tensors
         x_gradient = weight_gradient = None
@@ -69,7 +66,6 @@ class _EmbeddingSlice(torch.autograd.Function):
         return functional.embedding(ids, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
         ctx.on_weight_unused()

@@ -59,6 +59,8 @@ def _unsplittable_reason(module: nn.Module) -> str:
         return f"{kind} has parameters besides weight and bias"
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         return "there are hooks on its weight"
+    if module._forward_pre_hooks or module._forward_hooks:
+        return "there are hooks on it, which may read its weight"
     return _embedding_unsplittable_reason(module) if isinstance(module, nn.Embedding) else ""
 
 

@@ -152,10 +152,10 @@ def test_start_with_much_memory_ends_all_replicated_whatever_the_search_found(
     assert plans[0] == plans[1]
     assert not is_sharded(plans[0])
     assert not plans[0].recomputed
-    tried = {one.name: one for one in plans[0].tried}
-    assert {"all replicated"} < set(tried), "the plan that was found, and the simple one"
-    assert tried["all replicated"].is_chosen
-    assert tried["all replicated"].samples_per_s == max(one.samples_per_s for one in tried.values())
+    names = [one.name.split(",")[0] for one in plans[0].tried]
+    assert set(names) > {"all replicated"}, "the plan that was found, and the simple one"
+    (chosen,) = (one for one in plans[0].tried if one.is_chosen)
+    assert chosen.name.startswith("all replicated")
     assert results[0][name]["turns"] == results[1][name]["turns"]
     assert all(len(set(rounds)) == 1 for rounds in results[0][name]["turns"]), "as many rounds for each plan"
 

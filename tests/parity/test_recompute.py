@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_osdp.engine.activation_checkpointing import checkpoint_block
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.planning.spec.choices import Mode
+from tests.support.local_shards import local_gradient
 from tests.support.models import wrap_blocks
 from tests.support.ranks import run_ranks
 from tests.support.split_plans import Split, split_all, split_plan
@@ -132,13 +133,14 @@ def count_gathers_per_step(rank: int, ranks: int, together: bool = False) -> dic
 
 
 def _count_gathers(unit: Any, name: str, counts: Counter[str]) -> None:
-    rebuild = unit._gather_all
+    gather = unit._gather
 
-    def counting(force_full_precision: bool = False) -> Any:
-        counts[name] += not unit.has_full_params
-        return rebuild(force_full_precision)
+    def counting(params: Any) -> Any:
+        gathered = gather(params)
+        counts[name] += bool(gathered)
+        return gathered
 
-    unit._gather_all = counting
+    unit._gather = counting
 
 
 class WholeAtOnce:
@@ -199,7 +201,8 @@ def two_graph_gradients(rank: int, ranks: int, sharded: bool) -> list[Tensor]:
 def _unsharded_gradient(engine: FairScaleEngine, parameter: nn.Parameter) -> Tensor | None:
     if parameter.grad is None or parameter not in engine._sharded_parameters.parameters:
         return None if parameter.grad is None else parameter.grad.clone()
-    return engine._sharded_parameters.layout_of(parameter).unshard(parameter.grad)
+    gradient = local_gradient(parameter)
+    return None if gradient is None else engine._sharded_parameters.layout_of(parameter).unshard(gradient)
 
 
 def run_all(rank: int, ranks: int) -> dict[str, Any]:

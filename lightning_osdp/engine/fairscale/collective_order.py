@@ -130,14 +130,12 @@ class CollectiveOrder:
         """Whether a step or a backward pass has begun whose end is not noted yet."""
         return self._has_backward and self._agreement is not None
 
-    def complete_backward(self, reduces_replicated: bool) -> None:
-        """Take part in what other ranks' backward passes still reduce.
+    def before_replicated(self) -> None:
+        """Return when the next collectives on all ranks are those of replicated gradients."""
+        self._before("replicated")
 
-        Args:
-            reduces_replicated: whether this rank has begun to reduce replicated gradients.
-        """
-        if reduces_replicated:
-            self._before("replicated")
+    def complete_backward(self) -> None:
+        """Take part in what other ranks' backward passes still reduce."""
         self._before("end")
         self._has_backward, self._place = False, f"after the backward pass of training step {self._num_steps}"
 
@@ -200,7 +198,7 @@ class CollectiveOrder:
 
     def _note(self, event: str) -> None:
         self._last = (self._last[1], event)
-        if event.startswith(("backward", "reduce")):
+        if event.startswith(("backward", "re")):
             self._has_backward = True
 
     def _ask(self, event: str, is_learned: bool = True) -> None:

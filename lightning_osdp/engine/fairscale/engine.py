@@ -15,6 +15,7 @@ from lightning_osdp.backend.work import is_driven_by_host
 from lightning_osdp.engine.activation_checkpointing import check_recomputed_blocks, checkpoint_block
 from lightning_osdp.engine.base import Engine
 from lightning_osdp.engine.fairscale.communicators import sharded_operators, sharded_units
+from lightning_osdp.engine.fairscale.context import EngineContext
 from lightning_osdp.engine.fairscale.sharded_operator import (
     NestedOperators,
     ShardedOperator,
@@ -24,7 +25,7 @@ from lightning_osdp.engine.fairscale.sharded_operator import (
     own_parameters,
     release_storage,
 )
-from lightning_osdp.engine.fairscale.unit import UNIT_DTYPES, EngineContext, FairScaleUnit
+from lightning_osdp.engine.fairscale.unit import UNIT_DTYPES, FairScaleUnit
 from lightning_osdp.engine.grad_norm import patch_total_norm
 from lightning_osdp.engine.gradient_buckets import BucketedAllReduce
 from lightning_osdp.engine.guards import close_opened_guards, install_guards
@@ -210,7 +211,8 @@ class FairScaleEngine(Engine):
             for weight in slices.get(parameter, [parameter] if parameter not in layouts else [])
         ]
         self._bucketed_all_reduce = BucketedAllReduce(replicated, self._context.replica_group)
-        self._context.order.join_replicated = self._bucketed_all_reduce.join
+        self._bucketed_all_reduce.before_finish = self._before_replicated
+        self._context.order.join_replicated = self._join_replicated
         self._managed_parameters = self._sharded_parameters.parameters.union(replicated)
         self._mark_generation(bool(layouts))
 
@@ -219,6 +221,18 @@ class FairScaleEngine(Engine):
         for module in self._module.modules():
             if hasattr(type(module), "generate"):
                 vars(module)["_is_fsdp_managed_module"] = is_sharded and self._group.size() > 1
+
+    def _before_replicated(self) -> None:
+        self._bind_slice_gradients()
+        self._context.order.before_replicated()
+
+    def _join_replicated(self) -> None:
+        self._bind_slice_gradients()
+        self._bucketed_all_reduce.join()
+
+    def _bind_slice_gradients(self) -> None:
+        for sliced in self._sliced_operators:
+            sliced.bind_remaining_gradients()
 
     def _remove_guards(self) -> None:
         close_opened_guards()
@@ -305,6 +319,7 @@ class FairScaleEngine(Engine):
         if self._context.order.has_backward:  # the last step had none on this rank; others wait in theirs
             self.finish_backward()
         self._context.reducer.discard()
+        self._context.backward_passes.discard()
         self._context.order.begin_step()
 
     @contextmanager
@@ -331,16 +346,15 @@ class FairScaleEngine(Engine):
     @override
     def finish_backward(self) -> None:
         with without_guards():
-            for sliced in self._sliced_operators:
-                sliced.bind_remaining_gradients()
+            self._bind_slice_gradients()
+            self._bucketed_all_reduce.finish()
             if self._context.order.has_backward:
-                self._context.order.complete_backward(self._bucketed_all_reduce.is_active)
+                self._context.order.complete_backward()
                 for unit in self._units:
                     unit.finish_joined()
-            self._bucketed_all_reduce.finish()
             self._context.communicator_factory.inter_node_all_reduce.finish()
             for unit in self._units:
-                unit.finish_backward()
+                unit.reshard()  # whether or not the pass has reached it
             for sliced in self._sliced_operators:
                 sliced.gather_slice_gradients()
         self._context.guards.add_outside_gradients()

@@ -23,7 +23,7 @@ class JoinableUnit:
     _coalesced_gather: Any
     _weight_slice: Any
     _in_graph: bool
-    _backward_done: bool
+    _finished: Any
     process_group_reduce_scatter: Any
     _use_stream: Any
     _lazy_init: Any
@@ -34,14 +34,6 @@ class JoinableUnit:
     def _register(self, parameters: Sequence[nn.Parameter]) -> None:
         self._index = self._context.order.register(self)
         self.param_indices = {parameter: index for index, parameter in enumerate(parameters)}
-
-    def _missing_indices(self) -> Sequence[int]:
-        """Return the indices of the parameters to gather if some are there, after a part of the backward."""
-        if len(self.params) == 1 or self.training_state.name in ("IDLE", "FORWARD"):
-            return ()
-        with without_guards():
-            missing = [index for index, p in enumerate(self.params) if p.data.shape != p._orig_size]
-        return missing if len(missing) < len(self.params) else ()
 
     def join_gather(self, indices: Sequence[int]) -> None:
         """Take part in a gather that other ranks need, with nothing left of it."""
@@ -65,7 +57,7 @@ class JoinableUnit:
             if self._weight_slice is not None:
                 self._weight_slice.bind_gradient()
             shards = reduce_zeros([p._fp32_shard for p in params], self.process_group_reduce_scatter)
-            if self._context.update_in_backward and self._in_graph and not self._backward_done:
+            if self._context.update_in_backward and self._in_graph and not self._finished:
                 raise ShardingError(
                     f"ranks run {self.label} in another order in their backward passes, but the plan updates it as "
                     "soon as one rank has its gradient: set OSDPStrategy(update_in_backward=False)"

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_osdp.engine.fairscale.communicators import UnitCommunicators
-from lightning_osdp.engine.fairscale.unit import EngineContext, FairScaleUnit
+from lightning_osdp.engine.fairscale.context import EngineContext
+from lightning_osdp.engine.fairscale.unit import FairScaleUnit
 from lightning_osdp.engine.sliced_operator import ForwardStage, SlicedOperator
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.model import SMALL_PARAMETER_ELEMENTS
@@ -123,7 +124,7 @@ class ShardedOperator:
 
         def drop_gathered() -> None:
             for unit in self.units:
-                unit.drop_gathered()
+                unit.reshard()
 
         def rebind(parameter: nn.Parameter, shard: Tensor) -> None:
             parameter.data = shard
@@ -172,6 +173,7 @@ class ShardedOperator:
             self._module.forward = sharded_forward
 
     def _restore_forward(self) -> None:
+        vars(self._module).pop("_call_impl", None)
         if self._original_forward is None:
             del self._module.forward
         else:

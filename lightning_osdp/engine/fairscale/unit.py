@@ -18,124 +18,61 @@ Note [groups]: FairScale asks a process group for its rank and size and hands it
 a ``Communicator`` instead, which runs in one stage or two. With sharding inside nodes it spans the node, so FairScale's
 mean is the node's, and ``communicators.InterNodeAllReduce`` makes it the mean over all ranks.
 
-Note [a forward inside the backward]: torch's non-reentrant checkpoint runs a block again within the backward pass, only
-to see which tensors it saves; gradients flow through the graph of the first run, whose hooks are in place. So a unit
-that is run again gathers, runs, leaves everything as it was, and registers nothing. Often the unit is in the middle of
-its own backward by then, and its parameters must stay unsharded; and often the second run ends early, by an exception,
-once the last tensor that is needed has been saved. (Reentrant checkpoint has no graph of the first run: there the
-second run is an ordinary forward.)
+Note [the run of a unit]: it begins with the call of the module, before the first of its hooks, and ends after the last
+one, so that hooks may read a weight and make others of it. A ``forward`` that is called by itself is a run, too. Then
+parameters are what they were before: gathered for an outer run or a backward pass, or resharded.
 
-Note [frozen parameters]: FairScale frees gathered parameters once their gradient has come. Frozen ones have none, so
-they would stay to the end of the backward pass: for a large frozen model with adapters, all of it. A node in the graph
-on the inputs' side is reached when the unit's own backward is over, and frees them.
+Note [the backward of a unit]: it begins when autograd reads what the unit's forward has saved (``saved_tensors``), or
+comes to a result of the unit, which covers what an operation has kept by itself; and it ends with the pass. Until then,
+or until its gradient has come, a parameter is shown in full. Where its values are not needed, as in an embedding, only
+its shape is shown, which autograd asks for when it stores the gradient.
 
-Note [several outputs]: FairScale prepares a unit's backward at each of its outputs. Where a later output's turn comes
-only when gradients of the unit have come already (T5's first block hands a tensor on to all others), parameters that
-are still needed are still gathered; those that are done must not be gathered again.
+Note [a forward inside the backward]: activation checkpointing runs a block again within the backward pass, only to see
+which tensors it saves. Often the unit is in the middle of its own backward by then, and its parameters must stay
+unsharded; and often the second run ends early, by an exception, once the last tensor that is needed has been saved.
+
+Note [frozen parameters]: gathered parameters are freed once their gradient has come. Frozen ones have none; they are
+freed when the last node that has saved them has run.
+
+Note [order]: what is gathered and freed follows from the graph alone, never from when Python frees an object, since all
+ranks must gather the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, update_wrapper
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel, TrainingState
 from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_module
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_osdp.backend.hierarchical import Communicator, cached_group_copy
-from lightning_osdp.backend.streams import ModuleProxy, create_prefetch_limiter, create_streams
-from lightning_osdp.engine.fairscale.collective_order import CollectiveOrder
-from lightning_osdp.engine.fairscale.communicators import CommunicatorFactory, UnitCommunicators, sharded_operators
-from lightning_osdp.engine.fairscale.joinable_unit import JoinableUnit, before_reduction
-from lightning_osdp.engine.fairscale.unit_collectives import (
-    CoalescedAllGather,
-    CoalescedReduceScatter,
-    GradientReducer,
-    is_in_backward,
+from lightning_osdp.engine.fairscale.body import UnitBody, reinterpret_as_float16
+from lightning_osdp.engine.fairscale.communicators import UnitCommunicators
+from lightning_osdp.engine.fairscale.context import EngineContext
+from lightning_osdp.engine.fairscale.joinable_unit import JoinableUnit
+from lightning_osdp.engine.fairscale.saved_tensors import (
+    NO_PASS,
+    SavedTensorHooks,
+    active_unit,
+    current_pass,
+    hook_results,
 )
-from lightning_osdp.engine.optimizer_in_backward import BackwardOptimizer
+from lightning_osdp.engine.fairscale.unit_collectives import CoalescedAllGather, CoalescedReduceScatter
 from lightning_osdp.engine.sliced_operator import ForwardStage, WeightSlice
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
-from lightning_osdp.planning.spec.plan import ExecutionPlan
-from lightning_osdp.state.guarded_parameter import GuardContext, guard_of, without_guards
+from lightning_osdp.state.guarded_parameter import guard_of, without_guards
 
-
-def _all_gather(output_flat: Tensor, shard: Tensor, group: Communicator | dist.ProcessGroup) -> None:
-    if isinstance(group, dist.ProcessGroup):  # a user's own FairScale units in this process
-        dist.all_gather_into_tensor(output_flat, shard, group=group)
-    else:
-        group.all_gather(output_flat, shard)
-
-
-# FairScale calls a private, deprecated name; this is the same collective, and the one that is measured.
-fairscale_module.dist = ModuleProxy(dist, _all_gather_base=_all_gather)
+ShardedParameter: TypeAlias = Any
+"""A ``Parameter`` with FairScale's attributes, and ``_full_view``: its gathered values, if they are there."""
 
 
 UNIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Data types that the parameters of a unit may have."""
-
-
-STREAM_NAMES = ("fp32_to_fp16", "all_gather", "post_backward")
-"""Names under which FairScale looks its streams up."""
-
-
-class _Body(nn.Module):
-    """The module inside a unit: it owns the operator's large parameters and calls the operator's forward."""
-
-    def __init__(self, forward: Callable[..., Any], parameters: list[nn.Parameter]) -> None:
-        super().__init__()
-        self._operator_forward = forward
-        for index, parameter in enumerate(parameters):
-            self.register_parameter(f"p{index}", parameter)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._operator_forward(*args, **kwargs)
-
-
-@contextmanager
-def _reinterpret_as_float16(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Show bfloat16 parameters as float16, bit by bit, within a context: FairScale knows no other 16-bit type.
-
-    FairScale only shards them there and computes nothing; what it gathers later has the unit's ``compute_dtype``.
-    """
-    bfloat16 = [parameter for parameter in parameters if parameter.dtype == torch.bfloat16]
-    for parameter in bfloat16:
-        parameter.data = parameter.data.view(torch.float16)
-    yield
-    for parameter in bfloat16:
-        parameter.data = parameter.data.view(torch.bfloat16)
-
-
-class _BackwardEndHook(torch.autograd.Function):
-    """An identity that calls ``on_backward_end`` when the gradients of all its tensors have come."""
-
-    @staticmethod
-    def forward(ctx: Any, on_backward_end: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.on_backward_end = on_backward_end
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.on_backward_end()
-        return None, *gradients
-
-
-def _attach_backward_end_hook(inputs: Any, on_backward_end: Callable[[], None]) -> Any:
-    """Return ``inputs``; ``on_backward_end`` is called once the gradients of all tensors in them have come."""
-    leaves, tree = tree_flatten(inputs)
-    indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if indices:
-        hooked = _BackwardEndHook.apply(on_backward_end, *(leaves[index] for index in indices))  # type: ignore[no-untyped-call]
-        for index, tensor in zip(indices, hooked, strict=True):
-            leaves[index] = tensor
-    return tree_unflatten(leaves, tree)
 
 
 class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[misc]
@@ -163,10 +100,10 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         is_recomputed: bool = False,
         label: str = "a unit",
     ) -> None:
-        body, dtype = _Body(stage.forward, parameters), parameters[0].dtype
+        body, dtype = UnitBody(stage.forward, parameters), parameters[0].dtype
         self._coalesced_gather = CoalescedAllGather(communicators.gather)
         self._is_prefetched = communicators.is_prefetched(parameters)
-        with _reinterpret_as_float16(parameters):
+        with reinterpret_as_float16(parameters):
             super().__init__(
                 body,
                 process_group=self._coalesced_gather,
@@ -191,17 +128,20 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         self._register(self.params)
         self._inter_node_all_reduce = communicators.inter_node_all_reduce
         self._is_recomputed = is_recomputed
-        self._in_graph = self._backward_done = False
-        self._is_forward_stage = isinstance(stage, ForwardStage)
         self._weight_slice = stage if isinstance(stage, WeightSlice) else None
-        # The backward end hook turns inputs into views, which must not be changed in place: modules of torch and
-        # transformers do not.
-        keeps_inputs = self._is_forward_stage or type(stage).__module__.startswith(("torch.nn.", "transformers."))
-        self._frees_on_input_gradient = keeps_inputs and mode == Mode.ZDP
-        # With the signature of the original forward, which ``generate`` of transformers inspects.
-        stage.forward = update_wrapper(partial(self.forward), stage.forward)
+        self._hooked_modules = [] if isinstance(stage, ForwardStage) else list(stage.modules())
+        self._num_running, self._in_graph = 0, False
+        self._joined_pass = self._begun_pass = NO_PASS
+        self._shown_in_full: set[nn.Parameter] = set()
+        self._finished: set[nn.Parameter] = set()
+        self._pending_uses: dict[nn.Parameter, int] = {}
+        self._storages: dict[int, nn.Parameter] = {}
         if isinstance(stage, ForwardStage):
             stage.free_full_params = self._free_full_params
+        else:
+            stage.__dict__["_call_impl"] = partial(self._run, stage._call_impl)
+        # With the signature of the original forward, which ``generate`` of transformers inspects.
+        stage.forward = update_wrapper(partial(self.forward), stage.forward)
 
     @property
     def num_collectives(self) -> int:
@@ -221,91 +161,154 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operator with full parameters; without gradients they are freed at once in every mode."""
+        return self._run(self.module, *args, **kwargs)
+
+    def _run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """See Note [the run of a unit]."""
         if self._context.why_no_runs:
             raise ShardingError(self._context.why_no_runs)
         if self._context.params_summoned:
             raise ShardingError("the model can't run while its parameters are shown whole: leave that context first")
-        if self._in_graph and is_in_backward():
-            return self._recompute_forward(*args, **kwargs)
-        if self._frees_on_input_gradient and torch.is_grad_enabled() and not any(p.requires_grad for p in self.params):
-            args, kwargs = self._hook_backward_end(args, kwargs)
-        outputs = super().forward(*args, **kwargs)
-        if torch.is_grad_enabled():
-            self._in_graph, self._backward_done = True, False
-        else:
-            self.reshard()
+        with_grad = torch.is_grad_enabled()
+        if self.world_size == 1 or (self._num_running and (not with_grad or active_unit() is self)):
+            return function(*args, **kwargs)
+        with without_guards():
+            self._lazy_init()
+        gathered, hidden = self._gather(self.params), [p for p in self.params if p not in self._shown_in_full]
+        self._use_full_params(hidden)
+        versions = [parameter._version for parameter in self.params]
+        hooks = SavedTensorHooks(self, self._pending_uses) if with_grad else None
+        first_node = torch._C._autograd._get_sequence_nr()
+        if hooks is not None:
+            self._in_graph = True
+            if current_pass() == NO_PASS:
+                self._finished.clear()
+            self._register_post_backward_hooks()
+            hooks.push()
+        self._num_running += 1
+        try:
+            outputs = function(*args, **kwargs)
+        finally:
+            self._num_running -= 1
+            if hooks is not None:
+                hooks.pop()
+            if self._num_running == 0:
+                self._keep_changes(versions)
+            if self.reshard_after_forward or not with_grad:
+                self._free_full_params(gathered)
+            self._use_fp32_param_shard(hidden)
+            torch.clear_autocast_cache()
+        if with_grad and self._num_running == 0:
+            hook_results(outputs, first_node, self.begin_backward)
         return outputs
 
-    def _recompute_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """See Note [a forward inside the backward]."""
-        was_unsharded, in_own_backward = self.has_full_params, self.training_state == TrainingState.BACKWARD_PRE
-        self._gather_all()
-        try:
-            return self.module(*args, **kwargs)
-        finally:
-            if not was_unsharded:
-                self._free_full_params()
-            if not in_own_backward:
-                self._use_fp32_param_shard()
-            torch.clear_autocast_cache()
+    def _keep_changes(self, versions: Sequence[int]) -> None:
+        """Write this rank's part of parameters back that a hook or the operator itself has changed."""
+        has_hooks = any(module._forward_pre_hooks or module._forward_hooks for module in self._hooked_modules)
+        for parameter, version in zip(self.params, versions, strict=True):
+            full = parameter._full_view
+            is_assigned = parameter.data_ptr() != full.data_ptr()
+            if is_assigned:
+                full.copy_(parameter.data)
+            if is_assigned or has_hooks or parameter._version != version:  # ``.data`` counts no versions
+                shard = parameter._fp32_shard
+                begin = self.rank * shard.numel()
+                shard.view(-1).copy_(parameter._full_param_padded[begin : begin + shard.numel()])
 
-    def _hook_backward_end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See Note [frozen parameters]. A slice's other argument is left alone, since the slice adds to it in place."""
-        hooked, rest = (args[:1], args[1:]) if self._is_forward_stage else (args, ())
-        hooked, kwargs = _attach_backward_end_hook((hooked, kwargs), self._free_and_use_shards)
-        return (*hooked, *rest), kwargs
+    # The backward pass
 
-    def _free_and_use_shards(self) -> None:
-        self._free_full_params()
+    def find_parameter(self, storage: int) -> ShardedParameter | None:
+        """Return the parameter whose gathered values have this storage."""
+        return self._storages.get(storage)
+
+    def begin_backward(self, *_: object) -> None:
+        """See Note [the backward of a unit]."""
+        if self._begun_pass == current_pass():
+            return
+        self._begun_pass = self._join_pass()
+        awaited = [parameter for parameter in self.params if parameter not in self._finished]
+        self._gather(awaited)
+        self._use_full_params(awaited)
+
+    def _join_pass(self) -> int:
+        """Have ``finish_pass`` called when the running backward pass is over, and return its number."""
+        number = current_pass()
+        if self._joined_pass != number:
+            self._joined_pass = number
+            self._finished.clear()
+            self._context.backward_passes.join(number, self)
+        return number
+
+    def unshard_for_backward(self, parameter: ShardedParameter) -> None:
+        """Gather a parameter that a node needs though its gradient has come, or outside of a pass."""
+        self._gather([parameter])
+
+    def reshard_after_last_use(self, parameter: ShardedParameter) -> None:
+        """See Note [frozen parameters]."""
+        if self.reshard_after_forward and not self._num_running:
+            self._finished.add(parameter)
+            self._free_full_params([parameter])
+            self._use_fp32_param_shard([parameter])
+
+    def _before_accumulation(self, parameter: ShardedParameter, *_: object) -> None:
+        """Show autograd the full shape of a parameter whose gradient has come, and put earlier gradients aside."""
+        self._join_pass()
+        with without_guards():
+            if parameter.grad is not None:
+                parameter._saved_grad_shard, parameter.grad = parameter.grad.data, None
+        has_hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if has_hooks and self._weight_slice is None:
+            self._gather([parameter])  # the user's hooks may read it
+        self._use_full_params([parameter])
+        self.training_state = TrainingState.BACKWARD_POST
+
+    def _post_backward_hook(self, param: ShardedParameter, *_: object) -> None:
+        if param.grad is not None and param.grad.requires_grad:
+            raise ShardingError(
+                "backward(create_graph=True) makes gradients that are part of a graph, which can't be reduced over the "
+                "ranks: use torch.autograd.grad(..., create_graph=True) for what is differentiated again"
+            )
+        self._finished.add(param)
+        with without_guards():
+            super()._post_backward_hook(param)
+
+    def finish_pass(self) -> None:
+        """Hand out gradients when a backward pass is over, and free what is gathered for it."""
+        self._joined_pass = self._begun_pass = NO_PASS
+        for parameter in self.params:
+            if hasattr(parameter, "_saved_grad_shard"):
+                parameter.grad = parameter._saved_grad_shard
+                del parameter._saved_grad_shard
+        if self.reshard_after_forward:
+            self._free_full_params()
         self._use_fp32_param_shard()
 
-    def finish_backward(self) -> None:
-        """Free what is left when a backward pass is over, whether or not it reached this unit."""
-        self._in_graph = self._in_graph and not self._backward_done
-        self.reshard()
-
-    # Parameters are guarded whenever their data are shards. FairScale itself reads shards in these places:
-
-    def _lazy_init(self) -> None:
-        with without_guards():
-            super()._lazy_init()
-
-    def _use_fp32_param_shard(self, params: list[nn.Parameter] | None = None) -> None:
-        with without_guards():
-            super()._use_fp32_param_shard(params)
+    def _use_full_params(self, params: Sequence[ShardedParameter] | None = None) -> None:
+        """Show the full shape of parameters, and their values if they are gathered."""
         for parameter in self.params if params is None else params:
-            guard = guard_of(parameter)
-            if guard is not None:
-                guard.close()
+            if parameter not in self._shown_in_full:
+                self._shown_in_full.add(parameter)
+                guard = guard_of(parameter)
+                if guard is not None:
+                    guard.open()
+                parameter.data = parameter._full_view
 
-    def _post_backward_hook(self, param: nn.Parameter, *unused: Any) -> None:
-        with without_guards():
-            super()._post_backward_hook(param, *unused)
-
-    def _wait_for_post_backward(self) -> None:
-        with without_guards():
-            super()._wait_for_post_backward()
-        self._backward_done = True
-
-    def _use_full_params(self) -> None:
-        if self.training_state == TrainingState.BACKWARD_POST:  # see Note [several outputs]
+    def _use_fp32_param_shard(self, params: Sequence[ShardedParameter] | None = None) -> None:
+        """Show this rank's part of parameters, unless the unit is running."""
+        if self._num_running:
             return
-        # Parameters were freed if another backward pass ended between this unit's forward and its backward.
-        self._rebuild_full_params()
-        super()._use_full_params()
+        for parameter in self.params if params is None else params:
+            if parameter in self._shown_in_full:
+                self._shown_in_full.discard(parameter)
+                parameter.data = parameter._fp32_shard
+                guard = guard_of(parameter)
+                if guard is not None:  # parameters are guarded whenever their data are shards
+                    guard.close()
 
     @property
     def has_unsharded_params(self) -> bool:
         """Whether any parameter is gathered now; after a backward pass, those that it did not reach are."""
-        if self.world_size == 1:
-            return False
-        gathered = [getattr(parameter, "_full_param_padded", None) for parameter in self.params]
-        return any(tensor is not None and tensor.untyped_storage().size() > 0 for tensor in gathered)
-
-    def drop_gathered(self) -> None:
-        """Free gathered parameters, whose shards change; a backward pass that needs them gathers them again."""
-        if self.has_unsharded_params:
-            self._free_and_use_shards()
+        return self.world_size > 1 and any(_is_gathered(parameter) for parameter in self.params)
 
     def adopt_shards(self) -> None:
         """Use the data that parameters have now as their local shards."""
@@ -316,15 +319,16 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
     def detach_hooks(self) -> None:
         """Remove the hooks through which the parameters lead to this unit, since another unit takes them."""
         for parameter in self.params:
-            hook = getattr(parameter, "_shard_bwd_hook", None)
-            if hook is not None:
-                hook[1].remove()
+            for hook in getattr(parameter, "_shard_bwd_hook", ())[1:]:
+                hook.remove()
 
     def reshard(self) -> None:
-        """Free gathered parameters if there are any, and make the unit ready for its next forward."""
-        if self.has_unsharded_params:
-            self._free_and_use_shards()
-        self._pre_backward_hook_has_run = False
+        """Free gathered parameters if there are any."""
+        self._joined_pass, self._begun_pass, self._in_graph = NO_PASS, NO_PASS, False
+        self._pending_uses.clear()
+        if self.world_size > 1 and (self.has_unsharded_params or self._shown_in_full):
+            self._free_full_params()
+            self._use_fp32_param_shard()
 
     def _wait_for_previous_optim_step(self) -> None:
         # FairScale's root does this in every forward. With each unit a root, gathers would wait for the compute of
@@ -333,64 +337,68 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
             self._context.parameters_changed = False
             super()._wait_for_previous_optim_step()
 
-    def _rebuild_full_params(self, force_full_precision: bool = False) -> Any:
-        if self.training_state == TrainingState.BACKWARD_POST:  # see Note [several outputs]
-            return []
-        return self._gather_all(force_full_precision)
+    def _init_param_attributes(self, p: ShardedParameter) -> None:
+        if hasattr(p, "_fp32_shard"):
+            return
+        super()._init_param_attributes(p)
+        if p._is_sharded:
+            storage = p._full_param_padded.untyped_storage()
+            storage.resize_(p._full_param_padded.nbytes)
+            p._full_view = p._full_param_padded[: p._orig_size.numel()].view(p._orig_size)
+            storage.resize_(0)
+            self._storages[storage._cdata] = p
 
-    def _gather_all(self, force_full_precision: bool = False) -> Any:
-        needs_gather = not self.has_full_params
-        if needs_gather:
-            self._context.order.before_gather(self._index, is_in_backward(), self._missing_indices())
-            self._context.prefetch_limiter.before_gather()
-        for parameter in self.params:
-            guard = guard_of(parameter)
-            if guard is not None:
-                guard.open()
-        full_params = super()._rebuild_full_params(force_full_precision)
-        if self._coalesced_gather.has_pending:
-            cuda = fairscale_module.torch.cuda
-            with cuda.stream(self._streams["all_gather"]):
-                self._coalesced_gather.flush()
-            cuda.current_stream().wait_stream(self._streams["all_gather"])
-        if needs_gather:
-            self._context.order.prefetch_next()
-        return full_params
+    def _gather(self, params: Sequence[ShardedParameter]) -> list[ShardedParameter]:
+        """Gather those of the parameters that are not, and return them. Collective."""
+        is_started = self._coalesced_gather.is_started
+        missing = [p for p in params if is_started or not _is_gathered(p)]
+        if not missing or self.world_size == 1:
+            return []
+        indices = [self.param_indices[p] for p in missing] if len(missing) < len(self.params) else ()
+        self._context.order.before_gather(self._index, current_pass() != NO_PASS, indices)
+        self._context.prefetch_limiter.before_gather()
+        with self._use_stream("all_gather"):
+            self._coalesced_gather.gather(self._allocate(missing), [p._fp32_shard for p in missing])
+        self.has_full_params = True
+        self._context.order.prefetch_next()
+        return missing
 
     @contextmanager
     def _use_stream(self, name: str) -> Iterator[None]:
         cuda = fairscale_module.torch.cuda
-        self._streams[name].wait_stream(cuda.current_stream())
+        if name != "all_gather":  # which depends on no compute
+            self._streams[name].wait_stream(cuda.current_stream())
         with torch.no_grad(), cuda.stream(self._streams[name]):
             yield
         cuda.current_stream().wait_stream(self._streams[name])
 
+    @staticmethod
+    def _allocate(params: Sequence[ShardedParameter]) -> list[Tensor]:
+        outputs = [parameter._full_param_padded for parameter in params]
+        for output in outputs:
+            if output.untyped_storage().size() == 0:  # to resize to the same size would move it
+                output.untyped_storage().resize_(output.nbytes)
+        return outputs
+
     def start_prefetch(self) -> None:
         """Start to gather the parameters if the unit is prefetched and they are not there or on their way."""
-        is_gathered = self.has_full_params or self._coalesced_gather.is_started
-        if not self._is_prefetched or is_gathered or self._has_shared_params:
-            return
-        if self._is_root is None:  # only other ranks have run it
-            self._lazy_init()
-        outputs = [parameter._full_param_padded for parameter in self.params]
-        for output in outputs:
-            output.untyped_storage().resize_(output.nbytes)
-        with without_guards():
-            self._coalesced_gather.start(outputs, [parameter.data for parameter in self.params])
+        if self._is_prefetched and not self._coalesced_gather.is_started and not self.has_unsharded_params:
+            with without_guards():
+                self._lazy_init()  # if only other ranks have run it
+            self._coalesced_gather.start(self._allocate(self.params), [p._fp32_shard for p in self.params])
 
     def _register_post_backward_hooks(self) -> None:
         # FairScale registers one more hook in every forward, and all of them are called in every backward: the node
         # that accumulates a parameter's gradient lives as long as the attribute that holds the hook.
-        if not torch.is_grad_enabled():
-            return
         for parameter in self.params:
             if parameter.requires_grad:
                 node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
                 if getattr(parameter, "_shard_bwd_hook", (None,))[0] is not node:
-                    handle = node.register_hook(partial(self._post_backward_hook, parameter))
-                    parameter._shard_bwd_hook = (node, handle)
+                    before = node.register_prehook(partial(self._before_accumulation, parameter))
+                    after = node.register_hook(partial(self._post_backward_hook, parameter))
+                    parameter._shard_bwd_hook = (node, before, after)
 
-    def _post_reduction_hook(self, param: nn.Parameter, reduced_grad: Tensor) -> None:
+    def _post_reduction_hook(self, param: ShardedParameter, reduced_grad: Tensor) -> None:
         if self._inter_node_all_reduce is None:
             super()._post_reduction_hook(param, reduced_grad)
             if self.world_size > 1:
@@ -398,21 +406,24 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
             return
         self._inter_node_all_reduce.wait_before_accumulation(param)
         super()._post_reduction_hook(param, reduced_grad)
-        self._inter_node_all_reduce.on_shard_reduced(param, param._saved_grad_shard)  # type: ignore[attr-defined]
+        self._inter_node_all_reduce.on_shard_reduced(param, param._saved_grad_shard)
 
-    def _step_in_backward(self, param: nn.Parameter) -> None:
+    def _step_in_backward(self, param: ShardedParameter) -> None:
         """Update ``param``, or the weight of which it is the last slice, if the plan updates in the backward pass."""
         optimizer = self._context.backward_optimizer
         parameter = self._weight_slice.full_parameter if self._weight_slice is not None else param
         if not optimizer.should_update(parameter):
             return
         # FairScale would do this when the backward pass is over.
-        param.grad = param._saved_grad_shard  # type: ignore[attr-defined]
-        del param._saved_grad_shard  # type: ignore[attr-defined]
+        param.grad = param._saved_grad_shard
+        del param._saved_grad_shard
         if self._weight_slice is None or self._weight_slice.on_gradient_reduced():
             optimizer.step_parameter(parameter)
 
     def _free_full_params(self, params: Any = None) -> None:
+        params = self.params if params is None else params
+        if self._num_running or not params:
+            return
         was_unsharded = self.has_full_params
         self._coalesced_gather.wait()
         super()._free_full_params(params)
@@ -420,31 +431,6 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
             self._context.prefetch_limiter.after_free()
 
 
-class EngineContext:
-    """What all units of one engine share.
-
-    Args:
-        device: where this rank computes.
-        group: all ranks.
-        plan: the plan that the engine carries out.
-    """
-
-    def __init__(self, device: torch.device, group: Any, plan: ExecutionPlan) -> None:
-        self.device = device
-        # Replicated gradients need a group of their own: their order is fixed, that of the units' collectives follows
-        # autograd.
-        self.replica_group = cached_group_copy(group, "replicas")
-        self.parameters_changed = True
-        self.params_summoned = False
-        self.why_no_runs = ""  # set when a run is over and the module stays sharded
-        self.owner: object = None  # the engine, which lives as long as the module is sharded
-        self.update_in_backward = plan.update_in_backward
-        self.backward_optimizer = BackwardOptimizer()
-        self.order = CollectiveOrder(group)
-        self.guards = GuardContext(group, plan.update_in_backward)
-        self.guards.before_access = self.order.before_access
-        self.reducer = GradientReducer(partial(before_reduction, self.order))
-        choices = [operator.choice for operator in sharded_operators(plan)]
-        self.communicator_factory = CommunicatorFactory(group, device, choices, plan.cluster)
-        self.streams = create_streams(device, STREAM_NAMES, fairscale_module)
-        self.prefetch_limiter = create_prefetch_limiter(device)
+def _is_gathered(parameter: ShardedParameter) -> bool:
+    padded = getattr(parameter, "_full_param_padded", None)
+    return padded is not None and padded.untyped_storage().size() > 0

@@ -25,13 +25,8 @@ from lightning_osdp.backend.work import Work
 CommunicatorT = TypeVar("CommunicatorT", bound=Communicator)
 
 
-def is_in_backward() -> bool:
-    """Return whether a backward pass is running."""
-    return torch._C._current_graph_task_id() != -1
-
-
-class _QueuingCommunicator(Generic[CommunicatorT]):
-    """What FairScale takes for a unit's process group: it passes ``rank`` and ``size`` on and queues collectives."""
+class _RankedCommunicator(Generic[CommunicatorT]):
+    """What FairScale takes for a unit's process group: it passes ``rank`` and ``size`` on."""
 
     def __init__(self, communicator: CommunicatorT) -> None:
         self._communicator = communicator
@@ -45,22 +40,12 @@ class _QueuingCommunicator(Generic[CommunicatorT]):
         return self._communicator.size()
 
 
-class CoalescedAllGather(_QueuingCommunicator[Communicator]):
-    """Queues a unit's all-gathers to run them as one. FairScale looks at no result before it asked for all."""
+class CoalescedAllGather(_RankedCommunicator[Communicator]):
+    """Runs a unit's all-gathers as one."""
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__(communicator)
-        self._queued: list[tuple[Tensor, Tensor]] = []
         self._work: Work | None = None
-
-    def all_gather(self, output_flat: Tensor, shard: Tensor) -> None:
-        """Queue a gather for the next ``flush``."""
-        self._queued.append((output_flat, shard))
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether any gather is queued."""
-        return bool(self._queued)
 
     @property
     def is_started(self) -> bool:
@@ -68,17 +53,16 @@ class CoalescedAllGather(_QueuingCommunicator[Communicator]):
         return self._work is not None
 
     def start(self, outputs_flat: list[Tensor], shards: list[Tensor]) -> None:
-        """Start the gathers that FairScale will ask for."""
+        """Start gathers, for the next ``gather`` of the same."""
         assert isinstance(self._communicator, FlatCommunicator)
         self._work = all_gather_async(outputs_flat, shards, self._communicator.group)
 
-    def flush(self) -> None:
-        """Run the queued gathers, or wait for them if they were started."""
-        queued, self._queued = self._queued, []
+    def gather(self, outputs_flat: list[Tensor], shards: list[Tensor]) -> None:
+        """Run gathers, or wait for them if they were started."""
         if self._work is not None:
             self.wait()
         else:
-            self._communicator.all_gather_coalesced(*zip(*queued, strict=True))
+            self._communicator.all_gather_coalesced(outputs_flat, shards)
 
     def gather_and_free(self, shards: list[Tensor]) -> None:
         """Take part in the gather of another rank that has no use here."""
@@ -92,7 +76,7 @@ class CoalescedAllGather(_QueuingCommunicator[Communicator]):
             work.wait()
 
 
-class CoalescedReduceScatter(_QueuingCommunicator[FlatCommunicator]):
+class CoalescedReduceScatter(_RankedCommunicator[FlatCommunicator]):
     """Queues a unit's gradients until all have come, to reduce them as one.
 
     FairScale frees each parameter when its gradient comes, so the queue takes no more memory than the unit has.

@@ -145,6 +145,7 @@ def _describe(finalist: Finalist, is_chosen: bool) -> TriedPlan:
         name = "all replicated, blocks recomputed" if plan.recomputed else "all replicated"
     else:
         name = "sharded per block" if any(op.unit for op in plan.operators) else "sharded per operator"
+    name += ", freed memory retained" if plan.retain_freed_memory else ""
     return TriedPlan(
         name=name,
         batch_size=plan.batch_size,

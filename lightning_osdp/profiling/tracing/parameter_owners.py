@@ -76,7 +76,7 @@ def find_scopes(
     for name in order:
         own_unused = unused.pop(name, [])
         reason = _replication_reason(name, groups[name], parameters, inner[name], modules)
-        reason = reason or _conditional_reason(groups[name], recording)
+        reason = reason or _unsafe_reason(name, groups[name], recording) or _conditional_reason(groups[name], recording)
         if own_unused and not reason:
             reason = f"{parameters[own_unused[0]].names[0]} is not used in the traced step"
         encloses = bool(inner[name]) or not name
@@ -138,6 +138,15 @@ def _replication_reason(
 
 def _format_ties(parameters: Iterable[NamedParameter]) -> str:
     return ", ".join(" = ".join(parameter.names) for parameter in parameters)
+
+
+def _unsafe_reason(name: str, members: Sequence[int], recording: Recording) -> str:
+    """Say to the user why what the operator does to its parameters can't be done to parts of them; empty if it can."""
+    if not recording.changed_parameters.isdisjoint(members):
+        return "its weights are changed while it runs, by its forward or by a hook"
+    if name in recording.transformed_modules:
+        return "torch.func differentiates it, which allows no hooks on what autograd saves"
+    return ""
 
 
 def _conditional_reason(members: Sequence[int], recording: Recording) -> str:

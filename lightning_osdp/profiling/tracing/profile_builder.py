@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -110,14 +110,14 @@ def _build_operators(
             replicated_reason=scope.replicated_reason or _optimizer_needs_unsharded_reason(scope, optimizer_trace),
             tied=bool(scope.tied_names),
             flops_per_sample=flops_per_sample[index],
-            **_split_fields(scope, modules[scope.name], find_matmul(kernels[index]), batch_size),
+            **_split_fields(scope, modules[scope.name], find_matmul(kernels[index]), step.recording, batch_size),
         )
         for index, scope in enumerate(scopes)
     )
 
 
 def _split_fields(
-    scope: OwnerScope, module: nn.Module, matmul: MatmulKernels | None, batch_size: int
+    scope: OwnerScope, module: nn.Module, matmul: MatmulKernels | None, recording: Recording, batch_size: int
 ) -> dict[str, Any]:
     """Return the fields of an operator that say how it can be split."""
     if scope.tied_names:
@@ -125,6 +125,10 @@ def _split_fields(
     dims, reason = split_dims(module)
     if dims and matmul is None:
         dims, reason = (), "its forward does not run exactly one product"
+    elif dims and not recording.differentiated_parameters.isdisjoint(scope.parameters):
+        dims, reason = (), "its gradient is asked for by itself"
+    elif dims and _count_uses(scope, recording) > recording.calls[scope.name]:
+        dims, reason = (), "its weight is read beside the product, by a hook perhaps"
     if not dims or matmul is None:
         return {"unsplittable_reason": reason}
     input_dim = matrix_input_dim(module)
@@ -134,6 +138,17 @@ def _split_fields(
         "input_per_sample": matmul.input_bytes / batch_size,
         "output_per_sample": matmul.output_bytes / batch_size,
     }
+
+
+def _count_uses(scope: OwnerScope, recording: Recording) -> int:
+    """Return how often the forward reads one of the operator's parameters, at most."""
+    uses = Counter(
+        parameter
+        for op in recording.ops
+        if op.phase == "forward" and not op.is_view
+        for parameter in set(op.used_parameters).intersection(scope.parameters)
+    )
+    return max(uses.values(), default=0)
 
 
 def _optimizer_needs_unsharded_reason(scope: OwnerScope, optimizer_trace: OptimizerTrace) -> str:

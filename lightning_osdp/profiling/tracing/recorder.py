@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -93,7 +92,13 @@ class Recording:
     recomputed_modules: set[str] = field(default_factory=set)
     """Modules that also ran in backward: the model recomputes them by itself."""
     buffer_writers: set[str] = field(default_factory=set)
-    """Modules whose forward changes buffers."""
+    """Modules whose forward changes buffers or parameters."""
+    changed_parameters: set[int] = field(default_factory=set)
+    """Indices of parameters that a forward, or a hook of a module, changes."""
+    differentiated_parameters: set[int] = field(default_factory=set)
+    """Indices of parameters whose gradients are asked for by themselves, as by ``torch.autograd.grad``."""
+    transformed_modules: set[str] = field(default_factory=set)
+    """Modules that run, at least in part, where hooks on saved tensors are forbidden, as by ``torch.func.grad``."""
     host_syncs: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     """Reads of real tensors' values by the host: (number of ops before, modules that were running)."""
 
@@ -138,6 +143,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._out_of_place_sums: set[int] = set()
         self._made_at: list[int] = []
         self._parameters = parameters
+        self._parameter_storages = [parameter.untyped_storage() for parameter in parameters]
         self._parameter_of: dict[int, tuple[int, ...]] = {}
         self._buffer_keys = set(_storage_keys(list(module.buffers())))
         for index, parameter in enumerate(parameters):
@@ -149,21 +155,51 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def record_step(self) -> Iterator[None]:
         """Record aten calls, module calls and gradients until the end of the block."""
-        handles = [
-            torch_module.register_module_forward_pre_hook(self._push),
-            torch_module.register_module_forward_hook(self._pop, always_call=True),
-        ]
+        handles = []
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad and parameter.is_leaf:
                 handle = parameter.register_post_accumulate_grad_hook(partial(self._record_gradient, index))  # type: ignore[no-untyped-call]
                 handles.append(handle)
         try:
             # Nodes are numbered by thread, and on CUDA a backward has one of its own: it would belong to no module.
-            with torch.autograd.set_multithreading_enabled(False), self:
+            with torch.autograd.set_multithreading_enabled(False), self._record_calls(), self:
                 yield
         finally:
             for handle in handles:
                 handle.remove()
+            for index, (parameter, storage) in enumerate(zip(self._parameters, self._parameter_storages, strict=True)):
+                if _storage_key(parameter) != storage._cdata:  # replaced by ``.data = ...``
+                    self.recording.changed_parameters.add(index)
+
+    @contextmanager
+    def _record_calls(self) -> Iterator[None]:
+        """Record the calls of modules, their hooks included, and which gradients are asked for."""
+        call, autograd = nn.Module._call_impl, vars(torch.autograd)
+        run_backward = autograd["_engine_run_backward"]
+
+        def recorded_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self._push(module)
+            output = None
+            try:
+                output = call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+                return output
+            finally:
+                self._pop(module, output)
+
+        def recorded_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            wanted = {id(tensor) for tensor in tree_leaves(args[3:4])}
+            self.recording.differentiated_parameters.update(
+                index for index, parameter in enumerate(self._parameters) if id(parameter) in wanted
+            )
+            return run_backward(outputs, *args, **kwargs)
+
+        nn.Module._call_impl = recorded_call  # type: ignore[method-assign, assignment]
+        autograd["_engine_run_backward"] = recorded_backward
+        try:
+            yield
+        finally:
+            nn.Module._call_impl = call  # type: ignore[method-assign]
+            autograd["_engine_run_backward"] = run_backward
 
     @contextmanager
     def mark_backward(self) -> Iterator[None]:
@@ -178,7 +214,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record that the host reads values of a tensor."""
         self.recording.host_syncs.append((len(self.recording.ops), self._current_site()))
 
-    def _push(self, module: nn.Module, _args: object) -> None:
+    def _push(self, module: nn.Module) -> None:
         name = self._names.get(id(module))
         if name is None:
             return
@@ -190,7 +226,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self.recording.recomputed_modules.add(name)
 
-    def _pop(self, module: nn.Module, _args: object, output: object) -> None:
+    def _pop(self, module: nn.Module, output: object) -> None:
         name = self._names.get(id(module))
         if name is not None and self._stack and self._stack[-1] == name:
             self._stack.pop()
@@ -237,8 +273,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         adds_up = func is aten.add.Tensor and not kwargs and _is_in_autograd_engine() and _has_matching_tensors(args)
         op = self._describe(func, args, kwargs, is_accumulation=adds_up and not args[0]._is_view())
         self.recording.ops.append(op)
-        if func._schema.is_mutable and op.phase == "forward" and op.site and self._is_buffer_write(func, args, kwargs):
-            self.recording.buffer_writers.add(op.site[-1])
+        if op.phase == "forward" and op.site:
+            if func._schema.is_mutable:
+                self._record_writes(op.site[-1], _written_keys(func, args, kwargs))
+            if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+                self.recording.transformed_modules.update(op.site)
         out = fake_kernels.dispatch(func, args, kwargs)
         fresh = [self.track(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if adds_up:
@@ -258,11 +297,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func = aten.add_.Tensor
         return Op(func, specs, keywords, phase, site, node, tuple(sorted(used)), 0.0, False, is_accumulation)
 
-    def _is_buffer_write(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        given = [*zip(func._schema.arguments, args, strict=False)]
-        given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
-        written = [value for argument, value in given if argument.alias_info and argument.alias_info.is_write]
-        return not self._buffer_keys.isdisjoint(_storage_keys(written))
+    def _record_writes(self, module: str, keys: Sequence[int]) -> None:
+        """Record that ``module`` changes what has these storages."""
+        changed = {index for key in keys for index in self._parameter_of.get(key, ())}
+        self.recording.changed_parameters |= changed
+        if changed or not self._buffer_keys.isdisjoint(keys):
+            self.recording.buffer_writers.add(module)
 
     # -- storages -----------------------------------------------------------------------------------------------------
 
@@ -327,6 +367,13 @@ def _storage_keys(value: object) -> list[int]:
     """Return the keys of all storages in a nested value; sparse tensors have none."""
     leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.layout == torch.strided)
     return [_storage_key(leaf) for leaf in leaves]
+
+
+def _written_keys(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
+    """Return the keys of the storages that a call changes."""
+    given = [*zip(func._schema.arguments, args, strict=False)]
+    given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+    return _storage_keys([value for argument, value in given if argument.alias_info and argument.alias_info.is_write])
 
 
 def _next_autograd_node() -> int:

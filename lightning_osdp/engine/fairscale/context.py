@@ -1,0 +1,92 @@
+"""What the units of one engine share: communicators, streams, the order of gathers, and running backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_module
+
+from lightning_osdp.backend.hierarchical import cached_group_copy
+from lightning_osdp.backend.streams import create_prefetch_limiter, create_streams
+from lightning_osdp.engine.fairscale.collective_order import CollectiveOrder
+from lightning_osdp.engine.fairscale.communicators import CommunicatorFactory, sharded_operators
+from lightning_osdp.engine.fairscale.joinable_unit import before_reduction
+from lightning_osdp.engine.fairscale.unit_collectives import GradientReducer
+from lightning_osdp.engine.optimizer_in_backward import BackwardOptimizer
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.state.guarded_parameter import GuardContext, without_guards
+
+STREAM_NAMES = ("fp32_to_fp16", "all_gather", "post_backward")
+"""Names under which FairScale looks its streams up."""
+
+
+class _Unit(Protocol):
+    def finish_pass(self) -> None: ...
+
+    def reshard(self) -> None: ...
+
+
+class _BackwardPasses:
+    """Calls the units that a backward pass has reached when it is over."""
+
+    def __init__(self, reducer: GradientReducer, streams: Mapping[str, Any]) -> None:
+        self._reducer, self._streams = reducer, streams
+        self._units: dict[int, list[_Unit]] = {}
+
+    def join(self, number: int, unit: _Unit) -> None:
+        """Call ``unit.finish_pass`` at the end of the pass that is running, which has this number."""
+        if number not in self._units:
+            self._units[number] = []
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, number))
+        self._units[number].append(unit)
+
+    def _end(self, number: int) -> None:
+        cuda = fairscale_module.torch.cuda
+        with without_guards():
+            with cuda.stream(self._streams["post_backward"]):
+                self._reducer.flush()
+            cuda.current_stream().wait_stream(self._streams["post_backward"])
+            for unit in self._units.pop(number):
+                unit.finish_pass()
+
+    def discard(self) -> None:
+        """End passes that an exception has ended."""
+        with without_guards():
+            while self._units:
+                for unit in self._units.popitem()[1]:
+                    unit.finish_pass()
+                    unit.reshard()
+
+
+class EngineContext:
+    """What all units of one engine share.
+
+    Args:
+        device: where this rank computes.
+        group: all ranks.
+        plan: the plan that the engine carries out.
+    """
+
+    def __init__(self, device: torch.device, group: Any, plan: ExecutionPlan) -> None:
+        self.device = device
+        # Replicated gradients need a group of their own: their order is fixed, that of the units' collectives follows
+        # autograd.
+        self.replica_group = cached_group_copy(group, "replicas")
+        self.parameters_changed = True
+        self.params_summoned = False
+        self.why_no_runs = ""  # set when a run is over and the module stays sharded
+        self.owner: object = None  # the engine, which lives as long as the module is sharded
+        self.update_in_backward = plan.update_in_backward
+        self.backward_optimizer = BackwardOptimizer()
+        self.order = CollectiveOrder(group)
+        self.guards = GuardContext(group, plan.update_in_backward)
+        self.guards.before_access = self.order.before_access
+        self.reducer = GradientReducer(partial(before_reduction, self.order))
+        choices = [operator.choice for operator in sharded_operators(plan)]
+        self.communicator_factory = CommunicatorFactory(group, device, choices, plan.cluster)
+        self.streams = create_streams(device, STREAM_NAMES, fairscale_module)
+        self.backward_passes = _BackwardPasses(self.reducer, self.streams)
+        self.prefetch_limiter = create_prefetch_limiter(device)
