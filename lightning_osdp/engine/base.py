@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -133,6 +133,20 @@ class Engine(ABC):
 
         Gradients of sharded parameters are still reduced: to keep them in full would take the memory that sharding
         saves.
+        """
+
+    def evaluation_step(self, name: str) -> AbstractContextManager[None]:
+        """Return a context for one step of validation, test or prediction, which ``name`` says.
+
+        An engine may have ranks wait in it for others that run more of the module.
+        """
+        return nullcontext()
+
+    def before_collective(self, operation: str) -> None:  # noqa: B027
+        """Prepare for a collective that is not the engine's; others may run more of the module before it.
+
+        Args:
+            operation: its name.
         """
 
     @abstractmethod

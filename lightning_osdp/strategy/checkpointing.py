@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_osdp.backend.agree import raise_on_all_ranks
-from lightning_osdp.engine.base import Engine
 from lightning_osdp.errors import CheckpointError, ConfigurationError, OSDPWarning
 from lightning_osdp.planning.spec.model import CheckpointMemory
 from lightning_osdp.state import atomic_files
@@ -132,7 +131,6 @@ class CheckpointingStrategy(FailureAwareStrategy):
     """A strategy that saves and loads sharded state."""
 
     _checkpoint_format: CheckpointFormat
-    _engine: Engine | None
 
     @property
     @override

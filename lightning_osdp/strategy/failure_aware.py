@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from typing_extensions import override
 
+from lightning_osdp.engine.base import Engine
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.strategy.failure_detector import FailureDetector, SynchronizedDataLoader, assert_equal_on_ranks
 
@@ -21,6 +23,7 @@ from lightning_osdp.strategy.failure_detector import FailureDetector, Synchroniz
 class FailureAwareStrategy(ParallelStrategy):
     """A parallel strategy that tells the other ranks why this one fails, and finds uneven data."""
 
+    _engine: Engine | None
     _failure_detector: FailureDetector | None = None
     _num_dataloaders = 0
 
@@ -78,7 +81,31 @@ class FailureAwareStrategy(ParallelStrategy):
     def _check_num_batches(self, attribute: str, kind: str) -> None:
         assert self.lightning_module is not None
         count: Any = getattr(self.lightning_module.trainer, attribute)
+        self._before_collective(f"the start of {kind}")
         assert_equal_on_ranks(dist.group.WORLD, f"the number of {kind} batches", count)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_step("validation"):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_step("test"):
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_step("prediction"):
+            return super().predict_step(*args, **kwargs)
+
+    def _evaluation_step(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._engine is None else self._engine.evaluation_step(name)
+
+    def _before_collective(self, operation: str) -> None:
+        """Wait for ranks that run more of the module before they come to a collective of Lightning's."""
+        if self._engine is not None:
+            self._engine.before_collective(operation)
 
 
 def _print_infeasible(rank: int, otherwise: Callable[..., Any], kind: type, error: Any, traceback: Any) -> None:

@@ -103,6 +103,7 @@ class ProcessGroupStrategy(CheckpointingStrategy):
     def barrier(self, name: str | None = None) -> None:
         if not _distributed_is_initialized():
             return
+        self._before_collective("a barrier")
         if self.root_device.type == "cuda":
             dist.barrier(device_ids=[self.root_device.index])
         else:
@@ -112,13 +113,18 @@ class ProcessGroupStrategy(CheckpointingStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not _distributed_is_initialized():
             return obj
+        self._before_collective("a broadcast of the Trainer")
         box = [obj]
         dist.broadcast_object_list(box, src)
         return box[0]
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if group in (None, dist.group.WORLD):
+            self._before_collective("a reduction of the Trainer or of log(sync_dist=True)")
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     @override
     def teardown(self) -> None:

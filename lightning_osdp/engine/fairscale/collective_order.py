@@ -28,8 +28,11 @@ STABLE_COUNT = 8
 FIRST_ASKING_STEPS, MAX_ASKING_STEPS = 32, 4096
 """Steps in which ranks ask for each collective after they wanted different ones: at first, and if it recurs."""
 
-_JOINABLE = {"forward": 0, "evaluate": 0, "backward": 1, "reduce": 1, "replicated": 2, "end": 3, "evaluated": 3}
+_JOINABLE = {"forward": 0, "evaluate": 0, "backward": 1, "reduce": 1, "replicated": 2}
 """The kinds of events in which a rank can take part that wants another one, by what comes first."""
+
+_WAITING = ("end", "evaluated", "sync")
+"""The kinds of events before which a rank takes part in those of others."""
 
 _TEXTS = {
     "forward": ("runs {}", "ran {}"),
@@ -39,6 +42,7 @@ _TEXTS = {
     "replicated": ("reduces replicated gradients", "reduced replicated gradients"),
     "end": ("ends its backward pass", "ended its backward pass"),
     "step": ("begins the next training step", "began a training step"),
+    "sync": ("takes part in {}", "took part in a collective operation"),
     "evaluation": ("begins the next evaluation step", "began an evaluation step"),
     "evaluated": ("ends its evaluation step", "ended its evaluation step"),
     "access": ("reads or changes {} outside of its operator", "read or changed a parameter outside of its operator"),
@@ -134,6 +138,14 @@ class CollectiveOrder:
         """Take part in what other ranks' backward passes still reduce."""
         self._before("end")
         self._has_backward, self._place = False, f"after the backward pass of training step {self._num_steps}"
+
+    def before_collective(self, operation: str) -> None:
+        """Return when all ranks are about to run a collective ``operation`` that is not the engine's.
+
+        It is never expected without asking: a rank that goes on into it can't be joined.
+        """
+        if self._agreement is not None:
+            self._ask(f"sync -1 {operation}", is_learned=False)
 
     def before_access(self, parameter: str) -> None:
         """Check that all ranks are about to read or change a parameter outside of its operator.
@@ -235,8 +247,10 @@ class CollectiveOrder:
             return Decision("", error_message=failure)
         if len(events) == 1 and len(places) == 1:
             return Decision(events.pop())
-        if len(places) == 1 and all(_parse(event)[0] in _JOINABLE for event in events):
-            return Decision(min(events, key=_priority), is_unanimous=False)
+        waiting = [event for event in events if _parse(event)[0] in _WAITING]
+        joinable = [event for event in events if _parse(event)[0] in _JOINABLE]
+        if len(places) == 1 and joinable and len(joinable) + len(waiting) == len(events) and len(waiting) < 2:
+            return Decision(min(joinable, key=_priority), is_unanimous=False)
         ranks_by_text: dict[str, list[int]] = {}
         for rank, request in enumerate(requests):
             ranks_by_text.setdefault(request.description, []).append(rank)

@@ -214,6 +214,13 @@ class FairScaleEngine(Engine):
         self._bucketed_all_reduce.before_finish = self._before_replicated
         self._context.order.join_replicated = self._join_replicated
         self._managed_parameters = self._sharded_parameters.parameters.union(replicated)
+        self._mark_generation(bool(layouts))
+
+    def _mark_generation(self, is_sharded: bool) -> None:
+        """Have ``generate`` of transformers go on until all ranks have finished, as it does for FSDP."""
+        for module in self._module.modules():
+            if hasattr(type(module), "generate"):
+                vars(module)["_is_fsdp_managed_module"] = is_sharded and self._group.size() > 1
 
     def _before_replicated(self) -> None:
         self._bind_slice_gradients()
@@ -268,6 +275,7 @@ class FairScaleEngine(Engine):
     def close(self) -> None:
         self._remove_guards()
         if self.module is not None:
+            self._mark_generation(False)
             self._context.order.close()
             release_storage(self._module.parameters())
         for operator in self._operators.values():
@@ -323,6 +331,17 @@ class FairScaleEngine(Engine):
             self._context.backward_optimizer.pause(),
         ):
             yield
+
+    @contextmanager
+    @override
+    def evaluation_step(self, name: str) -> Iterator[None]:
+        self._context.order.begin_evaluation(name)
+        yield
+        self._context.order.end_evaluation()
+
+    @override
+    def before_collective(self, operation: str) -> None:
+        self._context.order.before_collective(operation)
 
     @override
     def finish_backward(self) -> None:
