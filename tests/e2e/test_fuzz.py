@@ -1,0 +1,43 @@
+"""Random modules, steps and callbacks under random plans give DDP's weights, or are refused before anything changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_osdp import OSDPCallback, OSDPStrategy
+from tests.support.fuzz import Case, FuzzModule, case_of, run_cases, train
+from tests.support.modules import trainer
+from tests.support.ranks import run_ranks
+
+SEEDS = range(20)
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    folder = str(tmp_path_factory.mktemp("fuzz"))
+    by_rank = run_ranks(run_cases, 2, list(SEEDS), folder)
+    pairs = zip(SEEDS, *by_rank, strict=True)
+    return {seed: next((each for each in ranks if each != "equal"), "equal") for seed, *ranks in pairs}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_module_under_random_plan_equals_ddp_or_is_refused(seed: int, verdicts: dict[int, str]) -> None:
+    assert verdicts[seed].startswith(("equal", "refused", "DDP itself failed")), case_of(seed)
+
+
+def _fit_experts(rank: int, world_size: int, folder: str) -> float:
+    case = Case(1, ("Experts", "Experts"), "plain", (), 1, None, "AdamW", "zdp")
+    plain = train(case, folder, by_osdp=False)
+    assert not plain.error
+    module = FuzzModule(case)
+    strategy: Any = OSDPStrategy(batch_size="keep", cache=f"{folder}/cache", trial_steps=False)
+    trainer(folder, strategy, max_steps=5, callbacks=[OSDPCallback(modes="zdp")]).fit(module)
+    with strategy.summon_full_params():
+        return max(float((v - plain.weights[n]).abs().max()) for n, v in module.state_dict().items())
+
+
+def test_fit_of_experts_that_ranks_run_in_different_order_equals_ddp(tmp_path: Path) -> None:
+    assert max(run_ranks(_fit_experts, 2, str(tmp_path))) < 1e-6
