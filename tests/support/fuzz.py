@@ -177,7 +177,7 @@ class FuzzModule(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         trainable = [p for p in self.parameters() if p.requires_grad]
         if self.case.optimizer == "SGD":
-            return torch.optim.SGD(trainable, lr=0.05, momentum=0.9)
+            return torch.optim.SGD(trainable, lr=0.02, momentum=0.9)
         return torch.optim.AdamW(trainable, lr=1e-2, eps=1e-4)
 
     def train_dataloader(self) -> Any:
@@ -222,7 +222,7 @@ class FuzzCallback(pl.Callback):
                 records.setdefault("state", []).append([sums[name] for name in sorted(sums)])
             if "reset_a_layer" in self.kinds and trainer.global_step == 2:
                 torch.manual_seed(11)
-                nn.init.normal_(module.head.weight)
+                nn.init.normal_(module.head.weight, std=0.1)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
         if "log_gradient_norms" in self.kinds:
