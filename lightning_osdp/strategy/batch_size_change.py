@@ -85,7 +85,7 @@ class Epoch:
             ConfigurationError: the epoch has too few batches.
         """
         largest = self.largest_valid(present)
-        if largest is not None and batch_size > largest:
+        if largest is not None and (self.num_batches(batch_size) or 0) < self.validation_interval:
             raise ConfigurationError(
                 f"a batch size of {batch_size} per device (the loader's is {present}) leaves "
                 f"{self.num_batches(batch_size)} batches per epoch, fewer than val_check_interval="

@@ -208,7 +208,7 @@ def test_true_half_precision_matches_plain_pytorch(results: list[dict[str, Any]]
 
 def test_grad_scaler_with_inf_on_one_rank_skips_step_on_all_ranks(results: list[dict[str, Any]]) -> None:
     finite = [result["overflow"][1] for result in results]
-    assert finite == [[True, True, True, True], [True, False, True, True]]
+    assert finite == [[True, False, True, True]] * 2  # a gradient shows the values of all ranks
     for scales, _, changed, saved in (result["overflow"] for result in results):
         assert scales == [8.0, 4.0, 4.0, 8.0]  # halved at the inf, doubled after two good steps
         assert changed == [False, True, True]

@@ -200,11 +200,11 @@ def test_plan_updates_in_backward_only_where_training_can(
 
 def test_plan_with_unsupported_callback_is_rejected(osdp: Run, folder: Path, cache: Path) -> None:
     config = yaml.safe_load((folder / "fit.yaml").read_text())
-    averaging = {"class_path": "lightning.pytorch.callbacks.EMAWeightAveraging"}
-    write_yaml(folder / "fit.yaml", config | {"trainer": config["trainer"] | {"callbacks": [averaging]}})
+    pruning = {"class_path": "lightning.pytorch.callbacks.ModelPruning", "init_args": {"pruning_fn": "l1_unstructured"}}
+    write_yaml(folder / "fit.yaml", config | {"trainer": config["trainer"] | {"callbacks": [pruning]}})
     status, _, error = run_plan(osdp, folder, cache)
     assert status == main.BAD_INPUT
-    assert "EMAWeightAveraging averages a copy of the whole module" in error
+    assert "ModelPruning puts masked copies in the place of weights" in error
 
 
 def test_plan_without_cluster_suggests_osdp_profile(osdp: Run, folder: Path) -> None:
