@@ -153,6 +153,42 @@ def resume_and_save_both_formats(rank: int, ranks: int, folder: str, epoch: int)
     return found
 
 
+class AtTrainEnd(pl.Callback):
+    """Does something while the module is still sharded: after ``fit`` it is whole."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work = work
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.work()
+
+
+def try_loads(strategy: OSDPStrategy, source: str, rank: int, found: dict[str, Any]) -> None:
+    """Loads that are refused and change nothing, or for which a rank has no memory."""
+    optimizer = strategy.optimizers[0]
+    before = strategy.lightning_module_state_dict(), strategy.optimizer_state(optimizer)
+    saved = torch.load(source, weights_only=True)
+    saved["optimizer_states"] *= 2
+    found["two optimizers"] = catch_error(lambda: strategy.load_model_state_dict(saved))
+    saved["optimizer_states"] = saved["optimizer_states"][:1]
+    saved["optimizer_states"][0]["state"][0]["exp_avg"] = torch.zeros(7, 7)
+    found["another shape"] = catch_error(lambda: strategy.load_model_state_dict(saved))
+    del saved["optimizer_states"]
+    found["only weights"] = catch_error(lambda: strategy.load_model_state_dict(saved))
+    after = strategy.lightning_module_state_dict(), strategy.optimizer_state(optimizer)
+    found["unchanged"] = all(torch.equal(before[0][name], after[0][name]) for name in before[0])
+    whole = torch.load(source, weights_only=True)
+    shard = FlatPaddedLayout.shard
+    for victim in range(torch.distributed.get_world_size()):
+        began = time.monotonic()
+        if rank == victim:
+            FlatPaddedLayout.shard = refuse_memory  # type: ignore[method-assign]
+        found[f"no memory on rank {victim}"] = catch_any(lambda: strategy.load_model_state_dict(whole))
+        found[f"no memory on rank {victim} for moments"] = catch_any(lambda: strategy.load_optimizer_state_dict(whole))
+        FlatPaddedLayout.shard = shard  # type: ignore[method-assign]
+        found["seconds"] = max(found.get("seconds", 0.0), time.monotonic() - began)
+
+
 def try_invalid_checkpoints(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     """What is refused, by the run that finds it; then that it would have worked otherwise."""
     source = f"{folder}/full/epoch=1.ckpt"
@@ -180,30 +216,10 @@ def try_invalid_checkpoints(rank: int, ranks: int, folder: str) -> dict[str, Any
 
     strategy = OSDPStrategy(plan=plan_for(build_module(ranks), [dataset(4).tensors[0]], ranks, "zdp", 4))
     options = {"devices": ranks, "use_distributed_sampler": False, "max_steps": 2}
-    fitted = trainer(folder, strategy, **options)
+    fitted = trainer(
+        folder, strategy, callbacks=[AtTrainEnd(lambda: try_loads(strategy, source, rank, found))], **options
+    )
     fitted.fit(build_module(ranks))
-    before = strategy.lightning_module_state_dict(), strategy.optimizer_state(fitted.optimizers[0])
-    saved = torch.load(source, weights_only=True)
-    saved["optimizer_states"] *= 2
-    found["two optimizers"] = catch_error(lambda: strategy.load_model_state_dict(saved))
-    saved["optimizer_states"] = saved["optimizer_states"][:1]
-    saved["optimizer_states"][0]["state"][0]["exp_avg"] = torch.zeros(7, 7)
-    fitted.state.fn = pl.trainer.states.TrainerFn.FITTING
-    found["another shape"] = catch_error(lambda: strategy.load_model_state_dict(saved))
-    del saved["optimizer_states"]
-    found["only weights"] = catch_error(lambda: strategy.load_model_state_dict(saved))
-    after = strategy.lightning_module_state_dict(), strategy.optimizer_state(fitted.optimizers[0])
-    found["unchanged"] = all(torch.equal(before[0][name], after[0][name]) for name in before[0])
-    whole = torch.load(source, weights_only=True)
-    shard = FlatPaddedLayout.shard
-    for victim in range(ranks):
-        began = time.monotonic()
-        if rank == victim:
-            FlatPaddedLayout.shard = refuse_memory  # type: ignore[method-assign]
-        found[f"no memory on rank {victim}"] = catch_any(lambda: strategy.load_model_state_dict(whole))
-        found[f"no memory on rank {victim} for moments"] = catch_any(lambda: strategy.load_optimizer_state_dict(whole))
-        FlatPaddedLayout.shard = shard  # type: ignore[method-assign]
-        found["seconds"] = max(found.get("seconds", 0.0), time.monotonic() - began)
     thesis = Path(folder, "data", "thesis.txt")
     if rank == 0:
         thesis.parent.mkdir()
