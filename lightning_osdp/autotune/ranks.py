@@ -75,7 +75,7 @@ class RankGroup:
 
     @property
     def is_hierarchical(self) -> bool:
-        """Whether there are several machines with several ranks each."""
+        """Return whether there are several machines with several ranks each."""
         return 1 < self.nodes < self.world_size
 
     @property
@@ -90,12 +90,12 @@ class RankGroup:
 
     @property
     def is_offline(self) -> bool:
-        """Whether one process plans by itself, without a process group and for ranks that are not here."""
+        """Return whether one process plans by itself, without a process group and for ranks that are not here."""
         return self.group is None
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this rank plans, prints and writes files."""
+        """Return whether this rank plans, prints and writes files."""
         return self.rank == 0
 
     def all_reduce_max(self, numbers: Sequence[float]) -> list[float]:

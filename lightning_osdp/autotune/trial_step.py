@@ -71,7 +71,7 @@ class StepTiming(NamedTuple):
 
     @property
     def is_slow(self) -> bool:
-        """Whether such a step is repeated as rarely as possible."""
+        """Return whether such a step is repeated as rarely as possible."""
         return self.step_s >= SLOW_STEP_S
 
 
@@ -112,7 +112,7 @@ class TrialContext:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether the step can run on a copy.
+        """Return whether the step can run on a copy.
 
         It can't if the module steps its optimizers itself, has no values yet, or would have to be compiled again.
         """

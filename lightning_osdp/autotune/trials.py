@@ -61,7 +61,7 @@ class TrialSetup:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the trials run on CUDA."""
+        """Return whether the trials run on CUDA."""
         return self.context.device.type == "cuda"
 
     def available_bytes(self) -> int:

@@ -114,7 +114,7 @@ class Engine(ABC):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether any parameter is sharded over several ranks, so that ``restore`` needs them all."""
+        """Return whether any parameter is sharded over several ranks, so that ``restore`` needs them all."""
         return self._group.size() > 1 and bool(self._sharded_parameters.parameters)
 
     @abstractmethod

@@ -37,7 +37,7 @@ class BackwardOptimizer:
 
     @property
     def is_partially_updated(self) -> bool:
-        """Whether some parameters are a step ahead of others; see Note [amid a backward pass]."""
+        """Return whether some parameters are a step ahead of others; see Note [amid a backward pass]."""
         return bool(self._updated)
 
     def attach(self, optimizers: Iterable[Optimizer]) -> None:

@@ -52,7 +52,7 @@ class ShardedParameters:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this is the rank that holds gathered state."""
+        """Return whether this is the rank that holds gathered state."""
         return self._rank == 0
 
     def unsharded_shape(self, parameter: Tensor) -> torch.Size:

@@ -41,7 +41,7 @@ class TrainData:
             raise ConfigurationError("there is no train dataloader: pass one to fit() or define train_dataloader()")
         self._loader = self._source.dataloader()
         self.typical_batch: Any = None
-        """Of the batches that were read the one of median size, once they are read."""
+        """The batch of median size among those that were read; None before they are."""
         self.bytes_per_sample = 0.0
 
     def epoch(self, ranks: int) -> Epoch:

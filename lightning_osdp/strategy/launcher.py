@@ -29,7 +29,7 @@ class Launcher(_SubprocessScriptLauncher):
     @property
     @override
     def is_interactive_compatible(self) -> bool:
-        """Whether a notebook can train: with one device, since each further one needs a process of its own.
+        """Return whether a notebook can train: with one device, since each further one needs a process of its own.
 
         Raises:
             ConfigurationError: there are several devices; Lightning asks only in a notebook.

@@ -50,7 +50,7 @@ def read_first_batches(loaders: Any, count: int) -> tuple[list[Any], Any]:
 
 
 def _is_loader(value: Any) -> bool:
-    """Whether a value is a loader by itself: a list of batches is, a list of loaders is not."""
+    """Return whether a value is a loader by itself: a list of batches is, a list of loaders is not."""
     if isinstance(value, dict | list | tuple):
         inner = value.values() if isinstance(value, dict) else value
         return not any(isinstance(each, DataLoader | dict | list) or hasattr(each, "__next__") for each in inner)
@@ -137,7 +137,7 @@ def _give_back(source: Any, items: list[Any], iterator: Iterator[Any]) -> None:
 
 
 def is_repeatable(value: Any, depth: int = 0) -> bool:
-    """Whether iterating over ``value`` twice surely gives the same twice: all that it holds is plain data."""
+    """Return whether iterating over ``value`` twice surely gives the same twice: all that it holds is plain data."""
     if isinstance(value, REPEATABLE) or depth > MAX_DEPTH:
         return True
     if hasattr(value, "__next__"):

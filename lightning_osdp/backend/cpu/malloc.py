@@ -63,7 +63,7 @@ class GlibcHeap:
 
     @property
     def can_retain(self) -> bool:
-        """Whether retention can be chosen: the heap is glibc's and was configured."""
+        """Return whether retention can be chosen: the heap is glibc's and was configured."""
         return self._is_configured and self._is_glibc
 
     @property

@@ -127,7 +127,7 @@ class CollectiveOrder:
 
     @property
     def has_backward(self) -> bool:
-        """Whether a step or a backward pass has begun whose end is not noted yet."""
+        """Return whether a step or a backward pass has begun whose end is not noted yet."""
         return self._has_backward and self._agreement is not None
 
     def before_replicated(self) -> None:

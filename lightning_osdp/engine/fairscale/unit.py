@@ -307,7 +307,7 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
 
     @property
     def has_unsharded_params(self) -> bool:
-        """Whether any parameter is gathered now; after a backward pass, those that it did not reach are."""
+        """Return whether any parameter is gathered now; after a backward pass, those that it did not reach are."""
         return self.world_size > 1 and any(_is_gathered(parameter) for parameter in self.params)
 
     def adopt_shards(self) -> None:

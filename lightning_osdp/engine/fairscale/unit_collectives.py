@@ -49,7 +49,7 @@ class CoalescedAllGather(_RankedCommunicator[Communicator]):
 
     @property
     def is_started(self) -> bool:
-        """Whether the unit's gathers are running already."""
+        """Return whether the unit's gathers are running already."""
         return self._work is not None
 
     def start(self, outputs_flat: list[Tensor], shards: list[Tensor]) -> None:
@@ -98,7 +98,7 @@ class CoalescedReduceScatter(_RankedCommunicator[FlatCommunicator]):
 
     @property
     def callbacks(self) -> list[Callable[[Tensor], None]]:
-        """Those of the queued gradients."""
+        """Return what is called with each queued gradient once it is reduced."""
         return [on_reduced for _, on_reduced in self._queued]
 
     def flush(self) -> None:

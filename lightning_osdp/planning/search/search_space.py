@@ -225,7 +225,7 @@ class SearchSpace:
 
     @cached_property
     def recompute_masks(self) -> Flags:
-        """Whether each block is recomputed, (rows of ``recompute_counts``, blocks)."""
+        """Return whether each block is recomputed, (rows of ``recompute_counts``, blocks)."""
         masks = [self.recompute_mask(index) for index in range(len(self.recompute_counts))]
         return np.array(masks, dtype=bool).reshape(len(masks), len(self.problem.model.blocks))
 

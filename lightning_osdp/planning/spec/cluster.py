@@ -198,22 +198,22 @@ class Cluster(FrozenModel):
 
     @property
     def is_hierarchical(self) -> bool:
-        """Whether there are several nodes with several devices each."""
+        """Return whether there are several nodes with several devices each."""
         return self.nodes > 1 and self.devices_per_node > 1
 
     @property
     def uses_ring_collectives(self) -> bool:
-        """Whether the engine gathers and reduce-scatters with its own rings instead of the backend's collectives."""
+        """Return whether the engine gathers and reduces with its own rings instead of the backend's collectives."""
         return self.backend == "gloo" and self.device == "cpu"
 
     @property
     def supports_prefetch(self) -> bool:
-        """Whether collectives may run beside compute: not where several ranks share their node's link [M-cost-3]."""
+        """Return whether collectives may run beside compute: not where ranks share their node's link [M-cost-3]."""
         return self.ranks > 1 and not self.is_hierarchical and not self.devices_by_node
 
     @property
     def coalesces_gradients(self) -> bool:
-        """Whether a unit's small gradients are reduce-scattered in one call."""
+        """Return whether a unit's small gradients are reduce-scattered in one call."""
         return self.device_type == "cpu" and self.supports_prefetch
 
     @property
@@ -223,7 +223,7 @@ class Cluster(FrozenModel):
 
     @property
     def allocates_on_write(self) -> bool:
-        """Whether a new tensor takes memory only as it is written to (CPU pages), not at once (CUDA's allocator)."""
+        """Return whether a new tensor takes memory only as it is written to (CPU pages), not at once (CUDA)."""
         return self.device_type == "cpu"
 
 

@@ -92,7 +92,7 @@ class ParameterInfo(FrozenModel):
 
     @property
     def is_small(self) -> bool:
-        """Whether it stays replicated in every mode (see ``SMALL_PARAMETER_ELEMENTS``)."""
+        """Return whether it stays replicated in every mode (see ``SMALL_PARAMETER_ELEMENTS``)."""
         return len(self.shape) <= 1 and self.num_elements < SMALL_PARAMETER_ELEMENTS
 
 
@@ -136,7 +136,7 @@ class Operator(FrozenModel):
 
     @property
     def is_shardable(self) -> bool:
-        """Whether any of its parameters can be sharded."""
+        """Return whether any of its parameters can be sharded."""
         return bool(self.shardable_parameters)
 
     @property
@@ -201,7 +201,7 @@ class NonTrainingWork(FrozenModel):
 
     @property
     def has_own_evaluation_batch_size(self) -> bool:
-        """Whether evaluation and training may use different batch sizes."""
+        """Return whether evaluation and training may use different batch sizes."""
         return self.evaluation_batch_size > 0
 
 
@@ -254,7 +254,7 @@ class ModelProfile(FrozenModel):
         return self
 
     def has_moments_of(self, other: ModelProfile) -> bool:
-        """Whether both run the same operators and blocks in the same order."""
+        """Return whether both run the same operators and blocks in the same order."""
 
         def order(profile: ModelProfile) -> list[object]:
             places = [(each.phase, each.operator) for each in profile.moments]

@@ -46,7 +46,7 @@ class Problem:
 
     @property
     def has_prefetch(self) -> bool:
-        """Whether collectives of units run beside compute."""
+        """Return whether collectives of units run beside compute."""
         return self.cluster.prefetch_max_bytes > 0
 
     def with_prefetch(self) -> Problem:
@@ -60,7 +60,7 @@ class Problem:
 
     @property
     def has_optimizer_in_backward(self) -> bool:
-        """Whether sharded parameters are updated during backward."""
+        """Return whether sharded parameters are updated during backward."""
         return self.model.optimizer_step.in_backward
 
     def with_optimizer_in_backward(self) -> Problem:

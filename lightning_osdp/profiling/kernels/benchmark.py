@@ -210,7 +210,7 @@ def _estimate_unrunnable(
 
 
 def _has_opaque_state(kernel: Kernel) -> bool:
-    """Whether it reads a buffer that only its forward can write (cuDNN, oneDNN): synthetic bytes would crash it."""
+    """Return whether it reads a buffer that only its forward can write (cuDNN, oneDNN): other bytes would crash it."""
     return any(
         argument.name.lower() in OPAQUE_ARGUMENTS and isinstance(spec, TensorSpec)
         for argument, spec in zip(kernel.func._schema.arguments, kernel.args, strict=False)

@@ -114,7 +114,7 @@ def tensor_specs(spec: Spec) -> list[TensorSpec]:
 
 
 def is_foreach_or_fused(func: torch._ops.OpOverload) -> bool:
-    """Whether it is an optimizer's foreach or fused kernel, which does the same with each element of each tensor."""
+    """Return whether it is an optimizer's foreach or fused kernel, which treats all elements of tensors alike."""
     return str(func.overloadpacket.__name__).startswith(("_foreach_", "_fused_"))
 
 

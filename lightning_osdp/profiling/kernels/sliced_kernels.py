@@ -36,7 +36,7 @@ class MatmulKernels:
 
     @property
     def is_embedding(self) -> bool:
-        """Whether rows of a table are looked up rather than multiplied."""
+        """Return whether rows of a table are looked up rather than multiplied."""
         return self.forward.func in EMBEDDING_FUNCTIONS
 
     @property
@@ -54,7 +54,7 @@ class MatmulKernels:
 
     @property
     def has_input_gradient(self) -> bool:
-        """Whether its backward has a product for the input besides the one for the weight."""
+        """Return whether its backward has a product for the input besides the one for the weight."""
         return not self.is_embedding and sum(kernel.count for kernel in self.backward) > 1
 
     def split(self, k: int, *, slice_outputs: bool) -> tuple[list[Kernel], list[Kernel]]:

@@ -226,7 +226,7 @@ def referenced_values(function: Callable[..., Any]) -> list[Any]:
 
 
 def is_users(kind: type) -> bool:
-    """Whether a class is neither of the standard library nor of an installed package."""
+    """Return whether a class is neither of the standard library nor of an installed package."""
     return _is_users_module(kind.__module__)
 
 
@@ -317,7 +317,7 @@ def without_output() -> Iterator[None]:
 
 
 def _is_of_build_tool() -> bool:
-    """Whether the innermost code that is not of the standard library belongs to a tool that builds kernels."""
+    """Return whether the innermost code that is not of the standard library belongs to a tool that builds kernels."""
     frame = sys._getframe(2)
     while frame is not None:
         root = str(frame.f_globals.get("__name__", "")).partition(".")[0]

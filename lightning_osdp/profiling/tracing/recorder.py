@@ -382,13 +382,13 @@ def _next_autograd_node() -> int:
 
 
 def _is_in_autograd_engine() -> bool:
-    """Whether autograd's own code is running: a node that is not a Python function."""
+    """Return whether autograd's own code is running: a node that is not a Python function."""
     node = torch._C._current_autograd_node()
     return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def _has_matching_tensors(args: tuple[Any, ...]) -> bool:
-    """Whether the arguments are two tensors of one shape and dtype."""
+    """Return whether the arguments are two tensors of one shape and dtype."""
     is_pair = len(args) == 2 and all(isinstance(arg, Tensor) for arg in args)
     return is_pair and args[0].shape == args[1].shape and args[0].dtype == args[1].dtype
 

@@ -140,7 +140,7 @@ def _shared_objects(module: LightningModule) -> list[Any]:
 
 
 def has_batch_dimension(batch: Any, batch_size: int) -> bool:
-    """Whether any tensor of ``batch`` has ``batch_size`` rows."""
+    """Return whether any tensor of ``batch`` has ``batch_size`` rows."""
     has_rows: list[bool] = []
     apply_to_collection(batch, Tensor, lambda tensor: has_rows.append(_has_rows(tensor, batch_size)))
     return any(has_rows)
