@@ -33,7 +33,6 @@ from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstr
 from lightning_osdp.planning.spec.model import CheckpointMemory, ModelProfile, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.whatif import hardware as whatif_hardware
-from lightning_osdp.planning.whatif.hardware import USABLE_MEMORY_FRACTION
 from lightning_osdp.planning.whatif.simulate import problem_for_hardware, simulate_one
 from lightning_osdp.strategy import arguments
 from lightning_osdp.strategy.callback import OSDPCallback
@@ -139,9 +138,7 @@ def _plan_for_hardware(
         return model, searched, replace(options.policy, accumulation=int(trainer.accumulate_grad_batches))
 
     model, searched, policy = _run(module, data, trainer_args, torch.device("cpu"), profile)
-    limit_bytes = options.memory_limit_bytes or int(
-        options.memory_share * USABLE_MEMORY_FRACTION * described.memory_bytes
-    )
+    limit_bytes = options.memory_limit_bytes or described.usable_bytes(options.memory_share)
     problem = problem_for_hardware(model, described, devices or described.devices, limit_bytes, dtype, searched)
     point = simulate_one(problem, policy)
     if point.plan is None:
