@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
@@ -246,7 +247,8 @@ class PlanOnlyStrategy(SingleDeviceStrategy):
         own_callbacks = trainer.callbacks  # type: ignore[attr-defined]
         trainer.callbacks = self.callbacks  # type: ignore[attr-defined]
         try:
-            self.result = self._work(trainer)
+            with _converted(trainer.lightning_module, self.precision_plugin):
+                self.result = self._work(trainer)
         finally:
             trainer.callbacks = own_callbacks  # type: ignore[attr-defined]
         raise _TunerExitException  # Lightning's own way to end a run early: it tears down and returns
@@ -257,6 +259,23 @@ class PlanOnlyStrategy(SingleDeviceStrategy):
         self.precision_plugin.teardown()
         assert self.accelerator is not None
         self.accelerator.teardown()
+
+
+@contextmanager
+def _converted(module: pl.LightningModule, precision: Precision) -> Iterator[None]:
+    """Give a module the data type in which training with ``precision`` holds it, within the block."""
+    parameters = [(parameter, parameter.data) for parameter in module.parameters()]
+    inner_modules = [(inner, dict(inner._buffers), vars(inner).get("_dtype")) for inner in module.modules()]
+    try:
+        precision.convert_module(module)
+        yield
+    finally:
+        for parameter, data in parameters:
+            parameter.data = data
+        for inner, buffers, dtype in inner_modules:
+            inner._buffers.update(buffers)
+            if dtype is not None:  # of a LightningModule
+                inner._dtype = dtype
 
 
 def local_device(accelerator: str) -> torch.device:

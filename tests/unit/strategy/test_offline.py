@@ -75,6 +75,23 @@ def test_plan_has_room_for_largest_of_sampled_batches() -> None:
     assert peak_bytes(sample_batches=1) < peak_bytes() == peak_bytes(sample_batch=[long])
 
 
+def test_plan_counts_weights_in_the_precision_of_training_and_leaves_the_module() -> None:
+    module = GPTModule()
+    module.register_buffer("scale", torch.ones(1))
+
+    def peak_bytes(precision: str) -> int:
+        args = {"precision": precision}
+        plan = lightning_osdp.plan(module, hardware="h100-80gb-nvlink", devices=1, batch_size=2, trainer_args=args)
+        return plan.predicted.peak_memory_bytes
+
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    assert peak_bytes("bf16-true") == pytest.approx(peak_bytes("32-true") / 2, rel=0.01)
+    assert module.dtype == torch.float32
+    for name, value in module.state_dict().items():
+        assert value.dtype == before[name].dtype
+        assert torch.equal(value, before[name])
+
+
 def test_plan_with_callback_keeps_its_constraints() -> None:
     plan = plan_for_hardware(GPTModule(), callback=OSDPCallback(activation_checkpointing=True))
     assert plan.recomputed
