@@ -122,6 +122,10 @@ class CheckpointFormat:
 
         return raise_on_all_ranks(group, lambda: CheckpointFolder(path, weights_only))
 
+    def close(self) -> None:
+        """Close the checkpoint that was loaded last, whose disk space is not free before, even if it is deleted."""
+        self._opened = None
+
     def fill(self, targets: Sequence[LoadTarget]) -> None:
         """Fill targets with values of the checkpoint that was loaded last."""
         stored = [target for target in targets if target.value.is_meta]
