@@ -133,11 +133,8 @@ class CheckpointFormat:
             if not target.value.is_meta:
                 target.fill()
         opened = self._opened
-        if stored and (
-            opened is None
-            or isinstance(opened, OpenedFile)
-            or not all(opened.has_tensor(target.value) for target in stored)
-        ):
+        folder = None if isinstance(opened, OpenedFile) else opened
+        if not all(folder is not None and folder.has_tensor(target.value) for target in stored):
             raise CheckpointError("the checkpoint holds a meta tensor, which has no values")
         if isinstance(opened, OpenedFile):
             opened.assert_unchanged()
