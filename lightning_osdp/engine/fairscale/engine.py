@@ -217,10 +217,11 @@ class FairScaleEngine(Engine):
         self._mark_generation(bool(layouts))
 
     def _mark_generation(self, is_sharded: bool) -> None:
-        """Have ``generate`` of transformers go on until all ranks have finished, as it does for FSDP."""
+        """Have ``generate`` of transformers go on until all ranks have finished, as it does for FSDP, or end that."""
         for module in self._module.modules():
-            if hasattr(type(module), "generate"):
-                vars(module)["_is_fsdp_managed_module"] = is_sharded and self._group.size() > 1
+            vars(module).pop("_is_fsdp_managed_module", None)
+            if hasattr(type(module), "generate") and is_sharded and self._group.size() > 1:
+                vars(module)["_is_fsdp_managed_module"] = True
 
     def _before_replicated(self) -> None:
         self._bind_slice_gradients()
@@ -257,6 +258,7 @@ class FairScaleEngine(Engine):
             unit.reshard()
         for operator in self._operators.values():
             operator.unshard(optimizers)
+        self._mark_generation(False)
         self._operators, self._units, self._sliced_operators, self._undo_recompute = {}, [], [], []
         self._sharded_parameters = ShardedParameters({}, self._group)
         torch.backends.mha.set_fastpath_enabled(self._had_attention_fastpath)
