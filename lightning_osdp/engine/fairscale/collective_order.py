@@ -188,7 +188,7 @@ class CollectiveOrder:
 
     def _note(self, event: str) -> None:
         self._last = (self._last[1], event)
-        if event.startswith(("backward", "re")):
+        if event.startswith(("backward", "reduce", "replicated")):
             self._has_backward = True
 
     def _ask(self, event: str, is_learned: bool = True) -> None:
