@@ -353,7 +353,7 @@ class FairScaleEngine(Engine):
             if self._context.order.has_backward:
                 self._context.order.complete_backward()
                 for unit in self._units:
-                    unit.finish_joined()
+                    unit.show_gradients()
             self._context.communicator_factory.inter_node_all_reduce.finish()
             for unit in self._units:
                 unit.reshard()  # whether or not the pass has reached it

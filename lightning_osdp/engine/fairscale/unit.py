@@ -53,7 +53,7 @@ from torch import Tensor, nn
 from lightning_osdp.engine.fairscale.body import UnitBody, reinterpret_as_float16
 from lightning_osdp.engine.fairscale.communicators import UnitCommunicators
 from lightning_osdp.engine.fairscale.context import EngineContext
-from lightning_osdp.engine.fairscale.joinable_unit import JoinableUnit
+from lightning_osdp.engine.fairscale.joinable_unit import JoinableUnit, set_gradient_aside, show_gradient
 from lightning_osdp.engine.fairscale.saved_tensors import (
     NO_PASS,
     SavedTensorHooks,
@@ -254,8 +254,7 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         """Show autograd the full shape of a parameter whose gradient has come, and put earlier gradients aside."""
         self._join_pass()
         with without_guards():
-            if parameter.grad is not None:
-                parameter._saved_grad_shard, parameter.grad = parameter.grad.data, None
+            set_gradient_aside(parameter)
         has_hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
         if has_hooks and self._weight_slice is None:
             self._gather([parameter])  # the user's hooks may read it
@@ -275,10 +274,7 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
     def finish_pass(self) -> None:
         """Hand out gradients when a backward pass is over, and free what is gathered for it."""
         self._joined_pass = self._begun_pass = NO_PASS
-        for parameter in self.params:
-            if hasattr(parameter, "_saved_grad_shard"):
-                parameter.grad = parameter._saved_grad_shard
-                del parameter._saved_grad_shard
+        self.show_gradients()
         if self.reshard_after_forward:
             self._free_full_params()
         self._use_fp32_param_shard()
@@ -414,9 +410,7 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         parameter = self._weight_slice.full_parameter if self._weight_slice is not None else param
         if not optimizer.should_update(parameter):
             return
-        # FairScale would do this when the backward pass is over.
-        param.grad = param._saved_grad_shard
-        del param._saved_grad_shard
+        show_gradient(param)  # FairScale would do this when the backward pass is over
         if self._weight_slice is None or self._weight_slice.on_gradient_reduced():
             optimizer.step_parameter(parameter)
 
