@@ -1,4 +1,4 @@
-"""Units: what is gathered and freed at once, each a FairScale FullyShardedDataParallel. The only file that imports it.
+"""Units: what is gathered and freed at once, each a FairScale FullyShardedDataParallel.
 
 Note [the module tree is left alone]: FairScale's wrapper usually replaces a module in its parent, which changes
 names, classes and state dict keys. Here a unit holds a stand-in that owns the operator's large parameters and calls
@@ -60,6 +60,7 @@ from lightning_osdp.engine.fairscale.saved_tensors import (
     active_unit,
     current_pass,
     hook_results,
+    is_in_backward,
 )
 from lightning_osdp.engine.fairscale.unit_collectives import CoalescedAllGather, CoalescedReduceScatter
 from lightning_osdp.engine.sliced_operator import ForwardStage, WeightSlice
@@ -181,7 +182,7 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         first_node = torch._C._autograd._get_sequence_nr()
         if hooks is not None:
             self._in_graph = True
-            if current_pass() == NO_PASS:
+            if not is_in_backward():
                 self._finished.clear()
             self._register_post_backward_hooks()
             hooks.push()
@@ -351,7 +352,7 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         if not missing or self.world_size == 1:
             return []
         indices = [self.param_indices[p] for p in missing] if len(missing) < len(self.params) else ()
-        self._context.order.before_gather(self._index, current_pass() != NO_PASS, indices)
+        self._context.order.before_gather(self._index, is_in_backward(), indices)
         self._context.prefetch_limiter.before_gather()
         with self._use_stream("all_gather"):
             self._coalesced_gather.gather(self._allocate(missing), [p._fp32_shard for p in missing])
