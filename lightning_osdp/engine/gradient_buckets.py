@@ -44,10 +44,13 @@ class BucketedAllReduce:
     Args:
         parameters: in the order of their first use. Frozen ones may be among them and take part once unfrozen.
         group: the process group to average over.
+        before_finish: called before what is left of a backward pass is reduced.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
-        self._group = group
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: Any, before_finish: Callable[[], None] = lambda: None
+    ) -> None:
+        self._group, self._before_finish = group, before_finish
         self._world_size: int = group.size()
         self._parameters = list(parameters)
         self._buckets: list[_Bucket] = []
@@ -57,8 +60,6 @@ class BucketedAllReduce:
         self._sync = True
         self._unhooked = set(self._parameters)
         self._hooks: list[Any] = []
-        self.before_finish: Callable[[], None] = lambda: None
-        """Called before what is left is reduced."""
         self.refresh()
 
     @property
@@ -99,7 +100,7 @@ class BucketedAllReduce:
     def finish(self) -> None:
         """Reduce what is left of the backward pass that just ended, and wait for all of it."""
         if self._is_active:
-            self.before_finish()
+            self._before_finish()
             self._finish()
 
     def _finish(self) -> None:

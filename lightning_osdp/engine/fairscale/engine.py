@@ -210,8 +210,7 @@ class FairScaleEngine(Engine):
             for parameter in self._module.parameters()
             for weight in slices.get(parameter, [parameter] if parameter not in layouts else [])
         ]
-        self._bucketed_all_reduce = BucketedAllReduce(replicated, self._context.replica_group)
-        self._bucketed_all_reduce.before_finish = self._before_replicated
+        self._bucketed_all_reduce = BucketedAllReduce(replicated, self._context.replica_group, self._before_replicated)
         self._context.order.join_replicated = self._join_replicated
         self._managed_parameters = self._sharded_parameters.parameters.union(replicated)
         self._mark_generation(bool(layouts))
