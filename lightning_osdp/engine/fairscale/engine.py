@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -210,7 +210,9 @@ class FairScaleEngine(Engine):
             for parameter in self._module.parameters()
             for weight in slices.get(parameter, [parameter] if parameter not in layouts else [])
         ]
-        self._bucketed_all_reduce = BucketedAllReduce(replicated, self._context.replica_group, self._before_replicated)
+        self._bucketed_all_reduce = BucketedAllReduce(
+            replicated, self._context.replica_group, self._context.sync, self._before_replicated
+        )
         self._context.order.join_replicated = self._join_replicated
         self._managed_parameters = self._sharded_parameters.parameters.union(replicated)
         self._mark_generation(bool(layouts))
@@ -323,15 +325,9 @@ class FairScaleEngine(Engine):
         self._context.backward_passes.discard()
         self._context.order.begin_step()
 
-    @contextmanager
     @override
-    def no_sync(self) -> Iterator[None]:
-        with (
-            self._bucketed_all_reduce.no_sync(),
-            self._context.communicator_factory.inter_node_all_reduce.no_sync(),
-            self._context.backward_optimizer.pause(),
-        ):
-            yield
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._context.sync.pause()
 
     @contextmanager
     @override
