@@ -12,7 +12,6 @@ from lightning_osdp.autotune.pipeline import PlanningResult
 from lightning_osdp.autotune.ranks import ranks_sharing_memory_limit
 from lightning_osdp.autotune.startup_budget import StartupBudget
 from lightning_osdp.autotune.trial_step import TrialContext
-from lightning_osdp.backend import memory
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
 from lightning_osdp.planning.cost.run_correction import Correction, MeasuredStep, update_correction
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
@@ -67,8 +66,7 @@ def resolve_plan(
     if given_plan is not None:
         ranks.raise_on_all_ranks(lambda: check_given_plan(given_plan, traced, ranks, blocker, constraints))
         return PlanningResult(given_plan)
-    user_limit = (options.memory_limit_bytes, options.memory_share)
-    limit = memory.MemoryLimit(context.device, run.ranks_per_node, ranks_sharing_memory_limit(ranks), *user_limit)
+    limit = options.limit_on(context.device, run.ranks_per_node, ranks_sharing_memory_limit(ranks))
     facts = (trainer, data, context.batch_size, ranks.world_size, limit, constraints, non_training)
     request = ranks.raise_on_all_ranks(lambda: options.request(*facts))
     resumed = pipeline.reuse_if_valid(run.resumed_plan, traced, ranks, request.policy, limit.current())

@@ -108,7 +108,7 @@ class HandoverStrategy(ProcessGroupStrategy):
         """Make the optimizers and apply the plan."""
 
     def _memory_limit(self) -> memory.MemoryLimit:
-        return memory.MemoryLimit(self.root_device, self.num_processes, None, self._options.memory_limit_bytes)
+        return self._options.limit_on(self.root_device, self.num_processes)
 
     def _take_over_module(self) -> bool:
         """Free the module of other runs' plans; return whether this strategy has one for it."""
