@@ -1,10 +1,11 @@
-"""Where a run's plan comes from: given, stored in a checkpoint, or made now; and a new one after drift."""
+"""Where a run's plan comes from: given, stored in a checkpoint, or made now; a new one when memory drifts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_osdp.autotune import pipeline
@@ -18,7 +19,7 @@ from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, CheckpointMemory, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from lightning_osdp.strategy.dataloader import TrainData
+from lightning_osdp.strategy.dataloader import TrainData, read_data
 from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
 from lightning_osdp.strategy.planning_options import PlanningOptions, check_given_plan
 
@@ -28,11 +29,11 @@ class RunRequest:
     """What a run asks of its plan.
 
     Attributes:
-        options: The strategy's arguments about planning.
-        constraints: The constraints of OSDPCallback.
-        checkpoint_memory: Where a checkpoint gathers the model while it is saved.
-        ranks_per_node: Number of ranks on this machine.
-        resumed_plan: The plan of the checkpoint to resume from, to use again if it is still valid.
+        options: the strategy's arguments about planning.
+        constraints: the constraints of OSDPCallback.
+        checkpoint_memory: where a checkpoint gathers the model while it is saved.
+        ranks_per_node: number of ranks on this machine.
+        resumed_plan: the plan of the checkpoint to resume from, to use again if it is still valid.
     """
 
     options: PlanningOptions
@@ -40,6 +41,32 @@ class RunRequest:
     checkpoint_memory: CheckpointMemory
     ranks_per_node: int
     resumed_plan: ExecutionPlan | None
+
+
+def read_trial_context(
+    trainer: pl.Trainer, options: PlanningOptions, device: torch.device
+) -> tuple[TrainData, TrialContext]:
+    """Return the train data, and what a step is tried with: the typical and the largest of some batches.
+
+    Args:
+        trainer: the Trainer of the run; reading the batches changes nothing.
+        options: the strategy's arguments, which say how many batches to read, or which one to take instead.
+        device: the device to train on.
+
+    Raises:
+        ConfigurationError: there are no train data, or they can't be read.
+    """
+    module, plugin = trainer.lightning_module, trainer.precision_plugin
+    data, largest, batch_size = read_data(trainer, module, options.sample_batches, options.sample_batch)
+    return data, TrialContext(
+        module,
+        plugin.convert_input(data.typical_batch),
+        batch_size,
+        device,
+        plugin.train_step_context,
+        options.engine,
+        largest_batch=None if largest is data.typical_batch else plugin.convert_input(largest),
+    )
 
 
 def resolve_plan(
