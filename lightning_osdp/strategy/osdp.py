@@ -273,9 +273,7 @@ class OSDPStrategy(HandoverStrategy):
             self.model = self._layer_sync.apply(module)
         if is_meta(module):  # there are no values yet that optimizers could copy, and the module is never unsharded
             engine.apply(module, self._plan, ())
-            with engine.unsharded_shapes():
-                ranks.raise_on_all_ranks(lambda: self.setup_optimizers(trainer))
-            engine.shard_optimizer_state(self.optimizers)
+            self._set_up_optimizers_of_shards(trainer, engine, ranks)
         else:
             ranks.raise_on_all_ranks(lambda: self.setup_optimizers(trainer))
             engine.apply(module, self._plan, self.optimizers)

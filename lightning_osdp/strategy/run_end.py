@@ -128,8 +128,8 @@ class HandoverStrategy(ProcessGroupStrategy):
         assert module is not None
         assert self._plan is not None
         engine.refuse_runs("")
+        ranks = RankGroup(dist.group.WORLD, self.num_nodes, self.root_device)
         if engine.is_restored:
-            ranks = RankGroup.from_node_rank(dist.group.WORLD, self.node_rank, self.root_device)
             self._engine = engine = create_engine(self._options.engine, self.root_device, ranks.group)
             try:
                 engine.check(module, self._plan)
@@ -141,12 +141,16 @@ class HandoverStrategy(ProcessGroupStrategy):
             else:
                 engine.apply(module, self._plan, self.optimizers)
         elif is_fit:
-            with engine.unsharded_shapes():
-                self.setup_optimizers(trainer)
-            engine.shard_optimizer_state(self.optimizers)
+            self._set_up_optimizers_of_shards(trainer, engine, ranks)
         if is_fit:
             trainer.accumulate_grad_batches = self._plan.accumulate_grad_batches
         return True
+
+    def _set_up_optimizers_of_shards(self, trainer: pl.Trainer, engine: Engine, ranks: RankGroup) -> None:
+        """Make the optimizers of a module that is sharded already."""
+        with engine.unsharded_shapes():
+            ranks.raise_on_all_ranks(lambda: self.setup_optimizers(trainer))
+        engine.shard_optimizer_state(self.optimizers)
 
     @override
     def teardown(self) -> None:
