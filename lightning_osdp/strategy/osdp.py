@@ -339,6 +339,8 @@ class OSDPStrategy(HandoverStrategy):
         memory.trim(self.root_device)
         self._plan, self._planning_result = plan, replace(result, plan=plan, correction=correction)
         self._monitor, self._heap_controller = self._create_monitor(), HeapController(plan, self.root_device)
+        if self._run_warnings is not None:
+            self._run_warnings.plan = plan
         self._print_and_write_plan(self.lightning_module.trainer, profiling_s=None)
 
     @override
