@@ -48,7 +48,7 @@ from lightning_osdp.strategy.buffers import BufferBroadcast
 from lightning_osdp.strategy.dataloader import apply_batch_size
 from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
 from lightning_osdp.strategy.monitor import PredictionMonitor
-from lightning_osdp.strategy.plan_resolution import RunRequest, read_trial_context, replan, resolve_plan
+from lightning_osdp.strategy.plan_resolution import RunRequest, replan, resolve_plan
 from lightning_osdp.strategy.planning_options import PlanningOptions, check_and_read_plan
 from lightning_osdp.strategy.run_end import HandoverStrategy
 from lightning_osdp.strategy.run_warnings import RunWarnings
@@ -236,9 +236,7 @@ class OSDPStrategy(HandoverStrategy):
         given_plan = ranks.raise_on_all_ranks(lambda: check_and_read_plan(trainer, self._given_plan))
         self.model = self.precision_plugin.convert_module(module)
         with isolate_rng():  # planning must not change the run's own random numbers
-            data, context = ranks.raise_on_all_ranks(
-                lambda: read_trial_context(trainer, self._options, self.root_device)
-            )
+            data, context = ranks.raise_on_all_ranks(lambda: self._options.read_step(trainer, self.root_device))
             request = RunRequest(
                 self._options,
                 self.constraints,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_osdp.autotune import pipeline
@@ -19,7 +18,7 @@ from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, CheckpointMemory, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from lightning_osdp.strategy.dataloader import TrainData, read_data
+from lightning_osdp.strategy.dataloader import TrainData
 from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
 from lightning_osdp.strategy.planning_options import PlanningOptions, check_given_plan
 
@@ -41,32 +40,6 @@ class RunRequest:
     checkpoint_memory: CheckpointMemory
     ranks_per_node: int
     resumed_plan: ExecutionPlan | None
-
-
-def read_trial_context(
-    trainer: pl.Trainer, options: PlanningOptions, device: torch.device
-) -> tuple[TrainData, TrialContext]:
-    """Return the train data, and what a step is tried with: the typical and the largest of some batches.
-
-    Args:
-        trainer: the Trainer of the run; reading the batches changes nothing.
-        options: the strategy's arguments, which say how many batches to read, or which one to take instead.
-        device: the device to train on.
-
-    Raises:
-        ConfigurationError: there are no train data, or they can't be read.
-    """
-    module, plugin = trainer.lightning_module, trainer.precision_plugin
-    data, largest, batch_size = read_data(trainer, module, options.sample_batches, options.sample_batch)
-    return data, TrialContext(
-        module,
-        plugin.convert_input(data.typical_batch),
-        batch_size,
-        device,
-        plugin.train_step_context,
-        options.engine,
-        largest_batch=None if largest is data.typical_batch else plugin.convert_input(largest),
-    )
 
 
 def resolve_plan(
