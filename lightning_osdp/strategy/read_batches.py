@@ -25,7 +25,7 @@ HEAP_TYPE = 1 << 9
 """Flag (Py_TPFLAGS_HEAPTYPE) of classes that a class statement has made: an object of another one keeps its class."""
 
 REPEATABLE = (*ATOMS, torch.Tensor, np.ndarray, torch.Generator, np.random.Generator, random.Random, type)
-"""What stays as it is, or is put back after reading."""
+"""Types of plain data, which reading does not change, and of what is put back after reading."""
 
 
 def read_first_batches(loaders: Any, count: int) -> tuple[list[Any], Any]:
