@@ -128,6 +128,15 @@ class PlanningOptions:
         step_context = precision.train_step_context
         return data, TrialContext(module, typical, batch_size, device, step_context, self.engine, largest)
 
+    def policy_with_kept_sizes(self, trainer: pl.Trainer, batch_size: int, num_ranks: int) -> BatchSizePolicy:
+        """Return the requested batch sizes, where ``"keep"`` means those of a data loader that gives ``batch_size``."""
+        policy = replace(self.policy, accumulation=int(trainer.accumulate_grad_batches))
+        if self.batch_size == "keep":
+            policy = replace(policy, batch_size=batch_size)
+        if self.global_batch_size == "keep":
+            policy = replace(policy, global_batch_size=batch_size * num_ranks * policy.accumulation)
+        return policy
+
     def request(
         self,
         trainer: pl.Trainer,
@@ -153,12 +162,8 @@ class PlanningOptions:
             ConfigurationError: a batch size can't be set, or the cluster can't be read.
         """
         module, device = trainer.lightning_module, memory_limit.device
-        policy = replace(self.policy, accumulation=int(trainer.accumulate_grad_batches))
         present = data.loader_batch_size or batch_size
-        if self.batch_size == "keep":
-            policy = replace(policy, batch_size=present)
-        if self.global_batch_size == "keep":
-            policy = replace(policy, global_batch_size=present * num_ranks * policy.accumulation)
+        policy = self.policy_with_kept_sizes(trainer, present, num_ranks)
         tensors = (*module.parameters(), *module.buffers())
         return PlanRequest(
             policy=data.batch_size_policy(
