@@ -46,7 +46,7 @@ def search_and_trial(
             break
         profile = profile.model_copy(update={"trials": add_trials(profile.trials, trials)})
         memory_budget = coordinator.memory_budget(after_trial=True)
-        tried += [one for one in finalists if trials_of_plan(one, trials)]
+        tried += [one for one in finalists if one is not chosen and trials_of_plan(one, trials)]
         chosen = coordinator.choose_tried_plan(profile, memory_budget, tried)
         trial_s = budget.elapsed_s() - began_s
         if chosen is None:  # the trial has left something behind, and the plans were the last that fit

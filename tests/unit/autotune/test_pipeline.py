@@ -138,6 +138,7 @@ class Timed:
 
     def choose_tried_plan(self, profile: Profile, _: Any, plans: Sequence[ExecutionPlan]) -> ExecutionPlan | None:
         assert all(trials_of_plan(plan, profile.trials) for plan in plans)
+        assert len({plan_key(plan) for plan in plans}) == len(plans), "each plan is shown once"
         return min(plans, key=lambda plan: trials_of_plan(plan, profile.trials)[0].measured_s) if self.fits else None
 
     def memory_budget(self, after_trial: bool) -> MemoryBudget:
