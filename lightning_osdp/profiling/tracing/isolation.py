@@ -107,11 +107,11 @@ class Snapshot:
             self._follow(value)
         elif isinstance(value, random.Random):
             self._undo.append(partial(value.setstate, value.getstate()))
+        elif isinstance(value, np.random.RandomState):
+            self._undo.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, np.random.Generator):
             bits = value.bit_generator
             self._undo.append(partial(setattr, bits, "state", bits.state))
-        elif isinstance(value, np.random.RandomState):
-            self._undo.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, torch.Generator):
             self._undo.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, types.FunctionType):
