@@ -100,7 +100,7 @@ class Profile(ClusterProfile):
         if model is None:
             return True
         times = [self.compute, *([self.compute_with_retained_heap] if self.compute_with_retained_heap else [])]
-        plans = [cached.plan for cached in self.cached_plans] + [trial.plan for trial in self.trials if trial.plan]
+        plans = [cached.plan for cached in self.cached_plans] + [trial.plan for trial in self.trials]
         names = [operator.name for operator in model.operators]
         return all(one.matches(model) for one in times) and all(
             [operator.name for operator in plan.operators] == names for plan in plans

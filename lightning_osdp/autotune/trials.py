@@ -171,7 +171,7 @@ def _summarize(setup: TrialSetup, trial: PlanTrial, timings: Sequence[StepTiming
     exposed_s = None if setup.is_cuda else statistics.median(one.exposed_comm_s for one in timings)
     error = max(PLAN_TRIAL_RELATIVE_ERROR, spread_s(rounds_s) / measured_s if measured_s > 0 else 1.0)
     changes = {"measured_s": measured_s, "rounds_s": rounds_s, "exposed_comm_s": exposed_s, "relative_error": error}
-    return trial.predicted.model_copy(update={**changes, "plan": trial.plan.without_alternatives()})
+    return trial.predicted.model_copy(update=changes)
 
 
 def warn_of_failure(error: TrialError) -> None:
