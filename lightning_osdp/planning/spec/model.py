@@ -244,7 +244,7 @@ class ModelProfile(FrozenModel):
     evaluation: tuple[Moment, ...] = ()
     """Moments of the same forward without autograd; empty if they are not known."""
     checksum: str = Field(default="", exclude=True, repr=False)
-    """Of its file, which is checked and taken off when that is read."""
+    """Checksum of the file that it was read from; the cache checks and removes it before."""
 
     @model_validator(mode="after")
     def _check_indices(self) -> ModelProfile:
