@@ -82,6 +82,10 @@ class Hardware(FrozenModel):
         """Devices of all nodes together."""
         return self.nodes * self.devices_per_node
 
+    def usable_bytes(self, share: float = 1.0) -> int:
+        """Return the bytes of a device that are planned with if no limit is given, or a share of them."""
+        return int(share * USABLE_MEMORY_FRACTION * self.memory_bytes)
+
     def get_peak_flops(self, dtype: str) -> float:
         """Return the FLOP/s of dense matrix products in ``dtype``.
 
