@@ -307,7 +307,7 @@ def _simulate(options: Namespace) -> None:
         arguments.validate_positive("global_batch_size", options.global_batch_size),
     )
     limit_bytes, share = parse_memory_limit(options.memory_limit or "auto")
-    limit_bytes = limit_bytes or int(share * hardware.USABLE_MEMORY_FRACTION * hardware_spec.memory_bytes)
+    limit_bytes = limit_bytes or hardware_spec.usable_bytes(share)
     devices = options.devices or _device_counts(hardware_spec.devices)
     config = _load_config(options)
     dtype = options.dtype or offline.matmul_dtype(config.trainer.get("precision"))

@@ -170,7 +170,7 @@ def profile_from_config(config: TrainingConfig) -> tuple[ModelProfile, SearchCon
     options = PlanningOptions(**config.planning_args)
 
     def profile_in_trainer(trainer: pl.Trainer) -> tuple[ModelProfile, SearchConstraints]:
-        return offline.profile_in_setup(trainer, options, config.callback_constraints)
+        return offline.profile_in_setup(trainer, options, config.callback_constraints)[:2]
 
     result: tuple[ModelProfile, SearchConstraints] = _run_until_setup(config, torch.device("cpu"), profile_in_trainer)
     return result

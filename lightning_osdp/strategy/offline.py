@@ -16,28 +16,26 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
 
 from lightning_osdp.autotune import pipeline
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster, device_name
-from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.backend import allocator
 from lightning_osdp.backend.memory import MemoryLimit, memory_limit
-from lightning_osdp.errors import ConfigurationError, InfeasibleError
+from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
-from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
+from lightning_osdp.planning.search.plan_selection import select_plan
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
 from lightning_osdp.planning.spec.model import CheckpointMemory, ModelProfile, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.whatif import hardware as whatif_hardware
-from lightning_osdp.planning.whatif.hardware import USABLE_MEMORY_FRACTION
-from lightning_osdp.planning.whatif.simulate import problem_for_hardware, simulate_one
+from lightning_osdp.planning.whatif.simulate import problem_for_hardware
 from lightning_osdp.strategy import arguments
 from lightning_osdp.strategy.callback import OSDPCallback
-from lightning_osdp.strategy.dataloader import TrainData
 from lightning_osdp.strategy.planning_options import PlanningOptions
 
 QUIET_TRAINER_ARGS: dict[str, Any] = {
@@ -88,6 +86,7 @@ def plan(
         TraceError: the training step can't be traced.
     """
     settings = _planning_options(options)
+    arguments.validate_positive("devices", devices)
     constraints = callback.constraints if callback is not None else UNCONSTRAINED
     trainer_args = trainer_args or {}
     if hardware is not None:
@@ -135,23 +134,12 @@ def _plan_for_hardware(
     described = whatif_hardware.load(hardware)
 
     def profile(trainer: pl.Trainer) -> tuple[ModelProfile, SearchConstraints, BatchSizePolicy]:
-        model, searched = profile_in_setup(trainer, options, constraints)
-        return model, searched, replace(options.policy, accumulation=int(trainer.accumulate_grad_batches))
+        model, searched, present = profile_in_setup(trainer, options, constraints)
+        return model, searched, options.policy_with_kept_sizes(trainer, present, devices or described.devices)
 
     model, searched, policy = _run(module, data, trainer_args, torch.device("cpu"), profile)
-    limit_bytes = options.memory_limit_bytes or int(
-        options.memory_share * USABLE_MEMORY_FRACTION * described.memory_bytes
-    )
-    problem = problem_for_hardware(model, described, devices or described.devices, limit_bytes, dtype, searched)
-    point = simulate_one(problem, policy)
-    if point.plan is None:
-        raise InfeasibleError(
-            f"nothing fits: {point.devices} devices need {point.needed_bytes / (1 << 20):,.0f} MiB each, the limit is "
-            f"{point.memory_limit_bytes / (1 << 20):,.0f} MiB",
-            needed_bytes=point.needed_bytes,
-            budget_bytes=point.memory_limit_bytes,
-        )
-    return point.plan
+    limit_bytes = options.memory_limit_bytes or described.usable_bytes(options.memory_share)
+    return select_plan(problem_for_hardware(model, described, devices, limit_bytes, dtype, searched), policy, ())
 
 
 def _run(
@@ -163,7 +151,8 @@ def _run(
     own = {name: value for name, value in trainer_args.items() if name not in ("strategy", "callbacks")}
     if not {"max_epochs", "max_steps", "max_time"}.intersection(own):
         own["max_epochs"] = 1000  # Lightning's own default, about which it warns
-    strategy.callbacks = list(trainer_args.get("callbacks") or [])
+    callbacks = trainer_args.get("callbacks") or []
+    strategy.callbacks = [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks)
     with quiet_lightning():
         trainer = pl.Trainer(**own | QUIET_TRAINER_ARGS, strategy=strategy, accelerator=accelerator)
         try:
@@ -194,12 +183,17 @@ def prepare_device(device: torch.device, cluster: Cluster, options: PlanningOpti
 
 def profile_in_setup(
     trainer: pl.Trainer, options: PlanningOptions, constraints: SearchConstraints
-) -> tuple[ModelProfile, SearchConstraints]:
-    """Trace the Trainer's module on fake tensors, and return its profile and what is not left to a search."""
-    context = _trial_context(trainer, TrainData(trainer, trainer.lightning_module), torch.device("cpu"))
+) -> tuple[ModelProfile, SearchConstraints, int]:
+    """Trace the Trainer's module on fake tensors.
+
+    Returns:
+        Its profile, what is not left to a search, and the batch size that the data loader has now.
+    """
+    data, context = options.read_step(trainer, torch.device("cpu"))
     traced = pipeline.profile_model(context)
     blocker = options.in_backward_blocker(trainer, traced)
-    return traced.model_profile, options.constraints(constraints, blocker, context.device)
+    searched = options.constraints(constraints, blocker, context.device)
+    return traced.model_profile, searched, data.loader_batch_size or context.batch_size
 
 
 def plan_in_setup(
@@ -214,8 +208,7 @@ def plan_in_setup(
     cluster = options.cluster
     assert isinstance(cluster, Cluster)
     arguments.reject_unsupported(trainer, trainer.precision_plugin)
-    data = TrainData(trainer, trainer.lightning_module)
-    context = _trial_context(trainer, data, device, options.engine)
+    data, context = options.read_step(trainer, device)
     non_training = NonTrainingWork(
         checkpoint_memory=checkpoint_memory, evaluation_batch_size=data.evaluation_batch_size()
     )
@@ -226,13 +219,6 @@ def plan_in_setup(
     request = options.request(trainer, data, context.batch_size, cluster.ranks, limit, constraints, non_training)
     trial_context = context if options.trial_steps else None
     return pipeline.plan_offline(traced, request, device, cache=cache, trial_context=trial_context)
-
-
-def _trial_context(
-    trainer: pl.Trainer, data: TrainData, device: torch.device, engine: str = DEFAULT_ENGINE
-) -> TrialContext:
-    step_context = trainer.precision_plugin.train_step_context
-    return TrialContext(trainer.lightning_module, *data.first_batch(), device, step_context, engine)
 
 
 class PlanOnlyStrategy(SingleDeviceStrategy):
@@ -261,7 +247,8 @@ class PlanOnlyStrategy(SingleDeviceStrategy):
         own_callbacks = trainer.callbacks  # type: ignore[attr-defined]
         trainer.callbacks = self.callbacks  # type: ignore[attr-defined]
         try:
-            self.result = self._work(trainer)
+            with _converted(trainer.lightning_module, self.precision_plugin):
+                self.result = self._work(trainer)
         finally:
             trainer.callbacks = own_callbacks  # type: ignore[attr-defined]
         raise _TunerExitException  # Lightning's own way to end a run early: it tears down and returns
@@ -272,6 +259,23 @@ class PlanOnlyStrategy(SingleDeviceStrategy):
         self.precision_plugin.teardown()
         assert self.accelerator is not None
         self.accelerator.teardown()
+
+
+@contextmanager
+def _converted(module: pl.LightningModule, precision: Precision) -> Iterator[None]:
+    """Give a module the data type in which training with ``precision`` holds it, within the block."""
+    parameters = [(parameter, parameter.data) for parameter in module.parameters()]
+    inner_modules = [(inner, dict(inner._buffers), vars(inner).get("_dtype")) for inner in module.modules()]
+    try:
+        precision.convert_module(module)
+        yield
+    finally:
+        for parameter, data in parameters:
+            parameter.data = data
+        for inner, buffers, dtype in inner_modules:
+            inner._buffers.update(buffers)
+            if dtype is not None:  # of a LightningModule
+                inner._dtype = dtype
 
 
 def local_device(accelerator: str) -> torch.device:

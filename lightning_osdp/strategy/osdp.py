@@ -30,7 +30,6 @@ from typing_extensions import override
 from lightning_osdp.autotune import profile_cache
 from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.autotune.startup_budget import StartupBudget
-from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.backend import memory
 from lightning_osdp.backend.allocator import HeapController
 from lightning_osdp.backend.fused_adam import fused_step
@@ -46,7 +45,7 @@ from lightning_osdp.state.checkpoint import CheckpointFormat
 from lightning_osdp.strategy import arguments, model_summary, out_of_memory, precision, preemption
 from lightning_osdp.strategy.batch_size_change import announce_change
 from lightning_osdp.strategy.buffers import BufferBroadcast
-from lightning_osdp.strategy.dataloader import apply_batch_size, read_data
+from lightning_osdp.strategy.dataloader import apply_batch_size
 from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
 from lightning_osdp.strategy.monitor import PredictionMonitor
 from lightning_osdp.strategy.plan_resolution import RunRequest, replan, resolve_plan
@@ -204,14 +203,13 @@ class OSDPStrategy(HandoverStrategy):
         preemption.install(trainer, self._failure_detector)
         is_fit = trainer.state.fn == TrainerFn.FITTING
         is_applied = self._take_over_module() and self._resume_plan(trainer)
-        if not is_fit:
-            if not is_applied:
-                self._set_up_evaluation()
-            self.setup_precision_plugin()
-            return
-        if not is_applied:
+        if is_fit and not is_applied:
             self._set_up_training(trainer)
+        elif not is_applied:
+            self._set_up_evaluation()
         self.setup_precision_plugin()
+        if not is_fit:
+            return
         _optimizers_to_device(self.optimizers, self.root_device)
         self._monitor = self._create_monitor()
         assert self._plan is not None
@@ -238,14 +236,7 @@ class OSDPStrategy(HandoverStrategy):
         given_plan = ranks.raise_on_all_ranks(lambda: check_and_read_plan(trainer, self._given_plan))
         self.model = self.precision_plugin.convert_module(module)
         with isolate_rng():  # planning must not change the run's own random numbers
-            data, batch, batch_size = ranks.raise_on_all_ranks(
-                lambda: read_data(trainer, module, self._options.sample_batches, self._options.sample_batch)
-            )
-            convert, step_context = self.precision_plugin.convert_input, self.precision_plugin.train_step_context
-            typical = convert(data.typical_batch)
-            largest = convert(batch) if data.typical_batch is not batch else None
-            engine_name = self._options.engine
-            context = TrialContext(module, typical, batch_size, self.root_device, step_context, engine_name, largest)
+            data, context = ranks.raise_on_all_ranks(lambda: self._options.read_step(trainer, self.root_device))
             request = RunRequest(
                 self._options,
                 self.constraints,
@@ -261,7 +252,7 @@ class OSDPStrategy(HandoverStrategy):
         assert_equal_on_ranks(ranks.group, "the plan", hashlib.sha256(plan.to_json().encode()).hexdigest()[:12])
         engine = create_engine(self._options.engine, self.root_device, ranks.group)
         ranks.raise_on_all_ranks(lambda: engine.check(module, plan))
-        present, world = data.loader_batch_size or batch_size, ranks.world_size
+        present, world = data.loader_batch_size or context.batch_size, ranks.world_size
         announce_change(trainer, data.epoch(world), present, plan, world)
         if plan.batch_size != present:
             ranks.raise_on_all_ranks(lambda: apply_batch_size(data, plan.batch_size, world))
@@ -280,9 +271,7 @@ class OSDPStrategy(HandoverStrategy):
             self.model = self._layer_sync.apply(module)
         if is_meta(module):  # there are no values yet that optimizers could copy, and the module is never unsharded
             engine.apply(module, self._plan, ())
-            with engine.unsharded_shapes():
-                ranks.raise_on_all_ranks(lambda: self.setup_optimizers(trainer))
-            engine.shard_optimizer_state(self.optimizers)
+            self._set_up_optimizers_of_shards(trainer, engine, ranks)
         else:
             ranks.raise_on_all_ranks(lambda: self.setup_optimizers(trainer))
             engine.apply(module, self._plan, self.optimizers)
@@ -348,6 +337,8 @@ class OSDPStrategy(HandoverStrategy):
         memory.trim(self.root_device)
         self._plan, self._planning_result = plan, replace(result, plan=plan, correction=correction)
         self._monitor, self._heap_controller = self._create_monitor(), HeapController(plan, self.root_device)
+        if self._run_warnings is not None:
+            self._run_warnings.plan = plan
         self._print_and_write_plan(self.lightning_module.trainer, profiling_s=None)
 
     @override

@@ -12,6 +12,7 @@ import torch
 from lightning_osdp.autotune import profile_cache
 from lightning_osdp.autotune.coordinator import PlanRequest
 from lightning_osdp.autotune.ranks import RankGroup
+from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.backend.memory import MemoryLimit
 from lightning_osdp.engine.base import engine_capabilities, find_engine
 from lightning_osdp.errors import ConfigurationError
@@ -24,7 +25,7 @@ from lightning_osdp.planning.spec.model import NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling.tracing.trace import TracedStep
 from lightning_osdp.strategy import arguments
-from lightning_osdp.strategy.dataloader import TrainData
+from lightning_osdp.strategy.dataloader import TrainData, read_data
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,10 @@ class PlanningOptions:
         """The share of the device's memory that may be used where ``memory_limit_bytes`` is None."""
         return parse_memory_limit(self.memory_limit)[1]
 
+    def limit_on(self, device: torch.device, local_ranks: int, group_ranks: int | None = None) -> MemoryLimit:
+        """Return what a rank may use of ``device``; the numbers of ranks are those of ``MemoryLimit``."""
+        return MemoryLimit(device, local_ranks, group_ranks, self.memory_limit_bytes, self.memory_share)
+
     @property
     def policy(self) -> BatchSizePolicy:
         """The requested batch sizes, without what the data and the Trainer say."""
@@ -110,6 +115,28 @@ class PlanningOptions:
             per_parameter=traced.model_profile.optimizer_step.per_parameter,
         )
 
+    def read_step(self, trainer: pl.Trainer, device: torch.device) -> tuple[TrainData, TrialContext]:
+        """Return the training data, and the training step on a batch of them on ``device``.
+
+        Raises:
+            ConfigurationError: there are no train data, or they can't be read.
+        """
+        module, precision = trainer.lightning_module, trainer.precision_plugin
+        data, batch, batch_size = read_data(trainer, module, self.sample_batches, self.sample_batch)
+        typical = precision.convert_input(data.typical_batch)
+        largest = precision.convert_input(batch) if data.typical_batch is not batch else None
+        step_context = precision.train_step_context
+        return data, TrialContext(module, typical, batch_size, device, step_context, self.engine, largest)
+
+    def policy_with_kept_sizes(self, trainer: pl.Trainer, batch_size: int, num_ranks: int) -> BatchSizePolicy:
+        """Return the requested batch sizes, where ``"keep"`` means those of a data loader that gives ``batch_size``."""
+        policy = replace(self.policy, accumulation=int(trainer.accumulate_grad_batches))
+        if self.batch_size == "keep":
+            policy = replace(policy, batch_size=batch_size)
+        if self.global_batch_size == "keep":
+            policy = replace(policy, global_batch_size=batch_size * num_ranks * policy.accumulation)
+        return policy
+
     def request(
         self,
         trainer: pl.Trainer,
@@ -135,12 +162,8 @@ class PlanningOptions:
             ConfigurationError: a batch size can't be set, or the cluster can't be read.
         """
         module, device = trainer.lightning_module, memory_limit.device
-        policy = replace(self.policy, accumulation=int(trainer.accumulate_grad_batches))
         present = data.loader_batch_size or batch_size
-        if self.batch_size == "keep":
-            policy = replace(policy, batch_size=present)
-        if self.global_batch_size == "keep":
-            policy = replace(policy, global_batch_size=present * num_ranks * policy.accumulation)
+        policy = self.policy_with_kept_sizes(trainer, present, num_ranks)
         tensors = (*module.parameters(), *module.buffers())
         return PlanRequest(
             policy=data.batch_size_policy(

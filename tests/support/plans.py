@@ -16,17 +16,19 @@ from lightning_osdp.profiling.tracing.trace import TracedStep
 from tests.support.models import hand_made_plan
 
 
-def plan_for(module: Any, batch: Any, ranks: int, policy: str, batch_size: int) -> ExecutionPlan:
-    """All operators kept as ``policy`` says: the name of a mode, or ``mixed`` for one mode after the other."""
+def plan_for(
+    module: Any, batch: Any, ranks: int, policy: str, batch_size: int, accumulation: int = 1, shift: int = 0
+) -> ExecutionPlan:
+    """All operators kept as ``policy`` says: a mode's name, or ``mixed`` for one after the other from ``shift``."""
     traced: TracedStep = pipeline.profile_model(TrialContext(module, batch, len(batch[0]), torch.device("cpu")))
     model = traced.model_profile
     large = [op.name for op in model.operators if op.is_shardable]
-    modes = {name: list(Mode)[i % 3] if policy == "mixed" else Mode(policy) for i, name in enumerate(large)}
+    modes = {name: list(Mode)[(i + shift) % 3] if policy == "mixed" else Mode(policy) for i, name in enumerate(large)}
     operators = [
         OperatorPlan(name=op.name, slices=(modes.get(op.name, Mode.DP),), num_parameters=op.num_parameters)
         for op in model.operators
     ]
-    return plan_with(operators, model, ranks, batch_size)
+    return plan_with(operators, model, ranks, batch_size, accumulation)
 
 
 def plan_with(

@@ -25,7 +25,7 @@ from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingS
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
 from lightning_osdp.planning.spec.model import FrozenModel, ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from lightning_osdp.planning.whatif.hardware import USABLE_MEMORY_FRACTION, Hardware, build_cluster
+from lightning_osdp.planning.whatif.hardware import Hardware, build_cluster
 from lightning_osdp.planning.whatif.roofline import compute_times
 
 BASELINE_CONSTRAINTS = SearchConstraints(slice_granularity=1, activation_checkpointing=False)
@@ -82,7 +82,7 @@ def simulate(
         model: as profiled.
         hardware: the nodes and the network between them.
         devices: numbers of devices that train together.
-        memory_limit_bytes: per device; None for ``USABLE_MEMORY_FRACTION`` of a device's memory.
+        memory_limit_bytes: per device; None for ``Hardware.usable_bytes``.
         policy: the batch sizes; None for all.
         dtype: type of the matrix products (``Hardware.peak_flops``).
         constraints: constraints of the plan's search; the baselines ignore them.
@@ -110,7 +110,7 @@ def problem_for_hardware(
         model=model,
         cluster=build_cluster(hardware, devices),
         compute=compute_times(model, hardware, dtype),
-        memory_limit_bytes=memory_limit_bytes or int(hardware.memory_bytes * USABLE_MEMORY_FRACTION),
+        memory_limit_bytes=memory_limit_bytes or hardware.usable_bytes(),
         constraints=constraints,
     )
 

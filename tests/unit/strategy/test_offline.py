@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import Timer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -53,6 +54,44 @@ def test_plan_takes_data_module_and_trainer_args() -> None:
     assert (plan.batch_size, plan.accumulate_grad_batches, plan.global_batch_size) == (4, 2, 16)
 
 
+def test_plan_for_hardware_keeps_batch_size_of_loader() -> None:
+    plan = plan_for_hardware(GPTModule(), loader(32, 4), batch_size="keep")
+    assert plan.batch_size == 4
+    plan = plan_for_hardware(GPTModule(), loader(32, 4), global_batch_size="keep", trainer_args={"callbacks": Timer()})
+    assert plan.global_batch_size == 8
+
+
+def test_plan_has_room_for_largest_of_sampled_batches() -> None:
+    short, long = (torch.zeros(2, length, dtype=torch.long) for length in (4, 12))
+
+    class Batches(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            yield from ([short], [short], [long])
+
+    def peak_bytes(**options: Any) -> int:
+        data = Batches(TensorDataset(torch.zeros(6)), batch_size=2)
+        return plan_for_hardware(GPTModule(), data, batch_size=2, **options).predicted.max_memory_bytes
+
+    assert peak_bytes(sample_batches=1) < peak_bytes() == peak_bytes(sample_batch=[long])
+
+
+def test_plan_counts_weights_in_the_precision_of_training_and_leaves_the_module() -> None:
+    module = GPTModule()
+    module.register_buffer("scale", torch.ones(1))
+
+    def peak_bytes(precision: str) -> int:
+        args = {"precision": precision}
+        plan = lightning_osdp.plan(module, hardware="h100-80gb-nvlink", devices=1, batch_size=2, trainer_args=args)
+        return plan.predicted.peak_memory_bytes
+
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    assert peak_bytes("bf16-true") == pytest.approx(peak_bytes("32-true") / 2, rel=0.01)
+    assert module.dtype == torch.float32
+    for name, value in module.state_dict().items():
+        assert value.dtype == before[name].dtype
+        assert torch.equal(value, before[name])
+
+
 def test_plan_with_callback_keeps_its_constraints() -> None:
     plan = plan_for_hardware(GPTModule(), callback=OSDPCallback(activation_checkpointing=True))
     assert plan.recomputed
@@ -62,9 +101,10 @@ def test_plan_with_callback_keeps_its_constraints() -> None:
     ("options", "error", "words"),
     [
         ({"devices": 2}, ConfigurationError, "links between 2 devices are not known"),
+        ({"hardware": HARDWARE, "devices": 0}, ConfigurationError, "devices=0 is not a positive whole number"),
         ({"memory_limits": "1GiB"}, ConfigurationError, "memory_limits"),
         ({"hardware": "abacus"}, ConfigurationError, "no hardware is called 'abacus'"),
-        ({"hardware": HARDWARE, "memory_limit": "10KiB"}, InfeasibleError, "nothing fits"),
+        ({"hardware": HARDWARE, "memory_limit": "10KiB"}, InfeasibleError, "nothing fits.*What would fit: "),
         ({"hardware": HARDWARE, "trainer_args": {"precision": "bf16-mixed"}}, ConfigurationError, "for 'bf16'"),
     ],
 )
