@@ -166,7 +166,7 @@ class ShardedOperator:
     def use_original_forward(self) -> Iterator[None]:
         """Give the module the forward that its user knows within a context, to be looked at."""
         attributes = vars(self._module)
-        sharded = {name: attributes[name] for name in ("_call_impl", "forward") if name in attributes}
+        sharded = {name: value for name, value in attributes.items() if name in ("_call_impl", "forward")}
         self._restore_forward()
         try:
             yield
