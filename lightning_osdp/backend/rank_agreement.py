@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -256,25 +255,22 @@ ADVICE = (
 """What to do where ranks differ."""
 
 
+_COLLECTIVE_MODULES = {f"lightning_osdp.backend.{name}" for name in ("collectives", "hierarchical", "cpu.ring", "work")}
+"""Modules whose functions wait for other ranks."""
+
+
 def find_blocking_operation() -> str:
     """Return the collective operation in which the main thread is now, with the line that called it; or nothing."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     operation = ""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module == "torch.distributed.distributed_c10d":
+        if module == "torch.distributed.distributed_c10d" or (module in _COLLECTIVE_MODULES and not operation):
             operation = frame.f_code.co_name
-        elif module.startswith("lightning_osdp.backend") and not operation and frame.f_code.co_name != "ask":
-            operation = frame.f_code.co_name if _is_collective(frame) else ""
         elif operation and not module.startswith(("torch.", "lightning_osdp.backend")):
             return f"{operation} ({module}, line {frame.f_lineno})"
         frame = frame.f_back
     return operation
-
-
-def _is_collective(frame: FrameType) -> bool:
-    name = str(frame.f_globals.get("__name__", ""))
-    return name.endswith((".collectives", ".hierarchical", ".ring", ".work"))
 
 
 class _Responder:
