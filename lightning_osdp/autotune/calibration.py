@@ -33,7 +33,6 @@ from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.cluster import MAX_CORRECTION, Cluster, ComputeTimes
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
-from lightning_osdp.profiling.tracing.stand_ins import fork_rng
 
 MIN_SIZE_RATIO = 2
 """Minimum ratio of the two batch sizes of the unsharded step: closer ones say little about a sample. [M-autotune-7]"""
@@ -70,12 +69,11 @@ def run_calibration_trials(setup: TrialSetup, compute: ComputeTimes) -> Calibrat
     """
     calibration = Calibration(compute)
     try:
-        with fork_rng(setup.context.device):
-            calibration = try_unsharded_step(setup, calibration)
-            total_s = sum(one.step_s for one in calibration.unsharded.values())
-            if total_s > seconds.MAX_TRIAL_S and not setup.ranks.is_offline:  # which has no deadline
-                return Calibration(compute)
-            calibration = try_retained_heap(setup, calibration)
+        calibration = try_unsharded_step(setup, calibration)
+        total_s = sum(one.step_s for one in calibration.unsharded.values())
+        if total_s > seconds.MAX_TRIAL_S and not setup.ranks.is_offline:  # which has no deadline
+            return Calibration(compute)
+        calibration = try_retained_heap(setup, calibration)
     except TrialError as error:
         warn_of_failure(error)
     return calibration

@@ -1,4 +1,4 @@
-"""Search, try what was found beside simple plans, and search again with what the trials have shown.
+"""Search, try the plan that was found in turns with simple plans, and search again with what the trials have shown.
 
 All functions are collective: every rank must call them.
 """
@@ -19,7 +19,7 @@ from lightning_osdp.planning.search.plan_selection import add_trials
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 
 MAX_PLAN_TRIALS = 2
-"""Maximum number of plans that one start finds and tries."""
+"""Maximum number of searches in one start whose plan is tried."""
 
 
 def search_and_trial(
@@ -46,7 +46,7 @@ def search_and_trial(
             break
         profile = profile.model_copy(update={"trials": add_trials(profile.trials, trials)})
         memory_budget = coordinator.memory_budget(after_trial=True)
-        tried += [one for one in finalists if trials_of_plan(one, trials)]
+        tried += [one for one in finalists if one is not chosen and trials_of_plan(one, trials)]
         chosen = coordinator.choose_tried_plan(profile, memory_budget, tried)
         trial_s = budget.elapsed_s() - began_s
         if chosen is None:  # the trial has left something behind, and the plans were the last that fit
@@ -79,7 +79,10 @@ def _search_or_take(
 def _try_plans(
     coordinator: PlanningCoordinator, profile: Profile, plans: Sequence[ExecutionPlan], trial_context: TrialContext
 ) -> list[Trial]:
-    """Step 6. Return trials of the plans, in turns; none if they can't be tried, or were with these measurements."""
+    """Step 6. Return trials of the plans: the known ones if all were tried before, else new ones, in turns.
+
+    Empty if the first plan can't be tried.
+    """
     known = [trial for plan in plans for trial in trials_of_plan(plan, profile.trials)]
     if len(known) == len(plans):
         return known

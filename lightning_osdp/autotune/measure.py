@@ -31,11 +31,13 @@ LOGGED_BYTES = 32 << 20
 """Size of the tensor whose bandwidth is logged."""
 
 PROBE_BYTES, PROBE_ATTEMPTS = 4 << 20, 2
+"""Size of the all-gather that checks whether cached links are as fast as then, and how often it is tried."""
+
 PROBE_TOLERANCE = 2.0
-"""Factor within which measurements agree, further apart by their own spread. Busy machines are off by 2 at times."""
+"""Factor within which measurements agree, more where they vary. Busy machines are off by a factor of 2 at times."""
 
 MIN_STARTS, MAX_STARTS = 3, 5
-"""Starts whose measurements are kept at most, and as many as it takes to measure no more."""
+"""Number of starts after which no start measures the ranks again, and number of starts that are kept at most."""
 
 MAX_REPEATED_S = 8.0
 """A measurement that takes longer is not made again: the start would take too long."""
@@ -78,7 +80,7 @@ def load_or_measure_cluster(
 ) -> ClusterProfile:
     """Return links and engine overhead: as given, or the median of this start and those before it.
 
-    Once several starts have measured, no others do while a probe agrees.
+    After ``MIN_STARTS`` starts nothing is measured as long as a probe agrees with the median.
     """
     if cluster is not None:
         return ClusterProfile(link=cluster.link, hierarchical_links=cluster.hierarchical_links, engine=cluster.engine)
@@ -104,8 +106,8 @@ def add_start(
 ) -> MeasuredCluster:
     """Return the kept measurements with that of this start. Collective.
 
-    If it contradicts the kept ones it is made again: two that agree count, and the third one is dropped. It counts
-    alone if making it took too long for that.
+    If the new measurement contradicts the kept ones it is made again, and those two of the three that agree are kept;
+    all are kept if none agree. If it took too long to be made again, it replaces the kept ones.
     """
     began_s = time.monotonic()
     new = measure()

@@ -325,12 +325,11 @@ def _cache_plan(
     """Step 8. Return the measurements with the plan, and write them."""
     if files.ranks.is_offline:
         return profile
-    is_observed = any(trial.plan is not None for trial in profile.trials)  # unsharded steps leave less memory behind
     new = CachedPlan(
         request_key=_request_key(request, profile),
         plan=plan.without_alternatives(),
         non_model_bytes=memory_budget.non_model,
-        estimated_bytes=0 if is_observed else memory_budget.estimated,
+        estimated_bytes=0 if profile.trials else memory_budget.estimated,  # trials of plans leave behind what steps do
         file_page_bytes=memory_budget.file_pages,
     )
     profile = profile.model_copy(update={"cached_plans": append_cached_plan(profile.cached_plans, new)})

@@ -37,7 +37,7 @@ class ClusterProfile(FrozenModel):
     """The links inside and between nodes, if there are several nodes of several ranks."""
     engine: EngineOverhead = NO_ENGINE_OVERHEAD
     checksum: str = Field(default="", exclude=True, repr=False)
-    """Of its file (``profile_cache.write``), which is checked and taken off when that is read."""
+    """Checksum of the file that it was read from. ``profile_cache.read`` checks and removes it before."""
 
     def figures_s(self, ranks: int) -> tuple[float, ...]:
         """Return the times that tell measurements apart: of each collective, and of each mode with its engine."""
@@ -62,7 +62,7 @@ class MeasuredCluster(FrozenModel):
         return median
 
     def relative_spread(self, ranks: int) -> float:
-        """Return by which factor, less 1, the typical start differs from the median."""
+        """Return the factor by which the typical start differs from the median, minus 1."""
         median = self.median
         return max(statistics.median(max_ratio(each, median, ranks) - 1 for each in self.starts), 0.0)
 
@@ -100,7 +100,7 @@ class Profile(ClusterProfile):
         if model is None:
             return True
         times = [self.compute, *([self.compute_with_retained_heap] if self.compute_with_retained_heap else [])]
-        plans = [cached.plan for cached in self.cached_plans] + [trial.plan for trial in self.trials if trial.plan]
+        plans = [cached.plan for cached in self.cached_plans] + [trial.plan for trial in self.trials]
         names = [operator.name for operator in model.operators]
         return all(one.matches(model) for one in times) and all(
             [operator.name for operator in plan.operators] == names for plan in plans

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -145,7 +145,7 @@ def time_step(
         TrialError: the user's step fails, or the module can't be copied.
     """
     heap = nullcontext() if heap_bytes is None else retain_freed_memory(heap_bytes)
-    with _copied_steps(trial_context, sizes, ranks, plan) as steps, heap:
+    with fork_rng(trial_context.device), _copied_steps(trial_context, sizes, ranks, plan) as steps, heap:
         return dict(zip(sizes, _time_repeats(steps, ranks, trial_context.device, duration_s=duration_s), strict=True))
 
 
@@ -163,7 +163,7 @@ def time_release_and_retain(
     if released.is_slow:
         return released, time_step(trial_context, [size], ranks, None, SLOW_TRIAL_S, heap_bytes)[size]
     timings: tuple[list[StepTiming], list[StepTiming]] = ([], [])
-    with _copied_steps(trial_context, [size], ranks, None) as steps:
+    with fork_rng(trial_context.device), _copied_steps(trial_context, [size], ranks, None) as steps:
         for _ in range(ALTERNATIONS):
             timings[0].extend(_time_repeats(steps, ranks, trial_context.device, duration_s=0.0))
             with retain_freed_memory(heap_bytes):
@@ -226,11 +226,8 @@ def _copied_steps(
     steps: list[StepFunction] = []
     optimizers: list[Any] = []
     schedulers: list[Any] = []
-    isolation = ExitStack()
     try:
-        isolation.enter_context(isolated(trial_context.module))
-        isolation.enter_context(fork_rng(device))
-        with _raise_trial_error(_ENGINE_ERRORS):
+        with isolated(trial_context.module), _raise_trial_error(_ENGINE_ERRORS):
             _put_on_device(module_copy, device, engine, plan)
             with detached_from_trainer(module_copy, optimizers, schedulers), torch.compiler.set_stance("force_eager"):
                 with engine.unsharded_shapes() if engine is not None else nullcontext(), _raise_trial_error():
@@ -243,7 +240,6 @@ def _copied_steps(
                 yield steps
     finally:
         steps.clear()
-        isolation.close()
         if engine is not None:
             engine.close()
         for parameter in module_copy.parameters():  # others may still refer to them

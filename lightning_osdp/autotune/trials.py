@@ -28,7 +28,6 @@ from lightning_osdp.planning.search.finalists import spread_s
 from lightning_osdp.planning.spec.cluster import Cluster, ComputeTimes
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from lightning_osdp.profiling.tracing.stand_ins import fork_rng
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 5
 """Rounds in which plans are tried in turns: other work on a machine lasts for seconds at times."""
@@ -158,8 +157,7 @@ def _run_turn(setup: TrialSetup, trial: PlanTrial) -> list[StepTiming]:
     heap_bytes = setup.heap_bytes(plan, size) if plan.retain_freed_memory else None
     step = partial(time_step, setup.context, [size], setup.ranks, plan, trial.duration_s, heap_bytes)
     try:
-        with fork_rng(setup.context.device):
-            return [setup.ranks.raise_on_all_ranks(step)[size]]
+        return [setup.ranks.raise_on_all_ranks(step)[size]]
     except TrialError as error:
         warn_of_failure(error)
         return []
@@ -173,7 +171,7 @@ def _summarize(setup: TrialSetup, trial: PlanTrial, timings: Sequence[StepTiming
     exposed_s = None if setup.is_cuda else statistics.median(one.exposed_comm_s for one in timings)
     error = max(PLAN_TRIAL_RELATIVE_ERROR, spread_s(rounds_s) / measured_s if measured_s > 0 else 1.0)
     changes = {"measured_s": measured_s, "rounds_s": rounds_s, "exposed_comm_s": exposed_s, "relative_error": error}
-    return trial.predicted.model_copy(update={**changes, "plan": trial.plan.without_alternatives()})
+    return trial.predicted.model_copy(update=changes)
 
 
 def warn_of_failure(error: TrialError) -> None:

@@ -10,7 +10,8 @@ module             CUDA                                 CPU
 ``streams``        streams, limited prefetch            stubs (FairScale takes streams for granted)
 =================  ===================================  =================================================
 
-``hierarchical`` builds collectives over two levels of links; ``agree`` has ranks agree on numbers, objects and errors;
-``fused_adam`` picks Adam's fused kernel. What only CPUs need lies in ``backend.cpu``, which nothing outside of this
-package imports.
+``hierarchical`` builds collectives over two levels of links; ``agree`` has ranks agree on numbers, objects and errors,
+and ``rank_agreement`` on what comes next; ``liveness`` says whether a process lives; ``recursion`` sets the limit of
+nesting; ``fused_adam`` picks Adam's fused kernel. What only CPUs need lies in ``backend.cpu``, which nothing outside of
+this package imports.
 """

@@ -12,26 +12,35 @@ _STATE_FIELD, _START_FIELD = 0, 19
 
 
 def describe_process() -> str:
-    """Return what ``is_dead`` needs to know of this process."""
+    """Return this process as ``is_dead`` needs to know it on another rank."""
     fields = _stat_fields(os.getpid())
     return json.dumps([_process_namespace(), os.getpid(), fields[_START_FIELD] if fields else ""])
 
 
 def is_dead(description: str) -> bool:
-    """Return whether the process of that ``describe_process`` has ended; False where this machine can't tell."""
+    """Return whether a process has ended, as far as this machine can tell: False for one on another machine.
+
+    Args:
+        description: what ``describe_process`` has returned in that process.
+    """
     namespace, pid, start = json.loads(description)
     if namespace != _process_namespace():
         return False
     if not Path("/proc/self/stat").exists():
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            pass
-        return False
+        return not has_process(pid)
     fields = _stat_fields(pid)
     return fields is None or fields[_STATE_FIELD] in "ZX" or fields[_START_FIELD] != start
+
+
+def has_process(pid: int) -> bool:
+    """Return whether a process has this number on this machine, be it this user's or not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        return True
+    return True
 
 
 def _process_namespace() -> list[str]:

@@ -54,7 +54,7 @@ class Engine(ABC):
         self._group: Any = group if group is not None else dist.group.WORLD
         self._broadcast = broadcast
         self._sharded_parameters = ShardedParameters({}, self._group)
-        _ENGINES.add(self)
+        _ENGINES[self] = None
 
     @staticmethod
     @abstractmethod
@@ -255,14 +255,23 @@ class Engine(ABC):
         return {parameter: name for name, parameter in self._module.named_parameters()}
 
 
-_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+_ENGINES: weakref.WeakKeyDictionary[Engine, None] = weakref.WeakKeyDictionary()
+"""All engines, in the order in which they were created: a set has another order on each rank."""
 
 
 def engines_of(module: nn.Module) -> list[Engine]:
-    """Return the engines that carry out a plan on parameters of ``module``, in it or in another module."""
+    """Return the engines that carry out a plan on parameters of ``module``, in it or in another module.
+
+    They come in the same order on all ranks, so what is done to them may be collective.
+    """
     parameters = set(module.parameters())
-    applied = [engine for engine in _ENGINES if engine.module is not None and not engine.is_restored]
-    return [engine for engine in applied if engine.module and not parameters.isdisjoint(engine.module.parameters())]
+    return [
+        engine
+        for engine in _ENGINES
+        if engine.module is not None
+        and not engine.is_restored
+        and not parameters.isdisjoint(engine.module.parameters())
+    ]
 
 
 _REGISTERED_ENGINES: dict[str, type[Engine]] = {}

@@ -38,27 +38,44 @@ class _Bucket:
     buffer: Tensor | None = None
 
 
+class GradientSync:
+    """Whether gradients are averaged over the ranks and used, or accumulated; one for all parts of an engine."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Accumulate gradients within a context."""
+        before, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = before
+
+
 class BucketedAllReduce:
     """Averages the gradients of replicated parameters over a process group.
 
     Args:
         parameters: in the order of their first use. Frozen ones may be among them and take part once unfrozen.
         group: the process group to average over.
+        sync: while it is paused, each rank accumulates its own gradients.
+        before_finish: called before what is left of a backward pass is reduced.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
-        self._group = group
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: Any, sync: GradientSync, before_finish: Callable[[], None]
+    ) -> None:
+        self._group, self._sync, self._before_finish = group, sync, before_finish
         self._world_size: int = group.size()
         self._parameters = list(parameters)
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._next_bucket = 0
         self._is_active = False
-        self._sync = True
         self._unhooked = set(self._parameters)
         self._hooks: list[Any] = []
-        self.before_finish: Callable[[], None] = lambda: None
-        """Called before what is left is reduced."""
         self.refresh()
 
     @property
@@ -81,15 +98,6 @@ class BucketedAllReduce:
         self._hooks.clear()
         self._unhooked = set(self._parameters)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on each rank within a context."""
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
-
     def join(self) -> None:
         """Take part in the reduction of gradients that other ranks have, with what is here."""
         if not self._is_active:
@@ -99,7 +107,7 @@ class BucketedAllReduce:
     def finish(self) -> None:
         """Reduce what is left of the backward pass that just ended, and wait for all of it."""
         if self._is_active:
-            self.before_finish()
+            self._before_finish()
             self._finish()
 
     def _finish(self) -> None:
@@ -118,7 +126,7 @@ class BucketedAllReduce:
         return [p for p in self._parameters if p.requires_grad]
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        if not self._sync or self._world_size == 1:
+        if not self._sync.is_on or self._world_size == 1:
             return
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ShardingError("sparse gradients are not supported: build the embedding with sparse=False")

@@ -14,26 +14,30 @@ If the pass is broken off there, nothing can bring them back, so such a state is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_osdp.backend.fused_adam import enable_fused, has_foreign_hooks
+from lightning_osdp.engine.gradient_buckets import GradientSync
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.state.guarded_parameter import opened
 
 
 class BackwardOptimizer:
-    """Updates parameters of the attached optimizers one by one."""
+    """Updates parameters of the attached optimizers one by one.
 
-    def __init__(self) -> None:
+    Args:
+        sync: while it is paused, gradients are accumulated instead.
+    """
+
+    def __init__(self, sync: GradientSync) -> None:
+        self._sync = sync
         self._optimizers: list[Optimizer] = []
         self._group_by_parameter: dict[nn.Parameter, tuple[Optimizer, dict[str, Any]]] = {}
         self._updated: set[nn.Parameter] = set()
-        self._paused = False
 
     @property
     def is_partially_updated(self) -> bool:
@@ -62,22 +66,13 @@ class BackwardOptimizer:
         """Note that the backward pass is over."""
         self._updated.clear()
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Accumulate gradients without updates within a context."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
     def should_update(self, parameter: nn.Parameter) -> bool:
         """Return whether to update ``parameter`` at once with the gradient that has come.
 
         Raises:
             ShardingError: the parameter was updated in this backward pass already.
         """
-        if self._paused or parameter not in self._group_by_parameter:
+        if not self._sync.is_on or parameter not in self._group_by_parameter:
             return False
         if parameter in self._updated:
             raise ShardingError(

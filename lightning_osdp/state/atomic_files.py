@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+from lightning_osdp.backend.liveness import has_process
 from lightning_osdp.errors import CheckpointError, ConfigurationError
 
 FORMAT_NAME = "lightning_osdp sharded checkpoint"
@@ -283,7 +284,7 @@ def _is_leftover(path: Path) -> bool:
     if rest.endswith(f".{_host()}"):
         machine = rest.removesuffix(f".{_host()}").rpartition(".")[2]
         if machine == _machine_id() or not re.fullmatch("[0-9a-f]{8}", machine):  # earlier releases wrote none
-            return int(pid) == os.getpid() or not _is_alive(int(pid))
+            return int(pid) == os.getpid() or not has_process(int(pid))
     if path.is_dir():
         is_own = all(_FOLDER_ENTRY.fullmatch(entry.name) for entry in entries)
     else:
@@ -319,16 +320,6 @@ def _list_folder(folder: Path) -> list[Path]:
 
 def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -75,7 +75,7 @@ class Epoch:
     def largest_valid(self, present: int) -> int | None:
         """Return the largest batch size with which an epoch has a batch, and validation comes; None for any."""
         if self.num_samples is None or (self.num_batches(present) or 0) < self.validation_interval:
-            return None  # without the present one's fault there is none of ours
+            return None  # the epoch is too short with the loader's own size, too: Lightning says so
         return self._largest(lambda size: (self.num_batches(size) or 0) >= self.validation_interval)
 
     def check(self, batch_size: int, present: int) -> None:
@@ -113,10 +113,8 @@ def describe_change(epoch: Epoch, present: int, accumulation: int, plan: Executi
     """
     if (plan.batch_size, plan.accumulate_grad_batches) == (present, accumulation):
         return ""
-    before, after = (
-        epoch.num_steps(present, accumulation),
-        epoch.num_steps(plan.batch_size, plan.accumulate_grad_batches),
-    )
+    before = epoch.num_steps(present, accumulation)
+    after = epoch.num_steps(plan.batch_size, plan.accumulate_grad_batches)
     steps = "" if before is None else f", {before} -> {after} optimizer steps per epoch"
     accumulated = ""
     if plan.accumulate_grad_batches != accumulation:

@@ -23,8 +23,8 @@ LARGE_BYTES = 64 << 10
 """Buffers from this size on are sent only once they are known to be written."""
 
 NUM_FIRST_FORWARDS, ASK_EVERY = 4, 50
-"""Ranks compare the bytes of large buffers in this many first forwards. Later, where a collective that is waited for
-holds a device up, they ask each other in one of so many forwards."""
+"""Ranks compare the bytes of large buffers in this many first forwards. After those, ranks on a GPU ask each other in
+one of so many forwards only, since waiting for the answer holds the device up."""
 
 BUCKET_BYTES = 250 << 20
 """Buffers are sent in buckets of this size, as by DDP."""

@@ -43,6 +43,7 @@ class TrainData:
         self.typical_batch: Any = None
         """The batch of median size among those that were read; None before they are."""
         self.bytes_per_sample = 0.0
+        """Size of the largest of these batches, divided by its number of samples."""
 
     def epoch(self, ranks: int) -> Epoch:
         """Return what an epoch of the loader is for each of ``ranks``."""
@@ -51,9 +52,8 @@ class TrainData:
     def first_batch(self, count: int = 1, sample: Any = None) -> tuple[Any, int]:
         """Return the largest of the first ``count`` batches as the loader makes them, and its number of samples.
 
-        With a ``sample`` nothing is read: it is the batch.
-
-        No worker is started for a map-style dataset. Whatever is read is there again for training.
+        If ``sample`` is given, it is that batch, and nothing is read. No worker is started for a map-style dataset.
+        Whatever is read is there again for training.
 
         Raises:
             ConfigurationError: the loader is empty, or the number of samples can't be told.
@@ -64,12 +64,13 @@ class TrainData:
         by_size = sorted(batches, key=batch_bytes)
         batch, self.typical_batch = by_size[-1], by_size[len(by_size) // 2]
         try:
-            if extract_batch_size(self.typical_batch) != extract_batch_size(batch):
+            num_samples = extract_batch_size(batch)
+            if extract_batch_size(self.typical_batch) != num_samples:
                 self.typical_batch = batch
-            self.bytes_per_sample = batch_bytes(batch) / extract_batch_size(batch)
-            return batch, extract_batch_size(batch)
         except RuntimeError as error:
             raise ConfigurationError(f"the number of samples in a batch can't be told: {error}") from error
+        self.bytes_per_sample = batch_bytes(batch) / num_samples
+        return batch, num_samples
 
     def _replace_loader(self, loader: Any) -> None:
         """Let training use ``loader``, which gives what was read once more."""
@@ -141,7 +142,7 @@ class TrainData:
             accumulation = user_requested.accumulation
             bounds.append(epoch.largest_batch_size(loader_batch_size, accumulation, min_steps_per_epoch))
         largest = min((bound for bound in bounds if bound is not None), default=None)
-        return replace(user_requested, batch_size=fixed, max_batch_size=largest)
+        return replace(user_requested, max_batch_size=largest)
 
     def evaluation_batch_size(self) -> int:
         """Return the largest batch size of the validation loaders.
@@ -194,7 +195,7 @@ def read_data(
 ) -> tuple[TrainData, Any, int]:
     """Return the train data, the largest of ``count`` batches and its number of samples; change nothing by reading.
 
-    With a ``sample`` that is the batch.
+    If ``sample`` is given, it is that batch.
 
     Raises:
         ConfigurationError: there are no train data, or they can't be read.

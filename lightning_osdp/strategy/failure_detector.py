@@ -89,7 +89,8 @@ class FailureDetector:
         self._batch_counts: dict[str, int] = {}
         self._causes: dict[int, str] = {}
         """What is known of other ranks' failures, also when the store is gone."""
-        self._local_processes: dict[int, str] = {}
+        self._processes: dict[int, str] = {}
+        """What ``is_dead`` needs to know of other ranks' processes."""
         self._neighbour_beat = b"", time.monotonic()
         self._has_reported = self._has_parted = False
         self._meetings = itertools.count()
@@ -257,10 +258,10 @@ class FailureDetector:
         """Publish that a rank was killed, or gives no sign any more."""
         if self._has_reported:
             return
-        for rank in set(range(self._ranks)) - {self._rank} - self._local_processes.keys():
+        for rank in set(range(self._ranks)) - {self._rank} - self._processes.keys():
             if self._store.check([f"process/{rank}"]):
-                self._local_processes[rank] = self._store.get(f"process/{rank}").decode()
-        for rank, process in self._local_processes.items():
+                self._processes[rank] = self._store.get(f"process/{rank}").decode()
+        for rank, process in self._processes.items():
             if is_dead(process):
                 self._publish_missing(rank, f"ended without an error: {_KILLED}")
         neighbour = (self._rank + 1) % self._ranks

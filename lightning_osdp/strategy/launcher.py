@@ -24,7 +24,7 @@ class Launcher(_SubprocessScriptLauncher):
 
     _ckpt_path: Any = None
     weights_only: bool | None = None
-    """As of ``fit``: whether the checkpoint may hold nothing but tensors and plain values."""
+    """The argument of ``fit``: whether the checkpoint may hold nothing but tensors and plain values."""
 
     @property
     @override

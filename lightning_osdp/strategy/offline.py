@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_osdp.autotune import pipeline
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster, device_name
 from lightning_osdp.backend import allocator
-from lightning_osdp.backend.memory import MemoryLimit, memory_limit
+from lightning_osdp.backend.memory import MemoryLimit
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.search.plan_selection import select_plan
@@ -176,9 +176,8 @@ def prepare_device(device: torch.device, cluster: Cluster, options: PlanningOpti
     if device.type == "cpu":
         allocator.configure(device)
         _set_num_threads_if_needed(cluster.devices_per_node)
-    limit_bytes = options.memory_limit_bytes
-    limit_bytes = limit_bytes or int(options.memory_share * memory_limit(device, cluster.devices_per_node))
-    return MemoryLimit(device, cluster.devices_per_node, user_limit=limit_bytes)
+    local_ranks = cluster.devices_per_node
+    return MemoryLimit(device, local_ranks, user_limit=options.limit_on(device, local_ranks).current())
 
 
 def profile_in_setup(

@@ -81,7 +81,7 @@ class OSDPStrategy(HandoverStrategy):
             every rank writes its shards to (SHARDED_STATE_DICT).
         replan: ``"on_drift"`` makes a new plan, at the same batch size and with nothing lost, if the measured peak of
             memory differs from the predicted one by more than 5 % or exceeds the limit; ``"never"`` only reports it.
-        trial_steps: whether the module's own step is run some 30 times on a copy while planning, if there is memory.
+        trial_steps: whether the module's own step is run 40 to 300 times on a copy while planning, if there is memory.
             Set it to False if ``training_step`` does things that can't be repeated; predicted times are less sure then.
         update_in_backward: whether sharded parameters may be updated during the backward pass, each as soon as its
             gradient is there, so that gradients need not be stored. It is done if memory is so short that it pays, and
@@ -203,14 +203,13 @@ class OSDPStrategy(HandoverStrategy):
         preemption.install(trainer, self._failure_detector)
         is_fit = trainer.state.fn == TrainerFn.FITTING
         is_applied = self._take_over_module() and self._resume_plan(trainer)
-        if not is_fit:
-            if not is_applied:
-                self._set_up_evaluation()
-            self.setup_precision_plugin()
-            return
-        if not is_applied:
+        if is_fit and not is_applied:
             self._set_up_training(trainer)
+        elif not is_applied:
+            self._set_up_evaluation()
         self.setup_precision_plugin()
+        if not is_fit:
+            return
         _optimizers_to_device(self.optimizers, self.root_device)
         self._monitor = self._create_monitor()
         assert self._plan is not None
@@ -272,9 +271,7 @@ class OSDPStrategy(HandoverStrategy):
             self.model = self._layer_sync.apply(module)
         if is_meta(module):  # there are no values yet that optimizers could copy, and the module is never unsharded
             engine.apply(module, self._plan, ())
-            with engine.unsharded_shapes():
-                ranks.raise_on_all_ranks(lambda: self.setup_optimizers(trainer))
-            engine.shard_optimizer_state(self.optimizers)
+            self._set_up_optimizers_of_shards(trainer, engine, ranks)
         else:
             ranks.raise_on_all_ranks(lambda: self.setup_optimizers(trainer))
             engine.apply(module, self._plan, self.optimizers)
@@ -340,6 +337,8 @@ class OSDPStrategy(HandoverStrategy):
         memory.trim(self.root_device)
         self._plan, self._planning_result = plan, replace(result, plan=plan, correction=correction)
         self._monitor, self._heap_controller = self._create_monitor(), HeapController(plan, self.root_device)
+        if self._run_warnings is not None:
+            self._run_warnings.plan = plan
         self._print_and_write_plan(self.lightning_module.trainer, profiling_s=None)
 
     @override

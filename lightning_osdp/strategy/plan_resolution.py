@@ -1,4 +1,4 @@
-"""Where a run's plan comes from: given, stored in a checkpoint, or made now; and a new one after drift."""
+"""Where a run's plan comes from: given, stored in a checkpoint, or made now; a new one when memory drifts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from lightning_osdp.autotune.pipeline import PlanningResult
 from lightning_osdp.autotune.ranks import ranks_sharing_memory_limit
 from lightning_osdp.autotune.startup_budget import StartupBudget
 from lightning_osdp.autotune.trial_step import TrialContext
-from lightning_osdp.backend import memory
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
 from lightning_osdp.planning.cost.run_correction import Correction, MeasuredStep, update_correction
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
@@ -29,11 +28,11 @@ class RunRequest:
     """What a run asks of its plan.
 
     Attributes:
-        options: The strategy's arguments about planning.
-        constraints: The constraints of OSDPCallback.
-        checkpoint_memory: Where a checkpoint gathers the model while it is saved.
-        ranks_per_node: Number of ranks on this machine.
-        resumed_plan: The plan of the checkpoint to resume from, to use again if it is still valid.
+        options: the strategy's arguments about planning.
+        constraints: the constraints of OSDPCallback.
+        checkpoint_memory: where a checkpoint gathers the model while it is saved.
+        ranks_per_node: number of ranks on this machine.
+        resumed_plan: the plan of the checkpoint to resume from, to use again if it is still valid.
     """
 
     options: PlanningOptions
@@ -67,8 +66,7 @@ def resolve_plan(
     if given_plan is not None:
         ranks.raise_on_all_ranks(lambda: check_given_plan(given_plan, traced, ranks, blocker, constraints))
         return PlanningResult(given_plan)
-    user_limit = (options.memory_limit_bytes, options.memory_share)
-    limit = memory.MemoryLimit(context.device, run.ranks_per_node, ranks_sharing_memory_limit(ranks), *user_limit)
+    limit = options.limit_on(context.device, run.ranks_per_node, ranks_sharing_memory_limit(ranks))
     facts = (trainer, data, context.batch_size, ranks.world_size, limit, constraints, non_training)
     request = ranks.raise_on_all_ranks(lambda: options.request(*facts))
     resumed = pipeline.reuse_if_valid(run.resumed_plan, traced, ranks, request.policy, limit.current())

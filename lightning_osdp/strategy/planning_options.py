@@ -69,6 +69,10 @@ class PlanningOptions:
         """The share of the device's memory that may be used where ``memory_limit_bytes`` is None."""
         return parse_memory_limit(self.memory_limit)[1]
 
+    def limit_on(self, device: torch.device, local_ranks: int, group_ranks: int | None = None) -> MemoryLimit:
+        """Return what a rank may use of ``device``; the numbers of ranks are those of ``MemoryLimit``."""
+        return MemoryLimit(device, local_ranks, group_ranks, self.memory_limit_bytes, self.memory_share)
+
     @property
     def policy(self) -> BatchSizePolicy:
         """The requested batch sizes, without what the data and the Trainer say."""

@@ -51,7 +51,7 @@ def install(trainer: pl.Trainer, detector: FailureDetector | None) -> None:
 
 
 def _stop_together_on_sigterm(trainer: pl.Trainer, detector: FailureDetector) -> None:
-    """Stop training before the same batch on all ranks; what is not training, at once, which ends the other ranks."""
+    """Stop before the same batch on all ranks in training; elsewhere at once, whereupon the other ranks end as well."""
     connector, epoch_loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
     register = type(connector).register_signal_handlers
 

@@ -131,13 +131,12 @@ class ProcessGroupStrategy(CheckpointingStrategy):
     @override
     def teardown(self) -> None:
         """End the run, and move the module to the CPU unless it stays sharded: units expect their device."""
+        self._stop_failure_detector()
         if self._engine is None or self._engine.is_restored:
-            self._stop_failure_detector()
             super().teardown()
             return
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        self._stop_failure_detector()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -21,7 +21,11 @@ from lightning_osdp.profiling.tracing.isolation import ATOMS, is_users, referenc
 MAX_DEPTH = 6
 """Levels of attributes that are searched for something that gives its items once only."""
 
+HEAP_TYPE = 1 << 9
+"""Flag (Py_TPFLAGS_HEAPTYPE) of classes that a class statement has made: an object of another one keeps its class."""
+
 REPEATABLE = (*ATOMS, torch.Tensor, np.ndarray, torch.Generator, np.random.Generator, random.Random, type)
+"""Types of plain data, which reading does not change, and of what is put back after reading."""
 
 
 def read_first_batches(loaders: Any, count: int) -> tuple[list[Any], Any]:
@@ -115,7 +119,7 @@ def _take(source: Any, count: int) -> tuple[list[Any], Any]:
     items = list(itertools.islice(iterator, count))
     if is_repeatable(source):
         return items, source
-    if type(source).__flags__ & (1 << 9) == 0:  # not a class made by a class statement
+    if not type(source).__flags__ & HEAP_TYPE:
         return items, itertools.chain(items, iterator)
     _give_back(source, items, iterator)
     return items, source

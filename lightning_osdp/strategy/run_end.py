@@ -108,7 +108,7 @@ class HandoverStrategy(ProcessGroupStrategy):
         """Make the optimizers and apply the plan."""
 
     def _memory_limit(self) -> memory.MemoryLimit:
-        return memory.MemoryLimit(self.root_device, self.num_processes, None, self._options.memory_limit_bytes)
+        return self._options.limit_on(self.root_device, self.num_processes)
 
     def _take_over_module(self) -> bool:
         """Free the module of other runs' plans; return whether this strategy has one for it."""
@@ -128,8 +128,8 @@ class HandoverStrategy(ProcessGroupStrategy):
         assert module is not None
         assert self._plan is not None
         engine.refuse_runs("")
+        ranks = RankGroup(dist.group.WORLD, self.num_nodes, self.root_device)
         if engine.is_restored:
-            ranks = RankGroup.from_node_rank(dist.group.WORLD, self.node_rank, self.root_device)
             self._engine = engine = create_engine(self._options.engine, self.root_device, ranks.group)
             try:
                 engine.check(module, self._plan)
@@ -141,12 +141,16 @@ class HandoverStrategy(ProcessGroupStrategy):
             else:
                 engine.apply(module, self._plan, self.optimizers)
         elif is_fit:
-            with engine.unsharded_shapes():
-                self.setup_optimizers(trainer)
-            engine.shard_optimizer_state(self.optimizers)
+            self._set_up_optimizers_of_shards(trainer, engine, ranks)
         if is_fit:
             trainer.accumulate_grad_batches = self._plan.accumulate_grad_batches
         return True
+
+    def _set_up_optimizers_of_shards(self, trainer: pl.Trainer, engine: Engine, ranks: RankGroup) -> None:
+        """Make the optimizers of a module that is sharded already."""
+        with engine.unsharded_shapes():
+            ranks.raise_on_all_ranks(lambda: self.setup_optimizers(trainer))
+        engine.shard_optimizer_state(self.optimizers)
 
     @override
     def teardown(self) -> None:

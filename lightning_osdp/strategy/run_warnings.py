@@ -10,8 +10,8 @@ from lightning_osdp.planning.spec.formatting import format_bytes
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.strategy.dataloader import batch_bytes
 
-BATCH_MARGIN = 1.02
-"""Ratio of a batch to the largest that was planned for, or warned of, from which on there is a warning."""
+WARNING_MARGIN = 1.02
+"""Ratio to the batch that was planned for, or to what the last warning told of, from which on there is a warning."""
 
 REMEDIES = "a sample_batch as large as any, more sample_batches, a smaller max_batch_size, or replan='on_drift'"
 
@@ -26,33 +26,33 @@ class RunWarnings:
     """
 
     def __init__(self, plan: ExecutionPlan, bytes_per_sample: float, rank: int) -> None:
-        self._plan = plan
-        self._planned_bytes = self._largest_bytes = bytes_per_sample * plan.batch_size
+        self.plan = plan
+        """The plan in use; it may be replaced by another one of the same batch size and memory limit."""
+        self._planned_bytes = bytes_per_sample * plan.batch_size
         self._rank = rank
-        self._peak_bytes = plan.memory_limit_bytes
+        self._accepted_batch_bytes = WARNING_MARGIN * self._planned_bytes
+        self._accepted_peak_bytes: float = plan.memory_limit_bytes
 
     def on_batch(self, batch: Any) -> None:
-        """Warn if a batch is larger than all before and than planned."""
+        """Warn if a batch is larger than planned, and than all that was warned of."""
         size = batch_bytes(batch)
-        if size <= BATCH_MARGIN * self._largest_bytes or not self._planned_bytes:
+        if size <= self._accepted_batch_bytes or not self._planned_bytes:
             return
-        self._largest_bytes = size
+        self._accepted_batch_bytes = WARNING_MARGIN * size
         warnings.warn(
             f"rank {self._rank} got a batch of {format_bytes(size)}, {size / self._planned_bytes:.2g} times the "
             f"{format_bytes(round(self._planned_bytes))} that the plan was made for: its peak of memory, predicted as "
-            f"{format_bytes(self._plan.predicted.peak_memory_bytes)}, may be exceeded. Give OSDPStrategy {REMEDIES}",
+            f"{format_bytes(self.plan.predicted.peak_memory_bytes)}, may be exceeded. Give OSDPStrategy {REMEDIES}",
             OSDPWarning,
             stacklevel=2,
         )
 
     def on_step_end(self, peak_bytes: int) -> None:
         """Warn if the measured peak is above the limit, and above all that was warned of."""
-        if peak_bytes <= BATCH_MARGIN * self._peak_bytes and (
-            self._peak_bytes > self._plan.memory_limit_bytes or peak_bytes <= self._plan.memory_limit_bytes
-        ):
+        if peak_bytes <= self._accepted_peak_bytes:
             return
-        self._peak_bytes = peak_bytes
-        limit, predicted = self._plan.memory_limit_bytes, self._plan.predicted.peak_memory_bytes
+        self._accepted_peak_bytes = WARNING_MARGIN * peak_bytes
+        limit, predicted = self.plan.memory_limit_bytes, self.plan.predicted.peak_memory_bytes
         warnings.warn(
             f"rank {self._rank} took {format_bytes(peak_bytes)} of memory at its peak, above the limit of "
             f"{format_bytes(limit)} (predicted: {format_bytes(predicted)}). Give OSDPStrategy a lower memory_limit, "

@@ -14,9 +14,9 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.planning.spec.choices import Mode
-from tests.support.lightning_contract import CLASSES, FEATURES, HIDDEN, RANKS, batches, build_seeded, mixed_plan
+from tests.support.lightning_contract import CLASSES, FEATURES, HIDDEN, RANKS, ManualOptimization, batches, build_seeded
 from tests.support.modules import trainer
+from tests.support.plans import plan_for
 from tests.support.ranks import run_ranks
 
 EPOCHS, COUNT, SIZE = 2, 4, 4
@@ -55,18 +55,8 @@ class BufferNet(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-class ManualBufferNet(BufferNet):
+class ManualBufferNet(ManualOptimization, BufferNet):
     """It steps by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_index: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_index))
-        optimizer.step()
 
 
 CASES: dict[str, tuple[type[BufferNet], str, int, bool]] = {
@@ -90,13 +80,7 @@ def fit(folder: str, strategy: Any, module: BufferNet, accumulation: int) -> dic
 def run_case(folder: str, name: str) -> list[dict[str, Any]]:
     kind, policy, accumulation, broadcasts = CASES[name]
     module = build_seeded(kind)
-    plan = mixed_plan(copy.deepcopy(module), next(iter(batches(COUNT, SIZE))), SIZE, accumulation)
-    if policy != "mixed":
-        operators = (
-            op.model_copy(update={"slices": (Mode(policy),)} if Mode.DP not in op.slices or policy == "dp" else {})
-            for op in plan.operators
-        )
-        plan = plan.model_copy(update={"operators": tuple(operators)})
+    plan = plan_for(copy.deepcopy(module), next(iter(batches(COUNT, SIZE))), RANKS, policy, SIZE, accumulation, shift=2)
     ours = OSDPStrategy(plan=plan, broadcast_buffers=broadcasts)
     ddp = DDPStrategy() if broadcasts else DDPStrategy(broadcast_buffers=False)
     return [fit(folder, ours, module, accumulation), fit(folder, ddp, build_seeded(kind), accumulation)]

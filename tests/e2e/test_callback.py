@@ -151,6 +151,8 @@ def train_with_and_without_replanning(rank: int, world_size: int, folder: str) -
         module = build_seeded(rows=128, own_rows=True)
         trainer(folder, strategy, callbacks=callbacks, max_steps=10).fit(module)
         found["losses"].append(module.losses)
+        assert strategy._run_warnings is not None
+        assert strategy._run_warnings.plan == strategy.execution_plan
         found["modes"] = {mode.value for op in strategy.execution_plan.operators for mode in op.slices}
     return found
 

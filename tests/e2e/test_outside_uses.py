@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy
-from tests.support.lightning_contract import FEATURES, Net, batches, build_seeded, is_fake
+from tests.support.lightning_contract import FEATURES, ManualOptimization, Net, batches, build_seeded, is_fake
 from tests.support.modules import trainer
 from tests.support.plans import plan_for
 from tests.support.ranks import run_ranks
@@ -93,20 +93,12 @@ class Teacher(Noting):
             self.last.weight[self.last.weight.abs() < 0.05] = 0.0
 
 
-class Clipped(Noting):
+class Clipped(ManualOptimization, Noting):
     """Manual optimization that clips weights and gradients by itself, as a critic's."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, index: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, index))
+    def on_gradients(self) -> None:
         self.note(sum(p.grad.norm() for p in self.parameters()))
         nn.utils.clip_grad_norm_(self.parameters(), 0.5)
-        optimizer.step()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
         for p in self.parameters():

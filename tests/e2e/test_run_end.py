@@ -16,7 +16,16 @@ from torch.nn import functional
 from lightning_osdp import OSDPStrategy, ShardingError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from tests.support.lightning_contract import RANKS, Net, batches, build_seeded, global_batches, is_fake, mixed_plan
+from tests.support.lightning_contract import (
+    RANKS,
+    ManualOptimization,
+    Net,
+    batches,
+    build_seeded,
+    global_batches,
+    is_fake,
+    mixed_plan,
+)
 from tests.support.modules import trainer
 from tests.support.ranks import run_ranks
 
@@ -41,18 +50,8 @@ class EvaluatedNet(Net):
         self.log("loss", functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True, on_epoch=True)
 
 
-class ManualNet(EvaluatedNet):
+class ManualNet(ManualOptimization, EvaluatedNet):
     """It steps by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_index: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(functional.cross_entropy(self(batch[0]), batch[1]))
-        optimizer.step()
 
 
 class LateNet(EvaluatedNet):

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from lightning_osdp.engine.activation_checkpointing import checkpoint_block
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.planning.spec.choices import Mode
-from tests.support.local_shards import local_gradient
 from tests.support.models import wrap_blocks
 from tests.support.ranks import run_ranks
 from tests.support.split_plans import Split, split_all, split_plan
@@ -192,17 +191,8 @@ def two_graph_gradients(rank: int, ranks: int, sharded: bool) -> list[Tensor]:
         loss_of().backward()
         if sharded:
             engine.finish_backward()
-            found.append([_unsharded_gradient(engine, p) for p in model.parameters()])
-        else:
-            found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
     return found
-
-
-def _unsharded_gradient(engine: FairScaleEngine, parameter: nn.Parameter) -> Tensor | None:
-    if parameter.grad is None or parameter not in engine._sharded_parameters.parameters:
-        return None if parameter.grad is None else parameter.grad.clone()
-    gradient = local_gradient(parameter)
-    return None if gradient is None else engine._sharded_parameters.layout_of(parameter).unshard(gradient)
 
 
 def run_all(rank: int, ranks: int) -> dict[str, Any]:

@@ -312,24 +312,30 @@ class Own:
         self.inner = SimpleNamespace(value=value)
 
 
-class Custom(nn.Module):
+class WithWeight(nn.Module):
+    """Has a square weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
+
+
+class Custom(WithWeight):
     """A product handed out as ``pack`` makes it."""
 
     def __init__(self, pack: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
         self.pack = pack
 
     def forward(self, x: Tensor) -> Any:
         return self.pack(torch.tanh(x @ self.weight) @ self.weight.t())
 
 
-class Router(nn.Module):
+class Router(WithWeight):
     """Keeps a loss as an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
         self.aux_loss: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -356,21 +362,16 @@ class KeptOnContext(torch.autograd.Function):
         return gradient @ ctx.weight.t(), ctx.x.flatten(0, -2).t() @ gradient.flatten(0, -2)
 
 
-class OwnFunction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
-
+class OwnFunction(WithWeight):
     def forward(self, x: Tensor) -> Tensor:
         return KeptOnContext.apply(x, self.weight)
 
 
-class Inside(nn.Module):
+class Inside(WithWeight):
     """Recomputes itself, or saves tensors by hooks of its own."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
@@ -383,12 +384,8 @@ class Inside(nn.Module):
         return torch.tanh(x @ self.weight) @ self.weight.t()
 
 
-class EnergyInside(nn.Module):
+class EnergyInside(WithWeight):
     """Differentiates within its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():

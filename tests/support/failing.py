@@ -85,9 +85,8 @@ class Failing(GPTModule):
 
 def main(how: str, folder: str) -> None:
     if how.startswith("swallow"):
-        failure_detector.FAILURE_GRACE_S = (
-            2.0  # the other rank is ended by it; elsewhere it would hide what ends a rank by itself
-        )
+        # The other rank is ended by it. Elsewhere it would hide what ends a rank by itself.
+        failure_detector.FAILURE_GRACE_S = 2.0
     # A shell has what it starts in the background ignore Ctrl-C, and the tests with it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     module = Failing(how, folder)

@@ -25,7 +25,7 @@ from lightning_osdp.autotune import calibration, coordinator, finalists, measure
 from lightning_osdp.autotune.startup_budget import StartupBudget
 from lightning_osdp.engine.fairscale import engine
 from lightning_osdp.profiling import engine_overhead, network
-from lightning_osdp.strategy import failure_detector, osdp
+from lightning_osdp.strategy import failure_detector, osdp, planning_options
 from tests.support.modules import GPTModule, trainer
 from tests.support.ports import free_port
 from tests.support.ranks import PRELOADED, _exit_with_parent, _set_environment, _shorten_measurements
@@ -134,7 +134,7 @@ def _instrument() -> None:
 
     made = osdp.create_engine
     osdp.create_engine = mark_engine  # type: ignore[assignment]
-    _wrap(osdp, "read_data", "first batch")
+    _wrap(planning_options, "read_data", "first batch")
     _wrap(pipeline, "trace", "trace")
     _wrap(pipeline, "trace_with_store", "trace")
     _wrap(profile_cache.ProfileCache, "load_profile", "look-up")

@@ -26,8 +26,8 @@ from lightning_osdp.errors import OSDPError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from tests.support.fuzz_layers import LAYERS, WIDTH
-from tests.support.models import hand_made_plan
 from tests.support.modules import trainer
+from tests.support.plans import plan_with
 
 STEPS = 5
 ROWS, TIME, BATCH = 32, 4, 3
@@ -255,9 +255,7 @@ def random_plan(module: FuzzModule, case: Case, ranks: int) -> ExecutionPlan:
         operators.append(
             OperatorPlan(name=op.name, slices=(mode,) * slices, split_dim=dim, num_parameters=op.num_parameters)
         )
-    plan = hand_made_plan({}, ranks, batch_size=BATCH, accumulation=case.accumulate)
-    identity = plan.model.model_copy(update={"fingerprint": model.fingerprint, "num_parameters": model.num_parameters})
-    return plan.model_copy(update={"operators": tuple(operators), "model": identity})
+    return plan_with(operators, model, ranks, BATCH, case.accumulate)
 
 
 @dataclass

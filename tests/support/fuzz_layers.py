@@ -86,62 +86,67 @@ class PostHookReadsWeight(Plain):
         self.fc.register_forward_hook(_add_weight_mean)
 
 
+class _WithWeight(nn.Module):
+    """Has a weight of its own, of ``rows`` rows."""
+
+    rows = WIDTH
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(self.rows, WIDTH) / WIDTH)
+
+
+class _WithInner(nn.Module):
+    """Runs one ``inner`` module, and makes a tensor of its result."""
+
+    inner_class: Callable[[], nn.Module]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = self.inner_class()
+
+
 @dataclass
 class Result:
     value: Tensor
     note: str
 
 
-class _DataclassOut(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
-
+class _DataclassOut(_WithWeight):
     def forward(self, x: Tensor) -> Any:
         return Result(F.linear(x, self.weight), "odd")
 
 
-class DataclassResult(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = _DataclassOut()
+class DataclassResult(_WithInner):
+    inner_class = _DataclassOut
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.inner(x).value)
 
 
-class _DistributionOut(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
-
+class _DistributionOut(_WithWeight):
     def forward(self, x: Tensor) -> Any:
         return torch.distributions.Normal(F.linear(x, self.weight), torch.ones(()))
 
 
-class DistributionResult(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = _DistributionOut()
+class DistributionResult(_WithInner):
+    inner_class = _DistributionOut
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.inner(x).mean)
 
 
-class _RouterOut(nn.Module):
+class _RouterOut(_WithWeight):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
         self.handed_on: Any = None
 
     def forward(self, x: Tensor) -> None:
         self.handed_on = [F.linear(x, self.weight)]
 
 
-class AttributeResult(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = _RouterOut()
+class AttributeResult(_WithInner):
+    inner_class = _RouterOut
 
     def forward(self, x: Tensor) -> Tensor:
         self.inner(x)
@@ -162,12 +167,11 @@ class SharedCoin(nn.Module):
         return x + torch.tanh((self.left if self.coin.random() < 0.5 else self.right)(x))
 
 
-class SkippedByRank(nn.Module):
+class SkippedByRank(Plain):
     """Leaves its layer out by a coin that differs between ranks, from the third forward pass on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc = linear()
         self.coin: random.Random | None = None
         self.passes = 0
 
@@ -185,12 +189,8 @@ class CalledTwice(Plain):
         return x + torch.tanh(self.fc(torch.tanh(self.fc(x))))
 
 
-class ReadsOthersWeight(nn.Module):
+class ReadsOthersWeight(Plain):
     """Its second use of the weight passes by the layer that holds it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = linear()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(F.linear(self.fc(x), self.fc.weight.T))
@@ -248,26 +248,22 @@ class Normalized(nn.Module):
         return x + torch.tanh(self.norm(self.fc(x).transpose(1, 2)).transpose(1, 2))
 
 
-class SeveralOutputs(nn.Module):
-    """One of its outputs is not used, one is an input, one comes twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = _Several()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.inner(x)
-        return out["input"] + torch.tanh(out["nested"][0]) + 0.1 * out["again"]
-
-
-class _Several(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(2 * WIDTH, WIDTH) / WIDTH)
+class _Several(_WithWeight):
+    rows = 2 * WIDTH
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         first, second = F.linear(x, self.weight).chunk(2, dim=-1)
         return {"input": x, "nested": (first, "text", None), "unused": second, "again": first}
+
+
+class SeveralOutputs(_WithInner):
+    """One of its outputs is not used, one is an input, one comes twice."""
+
+    inner_class = _Several
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.inner(x)
+        return out["input"] + torch.tanh(out["nested"][0]) + 0.1 * out["again"]
 
 
 class Experts(nn.Module):

@@ -12,12 +12,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.autotune import pipeline
-from lightning_osdp.autotune.trial_step import TrialContext
-from lightning_osdp.planning.spec.choices import Mode
-from lightning_osdp.planning.spec.plan import ExecutionPlan, ModelIdentity
-from tests.support.models import hand_made_plan
+from lightning_osdp.planning.spec.plan import ExecutionPlan
 from tests.support.modules import trainer
+from tests.support.plans import plan_for
 
 RANKS = 2
 FEATURES, HIDDEN, CLASSES = 6, 10, 3
@@ -49,6 +46,24 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
 
+class ManualOptimization(pl.LightningModule):
+    """Comes before another module among the bases of a class, which then steps its one optimizer by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_index))
+        self.on_gradients()
+        optimizer.step()
+
+    def on_gradients(self) -> None:
+        """Look at the gradients, or change them, before the optimizer's step."""
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Whether the step is being traced."""
     return isinstance(tensor, torch._subclasses.FakeTensor)
@@ -78,17 +93,7 @@ def mixed_plan(
     module: pl.LightningModule, batch: Any, batch_size: int, accumulation: int = 1, shift: int = 2, ranks: int = RANKS
 ) -> ExecutionPlan:
     """A plan that deals out all modes in turn over the operators that can be sharded."""
-    device = torch.device("cpu")
-    description = pipeline.profile_model(TrialContext(module, batch, batch_size, device)).model_profile
-    modes, dealt = {}, shift
-    for operator in description.operators:
-        modes[operator.name] = Mode.DP
-        if operator.is_shardable:
-            modes[operator.name] = list(Mode)[dealt % len(Mode)]
-            dealt += 1
-    plan = hand_made_plan(modes, ranks, batch_size=batch_size, accumulation=accumulation)
-    identity = ModelIdentity(fingerprint=description.fingerprint, num_parameters=description.num_parameters)
-    return plan.model_copy(update={"model": identity})
+    return plan_for(module, batch, ranks, "mixed", batch_size, accumulation=accumulation, shift=shift)
 
 
 def make_planned_trainer(

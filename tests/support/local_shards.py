@@ -11,9 +11,3 @@ def local_shard(parameter: Tensor) -> Tensor:
     """The parameter's data as they are on this rank."""
     with without_guards():
         return parameter.data
-
-
-def local_gradient(parameter: Tensor) -> Tensor | None:
-    """The parameter's gradient as it is on this rank."""
-    with without_guards():
-        return parameter.grad

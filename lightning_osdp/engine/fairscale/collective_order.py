@@ -46,7 +46,6 @@ _TEXTS = {
     "evaluation": ("begins the next evaluation step", "began an evaluation step"),
     "evaluated": ("ends its evaluation step", "ended its evaluation step"),
     "access": ("reads or changes {} outside of its operator", "read or changed a parameter outside of its operator"),
-    "agree": ("{}", "agreed"),
     "": ("", "did nothing"),
 }
 """Events in words, present and past."""
@@ -155,15 +154,6 @@ class CollectiveOrder:
         """
         self._before(f"access -1 {parameter}")
 
-    def agree(self, description: str) -> None:
-        """Check that all ranks come here and none of them does anything else; for what is rare.
-
-        Args:
-            description: what this rank does, as in "saves a checkpoint".
-        """
-        if self._agreement is not None:
-            self._ask(f"agree -1 {description}", is_learned=False)
-
     def close(self) -> None:
         """Answer no other rank any more."""
         if self._agreement is not None:
@@ -198,7 +188,7 @@ class CollectiveOrder:
 
     def _note(self, event: str) -> None:
         self._last = (self._last[1], event)
-        if event.startswith(("backward", "re")):
+        if event.startswith(("backward", "reduce", "replicated")):
             self._has_backward = True
 
     def _ask(self, event: str, is_learned: bool = True) -> None:

@@ -9,8 +9,7 @@ may be averaged, added to and averaged again, as accumulation without ``no_sync`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +26,7 @@ from lightning_osdp.backend.hierarchical import (
 )
 from lightning_osdp.backend.work import Work
 from lightning_osdp.engine.fairscale.unit_collectives import CoalescedReduceScatter
+from lightning_osdp.engine.gradient_buckets import GradientSync
 from lightning_osdp.planning.cost.sharding_scopes import COALESCE_BYTES
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster
@@ -95,9 +95,12 @@ class CommunicatorFactory:
         device: of this rank.
         choices: what was decided for the sharded operators.
         cluster: how many nodes there are, and which units are prefetched.
+        sync: while it is paused, nodes accumulate their own gradients.
     """
 
-    def __init__(self, world: Any, device: torch.device, choices: Iterable[ShardingChoice], cluster: Cluster) -> None:
+    def __init__(
+        self, world: Any, device: torch.device, choices: Iterable[ShardingChoice], cluster: Cluster, sync: GradientSync
+    ) -> None:
         # On CUDA, reductions run at the same time as gathers, on a stream and so on groups of their own. A CPU has no
         # streams: small units are prefetched by asynchronous collectives, and small gradients reduced together.
         on_cuda = device.type == "cuda"
@@ -111,14 +114,14 @@ class CommunicatorFactory:
             coalesce_max_bytes=COALESCE_BYTES if is_async else 0,
         )
         self._by_scope: dict[tuple[ShardingScope, bool], UnitCommunicators] = {}
-        self.inter_node_all_reduce = InterNodeAllReduce(None)
+        self.inter_node_all_reduce = InterNodeAllReduce(None, sync)
         """Averages the gradients of what is sharded inside nodes."""
         uses_nodes = any(choice.scope == ShardingScope.NODE or choice.hierarchical for choice in choices)
         if not cluster.is_hierarchical or not uses_nodes:
             return
         gather = cached_node_groups(world, cluster.nodes, "gathers")
         reduce = cached_node_groups(reduce_world, cluster.nodes, "reductions")
-        self.inter_node_all_reduce = InterNodeAllReduce(reduce.inter_node)
+        self.inter_node_all_reduce = InterNodeAllReduce(reduce.inter_node, sync)
         self._by_scope = {
             (ShardingScope.NODE, False): UnitCommunicators(
                 gather.intra_node,
@@ -142,22 +145,13 @@ class InterNodeAllReduce:
 
     Args:
         group: those ranks; None if no operator is sharded inside nodes.
+        sync: while it is paused, each node accumulates its own; the next backward pass sends them over the slow link.
     """
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self._sync = True
+    def __init__(self, group: Any, sync: GradientSync) -> None:
+        self._group, self._sync = group, sync
         self._unsynced: dict[nn.Parameter, None] = {}  # in the order of the backward pass, the same on all nodes
         self._works: dict[nn.Parameter, Work] = {}
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate shards in each node within a context; the next backward pass sends them over the slow link."""
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
 
     def wait_before_accumulation(self, parameter: nn.Parameter) -> None:
         """Wait until a parameter's shard is averaged, so that it can be added to."""
@@ -166,16 +160,16 @@ class InterNodeAllReduce:
             work.wait()
 
     def on_shard_reduced(self, parameter: nn.Parameter, shard: Tensor) -> None:
-        """Start to average the accumulated ``shard`` of ``parameter``, unless within ``no_sync``."""
-        if self._sync:
+        """Start to average the accumulated ``shard`` of ``parameter``, unless ``sync`` is paused."""
+        if self._sync.is_on:
             self._unsynced.pop(parameter, None)
             self._works[parameter] = all_reduce_async(shard, self._group)
         else:
             self._unsynced[parameter] = None
 
     def finish(self) -> None:
-        """Average shards that the last backward pass did not reach, and wait for all, unless within ``no_sync``."""
-        if not self._sync:
+        """Average shards that the last backward pass did not reach, and wait for all, unless ``sync`` is paused."""
+        if not self._sync.is_on:
             return
         for parameter in self._unsynced:
             if parameter.grad is not None:

@@ -15,6 +15,7 @@ from lightning_osdp.engine.fairscale.collective_order import CollectiveOrder
 from lightning_osdp.engine.fairscale.communicators import CommunicatorFactory, sharded_operators
 from lightning_osdp.engine.fairscale.joinable_unit import before_reduction
 from lightning_osdp.engine.fairscale.unit_collectives import GradientReducer
+from lightning_osdp.engine.gradient_buckets import GradientSync
 from lightning_osdp.engine.optimizer_in_backward import BackwardOptimizer
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.state.guarded_parameter import GuardContext, without_guards
@@ -80,13 +81,14 @@ class EngineContext:
         self.why_no_runs = ""  # set when a run is over and the module stays sharded
         self.owner: object = None  # the engine, which lives as long as the module is sharded
         self.update_in_backward = plan.update_in_backward
-        self.backward_optimizer = BackwardOptimizer()
+        self.sync = GradientSync()
+        self.backward_optimizer = BackwardOptimizer(self.sync)
         self.order = CollectiveOrder(group)
         self.guards = GuardContext(group, plan.update_in_backward)
         self.guards.before_access = self.order.before_access
         self.reducer = GradientReducer(partial(before_reduction, self.order))
         choices = [operator.choice for operator in sharded_operators(plan)]
-        self.communicator_factory = CommunicatorFactory(group, device, choices, plan.cluster)
+        self.communicator_factory = CommunicatorFactory(group, device, choices, plan.cluster, self.sync)
         self.streams = create_streams(device, STREAM_NAMES, fairscale_module)
         self.backward_passes = _BackwardPasses(self.reducer, self.streams)
         self.prefetch_limiter = create_prefetch_limiter(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -210,17 +210,19 @@ class FairScaleEngine(Engine):
             for parameter in self._module.parameters()
             for weight in slices.get(parameter, [parameter] if parameter not in layouts else [])
         ]
-        self._bucketed_all_reduce = BucketedAllReduce(replicated, self._context.replica_group)
-        self._bucketed_all_reduce.before_finish = self._before_replicated
+        self._bucketed_all_reduce = BucketedAllReduce(
+            replicated, self._context.replica_group, self._context.sync, self._before_replicated
+        )
         self._context.order.join_replicated = self._join_replicated
         self._managed_parameters = self._sharded_parameters.parameters.union(replicated)
         self._mark_generation(bool(layouts))
 
     def _mark_generation(self, is_sharded: bool) -> None:
-        """Have ``generate`` of transformers go on until all ranks have finished, as it does for FSDP."""
+        """Have ``generate`` of transformers go on until all ranks have finished, as it does for FSDP, or end that."""
         for module in self._module.modules():
-            if hasattr(type(module), "generate"):
-                vars(module)["_is_fsdp_managed_module"] = is_sharded and self._group.size() > 1
+            vars(module).pop("_is_fsdp_managed_module", None)
+            if hasattr(type(module), "generate") and is_sharded and self._group.size() > 1:
+                vars(module)["_is_fsdp_managed_module"] = True
 
     def _before_replicated(self) -> None:
         self._bind_slice_gradients()
@@ -257,6 +259,7 @@ class FairScaleEngine(Engine):
             unit.reshard()
         for operator in self._operators.values():
             operator.unshard(optimizers)
+        self._mark_generation(False)
         self._operators, self._units, self._sliced_operators, self._undo_recompute = {}, [], [], []
         self._sharded_parameters = ShardedParameters({}, self._group)
         torch.backends.mha.set_fastpath_enabled(self._had_attention_fastpath)
@@ -322,15 +325,9 @@ class FairScaleEngine(Engine):
         self._context.backward_passes.discard()
         self._context.order.begin_step()
 
-    @contextmanager
     @override
-    def no_sync(self) -> Iterator[None]:
-        with (
-            self._bucketed_all_reduce.no_sync(),
-            self._context.communicator_factory.inter_node_all_reduce.no_sync(),
-            self._context.backward_optimizer.pause(),
-        ):
-            yield
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._context.sync.pause()
 
     @contextmanager
     @override
@@ -351,7 +348,7 @@ class FairScaleEngine(Engine):
             if self._context.order.has_backward:
                 self._context.order.complete_backward()
                 for unit in self._units:
-                    unit.finish_joined()
+                    unit.show_gradients()
             self._context.communicator_factory.inter_node_all_reduce.finish()
             for unit in self._units:
                 unit.reshard()  # whether or not the pass has reached it

@@ -29,7 +29,6 @@ class JoinableUnit:
     _lazy_init: Any
     _free_full_params: Any
     _post_reduction_hook: Any
-    _has_joined = False
 
     def _register(self, parameters: Sequence[nn.Parameter]) -> None:
         self._index = self._context.order.register(self)
@@ -64,21 +63,27 @@ class JoinableUnit:
                 )
             state, self.training_state = self.training_state, type(self.training_state).BACKWARD_POST
             for parameter, shard in zip(params, shards, strict=True):
-                if parameter.grad is not None:
-                    parameter._saved_grad_shard, parameter.grad = parameter.grad.data, None
+                set_gradient_aside(parameter)
                 self._post_reduction_hook(parameter, shard)
             self.training_state = state
-        self._has_joined = True
 
-    def finish_joined(self) -> None:
-        """Show the gradients of reductions that this rank only joined."""
-        if not self._has_joined:
-            return
-        self._has_joined = False
+    def show_gradients(self) -> None:
+        """Give the parameters their gradients when a backward pass is over, or a reduction that this rank joined."""
         for parameter in self.params:
             if hasattr(parameter, "_saved_grad_shard"):
-                parameter.grad = parameter._saved_grad_shard
-                del parameter._saved_grad_shard
+                show_gradient(parameter)
+
+
+def set_gradient_aside(parameter: Any) -> None:
+    """Put an earlier gradient where FairScale adds the shard of the next one to it."""
+    if parameter.grad is not None:
+        parameter._saved_grad_shard, parameter.grad = parameter.grad.data, None
+
+
+def show_gradient(parameter: Any) -> None:
+    """Make the shard that FairScale has accumulated the parameter's gradient."""
+    parameter.grad = parameter._saved_grad_shard
+    del parameter._saved_grad_shard
 
 
 def before_reduction(order: CollectiveOrder, callbacks: Sequence[Any]) -> None:

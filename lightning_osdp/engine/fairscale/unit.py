@@ -1,4 +1,4 @@
-"""Units: what is gathered and freed at once, each a FairScale FullyShardedDataParallel. The only file that imports it.
+"""Units: what is gathered and freed at once, each a FairScale FullyShardedDataParallel.
 
 Note [the module tree is left alone]: FairScale's wrapper usually replaces a module in its parent, which changes
 names, classes and state dict keys. Here a unit holds a stand-in that owns the operator's large parameters and calls
@@ -53,13 +53,14 @@ from torch import Tensor, nn
 from lightning_osdp.engine.fairscale.body import UnitBody, reinterpret_as_float16
 from lightning_osdp.engine.fairscale.communicators import UnitCommunicators
 from lightning_osdp.engine.fairscale.context import EngineContext
-from lightning_osdp.engine.fairscale.joinable_unit import JoinableUnit
+from lightning_osdp.engine.fairscale.joinable_unit import JoinableUnit, set_gradient_aside, show_gradient
 from lightning_osdp.engine.fairscale.saved_tensors import (
     NO_PASS,
     SavedTensorHooks,
     active_unit,
     current_pass,
     hook_results,
+    is_in_backward,
 )
 from lightning_osdp.engine.fairscale.unit_collectives import CoalescedAllGather, CoalescedReduceScatter
 from lightning_osdp.engine.sliced_operator import ForwardStage, WeightSlice
@@ -181,7 +182,7 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         first_node = torch._C._autograd._get_sequence_nr()
         if hooks is not None:
             self._in_graph = True
-            if current_pass() == NO_PASS:
+            if not is_in_backward():
                 self._finished.clear()
             self._register_post_backward_hooks()
             hooks.push()
@@ -254,8 +255,7 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         """Show autograd the full shape of a parameter whose gradient has come, and put earlier gradients aside."""
         self._join_pass()
         with without_guards():
-            if parameter.grad is not None:
-                parameter._saved_grad_shard, parameter.grad = parameter.grad.data, None
+            set_gradient_aside(parameter)
         has_hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
         if has_hooks and self._weight_slice is None:
             self._gather([parameter])  # the user's hooks may read it
@@ -275,10 +275,7 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
     def finish_pass(self) -> None:
         """Hand out gradients when a backward pass is over, and free what is gathered for it."""
         self._joined_pass = self._begun_pass = NO_PASS
-        for parameter in self.params:
-            if hasattr(parameter, "_saved_grad_shard"):
-                parameter.grad = parameter._saved_grad_shard
-                del parameter._saved_grad_shard
+        self.show_gradients()
         if self.reshard_after_forward:
             self._free_full_params()
         self._use_fp32_param_shard()
@@ -355,7 +352,7 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         if not missing or self.world_size == 1:
             return []
         indices = [self.param_indices[p] for p in missing] if len(missing) < len(self.params) else ()
-        self._context.order.before_gather(self._index, current_pass() != NO_PASS, indices)
+        self._context.order.before_gather(self._index, is_in_backward(), indices)
         self._context.prefetch_limiter.before_gather()
         with self._use_stream("all_gather"):
             self._coalesced_gather.gather(self._allocate(missing), [p._fp32_shard for p in missing])
@@ -414,9 +411,7 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         parameter = self._weight_slice.full_parameter if self._weight_slice is not None else param
         if not optimizer.should_update(parameter):
             return
-        # FairScale would do this when the backward pass is over.
-        param.grad = param._saved_grad_shard
-        del param._saved_grad_shard
+        show_gradient(param)  # FairScale would do this when the backward pass is over
         if self._weight_slice is None or self._weight_slice.on_gradient_reduced():
             optimizer.step_parameter(parameter)
 

@@ -106,7 +106,7 @@ class CoalescedReduceScatter(_RankedCommunicator[FlatCommunicator]):
         queued, self._queued = self._queued, []
         inputs, callbacks = zip(*queued, strict=True)
         outputs = [full_flat.new_empty(full_flat.numel() // self.size()) for full_flat in inputs]
-        self._communicator.reduce_scatter_coalesced(outputs, inputs)
+        self.reduce_scatter_coalesced(outputs, inputs)
         del queued, inputs  # the full gradients are freed before callbacks, which may update parameters
         for on_reduced, output in zip(callbacks, outputs, strict=True):
             on_reduced(output)
@@ -204,10 +204,8 @@ def reduce_zeros(shards: Sequence[Tensor], group: Communicator | CoalescedReduce
     """
     zeros = [shard.new_zeros(shard.numel() * group.size()) for shard in shards]
     outputs = [shard.new_empty(shard.numel()) for shard in shards]
-    if isinstance(group, CoalescedReduceScatter):
+    if isinstance(group, CoalescedReduceScatter) or (isinstance(group, FlatCommunicator) and group.is_async):
         group.reduce_scatter_coalesced(outputs, zeros)
-    elif isinstance(group, FlatCommunicator) and group.is_async:
-        reduce_scatter_async(outputs, zeros, group.group).wait()
     else:
         group.reduce_scatter(outputs[0], zeros[0])
     return outputs

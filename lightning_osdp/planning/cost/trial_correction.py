@@ -43,7 +43,7 @@ TRIAL_RELATIVE_ERROR = 0.05
 """Relative standard error of a trial's seconds. [M-cost-11]"""
 
 PLAN_TRIAL_RELATIVE_ERROR = 0.035
-"""The same for trials of a plan that the search chose, which take twice as long."""
+"""The least error that a trial over several rounds is taken to have, however little its rounds differ."""
 
 PRIOR_RELATIVE_ERROR = 0.25
 """Assumed standard deviation of the parts' error: of all parts together, and of each kind (``CalibrationFactors``)."""
@@ -130,8 +130,8 @@ class Trial(FrozenModel):
     relative_error: float = TRIAL_RELATIVE_ERROR
     rounds_s: tuple[Seconds, ...] = ()
     """Measured in each of several rounds, in turns with other plans; ``measured_s`` is their median."""
-    plan: ExecutionPlan | None = None
-    """The plan without alternatives, if the search chose it."""
+    plan: ExecutionPlan
+    """The plan without its alternatives."""
 
 
 def plan_key(plan: ExecutionPlan) -> str:
@@ -171,7 +171,13 @@ def predict_trial(
         added_s.update(dict.fromkeys(calibration_kinds(operator, choice), own_s))
     blocks = zip(model.blocks, times.blocks, strict=False)  # times that were not measured count as zero
     total_s += sum(line.value_at(batch_size) for block, line in blocks if block.name in plan.recomputed)
-    return Trial(plan_key=plan_key(plan), predicted_s=total_s, measured_s=total_s, overhead_by_kind_s=dict(added_s))
+    return Trial(
+        plan_key=plan_key(plan),
+        predicted_s=total_s,
+        measured_s=total_s,
+        overhead_by_kind_s=dict(added_s),
+        plan=plan.without_alternatives(),
+    )
 
 
 def _wrap_plan(model: ModelProfile, plan: ExecutionPlan) -> tuple[WrappedModel, tuple[ShardingChoice, ...]]:

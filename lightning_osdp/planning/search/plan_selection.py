@@ -270,7 +270,7 @@ class _Selection:
             return None if found is None else self._prefer_trialled(wrap_search, found)
         variant = Variant.of_problem(problem)
         required_gain, samples_per_s = variant.required_gain(Variant.of_plan(best)), best.predicted.samples_per_s
-        is_trialled = any(trial.plan and Variant.of_plan(trial.plan) == variant for trial in self.trials)
+        is_trialled = any(Variant.of_plan(trial.plan) == variant for trial in self.trials)
         above = 0.0 if is_trialled else samples_per_s * (1 + required_gain)
         found = search_batch_sizes(wrap_search, policy, self.deadline_reached, above)
         if found is None:
@@ -289,7 +289,7 @@ class _Selection:
     def _prefer_trialled(self, wrap_search: WrapPolicySearch, found_plan: ExecutionPlan) -> ExecutionPlan:
         """Return the best trialled plan that is possible, or ``found_plan`` if it promises more by ``min_gain``."""
         found_plan = apply_trial(found_plan, self.trials)
-        earlier = (repredict(wrap_search, self.policy, trial.plan, found_plan) for trial in self.trials if trial.plan)
+        earlier = (repredict(wrap_search, self.policy, trial.plan, found_plan) for trial in self.trials)
         trialled = [apply_trial(plan, self.trials) for plan in earlier if plan is not None]
         best = max(trialled, key=lambda plan: plan.predicted.samples_per_s, default=found_plan)
         needed = best.predicted.samples_per_s * (1 + self.min_gain)

@@ -16,6 +16,7 @@ from lightning_osdp.planning.spec.model import (
     LinearInBatch,
     ModelProfile,
     Moment,
+    NonNegative,
     Seconds,
     Size,
 )
@@ -45,7 +46,7 @@ class CollectiveFit(FrozenModel):
     overlap_fraction: float = Field(ge=0, le=1, default=0.0)
     """Fraction of its time that compute can hide, if it starts before its result is needed: always for all-reduces, for
     the others only if units are prefetched (``Cluster.prefetch_max_bytes``)."""
-    residual: Seconds = 0.0
+    residual: NonNegative = 0.0
     """Root mean square of (predicted - measured) / measured over the measured sizes."""
 
     def time_s(self, unsharded_bytes: float, ranks: int, tensors: int = 1) -> float:
@@ -103,10 +104,10 @@ RelativeChange = Annotated[float, Field(gt=-1, allow_inf_nan=False)]
 
 
 class CalibrationFactors(FrozenModel):
-    """RelativeChange of collectives plus engine in whole steps over measurements of the parts, as a fraction of these.
+    """How much longer collectives and engine take in whole steps than the sum of their parts, relative to that sum.
 
-    Trials determine them (``trial_correction.fit_calibration``). Those of all kinds that apply to an operator add up.
-    Together they are never negative: a plan that takes less than its parts is predicted by its own trial.
+    Trials determine these factors (``trial_correction.fit_calibration``). Those of all kinds that apply to an operator
+    add up. Together they are never negative: a plan that takes less than its parts is predicted by its own trial.
     """
 
     dp: RelativeChange = 0.0
@@ -161,7 +162,7 @@ class Cluster(FrozenModel):
     prefetch_max_bytes: Size = 0
     """Largest unit that is gathered while the unit before it computes, and whose gradients are reduced while the next
     one computes (CPU); 0 without prefetching."""
-    reduce_scatter_copy_factor: Seconds = 1.0
+    reduce_scatter_copy_factor: NonNegative = 1.0
     """Extra bytes that a reduce-scatter allocates, as a fraction of the unsharded tensor."""
     reduce_scatter_buffer_bytes: Size = 0
     """Upper limit of a reduce-scatter's receive buffers, which hold one or two parts of smaller tensors."""

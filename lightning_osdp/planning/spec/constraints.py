@@ -64,12 +64,7 @@ class SearchConstraints:
                 "slice_granularity has to be 'auto', a whole number from 1 on, or such numbers by pattern of "
                 f"operator names, not {slices!r}"
             )
-        modes = (
-            self.modes.values()
-            if isinstance(self.modes, Mapping)
-            else [Mode.DP if self.modes == "auto" else self.modes]
-        )
-        if any(mode not in tuple(Mode) for mode in modes):
+        if any(mode not in tuple(Mode) for mode in self._modes_by_pattern.values()):
             names = ", ".join(repr(mode.value) for mode in Mode)
             raise ConfigurationError(
                 f"modes has to be 'auto', one of {names}, or such modes by pattern of operators, not {self.modes!r}"

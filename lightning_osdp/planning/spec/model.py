@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from lightning_osdp.planning.spec.files import MAX_NUMBER
+
 SMALL_PARAMETER_ELEMENTS = 1 << 14
 """Smaller 1-D parameters (norms, biases) are never sharded: their gradients are all-reduced in buckets. [M-cost-1]"""
 
@@ -24,10 +26,13 @@ Count = Annotated[int, Field(ge=1, le=1 << 53)]
 Size = Annotated[int, Field(ge=0, lt=1 << 63)]
 """A number of bytes or elements."""
 
-Seconds = Annotated[float, Field(ge=0, le=1e30)]
-"""A time that was measured, or a factor on one: neither negative nor infinite."""
+NonNegative = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
+"""A quantity or a factor: neither negative nor so large that sums and products overflow."""
 
-Finite = Annotated[float, Field(ge=-1e30, le=1e30)]
+Seconds = NonNegative
+"""A time that was measured."""
+
+Finite = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 """A number that sums and products don't overflow with."""
 
 
@@ -109,7 +114,7 @@ class Operator(FrozenModel):
     """Why it must stay replicated, in words for the user; empty if it may be sharded."""
     tied: bool = False
     """Whether operators inside it share its parameters (an embedding and a head)."""
-    flops_per_sample: Seconds = 0.0
+    flops_per_sample: NonNegative = 0.0
     """Forward and backward together."""
     split_dims: tuple[Size, ...] = ()
     """Dimensions of its weight that slices may divide, the best first; empty if it can't be split."""
@@ -117,9 +122,9 @@ class Operator(FrozenModel):
     """Why it can't be split, in words for the user; empty if it can, or if that was not looked at."""
     output_dims: tuple[Size, ...] = ()
     """Those of ``split_dims`` that slice its output; the others slice its input."""
-    input_per_sample: Seconds = 0.0
+    input_per_sample: NonNegative = 0.0
     """Bytes per sample of the gradient of its input; known if it can be split."""
-    output_per_sample: Seconds = 0.0
+    output_per_sample: NonNegative = 0.0
     """Bytes per sample of its output; known if it can be split."""
     num_wrapped: Count = 1
     """Number of operators of one block that this operator stands for, because they share a unit (``wrapping``)."""
@@ -181,7 +186,7 @@ class RepeatedBlock(FrozenModel):
     """Bytes that recomputing frees between forward and backward: what the forward keeps beyond the block's output."""
     live_before_forward: LinearInBatch = LinearInBatch()
     live_before_backward: LinearInBatch = LinearInBatch()
-    unattributed_flops_per_sample: Seconds = 0.0
+    unattributed_flops_per_sample: NonNegative = 0.0
     """Flops of its forward that belong to no operator."""
     recompute_blocker: str = ""
     """Why it can't be recomputed, in words for the user; empty if it can."""
@@ -211,7 +216,7 @@ NO_NON_TRAINING_WORK = NonTrainingWork()
 class OptimizerStep(FrozenModel):
     """Temporaries of the optimizer's step, as bytes per byte of parameter."""
 
-    temporary_factor: Seconds = 0.0
+    temporary_factor: NonNegative = 0.0
     temporaries_of: Literal["largest", "total"] = "largest"
     """``largest``: parameters are updated one by one, so the largest counts; ``total``: all at once (foreach)."""
     per_parameter: bool = False
@@ -232,14 +237,14 @@ class ModelProfile(FrozenModel):
     optimizer_step: OptimizerStep = OptimizerStep()
     batch_size: Count
     """Samples in the traced batch, as the user's own loader gives it."""
-    unattributed_flops_per_sample: Seconds = 0.0
+    unattributed_flops_per_sample: NonNegative = 0.0
     """Forward and backward flops that belong to no operator, mostly attention's matrix products."""
     blocks: tuple[RepeatedBlock, ...] = ()
     """Repeated blocks in the order in which they run; none lies in another."""
     evaluation: tuple[Moment, ...] = ()
     """Moments of the same forward without autograd; empty if they are not known."""
     checksum: str = Field(default="", exclude=True, repr=False)
-    """Of its file, which is checked and taken off when that is read."""
+    """Checksum of the file that it was read from; the cache checks and removes it before."""
 
     @model_validator(mode="after")
     def _check_indices(self) -> ModelProfile:

@@ -12,7 +12,7 @@ from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.files import describe_error, parse_json
-from lightning_osdp.planning.spec.model import Count, Finite, FrozenModel, ModelProfile, Seconds, Size
+from lightning_osdp.planning.spec.model import Count, Finite, FrozenModel, ModelProfile, NonNegative, Size
 from lightning_osdp.planning.spec.plan_v1 import raise_negative_times, upgrade_plan
 
 PLAN_FORMAT = "lightning_osdp.plan"
@@ -24,7 +24,7 @@ class ModelIdentity(FrozenModel):
 
     fingerprint: str
     num_parameters: Size
-    flops_per_sample: Seconds = 0.0
+    flops_per_sample: NonNegative = 0.0
     """Flops of forward and backward together, without recomputation; 0 if the plan does not say."""
 
 

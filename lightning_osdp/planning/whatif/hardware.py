@@ -23,7 +23,7 @@ from pydantic import Field, ValidationError
 
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, HierarchicalLinks, Link, ShardingLink
-from lightning_osdp.planning.spec.files import describe_error
+from lightning_osdp.planning.spec.files import MAX_NUMBER, describe_error
 from lightning_osdp.planning.spec.model import Count, FrozenModel, Seconds
 
 NODE_COUNTS = (2, 8)
@@ -32,7 +32,7 @@ NODE_COUNTS = (2, 8)
 USABLE_MEMORY_FRACTION = 0.92
 """Fraction of a device's memory that is planned with if no limit is given [M-search-2]."""
 
-Rate = Annotated[float, Field(ge=1, le=1e30)]
+Rate = Annotated[float, Field(ge=1, le=MAX_NUMBER)]
 """Bytes or operations per second."""
 
 _NAME = re.compile(r"(?:(\d+)x)?([^+]+?)(?:\+([^+]+))?")

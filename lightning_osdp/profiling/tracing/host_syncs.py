@@ -62,6 +62,8 @@ class UnknownNumber:
 class UnknownFloat(UnknownNumber, float):
     """The number of a floating-point tensor."""
 
+    value = 1.0
+
     def __new__(cls) -> UnknownFloat:
         """Return one: zero would make logarithms and quotients fail."""
         return super().__new__(cls, 1.0)
@@ -98,7 +100,6 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     for _kind in (UnknownFloat, UnknownInt):
         setattr(_kind, f"__{_name}__", _arithmetic(_name, is_reflected=False))
         setattr(_kind, f"__r{_name}__", _arithmetic(_name, is_reflected=True))
-UnknownFloat.value = 1.0
 
 
 def _unknown_item(tensor: FakeTensor) -> UnknownNumber:

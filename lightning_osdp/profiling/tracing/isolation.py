@@ -76,7 +76,7 @@ class Snapshot:
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self._seen: dict[int, Any] = {}
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._bytes_left = MAX_SAVED_TOTAL_BYTES
         self._queue: deque[Any] = deque(roots)
         while self._queue and len(self._seen) < MAX_OBJECTS:
@@ -107,13 +107,13 @@ class Snapshot:
             self._follow(value)
         elif isinstance(value, random.Random):
             self._undo.append(partial(value.setstate, value.getstate()))
+        elif isinstance(value, np.random.RandomState):
+            self._undo.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, np.random.Generator):
             bits = value.bit_generator
             self._undo.append(partial(setattr, bits, "state", bits.state))
-        elif isinstance(value, np.random.RandomState):
-            self._undo.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, torch.Generator):
-            self._undo.append(partial(_restore_generator, value, value.get_state()))
+            self._undo.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, types.FunctionType):
             self._save_function(value)
         elif isinstance(value, types.MethodType):
@@ -264,10 +264,6 @@ def _restore_values(tensor: Tensor, version: int, values: Tensor) -> None:
     if tensor._version != version:
         with torch.no_grad():
             tensor.detach().copy_(values)
-
-
-def _restore_generator(generator: torch.Generator, state: Tensor) -> None:
-    generator.set_state(state)
 
 
 def _restore_dict(container: dict[Any, Any], saved: dict[Any, Any]) -> None:

@@ -282,8 +282,12 @@ def _build_result(
 @contextmanager
 def _guard_tracing(step: TrainingStep) -> Iterator[None]:
     """Leave all else as it is, turn compilation off, and raise every error of the step as ``TraceError``."""
-    silent = (isolated(step.module), host_syncs.silent_metrics())
-    with silent[0], silent[1], stand_ins.fork_rng(step.device), torch.compiler.set_stance("force_eager"):
+    with (
+        isolated(step.module),
+        host_syncs.silent_metrics(),
+        stand_ins.fork_rng(step.device),
+        torch.compiler.set_stance("force_eager"),
+    ):
         try:
             yield
         except OSDPError:

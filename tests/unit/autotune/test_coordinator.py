@@ -117,7 +117,9 @@ def test_memory_budget_with_evaluation_reserves_memory_for_its_kernels(
 
 def test_choose_tried_plan_returns_tried_plan_only_within_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(ROOMY, RULE)
-    trial = Trial(plan_key=plan_key(plan), predicted_s=1.0, measured_s=1.0, overhead_by_kind_s={}, rounds_s=(1.0,) * 3)
+    trial = Trial(
+        plan_key=plan_key(plan), predicted_s=1.0, measured_s=1.0, overhead_by_kind_s={}, rounds_s=(1.0,) * 3, plan=plan
+    )
     team = make_coordinator(Counted())
     nothing = Profile(compute=compute(MODEL), link=ROOMY.cluster.link, trials=(trial,))
     for limit, fits in ((ROOMY.memory_limit_bytes, True), (plan.predicted.peak_memory_bytes - 1, False)):

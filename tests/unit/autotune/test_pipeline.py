@@ -138,6 +138,7 @@ class Timed:
 
     def choose_tried_plan(self, profile: Profile, _: Any, plans: Sequence[ExecutionPlan]) -> ExecutionPlan | None:
         assert all(trials_of_plan(plan, profile.trials) for plan in plans)
+        assert len({plan_key(plan) for plan in plans}) == len(plans), "each plan is shown once"
         return min(plans, key=lambda plan: trials_of_plan(plan, profile.trials)[0].measured_s) if self.fits else None
 
     def memory_budget(self, after_trial: bool) -> MemoryBudget:
@@ -256,10 +257,8 @@ def test_autotune_marks_memory_as_observed_only_after_trial_of_searched_plan(
 ) -> None:
     """Steps with all operators replicated leave less behind than those of the plan: a run was killed for 9 of 6 MiB."""
     plan, file, asked_for = make_plan(ROOMY, RULE), tmp_path / "measured.json", []
-    shown = Trial(
-        plan_key="", predicted_s=1.0, measured_s=1.0, overhead_by_kind_s={}, plan=plan if found_plan else None
-    )
-    measured = Profile(compute=compute(MODEL), link=ROOMY.cluster.link, trials=(shown,))
+    shown = Trial(plan_key="", predicted_s=1.0, measured_s=1.0, overhead_by_kind_s={}, plan=plan)
+    measured = Profile(compute=compute(MODEL), link=ROOMY.cluster.link, trials=(shown,) if found_plan else ())
 
     def memory_budget(self: PlanningCoordinator, after_trial: bool) -> MemoryBudget:
         asked_for.append(after_trial)

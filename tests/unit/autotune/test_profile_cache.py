@@ -35,8 +35,9 @@ def test_read_of_missing_or_damaged_cache_file_returns_none(tmp_path: Path) -> N
 def test_store_correction_drops_plans_and_trials_where_they_have_to_be_tried_anew(
     tries_anew: bool, tmp_path: Path
 ) -> None:
-    trial = Trial(plan_key="", predicted_s=1.0, measured_s=1.0, overhead_by_kind_s={})
-    cached = CachedPlan(request_key="", plan=hand_made_plan({"one": Mode.DP}, 2))
+    plan = hand_made_plan({"one": Mode.DP}, 2)
+    trial = Trial(plan_key="", predicted_s=1.0, measured_s=1.0, overhead_by_kind_s={}, plan=plan)
+    cached = CachedPlan(request_key="", plan=plan)
     times = ComputeTimes(operators=(), unattributed=OperatorTime(), optimizer_s_per_byte=0.0)
     whole = Profile(link=some_cluster().link, compute=times, trials=(trial,), cached_plans=(cached,))
     file = tmp_path / "kept.json"

@@ -18,6 +18,7 @@ from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.trial_correction import PLAN_TRIAL_RELATIVE_ERROR, Trial, plan_key
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.constraints import SearchConstraints
+from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling import compute
 from tests.support.leaks import leaked_parameter_bytes
 from tests.support.models import hand_made_plan, some_cluster
@@ -112,8 +113,8 @@ def test_plan_trial_keeps_no_gradients_when_plan_updates_in_backward() -> None:
         assert found == {False: (True, {2}), True: (True, {0})}
 
 
-def trial_of_step(step_s: float) -> Trial:
-    return Trial(plan_key="", predicted_s=step_s, measured_s=step_s, overhead_by_kind_s={})
+def trial_of_step(step_s: float, plan: ExecutionPlan) -> Trial:
+    return Trial(plan_key="", predicted_s=step_s, measured_s=step_s, overhead_by_kind_s={}, plan=plan)
 
 
 class Turns:
@@ -128,7 +129,7 @@ class Turns:
     ) -> None:
         self.now_s, self.step_s, self.took_s = 0.0, step_s, took_s or (lambda turn: step_s)
         self.turns: list[tuple[int, int, bool]] = []
-        monkeypatch.setattr(trials, "predict_trial", lambda *_: trial_of_step(step_s))
+        monkeypatch.setattr(trials, "predict_trial", lambda _m, _t, _c, plan, _s: trial_of_step(step_s, plan))
         monkeypatch.setattr(TrialContext, "available_bytes", lambda *_: 1 << 60)
         monkeypatch.setattr(trials, "time_step", self.time_step)
         module = Module()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_osdp.engine import base
-from lightning_osdp.engine.base import create_engine, engine_capabilities, find_engine, register_engine
+from lightning_osdp.engine.base import create_engine, engine_capabilities, engines_of, find_engine, register_engine
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.capabilities import EngineCapabilities
@@ -37,6 +38,24 @@ def test_create_engine_with_unknown_name_lists_names() -> None:
     register_engine("replicated", ReplicatedEngine)
     with pytest.raises(ConfigurationError, match=r"engine='deepspeed' is not known; there are: fairscale, replicated"):
         create_engine("deepspeed", CPU)
+
+
+class Listed(nn.ModuleList):
+    """Holds parameters of its own, and is false: it has no modules."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+def test_engines_of_module_come_in_order_of_creation_whatever_their_modules_are() -> None:
+    own, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    engines = [ReplicatedEngine(CPU) for _ in range(40)]
+    assert engines_of(own) == []
+    for index, engine in enumerate(engines):
+        engine._module = [own, other, Listed(own.weight), nn.Sequential(own, other)][index % 4]
+    engines[3].is_restored = True
+    assert engines_of(own) == [engine for index, engine in enumerate(engines) if index % 4 != 1 and index != 3]
 
 
 def test_fairscale_prefetches_on_cpu_only() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_osdp.backend.fused_adam import fused_step
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
+from lightning_osdp.engine.gradient_buckets import GradientSync
 from lightning_osdp.engine.optimizer_in_backward import BackwardOptimizer
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
@@ -187,16 +188,16 @@ def test_model_state_of_partially_updated_model_raises_sharding_error() -> None:
     assert said == also_said
 
 
-def attach_one_parameter() -> tuple[nn.Parameter, torch.optim.SGD, BackwardOptimizer]:
+def attach_one_parameter(sync: GradientSync) -> tuple[nn.Parameter, torch.optim.SGD, BackwardOptimizer]:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter, nn.Parameter(torch.ones(2))], lr=1.0)
-    updates = BackwardOptimizer()
+    updates = BackwardOptimizer(sync)
     updates.attach([optimizer])
     return parameter, optimizer, updates
 
 
 def test_step_parameter_updates_one_parameter_and_frees_its_gradient() -> None:
-    parameter, optimizer, updates = attach_one_parameter()
+    parameter, optimizer, updates = attach_one_parameter(GradientSync())
     other = optimizer.param_groups[0]["params"][1]
     groups = optimizer.param_groups
     parameter.grad, other.grad = torch.full((3,), 0.25), torch.ones(2)
@@ -216,9 +217,10 @@ def test_step_parameter_updates_one_parameter_and_frees_its_gradient() -> None:
 
 
 def test_should_update_is_false_for_foreign_paused_or_hooked_parameters() -> None:
-    parameter, optimizer, updates = attach_one_parameter()
+    sync = GradientSync()
+    parameter, optimizer, updates = attach_one_parameter(sync)
     assert not updates.should_update(nn.Parameter(torch.ones(3)))  # of no optimizer
-    with updates.pause():
+    with sync.pause():
         assert not updates.should_update(parameter)
     with fused_step(optimizer):  # our own look at the optimizer needs no gradients
         updates.refresh()

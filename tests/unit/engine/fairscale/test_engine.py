@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.errors import ShardingError
@@ -243,10 +244,35 @@ def count_broadcast_bytes(rank: int, ranks: int) -> list[int]:
     return found
 
 
+class Writer(TinyGPT):
+    """Has what transformers' models write texts with."""
+
+    def generate(self, tokens: Tensor) -> Tensor:
+        return self(tokens).argmax(-1)
+
+
+def attributes_of(model: nn.Module) -> list[set[str]]:
+    return [set(vars(module)) for module in model.modules()]
+
+
+def restore_module(rank: int, ranks: int) -> dict[str, Any]:
+    """Attributes by when they were there; whether transformers' ``generate`` waits for all ranks, sharded and whole."""
+    model, engine = Writer(), FairScaleEngine(CPU)
+    attributes = {"before": attributes_of(model)}
+    engine.apply(model, hand_made_plan(modes_for(model, "mixed"), ranks))
+    attributes["sharded"], waits = attributes_of(model), [is_fsdp_managed_module(model)]
+    with pytest.raises(ShardingError, match="which is not a submodule"):
+        engine.apply_plan_change(hand_made_plan({"none": Mode.ZDP}, ranks), [])
+    attributes["after a refusal"] = attributes_of(model)
+    engine.restore([])
+    attributes["restored"] = attributes_of(model)
+    return attributes | {"waits": [*waits, is_fsdp_managed_module(model)]}
+
+
 def run_all(rank: int, ranks: int) -> dict[str, Any]:
     """All of the above in the same processes, since starting them takes longest."""
     results = {"models": run_models(rank, ranks), "saved": save_and_load(rank, ranks), "norms": grad_norms(rank, ranks)}
-    results |= {"sent": count_broadcast_bytes(rank, ranks)}
+    results |= {"sent": count_broadcast_bytes(rank, ranks), "restored": restore_module(rank, ranks)}
     check_refusals(rank, ranks)
     return results
 
@@ -287,6 +313,19 @@ def test_engine_broadcasts_rank_zero_values_unless_disabled() -> None:
 
 def test_engine_broadcasts_only_values_that_differ_between_ranks(results: dict[str, Any]) -> None:
     assert results["sent"] == [0, 2 * 512 * 256, 4 * 256 * 256 + 2 * 512 * 256]
+
+
+def test_restored_module_has_no_attribute_of_the_engine_and_generates_on_one_rank_alone(
+    results: dict[str, Any],
+) -> None:
+    found = results["restored"]
+    assert found["restored"] == found["before"]
+    assert found["waits"] == [True, False]
+
+
+def test_change_to_plan_that_cannot_be_applied_leaves_attributes_of_sharded_module(results: dict[str, Any]) -> None:
+    found = results["restored"]
+    assert found["after a refusal"] == found["sharded"] != found["before"]
 
 
 def test_clip_grad_norm_counts_each_element_once(results: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from lightning_osdp.engine.fairscale import unit_collectives
 from lightning_osdp.engine.fairscale.communicators import CommunicatorFactory
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.engine.fairscale.unit import FairScaleUnit
+from lightning_osdp.engine.gradient_buckets import GradientSync
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from tests.support.models import (
@@ -201,7 +202,7 @@ def test_prefetch_is_off_where_ranks_of_a_node_share_its_link() -> None:
         cluster = some_cluster(4).model_copy(update={"prefetch_max_bytes": ALL, **nodes})
         sharded = ShardingChoice((Mode.ZDP,))
         return (
-            CommunicatorFactory(object(), torch.device("cpu"), [sharded], cluster)
+            CommunicatorFactory(object(), torch.device("cpu"), [sharded], cluster, GradientSync())
             .for_choice(sharded)
             .prefetch_max_bytes
         )

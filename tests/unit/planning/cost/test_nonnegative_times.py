@@ -197,7 +197,7 @@ def test_apply_trial_of_absurd_time_keeps_step_nonnegative(
 
 
 def trial_of(plan: ExecutionPlan, measured_s: float) -> Trial:
-    trial = Trial(plan_key=plan_key(plan), predicted_s=1.0, measured_s=1.0, overhead_by_kind_s={})
+    trial = Trial(plan_key=plan_key(plan), predicted_s=1.0, measured_s=1.0, overhead_by_kind_s={}, plan=plan)
     return trial.model_copy(update={"measured_s": measured_s})
 
 
