@@ -25,7 +25,7 @@ from lightning_osdp.autotune import pipeline
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning
 from lightning_osdp.planning.spec.cluster import Cluster
-from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
+from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import CheckpointMemory, ModelProfile
 from lightning_osdp.strategy import arguments, offline
 from lightning_osdp.strategy.planning_options import PlanningOptions
@@ -81,23 +81,6 @@ class TrainingConfig:
         return "streamed" if is_full else "nothing"
 
     @property
-    def callback_constraints(self) -> SearchConstraints:
-        """The constraints of the file's OSDPCallback; none if it has no such callback.
-
-        Raises:
-            ConfigurationError: a value can't be used.
-        """
-        callbacks = self.trainer.get("callbacks") or []
-        for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
-            if isinstance(callback, Mapping) and str(callback.get("class_path")).endswith("OSDPCallback"):
-                given = callback.get("init_args") or {}
-                patterns = given.get("activation_checkpointing", "auto")
-                patterns = tuple(patterns) if isinstance(patterns, list) else patterns
-                slices, modes = (given.get(name, "auto") for name in ("slice_granularity", "modes"))
-                return SearchConstraints(slices, patterns, modes=modes)
-        return UNCONSTRAINED
-
-    @property
     def num_ranks(self) -> int | None:
         """The number of ranks that the file trains with; None if that depends on the machine."""
         devices = self.trainer.get("devices")
@@ -147,9 +130,7 @@ def plan_from_config(
     limit = offline.prepare_device(device, cluster, options)
 
     def plan_in_trainer(trainer: pl.Trainer) -> pipeline.PlanningResult:
-        return offline.plan_in_setup(
-            trainer, options, config.callback_constraints, limit, device, config.checkpoint_memory
-        )
+        return offline.plan_in_setup(trainer, options, limit, device, config.checkpoint_memory)
 
     result = _run_until_setup(config, device, plan_in_trainer)
     assert isinstance(result, pipeline.PlanningResult)
@@ -170,7 +151,7 @@ def profile_from_config(config: TrainingConfig) -> tuple[ModelProfile, SearchCon
     options = PlanningOptions(**config.planning_args)
 
     def profile_in_trainer(trainer: pl.Trainer) -> tuple[ModelProfile, SearchConstraints]:
-        return offline.profile_in_setup(trainer, options, config.callback_constraints)[:2]
+        return offline.profile_in_setup(trainer, options)[:2]
 
     result: tuple[ModelProfile, SearchConstraints] = _run_until_setup(config, torch.device("cpu"), profile_in_trainer)
     return result

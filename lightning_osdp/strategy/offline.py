@@ -87,11 +87,13 @@ def plan(
     """
     settings = _planning_options(options)
     arguments.validate_positive("devices", devices)
-    constraints = callback.constraints if callback is not None else UNCONSTRAINED
     trainer_args = trainer_args or {}
+    callbacks = trainer_args.get("callbacks") or []
+    callbacks = [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks)
+    trainer_args = {**trainer_args, "callbacks": [callback] * (callback is not None) + callbacks}
     if hardware is not None:
         dtype = matmul_dtype(trainer_args.get("precision"))
-        return _plan_for_hardware(module, data, trainer_args, settings, constraints, hardware, devices, dtype)
+        return _plan_for_hardware(module, data, trainer_args, settings, hardware, devices, dtype)
     cluster = arguments.read_cluster(settings.cluster)
     accelerator = str(trainer_args.get("accelerator", "auto"))
     if cluster is None:
@@ -108,7 +110,7 @@ def plan(
     settings = replace(settings, cluster=cluster)
 
     def plan_in_trainer(trainer: pl.Trainer) -> ExecutionPlan:
-        return plan_in_setup(trainer, settings, constraints, limit, device, "streamed").plan
+        return plan_in_setup(trainer, settings, limit, device, "streamed").plan
 
     result: ExecutionPlan = _run(module, data, trainer_args, device, plan_in_trainer)
     return result
@@ -126,7 +128,6 @@ def _plan_for_hardware(
     data: Any,
     trainer_args: dict[str, Any],
     options: PlanningOptions,
-    constraints: SearchConstraints,
     hardware: str | Path,
     devices: int | None,
     dtype: str,
@@ -134,7 +135,7 @@ def _plan_for_hardware(
     described = whatif_hardware.load(hardware)
 
     def profile(trainer: pl.Trainer) -> tuple[ModelProfile, SearchConstraints, BatchSizePolicy]:
-        model, searched, present = profile_in_setup(trainer, options, constraints)
+        model, searched, present = profile_in_setup(trainer, options)
         return model, searched, options.policy_with_kept_sizes(trainer, present, devices or described.devices)
 
     model, searched, policy = _run(module, data, trainer_args, torch.device("cpu"), profile)
@@ -151,8 +152,7 @@ def _run(
     own = {name: value for name, value in trainer_args.items() if name not in ("strategy", "callbacks")}
     if not {"max_epochs", "max_steps", "max_time"}.intersection(own):
         own["max_epochs"] = 1000  # Lightning's own default, about which it warns
-    callbacks = trainer_args.get("callbacks") or []
-    strategy.callbacks = [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks)
+    strategy.callbacks = trainer_args["callbacks"]
     with quiet_lightning():
         trainer = pl.Trainer(**own | QUIET_TRAINER_ARGS, strategy=strategy, accelerator=accelerator)
         try:
@@ -180,9 +180,7 @@ def prepare_device(device: torch.device, cluster: Cluster, options: PlanningOpti
     return MemoryLimit(device, local_ranks, user_limit=options.limit_on(device, local_ranks).current())
 
 
-def profile_in_setup(
-    trainer: pl.Trainer, options: PlanningOptions, constraints: SearchConstraints
-) -> tuple[ModelProfile, SearchConstraints, int]:
+def profile_in_setup(trainer: pl.Trainer, options: PlanningOptions) -> tuple[ModelProfile, SearchConstraints, int]:
     """Trace the Trainer's module on fake tensors.
 
     Returns:
@@ -191,14 +189,13 @@ def profile_in_setup(
     data, context = options.read_step(trainer, torch.device("cpu"))
     traced = pipeline.profile_model(context)
     blocker = options.in_backward_blocker(trainer, traced)
-    searched = options.constraints(constraints, blocker, context.device)
+    searched = options.constraints(_callback_constraints(trainer), blocker, context.device)
     return traced.model_profile, searched, data.loader_batch_size or context.batch_size
 
 
 def plan_in_setup(
     trainer: pl.Trainer,
     options: PlanningOptions,
-    from_callback: SearchConstraints,
     limit: MemoryLimit,
     device: torch.device,
     checkpoint_memory: CheckpointMemory,
@@ -214,10 +211,16 @@ def plan_in_setup(
     cache = options.cache_folder
     traced = pipeline.profile_model_on_ranks(RankGroup.single(device), context, non_training, cache)
     blocker = options.in_backward_blocker(trainer, traced)
-    constraints = options.constraints(from_callback, blocker, device)
+    constraints = options.constraints(_callback_constraints(trainer), blocker, device)
     request = options.request(trainer, data, context.batch_size, cluster.ranks, limit, constraints, non_training)
     trial_context = context if options.trial_steps else None
     return pipeline.plan_offline(traced, request, device, cache=cache, trial_context=trial_context)
+
+
+def _callback_constraints(trainer: pl.Trainer) -> SearchConstraints:
+    """Return the constraints of the Trainer's OSDPCallback; none if it has no such callback."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return next((one.constraints for one in callbacks if isinstance(one, OSDPCallback)), UNCONSTRAINED)
 
 
 class PlanOnlyStrategy(SingleDeviceStrategy):

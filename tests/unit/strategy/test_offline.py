@@ -93,8 +93,10 @@ def test_plan_counts_weights_in_the_precision_of_training_and_leaves_the_module(
 
 
 def test_plan_with_callback_keeps_its_constraints() -> None:
-    plan = plan_for_hardware(GPTModule(), callback=OSDPCallback(activation_checkpointing=True))
-    assert plan.recomputed
+    callback = OSDPCallback(activation_checkpointing=True)
+    assert plan_for_hardware(GPTModule(), callback=callback).recomputed
+    assert plan_for_hardware(GPTModule(), trainer_args={"callbacks": [Timer(), callback]}).recomputed
+    assert not plan_for_hardware(GPTModule()).recomputed
 
 
 @pytest.mark.parametrize(
