@@ -30,7 +30,7 @@ INQUIRY_AFTER_S, INQUIRY_INTERVAL_S = 0.05, 1.0
 """Seconds after which a rank that asks wants to know where the others are, and between two such inquiries."""
 
 BLOCKED_S = 6.0
-"""Seconds after which ranks that wait for each other in different operations count as blocked for good."""
+"""Seconds for which a rank has to answer that it is blocked in the same place until it counts as blocked for good."""
 
 NO_ANSWER_S = 20.0
 """Seconds without an answer after which a rank counts as ended."""
@@ -200,6 +200,8 @@ class _Inquiry:
         self._first = self._store.add("inquiries", 1)
         self._statuses: dict[int, dict[str, Any]] = {}
         self._since_s: dict[int, float] = {}
+        """When each rank came to where it says that it is."""
+        self._answered_s: dict[int, float] = {}
 
     def has_passed(self, position: int) -> bool:
         """Return whether any other rank has gone on from ``position``."""
@@ -222,6 +224,8 @@ class _Inquiry:
             self._statuses[rank] = status
             if any(before.get(key) != status.get(key) for key in ("position", "blocked_in")):
                 self._since_s[rank] = now_s
+            if before.get("inquiries") != status.get("inquiries"):
+                self._answered_s[rank] = now_s
         wanted = f"rank {self._rank} {request.description}"
         waited_s = now_s - self._started_s
         silent = [r for r in self._others if self._statuses.get(r, {}).get("inquiries", 0) < self._first]
@@ -231,14 +235,14 @@ class _Inquiry:
             raise ShardingError(f"lost the connection to rank {rank}, which has ended or hangs, while {wanted}")
         if waited_s > timeout_s:
             raise ShardingError(f"timed out: {wanted}, and other ranks did not come within {timeout_s:g} s")
-        self._raise_if_blocked(position, wanted, now_s)
+        self._raise_if_blocked(position, wanted)
 
-    def _raise_if_blocked(self, position: int, wanted: str, now_s: float) -> None:
+    def _raise_if_blocked(self, position: int, wanted: str) -> None:
         """Raise an error if all other ranks ask as well, or are blocked in an operation that needs this rank."""
         blocked = []
         for rank in self._others:
             status = self._statuses.get(rank, {})
-            if not status.get("blocked_in") or now_s - self._since_s[rank] < BLOCKED_S:
+            if not status.get("blocked_in") or self._answered_s[rank] - self._since_s[rank] < BLOCKED_S:
                 has_asked = self._store.check([f"request/{rank}"])
                 if has_asked and json.loads(self._store.get(f"request/{rank}"))["position"] == position:
                     continue

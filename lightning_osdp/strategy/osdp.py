@@ -81,7 +81,7 @@ class OSDPStrategy(HandoverStrategy):
             every rank writes its shards to (SHARDED_STATE_DICT).
         replan: ``"on_drift"`` makes a new plan, at the same batch size and with nothing lost, if the measured peak of
             memory differs from the predicted one by more than 5 % or exceeds the limit; ``"never"`` only reports it.
-        trial_steps: whether the module's own step is run some 30 times on a copy while planning, if there is memory.
+        trial_steps: whether the module's own step is run 40 to 300 times on a copy while planning, if there is memory.
             Set it to False if ``training_step`` does things that can't be repeated; predicted times are less sure then.
         update_in_backward: whether sharded parameters may be updated during the backward pass, each as soon as its
             gradient is there, so that gradients need not be stored. It is done if memory is so short that it pays, and

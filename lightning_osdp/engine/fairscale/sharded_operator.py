@@ -165,12 +165,13 @@ class ShardedOperator:
     @contextmanager
     def use_original_forward(self) -> Iterator[None]:
         """Give the module the forward that its user knows within a context, to be looked at."""
-        sharded_forward = self._module.forward
+        attributes = vars(self._module)
+        sharded = {name: value for name, value in attributes.items() if name in ("_call_impl", "forward")}
         self._restore_forward()
         try:
             yield
         finally:
-            self._module.forward = sharded_forward
+            attributes.update(sharded)
 
     def _restore_forward(self) -> None:
         vars(self._module).pop("_call_impl", None)

@@ -255,14 +255,18 @@ def attributes_of(model: nn.Module) -> list[set[str]]:
     return [set(vars(module)) for module in model.modules()]
 
 
-def restore_module(rank: int, ranks: int) -> list[Any]:
-    """Attributes before and after, and whether transformers' ``generate`` waits for all ranks, sharded and whole."""
+def restore_module(rank: int, ranks: int) -> dict[str, Any]:
+    """Attributes by when they were there; whether transformers' ``generate`` waits for all ranks, sharded and whole."""
     model, engine = Writer(), FairScaleEngine(CPU)
-    before = attributes_of(model)
+    attributes = {"before": attributes_of(model)}
     engine.apply(model, hand_made_plan(modes_for(model, "mixed"), ranks))
-    waits = [is_fsdp_managed_module(model)]
+    attributes["sharded"], waits = attributes_of(model), [is_fsdp_managed_module(model)]
+    with pytest.raises(ShardingError, match="which is not a submodule"):
+        engine.apply_plan_change(hand_made_plan({"none": Mode.ZDP}, ranks), [])
+    attributes["after a refusal"] = attributes_of(model)
     engine.restore([])
-    return [before, attributes_of(model), [*waits, is_fsdp_managed_module(model)]]
+    attributes["restored"] = attributes_of(model)
+    return attributes | {"waits": [*waits, is_fsdp_managed_module(model)]}
 
 
 def run_all(rank: int, ranks: int) -> dict[str, Any]:
@@ -314,9 +318,14 @@ def test_engine_broadcasts_only_values_that_differ_between_ranks(results: dict[s
 def test_restored_module_has_no_attribute_of_the_engine_and_generates_on_one_rank_alone(
     results: dict[str, Any],
 ) -> None:
-    before, after, waits = results["restored"]
-    assert after == before
-    assert waits == [True, False]
+    found = results["restored"]
+    assert found["restored"] == found["before"]
+    assert found["waits"] == [True, False]
+
+
+def test_change_to_plan_that_cannot_be_applied_leaves_attributes_of_sharded_module(results: dict[str, Any]) -> None:
+    found = results["restored"]
+    assert found["after a refusal"] == found["sharded"] != found["before"]
 
 
 def test_clip_grad_norm_counts_each_element_once(results: dict[str, Any]) -> None:
