@@ -18,6 +18,8 @@ from lightning_osdp.planning.spec.model import FrozenModel
 from lightning_osdp.planning.spec.plan import BatchSizePoint, BlockPlan, ChoiceCost, ExecutionPlan, OperatorPlan
 from lightning_osdp.report.operator_runs import OperatorRun, describe_choice, describe_tried, group_runs
 
+_TOO_SMALL = "its parameters are too small to be worth collectives of their own"
+
 MODE_DESCRIPTIONS = {
     Mode.DP: "replicated",
     Mode.ZDP2: "sharded, gathered once a step",
@@ -266,11 +268,11 @@ def _requested_text(run: OperatorRun) -> str:
     if first.requested_mode is None:
         return ""
     if set(first.slices) == {first.requested_mode}:
-        return "As you wished."
-    reason = first.replicated_reason or "its parameters are too small to be worth collectives of their own"
+        return "OSDPCallback(modes=...) asks for it."
+    reason = first.replicated_reason or _TOO_SMALL
     if set(first.slices) != {Mode.DP}:
         reason = "it is used several times in a step, so it is gathered once"
-    return f"You wished {first.requested_mode}, which it can't be: {reason}."
+    return f"OSDPCallback(modes=...) asks for {first.requested_mode}, which is not possible: {reason}."
 
 
 def _replicated_text(run: OperatorRun) -> str:
@@ -280,7 +282,7 @@ def _replicated_text(run: OperatorRun) -> str:
         same = all(operator.replicated_reason == first.replicated_reason for operator in run.operators)
         return f"Stays replicated: {first.replicated_reason if same else f'{first.name}: {first.replicated_reason}'}."
     if len(first.alternatives) == 1:
-        return "Stays replicated: its parameters are too small to be worth collectives of their own."
+        return f"Stays replicated: {_TOO_SMALL}."
     return ""
 
 

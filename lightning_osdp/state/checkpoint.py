@@ -122,6 +122,10 @@ class CheckpointFormat:
 
         return raise_on_all_ranks(group, lambda: CheckpointFolder(path, weights_only))
 
+    def close(self) -> None:
+        """Close the checkpoint that was loaded last, whose disk space is not free before, even if it is deleted."""
+        self._opened = None
+
     def fill(self, targets: Sequence[LoadTarget]) -> None:
         """Fill targets with values of the checkpoint that was loaded last."""
         stored = [target for target in targets if target.value.is_meta]
@@ -129,11 +133,8 @@ class CheckpointFormat:
             if not target.value.is_meta:
                 target.fill()
         opened = self._opened
-        if stored and (
-            opened is None
-            or isinstance(opened, OpenedFile)
-            or not all(opened.has_tensor(target.value) for target in stored)
-        ):
+        folder = None if isinstance(opened, OpenedFile) else opened
+        if not all(folder is not None and folder.has_tensor(target.value) for target in stored):
             raise CheckpointError("the checkpoint holds a meta tensor, which has no values")
         if isinstance(opened, OpenedFile):
             opened.assert_unchanged()

@@ -18,7 +18,7 @@ from lightning_osdp.state.guarded_parameter import (
     _OutsideRead,
     find_local_shard,
     full_shaped,
-    guard_of,
+    guard_behind,
     is_guarded,
     local_shard_of,
 )
@@ -91,7 +91,7 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
         if name == "detach":
             return GuardedTensor.create(local_shard_of(first))
         if name in _REFUSED:
-            raise local_shard_of(first).guard.refusal(f"{name} needs its memory as a whole")
+            raise guard_behind(first).refusal(f"{name} needs its memory as a whole")
     elif name in _SHAPE_FUNCTIONS and isinstance(first, GatheredTensor):
         return func(*args, **kwargs)
     elif name in _LIKE_OTHER and len(args) == 2 and is_guarded(args[1]):
@@ -113,11 +113,11 @@ def refuse_collective(tensors: Any) -> None:
 
 def _run_plain(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else None
-    if name.startswith("register_") and is_guarded(first) and local_shard_of(first).guard.is_sliced:
-        raise local_shard_of(first).guard.refusal("it runs in slices, which call no hooks of it")
+    if name.startswith("register_") and is_guarded(first) and guard_behind(first).is_sliced:
+        raise guard_behind(first).refusal("it runs in slices, which call no hooks of it")
     is_requested = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
     if name == "requires_grad_" and isinstance(first, GuardedTensor) and is_requested:
-        raise local_shard_of(first).guard.refusal("what stands for it can't be a leaf of another graph")
+        raise guard_behind(first).refusal("what stands for it can't be a leaf of another graph")
     if name == "data_ptr" and isinstance(first, GuardedTensor):
         return local_shard_of(first).tensor.data_ptr()
     if name.startswith("_amp_foreach"):
@@ -138,10 +138,7 @@ def _ask_for_shape(func: Callable[..., Any], name: str, args: Any, kwargs: dict[
 
 
 def _shape(tensor: Any) -> torch.Size:
-    if isinstance(tensor, GuardedTensor):
-        return tensor._local.guard.layout.shape
-    guard = guard_of(tensor) if is_guarded(tensor) else None
-    return guard.layout.shape if guard is not None else tensor.shape
+    return guard_behind(tensor).layout.shape if is_guarded(tensor) else tensor.shape
 
 
 # Properties
@@ -165,7 +162,7 @@ def _access_property(func: Any, name: str, args: Any) -> Any:
     elif name == "__set__" and attribute == "grad":
         return _assign_gradient(func, tensor, args[1])
     elif name == "__set__" and attribute == "requires_grad" and isinstance(tensor, GuardedTensor) and args[1]:
-        raise local_shard_of(tensor).guard.refusal("what stands for it can't be a leaf of another graph")
+        raise guard_behind(tensor).refusal("what stands for it can't be a leaf of another graph")
     return func(*args)
 
 
@@ -178,8 +175,7 @@ def _access_property_of_gathered(func: Any, name: str, attribute: str, args: Any
 
 
 def _get_gradient(parameter: Any) -> Tensor | None:
-    guard = guard_of(parameter)
-    assert guard is not None
+    guard = guard_behind(parameter)
     local = guard.local_gradient()
     if local is None or local.tensor.numel() != parameter.numel():
         return parameter.grad  # type: ignore[no-any-return]
@@ -224,9 +220,7 @@ def _assign_data(tensor: Any, value: Tensor) -> None:
 def _assign_gradient(func: Any, parameter: Any, value: Tensor | None) -> None:
     if value is not None:
         value = _part_of(local_shard_of(parameter), value, "a gradient")
-    guard = guard_of(parameter)
-    assert guard is not None
-    guard.discard_outside_gradient()
+    guard_behind(parameter).discard_outside_gradient()
     func(parameter, value)
 
 

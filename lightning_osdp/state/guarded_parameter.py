@@ -251,8 +251,8 @@ class _OutsideRead(torch.autograd.Function):
         return None, None
 
 
-class _Guarded:
-    """A tensor that stands for a full one of which this rank holds a part."""
+class _Dispatched:
+    """A tensor whose functions ``guarded_functions`` runs, and whose copies are ordinary tensors."""
 
     __slots__ = ()
 
@@ -262,15 +262,6 @@ class _Guarded:
         with without_guards():
             return guarded_functions.dispatch(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        with without_guards():
-            local = local_shard_of(self)
-            kind = "gradient of " if local.is_gradient else ""
-            return f"<{kind}{local.guard.name}, {tuple(local.guard.layout.shape)}, {local.tensor.dtype}, sharded>"
-
-    def __copy__(self) -> Any:
-        raise local_shard_of(self).guard.refusal("a shallow copy would have no memory in common with it")
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             memo[id(self)] = self._full_copy()
@@ -278,6 +269,24 @@ class _Guarded:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._full_copy().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def _full_copy(self) -> Tensor:
+        raise NotImplementedError
+
+
+class _Guarded(_Dispatched):
+    """A tensor that stands for a full one of which this rank holds a part."""
+
+    __slots__ = ()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with without_guards():
+            local = local_shard_of(self)
+            kind = "gradient of " if local.is_gradient else ""
+            return f"<{kind}{local.guard.name}, {tuple(local.guard.layout.shape)}, {local.tensor.dtype}, sharded>"
+
+    def __copy__(self) -> Any:
+        raise guard_behind(self).refusal("a shallow copy would have no memory in common with it")
 
     def _full_copy(self) -> Tensor:
         with without_guards(), torch.no_grad():
@@ -299,26 +308,12 @@ class GuardedTensor(_Guarded, Tensor):  # type: ignore[misc]
         return tensor  # type: ignore[return-value]
 
 
-class GatheredTensor(Tensor):
+class GatheredTensor(_Dispatched, Tensor):
     """A gathered tensor, or a view of one, that follows its parameter; see Note [what is handed out]."""
 
     gathered: _Gathered
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See ``guarded_functions.dispatch``."""
-        with without_guards():
-            return guarded_functions.dispatch(func, args, kwargs or {})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            memo[id(self)] = self._copy()
-        return memo[id(self)]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._copy().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    def _copy(self) -> Tensor:
+    def _full_copy(self) -> Tensor:
         with without_guards():
             self.gathered.refresh()
             return self.detach().clone()
@@ -329,9 +324,15 @@ def full_shaped(local: LocalShard) -> Tensor:
     return local.tensor.new_full((), float("nan")).expand(local.guard.layout.shape)
 
 
+def guard_behind(tensor: Any) -> ShardGuard:
+    """Return the guard of the parameter that a guarded tensor is, or is a part or gradient of."""
+    guard: ShardGuard = tensor._local.guard if isinstance(tensor, GuardedTensor) else getattr(tensor, _GUARD)
+    return guard
+
+
 def local_shard_of(tensor: Any) -> LocalShard:
     """Return what this rank holds of a guarded tensor."""
-    return tensor._local if isinstance(tensor, GuardedTensor) else getattr(tensor, _GUARD).local_shard()
+    return tensor._local if isinstance(tensor, GuardedTensor) else guard_behind(tensor).local_shard()
 
 
 def find_local_shard(tensor: Any) -> LocalShard | None:

@@ -24,7 +24,7 @@ from lightning_osdp.state.guarded_parameter import (
     GatheredTensor,
     GuardedTensor,
     gather,
-    local_shard_of,
+    guard_behind,
     opened,
     without_guards,
 )
@@ -189,7 +189,7 @@ def gather_guarded_entries(module: nn.Module, state: dict[str, Any], prefix: str
         return
     by_guard = {id(v.gathered.local.guard): v for v in state.values() if isinstance(v, GatheredTensor)}
     for key, value in sharded.items():
-        guard = local_shard_of(value).guard
+        guard = guard_behind(value)
         if id(guard) not in by_guard:
             by_guard[id(guard)] = gather(value)
         state[key] = by_guard[id(guard)]
@@ -218,7 +218,7 @@ def model_state(
     for key, value in state.items():
         parameter = by_name.get(key)
         if isinstance(value, GuardedTensor):  # under whatever name a hook of the user's gave it
-            parameter = local_shard_of(value).guard.parameter
+            parameter = guard_behind(value).parameter
         if parameter is not None and (
             parameter in sharded_parameters.parameters or (deferred_tensors.includes_replicated and parameter.dim() > 0)
         ):

@@ -101,6 +101,8 @@ class ProcessGroupStrategy(CheckpointingStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
+        if name == "_CheckpointConnector.resume_end":  # the Trainer needs the checkpoint no longer
+            self._checkpoint_format.close()
         if not _distributed_is_initialized():
             return
         self._before_collective("a barrier")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 import warnings
 from collections.abc import Callable
@@ -142,14 +143,23 @@ def run_on_two_ranks(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     return found
 
 
+class ListsOpenFiles(Scheduled):
+    """Lists the files that are open while it is trained."""
+
+    def on_train_start(self) -> None:
+        descriptors = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+        self.open_files = [os.readlink(descriptor) for descriptor in descriptors if os.path.lexists(descriptor)]
+
+
 def resume_and_save_both_formats(rank: int, ranks: int, folder: str, epoch: int) -> dict[str, Any]:
     """Goes on from both formats for one epoch, and saves both."""
     found = {}
     for kind, policy in (("full", "zdp"), ("sharded", "mixed")):
-        module = build_module(ranks)
+        module = build_module(ranks, ListsOpenFiles)
         path = f"{kind}/epoch={epoch}.ckpt" if epoch == 0 else f"{kind}-again/epoch={epoch}.ckpt"
         fit_module(folder, module, ranks, policy, epochs=epoch + 2, resume=path, save=f"{kind}-again", save_format=kind)
         found[kind] = module.losses
+        found[f"{kind} open"] = [file for file in module.open_files if path in file]
     return found
 
 
@@ -343,6 +353,7 @@ def test_resume_across_two_four_and_one_ranks_matches_plain_losses(
     four = run_ranks(resume_and_save_both_formats, 4, folder, 0)
     one = run_ranks(resume_and_save_both_formats, 1, folder, 1)
     for kind in ("full", "sharded"):
+        assert [result[f"{kind} open"] for result in (*four, *one)] == [[]] * 5
         losses = mean(four, kind) + mean(one, kind)
         assert losses == pytest.approx(plain_run[0][2:], rel=1e-5 if kind == "full" else 1e-4)
 

@@ -99,6 +99,23 @@ def test_explain_says_why_unshardable_and_small_operators_stay_replicated() -> N
     assert line(text, "op2:").startswith("op2: dp. Stays replicated: its parameters are too small")
 
 
+def test_explain_says_which_modes_were_asked_for_and_why_others_are_taken() -> None:
+    plan = plan_for(40)
+    requests = {
+        "op0": {"requested_mode": Mode.ZDP, "slices": (Mode.ZDP,)},
+        "op1": {"requested_mode": Mode.ZDP2, "slices": (Mode.DP,), "replicated_reason": "used by the whole model"},
+        "op2": {"requested_mode": Mode.ZDP, "slices": (Mode.DP,)},
+        "op3": {"requested_mode": Mode.ZDP, "slices": (Mode.ZDP2,)},
+    }
+    operators = tuple(op.model_copy(update={"split_dim": None, **requests.get(op.name, {})}) for op in plan.operators)
+    text = explain(plan.model_copy(update={"operators": operators}))
+    asked, impossible = "OSDPCallback(modes=...) asks for", "which is not possible"
+    assert line(text, "op0:") == f"op0: zdp. {asked} it."
+    assert line(text, "op1:") == f"op1: dp. {asked} zdp2, {impossible}: used by the whole model."
+    assert line(text, "op2:").startswith(f"op2: dp. {asked} zdp, {impossible}: its parameters are too small")
+    assert line(text, "op3:").startswith(f"op3: zdp2. {asked} zdp, {impossible}: it is used several times in a step")
+
+
 def test_explanation_groups_repeated_operators_with_summed_costs() -> None:
     blocks = tuple(op.model_copy(update={"name": f"blocks.{index}.up"}) for index, op in enumerate(model().operators))
     found = build_explanation(plan_for(24, model=model().model_copy(update={"operators": blocks})))

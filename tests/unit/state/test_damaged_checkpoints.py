@@ -98,19 +98,26 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+def copy_without_checksums(saved: Path, folder: Path) -> Path:
+    """The sharded checkpoint as earlier releases saved it."""
+    shutil.copytree(saved / "sharded", folder)
+    (folder / CHECKSUM_FILE).unlink()
+    contents = torch.load(folder / TRAINER_FILE)
+    del contents["has_checksums"]
+    torch.save(contents, folder / TRAINER_FILE)
+    return folder
+
+
 def test_sharded_checkpoint_loads_equal_values_with_and_without_checksums(
     saved: Path, expected: dict[str, Tensor], group: Any, tmp_path: Path
 ) -> None:
     assert_equal(load(saved / "sharded", group), expected)
-    old = tmp_path / "old"
-    shutil.copytree(saved / "sharded", old)
-    (old / CHECKSUM_FILE).unlink()
+    without = tmp_path / "without"
+    shutil.copytree(saved / "sharded", without)
+    (without / CHECKSUM_FILE).unlink()
     with pytest.raises(CheckpointError, match=r"there is no checksums\.json in it"):
-        load(old, group)
-    contents = torch.load(old / TRAINER_FILE)
-    del contents["has_checksums"]  # as earlier releases saved it
-    torch.save(contents, old / TRAINER_FILE)
-    assert_equal(load(old, group), expected)
+        load(without, group)
+    assert_equal(load(copy_without_checksums(saved, tmp_path / "old"), group), expected)
 
 
 def test_sharded_checkpoint_is_read_by_torchs_own_tools(
@@ -177,16 +184,11 @@ def test_code_in_any_file_of_a_checkpoint_is_not_run(
     if name == "full":
         torch.save({"state_dict": hostile}, folder)
     else:
-        shutil.copytree(saved / "sharded", folder)
-        for file in (CHECKSUM_FILE, name):
-            (folder / file).unlink()
-        contents = torch.load(saved / "sharded" / TRAINER_FILE)
-        del contents["has_checksums"]
-        torch.save({**contents, "hidden": hostile} if name == TRAINER_FILE else contents, folder / TRAINER_FILE)
-        if name == ".metadata":
-            metadata = FileSystemReader(saved / "sharded").read_metadata()
-            metadata.planner_data = hostile
-            (folder / name).write_bytes(pickle.dumps(metadata))
+        copy_without_checksums(saved, folder)
+        if name == TRAINER_FILE:
+            torch.save({**torch.load(folder / name), "hidden": hostile}, folder / name)
+        elif name == ".metadata":
+            replace_index(folder, lambda metadata: setattr(metadata, "planner_data", hostile))
         elif name.endswith("distcp"):
             torch.save(hostile, folder / name)
     for _ in range(2):
@@ -255,12 +257,7 @@ def negative_place(metadata: Any) -> None:
 def test_wrong_index_of_old_checkpoint_is_refused(
     saved: Path, group: Any, tmp_path: Path, change: Callable[[Any], None], message: str
 ) -> None:
-    folder = tmp_path / "a"
-    shutil.copytree(saved / "sharded", folder)
-    (folder / CHECKSUM_FILE).unlink()
-    contents = torch.load(folder / TRAINER_FILE)
-    del contents["has_checksums"]
-    torch.save(contents, folder / TRAINER_FILE)
+    folder = copy_without_checksums(saved, tmp_path / "a")
     replace_index(folder, change)
     with pytest.raises(CheckpointError, match=message):
         load(folder, group)

@@ -28,6 +28,14 @@ def save_folder(path: Path, value: int = 1) -> None:
     (path / "__0_0.distcp").write_bytes(b"x")
 
 
+def save_old_and_new(folder: Path) -> tuple[Path, Path]:
+    """A checkpoint with the value 1, and one with 2 that is to replace it."""
+    target, complete = folder / "last.ckpt", folder / "complete"
+    save_folder(target, 1)
+    save_folder(complete, 2)
+    return target, complete
+
+
 def read_value(path: Path) -> int:
     value: int = torch.load(path / atomic_files.TRAINER_FILE if path.is_dir() else path)["value"]
     return value
@@ -133,9 +141,7 @@ def test_replacing_foreign_content_raises_and_leaves_all_as_it_was(
 def test_replacing_folder_that_becomes_foreign_just_then_puts_it_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, complete = tmp_path / "last.ckpt", tmp_path / "complete"
-    save_folder(target)
-    save_folder(complete, 2)
+    target, complete = save_old_and_new(tmp_path)
     exchange = atomic_files._exchange
 
     def exchange_late(one: Path, other: Path) -> bool:
@@ -209,9 +215,8 @@ def test_failing_second_rename_without_exchange_puts_old_checkpoint_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(atomic_files, "_exchange", lambda one, other: False)
-    target, complete, rename = tmp_path / "last.ckpt", tmp_path / "complete", os.rename
-    save_folder(target, 1)
-    save_folder(complete, 2)
+    target, complete = save_old_and_new(tmp_path)
+    rename = os.rename
 
     def fail_once(source: Path, to: Path) -> None:
         if source == complete:
@@ -228,10 +233,8 @@ def test_restore_by_a_reader_between_two_renames_does_not_fail_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(atomic_files, "_exchange", lambda one, other: False)
-    target, complete, rename = tmp_path / "last.ckpt", tmp_path / "complete", os.rename
-    save_folder(target, 1)
-    save_folder(complete, 2)
-    restored = []
+    target, complete = save_old_and_new(tmp_path)
+    rename, restored = os.rename, []
 
     def restore_in_between(source: Path, to: Path) -> None:
         rename(source, to)
