@@ -93,7 +93,9 @@ def raise_on_all_ranks(group: Any, work: Callable[[], Result]) -> Result:
 
 
 def meet(store: Any, name: str, ranks: int, timeout_s: float | None) -> bool:
-    """Return whether all ranks come here before one gives up; the same on all of them, but where a rank does not wait.
+    """Return whether all ranks come here before any of them gives up.
+
+    The answer is the same on all ranks, except that one that does not wait may be told yes and others no.
 
     Args:
         store: a store that the ranks share.

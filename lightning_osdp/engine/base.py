@@ -136,9 +136,12 @@ class Engine(ABC):
         """
 
     def evaluation_step(self, name: str) -> AbstractContextManager[None]:
-        """Return a context for one step of validation, test or prediction, which ``name`` says.
+        """Return a context for one step of validation, test or prediction.
 
-        An engine may have ranks wait in it for others that run more of the module.
+        At its end an engine may have ranks wait for others that run more of the module.
+
+        Args:
+            name: names the step in errors, as "validation batch 3".
         """
         return nullcontext()
 

@@ -153,7 +153,7 @@ class BucketedAllReduce:
         self._is_active = True
 
     def _on_pass_end(self) -> None:
-        """Finish with the pass, as a step may have several. One that a checkpoint runs in another is a part of it."""
+        """Finish when the pass is over: a step may have several. A checkpoint's within another one is a part of it."""
         if torch._C._current_autograd_node() is None:
             self.finish()
 

@@ -69,6 +69,7 @@ class OSDPCallback(Callback):
     @override
     def state_key(self) -> str:
         """Key of this callback's state; it holds the arguments, so that ``setup`` can refuse a second callback."""
+        # Checkpoints of before modes could be given have a key without them.
         return self._generate_state_key(
             slice_granularity=self.constraints.slice_granularity,
             activation_checkpointing=self.constraints.activation_checkpointing,

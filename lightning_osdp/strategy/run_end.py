@@ -17,7 +17,6 @@ from typing_extensions import override
 from lightning_osdp.autotune.pipeline import PlanningResult
 from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.backend import memory
-from lightning_osdp.backend.agree import all_reduce_max
 from lightning_osdp.engine.base import Engine, create_engine, engines_of
 from lightning_osdp.errors import OSDPWarning, ShardingError
 from lightning_osdp.planning.spec.formatting import format_bytes
@@ -86,13 +85,13 @@ def _why_not_whole(
 ) -> str | None:
     """Return why some rank can't hold everything in full, the same on all ranks; None if all can. Collective."""
     memory.trim(limit.device, generation=1)
-    in_use, allowed = memory.memory_in_use(limit.device), limit.current()
-    needed = in_use + engine.missing_bytes(optimizers)
-    (excess, needed_most) = all_reduce_max([needed - allowed, needed], group, limit.device)
-    if excess <= 0:
+    own_allowed = limit.current()
+    own_needed = memory.memory_in_use(limit.device) + engine.missing_bytes(optimizers)
+    of_all_ranks = RankGroup(group, 1, limit.device).all_gather_object((own_needed, own_allowed))
+    needed, allowed = max(of_all_ranks, key=lambda each: each[0] - each[1])
+    if needed <= allowed:
         return None
-    may_use = format_bytes(int(needed_most - excess))
-    return f"it needs {format_bytes(int(needed_most))} on a device, of which {may_use} may be used"
+    return f"it needs {format_bytes(needed)} on a device, of which {format_bytes(allowed)} may be used"
 
 
 class HandoverStrategy(ProcessGroupStrategy):

@@ -67,7 +67,7 @@ def usable_bytes(local_ranks: int, group_ranks: int) -> int:
 
 
 def _available_bytes() -> int:
-    """Return what processes of this machine may still take."""
+    """Return the bytes that processes of this machine may still allocate."""
     if PROC.exists():
         return read_bytes("MemAvailable", "meminfo")
     return max(0, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - resident_bytes())

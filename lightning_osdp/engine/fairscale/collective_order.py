@@ -115,7 +115,11 @@ class CollectiveOrder:
         self._place, self._has_backward = f"in training step {self._num_steps}", True
 
     def begin_evaluation(self, name: str) -> None:
-        """Note that a step without a backward pass begins, as "validation batch 3"."""
+        """Note that a step without a backward pass begins.
+
+        Args:
+            name: names the step in errors, as "validation batch 3".
+        """
         self._before("evaluation")
         self._place = f"in {name}"
 

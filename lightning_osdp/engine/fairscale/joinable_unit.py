@@ -35,7 +35,7 @@ class JoinableUnit:
         self.param_indices = {parameter: index for index, parameter in enumerate(parameters)}
 
     def join_gather(self, indices: Sequence[int]) -> None:
-        """Take part in a gather that other ranks need, with nothing left of it."""
+        """Take part in a gather that other ranks need, and free its result."""
         with without_guards(), self._use_stream("all_gather"):
             self._lazy_init()
             if self._coalesced_gather.is_started:  # on all ranks

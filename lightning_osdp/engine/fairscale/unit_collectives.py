@@ -6,7 +6,7 @@ starts when a unit has been gathered, and a gradient's reduction is waited for w
 one more unit unsharded and one more gradient in memory (the memory timeline counts both), so only units up to
 ``Cluster.prefetch_max_bytes`` do it.
 
-Which unit is next all ranks know by ``CollectiveOrder.prefetch_next``. What was prefetched in vain is freed when the
+All ranks know by ``CollectiveOrder.prefetch_next`` which unit is next. What was prefetched in vain is freed when the
 backward pass is over.
 """
 
@@ -53,7 +53,7 @@ class CoalescedAllGather(_RankedCommunicator[Communicator]):
         return self._work is not None
 
     def start(self, outputs_flat: list[Tensor], shards: list[Tensor]) -> None:
-        """Start gathers, for the next ``gather`` of the same."""
+        """Start gathers; the next ``gather``, of the same tensors, waits for them."""
         assert isinstance(self._communicator, FlatCommunicator)
         self._work = all_gather_async(outputs_flat, shards, self._communicator.group)
 
@@ -65,7 +65,7 @@ class CoalescedAllGather(_RankedCommunicator[Communicator]):
             self._communicator.all_gather_coalesced(outputs_flat, shards)
 
     def gather_and_free(self, shards: list[Tensor]) -> None:
-        """Take part in the gather of another rank that has no use here."""
+        """Take part in a gather whose result only other ranks need."""
         outputs = [shard.new_empty(shard.numel() * self.size()) for shard in shards]
         self._communicator.all_gather_coalesced(outputs, shards)
 
