@@ -199,7 +199,9 @@ class Engine(ABC):
         Raises:
             ShardingError: parameters are gathered already, for a step in progress or another such context.
         """
-        with self._sharded_parameters.summon_full_params((module or self._module).parameters(), writeback):
+        with self._sharded_parameters.summon_full_params(
+            (self._module if module is None else module).parameters(), writeback
+        ):
             yield
 
     # State dicts
