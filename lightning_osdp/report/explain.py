@@ -268,7 +268,7 @@ def _requested_text(run: OperatorRun) -> str:
     if first.requested_mode is None:
         return ""
     if set(first.slices) == {first.requested_mode}:
-        return "OSDPCallback(modes=...) asks for it."
+        return "As you wished: OSDPCallback(modes=...) asks for it."
     reason = first.replicated_reason or _TOO_SMALL
     if set(first.slices) != {Mode.DP}:
         reason = "it is used several times in a step, so it is gathered once"

@@ -169,8 +169,8 @@ def test_modes_with_one_word_hold_for_every_operator_that_can_be_sharded(
     assert {set_mode for op in sharded for set_mode in op.slices} == {mode}
     assert {op.requested_mode for op in plan.operators} == {mode}
     text = explain(plan)
-    assert f"{mode}. As you wished." in text
-    assert f"You wished {mode}, which it can't be: its parameters are too small" in text
+    assert "As you wished: OSDPCallback(modes=...) asks for it." in text
+    assert f"OSDPCallback(modes=...) asks for {mode}, which is not possible: its parameters are too small" in text
 
 
 def test_modes_by_pattern_hold_where_the_first_one_matches(results: list[dict[str, Any]]) -> None:

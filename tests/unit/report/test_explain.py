@@ -110,7 +110,7 @@ def test_explain_says_which_modes_were_asked_for_and_why_others_are_taken() -> N
     operators = tuple(op.model_copy(update={"split_dim": None, **requests.get(op.name, {})}) for op in plan.operators)
     text = explain(plan.model_copy(update={"operators": operators}))
     asked, impossible = "OSDPCallback(modes=...) asks for", "which is not possible"
-    assert line(text, "op0:") == f"op0: zdp. {asked} it."
+    assert line(text, "op0:") == f"op0: zdp. As you wished: {asked} it."
     assert line(text, "op1:") == f"op1: dp. {asked} zdp2, {impossible}: used by the whole model."
     assert line(text, "op2:").startswith(f"op2: dp. {asked} zdp, {impossible}: its parameters are too small")
     assert line(text, "op3:").startswith(f"op3: zdp2. {asked} zdp, {impossible}: it is used several times in a step")
