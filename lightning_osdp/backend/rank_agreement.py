@@ -319,10 +319,13 @@ class _Responder:
     def _run(self, connection: Any, stopped: threading.Event) -> None:
         with suppress(RuntimeError):  # the store has ended with rank 0
             while not stopped.wait(RESPONSE_INTERVAL_S):
-                for agreement in self._list_agreements():
-                    agreement.answer_inquiry(connection)
+                self._answer_inquiries(connection)
             for agreement in self._list_agreements():
                 agreement.report_end(connection)
+
+    def _answer_inquiries(self, connection: Any) -> None:  # a variable of the thread would hold the last engine
+        for agreement in self._list_agreements():
+            agreement.answer_inquiry(connection)
 
 
 _responder = _Responder()

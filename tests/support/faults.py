@@ -12,6 +12,7 @@ import time
 import traceback
 import warnings
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_osdp import OSDPCallback, OSDPStrategy
 from lightning_osdp.autotune import calibration, coordinator, finalists, measure, pipeline, profile_cache
@@ -104,6 +106,12 @@ def reach(stage: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "sigterm":
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)  # the handler ends it
+    if fault == "sigterm while blocked":
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        _get_default_store().wait(["what never comes"], timedelta(seconds=60))
     raise AssertionError(fault)
 
 
