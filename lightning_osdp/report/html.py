@@ -23,7 +23,7 @@ from lightning_osdp.report.figures import (
     to_svg,
     tradeoff_figure,
 )
-from lightning_osdp.report.operator_runs import describe_operator_choice, group_runs
+from lightning_osdp.report.operator_rows import operator_rows
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -135,13 +135,8 @@ def _summary_table(plan: ExecutionPlan) -> str:
 
 def _operator_table(plan: ExecutionPlan) -> str:
     rows = [
-        (
-            run.label,
-            describe_operator_choice(run.operators[0]),
-            str(len(run.operators)),
-            format_count(run.num_parameters),
-        )
-        for run in group_runs(plan.operators)
+        ("\N{NO-BREAK SPACE}" * 4 * row.is_part + row.label, row.mode, str(row.count), format_count(row.num_parameters))
+        for row in operator_rows(plan)
     ]
     return _table(["operators", "mode", ">count", ">parameters"], rows)
 
