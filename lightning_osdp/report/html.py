@@ -49,7 +49,7 @@ class _Section(NamedTuple):
     picture: str = ""
     description: str = ""
     header: Sequence[str] = ()
-    lines: Sequence[Sequence[str]] = ()
+    table_rows: Sequence[Sequence[str]] = ()
 
     @property
     def header_cells(self) -> list[str]:
@@ -78,20 +78,20 @@ def render_page(
         PlanMismatchError: the plan is for another model than ``model``.
     """
     sections = [
-        _Section("The plan", header=["", "predicted"], lines=_summary_lines(plan)),
+        _Section("The plan", header=["", "predicted"], table_rows=_summary_rows(plan)),
         _Section("Batch size", _encode(throughput_figure(plan)), "Throughput and memory by batch size"),
     ]
     if model is not None:
         sections.append(_Section("Memory", _encode(memory_figure(plan, model)), "Memory along one training step"))
     picture, said = _encode(decisions_figure(plan)), "How the states of each operator are kept"
-    sections.append(_Section("Operators", picture, said, OPERATOR_HEADER, _operator_lines(plan)))
+    sections.append(_Section("Operators", picture, said, OPERATOR_HEADER, _operator_rows(plan)))
     if tradeoff:
         picture = _encode(tradeoff_figure(tradeoff, plan.memory_limit_bytes))
         sections.append(_Section("What memory buys", picture, "Step time against memory"))
     if points:
         picture, said = _encode(devices_figure(points)), "Throughput and memory by number of devices"
-        lines = [_device_line(point, field) for point in points for field in STRATEGIES]
-        sections.append(_Section("Other numbers of devices", picture, said, DEVICE_HEADER, lines))
+        rows = [_device_row(point, field) for point in points for field in STRATEGIES]
+        sections.append(_Section("Other numbers of devices", picture, said, DEVICE_HEADER, rows))
     devices = f"{plan.cluster.ranks} device{'' if plan.cluster.ranks == 1 else 's'}"
     title = f"Execution plan: {format_count(plan.model.num_parameters)} parameters on {devices}"
     return _PAGE.get_template("page.html.jinja").render(title=title, sections=sections)
@@ -101,7 +101,7 @@ def _encode(figure: Figure) -> str:
     return base64.b64encode(to_svg(figure).encode()).decode()
 
 
-def _summary_lines(plan: ExecutionPlan) -> list[tuple[str, str]]:
+def _summary_rows(plan: ExecutionPlan) -> list[tuple[str, str]]:
     predicted, cluster = plan.predicted, plan.cluster
     nodes = f"{cluster.nodes} nodes of {cluster.devices_per_node}" if cluster.nodes > 1 else "one node"
     return [
@@ -125,7 +125,7 @@ def _summary_lines(plan: ExecutionPlan) -> list[tuple[str, str]]:
     ]
 
 
-def _operator_lines(plan: ExecutionPlan) -> list[Sequence[str]]:
+def _operator_rows(plan: ExecutionPlan) -> list[Sequence[str]]:
     return [
         (
             run.label,
@@ -137,7 +137,7 @@ def _operator_lines(plan: ExecutionPlan) -> list[Sequence[str]]:
     ]
 
 
-def _device_line(point: SimulatedPoint, field: str) -> Sequence[str]:
+def _device_row(point: SimulatedPoint, field: str) -> Sequence[str]:
     one: SimulatedResult | None = getattr(point, field)
     start = [str(point.devices), STRATEGIES[field][0]]
     if one is None:
