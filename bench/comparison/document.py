@@ -165,6 +165,8 @@ def _summary(comparisons: Sequence[Comparison], about: dict[str, Any], pictures:
 def _runs(comparisons: Sequence[Comparison], about: dict[str, Any], pictures: Sequence[Path]) -> list[str]:
     """Every cell with all its systems, then the commands."""
     lines = [
+        "---\nsearch:\n  exclude: true\n---",
+        "",
         "# All runs of the comparison",
         "",
         "This page is written by `python -m bench comparison --write-docs`. [The summary](../benchmarks.md) says how",
