@@ -75,9 +75,11 @@ def test_largest_batch_of_a_known_step_is_not_traced_again(tmp_path: Path, monke
     first = profile_model(context, cache=tmp_path)
     assert len(list(tmp_path.glob("step-*.json"))) == 2
     assert first.model_profile == profile_model(context).model_profile
+    known = profile_model(context, cache=tmp_path)
     monkeypatch.setattr(profile_store, "start_fake_trace", lambda *_: pytest.fail("it is traced again"))
-    again = profile_model(context, cache=tmp_path, key=first.key)
-    assert (again.model_profile, again.key) == (first.model_profile, first.key)
+    again = profile_model(context, cache=tmp_path, key=known.key)
+    assert again.model_profile == known.model_profile == first.model_profile
+    assert again.key == known.key
 
 
 def test_batches_of_other_steps_plan_all_by_the_largest() -> None:
