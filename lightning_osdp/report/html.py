@@ -24,7 +24,7 @@ from lightning_osdp.report.figures import (
     to_svg,
     tradeoff_figure,
 )
-from lightning_osdp.report.operator_runs import describe_operator_choice, group_runs
+from lightning_osdp.report.operator_rows import operator_rows
 
 OPERATOR_HEADER = ("operators", "mode", ">count", ">parameters")
 
@@ -127,13 +127,8 @@ def _summary_rows(plan: ExecutionPlan) -> list[tuple[str, str]]:
 
 def _operator_rows(plan: ExecutionPlan) -> list[Sequence[str]]:
     return [
-        (
-            run.label,
-            describe_operator_choice(run.operators[0]),
-            str(len(run.operators)),
-            format_count(run.num_parameters),
-        )
-        for run in group_runs(plan.operators)
+        ("\N{NO-BREAK SPACE}" * 4 * row.is_part + row.label, row.mode, str(row.count), format_count(row.num_parameters))
+        for row in operator_rows(plan)
     ]
 
 
