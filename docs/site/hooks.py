@@ -30,7 +30,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def settings_table(name: str) -> str:
     """Arguments of a class or function, with defaults, from its docstring."""
     module, _, member = name.rpartition(".")
-    found = griffe.load(module, search_paths=[str(ROOT)])[member]
+    file = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+    found = griffe.visit(module, file, file.read_text(encoding="utf-8"))[member]
     signature = found.parameters if found.is_function else found.members["__init__"].parameters
     rows = ["| setting | default | meaning |", "| --- | --- | --- |"]
     for section in found.docstring.parse("google", warnings=False):
