@@ -11,6 +11,9 @@ import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from lightning_osdp.cli import fit, main
+from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
+
 ROOT = Path(__file__).resolve().parents[2]
 MARK = re.compile(r"^<!-- settings of ([\w.]+) -->$", re.MULTILINE)
 FROM_TRAINER = "set by the Trainer"
@@ -40,7 +43,8 @@ def settings_table(name: str) -> str:
         for parameter in section.value:
             if FROM_TRAINER in parameter.description or "," in parameter.name:
                 continue
-            default = signature[parameter.name].default if parameter.name in signature else None
+            default = str(signature[parameter.name].default or "") if parameter.name in signature else ""
+            default = default.replace("DEFAULT_ENGINE", repr(DEFAULT_ENGINE)).replace("'", '"')
             meaning = " ".join(parameter.description.replace("``", "`").replace("|", "\\|").split())
             rows.append(
                 f"| `{parameter.name}` | {f'`{default}`' if default else ''} | {meaning[:1].upper()}{meaning[1:]} |"
@@ -50,8 +54,6 @@ def settings_table(name: str) -> str:
 
 def command_line_page() -> str:
     """Every subcommand with its arguments, as the parser has them."""
-    from lightning_osdp.cli import fit, main
-
     lines = ["# Command line", "", "This page is made from the program's own parser.", ""]
     lines += ["| command | what it does |", "| --- | --- |"]
     lines += [f"| [`osdp {name}`](#osdp-{name}) | {command.help} |" for name, command in main.COMMANDS.items()]
@@ -79,7 +81,9 @@ def _meaning(action: argparse.Action) -> str:
     choices = f" One of {', '.join(f'`{choice}`' for choice in action.choices)}." if action.choices else ""
     needed = " Required." if action.required and action.option_strings else ""
     words = words.replace("|", "\\|")
-    return f"{words[:1].upper()}{words[1:]}{'.' * (bool(words) and words[-1] not in '.)')}{choices}{needed}"
+    if not re.match(r"\w+:", words):  # not a value that is explained
+        words = words[:1].upper() + words[1:]
+    return f"{words}{'.' * (bool(words) and words[-1] not in '.)')}{choices}{needed}"
 
 
 TRAINING = """## Training with osdp fit
