@@ -44,6 +44,9 @@ EXIT_DELAY_S, EXIT_TIMEOUT_S = 0.1, 2.0
 """Seconds for gloo's threads to free the tensors of the last collectives when a process ends, and for all collectives
 to end: after a failure some never do."""
 
+TOLD_WAIT_S = 10.0
+"""Seconds that a rank waits until the first one has told the user of a failure, after what callbacks do then."""
+
 _KILLED = "it was killed (out of memory?), or its host is down"
 
 _run_ids = itertools.count()
@@ -112,6 +115,7 @@ class FailureDetector:
         """Publish why this rank fails, or, if it only lost another rank, put that rank's cause into the message."""
         if self._has_reported:
             return
+        exception.osdp_failure_detector = self  # type: ignore[attr-defined]  # for detector_that_reported
         cause = self._find_remote_cause() if is_lost_connection(exception) else None
         self._has_reported = True
         if cause is not None:
@@ -120,9 +124,21 @@ class FailureDetector:
             if isinstance(exception, SIGTERMException):
                 self._publish(self._rank, "was told to stop (SIGTERM)")
             elif cause is None:
-                self._publish(self._rank, f"failed: {type(exception).__name__}: {_abbreviate(exception)}")
+                self._publish(self._rank, f"failed: {type(exception).__name__}: {abbreviate(exception)}")
             if self._rank == 0:
                 self._wait_until_heard()
+
+    def set_told(self) -> None:
+        """Let the other ranks know that the user was told of the failure, so that they need not."""
+        with suppress(RuntimeError):
+            self._store.set("told", "")
+
+    def is_told_by_rank_zero(self) -> bool:
+        """Return whether the first rank tells the user of the failure; wait until it has."""
+        with suppress(RuntimeError):  # it is gone, or has something else to do
+            self._store.wait(["told"], timedelta(seconds=TOLD_WAIT_S))
+            return True
+        return False
 
     def on_batch(self, pass_name: str, count: int) -> None:
         """Record that this rank has fetched ``count`` batches of ``pass_name``."""
@@ -239,6 +255,8 @@ class FailureDetector:
                     self._look_for_missing_ranks()
                 elif not self._has_reported and time.monotonic() - failed_at > self._grace_s():
                     print(f"rank {self._rank} is ended: {_format_causes(self._causes)}", file=sys.stderr, flush=True)
+                    if self._rank == 0:
+                        self.set_told()
                     os._exit(1)
                 if self._stopped.wait(HEARTBEAT_INTERVAL_S):
                     return
@@ -319,7 +337,12 @@ def assert_equal_on_ranks(group: Any, name: str, value: Any) -> None:
             raise ConfigurationError(f"{name} differs between ranks: {values[0]} on rank 0, {other} on rank {rank}")
 
 
-def _abbreviate(exception: BaseException) -> str:
+def detector_that_reported(exception: BaseException) -> FailureDetector | None:
+    """Return the detector that an exception was reported to; None if no other rank has heard of it."""
+    return getattr(exception, "osdp_failure_detector", None)
+
+
+def abbreviate(exception: BaseException) -> str:
     """Return the first and the last line: an error with a worker's traceback ends with the worker's own error."""
     lines = (str(exception).strip() or "no message").splitlines()
     return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
