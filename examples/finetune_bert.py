@@ -6,8 +6,6 @@ Nothing is downloaded: the weights are random and the reviews are drawn from two
 build the model with ``BertForSequenceClassification.from_pretrained(...)`` and take your own texts.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import lightning as L
@@ -22,33 +20,24 @@ BAD, GOOD, PLAIN, WORDS, LENGTH = 100, 200, 300, 1000, 32  # tokens 100-199 are 
 
 
 class ReviewClassifier(L.LightningModule):
-    def __init__(self, layers: int = 2, width: int = 128, learning_rate: float = 1e-3) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.save_hyperparameters()
         config = BertConfig(
-            vocab_size=WORDS,
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=width // 64,
-            intermediate_size=4 * width,
-            max_position_embeddings=LENGTH,
-            num_labels=2,
+            vocab_size=WORDS, hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512
         )
         self.bert = BertForSequenceClassification(config)
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        tokens, labels = batch
-        loss = self.bert(input_ids=tokens, labels=labels).loss
+        loss = self.bert(input_ids=batch[0], labels=batch[1]).loss
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
-        tokens, labels = batch
-        accuracy = (self.bert(input_ids=tokens).logits.argmax(-1) == labels).float().mean()
+        accuracy = (self.bert(input_ids=batch[0]).logits.argmax(-1) == batch[1]).float().mean()
         self.log("val_accuracy", accuracy, prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=self.hparams.learning_rate)
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 class Reviews(L.LightningDataModule):
@@ -89,13 +78,11 @@ def main() -> None:
         val_check_interval=min(20, args.max_steps),
         callbacks=[best, EarlyStopping("val_accuracy", mode="max", stopping_threshold=0.98, patience=5)],
         logger=False,
-        enable_model_summary=False,  # the plan's table says more
     )
     trainer.fit(ReviewClassifier(), Reviews())
     if trainer.is_global_zero:  # an ordinary checkpoint: no trainer, no process group, any number of devices
         model = ReviewClassifier.load_from_checkpoint(best.best_model_path, map_location="cpu").eval()
-        review = torch.randint(GOOD, PLAIN, (1, LENGTH))
-        good = model.bert(input_ids=review).logits.softmax(-1)[0, 1]
+        good = model.bert(input_ids=torch.randint(GOOD, PLAIN, (1, LENGTH))).logits.softmax(-1)[0, 1]
         print(f"best accuracy {best.best_model_score:.3f}; a review of good words is good with probability {good:.3f}")
 
 

@@ -5,8 +5,6 @@
 As in every GAN, what the two networks make of each other depends on the batch size, so the strategy keeps the loader's.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import lightning as L
@@ -26,9 +24,8 @@ def mlp(inputs: int, outputs: int, width: int = 256) -> nn.Sequential:
 
 
 class GAN(L.LightningModule):
-    def __init__(self, learning_rate: float = 5e-4) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.save_hyperparameters()
         self.automatic_optimization = False
         self.generator, self.discriminator = mlp(NOISE, 2), mlp(2, 1)
 
@@ -38,7 +35,6 @@ class GAN(L.LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         real = batch[0]
         generator_optimizer, discriminator_optimizer = self.optimizers()
-
         self.toggle_optimizer(discriminator_optimizer)  # real points score high, drawn ones low
         fake = self.generate(len(real)).detach()
         loss = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake)).mean()
@@ -61,8 +57,8 @@ class GAN(L.LightningModule):
         self.log("distance_from_ring", off, prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        networks, lr = (self.generator, self.discriminator), self.hparams.learning_rate
-        return [torch.optim.Adam(network.parameters(), lr=lr, betas=(0.5, 0.9)) for network in networks]
+        networks = self.generator, self.discriminator
+        return [torch.optim.Adam(network.parameters(), lr=5e-4, betas=(0.5, 0.9)) for network in networks]
 
 
 def ring(count: int) -> TensorDataset:
@@ -84,7 +80,6 @@ def main() -> None:
         max_steps=args.max_steps,
         logger=False,
         enable_checkpointing=False,
-        enable_model_summary=False,  # the plan's table says more
     )
     trainer.validate(model, validation)
     trainer.fit(model, train)

@@ -7,13 +7,11 @@ Nothing is downloaded: the weights are random and the language is counting in st
 with ``LlamaForCausalLM.from_pretrained(...)`` and take your own texts.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import lightning as L
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -75,15 +73,12 @@ def main() -> None:
         max_steps=args.max_steps,
         logger=False,
         enable_checkpointing=False,
-        enable_model_summary=False,  # the plan's table says more
     )
     trainer.validate(model, validation)
     trainer.fit(model, train)
     trainer.validate(model, validation)
-    if trainer.is_global_zero:  # the model is whole again: what follows is peft's own way to save adapters
-        adapters = get_peft_model_state_dict(model.llama)
-        torch.save(adapters, "runs/lora_adapters.pt")
-        print(f"{sum(tensor.numel() for tensor in adapters.values())} numbers of adapters saved")
+    if trainer.is_global_zero:  # the model is an ordinary one again
+        model.llama.save_pretrained("runs/lora")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@
 The images are stripes of four directions under noise. A model of torchvision or timm is used in the same way.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import lightning as L
@@ -20,16 +18,10 @@ import lightning_osdp
 CLASSES, SIZE = 4, 32
 MODELS = {
     "vit": ViTConfig(
-        hidden_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=3,
-        intermediate_size=384,
-        image_size=SIZE,
-        patch_size=4,
-        num_labels=CLASSES,
+        image_size=SIZE, patch_size=4, hidden_size=96, num_hidden_layers=3, num_attention_heads=3, intermediate_size=384
     ),
-    "convnext": ConvNextConfig(patch_size=2, hidden_sizes=[32, 64, 96, 128], depths=[1] * 4, num_labels=CLASSES),
-    "resnet": ResNetConfig(embedding_size=32, hidden_sizes=[32, 64, 96, 128], depths=[1] * 4, num_labels=CLASSES),
+    "convnext": ConvNextConfig(patch_size=2, hidden_sizes=[32, 64, 96, 128], depths=[1] * 4),
+    "resnet": ResNetConfig(embedding_size=32, hidden_sizes=[32, 64, 96, 128], depths=[1] * 4),
 }
 
 
@@ -37,7 +29,9 @@ class ImageClassifier(L.LightningModule):
     def __init__(self, name: str, learning_rate: float = 1e-3) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.model = AutoModelForImageClassification.from_config(MODELS[name])
+        config = MODELS[name]
+        config.num_labels = CLASSES
+        self.model = AutoModelForImageClassification.from_config(config)
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         images, labels = batch
@@ -82,7 +76,6 @@ def main() -> None:
         max_steps=args.max_steps,
         logger=False,
         enable_checkpointing=False,
-        enable_model_summary=False,  # the plan's table says more
     )
     trainer.fit(model, train)
     trainer.validate(model, validation)

@@ -59,7 +59,7 @@ def run(args: Sequence[str]) -> None:
             trainer_defaults={"strategy": "osdp"},
             save_config_callback=_SaveConfig,
             save_config_kwargs={"overwrite": True},
-            parser_kwargs={"exit_on_error": False, **{name: {"exit_on_error": False} for name in SUBCOMMANDS}},
+            parser_kwargs={"prog": "osdp", "exit_on_error": False, **{name: {"exit_on_error": False} for name in SUBCOMMANDS}},
         )
 
 

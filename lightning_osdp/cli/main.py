@@ -69,7 +69,7 @@ def main(args: list[str] | None = None) -> int:
         args: the arguments after ``osdp``; None for those of the shell.
     """
     words = sys.argv[1:] if args is None else args
-    is_verbose = error_block.is_verbose(words)
+    has_traceback = error_block.is_verbose(words)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("always", category=OSDPWarning)
@@ -81,10 +81,10 @@ def main(args: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except (OSDPError, ArgumentError) as error:
-        error_block.print_error(error, is_verbose, is_expected=True)
+        error_block.print_error(error, has_traceback, is_expected=True)
         return INFEASIBLE if isinstance(error, InfeasibleError) else BAD_INPUT
     except Exception as error:  # a fault of the input that we don't know, or our own: status 1 means that nothing fits
-        error_block.print_error(error, is_verbose, is_expected=False)
+        error_block.print_error(error, has_traceback, is_expected=False)
         return BAD_INPUT
 
 

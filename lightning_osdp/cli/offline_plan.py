@@ -21,12 +21,12 @@ from typing_extensions import override
 
 from lightning_osdp.autotune import pipeline
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster
-from lightning_osdp.cli import error_block
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import CheckpointMemory, ModelProfile
 from lightning_osdp.strategy import arguments, offline
+from lightning_osdp.strategy.failure_detector import describe_place
 from lightning_osdp.strategy.planning_options import PlanningOptions
 
 CONFIG_SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
@@ -237,7 +237,7 @@ def _as_configuration_error(config: TrainingConfig) -> Iterator[None]:
     except OSDPError:
         raise
     except Exception as error:
-        text = f"{config.path}: {type(error).__name__}: {_to_one_line(error)}{error_block.describe_place(error)}"
+        text = f"{config.path}: {type(error).__name__}: {_to_one_line(error)}{describe_place(error)}"
         raise ConfigurationError(text) from error
 
 

@@ -12,11 +12,14 @@ import atexit
 import itertools
 import os
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -48,6 +51,12 @@ TOLD_WAIT_S = 10.0
 """Seconds that a rank waits until the first one has told the user of a failure, after what callbacks do then."""
 
 _KILLED = "it was killed (out of memory?), or its host is down"
+
+_LIBRARY_FOLDERS = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    f"{Path(__file__).parents[1]}{os.sep}",
+)
+"""Folders of code that is not the user's."""
 
 _run_ids = itertools.count()
 """Numbers the runs in this process; every rank counts the same runs."""
@@ -119,12 +128,14 @@ class FailureDetector:
         cause = self._find_remote_cause() if is_lost_connection(exception) else None
         self._has_reported = True
         if cause is not None:
+            exception.osdp_cause = cause  # type: ignore[attr-defined]  # for the command line
             exception.args = (f"{cause}\nThis rank saw only: {exception}", *exception.args[1:])
         with suppress(RuntimeError):
             if isinstance(exception, SIGTERMException):
                 self._publish(self._rank, "was told to stop (SIGTERM)")
             elif cause is None:
-                self._publish(self._rank, f"failed: {type(exception).__name__}: {abbreviate(exception)}")
+                text = f"{abbreviate(exception)}{describe_place(exception)}"
+                self._publish(self._rank, f"failed: {type(exception).__name__}: {text}")
             if self._rank == 0:
                 self._wait_until_heard()
 
@@ -346,6 +357,14 @@ def abbreviate(exception: BaseException) -> str:
     """Return the first and the last line: an error with a worker's traceback ends with the worker's own error."""
     lines = (str(exception).strip() or "no message").splitlines()
     return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
+
+
+def describe_place(exception: BaseException) -> str:
+    """Return the innermost line of the traceback that is the user's, in brackets; nothing if there is none."""
+    for frame in reversed(traceback.extract_tb(exception.__traceback__)):
+        if not frame.filename.startswith((*_LIBRARY_FOLDERS, "<")):
+            return f" ({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
+    return ""
 
 
 def _format_causes(causes: dict[int, str]) -> str:
