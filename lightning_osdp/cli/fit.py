@@ -50,6 +50,7 @@ def run(args: Sequence[str]) -> None:
     Raises:
         ArgumentError: an argument, or something in a configuration file, can't be used.
     """
+    raises = {"exit_on_error": False}
     sys.path[:0] = [str(Path.cwd()), *_config_folders(args)]
     with warnings.catch_warnings():
         # LightningCLI warns that args are given although the command line has some: they are the same.
@@ -59,7 +60,7 @@ def run(args: Sequence[str]) -> None:
             trainer_defaults={"strategy": "osdp"},
             save_config_callback=_SaveConfig,
             save_config_kwargs={"overwrite": True},
-            parser_kwargs={"prog": "osdp", "exit_on_error": False, **{name: {"exit_on_error": False} for name in SUBCOMMANDS}},
+            parser_kwargs={"prog": "osdp", **raises, **{name: dict(raises) for name in SUBCOMMANDS}},
         )
 
 
