@@ -251,8 +251,8 @@ class _Inquiry:
             raise ShardingError(f"lost the connection to rank {rank}, which has ended or hangs, while {wanted}")
         if waited_s > timeout_s:
             raise ShardingError(
-                f"timed out: {wanted}, and other ranks did not come within {timeout_s:g} s. Where a rank needs longer by "
-                "itself, set OSDPStrategy(timeout=...)"
+                f"timed out: {wanted}, and other ranks did not come within {timeout_s:g} s. Where a rank needs longer "
+                "by itself, set OSDPStrategy(timeout=...)"
             )
         if waited_s >= BLOCKED_S:
             self._raise_if_blocked(position, wanted)
