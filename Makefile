@@ -107,5 +107,5 @@ $(BIN)/python:
 
 # Installs again only when what is to be installed has changed.
 $(INSTALLED): $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,docs]'
 	touch $@

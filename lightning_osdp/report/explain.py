@@ -16,15 +16,15 @@ from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
 from lightning_osdp.planning.spec.formatting import format_bytes, format_seconds
 from lightning_osdp.planning.spec.model import FrozenModel
 from lightning_osdp.planning.spec.plan import BatchSizePoint, BlockPlan, ChoiceCost, ExecutionPlan, OperatorPlan
-from lightning_osdp.report.operator_runs import OperatorRun, describe_choice, describe_tried, group_runs
+from lightning_osdp.report.operator_runs import (
+    MODE_DESCRIPTIONS,
+    OperatorRun,
+    describe_choice,
+    describe_tried,
+    group_runs,
+)
 
 _TOO_SMALL = "its parameters are too small to be worth collectives of their own"
-
-MODE_DESCRIPTIONS = {
-    Mode.DP: "replicated",
-    Mode.ZDP2: "sharded, gathered once a step",
-    Mode.ZDP: "sharded, gathered twice a step",
-}
 
 
 class Reason(FrozenModel):
