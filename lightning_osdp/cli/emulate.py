@@ -20,7 +20,7 @@ from rich.console import Console
 from lightning_osdp.autotune.ranks import device_name
 from lightning_osdp.backend.emulated import BACKEND
 from lightning_osdp.cli import offline_plan
-from lightning_osdp.cli.emulate_worker import Outcome, StrategyName, Task
+from lightning_osdp.cli.emulate_worker import StrategyName, StrategyResult, Task
 from lightning_osdp.emulation.environment import resolve_cluster
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.planning.spec.cluster import Cluster
@@ -97,14 +97,14 @@ def run(options: Namespace, write_page: WritePage) -> None:
             write_page(options.html, plan)
         print(plan.to_json()) if options.json else Console().print(tables.plan_table(plan))
         return
-    outcomes = _train_all(request, quiet=options.json)
-    plan_or_none = next((outcome.plan for outcome in outcomes if outcome.plan is not None), None)
+    results = _train_all(request, quiet=options.json)
+    plan_or_none = next((result.plan for result in results if result.plan is not None), None)
     if options.html is not None and plan_or_none is not None:
         write_page(options.html, plan_or_none)
     if options.json:
-        print(json.dumps([_facts(outcome, request.cluster.ranks) for outcome in outcomes], indent=2))
+        print(json.dumps([_to_row(result, request.cluster.ranks) for result in results], indent=2))
         return
-    rows = [_facts(outcome, request.cluster.ranks) for outcome in outcomes]
+    rows = [_to_row(result, request.cluster.ranks) for result in results]
     Console().print(emulation_table(rows, plan_or_none))
 
 
@@ -136,28 +136,26 @@ def read_cluster(hardware: str, devices: int | None, nodes: int | None) -> Clust
     return resolve_cluster(hardware, devices, nodes)
 
 
-def _train_all(request: Request, quiet: bool) -> list[Outcome]:
+def _train_all(request: Request, quiet: bool) -> list[StrategyResult]:
     """Train under each strategy; those after OSDP get its batch size, unless one was given."""
-    outcomes: list[Outcome] = []
+    results: list[StrategyResult] = []
     batch_size = request.batch_size
     for strategy in request.strategies:
-        outcome = _train(request, strategy, batch_size, quiet)
-        if outcome.error and len(request.strategies) == 1:
-            if outcome.needed_bytes:
-                raise InfeasibleError(
-                    outcome.error, needed_bytes=outcome.needed_bytes, budget_bytes=outcome.budget_bytes
-                )
-            raise ConfigurationError(outcome.error)
-        if outcome.plan is not None and batch_size is None:
-            batch_size = outcome.batch_size
-        outcomes.append(outcome)
-    return outcomes
+        result = _train(request, strategy, batch_size, quiet)
+        if result.error and len(request.strategies) == 1:
+            if result.needed_bytes:
+                raise InfeasibleError(result.error, needed_bytes=result.needed_bytes, budget_bytes=result.budget_bytes)
+            raise ConfigurationError(result.error)
+        if result.plan is not None and batch_size is None:
+            batch_size = result.batch_size
+        results.append(result)
+    return results
 
 
-def _train(request: Request, strategy: StrategyName, batch_size: int | None, quiet: bool) -> Outcome:
+def _train(request: Request, strategy: StrategyName, batch_size: int | None, quiet: bool) -> StrategyResult:
     """Train under one strategy in a process of its own, which shows what it prints unless ``quiet``."""
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "outcome.json"
+        result = Path(folder) / "result.json"
         task = Task(
             config=str(request.config),
             cluster=request.cluster,
@@ -173,19 +171,19 @@ def _train(request: Request, strategy: StrategyName, batch_size: int | None, qui
         if not result.is_file():
             how = f"signal {-done.returncode}" if done.returncode < 0 else f"status {done.returncode}"
             killed = " (out of memory?)" if done.returncode == -9 else ""
-            return Outcome(strategy=strategy, error=f"the process ended with {how}{killed}")
-        return Outcome.model_validate_json(result.read_text())
+            return StrategyResult(strategy=strategy, error=f"the process ended with {how}{killed}")
+        return StrategyResult.model_validate_json(result.read_text())
 
 
-def _facts(outcome: Outcome, ranks: int) -> dict[str, Any]:
-    """Return what is printed of an outcome."""
-    if outcome.error:
-        return {"strategy": outcome.strategy, "error": outcome.error}
-    facts: dict[str, Any] = outcome.model_dump(exclude={"plan", "error", "needed_bytes", "budget_bytes"})
-    facts["samples_per_s"] = outcome.samples_per_s(ranks)
-    if outcome.plan is not None:
-        facts["predicted"] = outcome.plan.predicted.model_dump(mode="json")
-    return facts
+def _to_row(result: StrategyResult, ranks: int) -> dict[str, Any]:
+    """Return what is printed of a result."""
+    if result.error:
+        return {"strategy": result.strategy, "error": result.error}
+    row: dict[str, Any] = result.model_dump(exclude={"plan", "error", "needed_bytes", "budget_bytes"})
+    row["samples_per_s"] = result.samples_per_s(ranks)
+    if result.plan is not None:
+        row["predicted"] = result.plan.predicted.model_dump(mode="json")
+    return row
 
 
 def _plan(request: Request) -> ExecutionPlan:

@@ -1,6 +1,6 @@
 """The process of ``osdp emulate`` that trains some steps under one strategy, as rank 0 of a cluster that is not there.
 
-It reads one JSON object (``Task``) from its standard input and writes one (``Outcome``) to the file that this names.
+It reads one JSON object (``Task``) from its standard input and writes one (``StrategyResult``) to the file that this names.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Task(BaseModel):
     """Path of the file to write."""
 
 
-class Outcome(BaseModel):
+class StrategyResult(BaseModel):
     """What was measured, or why nothing was."""
 
     strategy: StrategyName
@@ -124,17 +124,22 @@ def block_classes(module: nn.Module) -> set[type[nn.Module]]:
 
 
 def _shard_blocks(module: pl.LightningModule, configure: Callable[[], None]) -> None:
-    """Apply ``fully_shard`` to each block and to the rest, after the module's own ``configure_model``."""
+    """Apply ``fully_shard`` to each block and to each child, after the module's own ``configure_model``.
+
+    Not to the module itself, for a training step need not call its ``forward``.
+    """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     configure()
-    if isinstance(module, FSDPModule):
+    if any(isinstance(inner, FSDPModule) for inner in module.modules()):
         return
     assert module.device_mesh is not None
     mesh, classes = module.device_mesh["data_parallel"], tuple(block_classes(module))
     for block in [inner for inner in module.modules() if isinstance(inner, classes)]:
         fully_shard(block, mesh=mesh)
-    fully_shard(module, mesh=mesh)
+    for child in module.children():
+        if not isinstance(child, classes) and next(child.parameters(), None) is not None:
+            fully_shard(child, mesh=mesh)
 
 
 def _make_strategy(task: Task, module: pl.LightningModule) -> Strategy:
@@ -163,7 +168,7 @@ def _set_batch_size_in_setup(strategy: Strategy, batch_size: int | None, ranks: 
     strategy.setup = setup  # type: ignore[method-assign]
 
 
-def train(task: Task) -> Outcome:
+def train(task: Task) -> StrategyResult:
     """Train the task's steps and return what they took."""
     config = offline_plan.load_config(Path(task.config))
     environment = EmulatedCluster(task.cluster)
@@ -195,7 +200,7 @@ def train(task: Task) -> Outcome:
     assert measured is not None, "more steps than the warm-up were made"
     strategy: Any = trainer.strategy
     plan = strategy.execution_plan if task.strategy == "osdp" else None
-    return Outcome(
+    return StrategyResult(
         strategy=task.strategy,
         batch_size=plan.batch_size if plan is not None else _loader_batch_size(trainer),
         accumulate_grad_batches=trainer.accumulate_grad_batches,
@@ -219,13 +224,13 @@ def main() -> int:
     task = Task.model_validate_json(sys.stdin.read())
     sys.path[:0] = [str(Path.cwd()), str(Path(task.config).resolve().parent)]
     try:
-        outcome = train(task)
+        result = train(task)
     except OSDPError as error:
-        outcome = Outcome(strategy=task.strategy, error=str(error))
+        result = StrategyResult(strategy=task.strategy, error=str(error))
         if isinstance(error, InfeasibleError):
             sizes = {"needed_bytes": error.needed_bytes, "budget_bytes": error.budget_bytes}
-            outcome = outcome.model_copy(update=sizes)
-    write_text(Path(task.result), outcome.model_dump_json(), lambda _: True)
+            result = result.model_copy(update=sizes)
+    write_text(Path(task.result), result.model_dump_json(), lambda _: True)
     return 0
 
 
