@@ -44,7 +44,7 @@ class Request:
         config: path of the LightningCLI file.
         cluster: the cluster that is not there.
         strategies: what to train under, in this order.
-        steps: optimizer steps that are timed.
+        num_steps: optimizer steps that are timed.
         batch_size: per device, for all strategies; None: OSDP searches it, others get OSDP's.
         planning_args: arguments of OSDPStrategy.
     """
@@ -52,7 +52,7 @@ class Request:
     config: Path
     cluster: Cluster
     strategies: Sequence[StrategyName]
-    steps: int
+    num_steps: int
     batch_size: int | None
     planning_args: dict[str, Any]
 
@@ -116,7 +116,7 @@ def _read_request(options: Namespace) -> Request:
         config=Path(options.config),
         cluster=read_cluster(options.hardware, options.devices, options.nodes),
         strategies=STRATEGIES if options.compare else (options.strategy,),
-        steps=options.steps,
+        num_steps=options.steps,
         batch_size=options.batch_size,
         planning_args={name: options[name] for name in names if options[name] is not None},
     )
@@ -142,10 +142,12 @@ def _train_all(request: Request, quiet: bool) -> list[StrategyResult]:
     batch_size = request.batch_size
     for strategy in request.strategies:
         result = _train(request, strategy, batch_size, quiet)
-        if result.error and len(request.strategies) == 1:
+        if result.failure and len(request.strategies) == 1:
             if result.needed_bytes:
-                raise InfeasibleError(result.error, needed_bytes=result.needed_bytes, budget_bytes=result.budget_bytes)
-            raise ConfigurationError(result.error)
+                raise InfeasibleError(
+                    result.failure, needed_bytes=result.needed_bytes, budget_bytes=result.budget_bytes
+                )
+            raise ConfigurationError(result.failure)
         if result.plan is not None and batch_size is None:
             batch_size = result.batch_size
         results.append(result)
@@ -160,7 +162,7 @@ def _train(request: Request, strategy: StrategyName, batch_size: int | None, qui
             config=str(request.config),
             cluster=request.cluster,
             strategy=strategy,
-            steps=request.steps,
+            num_steps=request.num_steps,
             batch_size=batch_size,
             planning_args=request.planning_args,
             result=str(result),
@@ -171,15 +173,15 @@ def _train(request: Request, strategy: StrategyName, batch_size: int | None, qui
         if not result.is_file():
             how = f"signal {-done.returncode}" if done.returncode < 0 else f"status {done.returncode}"
             killed = " (out of memory?)" if done.returncode == -9 else ""
-            return StrategyResult(strategy=strategy, error=f"the process ended with {how}{killed}")
+            return StrategyResult(strategy=strategy, failure=f"the process ended with {how}{killed}")
         return StrategyResult.model_validate_json(result.read_text())
 
 
 def _to_row(result: StrategyResult, ranks: int) -> dict[str, Any]:
     """Return what is printed of a result."""
-    if result.error:
-        return {"strategy": result.strategy, "error": result.error}
-    row: dict[str, Any] = result.model_dump(exclude={"plan", "error", "needed_bytes", "budget_bytes"})
+    if result.failure:
+        return {"strategy": result.strategy, "error": result.failure}
+    row: dict[str, Any] = result.model_dump(exclude={"plan", "failure", "needed_bytes", "budget_bytes"})
     row["samples_per_s"] = result.samples_per_s(ranks)
     if result.plan is not None:
         row["predicted"] = result.plan.predicted.model_dump(mode="json")

@@ -1,6 +1,6 @@
 """The process of ``osdp emulate`` that trains some steps under one strategy, as rank 0 of a cluster that is not there.
 
-It reads one JSON object (``Task``) from its standard input and writes one (``StrategyResult``) to the file that this names.
+It reads a ``Task`` as JSON from its standard input, and writes a ``StrategyResult`` as JSON to the file it names.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Task(BaseModel):
     """Path of the LightningCLI file."""
     cluster: Cluster
     strategy: StrategyName
-    steps: int
+    num_steps: int
     """Optimizer steps that are timed."""
     batch_size: int | None = None
     """Per device; None: OSDP searches it, others keep the loader's."""
@@ -64,7 +64,7 @@ class StrategyResult(BaseModel):
     before_bytes: int = 0
     """Memory of the process before the model was there."""
     plan: ExecutionPlan | None = None
-    error: str = ""
+    failure: str = ""
     needed_bytes: int = 0
     """What the smallest plan takes, if nothing fits."""
     budget_bytes: int = 0
@@ -175,7 +175,7 @@ def train(task: Task) -> StrategyResult:
     device = offline.local_device(config.accelerator)
     trim(device)
     before_bytes = memory_in_use(device)
-    measure = _Measure(task.steps)
+    measure = _Measure(task.num_steps)
 
     def make_trainer(module: pl.LightningModule, arguments: dict[str, Any]) -> pl.Trainer:
         strategy = _make_strategy(task, module)
@@ -226,7 +226,7 @@ def main() -> int:
     try:
         result = train(task)
     except OSDPError as error:
-        result = StrategyResult(strategy=task.strategy, error=str(error))
+        result = StrategyResult(strategy=task.strategy, failure=str(error))
         if isinstance(error, InfeasibleError):
             sizes = {"needed_bytes": error.needed_bytes, "budget_bytes": error.budget_bytes}
             result = result.model_copy(update=sizes)

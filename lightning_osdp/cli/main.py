@@ -311,8 +311,15 @@ def _simulate(options: Namespace) -> None:
     devices = options.devices or _device_counts(hardware_spec.devices)
     config = _load_config(options)
     dtype = options.dtype or offline.matmul_dtype(config.trainer.get("precision"))
-    model, constraints = offline_plan.profile_from_config(config)
-    points = simulate(model, hardware_spec, devices, limit_bytes, policy, dtype, constraints)
+    run = offline_plan.profile_from_config(config)
+    model, constraints = run.model, run.constraints
+    points = [
+        point
+        for count in devices
+        for point in simulate(
+            model, hardware_spec, [count], limit_bytes, run.limit_batch_sizes(policy, count), dtype, constraints
+        )
+    ]
     if options.html is not None:
         _write_simulated_page(options.html, model, hardware_spec, dtype, constraints, points)
     if options.json:

@@ -25,8 +25,7 @@ from lightning_osdp.autotune import pipeline
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning
 from lightning_osdp.planning.spec.cluster import Cluster
-from lightning_osdp.planning.spec.constraints import SearchConstraints
-from lightning_osdp.planning.spec.model import CheckpointMemory, ModelProfile
+from lightning_osdp.planning.spec.model import CheckpointMemory
 from lightning_osdp.strategy import arguments, offline
 from lightning_osdp.strategy.planning_options import PlanningOptions
 
@@ -140,12 +139,12 @@ def plan_from_config(
     return result
 
 
-def profile_from_config(config: TrainingConfig) -> tuple[ModelProfile, SearchConstraints]:
+def profile_from_config(config: TrainingConfig) -> offline.ProfiledRun:
     """Trace the file's model on fake tensors: nothing is allocated but what its own code allocates.
 
     Returns:
-        The model, with the FLOPs and bytes of its precision setting, whatever devices are here; and what the file
-        does not leave to a search.
+        The model, with the FLOPs and bytes of its precision setting, whatever devices are here; what the file does
+        not leave to a search; and what its data allow.
 
     Raises:
         ConfigurationError: something can't be built.
@@ -153,10 +152,11 @@ def profile_from_config(config: TrainingConfig) -> tuple[ModelProfile, SearchCon
     """
     options = PlanningOptions(**config.planning_args)
 
-    def profile_in_trainer(trainer: pl.Trainer) -> tuple[ModelProfile, SearchConstraints]:
-        return offline.profile_in_setup(trainer, options)[:2]
+    def profile_in_trainer(trainer: pl.Trainer) -> offline.ProfiledRun:
+        return offline.profile_in_setup(trainer, options)
 
-    result: tuple[ModelProfile, SearchConstraints] = _run_until_setup(config, torch.device("cpu"), profile_in_trainer)
+    result = _run_until_setup(config, torch.device("cpu"), profile_in_trainer)
+    assert isinstance(result, offline.ProfiledRun)
     return result
 
 

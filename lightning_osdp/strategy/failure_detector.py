@@ -24,7 +24,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from lightning_osdp.backend.agree import is_lost_connection, meet
+from lightning_osdp.backend.blocked_thread import MutualWaits
 from lightning_osdp.backend.liveness import describe_process, is_dead
+from lightning_osdp.backend.rank_agreement import ADVICE, present_wait
 from lightning_osdp.errors import ConfigurationError, OSDPError
 
 HEARTBEAT_INTERVAL_S = 0.5
@@ -94,6 +96,7 @@ class FailureDetector:
         self._neighbour_beat = b"", time.monotonic()
         self._has_reported = self._has_parted = False
         self._meetings = itertools.count()
+        self._mutual_waits = MutualWaits(self._store, rank, ranks)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run_heartbeat, daemon=True, name="osdp-failure-detector")
         self._thread.start()
@@ -237,6 +240,7 @@ class FailureDetector:
                     failed_at = time.monotonic()
                 elif failed_at is None:
                     self._look_for_missing_ranks()
+                    self._end_mutual_waits()
                 elif not self._has_reported and time.monotonic() - failed_at > self._grace_s():
                     print(f"rank {self._rank} is ended: {_format_causes(self._causes)}", file=sys.stderr, flush=True)
                     os._exit(1)
@@ -270,6 +274,17 @@ class FailureDetector:
             self._neighbour_beat = beat, now
         elif now - self._neighbour_beat[1] > SILENCE_TIMEOUT_S:
             self._publish_missing(neighbour, f"has given no sign for {SILENCE_TIMEOUT_S:.0f} s: it hangs, or {_KILLED}")
+
+    def _end_mutual_waits(self) -> None:
+        """End this process if it is the last rank, and all ranks wait for each other: that ends the others' waits."""
+        text = self._mutual_waits.look(*present_wait())
+        if not text or self._has_reported or self._rank < self._ranks - 1:
+            return
+        cause = f"was ended, since ranks wait for each other: {text}. {ADVICE}"
+        self._publish(self._rank, cause)
+        self._wait_until_heard()
+        print(f"rank {self._rank} {cause}", file=sys.stderr, flush=True)
+        os._exit(1)
 
     def _publish_missing(self, rank: int, cause: str) -> None:
         """Publish for a rank that can't do so itself, unless it has, or has left in order."""
