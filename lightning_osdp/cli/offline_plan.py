@@ -6,8 +6,6 @@ the plan is made, by the same pipeline as in training (``autotune.pipeline``), a
 
 from __future__ import annotations
 
-import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +25,7 @@ from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import CheckpointMemory
 from lightning_osdp.strategy import arguments, offline
+from lightning_osdp.strategy.failure_detector import describe_place
 from lightning_osdp.strategy.planning_options import PlanningOptions
 
 CONFIG_SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
@@ -257,10 +256,8 @@ def _as_configuration_error(config: TrainingConfig) -> Iterator[None]:
     except OSDPError:
         raise
     except Exception as error:
-        frame = traceback.extract_tb(sys.exc_info()[2])[-1]
-        raise ConfigurationError(
-            f"{config.path}: {type(error).__name__}: {_to_one_line(error)} ({Path(frame.filename).name}:{frame.lineno})"
-        ) from error
+        text = f"{config.path}: {type(error).__name__}: {_to_one_line(error)}{describe_place(error)}"
+        raise ConfigurationError(text) from error
 
 
 def _to_one_line(error: Exception) -> str:
