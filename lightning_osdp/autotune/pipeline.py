@@ -206,6 +206,7 @@ def autotune(
         plan, profile, memory_budget = search_and_trial(coordinator, profile, memory_budget, trial_context)
         # 8. Cache it.
         profile = _cache_plan(request, profile, plan, memory_budget, files)
+    plan = coordinator.with_baselines(profile, memory_budget, plan)
     seconds = time.monotonic() - began_s
     log_info("planned in %s", format_seconds(seconds))
     replanner = Replanner(coordinator, profile, memory_budget)

@@ -26,6 +26,7 @@ from lightning_osdp.autotune.ranks import RankGroup, current_cluster, device_nam
 from lightning_osdp.backend import allocator
 from lightning_osdp.backend.memory import MemoryLimit
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planning.search.baselines import find_baselines
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.search.plan_selection import select_plan
 from lightning_osdp.planning.spec.cluster import Cluster
@@ -140,7 +141,9 @@ def _plan_for_hardware(
 
     model, searched, policy = _run(module, data, trainer_args, torch.device("cpu"), profile)
     limit_bytes = options.memory_limit_bytes or described.usable_bytes(options.memory_share)
-    return select_plan(problem_for_hardware(model, described, devices, limit_bytes, dtype, searched), policy, ())
+    problem = problem_for_hardware(model, described, devices, limit_bytes, dtype, searched)
+    found = select_plan(problem, policy, ())
+    return found.model_copy(update={"baselines": find_baselines(found, problem, policy)})
 
 
 def _run(
