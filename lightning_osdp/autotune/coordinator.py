@@ -159,6 +159,7 @@ class PlanningCoordinator:
         Raises:
             InfeasibleError: nothing fits.
         """
+        self.budget.begin_stage("searching a plan")
         began_s, deadline_reached = time.monotonic(), self.budget.deadline(time_fraction)
         # Training may be tried without what is only estimated; a plan made offline must fit.
         estimated_bytes = 0 if self.ranks.is_offline else memory_budget.estimated
@@ -228,14 +229,15 @@ class PlanningCoordinator:
         largest_batch_size = MAX_RETAIN_BATCH_FACTOR * max(self.batch_sizes, default=1)
         retained_batch_size = int(min(largest_batch_size, max_retained_batch_size(self.model)))
         retained = profile.compute_with_retained_heap if retained_batch_size else None
+        non_training = self.request.non_training
         return Problem(
             model=profile.compute.with_workspace(self.model),
             cluster=correct_cluster(cluster, correction),
             compute=correct_compute(profile.compute, correction),
             memory_limit_bytes=memory_budget.limit,
-            overhead_bytes=max(0, memory_budget.non_model + correction.memory_bytes),
+            overhead_bytes=max(0, memory_budget.non_model + correction.memory_bytes) + non_training.copied_bytes,
             constraints=self.request.constraints,
-            non_training=self.request.non_training,
+            non_training=non_training,
             compute_with_retained_heap=None if retained is None else correct_compute(retained, correction),
             max_retained_batch_size=retained_batch_size,
         )

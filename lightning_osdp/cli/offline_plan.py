@@ -6,8 +6,6 @@ the plan is made, by the same pipeline as in training (``autotune.pipeline``), a
 
 from __future__ import annotations
 
-import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,9 +23,9 @@ from lightning_osdp.autotune import pipeline
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning
 from lightning_osdp.planning.spec.cluster import Cluster
-from lightning_osdp.planning.spec.constraints import SearchConstraints
-from lightning_osdp.planning.spec.model import CheckpointMemory, ModelProfile
+from lightning_osdp.planning.spec.model import CheckpointMemory
 from lightning_osdp.strategy import arguments, offline
+from lightning_osdp.strategy.failure_detector import describe_place
 from lightning_osdp.strategy.planning_options import PlanningOptions
 
 CONFIG_SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
@@ -137,12 +135,12 @@ def plan_from_config(
     return result
 
 
-def profile_from_config(config: TrainingConfig) -> tuple[ModelProfile, SearchConstraints]:
+def profile_from_config(config: TrainingConfig) -> offline.ProfiledRun:
     """Trace the file's model on fake tensors: nothing is allocated but what its own code allocates.
 
     Returns:
-        The model, with the FLOPs and bytes of its precision setting, whatever devices are here; and what the file
-        does not leave to a search.
+        The model, with the FLOPs and bytes of its precision setting, whatever devices are here; what the file does
+        not leave to a search; and what its data allow.
 
     Raises:
         ConfigurationError: something can't be built.
@@ -150,10 +148,11 @@ def profile_from_config(config: TrainingConfig) -> tuple[ModelProfile, SearchCon
     """
     options = PlanningOptions(**config.planning_args)
 
-    def profile_in_trainer(trainer: pl.Trainer) -> tuple[ModelProfile, SearchConstraints]:
-        return offline.profile_in_setup(trainer, options)[:2]
+    def profile_in_trainer(trainer: pl.Trainer) -> offline.ProfiledRun:
+        return offline.profile_in_setup(trainer, options)
 
-    result: tuple[ModelProfile, SearchConstraints] = _run_until_setup(config, torch.device("cpu"), profile_in_trainer)
+    result = _run_until_setup(config, torch.device("cpu"), profile_in_trainer)
+    assert isinstance(result, offline.ProfiledRun)
     return result
 
 
@@ -238,10 +237,8 @@ def _as_configuration_error(config: TrainingConfig) -> Iterator[None]:
     except OSDPError:
         raise
     except Exception as error:
-        frame = traceback.extract_tb(sys.exc_info()[2])[-1]
-        raise ConfigurationError(
-            f"{config.path}: {type(error).__name__}: {_to_one_line(error)} ({Path(frame.filename).name}:{frame.lineno})"
-        ) from error
+        text = f"{config.path}: {type(error).__name__}: {_to_one_line(error)}{describe_place(error)}"
+        raise ConfigurationError(text) from error
 
 
 def _to_one_line(error: Exception) -> str:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.core import saving
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -239,6 +240,27 @@ class CheckpointingStrategy(FailureAwareStrategy):
         return self._failure_detector is not None and self._failure_detector.can_meet_after_failure(
             sys.exception(), SAVE_WAIT_S
         )
+
+
+def explain_folders_in_load_from_checkpoint() -> None:
+    """Make ``load_from_checkpoint`` say what to do with a sharded checkpoint, which it can't open. Idempotent."""
+    original = saving.pl_load  # type: ignore[attr-defined]
+    if getattr(original, "explains_folders", False):
+        return
+
+    @functools.wraps(original)
+    def load_file(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
+        is_path = isinstance(path_or_url, str | Path)
+        if is_path and (local_path(path_or_url) / atomic_files.TRAINER_FILE).is_file():
+            raise CheckpointError(
+                f"{path_or_url} is a folder of save_format='sharded', load_from_checkpoint reads one file: make one "
+                f"with `osdp consolidate {path_or_url} FILE`, or give the folder to a Trainer with "
+                "strategy='osdp' as ckpt_path"
+            )
+        return original(path_or_url, *args, **kwargs)
+
+    load_file.explains_folders = True  # type: ignore[attr-defined]
+    saving.pl_load = load_file  # type: ignore[attr-defined]
 
 
 def local_path(path: Any) -> Path:
