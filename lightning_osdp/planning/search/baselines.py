@@ -152,9 +152,9 @@ def _best_uniform_plans(problem: Problem, policy: BatchSizePolicy) -> Iterator[t
         for per_block, units in assignments.items()
     ]
     kinds = [kind for kind in KINDS if kind.mode == Mode.DP or problem.cluster.ranks > 1]
-    wishes = [(bool(block.recompute_blocker), constraints.forced_recompute(block.name)) for block in blocks]
-    masks = {tuple(not blocked and (wish is None or wish) for blocked, wish in wishes)}
-    masks |= {tuple(not blocked and wish is True for blocked, wish in wishes)}
+    requests = [(bool(block.recompute_blocker), constraints.forced_recompute(block.name)) for block in blocks]
+    masks = {tuple(not blocked and (request is None or request) for blocked, request in requests)}
+    masks |= {tuple(not blocked and request is True for blocked, request in requests)}
     for kind, mask in product(kinds, sorted(masks)):
         if kind.mode not in constraints.capabilities.modes:
             continue
