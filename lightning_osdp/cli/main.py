@@ -339,6 +339,8 @@ def _simulate(options: Namespace) -> None:
         _print(json.dumps([point.model_dump(mode="json", exclude={"plan"}) for point in points], indent=2))
     else:
         Console().print(tables.simulation_table(points))
+        if len(points) == 1 and points[0].plan is not None:
+            Console().print("", tables.baseline_table(points[0].plan), sep="\n")
 
 
 def _device_counts(devices: int) -> list[int]:
