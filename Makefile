@@ -11,7 +11,7 @@ PYTHON ?= $(shell \
 	done)
 
 .PHONY: help train test test-fast lint format clean
-.PHONY: test-limit test-limit-wide test-slurm test-kill test-gpu lab
+.PHONY: test-limit test-limit-wide test-slurm test-kill test-gpu dist-test lab
 .PHONY: bench bench-quick bench-gpu bench-search bench-paper accuracy
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make test-limit-wide  a wide model trains under a hard limit that kills FairScale FSDP (root, cgroup v1)"
 	@echo "make test-slurm       preempts and resumes a run on a real two-node SLURM on this machine (root, slurm-wlm, munge)"
 	@echo "make test-kill        ten runs killed at random moments go on from their last checkpoint to the same loss"
+	@echo "make dist-test        wheel and sdist, each installed into an empty environment, train and explain there"
 	@echo "make test-gpu         the tests that need a GPU (one is enough)"
 	@echo "make lab              several nodes: sharding inside nodes, and a node that fails (root, cgroup v1)"
 	@echo
@@ -65,6 +66,9 @@ test-slurm: $(INSTALLED)
 
 test-kill: $(INSTALLED)
 	$(BIN)/python -m tests.system.kills 10
+
+dist-test: $(INSTALLED)
+	$(BIN)/python -m tests.system.distribution
 
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu tests
