@@ -37,7 +37,7 @@ STRATEGIES: tuple[StrategyName, ...] = ("osdp", "ddp", "fsdp", "fsdp2")
 _FSDP = ("FSDP per block", "FSDP per operator")
 
 BASELINES: dict[str, tuple[str, ...]] = {"ddp": ("DDP",), "fsdp": _FSDP, "fsdp2": _FSDP}
-"""The baselines of a plan (``ExecutionPlan.baselines``) of which the first says which batch size suits a strategy best."""
+"""The baselines of a plan, of which the first that it has says which batch size suits a strategy best."""
 
 WritePage = Callable[[str, ExecutionPlan], None]
 
