@@ -3,9 +3,9 @@
     python -m bench jobs [--only NAME ...] [--rounds 3] [--json FILE]
 
 Each job (``tests/support/jobs.py``) is trained at its loader's batch size and at the one that OSDP finds. In every
-round DDP and OSDP run after each other in processes of their own, so that neither has the other's allocator or caches; OSDP's
-first start measures and searches, later ones take its plan. A step is timed from the beginning of a batch to the next
-one; shown are the medians over all rounds, and the median of the rounds' ratios.
+round DDP and OSDP run after each other in processes of their own, so that neither has the other's allocator or caches.
+OSDP's first start measures and searches, later ones take its plan. A step is timed from the beginning of a batch to the
+next one; shown are the medians over all rounds, and the median of the rounds' ratios.
 
 Where all replicated fits, no job may be slower than DDP by more than 5 %: the exit status is 1 if one is.
 """
