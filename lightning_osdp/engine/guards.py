@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_osdp.state.guarded_functions import refuse_collective
 from lightning_osdp.state.guarded_parameter import ShardGuard, guard_of, is_guarded
 from lightning_osdp.state.state_dict import gather_guarded_entries
+from lightning_osdp.state.undispatched_functions import ask_guarded_classes
 
 _opened_by: dict[int, list[ShardGuard]] = {}
 """The guards that an optimizer's step has opened, by the optimizer's id."""
@@ -80,19 +79,8 @@ _is_prepared = False
 
 def _prepare_process() -> None:
     global _is_prepared
-    if _is_prepared:
-        return
-    _is_prepared = True
-    register_optimizer_step_pre_hook(_open_for_step)
-    register_optimizer_step_post_hook(_close_after_step)
-    # Collectives are the one kind of function that torch does not hand to its subclasses.
-    c10d._check_single_tensor = _refuse_guarded(c10d._check_single_tensor)
-    c10d._check_tensor_list = _refuse_guarded(c10d._check_tensor_list)
-
-
-def _refuse_guarded(check: Callable[..., None]) -> Callable[..., None]:
-    def check_and_refuse(param: Any, param_name: str) -> None:
-        refuse_collective(param)
-        check(param, param_name)
-
-    return check_and_refuse
+    if not _is_prepared:
+        _is_prepared = True
+        register_optimizer_step_pre_hook(_open_for_step)
+        register_optimizer_step_post_hook(_close_after_step)
+        ask_guarded_classes()

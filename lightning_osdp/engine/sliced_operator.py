@@ -31,7 +31,7 @@ from lightning_osdp.planning.spec.choices import Mode, slice_sizes
 from lightning_osdp.planning.spec.model import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.spec.plan import OperatorPlan
 from lightning_osdp.state.flat_layout import FlatPaddedLayout
-from lightning_osdp.state.guarded_parameter import without_guards
+from lightning_osdp.state.guarded_parameter import opened, without_guards
 
 
 class ForwardStage:
@@ -139,6 +139,8 @@ class SlicedOperator:
         sizes = slice_sizes(shape[plan.split_dim], len(plan.slices))
         is_sharded = [mode != Mode.DP for mode in plan.slices]
         self.layout = FlatPaddedLayout.create_sliced(shape, plan.split_dim, sizes, is_sharded, group)
+        self._own_parameters, self._bias_parameter = operator._parameters, operator._parameters.get("bias")
+        self._unsliced_forward = operator.forward
         self._forward, product = self._select_forward(operator)
         self._slices = self._create_slices(product, make_unit)
         self._num_gradients_reduced = 0
@@ -179,7 +181,8 @@ class SlicedOperator:
         is_missing = [weight.grad is None for weight in self.weights]
         if self.full_parameter.grad is None and not all(is_missing):
             new = torch.zeros_like if any(is_missing) else torch.empty_like
-            self.full_parameter.grad = new(self.full_parameter.data)
+            with opened([self.full_parameter]):
+                self.full_parameter.grad = new(self.full_parameter.data)
         for weight_slice in self._slices:
             weight_slice.store_gradient()
 
@@ -195,7 +198,10 @@ class SlicedOperator:
         return True
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the operator slice by slice."""
+        """Run the operator slice by slice, unless another weight has been put in the place of its own."""
+        own = self._own_parameters
+        if own.get("weight") is not self.full_parameter or own.get("bias") is not self._bias_parameter:
+            return self._unsliced_forward(*args, **kwargs)  # type: ignore[no-any-return]
         (x,) = (*args, *kwargs.values())
         self.sync_requires_grad()
         return self._forward(x)

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_osdp.engine.fairscale.collective_order import CollectiveOrder
 from lightning_osdp.engine.fairscale.unit_collectives import reduce_zeros
 from lightning_osdp.errors import ShardingError
-from lightning_osdp.state.guarded_parameter import without_guards
+from lightning_osdp.state.guarded_parameter import opened, without_guards
 
 
 class JoinableUnit:
@@ -82,7 +82,8 @@ def set_gradient_aside(parameter: Any) -> None:
 
 def show_gradient(parameter: Any) -> None:
     """Make the shard that FairScale has accumulated the parameter's gradient."""
-    parameter.grad = parameter._saved_grad_shard
+    with opened([parameter]):
+        parameter.grad = parameter._saved_grad_shard
     del parameter._saved_grad_shard
 
 

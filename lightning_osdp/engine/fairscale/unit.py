@@ -50,7 +50,7 @@ from fairscale.nn.data_parallel import FullyShardedDataParallel, TrainingState
 from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_module
 from torch import Tensor, nn
 
-from lightning_osdp.engine.fairscale.body import UnitBody, reinterpret_as_float16
+from lightning_osdp.engine.fairscale.body import UnitBody, find_places, reinterpret_as_float16
 from lightning_osdp.engine.fairscale.communicators import UnitCommunicators
 from lightning_osdp.engine.fairscale.context import EngineContext
 from lightning_osdp.engine.fairscale.joinable_unit import JoinableUnit, set_gradient_aside, show_gradient
@@ -66,7 +66,7 @@ from lightning_osdp.engine.fairscale.unit_collectives import CoalescedAllGather,
 from lightning_osdp.engine.sliced_operator import ForwardStage, WeightSlice
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
-from lightning_osdp.state.guarded_parameter import guard_of, without_guards
+from lightning_osdp.state.guarded_parameter import guard_of, opened, without_guards
 
 ShardedParameter: TypeAlias = Any
 """A ``Parameter`` with FairScale's attributes, and ``_full_view``: its gathered values, if they are there."""
@@ -131,6 +131,7 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         self._is_recomputed = is_recomputed
         self._weight_slice = stage if isinstance(stage, WeightSlice) else None
         self._hooked_modules = [] if isinstance(stage, ForwardStage) else list(stage.modules())
+        self._places = find_places(self._hooked_modules, parameters)
         self._num_running, self._in_graph = 0, False
         self._joined_pass = self._begun_pass = NO_PASS
         self._shown_in_full: set[nn.Parameter] = set()
@@ -173,6 +174,8 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         with_grad = torch.is_grad_enabled()
         if self.world_size == 1 or (self._num_running and (not with_grad or active_unit() is self)):
             return function(*args, **kwargs)
+        if self._places and all(own.get(name) is not parameter for own, name, parameter in self._places):
+            return function(*args, **kwargs)  # others have been put in their place, as ``functional_call`` does
         with without_guards():
             self._lazy_init()
         gathered, hidden = self._gather(self.params), [p for p in self.params if p not in self._shown_in_full]
@@ -297,10 +300,11 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         for parameter in self.params if params is None else params:
             if parameter in self._shown_in_full:
                 self._shown_in_full.discard(parameter)
-                parameter.data = parameter._fp32_shard
                 guard = guard_of(parameter)
-                if guard is not None:  # parameters are guarded whenever their data are shards
-                    guard.close()
+                if guard is None:
+                    parameter.data = parameter._fp32_shard
+                else:
+                    guard.close(parameter._fp32_shard)
 
     @property
     def has_unsharded_params(self) -> bool:
@@ -337,7 +341,8 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
     def _init_param_attributes(self, p: ShardedParameter) -> None:
         if hasattr(p, "_fp32_shard"):
             return
-        super()._init_param_attributes(p)
+        with opened([p]):
+            super()._init_param_attributes(p)
         if p._is_sharded:
             storage = p._full_param_padded.untyped_storage()
             storage.resize_(p._full_param_padded.nbytes)
