@@ -17,14 +17,17 @@ The input is cut by one ``torch.split``: the backward of a ``narrow`` for each s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
 from lightning_osdp.engine import sliced_matmul
+from lightning_osdp.engine.replaced_method import replace_method
 from lightning_osdp.engine.splittable import matrix_input_dim, split_dims
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode, slice_sizes
@@ -148,7 +151,7 @@ class SlicedOperator:
             weight_slice.on_gradient_reduced = self._on_slice_reduced
         first_sharded_mode = next(mode for mode in plan.slices if mode != Mode.DP)
         self._bias = self._make_bias_stage(operator, first_sharded_mode, make_unit)
-        operator.forward = self.forward
+        replace_method(operator, "forward", self.forward)
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -202,6 +205,7 @@ class SlicedOperator:
         own = self._own_parameters
         if own.get("weight") is not self.full_parameter or own.get("bias") is not self._bias_parameter:
             return self._unsliced_forward(*args, **kwargs)  # type: ignore[no-any-return]
+        refuse_transforms("an operator runs in slices", {TransformType.Grad, TransformType.Vmap})
         (x,) = (*args, *kwargs.values())
         self.sync_requires_grad()
         return self._forward(x)
@@ -263,6 +267,17 @@ class SlicedOperator:
 
     def _add_bias(self, y: Tensor) -> Tensor:
         return y if self._bias is None else self._bias.forward(y)
+
+
+def refuse_transforms(reason: str, kinds: Collection[TransformType]) -> None:
+    """Refuse to run in a transform of ``torch.func`` that does not allow what gathers a sharded operator's weights."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return
+    if any(transform.key() in kinds for transform in retrieve_all_functorch_interpreters()):
+        raise ShardingError(
+            f"torch.func can't transform what a sharded module does: {reason}. Give it the weights, as in "
+            "torch.func.functional_call(module, {name: p.detach() for name, p in module.named_parameters()}, inputs)"
+        )
 
 
 def check_slicing(operator: OperatorPlan, module: nn.Module) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_osdp.state.guarded_parameter import (
@@ -103,9 +104,17 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
         return func(first, full_shaped(local_shard_of(args[1])))
     if name == "equal" and len(args) == 2 and args[0].dim() and _shape(args[0]) != _shape(args[1]):
         return False
+    if name in ("grad", "backward"):
+        _refuse_slices([args, kwargs])
     if name in _PLAIN_FUNCTIONS:
         return _run_plain(func, name, args, kwargs)
     return run_on_full(func, name, args, kwargs)
+
+
+def _refuse_slices(tensors: Any) -> None:
+    for leaf in tree_flatten(tensors)[0]:
+        if is_guarded(leaf) and guard_behind(leaf).is_sliced:
+            raise guard_behind(leaf).refusal("autograd knows its slices alone, so its gradient can't be asked for")
 
 
 def refuse_collective(tensors: Any) -> None:
@@ -349,7 +358,7 @@ def _wrap_result(value: Any, gathered: dict[int, tuple[Any, _Gathered]]) -> Any:
         return value
     if id(value) in gathered:
         return gathered[id(value)][0]
-    if type(value) is Tensor and value.layout == torch.strided:
+    if type(value) is Tensor and value.layout == torch.strided and not is_functorch_wrapped_tensor(value):
         storage = value.untyped_storage()._cdata
         for _, source in gathered.values():
             if source.full.untyped_storage()._cdata == storage:

@@ -37,6 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import once_differentiable
 
 from lightning_osdp.errors import OSDPWarning, ShardingError
@@ -64,6 +65,8 @@ class GuardContext:
         """Called with a parameter's name before its values are gathered or replaced outside of its operator."""
         self.num_updates = {False: 0, True: 0}
         """Number of changes to all parameters, and to all gradients."""
+        self.optimizer_classes: set[type] = set()
+        """Those optimizers whose step is right on local shards, since the plan was made with them."""
         self.with_outside_gradients: set[ShardGuard] = set()
         self._pid = os.getpid()
 
@@ -108,11 +111,12 @@ class ShardGuard:
     _stand_in: Tensor | None = None
     _outside_gradient: Tensor | None = None
     _has_warned: bool = False
+    shard_shape: torch.Size = field(init=False)
     _plain_class: type = field(init=False)
     _guarded_class: type = field(init=False)
 
     def __post_init__(self) -> None:
-        self._plain_class = type(self.parameter)
+        self._plain_class, self.shard_shape = type(self.parameter), self.parameter.shape
         self._guarded_class = _guarded_class(self._plain_class)
         setattr(self.parameter, _GUARD, self)
         self.close()
@@ -222,7 +226,8 @@ class LocalShard:
         """Return the full tensor. Collective."""
         self._check_guard()
         self.guard.context.check_access(self.guard)
-        return self.guard.layout.unshard(self.tensor)
+        with temporarily_clear_interpreter_stack():  # a transform of torch.func would take these for its own tensors
+            return self.guard.layout.unshard(self.tensor)
 
     def write(self, full: Tensor) -> None:
         """Store this rank's part of the full tensor."""

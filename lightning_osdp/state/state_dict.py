@@ -28,6 +28,7 @@ from lightning_osdp.state.guarded_parameter import (
     local_data,
     opened,
 )
+from lightning_osdp.state.guarded_states import opened_states
 from lightning_osdp.state.shard_layout import ReplicatedLayout, ShardLayout
 
 Fill = Callable[[list[LoadTarget]], None]
@@ -289,7 +290,8 @@ def optimizer_state(
         index: index of the optimizer in the module's list.
         deferred_tensors: provides the placeholders of tensors that lie like their parameter.
     """
-    packed: dict[str, Any] = optimizer.state_dict()
+    with opened_states(optimizer):
+        packed: dict[str, Any] = optimizer.state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[Any, dict[str, Any]] = {}
     for number, entries in packed["state"].items():

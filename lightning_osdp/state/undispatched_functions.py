@@ -35,14 +35,16 @@ def ask_guarded_classes() -> None:
         original = getattr(torch, name)
         setattr(torch, name, _on_full(original))
         jit_builtins._register_builtin(getattr(torch, name), f"aten::{name}")
+    Tensor.as_subclass = _on_full(Tensor.as_subclass)  # type: ignore[method-assign]
     for name in ("__new__", "new_tensor"):
         setattr(Tensor, name, _on_full(getattr(Tensor, name), first=1))
-    for module, name in (
+    for owner, name in (
+        (Tensor, "set_"),
         (torch, "to_dlpack"),
         (torch.utils.dlpack, "to_dlpack"),
         (torch.utils, "swap_tensors"),
     ):
-        setattr(module, name, _refused(getattr(module, name)))
+        setattr(owner, name, _refused(getattr(owner, name)))
     for module, name in (
         (eager_transforms, "_wrap_for_grad"),
         (eager_transforms, "_wrap_functional_tensor"),

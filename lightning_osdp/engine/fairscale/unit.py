@@ -42,13 +42,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, update_wrapper
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from fairscale.nn.data_parallel import FullyShardedDataParallel, TrainingState
 from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_module
 from torch import Tensor, nn
+from torch._C._functorch import TransformType
 
 from lightning_osdp.engine.fairscale.body import UnitBody, find_places, reinterpret_as_float16
 from lightning_osdp.engine.fairscale.communicators import UnitCommunicators
@@ -63,7 +64,8 @@ from lightning_osdp.engine.fairscale.saved_tensors import (
     is_in_backward,
 )
 from lightning_osdp.engine.fairscale.unit_collectives import CoalescedAllGather, CoalescedReduceScatter
-from lightning_osdp.engine.sliced_operator import ForwardStage, WeightSlice
+from lightning_osdp.engine.replaced_method import replace_method
+from lightning_osdp.engine.sliced_operator import ForwardStage, WeightSlice, refuse_transforms
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.state.guarded_parameter import guard_of, opened, without_guards
@@ -140,10 +142,10 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         self._storages: dict[int, nn.Parameter] = {}
         if isinstance(stage, ForwardStage):
             stage.free_full_params = self._free_full_params
+            stage.forward = self.forward
         else:
-            stage.__dict__["_call_impl"] = partial(self._run, stage._call_impl)
-        # With the signature of the original forward, which ``generate`` of transformers inspects.
-        stage.forward = update_wrapper(partial(self.forward), stage.forward)
+            replace_method(stage, "_call_impl", partial(self._run, stage._call_impl))
+            replace_method(stage, "forward", self.forward)
 
     @property
     def num_collectives(self) -> int:
@@ -184,6 +186,7 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         hooks = SavedTensorHooks(self, self._pending_uses) if with_grad else None
         first_node = torch._C._autograd._get_sequence_nr()
         if hooks is not None:
+            refuse_transforms(f"{self.label} has hooks on what autograd saves", {TransformType.Grad})
             self._in_graph = True
             if not is_in_backward():
                 self._finished.clear()
