@@ -100,6 +100,11 @@ def refuse_all(policy: str) -> dict[str, str]:
     engine = FairScaleEngine(CPU)
     engine.apply(model, plan_of(policy), [optimizer])
     before, told = model.items.weight.detach().clone(), {}
+    if policy == "zdp":
+        unasked = torch.FloatTensor(model.items.weight)
+        told["unasked"] = f"{tuple(unasked.shape)}, all NaN: {unasked.isnan().all()}"
+        with pytest.raises(RuntimeError):
+            unasked.fill_(1.0)
     for name, (use, _) in ALL_REFUSALS.items():
         try:
             use(model)
@@ -120,6 +125,7 @@ def runs() -> list[Any]:
     return run_ranks(train_all, RANKS, [*ALL_USES], POLICIES)
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ALL_USES)
 def test_use_outside_of_operator_has_values_of_plain_pytorch(runs: list[Any], name: str, policy: str) -> None:
@@ -147,6 +153,11 @@ def test_use_outside_of_operator_has_values_of_plain_pytorch(runs: list[Any], na
 def test_use_that_cannot_be_right_is_refused_with_its_reason(runs: list[Any], name: str, policy: str) -> None:
     for results in runs:
         assert re.search(ALL_REFUSALS[name][1], results["refused", policy][name]), results["refused", policy][name]
+
+
+def test_code_that_asks_no_class_sees_nan_of_the_full_shape(runs: list[Any]) -> None:
+    for results in runs:
+        assert results["refused", "zdp"]["unasked"] == "(7, 6), all NaN: True"
 
 
 def read_on_one_rank(rank: int, ranks: int, reads_state: bool) -> str:

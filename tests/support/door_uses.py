@@ -30,8 +30,8 @@ class Copies(Use):
                 p.new_tensor(p), p.detach().as_subclass(Tensor), torch.tensor([row.view(-1)[0], p.detach().sum()]),
             ):  # fmt: skip
                 self.note(made)
-            self.note(float(np.array(p.detach()).sum()))
-            self.note(np.asarray(row).tolist())
+            self.note(float(p.detach().__array__().sum()))
+            self.note(torch.from_numpy(np.copy(row.numpy())))
             self.note(pickle.loads(pickle.dumps(p)))
             self.note(pickle.loads(pickle.dumps({"data": p.data}))["data"])
             assert torch.as_tensor(p) is p

@@ -178,6 +178,8 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
             return function(*args, **kwargs)
         if self._places and all(own.get(name) is not parameter for own, name, parameter in self._places):
             return function(*args, **kwargs)  # others have been put in their place, as ``functional_call`` does
+        if with_grad:
+            refuse_transforms("there are hooks on what autograd saves", {TransformType.Grad})
         with without_guards():
             self._lazy_init()
         gathered, hidden = self._gather(self.params), [p for p in self.params if p not in self._shown_in_full]
@@ -186,7 +188,6 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         hooks = SavedTensorHooks(self, self._pending_uses) if with_grad else None
         first_node = torch._C._autograd._get_sequence_nr()
         if hooks is not None:
-            refuse_transforms(f"{self.label} has hooks on what autograd saves", {TransformType.Grad})
             self._in_graph = True
             if not is_in_backward():
                 self._finished.clear()
