@@ -351,6 +351,7 @@ class FairScaleEngine(Engine):
                 self._context.order.complete_backward()
                 for unit in self._units:
                     unit.show_gradients()
+                    unit.show_joined_gradients()
             self._context.communicator_factory.inter_node_all_reduce.finish()
             for unit in self._units:
                 unit.reshard()  # whether or not the pass has reached it

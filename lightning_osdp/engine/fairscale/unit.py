@@ -282,10 +282,10 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
     def finish_pass(self) -> None:
         """Hand out gradients when a backward pass is over, and free what is gathered for it."""
         self._joined_pass = self._begun_pass = NO_PASS
-        self.show_gradients()
         if self.reshard_after_forward:
             self._free_full_params()
         self._use_fp32_param_shard()
+        self.show_gradients()
 
     def _use_full_params(self, params: Sequence[ShardedParameter] | None = None) -> None:
         """Show the full shape of parameters, and their values if they are gathered."""

@@ -25,6 +25,9 @@ from lightning_osdp.planning.search.plan_selection import apply_tried_plan, repr
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan, TriedPlan
 
+PREDICTION_RELATIVE_ERROR = 0.15
+"""Largest usual error of a predicted step time that no trial has checked."""
+
 
 class Finalist(NamedTuple):
     """A plan, and the seconds of an optimizer step in each round of its trial."""
@@ -43,6 +46,19 @@ def find_finalists(problem: Problem, policy: BatchSizePolicy, found: ExecutionPl
         with suppress(InfeasibleError):
             plans += find(problem, policy)
     return list({plan_key(plan): plan for plan in reversed(plans)}.values())[::-1]
+
+
+def pick_untried(plans: Sequence[ExecutionPlan]) -> ExecutionPlan:
+    """Return the plan to take where none could be tried: the first, or the best simpler one.
+
+    The first must promise more throughput than a simpler one by more than predictions err.
+    """
+    found, *others = plans
+    simpler = [plan for plan in others if complexity(plan) < complexity(found)]
+    best = max(simpler, key=lambda plan: plan.predicted.samples_per_s, default=None)
+    if best is None or found.predicted.samples_per_s > (1 + PREDICTION_RELATIVE_ERROR) * best.predicted.samples_per_s:
+        return found
+    return best
 
 
 def _find_replicated(problem: Problem, policy: BatchSizePolicy) -> list[ExecutionPlan]:
