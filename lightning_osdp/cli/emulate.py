@@ -22,9 +22,10 @@ from lightning_osdp.backend.emulated import BACKEND
 from lightning_osdp.cli import offline_plan
 from lightning_osdp.cli.emulate_worker import StrategyName, StrategyResult, Task
 from lightning_osdp.emulation.environment import resolve_cluster
-from lightning_osdp.errors import ConfigurationError, InfeasibleError
+from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPError
 from lightning_osdp.planning.spec.cluster import Cluster
-from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.formatting import format_bytes
+from lightning_osdp.planning.spec.plan import Baseline, ExecutionPlan
 from lightning_osdp.report import tables
 from lightning_osdp.report.emulation import emulation_table
 from lightning_osdp.strategy import arguments, offline
@@ -32,6 +33,11 @@ from lightning_osdp.strategy import arguments, offline
 BANNER = "One process stands for {ranks} ranks: losses and metrics mean nothing, and nothing is saved."
 
 STRATEGIES: tuple[StrategyName, ...] = ("osdp", "ddp", "fsdp", "fsdp2")
+
+_FSDP = ("FSDP per block", "FSDP per operator")
+
+BASELINES: dict[str, tuple[str, ...]] = {"ddp": ("DDP",), "fsdp": _FSDP, "fsdp2": _FSDP}
+"""The baselines of a plan, of which the first that it has says which batch size suits a strategy best."""
 
 WritePage = Callable[[str, ExecutionPlan], None]
 
@@ -45,7 +51,7 @@ class Request:
         cluster: the cluster that is not there.
         strategies: what to train under, in this order.
         num_steps: optimizer steps that are timed.
-        batch_size: per device, for all strategies; None: OSDP searches it, others get OSDP's.
+        batch_size: per device, for all strategies; None: the best of each.
         planning_args: arguments of OSDPStrategy.
     """
 
@@ -67,10 +73,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, help="how many nodes they are spread over (default: as few as possible)")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps that are timed (default: %(default)s)")
     parser.add_argument("--strategy", choices=list(STRATEGIES), default="osdp", help="(default: %(default)s)")
-    parser.add_argument("--compare", action="store_true", help="all strategies, one after the other")
+    parser.add_argument("--compare", action="store_true", help="all strategies, each at its own best batch size")
     parser.add_argument("--plan-only", action="store_true", help="print OSDP's plan and train nothing")
     parser.add_argument("--memory-limit", type=str, help="per device: 16GiB, or 90%% (default: what it has)")
-    parser.add_argument("--batch-size", type=int, help="per device, for all (default: the plan's)")
+    parser.add_argument("--batch-size", type=int, help="per device, for all (default: the best of each)")
     parser.add_argument("--max-batch-size", type=int, help="the largest that is considered")
     parser.add_argument("--global-batch-size", type=int, help="over all devices, made exactly")
     parser.add_argument("--cache", type=str, help="folder of measurements (default: the user's; '': none)")
@@ -137,21 +143,30 @@ def read_cluster(hardware: str, devices: int | None, nodes: int | None) -> Clust
 
 
 def _train_all(request: Request, quiet: bool) -> list[StrategyResult]:
-    """Train under each strategy; those after OSDP get its batch size, unless one was given."""
+    """Train under each strategy at the best batch size that OSDP's plan knows for it, unless one was given."""
     results: list[StrategyResult] = []
-    batch_size = request.batch_size
+    baselines: dict[str, Baseline] = {}
     for strategy in request.strategies:
+        names = BASELINES.get(strategy, ())
+        baseline = next((baselines[name] for name in names if name in baselines), None)
+        if baseline is not None and not baseline.fits:
+            missing = format_bytes(baseline.missing_bytes)
+            results.append(StrategyResult(strategy=strategy, failure=f"does not fit: {missing} are missing"))
+            continue
+        batch_size = request.batch_size or (baseline.batch_size if baseline is not None else None)
         result = _train(request, strategy, batch_size, quiet)
         if result.failure and len(request.strategies) == 1:
-            if result.needed_bytes:
-                raise InfeasibleError(
-                    result.failure, needed_bytes=result.needed_bytes, budget_bytes=result.budget_bytes
-                )
-            raise ConfigurationError(result.failure)
-        if result.plan is not None and batch_size is None:
-            batch_size = result.batch_size
+            raise _to_error(result)
+        if result.plan is not None:
+            baselines = {baseline.name: baseline for baseline in result.plan.baselines}
         results.append(result)
     return results
+
+
+def _to_error(result: StrategyResult) -> OSDPError:
+    if not result.needed_bytes:
+        return ConfigurationError(result.failure)
+    return InfeasibleError(result.failure, needed_bytes=result.needed_bytes, budget_bytes=result.budget_bytes)
 
 
 def _train(request: Request, strategy: StrategyName, batch_size: int | None, quiet: bool) -> StrategyResult:

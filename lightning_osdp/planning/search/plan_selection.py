@@ -25,7 +25,7 @@ from lightning_osdp.planning.search.batch_size_search import (
 )
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import FrozenModel, NonTrainingWork
-from lightning_osdp.planning.spec.plan import BatchSizePoint, ExecutionPlan
+from lightning_osdp.planning.spec.plan import ExecutionPlan
 
 BUDGET_TOLERANCE, BUDGET_TOLERANCE_BYTES = 0.1, 12 << 20
 """Difference of the model's memory budget (a fraction, or bytes if these are more) up to which two starts have the same
@@ -157,23 +157,7 @@ def find_cached_plan(
     if not similar:
         return None
     plan = repredict(WrapPolicySearch(variant_of_plan(similar[-1], problem)), policy, similar[-1], similar[-1])
-    return None if plan is None else apply_tried_plan(plan, trials)
-
-
-def apply_tried_plan(plan: ExecutionPlan, trials: Sequence[Trial]) -> ExecutionPlan:
-    """Return a plan as its trials have shown it, and no batch size that was not tried as better than it."""
-    known = apply_trial(plan, trials)
-    if not trials_of_plan(plan, trials):
-        return known
-    samples_per_s = known.predicted.samples_per_s
-    own = next((point.samples_per_s for point in plan.frontier if point.batch_size == plan.batch_size), samples_per_s)
-
-    def known_rate(point: BatchSizePoint) -> float:
-        is_own = point.batch_size == plan.batch_size or not own
-        return samples_per_s if is_own else min(samples_per_s, point.samples_per_s * samples_per_s / own)
-
-    frontier = (point.model_copy(update={"samples_per_s": known_rate(point)}) for point in plan.frontier)
-    return known.model_copy(update={"frontier": tuple(frontier)})
+    return None if plan is None else apply_trial(plan, trials)
 
 
 def _has_similar_budget(plan: ExecutionPlan, budget_bytes: int) -> bool:

@@ -243,6 +243,9 @@ class ExecutionPlan(FrozenModel):
     html_display: ClassVar[Callable[[ExecutionPlan], str | None]] = lambda plan: None
     """Makes what a notebook shows; set by ``report.display``."""
 
+    page_display: ClassVar[Callable[[ExecutionPlan], str]] = repr
+    """Makes ``to_html``; set by ``report.display``."""
+
     def __str__(self) -> str:
         return type(self).text_display(self)
 
@@ -279,6 +282,14 @@ class ExecutionPlan(FrozenModel):
     def to_json(self) -> str:
         """Return the plan as indented JSON text."""
         return self.model_dump_json(indent=2)
+
+    def to_html(self) -> str:
+        """Return the plan as a page of HTML with its pictures, which loads nothing from elsewhere.
+
+        Raises:
+            ConfigurationError: matplotlib, which draws the pictures, is not installed.
+        """
+        return type(self).page_display(self)
 
     @staticmethod
     def is_plan(text: str) -> bool:
