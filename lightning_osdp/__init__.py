@@ -22,7 +22,7 @@ from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.report import display
 from lightning_osdp.report.diff import diff
 from lightning_osdp.report.explain import explain
-from lightning_osdp.strategy import pytorch_lightning_guard
+from lightning_osdp.strategy import checkpointing, pytorch_lightning_guard
 from lightning_osdp.strategy.callback import OSDPCallback
 from lightning_osdp.strategy.offline import plan
 from lightning_osdp.strategy.osdp import OSDPStrategy
@@ -59,4 +59,5 @@ if not logging.root.hasHandlers():
 if "osdp" not in StrategyRegistry:
     OSDPStrategy.register_strategies(StrategyRegistry)
 pytorch_lightning_guard.register()
+checkpointing.explain_folders_in_load_from_checkpoint()
 display.register()

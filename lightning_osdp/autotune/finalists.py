@@ -5,7 +5,10 @@ All functions are collective: every rank must call them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_osdp.autotune.coordinator import UNTRIED_PLAN_MARGIN, MemoryBudget, PlanningCoordinator
 from lightning_osdp.autotune.profile import Profile
@@ -15,8 +18,11 @@ from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.autotune.trials import TrialSetup, run_plan_trials
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.cost.trial_correction import TRIAL_RELATIVE_ERROR, Trial, apply_trial, trials_of_plan
+from lightning_osdp.planning.search.finalists import pick_untried
 from lightning_osdp.planning.search.plan_selection import add_trials
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+
+log_info = rank_zero_only(logging.getLogger(__name__).info)
 
 MAX_PLAN_TRIALS = 2
 """Maximum number of searches in one start whose plan is tried."""
@@ -27,16 +33,18 @@ def search_and_trial(
 ) -> tuple[ExecutionPlan, Profile, MemoryBudget]:
     """Return the plan, and measurements and memory as they are after its trials (steps 5 to 7).
 
-    If plans could be tried, it is one of them.
+    If plans could be tried, it is one of them. Else a simple plan is preferred (``pick_untried``).
     """
     budget = coordinator.budget
     began_s = budget.elapsed_s()
     plan = coordinator.search(profile, memory_budget, TRIAL_RELATIVE_ERROR, FIRST_SEARCH_FRACTION)  # step 5
     search_s = budget.elapsed_s() - began_s
     was_cut_short = search_s >= FIRST_SEARCH_FRACTION * (budget.total_s - began_s - APPLY_RESERVE_S)
-    if trial_context is None or coordinator.ranks.is_offline:
+    if coordinator.ranks.is_offline:
         return plan, profile, memory_budget
     finalists = coordinator.find_finalists(profile, memory_budget, plan)
+    if trial_context is None:
+        return _take_untried(finalists), profile, memory_budget
     tried: list[ExecutionPlan] = []
     chosen: ExecutionPlan | None = None
     for searches_left in reversed(range(MAX_PLAN_TRIALS)):
@@ -62,7 +70,16 @@ def search_and_trial(
     # A search that takes no more time than the first one finds nothing better.
     if was_cut_short and budget.remaining_s() - APPLY_RESERVE_S > search_s:
         plan = coordinator.search(profile, memory_budget, UNTRIED_PLAN_MARGIN, 1.0)
-    return plan, profile, memory_budget
+        finalists = [plan, *finalists]
+    return _take_untried(finalists), profile, memory_budget
+
+
+def _take_untried(finalists: Sequence[ExecutionPlan]) -> ExecutionPlan:
+    """Return the plan to take of those that could not be tried."""
+    plan = pick_untried(finalists)
+    if plan is not finalists[0]:
+        log_info("the plan found can't be tried, and promises little more than a simpler one, which is taken")
+    return plan
 
 
 def _search_or_take(

@@ -31,7 +31,7 @@ from lightning_osdp.autotune.measure import agrees_with_kept, is_cache_valid, me
 from lightning_osdp.autotune.profile import NO_CORRECTION, Profile
 from lightning_osdp.autotune.profile_cache import ModelProfileCache, ProfileCache
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster
-from lightning_osdp.autotune.startup_budget import StartupBudget
+from lightning_osdp.autotune.startup_budget import MAX_TRIAL_S, StartupBudget
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.backend.recursion import allow_depth_of
 from lightning_osdp.backend.timer import CORE_SHARING
@@ -45,6 +45,9 @@ from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling import compute, engine_overhead
 from lightning_osdp.profiling.tracing.profile_store import architecture_key, trace_with_store
 from lightning_osdp.profiling.tracing.trace import TracedStep, TrainingStep, trace, trace_by_running
+
+KEY_SEPARATOR = "+"
+"""Between the keys of the typical batch and of the largest one."""
 
 log_info = rank_zero_only(logging.getLogger(__name__).info)
 
@@ -103,10 +106,13 @@ def profile_model(
     allow_depth_of(module)
     facts = (module, context.batch, context.batch_size, context.device)
     step = TrainingStep(*facts, step_context=context.step_context, evaluation=evaluation)
+    typical_key, _, largest_key = key.partition(KEY_SEPARATOR)
     try:
-        traced = trace(step) if cache is None else trace_with_store(step, ModelProfileCache(cache), key)
-        largest = context.largest_batch
-        return traced if largest is None else traced.with_memory_of(trace(replace(step, batch=largest)))
+        traced = _trace_or_load(step, cache, typical_key)
+        if context.largest_batch is None:
+            return traced
+        largest = _trace_or_load(replace(step, batch=context.largest_batch), cache, largest_key)
+        return replace(traced.with_memory_of(largest), key=KEY_SEPARATOR.join(filter(None, (traced.key, largest.key))))
     except TraceError as error:
         if any(parameter.is_meta for parameter in module.parameters()):
             raise  # a module without values can't run for real
@@ -118,6 +124,10 @@ def profile_model(
     # On CUDA the module is still on the host and runs there.
     batch = context.batch if context.largest_batch is None else context.largest_batch
     return trace_by_running(replace(step, batch=batch, device=next(module.parameters()).device))
+
+
+def _trace_or_load(step: TrainingStep, cache: Path | None, key: str) -> TracedStep:
+    return trace(step) if cache is None else trace_with_store(step, ModelProfileCache(cache), key)
 
 
 def profile_model_on_ranks(
@@ -204,8 +214,10 @@ def autotune(
     if plan is None:
         # 5. Search, 6. try the plan, 7. search again.
         plan, profile, memory_budget = search_and_trial(coordinator, profile, memory_budget, trial_context)
-        # 8. Cache it.
-        profile = _cache_plan(request, profile, plan, memory_budget, files)
+        # 8. Cache it, unless there was no time to try it: the next start need not measure, and has that time.
+        if plan.tried or trial_context is None or budget.remaining_s() > MAX_TRIAL_S:
+            profile = _cache_plan(request, profile, plan, memory_budget, files)
+    plan = coordinator.with_baselines(profile, memory_budget, plan)
     seconds = time.monotonic() - began_s
     log_info("planned in %s", format_seconds(seconds))
     replanner = Replanner(coordinator, profile, memory_budget)
@@ -290,6 +302,7 @@ def _measure_and_calibrate(
 ) -> Profile:
     """Measure and calibrate (steps 3 and 4), and cache the result. Kernels that only this takes are freed after it."""
     ranks, request = coordinator.ranks, coordinator.request
+    coordinator.budget.begin_stage("measuring links and kernels")
     traced = ranks.raise_on_all_ranks(traced.with_all_kernels)
     profile = measure_profile(traced, ranks, request.cluster, files, request.constraints, coordinator.free_bytes())
     profile = _calibrate(coordinator, profile, traced, trial_context)
@@ -302,6 +315,7 @@ def _calibrate(
 ) -> Profile:
     """Step 4. Return the measurements, scaled to the user's own step."""
     if trial_context is not None:
+        coordinator.budget.begin_stage("measuring the unsharded step")
         began_s = time.monotonic()
         calibration = run_calibration_trials(make_trial_setup(coordinator, profile, trial_context), profile.compute)
         profile = profile.model_copy(

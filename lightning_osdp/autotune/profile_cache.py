@@ -9,10 +9,12 @@ import platform
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import platformdirs
 import torch
 
 from lightning_osdp.autotune.profile import MeasuredCluster, Profile
@@ -142,12 +144,13 @@ def default_cache_folder() -> Path | None:
     """
     if own := os.environ.get("LIGHTNING_OSDP_CACHE"):
         return Path(own)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_osdp"
-    except RuntimeError as error:
-        text = f"nothing measured is kept for later starts ({error}): set HOME or LIGHTNING_OSDP_CACHE"
-        warnings.warn(text, OSDPWarning, stacklevel=2)
-        return None
+    with suppress(RuntimeError):  # where there is no home folder
+        folder = platformdirs.user_cache_path("lightning_osdp", appauthor=False)
+        if folder.is_absolute():
+            return folder
+    text = "nothing measured is kept for later starts: there is no home folder, so set HOME or LIGHTNING_OSDP_CACHE"
+    warnings.warn(text, OSDPWarning, stacklevel=2)
+    return None
 
 
 def cache_key(

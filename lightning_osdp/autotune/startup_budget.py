@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from lightning_osdp.autotune.progress import StageDisplay
 from lightning_osdp.autotune.ranks import RankGroup
 
 STARTUP_BUDGET_S = 30.0
@@ -58,16 +59,24 @@ class StartupBudget:
         ranks: the ranks that start together.
         began_s: when the start began on this rank (``time.monotonic``).
         total_s: the time of the whole start; infinite for a start without a deadline.
+        display: shows the stages on this rank.
     """
 
     ranks: RankGroup
     began_s: float
     total_s: float = STARTUP_BUDGET_S
+    display: StageDisplay = field(default_factory=StageDisplay)
 
     @classmethod
     def unlimited(cls, ranks: RankGroup) -> StartupBudget:
         """Return the budget of a start without a deadline, which begins now."""
         return cls(ranks, time.monotonic(), math.inf)
+
+    def begin_stage(self, stage: str, detail: str = "") -> None:
+        """Show what the start does from now on, and the time that this rank has left. Not collective."""
+        elapsed_s = time.monotonic() - self.began_s
+        left = f"{max(0.0, self.total_s - elapsed_s):.0f} of {self.total_s:.0f} s left"
+        self.display.show(stage, detail, left if math.isfinite(self.total_s) else f"{elapsed_s:.0f} s so far")
 
     def elapsed_s(self) -> float:
         """Return the time since the start began on the first of the ranks. Collective: every rank must call it."""

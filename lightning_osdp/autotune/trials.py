@@ -142,8 +142,9 @@ def run_plan_trials(
         limit_s = available_s if index < MIN_ROUNDS else min(available_s, MAX_TURNS_S)
         if index and spent_s + spent_s / index > limit_s:
             break
-        for trial, own in zip(trials, timings, strict=True):
+        for number, (trial, own) in enumerate(zip(trials, timings, strict=True), start=1):
             if len(own) == index:  # the others have failed
+                setup.budget.begin_stage(f"trying plan {number} of {len(trials)}", f", round {index + 1}")
                 own += _run_turn(setup, trial)
         if not (timings and timings[0]):
             return []

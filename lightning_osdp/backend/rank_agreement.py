@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from lightning_osdp.backend.blocked_thread import BlockedWatch, Wait
 from lightning_osdp.errors import ShardingError
 
 RESPONSE_INTERVAL_S = 0.2
@@ -29,11 +29,18 @@ RESPONSE_INTERVAL_S = 0.2
 INQUIRY_AFTER_S, INQUIRY_INTERVAL_S = 0.05, 1.0
 """Seconds after which a rank that asks wants to know where the others are, and between two such inquiries."""
 
-BLOCKED_S = 6.0
-"""Seconds for which a rank has to answer that it is blocked in the same place until it counts as blocked for good."""
+LOOK_INTERVAL_S, LOOK_INTERVAL_S_PER_RANK = 0.02, 0.002
+"""Seconds between two looks at the answers: the store serves the looks of all ranks, each of which is as long as there
+are ranks."""
 
-NO_ANSWER_S = 20.0
-"""Seconds without an answer after which a rank counts as ended."""
+BLOCKED_S = 6.0
+"""Seconds for which a rank has to be blocked in the same place until it counts as blocked for good."""
+
+MAX_UNANSWERED = 2
+"""Number of inquiries that the answer of a rank may be old until it says nothing of where the rank is."""
+
+NO_ANSWER_S = 60.0
+"""Seconds without an answer after which a rank counts as ended. Native code that holds Python's lock gives none."""
 
 MAX_POLL_S = 0.02
 """Longest pause between two looks at whether the ranks have decided."""
@@ -98,6 +105,8 @@ class RankAgreement:
         self._last_event = ""
         self._num_answered = 0
         self._last_decision = -1
+        self._store.set(f"request/{self._rank}", json.dumps({"position": -1}))
+        self._store.set(f"status/{self._rank}", "{}")
         _responder.add(self)
 
     def advance(self, event: str) -> bool:
@@ -134,11 +143,12 @@ class RankAgreement:
             raise ShardingError(decision.error_message)
         return decision
 
-    def answer_inquiry(self, connection: Any) -> None:
+    def answer_inquiry(self, connection: Any, wait: Wait) -> None:
         """Tell ranks that wait for this one how far it is. Called by the responder.
 
         Args:
             connection: a connection to the store for the responder alone.
+            wait: what the main thread waits for.
         """
         store: Any = PrefixStore(self._prefix, connection)
         inquiries = store.add("inquiries", 0)
@@ -147,9 +157,18 @@ class RankAgreement:
         with self._lock:
             self._must_ask = True
             status = {"position": self._position, "inquiries": inquiries}
-        status |= {"did": self._describe(self._last_event), "blocked_in": find_blocking_operation()}
+        status |= {"did": self.describe_last(), "blocked_in": wait.operation, "blocked_s": wait.seconds}
         store.set(f"status/{self._rank}", json.dumps(status))
         self._num_answered = max(inquiries, self._num_answered)
+
+    def describe_last(self) -> str:
+        """Return what this rank has done last, in words."""
+        return self._describe(self._last_event)
+
+    @property
+    def position(self) -> int:
+        """Return the number of steps that this rank has made."""
+        return self._position
 
     def report_end(self, connection: Any) -> None:
         """Tell the other ranks that this one has ended. Called by the responder."""
@@ -182,7 +201,7 @@ class RankAgreement:
             elif waiting is not None:
                 waiting.look(position, request, self._timeout_s)
             time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, MAX_POLL_S)
+            pause_s = min(2 * pause_s, MAX_POLL_S)
         return True
 
 
@@ -194,60 +213,60 @@ class _Inquiry:
     """What a rank that waits for a decision learns of the others."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
-        self._store, self._others = store, [other for other in range(size) if other != rank]
-        self._rank = rank
-        self._started_s = self._inquired_s = time.monotonic()
-        self._first = self._store.add("inquiries", 1)
-        self._statuses: dict[int, dict[str, Any]] = {}
-        self._since_s: dict[int, float] = {}
-        """When each rank came to where it says that it is."""
-        self._answered_s: dict[int, float] = {}
+        self._store, self._rank = store, rank
+        self._keys = [f"{kind}/{other}" for kind in ("status", "request") for other in range(size)]
+        self._others = [other for other in range(size) if other != rank]
+        self._look_interval_s = LOOK_INTERVAL_S + LOOK_INTERVAL_S_PER_RANK * size
+        self._started_s = self._inquired_s = self._looked_s = time.monotonic()
+        self._first = self._last = self._store.add("inquiries", 1)
+        self._statuses: list[dict[str, Any]] = [{} for _ in range(size)]
+        self._requests: list[dict[str, Any]] = [{} for _ in range(size)]
 
     def has_passed(self, position: int) -> bool:
         """Return whether any other rank has gone on from ``position``."""
-        return any(status.get("position", -1) > position for status in self._statuses.values())
+        return any(status.get("position", -1) > position for status in self._statuses)
 
     def look(self, position: int, request: Request, timeout_s: float) -> None:
-        """Read the answers.
+        """Read the answers, unless that was done just now.
 
         Raises:
             ShardingError: no decision can come any more.
         """
         now_s = time.monotonic()
+        if now_s - self._looked_s < self._look_interval_s:
+            return
+        self._looked_s = now_s
         if now_s - self._inquired_s > INQUIRY_INTERVAL_S:
             self._inquired_s = now_s
-            self._store.add("inquiries", 1)
-        for rank in self._others:
-            if not self._store.check([f"status/{rank}"]):
-                continue
-            before, status = self._statuses.get(rank, {}), json.loads(self._store.get(f"status/{rank}"))
-            self._statuses[rank] = status
-            if any(before.get(key) != status.get(key) for key in ("position", "blocked_in")):
-                self._since_s[rank] = now_s
-            if before.get("inquiries") != status.get("inquiries"):
-                self._answered_s[rank] = now_s
+            self._last = self._store.add("inquiries", 1)
+        if self._store.check(self._keys):  # otherwise a rank has no engine yet
+            values = [json.loads(text) for text in self._store.multi_get(self._keys)]
+            self._statuses, self._requests = values[: len(values) // 2], values[len(values) // 2 :]
         wanted = f"rank {self._rank} {request.description}"
         waited_s = now_s - self._started_s
-        silent = [r for r in self._others if self._statuses.get(r, {}).get("inquiries", 0) < self._first]
-        ended = [rank for rank in self._others if self._statuses.get(rank, {}).get("ended")]
+        silent = [rank for rank in self._others if self._statuses[rank].get("inquiries", 0) < self._first]
+        ended = [rank for rank in self._others if self._statuses[rank].get("ended")]
         if ended or (silent and waited_s > NO_ANSWER_S):
             rank = (ended or silent)[0]
             raise ShardingError(f"lost the connection to rank {rank}, which has ended or hangs, while {wanted}")
         if waited_s > timeout_s:
-            raise ShardingError(f"timed out: {wanted}, and other ranks did not come within {timeout_s:g} s")
-        self._raise_if_blocked(position, wanted)
+            raise ShardingError(
+                f"timed out: {wanted}, and other ranks did not come within {timeout_s:g} s. Where a rank needs longer "
+                "by itself, set OSDPStrategy(timeout=...)"
+            )
+        if waited_s >= BLOCKED_S:
+            self._raise_if_blocked(position, wanted)
 
     def _raise_if_blocked(self, position: int, wanted: str) -> None:
         """Raise an error if all other ranks ask as well, or are blocked in an operation that needs this rank."""
         blocked = []
         for rank in self._others:
-            status = self._statuses.get(rank, {})
-            if not status.get("blocked_in") or self._answered_s[rank] - self._since_s[rank] < BLOCKED_S:
-                has_asked = self._store.check([f"request/{rank}"])
-                if has_asked and json.loads(self._store.get(f"request/{rank}"))["position"] == position:
-                    continue
+            status = self._statuses[rank]
+            is_answering = status.get("inquiries", 0) >= max(self._first, self._last - MAX_UNANSWERED)
+            if is_answering and status["blocked_s"] >= BLOCKED_S:
+                blocked.append(f"rank {rank} waits in {status['blocked_in']}, after it {status['did']}")
+            elif self._requests[rank].get("position") != position:
                 return
-            blocked.append(f"rank {rank} waits in {status['blocked_in']}, after it {status['did']}")
         if blocked:
             raise ShardingError(f"ranks wait for each other: {wanted}, while {'; '.join(blocked)}. {ADVICE}")
 
@@ -259,24 +278,6 @@ ADVICE = (
 """What to do where ranks differ."""
 
 
-_COLLECTIVE_MODULES = {f"lightning_osdp.backend.{name}" for name in ("collectives", "hierarchical", "cpu.ring", "work")}
-"""Modules whose functions wait for other ranks."""
-
-
-def find_blocking_operation() -> str:
-    """Return the collective operation in which the main thread is now, with the line that called it; or nothing."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    operation = ""
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module == "torch.distributed.distributed_c10d" or (module in _COLLECTIVE_MODULES and not operation):
-            operation = frame.f_code.co_name
-        elif operation and not module.startswith(("torch.", "lightning_osdp.backend")):
-            return f"{operation} ({module}, line {frame.f_lineno})"
-        frame = frame.f_back
-    return operation
-
-
 class _Responder:
     """The thread that answers inquiries of other ranks, for all agreements of this process."""
 
@@ -286,6 +287,8 @@ class _Responder:
         self._thread: threading.Thread | None = None
         self._store: Any = None
         self._stopped = threading.Event()
+        self.wait = Wait()
+        """What the main thread waits for."""
 
     def add(self, agreement: RankAgreement) -> None:
         """Answer inquiries for ``agreement``."""
@@ -312,20 +315,30 @@ class _Responder:
         if self._thread is not None:
             self._thread.join(2.0)
 
-    def _list_agreements(self) -> list[RankAgreement]:
+    def list_agreements(self) -> list[RankAgreement]:
+        """Return those for which inquiries are answered."""
         with self._lock:
             return list(self._agreements)
 
     def _run(self, connection: Any, stopped: threading.Event) -> None:
+        watch = BlockedWatch()
         with suppress(RuntimeError):  # the store has ended with rank 0
             while not stopped.wait(RESPONSE_INTERVAL_S):
-                self._answer_inquiries(connection)
-            for agreement in self._list_agreements():
+                self._answer_inquiries(connection, watch)
+            for agreement in self.list_agreements():
                 agreement.report_end(connection)
 
-    def _answer_inquiries(self, connection: Any) -> None:  # a variable of the thread would hold the last engine
-        for agreement in self._list_agreements():
-            agreement.answer_inquiry(connection)
+    def _answer_inquiries(self, connection: Any, watch: BlockedWatch) -> None:
+        agreements = self.list_agreements()  # a variable of the thread's loop would hold the last engine
+        self.wait = watch.look(sum(agreement.position for agreement in agreements))
+        for agreement in agreements:
+            agreement.answer_inquiry(connection, self.wait)
 
 
 _responder = _Responder()
+
+
+def present_wait() -> tuple[Wait, str]:
+    """Return what the main thread waits for, and what the ranks have agreed on last, in words."""
+    agreements = sorted(_responder.list_agreements(), key=lambda agreement: agreement.position)
+    return _responder.wait, agreements[-1].describe_last() if agreements else "did nothing"

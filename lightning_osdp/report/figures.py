@@ -112,13 +112,14 @@ def memory_figure(plan: ExecutionPlan, model: ModelProfile) -> Figure:
         PlanMismatchError: the plan is for another model.
     """
     plan.check(model, plan.cluster.ranks)
-    wrapped = WrappedModel.from_assignment(model, [operator.unit for operator in plan.operators])
+    operators = plan.operators_of(model)
+    wrapped = WrappedModel.from_assignment(model, [operator.unit for operator in operators])
     growth = plan.peak.heap_growth if plan.peak is not None else 0.0
     timeline = Timeline(
         wrapped.model, plan.cluster, plan.predicted.overhead_bytes, heap=HeapModel(growth, LinearInBatch())
     )
     step = (plan.batch_size, plan.accumulate_grad_batches, plan.recomputed)
-    choices = wrapped.merge_choices([operator.choice for operator in plan.operators])
+    choices = wrapped.merge_choices([operator.choice for operator in operators])
     curves, peak = timeline.curves(choices, *step), timeline.peak(choices, *step)
     phases = timeline.phases(plan.recomputed)
     total = sum(curves.values())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Sequence
+from typing import NamedTuple
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from lightning_osdp.planning.search.batch_size_search import Candidate
@@ -13,6 +14,7 @@ from lightning_osdp.planning.spec.formatting import format_bytes, format_count, 
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint, SimulatedResult
+from lightning_osdp.report.baseline_text import baseline_cells
 from lightning_osdp.report.figures import (
     STRATEGIES,
     decisions_figure,
@@ -23,29 +25,38 @@ from lightning_osdp.report.figures import (
     to_svg,
     tradeoff_figure,
 )
-from lightning_osdp.report.operator_runs import describe_operator_choice, group_runs
+from lightning_osdp.report.operator_rows import operator_rows
 
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="generator" content="osdp">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-body {{ font-family: system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
-table {{ border-collapse: collapse; margin: 1rem 0; }}
-th, td {{ text-align: left; padding: 0.25rem 1.5rem 0.25rem 0; border-bottom: 1px solid #ddd; vertical-align: top; }}
-td.number, th.number {{ text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }}
-img {{ max-width: 100%; height: auto; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-{body}
-</body>
-</html>
-"""
+BASELINE_HEADER = ("instead", ">batch size", ">samples/s", "gain of this plan")
+
+OPERATOR_HEADER = ("operators", "mode", ">count", ">parameters")
+
+DEVICE_HEADER = (
+    ">devices",
+    "sharding",
+    ">batch size",
+    ">throughput",
+    ">peak memory",
+    ">sharded",
+    ">split",
+    ">blocks recomputed",
+)
+
+_PAGE = Environment(loader=PackageLoader(__package__, ""), autoescape=True, undefined=StrictUndefined)
+
+
+class _Section(NamedTuple):
+    """What ``page.html.jinja`` shows under a title. Columns whose titles start with ``>`` hold numbers."""
+
+    title: str
+    picture: str = ""
+    description: str = ""
+    header: Sequence[str] = ()
+    table_rows: Sequence[Sequence[str]] = ()
+
+    @property
+    def header_cells(self) -> list[str]:
+        return [title.removeprefix(">") for title in self.header]
 
 
 def render_page(
@@ -69,49 +80,37 @@ def render_page(
     Raises:
         PlanMismatchError: the plan is for another model than ``model``.
     """
-    parts = [_section("The plan", _summary_table(plan))]
-    parts += [_section("Batch size", _image(throughput_figure(plan), "Throughput and memory by batch size"))]
+    sections = [
+        _Section("The plan", header=["", "predicted"], table_rows=_summary_rows(plan)),
+        _Section("Batch size", _encode(throughput_figure(plan)), "Throughput and memory by batch size"),
+    ]
+    if plan.baselines:
+        rows = [baseline_cells(plan, baseline) for baseline in plan.baselines]
+        sections.append(_Section("What else there was", header=BASELINE_HEADER, table_rows=rows))
     if model is not None:
-        parts.append(_section("Memory", _image(memory_figure(plan, model), "Memory along one training step")))
-    decisions = _image(decisions_figure(plan), "How the states of each operator are kept")
-    parts.append(_section("Operators", decisions + _operator_table(plan)))
+        sections.append(_Section("Memory", _encode(memory_figure(plan, model)), "Memory along one training step"))
+    picture, said = _encode(decisions_figure(plan)), "How the states of each operator are kept"
+    sections.append(_Section("Operators", picture, said, OPERATOR_HEADER, _operator_rows(plan)))
     if tradeoff:
-        picture = _image(tradeoff_figure(tradeoff, plan.memory_limit_bytes), "Step time against memory")
-        parts.append(_section("What memory buys", picture))
+        picture = _encode(tradeoff_figure(tradeoff, plan.memory_limit_bytes))
+        sections.append(_Section("What memory buys", picture, "Step time against memory"))
     if points:
-        picture = _image(devices_figure(points), "Throughput and memory by number of devices")
-        parts.append(_section("Other numbers of devices", picture + _device_table(points)))
+        picture, said = _encode(devices_figure(points)), "Throughput and memory by number of devices"
+        device_rows = [_device_row(point, field) for point in points for field in STRATEGIES]
+        sections.append(_Section("Other numbers of devices", picture, said, DEVICE_HEADER, device_rows))
     devices = f"{plan.cluster.ranks} device{'' if plan.cluster.ranks == 1 else 's'}"
     title = f"Execution plan: {format_count(plan.model.num_parameters)} parameters on {devices}"
-    return _PAGE.format(title=escape(title), body="\n".join(parts))
+    return _PAGE.get_template("page.html.jinja").render(title=title, sections=sections)
 
 
-def _section(title: str, content: str) -> str:
-    return f"<section>\n<h2>{escape(title)}</h2>\n{content}\n</section>"
+def _encode(figure: Figure) -> str:
+    return base64.b64encode(to_svg(figure).encode()).decode()
 
 
-def _image(figure: Figure, description: str) -> str:
-    data = base64.b64encode(to_svg(figure).encode()).decode()
-    return f'<img alt="{escape(description)}" src="data:image/svg+xml;base64,{data}">\n'
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Make a table; a column whose title starts with ``>`` holds numbers and is aligned to the right."""
-    kinds = [' class="number"' if title.startswith(">") else "" for title in header]
-
-    def line(tag: str, cells: Sequence[str]) -> str:
-        written = (f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
-        return f"<tr>{''.join(written)}</tr>"
-
-    head = line("th", [title.removeprefix(">") for title in header])
-    body = "\n".join(line("td", row) for row in rows)
-    return f"<table>\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table>"
-
-
-def _summary_table(plan: ExecutionPlan) -> str:
+def _summary_rows(plan: ExecutionPlan) -> list[tuple[str, str]]:
     predicted, cluster = plan.predicted, plan.cluster
     nodes = f"{cluster.nodes} nodes of {cluster.devices_per_node}" if cluster.nodes > 1 else "one node"
-    rows = [
+    return [
         ("devices", f"{cluster.ranks} ({nodes}, {cluster.device}, {cluster.backend})"),
         (
             "batch size",
@@ -130,47 +129,27 @@ def _summary_table(plan: ExecutionPlan) -> str:
             f"{format_bytes(predicted.overhead_bytes)} of it before the model",
         ),
     ]
-    return _table(["", "predicted"], rows)
 
 
-def _operator_table(plan: ExecutionPlan) -> str:
-    rows = [
-        (
-            run.label,
-            describe_operator_choice(run.operators[0]),
-            str(len(run.operators)),
-            format_count(run.num_parameters),
-        )
-        for run in group_runs(plan.operators)
+def _operator_rows(plan: ExecutionPlan) -> list[Sequence[str]]:
+    return [
+        ("\N{NO-BREAK SPACE}" * 4 * row.is_part + row.label, row.mode, str(row.count), format_count(row.num_parameters))
+        for row in operator_rows(plan)
     ]
-    return _table(["operators", "mode", ">count", ">parameters"], rows)
 
 
-def _device_table(points: Sequence[SimulatedPoint]) -> str:
-    def row(point: SimulatedPoint, field: str) -> Sequence[str]:
-        one: SimulatedResult | None = getattr(point, field)
-        start = [str(point.devices), STRATEGIES[field][0]]
-        if one is None:
-            needed = f" (needs {format_bytes(point.needed_bytes)})" if field == "osdp" else ""
-            return [*start, "", "does not fit" + needed, "", "", "", ""]
-        return [
-            *start,
-            str(one.batch_size),
-            format_rate(one.samples_per_s),
-            format_bytes(one.peak_memory_bytes),
-            f"{one.sharded_share:.0%}",
-            f"{one.split_share:.0%}",
-            str(one.recomputed_blocks),
-        ]
-
-    header = [
-        ">devices",
-        "sharding",
-        ">batch size",
-        ">throughput",
-        ">peak memory",
-        ">sharded",
-        ">split",
-        ">blocks recomputed",
+def _device_row(point: SimulatedPoint, field: str) -> Sequence[str]:
+    one: SimulatedResult | None = getattr(point, field)
+    start = [str(point.devices), STRATEGIES[field][0]]
+    if one is None:
+        needed = f" (needs {format_bytes(point.needed_bytes)})" if field == "osdp" else ""
+        return [*start, "", "does not fit" + needed, "", "", "", ""]
+    return [
+        *start,
+        str(one.batch_size),
+        format_rate(one.samples_per_s),
+        format_bytes(one.peak_memory_bytes),
+        f"{one.sharded_share:.0%}",
+        f"{one.split_share:.0%}",
+        str(one.recomputed_blocks),
     ]
-    return _table(header, [row(point, field) for point in points for field in STRATEGIES])

@@ -10,6 +10,12 @@ from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingS
 from lightning_osdp.planning.spec.formatting import format_seconds
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 
+MODE_DESCRIPTIONS = {
+    Mode.DP: "replicated",
+    Mode.ZDP2: "sharded, gathered once a step",
+    Mode.ZDP: "sharded, gathered twice a step",
+}
+
 
 @dataclass(frozen=True)
 class OperatorRun:

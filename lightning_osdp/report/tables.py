@@ -1,7 +1,9 @@
-"""Show plans as tables: decisions, predictions and measurements. Tables read well without colours, in 100 columns."""
+"""Show plans as tables: decisions, predictions and measurements. They read well without colours, in 80 columns."""
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -14,12 +16,23 @@ from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.formatting import format_bytes, format_count, format_seconds
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint
-from lightning_osdp.report.operator_runs import OperatorRun, describe_operator_choice, describe_tried, group_runs
+from lightning_osdp.report.baseline_text import baseline_cells, describe_gain, format_throughput
+from lightning_osdp.report.operator_rows import TableRow, operator_rows
+from lightning_osdp.report.operator_runs import MODE_DESCRIPTIONS, describe_tried
 
 MAX_RUNNERS_UP = 3
 """Number of other batch sizes that a table shows."""
 
-_BAR_WIDTH = 24
+WIDTH, _GAP = 80, 2
+"""Width of tables, and blanks between their columns."""
+
+_MIN_MODE_WIDTH, _MAX_MODE_WIDTH = 14, 32
+"""Least width of the column of modes, and the one above which it is wrapped if names need the rest."""
+
+_BREAK = r"(?<= )|(?=\.)"
+"""Where names of operators may be wrapped."""
+
+_BAR_WIDTH = 20
 
 _OPTIONAL_COLUMNS = {
     "sharded_share": "sharded",
@@ -31,7 +44,7 @@ _OPTIONAL_COLUMNS = {
 
 
 def plan_table(plan: ExecutionPlan, profiling_s: float | None = None, collectives: int | None = None) -> Group:
-    """Show a plan: its summary, the choice of each run of operators, the share of each mode, and other batch sizes.
+    """Show a plan: its summary, the modes of blocks and operators, the share of each mode, and what else there was.
 
     Args:
         plan: the plan.
@@ -39,14 +52,24 @@ def plan_table(plan: ExecutionPlan, profiling_s: float | None = None, collective
         collectives: number of collectives in one optimizer step on each rank; None if unknown.
     """
     parts: list[RenderableType] = [_heading(plan), _summary(plan, profiling_s, collectives), ""]
-    parts += [_run_table(group_runs(plan.operators)), "", _mode_table(plan.operators)]
+    parts += [_operator_table(operator_rows(plan)), "", _mode_table(plan.operators)]
     if any(point.batch_size != plan.batch_size for point in plan.frontier):
         parts += ["", _frontier_table(plan)]
+    if plan.baselines:
+        parts += ["", baseline_table(plan)]
     return Group(*parts)
 
 
-def measured_table(plan: ExecutionPlan, measured: MeasuredStep, steps: int) -> Table:
-    """Compare predicted with measured step time, its parts, throughput and peak memory.
+def baseline_table(plan: ExecutionPlan) -> Table:
+    """Show what else there was: DDP, ZeRO-2 and FSDP, each at its best batch size, and the gain of the plan over it."""
+    table = _table("what else there was", ">batch size", ">samples/s", "gain of this plan")
+    for baseline in plan.baselines:
+        table.add_row(*baseline_cells(plan, baseline))
+    return table
+
+
+def measured_table(plan: ExecutionPlan, measured: MeasuredStep, steps: int) -> Group:
+    """Compare predicted with measured step time, its parts, throughput and peak memory, and say what was gained.
 
     The error is (predicted - measured) / measured: positive where the prediction was too high.
 
@@ -69,7 +92,8 @@ def measured_table(plan: ExecutionPlan, measured: MeasuredStep, steps: int) -> T
     table = _table(f"after {steps} steps", ">predicted", ">measured", ">error")
     for name, expected, seen, write in rows:
         table.add_row(name, write(expected), write(seen), _format_difference(expected, seen) if seen else "")
-    return table
+    gain = describe_gain(plan, samples_per_s)
+    return Group(table, *([Text(f"\n{gain}")] if gain else ()))
 
 
 def simulation_table(points: Sequence[SimulatedPoint]) -> Table:
@@ -94,14 +118,14 @@ def simulation_table(points: Sequence[SimulatedPoint]) -> Table:
                 devices,
                 name,
                 str(one.batch_size),
-                f"{one.samples_per_s:,.1f}" if one.samples_per_s >= 1 else f"{one.samples_per_s:.3f}",
+                format_throughput(one.samples_per_s),
                 format_bytes(one.peak_memory_bytes),
                 *(f"{value:.0%}" if isinstance(value := getattr(one, name), float) else str(value) for name in more),
             )
     return table
 
 
-def to_text(renderable: RenderableType, width: int = 100) -> str:
+def to_text(renderable: RenderableType, width: int = WIDTH) -> str:
     """Render a table as plain text of at most ``width`` columns, for logs and files."""
     console = Console(width=width, color_system=None, force_terminal=False, force_jupyter=False)
     with console.capture() as capture:
@@ -148,16 +172,35 @@ def _summary(plan: ExecutionPlan, profiling_s: float | None, collectives: int | 
     return table
 
 
-def _run_table(runs: Sequence[OperatorRun]) -> Table:
+def _operator_table(rows: Sequence[TableRow]) -> Table:
+    """Show rows of operators: names that are too long for a line are wrapped at dots and commas."""
+    counts, sizes = [str(row.count) for row in rows], [format_count(row.num_parameters) for row in rows]
+    available = WIDTH - 3 * _GAP - max(map(len, ["count", *counts])) - max(map(len, ["parameters", *sizes]))
+    longest = max((len(row.label) + 2 * row.is_part for row in rows), default=0)
+    pieces = (len(piece) + 4 * row.is_part for row in rows for piece in re.split(_BREAK, row.label))
+    needed = min(longest, max(available - _MAX_MODE_WIDTH, *pieces, 0))
+    mode_width = max(_MIN_MODE_WIDTH, min(max((len(row.mode) for row in rows), default=0), available - needed))
     table = _table("operators", "mode", ">count", ">parameters")
-    for run in runs:
-        table.add_row(
-            Text(run.label),  # a str would be read as markup
-            describe_operator_choice(run.operators[0]),
-            str(len(run.operators)),
-            format_count(run.num_parameters),
-        )
+    for row, count, size in zip(rows, counts, sizes, strict=True):
+        label = Text(wrap_name(row.label, available - mode_width, 2 * row.is_part))  # a str would be read as markup
+        table.add_row(label, textwrap.fill(row.mode, mode_width, break_on_hyphens=False), count, size)
     return table
+
+
+def wrap_name(name: str, width: int, indent: int = 0) -> str:
+    """Wrap a dotted name, or several, before a dot or after a blank: what lies between is never broken.
+
+    Args:
+        name: the name.
+        width: of a line; a longer piece has a line of its own.
+        indent: blanks before the first line; further ones have two more.
+    """
+    lines = [" " * indent]
+    for piece in re.split(_BREAK, name):
+        if len(lines[-1]) + len(piece.rstrip()) > width and lines[-1].strip():
+            lines.append(" " * (indent + 2))
+        lines[-1] += piece
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _mode_table(operators: Iterable[OperatorPlan]) -> Table:
@@ -168,11 +211,11 @@ def _mode_table(operators: Iterable[OperatorPlan]) -> Table:
             numel, k = operator.num_parameters, len(operator.slices)
             by_mode[mode] += numel * (index + 1) // k - numel * index // k
     total = by_mode.total()
-    table = _table("mode", ">parameters", ">share")
+    table = _table("mode", "meaning", ">parameters", ">share")
     for mode in Mode:
         if mode in by_mode:
             share = by_mode[mode] / total if total else 0.0
-            table.add_row(mode.value, format_count(by_mode[mode]), f"{share:.1%}")
+            table.add_row(mode.value, MODE_DESCRIPTIONS[mode], format_count(by_mode[mode]), f"{share:.1%}")
     return table
 
 
@@ -195,7 +238,7 @@ def _frontier_table(plan: ExecutionPlan) -> Table:
 
 def _table(*columns: str) -> Table:
     """Make an empty table; a column whose title starts with ``>`` holds numbers and is aligned to the right."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold underline")
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold underline")
     for title in columns:
         table.add_column(title.removeprefix(">"), justify="right" if title.startswith(">") else "left", no_wrap=True)
     table.columns[0].no_wrap = False
@@ -214,7 +257,7 @@ def _prefetch_text(plan: ExecutionPlan) -> str:
 
 
 def _format_throughput(samples_per_s: float) -> str:
-    return f"{samples_per_s:,.1f} samples/s" if samples_per_s >= 1 else f"{samples_per_s:.3f} samples/s"
+    return f"{format_throughput(samples_per_s)} samples/s"
 
 
 def _format_difference(value: float, reference: float) -> str:

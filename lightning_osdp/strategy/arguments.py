@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelPruning
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_osdp.errors import ConfigurationError, OSDPWarning
+from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.files import describe_error
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from lightning_osdp.state.atomic_files import write_text
 from lightning_osdp.strategy import precision
 
 
@@ -61,13 +53,6 @@ def reject_unsupported(trainer: pl.Trainer, plugin: Precision) -> None:
             raise ConfigurationError(
                 f"{type(callback).__name__} puts masked copies in the place of weights, which the plan does not know: "
                 "remove the callback, and prune by hand (parameter.data[mask] = 0) or after training"
-            )
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
-            mebibytes = sum(parameter.nbytes for parameter in module.parameters()) / (1 << 20)
-            rank_zero_warn(
-                f"{type(callback).__name__} averages a copy of the whole module on every rank: {mebibytes:.1f} MiB "
-                "that the plan does not count, so lower memory_limit by as much",
-                category=OSDPWarning,
             )
     precision.check(plugin)
     if module._compiled_call_impl is not None:
@@ -196,11 +181,3 @@ def _read_text(path: Path, kind: str) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no path
         raise ConfigurationError(f"the {kind} file {path} can't be read: {error}") from error
-
-
-def write_plan(plan: ExecutionPlan, path: Path) -> None:
-    """Write the plan to a file, or warn: the other ranks train already, and the plan is on the screen."""
-    try:
-        write_text(path, plan.to_json(), ExecutionPlan.is_plan)
-    except (OSError, ConfigurationError) as error:
-        warnings.warn(f"the plan can't be written to {path.parent}: {error}", OSDPWarning, stacklevel=3)

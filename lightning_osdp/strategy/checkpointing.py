@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.core import saving
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_osdp.backend.agree import raise_on_all_ranks
+from lightning_osdp.backend.emulated import is_emulated
 from lightning_osdp.errors import CheckpointError, ConfigurationError, OSDPWarning
 from lightning_osdp.planning.spec.model import CheckpointMemory
 from lightning_osdp.state import atomic_files
@@ -213,6 +215,8 @@ class CheckpointingStrategy(FailureAwareStrategy):
         def save_checkpoint(
             filepath: Any, weights_only: bool | None = None, storage_options: Any | None = None
         ) -> None:
+            if is_emulated(dist.group.WORLD):  # its values mean nothing
+                return
             if trainer.state.status == TrainerStatus.INTERRUPTED and not self._can_all_ranks_save():
                 rank_zero_warn(f"{filepath} is not saved: not all ranks are there to save it", category=OSDPWarning)
                 return
@@ -239,6 +243,27 @@ class CheckpointingStrategy(FailureAwareStrategy):
         return self._failure_detector is not None and self._failure_detector.can_meet_after_failure(
             sys.exception(), SAVE_WAIT_S
         )
+
+
+def explain_folders_in_load_from_checkpoint() -> None:
+    """Make ``load_from_checkpoint`` say what to do with a sharded checkpoint, which it can't open. Idempotent."""
+    original = saving.pl_load  # type: ignore[attr-defined]
+    if getattr(original, "explains_folders", False):
+        return
+
+    @functools.wraps(original)
+    def load_file(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
+        is_path = isinstance(path_or_url, str | Path)
+        if is_path and (local_path(path_or_url) / atomic_files.TRAINER_FILE).is_file():
+            raise CheckpointError(
+                f"{path_or_url} is a folder of save_format='sharded', load_from_checkpoint reads one file: make one "
+                f"with `osdp consolidate {path_or_url} FILE`, or give the folder to a Trainer with "
+                "strategy='osdp' as ckpt_path"
+            )
+        return original(path_or_url, *args, **kwargs)
+
+    load_file.explains_folders = True  # type: ignore[attr-defined]
+    saving.pl_load = load_file  # type: ignore[attr-defined]
 
 
 def local_path(path: Any) -> Path:

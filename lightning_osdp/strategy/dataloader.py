@@ -127,7 +127,7 @@ class TrainData:
         Raises:
             ConfigurationError: the user requested a batch size that can't be set.
         """
-        fixed, reason, epoch = user_requested.batch_size, self.fixed_batch_size_reason(), self.epoch(ranks)
+        fixed, reason = user_requested.batch_size, self.fixed_batch_size_reason()
         if reason and fixed not in (None, loader_batch_size):
             raise ConfigurationError(f"batch_size={fixed} can't be set: {reason}")
         if reason and fixed is None:
@@ -135,8 +135,15 @@ class TrainData:
                 warnings.warn(f"the batch size stays {loader_batch_size}: {reason}", OSDPWarning, stacklevel=2)
             fixed = loader_batch_size
         if fixed is not None:
-            epoch.check(fixed, loader_batch_size)
+            self.epoch(ranks).check(fixed, loader_batch_size)
             return replace(user_requested, batch_size=fixed)
+        return self.bounded_policy(loader_batch_size, user_requested, ranks, min_steps_per_epoch)
+
+    def bounded_policy(
+        self, loader_batch_size: int, user_requested: BatchSizePolicy, ranks: int, min_steps_per_epoch: int
+    ) -> BatchSizePolicy:
+        """Restrict a search to what the length of the data allows; arguments as in ``batch_size_policy``."""
+        epoch = self.epoch(ranks)
         bounds = [user_requested.max_batch_size, epoch.largest_valid(loader_batch_size)]
         if user_requested.global_batch_size is None:
             accumulation = user_requested.accumulation

@@ -12,11 +12,14 @@ import atexit
 import itertools
 import os
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -24,7 +27,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from lightning_osdp.backend.agree import is_lost_connection, meet
+from lightning_osdp.backend.blocked_thread import MutualWaits
 from lightning_osdp.backend.liveness import describe_process, is_dead
+from lightning_osdp.backend.rank_agreement import ADVICE, present_wait
 from lightning_osdp.errors import ConfigurationError, OSDPError
 
 HEARTBEAT_INTERVAL_S = 0.5
@@ -47,7 +52,16 @@ EXIT_DELAY_S, EXIT_TIMEOUT_S = 0.1, 2.0
 """Seconds for gloo's threads to free the tensors of the last collectives when a process ends, and for all collectives
 to end: after a failure some never do."""
 
+TOLD_WAIT_S = 10.0
+"""Seconds that a rank waits until the first one has told the user of a failure, after what callbacks do then."""
+
 _KILLED = "it was killed (out of memory?), or its host is down"
+
+_LIBRARY_FOLDERS = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    f"{Path(__file__).parents[1]}{os.sep}",
+)
+"""Folders of code that is not the user's."""
 
 _run_ids = itertools.count()
 """Numbers the runs in this process; every rank counts the same runs."""
@@ -97,6 +111,7 @@ class FailureDetector:
         self._neighbour_beat = b"", time.monotonic()
         self._has_reported = self._has_parted = False
         self._meetings = itertools.count()
+        self._mutual_waits = MutualWaits(self._store, rank, ranks)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run_heartbeat, daemon=True, name="osdp-failure-detector")
         self._thread.start()
@@ -115,17 +130,32 @@ class FailureDetector:
         """Publish why this rank fails, or, if it only lost another rank, put that rank's cause into the message."""
         if self._has_reported:
             return
+        exception.osdp_failure_detector = self  # type: ignore[attr-defined]  # for detector_that_reported
         cause = self._find_remote_cause() if is_lost_connection(exception) else None
         self._has_reported = True
         if cause is not None:
+            exception.osdp_cause = cause  # type: ignore[attr-defined]  # for the command line
             exception.args = (f"{cause}\nThis rank saw only: {exception}", *exception.args[1:])
         with suppress(RuntimeError):
             if isinstance(exception, SIGTERMException):
                 self._publish(self._rank, "was told to stop (SIGTERM)")
             elif cause is None:
-                self._publish(self._rank, f"failed: {type(exception).__name__}: {_abbreviate(exception)}")
+                text = f"{abbreviate(exception)}{describe_place(exception)}"
+                self._publish(self._rank, f"failed: {type(exception).__name__}: {text}")
             if self._rank == 0:
                 self._wait_until_heard()
+
+    def set_told(self) -> None:
+        """Let the other ranks know that the user was told of the failure, so that they need not."""
+        with suppress(RuntimeError):
+            self._store.set("told", "")
+
+    def is_told_by_rank_zero(self) -> bool:
+        """Return whether the first rank tells the user of the failure; wait until it has."""
+        with suppress(RuntimeError):  # it is gone, or has something else to do
+            self._store.wait(["told"], timedelta(seconds=TOLD_WAIT_S))
+            return True
+        return False
 
     def on_batch(self, pass_name: str, count: int) -> None:
         """Record that this rank has fetched ``count`` batches of ``pass_name``."""
@@ -240,8 +270,11 @@ class FailureDetector:
                     failed_at = time.monotonic()
                 elif failed_at is None:
                     self._look_for_missing_ranks()
+                    self._end_mutual_waits()
                 elif not self._has_reported and time.monotonic() - failed_at > self._grace_s():
                     print(f"rank {self._rank} is ended: {_format_causes(self._causes)}", file=sys.stderr, flush=True)
+                    if self._rank == 0:
+                        self.set_told()
                     os._exit(1)
                 if self._stopped.wait(HEARTBEAT_INTERVAL_S):
                     return
@@ -273,6 +306,17 @@ class FailureDetector:
             self._neighbour_beat = beat, now
         elif now - self._neighbour_beat[1] > SILENCE_TIMEOUT_S:
             self._publish_missing(neighbour, f"has given no sign for {SILENCE_TIMEOUT_S:.0f} s: it hangs, or {_KILLED}")
+
+    def _end_mutual_waits(self) -> None:
+        """End this process if it is the last rank, and all ranks wait for each other: that ends the others' waits."""
+        text = self._mutual_waits.look(*present_wait())
+        if not text or self._has_reported or self._rank < self._ranks - 1:
+            return
+        cause = f"was ended, since ranks wait for each other: {text}. {ADVICE}"
+        self._publish(self._rank, cause)
+        self._wait_until_heard()
+        print(f"rank {self._rank} {cause}", file=sys.stderr, flush=True)
+        os._exit(1)
 
     def _publish_missing(self, rank: int, cause: str) -> None:
         """Publish for a rank that can't do so itself, unless it has, or has left in order."""
@@ -322,10 +366,23 @@ def assert_equal_on_ranks(group: Any, name: str, value: Any) -> None:
             raise ConfigurationError(f"{name} differs between ranks: {values[0]} on rank 0, {other} on rank {rank}")
 
 
-def _abbreviate(exception: BaseException) -> str:
+def detector_that_reported(exception: BaseException) -> FailureDetector | None:
+    """Return the detector that an exception was reported to; None if no other rank has heard of it."""
+    return getattr(exception, "osdp_failure_detector", None)
+
+
+def abbreviate(exception: BaseException) -> str:
     """Return the first and the last line: an error with a worker's traceback ends with the worker's own error."""
     lines = (str(exception).strip() or "no message").splitlines()
     return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
+
+
+def describe_place(exception: BaseException) -> str:
+    """Return the innermost line of the traceback that is the user's, in brackets; nothing if there is none."""
+    for frame in reversed(traceback.extract_tb(exception.__traceback__)):
+        if not frame.filename.startswith((*_LIBRARY_FOLDERS, "<")):
+            return f" ({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
+    return ""
 
 
 def _format_causes(causes: dict[int, str]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from lightning_osdp.autotune.ranks import RankGroup, current_cluster, device_nam
 from lightning_osdp.backend import allocator
 from lightning_osdp.backend.memory import MemoryLimit
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planning.search.baselines import find_baselines
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.search.plan_selection import select_plan
 from lightning_osdp.planning.spec.cluster import Cluster
@@ -37,6 +38,7 @@ from lightning_osdp.planning.whatif.simulate import problem_for_hardware
 from lightning_osdp.strategy import arguments
 from lightning_osdp.strategy.callback import OSDPCallback
 from lightning_osdp.strategy.planning_options import PlanningOptions
+from lightning_osdp.strategy.weight_averages import count_averaged_copies
 
 QUIET_TRAINER_ARGS: dict[str, Any] = {
     "num_nodes": 1,
@@ -134,13 +136,19 @@ def _plan_for_hardware(
 ) -> ExecutionPlan:
     described = whatif_hardware.load(hardware)
 
-    def profile(trainer: pl.Trainer) -> tuple[ModelProfile, SearchConstraints, BatchSizePolicy]:
-        model, searched, present = profile_in_setup(trainer, options)
-        return model, searched, options.policy_with_kept_sizes(trainer, present, devices or described.devices)
+    num_devices = devices or described.devices
 
-    model, searched, policy = _run(module, data, trainer_args, torch.device("cpu"), profile)
+    def profile(trainer: pl.Trainer) -> tuple[ProfiledRun, BatchSizePolicy]:
+        run = profile_in_setup(trainer, options)
+        policy = options.policy_with_kept_sizes(trainer, run.loader_batch_size, num_devices)
+        return run, run.limit_batch_sizes(policy, num_devices)
+
+    run, policy = _run(module, data, trainer_args, torch.device("cpu"), profile)
     limit_bytes = options.memory_limit_bytes or described.usable_bytes(options.memory_share)
-    return select_plan(problem_for_hardware(model, described, devices, limit_bytes, dtype, searched), policy, ())
+    problem = problem_for_hardware(run.model, described, devices, limit_bytes, dtype, run.constraints)
+    problem = replace(problem, non_training=run.averages, overhead_bytes=run.averages.copied_bytes)
+    found = select_plan(problem, policy, ())
+    return found.model_copy(update={"baselines": find_baselines(found, problem, policy)})
 
 
 def _run(
@@ -180,17 +188,39 @@ def prepare_device(device: torch.device, cluster: Cluster, options: PlanningOpti
     return MemoryLimit(device, local_ranks, user_limit=options.limit_on(device, local_ranks).current())
 
 
-def profile_in_setup(trainer: pl.Trainer, options: PlanningOptions) -> tuple[ModelProfile, SearchConstraints, int]:
-    """Trace the Trainer's module on fake tensors.
+@dataclass(frozen=True)
+class ProfiledRun:
+    """What is known of a run without measuring anything.
 
-    Returns:
-        Its profile, what is not left to a search, and the batch size that the data loader has now.
+    Attributes:
+        model: the traced module.
+        constraints: what is not left to a search.
+        loader_batch_size: the batch size that the data loader has now.
+        limit_batch_sizes: restricts a search, for a number of ranks, to what the length of the data allows.
+        averages: what averages of the weights need.
     """
+
+    model: ModelProfile
+    constraints: SearchConstraints
+    loader_batch_size: int
+    limit_batch_sizes: Callable[[BatchSizePolicy, int], BatchSizePolicy]
+    averages: NonTrainingWork
+
+
+def profile_in_setup(trainer: pl.Trainer, options: PlanningOptions) -> ProfiledRun:
+    """Trace the Trainer's module on fake tensors."""
     data, context = options.read_step(trainer, torch.device("cpu"))
     traced = pipeline.profile_model(context)
     blocker = options.in_backward_blocker(trainer, traced)
     searched = options.constraints(_callback_constraints(trainer), blocker, context.device)
-    return traced.model_profile, searched, data.loader_batch_size or context.batch_size
+    present = data.loader_batch_size or context.batch_size
+
+    def limit_batch_sizes(policy: BatchSizePolicy, ranks: int) -> BatchSizePolicy:
+        is_fixed = policy.batch_size is not None
+        return policy if is_fixed else data.bounded_policy(present, policy, ranks, options.min_steps_per_epoch)
+
+    averages = count_averaged_copies(trainer, context.device, NonTrainingWork())
+    return ProfiledRun(traced.model_profile, searched, present, limit_batch_sizes, averages)
 
 
 def plan_in_setup(
@@ -208,6 +238,7 @@ def plan_in_setup(
     non_training = NonTrainingWork(
         checkpoint_memory=checkpoint_memory, evaluation_batch_size=data.evaluation_batch_size()
     )
+    non_training = count_averaged_copies(trainer, device, non_training)
     cache = options.cache_folder
     traced = pipeline.profile_model_on_ranks(RankGroup.single(device), context, non_training, cache)
     blocker = options.in_backward_blocker(trainer, traced)

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_osdp.autotune import profile_cache
+from lightning_osdp.autotune.progress import StageDisplay
 from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.autotune.startup_budget import StartupBudget
 from lightning_osdp.backend import memory
@@ -48,6 +49,7 @@ from lightning_osdp.strategy.buffers import BufferBroadcast
 from lightning_osdp.strategy.dataloader import apply_batch_size
 from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
 from lightning_osdp.strategy.monitor import PredictionMonitor
+from lightning_osdp.strategy.plan_logging import write_and_log_plan
 from lightning_osdp.strategy.plan_resolution import RunRequest, replan, resolve_plan
 from lightning_osdp.strategy.planning_options import PlanningOptions, check_and_read_plan
 from lightning_osdp.strategy.run_end import HandoverStrategy
@@ -232,10 +234,12 @@ class OSDPStrategy(HandoverStrategy):
         module = self.lightning_module
         assert module is not None
         ranks = RankGroup.from_node_rank(dist.group.WORLD, self.node_rank, self.root_device)
-        budget = StartupBudget(ranks, began_s)
+        display = StageDisplay(self.is_global_zero, uses_terminal=trainer.progress_bar_callback is not None)
+        budget = StartupBudget(ranks, began_s, display=display)
         given_plan = ranks.raise_on_all_ranks(lambda: check_and_read_plan(trainer, self._given_plan))
         self.model = self.precision_plugin.convert_module(module)
-        with isolate_rng():  # planning must not change the run's own random numbers
+        with isolate_rng(), display:  # planning must not change the run's own random numbers
+            budget.begin_stage("reading batches")
             data, context = ranks.raise_on_all_ranks(lambda: self._options.read_step(trainer, self.root_device))
             request = RunRequest(
                 self._options,
@@ -250,6 +254,7 @@ class OSDPStrategy(HandoverStrategy):
             self._planning_result = replace(self._planning_result, replanner=None)
         self._plan = plan = self._planning_result.plan
         assert_equal_on_ranks(ranks.group, "the plan", hashlib.sha256(plan.to_json().encode()).hexdigest()[:12])
+        budget.begin_stage("applying the plan")
         engine = create_engine(self._options.engine, self.root_device, ranks.group)
         ranks.raise_on_all_ranks(lambda: engine.check(module, plan))
         present, world = data.loader_batch_size or context.batch_size, ranks.world_size
@@ -291,7 +296,7 @@ class OSDPStrategy(HandoverStrategy):
         folder = trainer.log_dir  # a broadcast: on every rank
         if self.is_global_zero:
             Console().print(tables.plan_table(self._plan, profiling_s, self._engine.collectives_per_step))
-            arguments.write_plan(self._plan, Path(folder or ".") / PLAN_FILE)
+            write_and_log_plan(self._plan, Path(folder or ".") / PLAN_FILE, trainer.loggers)
 
     @override
     def setup_precision_plugin(self) -> None:

@@ -21,6 +21,7 @@ from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.strategy.dataloader import TrainData
 from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
 from lightning_osdp.strategy.planning_options import PlanningOptions, check_given_plan
+from lightning_osdp.strategy.weight_averages import count_averaged_copies
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ def resolve_plan(
         non_training = NonTrainingWork(
             checkpoint_memory=run.checkpoint_memory, evaluation_batch_size=evaluation_batch_size
         )
+        non_training = count_averaged_copies(trainer, context.device, non_training)
+    budget.begin_stage("tracing the training step")
     traced = pipeline.profile_model_on_ranks(ranks, context, non_training, options.cache_folder)
     assert_equal_on_ranks(ranks.group, "the model (fingerprint)", traced.model_profile.fingerprint[:12])
     blocker = options.in_backward_blocker(trainer, traced)

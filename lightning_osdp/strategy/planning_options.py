@@ -201,7 +201,7 @@ def check_given_plan(
     """
     plan.check(traced.model_profile, ranks.world_size, ranks.nodes)
     arguments.check_plan_allows_in_backward(plan, in_backward_blocker)
-    for operator, planned in zip(traced.model_profile.operators, plan.operators, strict=True):
+    for operator, planned in zip(traced.model_profile.operators, plan.operators_of(traced.model_profile), strict=True):
         mode = constraints.forced_mode(operator)
         if mode is not None and set(planned.slices) != {mode}:
             raise ConfigurationError(

@@ -8,24 +8,24 @@ from typing import Any
 import pytest
 
 from lightning_osdp import OSDPCallback, OSDPStrategy
-from tests.support.fuzz import Case, FuzzModule, case_of, run_cases, train
+from tests.support.fuzz import Case, FuzzModule, case_of, is_fault, run_cases, train
 from tests.support.modules import trainer
 from tests.support.ranks import run_ranks
 
-SEEDS = range(20)
+SEEDS = (*range(20), 80)  # 80: one rank joins a reduction between another one's gradient penalty and zero_grad
 
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     folder = str(tmp_path_factory.mktemp("fuzz"))
     by_rank = run_ranks(run_cases, 2, list(SEEDS), folder)
-    pairs = zip(SEEDS, *by_rank, strict=True)
-    return {seed: next((each for each in ranks if each != "equal"), "equal") for seed, *ranks in pairs}
+    judged = dict(zip(SEEDS, (max(ranks, key=is_fault) for ranks in zip(*by_rank, strict=True)), strict=False))
+    return {seed: judged.get(seed, "not run after a fault") for seed in SEEDS}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_module_under_random_plan_equals_ddp_or_is_refused(seed: int, verdicts: dict[int, str]) -> None:
-    assert verdicts[seed].startswith(("equal", "refused", "DDP itself failed")), case_of(seed)
+    assert not is_fault(verdicts[seed]), case_of(seed)
 
 
 def _fit_experts(rank: int, world_size: int, folder: str) -> float:

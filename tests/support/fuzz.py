@@ -5,12 +5,15 @@ A seed decides everything: the layers, the step, the callbacks, the Trainer's ar
 
 from __future__ import annotations
 
+import faulthandler
+import json
 import os
 import random
 import traceback
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -327,15 +330,37 @@ def judge(case: Case, plain: Outcome, ours: Outcome) -> str:
     return "equal"
 
 
-def run_cases(rank: int, world_size: int, seeds: list[int], folder: str) -> list[str]:
-    """Return the judgement of each seed on this rank."""
+def is_fault(verdict: str) -> bool:
+    """Return whether a judgement is none of the allowed ones."""
+    return not verdict.startswith(("equal", "refused", "DDP itself failed"))
+
+
+def run_cases(rank: int, world_size: int, seeds: list[int], folder: str, case_timeout_s: float = 300.0) -> list[str]:
+    """Return the judgement of each seed on this rank, up to the first fault on any rank; ``folder`` gets them, too.
+
+    A seed that takes longer than ``case_timeout_s`` ends the process.
+    """
     warnings.simplefilter("ignore")
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
-    verdicts = []
-    for seed in seeds:
-        case = case_of(seed)
-        plain = train(case, folder, by_osdp=False)
-        verdicts.append(judge(case, plain, train(case, folder, by_osdp=True)))
+    verdicts: list[str] = []
+    with open(f"{folder}/stacks-{rank}", "w") as stacks, open(f"{folder}/verdicts-{rank}", "w") as written:
+        for seed in seeds:
+            faulthandler.dump_traceback_later(case_timeout_s, exit=True, file=stacks)
+            case = case_of(seed)
+            plain = train(case, folder, by_osdp=False)
+            verdicts.append(judge(case, plain, train(case, folder, by_osdp=True)))
+            print(json.dumps(verdicts[-1]), file=written, flush=True)
+            is_fault_anywhere = torch.tensor(is_fault(verdicts[-1]), dtype=torch.int32)
+            torch.distributed.all_reduce(is_fault_anywhere)
+            if is_fault_anywhere:
+                break
+        faulthandler.cancel_dump_traceback_later()
     return verdicts
+
+
+def read_verdicts(folder: str, rank: int) -> list[str]:
+    """Return what ``run_cases`` has written so far."""
+    path = Path(folder, f"verdicts-{rank}")
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

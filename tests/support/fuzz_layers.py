@@ -242,7 +242,8 @@ class Convolution(nn.Module):
 class Normalized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.fc, self.norm = linear(), nn.BatchNorm1d(WIDTH)
+        # Without bias: behind the norm it has no gradient but rounding noise, which Adam blows up.
+        self.fc, self.norm = nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.norm(self.fc(x).transpose(1, 2)).transpose(1, 2))

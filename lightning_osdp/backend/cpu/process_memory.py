@@ -1,18 +1,18 @@
-"""Memory of this process and the limits on it, as Linux reports them in ``/proc`` and ``/sys/fs/cgroup``.
+"""Memory of this process and the limits on it.
 
-Where there is no ``/proc`` (macOS) the process's largest resident size stands for the present one, and the machine's
-memory for what is available.
+psutil tells what it knows on each system. By hand, from ``/proc`` and ``/sys/fs/cgroup`` on Linux, is what it does not:
+the peak and its restart, pages of files apart from shared memory, and the limits of control groups.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import resource
 import sys
 from pathlib import Path
 
-PROC = Path("/proc")
+import psutil
+
+PROC = Path("/proc/self")
 
 RESIDENT_BYTES_PER_PAGE_TABLE_BYTE = 512
 """Page tables take 8 bytes for a page of 4 KiB. They count in a control group's limit, but not in the resident size
@@ -20,33 +20,36 @@ RESIDENT_BYTES_PER_PAGE_TABLE_BYTE = 512
 
 
 def resident_bytes() -> int:
-    """Return the resident size of this process (VmRSS)."""
-    return read_bytes("VmRSS") if PROC.exists() else peak_resident_bytes()
+    """Return the resident size of this process."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def peak_resident_bytes() -> int:
-    """Return the largest resident size since ``reset_peak`` (VmHWM)."""
-    if PROC.exists():
-        return read_bytes("VmHWM")
+    """Return the largest resident size since ``reset_peak``; elsewhere than on Linux since the process's start."""
+    if status := _read("status"):
+        return _kibibytes("VmHWM", status)
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource  # not on Windows
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)
 
 
 def reset_peak() -> None:
     """Restart the counter of the peak. Where the kernel can't reset it, the peak since the process's start remains."""
-    clear_refs = PROC / "self/clear_refs"
+    clear_refs = PROC / "clear_refs"
     if clear_refs.exists():
         clear_refs.write_text("5")
 
 
 def file_pages() -> int:
     """Return the resident bytes that are pages of files, mostly libraries: they are shared, and can be dropped."""
-    return read_bytes("RssFile") if PROC.exists() else 0
+    return _kibibytes("RssFile", status) if (status := _read("status")) else 0
 
 
 def control_group() -> str:
     """Return a text that is the same for processes that share a control group, and so its limit."""
-    file = PROC / "self/cgroup"
-    return file.read_text() if file.exists() else ""
+    return _read("cgroup")
 
 
 def usable_bytes(local_ranks: int, group_ranks: int) -> int:
@@ -59,24 +62,21 @@ def usable_bytes(local_ranks: int, group_ranks: int) -> int:
         local_ranks: ranks on this machine.
         group_ranks: ranks in this process's control group.
     """
-    limits = [_available_bytes() // local_ranks + resident_bytes()]
+    limits = [psutil.virtual_memory().available // local_ranks + resident_bytes()]
     for limit in _cgroup_limits():
         share = limit // group_ranks
         limits.append(share - share // RESIDENT_BYTES_PER_PAGE_TABLE_BYTE + file_pages())
-    return min(limits)
+    return int(min(limits))
 
 
-def _available_bytes() -> int:
-    """Return the bytes that processes of this machine may still allocate."""
-    if PROC.exists():
-        return read_bytes("MemAvailable", "meminfo")
-    return max(0, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - resident_bytes())
+def _read(name: str) -> str:
+    file = PROC / name
+    return file.read_text() if file.exists() else ""
 
 
-def read_bytes(field: str, path: str = "self/status") -> int:
-    """Return a size from a file below ``/proc`` of lines like ``VmRSS:  1234 kB``."""
-    match = re.search(rf"^{field}:\s+(\d+) kB", (PROC / path).read_text(), re.MULTILINE)
-    assert match is not None, f"{path} has no {field}"
+def _kibibytes(field: str, status: str) -> int:
+    match = re.search(rf"^{field}:\s+(\d+) kB", status, re.MULTILINE)
+    assert match is not None, f"{PROC}/status has no {field}"
     return int(match[1]) << 10
 
 

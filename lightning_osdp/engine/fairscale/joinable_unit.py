@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_osdp.engine.fairscale.collective_order import CollectiveOrder
 from lightning_osdp.engine.fairscale.unit_collectives import reduce_zeros
 from lightning_osdp.errors import ShardingError
-from lightning_osdp.state.guarded_parameter import without_guards
+from lightning_osdp.state.guarded_parameter import opened, without_guards
 
 
 class JoinableUnit:
@@ -29,6 +29,7 @@ class JoinableUnit:
     _lazy_init: Any
     _free_full_params: Any
     _post_reduction_hook: Any
+    _inter_node_all_reduce: Any
 
     def _register(self, parameters: Sequence[nn.Parameter]) -> None:
         self._index = self._context.order.register(self)
@@ -63,15 +64,37 @@ class JoinableUnit:
                 )
             state, self.training_state = self.training_state, type(self.training_state).BACKWARD_POST
             for parameter, shard in zip(params, shards, strict=True):
-                set_gradient_aside(parameter)
-                self._post_reduction_hook(parameter, shard)
+                if self._context.update_in_backward:
+                    set_gradient_aside(parameter)
+                    self._post_reduction_hook(parameter, shard)
+                else:
+                    self._add_joined_gradient(parameter, shard)
             self.training_state = state
 
+    def _add_joined_gradient(self, parameter: Any, shard: Tensor) -> None:
+        """Keep the gradient of other ranks apart: this rank's step may have yet to clear its gradients."""
+        own = getattr(parameter, "_saved_grad_shard", None)
+        parameter._saved_grad_shard = getattr(parameter, "_joined_grad_shard", None)
+        self._post_reduction_hook(parameter, shard)
+        parameter._joined_grad_shard, parameter._saved_grad_shard = parameter._saved_grad_shard, own
+
     def show_gradients(self) -> None:
-        """Give the parameters their gradients when a backward pass is over, or a reduction that this rank joined."""
+        """Give the parameters their gradients when a backward pass is over."""
         for parameter in self.params:
-            if hasattr(parameter, "_saved_grad_shard"):
+            if getattr(parameter, "_saved_grad_shard", None) is not None:
                 show_gradient(parameter)
+
+    def show_joined_gradients(self) -> None:
+        """Add the gradients of reductions that this rank has joined, when its step is over."""
+        for parameter in self.params:
+            shard = getattr(parameter, "_joined_grad_shard", None)
+            if shard is None:
+                continue
+            if self._inter_node_all_reduce is not None:
+                self._inter_node_all_reduce.wait_before_accumulation(parameter)
+            with opened([parameter]):
+                parameter.grad = shard if parameter.grad is None else parameter.grad.add_(shard)
+            parameter._joined_grad_shard = None
 
 
 def set_gradient_aside(parameter: Any) -> None:
@@ -82,8 +105,8 @@ def set_gradient_aside(parameter: Any) -> None:
 
 def show_gradient(parameter: Any) -> None:
     """Make the shard that FairScale has accumulated the parameter's gradient."""
-    parameter.grad = parameter._saved_grad_shard
-    del parameter._saved_grad_shard
+    with opened([parameter]):
+        parameter.grad, parameter._saved_grad_shard = parameter._saved_grad_shard, None
 
 
 def before_reduction(order: CollectiveOrder, callbacks: Sequence[Any]) -> None:

@@ -52,7 +52,8 @@ class HeapModel:
 
     def grow(self, footprint: Footprint[float]) -> Footprint[float]:
         """Return the footprint with everything that is freed within a step larger by ``growth``."""
-        permanent = ("states", "local_trainable", "eval_unsharded", "checkpoint_tensor", "unsharded_state")
+        permanent = {"states", "local_trainable", "eval_unsharded"}
+        permanent |= {"checkpoint_tensor", "unsharded_parameters", "unsharded_state"}
         grown = {name: (1 + self.growth) * size for name, size in footprint._asdict().items() if name not in permanent}
         return footprint._replace(**grown) if self.growth else footprint
 

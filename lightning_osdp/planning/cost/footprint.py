@@ -50,6 +50,8 @@ class Footprint(NamedTuple, Generic[T]):
     """Unsharded parameters while its forward runs without autograd, in every mode."""
     checkpoint_tensor: T
     """Its largest sharded tensor when gathered to be saved, with the slice being gathered."""
+    unsharded_parameters: T
+    """All its sharded parameters when gathered at once."""
     unsharded_state: T
     """All its sharded parameters and optimizer states when gathered."""
 
@@ -208,6 +210,7 @@ def _checkpoint_bytes(layout: _Layout) -> dict[str, float]:
     tensors = [p.parameter_bytes + (largest_slice if p is operator.weight else 0) for p in saved]
     return {
         "checkpoint_tensor": max(tensors, default=0),
+        "unsharded_parameters": sum(p.parameter_bytes for p in saved),
         "unsharded_state": sum(p.parameter_bytes + p.optimizer_bytes for p in saved),
     }
 

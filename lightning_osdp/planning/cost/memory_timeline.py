@@ -63,7 +63,7 @@ class Peak:
     moment: int = 0
     """Index into the moments of the timeline."""
     saving_bytes: int = 0
-    """Memory while a checkpoint is saved; 0 if nothing is gathered for that."""
+    """Memory while a checkpoint is saved or weights are averaged; 0 if nothing is gathered for that."""
     evaluation_bytes: int = 0
     """Memory in evaluation, if its batch size is known and not the step's."""
 
@@ -302,11 +302,16 @@ class Timeline:
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def _saving_bytes(self, columns: Footprint[Floats]) -> int:
-        how = self._non_training.checkpoint_memory
-        if how == "nothing":
+        work = self._non_training
+        if work.checkpoint_memory == "nothing" and not work.gathers_parameters:
             return 0
-        gathered = columns.checkpoint_tensor.max(initial=0.0) if how == "streamed" else columns.unsharded_state.sum()
-        return round(self._idle_bytes(columns) + float(gathered))
+        gathered = {
+            "nothing": 0.0,
+            "streamed": float(columns.checkpoint_tensor.max(initial=0.0)),
+            "gathered": float(columns.unsharded_state.sum()),
+        }[work.checkpoint_memory]
+        averaged = float(columns.unsharded_parameters.sum()) if work.gathers_parameters else 0.0
+        return round(self._idle_bytes(columns) + max(gathered, averaged))
 
     def _evaluation_bytes(self, columns: Footprint[Floats]) -> int:
         batch_size = self._non_training.evaluation_batch_size

@@ -14,16 +14,25 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.cost.trial_correction import TRIAL_RELATIVE_ERROR, Trial, plan_key, trials_of_plan
+from lightning_osdp.planning.cost.trial_correction import (
+    TRIAL_RELATIVE_ERROR,
+    Trial,
+    apply_trial,
+    plan_key,
+    trials_of_plan,
+)
 from lightning_osdp.planning.search.batch_size_search import (
     BatchSizePolicy,
     Problem,
     WrapPolicySearch,
     search_batch_sizes,
 )
-from lightning_osdp.planning.search.plan_selection import apply_tried_plan, repredict, select_plan, variant_of_plan
+from lightning_osdp.planning.search.plan_selection import repredict, select_plan, variant_of_plan
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan, TriedPlan
+
+PREDICTION_RELATIVE_ERROR = 0.15
+"""Largest usual error of a predicted step time that no trial has checked."""
 
 
 class Finalist(NamedTuple):
@@ -43,6 +52,19 @@ def find_finalists(problem: Problem, policy: BatchSizePolicy, found: ExecutionPl
         with suppress(InfeasibleError):
             plans += find(problem, policy)
     return list({plan_key(plan): plan for plan in reversed(plans)}.values())[::-1]
+
+
+def pick_untried(plans: Sequence[ExecutionPlan]) -> ExecutionPlan:
+    """Return the plan to take where none could be tried: the first, or the best simpler one.
+
+    The first must promise more throughput than a simpler one by more than predictions err.
+    """
+    found, *others = plans
+    simpler = [plan for plan in others if complexity(plan) < complexity(found)]
+    best = max(simpler, key=lambda plan: plan.predicted.samples_per_s, default=None)
+    if best is None or found.predicted.samples_per_s > (1 + PREDICTION_RELATIVE_ERROR) * best.predicted.samples_per_s:
+        return found
+    return best
 
 
 def _find_replicated(problem: Problem, policy: BatchSizePolicy) -> list[ExecutionPlan]:
@@ -82,7 +104,7 @@ def choose_tried_plan(
         again = repredict(WrapPolicySearch(variant_of_plan(plan, problem)), policy, plan, plans[0])
         if trial is None or again is None:
             continue
-        known = apply_tried_plan(again, [trial])
+        known = apply_trial(again, [trial])
         step_s, accumulation = known.predicted.step_time_s, plan.accumulate_grad_batches
         rounds_s = (step_s + accumulation * (one_s - trial.measured_s) for one_s in trial.rounds_s)
         finalists.append(Finalist(known, tuple(rounds_s) or (step_s,)))

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import re
 
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
 from lightning_osdp.errors import ConfigurationError
 
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
-
-_UNIT_BYTES = {
-    "": 1,
-    "b": 1,
-    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
-    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
-    # Bare prefixes are binary, as in cgroup limits, `ulimit` and SLURM's --mem.
-    **{prefix: 1024**power for power, prefix in enumerate("kmgt", start=1)},
-}
 
 _ACCEPTED = (
     "a whole number of bytes, or a number with a unit: '8GiB', '900 MiB', '1.5GB', '16G' (KiB = K = 1024, KB = 1000)"
@@ -96,6 +89,9 @@ def _parse_text(text: str) -> int:
     if match is None:
         raise ConfigurationError(f"{text!r} is not an amount of memory: give {_ACCEPTED}")
     number, unit = match.groups()
-    if unit.lower() not in _UNIT_BYTES:
-        raise ConfigurationError(f"{text!r} has an unknown unit, {unit!r}: give {_ACCEPTED}")
-    return int(float(number) * _UNIT_BYTES[unit.lower()]) if "." in number else int(number) * _UNIT_BYTES[unit.lower()]
+    # pydantic counts bare prefixes by 1000 and knows bits. cgroup limits, `ulimit` and SLURM's --mem count by 1024.
+    known = f"{unit}iB" if unit.lower() in set("kmgt") else unit
+    try:
+        return int(TypeAdapter(ByteSize).validate_python("" if unit.lower().endswith("bit") else number + known))
+    except ValidationError:
+        raise ConfigurationError(f"{text!r} has an unknown unit, {unit!r}: give {_ACCEPTED}") from None

@@ -203,6 +203,10 @@ class NonTrainingWork(FrozenModel):
     evaluation_batch_size: Size = 0
     """Samples per device in the largest evaluation batch; 0 if the plan's batch size decides it, or without
     evaluation."""
+    copied_bytes: Size = 0
+    """Copies of the module that callbacks will put on the device (averages of weights)."""
+    gathers_parameters: bool = False
+    """Whether callbacks gather all parameters at once, to average them."""
 
     @property
     def has_own_evaluation_batch_size(self) -> bool:

@@ -173,6 +173,27 @@ class TriedPlan(FrozenModel):
     is_chosen: bool = False
 
 
+class Baseline(FrozenModel):
+    """What a plan that treats all operators alike would do instead, at its own best batch size under the same limit."""
+
+    name: str
+    """``DDP``, ``ZeRO-2``, ``FSDP per operator`` or ``FSDP per block``, and whether blocks are recomputed."""
+    fits: bool
+    batch_size: Count
+    """The smallest one if it does not fit."""
+    samples_per_s: Finite = 0.0
+    """Throughput over all ranks, as predicted, or as measured if it was tried; 0 if it does not fit."""
+    peak_memory_bytes: Size
+    missing_bytes: Size = 0
+    """By how much it exceeds the limit."""
+    is_tried: bool = False
+    is_plan: bool = False
+    """Whether the plan itself is this one."""
+    is_uncertain: bool = False
+    """Whether it is predicted to be no slower than the plan, which was tried, but was not tried itself:
+    ``samples_per_s`` is the plan's then."""
+
+
 class SearchStop(FrozenModel):
     """Why no larger batch size was tried."""
 
@@ -214,11 +235,16 @@ class ExecutionPlan(FrozenModel):
     search_stop: SearchStop | None = None
     tried: tuple[TriedPlan, ...] = ()
     """The plans that were tried in turns, this one among them; empty if none could be."""
+    baselines: tuple[Baseline, ...] = ()
+    """What else there was: DDP, ZeRO-2 and FSDP under the same limit; empty if the plan does not say."""
 
     text_display: ClassVar[Callable[[ExecutionPlan], str]] = repr
     """Makes ``str(plan)``; set by ``report.display``."""
     html_display: ClassVar[Callable[[ExecutionPlan], str | None]] = lambda plan: None
     """Makes what a notebook shows; set by ``report.display``."""
+
+    page_display: ClassVar[Callable[[ExecutionPlan], str]] = repr
+    """Makes ``to_html``; set by ``report.display``."""
 
     def __str__(self) -> str:
         return type(self).text_display(self)
@@ -256,6 +282,14 @@ class ExecutionPlan(FrozenModel):
     def to_json(self) -> str:
         """Return the plan as indented JSON text."""
         return self.model_dump_json(indent=2)
+
+    def to_html(self) -> str:
+        """Return the plan as a page of HTML with its pictures, which loads nothing from elsewhere.
+
+        Raises:
+            ConfigurationError: matplotlib, which draws the pictures, is not installed.
+        """
+        return type(self).page_display(self)
 
     @staticmethod
     def is_plan(text: str) -> bool:
@@ -321,13 +355,29 @@ class ExecutionPlan(FrozenModel):
         if self.model.num_parameters != model.num_parameters:
             counts = f"{self.model.num_parameters:,} parameters, this one has {model.num_parameters:,}"
             raise refuse(f"is for a model of {counts}")
-        planned, present = [op.name for op in self.operators], [op.name for op in model.operators]
-        if planned != present:
-            differing = ", ".join(sorted(set(planned) ^ set(present))[:5])
-            what = f"operators that only one of them has: {differing}" if differing else "order of operators"
-            raise refuse(f"is for another model ({what})")
+        planned, present = ([(op.name, op.num_parameters) for op in each.operators] for each in (self, model))
+        differing = {name for name, _ in planned} ^ {name for name, _ in present}
+        if differing:
+            raise refuse(f"is for another model (operators that only one of them has: {_list_first(differing)})")
+        if planned != present and sorted(planned) == sorted(present):
+            return  # the data decide in which order operators run (experts), and the fingerprint depends on it
         if self.model.fingerprint != model.fingerprint:
+            sizes = {name for name, _ in {*planned} ^ {*present}}
+            what = f"the sizes of {_list_first(sizes)}" if sizes else "shapes, dtypes or trainability"
             raise refuse(
-                "is for another model: names and counts agree, but shapes, dtypes or trainability differ "
+                f"is for another model: names and counts agree, but {what} differ "
                 f"(fingerprint {self.model.fingerprint[:12]}, here {model.fingerprint[:12]})"
             )
+
+    def operators_of(self, model: ModelProfile) -> list[OperatorPlan]:
+        """Return the decisions in the order of the operators of ``model``, for which ``check`` has accepted the plan.
+
+        Args:
+            model: The model that the plan is applied to. The data may decide in which order it runs its operators.
+        """
+        by_name = {operator.name: operator for operator in self.operators}
+        return [by_name[operator.name] for operator in model.operators]
+
+
+def _list_first(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)[:5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pwd
 import random
 import warnings
 from collections.abc import Callable
@@ -194,9 +195,7 @@ def test_process_without_home_folder_caches_nothing(monkeypatch: pytest.MonkeyPa
     for name in ("LIGHTNING_OSDP_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
 
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setenv("HOME", "")
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])  # KeyError: a container's user without an entry
     with pytest.warns(OSDPWarning, match="set HOME or LIGHTNING_OSDP_CACHE"):
         assert profile_cache.cache_folder(None) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -211,6 +212,30 @@ def test_search_and_trial_continues_cut_search_when_no_trial_is_possible(
     assert (measured, memory_budget.non_model) == (PROFILE, 60)
 
 
+def sharded_and_simple(gain: float) -> tuple[ExecutionPlan, ExecutionPlan]:
+    """A plan with sharded operators, and one with none, which the first promises to be faster than."""
+    constraints = replace(ROOMY.constraints, modes="zdp")
+    sharded = make_plan(replace(ROOMY, constraints=constraints), BatchSizePolicy(batch_size=1))
+    simple = make_plan(replace(ROOMY, constraints=replace(constraints, modes="dp")), BatchSizePolicy(batch_size=1))
+    predicted = simple.predicted.model_copy(update={"samples_per_s": sharded.predicted.samples_per_s / (1 + gain)})
+    return sharded, simple.model_copy(update={"predicted": predicted})
+
+
+@pytest.mark.parametrize("context", ["a step", None], ids=["no time", "trials not allowed"])
+@pytest.mark.parametrize("gain", [0.1, 0.3])
+def test_search_and_trial_without_trial_takes_simple_plan_unless_gain_is_large(
+    gain: float, context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharded, simple = sharded_and_simple(gain)
+    coordinator: Any = Timed(monkeypatch, [sharded], 10.0, 0.0, can_try=False)
+    coordinator.simple = simple
+    plan, _, _ = finalists.search_and_trial(coordinator, PROFILE, MemoryBudget(100, 60, 12), context)
+    assert plan is (sharded if gain > 0.15 else simple)
+    coordinator.ranks.is_offline = True
+    plan, _, _ = finalists.search_and_trial(coordinator, PROFILE, MemoryBudget(100, 60, 12), context)
+    assert plan is sharded
+
+
 def test_search_and_trial_searches_again_when_no_tried_plan_fits_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = [make_plan(ROOMY, BatchSizePolicy(batch_size=1 + at)) for at in range(2)]
     coordinator = Timed(monkeypatch, plans, 30.0, 2.0, fits=False)
@@ -268,12 +293,18 @@ def test_autotune_marks_memory_as_observed_only_after_trial_of_searched_plan(
     monkeypatch.setattr(pipeline, "measure_profile", lambda *_: measured)
     monkeypatch.setattr(pipeline, "_calibrate", lambda coordinator, profile, *_: profile)
     monkeypatch.setattr(PlanningCoordinator, "memory_budget", memory_budget)
+    monkeypatch.setattr(PlanningCoordinator, "with_baselines", lambda self, profile, budget, plan: plan)
     monkeypatch.setattr(pipeline, "search_and_trial", lambda coordinator, profile, budget, _: (plan, profile, budget))
     nothing: Any = None
     ranks = TwoRanks("group", 1, CPU)
     monkeypatch.setattr(ProfileCache, "open", lambda *_: ProfileCache(ranks, (file,)))
     traced: Any = SimpleNamespace(model_profile=MODEL, batch_sizes=(2,), with_all_kernels=lambda: traced)
     request = PlanRequest(RULE, memory.MemoryLimit(CPU, 1), 0)
+    short: Any = StartupBudget(ranks, startup_budget.time.monotonic(), 5.0)
+    pipeline.autotune(traced, request, ranks, short, trial_context="a step")  # type: ignore[arg-type]
+    assert not Profile.model_validate_json(file.read_text()).cached_plans, "the next start has time to try one"
+    asked_for.clear()
+    file.unlink()
     pipeline.autotune(traced, request, ranks, StartupBudget.unlimited(ranks), trial_context=nothing)
     assert asked_for == [False]
     (one,) = Profile.model_validate_json(file.read_text()).cached_plans

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import linecache
+from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -44,10 +46,24 @@ def test_memory_limit_by_share_is_that_part_of_what_is_detected(monkeypatch: pyt
 
 def test_memory_limit_of_cgroup_is_shared_and_includes_page_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_memory, "_cgroup_limits", lambda: [1 << 30, 2 << 30])
-    monkeypatch.setattr(process_memory, "read_bytes", lambda field, path="": 8 << 30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 << 30))
     monkeypatch.setattr(process_memory, "file_pages", lambda: 100 << 20)
     assert memory.memory_limit(torch.device("cpu"), 4, group_ranks=2) == (612 << 20) - (1 << 20)
     assert memory.memory_limit(torch.device("cpu"), 2) == (612 << 20) - (1 << 20)
+
+
+def test_process_memory_without_proc_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    usual = memory.memory_in_use(cpu)
+    monkeypatch.setattr(process_memory, "PROC", tmp_path / "missing")
+    memory.reset_peak(cpu)
+    assert memory.memory_in_use(cpu) == pytest.approx(usual, rel=0.2)
+    assert 0.8 * usual < memory.peak_memory(cpu) < 10 * usual
+    assert memory.control_group(cpu) == ""
+    assert memory.MemoryLimit(cpu, 1).file_pages() == 0
+    available = psutil.virtual_memory().available
+    assert memory.memory_limit(cpu, 1) == pytest.approx(available + usual, rel=0.2)
+    assert memory.memory_limit(cpu, 4) == pytest.approx(available / 4 + usual, rel=0.2)
 
 
 CUDA = torch.device("cuda", 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from lightning_osdp.planning.cost.run_correction import MeasuredStep
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, Link
 from lightning_osdp.planning.spec.plan import (
+    Baseline,
     BatchSizePoint,
     ExecutionPlan,
     ModelIdentity,
@@ -18,13 +21,12 @@ from lightning_osdp.planning.spec.plan import (
     TriedPlan,
 )
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint, SimulatedResult
-from lightning_osdp.report.explain import explain
-from lightning_osdp.report.operator_runs import describe_tried
+from lightning_osdp.report.explain import build_explanation, explain
+from lightning_osdp.report.operator_runs import describe_tried, group_runs
 from lightning_osdp.report.tables import (
     format_bytes,
     format_count,
     format_seconds,
-    group_runs,
     measured_table,
     plan_table,
     simulation_table,
@@ -79,9 +81,9 @@ def frontier(*points: tuple[int, float, int]) -> tuple[BatchSizePoint, ...]:
 
 
 def cells(text: str, start: str) -> list[str]:
-    """The cells of the one line that starts with ``start``: columns are at least three blanks apart."""
+    """The cells of the one line that starts with ``start``: columns are at least two blanks apart."""
     (line,) = [line for line in text.splitlines() if line.startswith(start)]
-    return [cell.strip() for cell in line.split("   ") if cell.strip()]
+    return re.split(r"\s{2,}", line.strip())
 
 
 def test_plan_table_summary_shows_every_number_with_its_unit() -> None:
@@ -90,7 +92,7 @@ def test_plan_table_summary_shows_every_number_with_its_unit() -> None:
     assert cells(text, "batch size") == ["batch size", "8 x 3 accumulated x 4 ranks = 96 in all"]
     assert cells(text, "step time") == ["step time", "1.25 s = 950.0 ms compute + 300.0 ms communication"]
     assert cells(text, "throughput") == ["throughput", "76.8 samples/s"]
-    assert cells(text, "peak memory") == ["peak memory", "1.50 GiB of 2.00 GiB  [##################......] 75.0%"]
+    assert cells(text, "peak memory") == ["peak memory", "1.50 GiB of 2.00 GiB", "[###############.....] 75.0%"]
     assert "420.0 MiB of it before the model" in text
     assert cells(text, "collectives") == ["collectives", "34 per step"]
     assert cells(text, "profiling") == ["profiling", "took 12.50 s"]
@@ -103,13 +105,18 @@ def test_plan_table_omits_unknown_values() -> None:
     assert "runner-up" not in text
 
 
-def test_plan_table_shows_operator_runs_with_mode_count_and_parameters() -> None:
+def test_plan_table_shows_blocks_with_mode_count_and_parameters() -> None:
     text = to_text(plan_table(make_plan()))
-    assert cells(text, "embed") == ["embed", "dp", "1", "500.0 K"]
-    assert cells(text, "blocks.0-7.attn.qkv") == ["blocks.0-7.attn.qkv", "zdp", "8", "2.4 M"]
-    assert cells(text, "blocks.0-4.mlp") == ["blocks.0-4.mlp", "dp", "5", "4.0 M"]
-    assert cells(text, "blocks.5-7.mlp") == ["blocks.5-7.mlp", "zdp2", "3", "2.4 M"]
-    assert cells(text, "head") == ["head", "dp", "1", "500.0 K"]
+    table = text.split("\n\n")[2].splitlines()
+    assert [re.split(r"\s{2,}", line.strip()) for line in table[1:]] == [
+        ["embed, head", "dp", "2", "1.0 M"],
+        ["blocks.0-4", "mixed", "10", "5.5 M"],
+        ["attn.qkv", "zdp", "5", "1.5 M"],
+        ["mlp", "dp", "5", "4.0 M"],
+        ["blocks.5-7", "mixed", "6", "3.3 M"],
+        ["attn.qkv", "zdp", "3", "900.0 K"],
+        ["mlp", "zdp2", "3", "2.4 M"],
+    ]
 
 
 def test_plan_table_shows_operator_names_literally() -> None:
@@ -120,23 +127,23 @@ def test_plan_table_shows_operator_names_literally() -> None:
 
 def test_plan_table_shows_parameters_and_share_per_mode() -> None:
     text = to_text(plan_table(make_plan()))
-    assert cells(text, "dp ") == ["dp", "5.0 M", "51.0%"]
-    assert cells(text, "zdp2 ") == ["zdp2", "2.4 M", "24.5%"]
-    assert cells(text, "zdp ") == ["zdp", "2.4 M", "24.5%"]
+    assert cells(text, "dp ") == ["dp", "replicated", "5.0 M", "51.0%"]
+    assert cells(text, "zdp2 ") == ["zdp2", "sharded, gathered once a step", "2.4 M", "24.5%"]
+    assert cells(text, "zdp ") == ["zdp", "sharded, gathered twice a step", "2.4 M", "24.5%"]
 
 
 def test_plan_table_counts_slices_for_their_mode() -> None:
     split = operator("mlp", DP, ZDP, ZDP, ZDP, num_parameters=4002, checkpoint=True)
     text = to_text(plan_table(make_plan((split,))))
     assert cells(text, "mlp") == ["mlp", "dp x 1 + zdp x 3, recomputed", "1", "4.0 K"]
-    assert cells(text, "dp ") == ["dp", "1.0 K", "25.0%"]
-    assert cells(text, "zdp ") == ["zdp", "3.0 K", "75.0%"]
+    assert cells(text, "dp ") == ["dp", "replicated", "1.0 K", "25.0%"]
+    assert cells(text, "zdp ") == ["zdp", "sharded, gathered twice a step", "3.0 K", "75.0%"]
 
 
 def test_plan_table_runners_up_are_three_fastest_other_batch_sizes() -> None:
     points = frontier((1, 20.0, 900), (2, 40.0, 1000), (4, 73.728, 1200), (8, 76.8, 1536), (16, 60.0, 2047))
     text = to_text(plan_table(make_plan(frontier=points)))
-    assert [line.split("   ")[0] for line in text.splitlines() if line.startswith("batch size ")][1:] == [
+    assert [line.split("  ")[0] for line in text.splitlines() if line.startswith("batch size ")][1:] == [
         "batch size 4",
         "batch size 16",
         "batch size 2",
@@ -156,7 +163,7 @@ def test_plan_table_text_has_no_colours_and_fits_width() -> None:
     text = to_text(plan_table(make_plan(deep, frontier=frontier((1, 1.0, 1))), profiling_s=1.0, collectives=1))
     assert text.isascii()
     assert "\x1b" not in text
-    assert max(len(line) for line in text.splitlines()) <= 100
+    assert max(len(line) for line in text.splitlines()) <= 80
 
 
 @pytest.mark.parametrize(
@@ -303,3 +310,77 @@ def test_describe_tried_says_where_this_plan_is_all_replicated() -> None:
     both = (tried("sharded per operator", plan.batch_size, 300), tried("all replicated", plan.batch_size, 258, True))
     plan = plan.model_copy(update={"operators": replicated, "tried": both})
     assert describe_tried(plan) == "sharded per operator 300.0 ms, this plan (all replicated) 258.0 ms"
+
+
+def baseline(name: str, samples_per_s: float = 0.0, missing_mib: int = 0, **marks: bool) -> Baseline:
+    return Baseline(
+        name=name,
+        fits=not missing_mib,
+        batch_size=4,
+        samples_per_s=samples_per_s,
+        peak_memory_bytes=1 << 30,
+        missing_bytes=missing_mib << 20,
+        **marks,
+    )
+
+
+MISSING = baseline("DDP", missing_mib=73)
+SLOWER = baseline("FSDP per operator, recomputed", 64.0)
+TRIED = baseline("ZeRO-2", 70.0, is_tried=True)
+UNCERTAIN = baseline("FSDP per block", 76.8, is_uncertain=True)
+FASTER = baseline("FSDP per block", 96.0)
+OWN = baseline("DDP", 76.8, is_plan=True, is_tried=True)
+
+
+def with_baselines(*baselines: Baseline) -> ExecutionPlan:
+    return make_plan(baselines=baselines)
+
+
+def test_plan_table_shows_what_else_there_was_and_the_gain_over_it() -> None:
+    text = to_text(plan_table(with_baselines(MISSING, SLOWER, TRIED, UNCERTAIN, FASTER)))
+    assert cells(text, "DDP") == ["DDP", "does not fit", "needs 73.0 MiB more"]
+    assert cells(text, "FSDP per operator") == ["FSDP per operator, recomputed", "4", "64.0", "+20.0%"]
+    assert cells(text, "ZeRO-2") == ["ZeRO-2", "4", "70.0", "+9.7%, tried"]
+    lines = [re.split(r"\s{2,}", line) for line in text.splitlines() if line.startswith("FSDP per block")]
+    assert lines == [["FSDP per block", "4", "not tried", "none sure"], ["FSDP per block", "4", "96.0", "-20.0%"]]
+    assert max(map(len, text.splitlines())) <= 80
+    assert cells(to_text(plan_table(with_baselines(OWN))), "DDP")[-1] == "this plan"
+    assert "else" not in to_text(plan_table(make_plan()))
+
+
+def test_explanation_says_what_else_there_was_in_sentences() -> None:
+    plan = with_baselines(MISSING, SLOWER, TRIED, UNCERTAIN, FASTER, OWN)
+    assert list(build_explanation(plan).baselines) == [
+        "instead, DDP: does not fit, 73.0 MiB are missing at the smallest batch size.",
+        "instead, FSDP per operator, recomputed at batch size 4: 64.0 samples/s by prediction, "
+        "this plan is 20.0% faster.",
+        "instead, ZeRO-2 at batch size 4: 70.0 samples/s when tried, this plan is 9.7% faster.",
+        "instead, FSDP per block at batch size 4: is predicted to be no slower, but was not tried as this plan was.",
+        "instead, FSDP per block at batch size 4: 96.0 samples/s by prediction, this plan is 20.0% slower.",
+        "instead, DDP: that is what this plan does.",
+    ]
+    assert all(line in explain(plan).splitlines() for line in build_explanation(plan).baselines)
+    assert "instead" not in explain(make_plan())
+
+
+@pytest.mark.parametrize(
+    ("baselines", "step_s", "text"),
+    [
+        ((MISSING, SLOWER, TRIED), 1.25, "Gained: 9.7% over ZeRO-2, the best of what else there was (70.0 samples"),
+        ((MISSING, SLOWER, TRIED), 1.25, "DDP does not fit: 73.0 MiB are missing."),
+        ((SLOWER,), 1.2, "Gained: 25.0% over FSDP per operator, recomputed, the best of what else there was (64.0"),
+        ((MISSING,), 1.25, "Gained: the training itself. Nothing else fits: DDP needs least, and 73.0 MiB more"),
+        ((TRIED,), 1.375, "Nothing gained over ZeRO-2, the best of what else there was (70.0 samples/s when tried"),
+        ((TRIED,), 2.5, "Gained: 9.7% over ZeRO-2, the best of what else there was (70.0 samples/s when tried"),
+        ((TRIED,), 2.5, "The machine was slower than when this was compared."),
+        ((TRIED,), 0.5, "Gained: 9.7% over ZeRO-2, the best of what else there was (70.0 samples/s when tried"),
+        ((TRIED,), 0.5, "The machine was faster than when this was compared."),
+        ((FASTER,), 1.25, "Nothing gained over FSDP per block, the best of what else there was (96.0 samples/s by"),
+        ((TRIED, UNCERTAIN), 1.25, "No gain is sure over FSDP per block: it is predicted to be no slower, but was not"),
+        ((OWN, TRIED), 1.25, "This plan is DDP: the fastest of what there was."),
+    ],
+)
+def test_measured_table_says_what_was_gained(baselines: tuple[Baseline, ...], step_s: float, text: str) -> None:
+    shown = to_text(measured_table(with_baselines(*baselines), MeasuredStep(step_s, None, 1 << 30), 20))
+    assert text in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= 80

@@ -15,7 +15,7 @@ import torch
 from lightning_osdp.errors import CheckpointError, ConfigurationError
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.state import atomic_files
-from lightning_osdp.strategy import arguments
+from lightning_osdp.strategy.plan_logging import write_and_log_plan
 
 
 def save_file(path: Path, value: int = 1) -> None:
@@ -346,5 +346,5 @@ def test_write_plan_over_foreign_file_warns_and_leaves_it(tmp_path: Path) -> Non
     path = tmp_path / "osdp_plan.json"
     path.write_text("mine")
     with pytest.warns(UserWarning, match="holds something that osdp did not write"):
-        arguments.write_plan(plan, path)
+        write_and_log_plan(plan, path, [])
     assert path.read_text() == "mine"

@@ -61,6 +61,12 @@ def test_plan_for_hardware_keeps_batch_size_of_loader() -> None:
     assert plan.global_batch_size == 8
 
 
+@pytest.mark.parametrize(("min_steps", "largest"), [(4, 5), (1, 8), (100, 2)])
+def test_plan_for_hardware_leaves_an_epoch_its_steps(min_steps: int, largest: int) -> None:
+    plan = plan_for_hardware(GPTModule(), loader(32, 2), min_steps_per_epoch=min_steps)
+    assert max(point.batch_size for point in plan.frontier) == largest
+
+
 def test_plan_has_room_for_largest_of_sampled_batches() -> None:
     short, long = (torch.zeros(2, length, dtype=torch.long) for length in (4, 12))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -13,6 +15,7 @@ from lightning_osdp import OSDPStrategy
 from lightning_osdp.autotune.pipeline import profile_model
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.backend import memory
+from lightning_osdp.profiling.tracing import profile_store
 from lightning_osdp.strategy.planning_options import PlanningOptions
 from tests.support.traced_models import Regression
 
@@ -63,6 +66,20 @@ def test_batches_of_changing_length_plan_memory_by_the_largest_and_time_by_the_t
     assert found.model_profile.moments == largest.model_profile.moments
     assert found.model_profile.flops_per_sample == typical.model_profile.flops_per_sample
     assert found.kernels == typical.kernels
+
+
+def test_largest_batch_of_a_known_step_is_not_traced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, lengths = Lengths(), (12, 200)
+    typical, largest = (torch.zeros(4, length) for length in lengths)
+    context = TrialContext(module, typical, 4, CPU, largest_batch=largest)
+    first = profile_model(context, cache=tmp_path)
+    assert len(list(tmp_path.glob("step-*.json"))) == 2
+    assert first.model_profile == profile_model(context).model_profile
+    known = profile_model(context, cache=tmp_path)
+    monkeypatch.setattr(profile_store, "start_fake_trace", lambda *_: pytest.fail("it is traced again"))
+    again = profile_model(context, cache=tmp_path, key=known.key)
+    assert again.model_profile == known.model_profile == first.model_profile
+    assert again.key == known.key
 
 
 def test_batches_of_other_steps_plan_all_by_the_largest() -> None:

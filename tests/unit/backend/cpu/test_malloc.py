@@ -155,7 +155,9 @@ def test_heap_retain_keeps_at_most_given_bytes_and_release_frees_them() -> None:
 CYCLES = """
 import torch
 from lightning_osdp.backend import memory
-from lightning_osdp.backend.cpu import malloc, process_memory
+import psutil
+
+from lightning_osdp.backend.cpu import malloc
 
 cpu, mib = torch.device("cpu"), 1 << 20
 malloc.configure_cpu_allocator()
@@ -167,7 +169,7 @@ for cycle in range(12):
     pins.append(torch.ones(100))  # the heap's end can't be handed back
     del tensors
     malloc.HEAP.release()
-    sizes.append((process_memory.read_bytes("VmSize"), memory.memory_in_use(cpu)))
+    sizes.append((psutil.Process().memory_info().vms, memory.memory_in_use(cpu)))
 print(*sizes[1], *sizes[-1])
 """
 

@@ -268,6 +268,10 @@ def test_peak_saving_bytes_count_one_tensor_streamed_or_all_gathered() -> None:
     assert saving_mib("gathered", sharded) == 7 + 3 + 18 + 36
     assert saving_mib("streamed", half) == 7 + 3 + 6 + 24 + 4
     assert saving_mib("gathered", half) == 7 + 3 + 6 + 24 + 12
+    averaging = NonTrainingWork(gathers_parameters=True)
+    timeline = Timeline(model(), some_cluster(N, reduce_scatter_copy_factor=0.0), 7 * MIB, averaging)
+    assert timeline.peak(sharded, batch_size=1).saving_bytes == (7 + 18 + 12) * MIB  # parameters without moments
+    assert timeline.peak(unsliced_choices([Mode.DP, Mode.DP]), batch_size=1).saving_bytes == (7 + 36) * MIB
     split = [
         ShardingChoice((Mode.ZDP,)),
         ShardingChoice((Mode.ZDP, Mode.DP), split_dim=1),

@@ -19,6 +19,7 @@ from lightning_osdp.planning.search.finalists import (
     find_finalists,
     is_sharded,
     pick_finalist,
+    pick_untried,
     spread_s,
 )
 from lightning_osdp.planning.search.plan_selection import select_plan
@@ -180,3 +181,27 @@ def test_choose_tried_plan_without_trials_or_memory_returns_none() -> None:
     assert choose_tried_plan(ROOMY, UP_TO_FOUR, [plan], []) is None
     full = replace(ROOMY, memory_limit_bytes=plan.predicted.max_memory_bytes - 1)
     assert choose_tried_plan(full, UP_TO_FOUR, [plan], [trial_of(plan, 1.0)]) is None
+
+
+def promising(plan: ExecutionPlan, samples_per_s: float) -> ExecutionPlan:
+    return plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"samples_per_s": samples_per_s})})
+
+
+@pytest.mark.parametrize(
+    ("samples_per_s", "chosen"),
+    [
+        ({"zdp": 114.0, "dp": 100.0}, "dp"),
+        ({"zdp": 116.0, "dp": 100.0}, "zdp"),
+        ({"zdp": 90.0}, "zdp"),
+        ({"recomputed": 110.0, "dp": 90.0, "zdp": 100.0}, "zdp"),
+        ({"recomputed": 116.0, "dp": 90.0, "zdp": 100.0}, "recomputed"),
+        ({"dp": 100.0, "recomputed": 500.0}, "dp"),
+    ],
+    ids=["within the error", "beyond it", "nothing else fits", "best simpler one", "beyond all", "simplest found"],
+)
+def test_pick_untried_takes_simpler_plan_unless_gain_exceeds_error_of_predictions(
+    samples_per_s: dict[str, float], chosen: str
+) -> None:
+    plans = {"dp": DP, "zdp": ZDP, "recomputed": RECOMPUTED}
+    found = {name: promising(plans[name], rate) for name, rate in samples_per_s.items()}
+    assert pick_untried(list(found.values())) is found[chosen]

@@ -29,6 +29,24 @@ def test_plan_check_accepts_its_own_model_and_survives_json() -> None:
     assert ExecutionPlan.from_json(plan().to_json()) == plan()
 
 
+def two_operators(names: str, sizes: tuple[int, int] = (8, 4), fingerprint: str = "abc") -> ModelProfile:
+    one, other = (description((size, 8), name).operators for name, size in zip(names, sizes, strict=True))
+    return description(fingerprint=fingerprint).model_copy(update={"operators": (*one, *other)})
+
+
+def test_plan_check_accepts_operators_in_an_order_of_the_data_but_not_of_other_sizes() -> None:
+    decisions = [
+        OperatorPlan(name=op.name, slices=(mode,), num_parameters=op.num_parameters)
+        for op, mode in zip(two_operators("ab").operators, (Mode.ZDP, Mode.ZDP2), strict=True)
+    ]
+    both = plan(operators=tuple(decisions), model=ModelIdentity(fingerprint="abc", num_parameters=96))
+    other_order = two_operators("ba", (4, 8), "of that order")
+    both.check(other_order, ranks=2)
+    assert [(op.name, op.slices) for op in both.operators_of(other_order)] == [("b", (Mode.ZDP2,)), ("a", (Mode.ZDP,))]
+    with pytest.raises(PlanMismatchError, match="names and counts agree, but the sizes of a, b differ"):
+        both.check(two_operators("ba", fingerprint="of other sizes"), ranks=2)
+
+
 @pytest.mark.parametrize(
     ("model", "ranks", "message"),
     [

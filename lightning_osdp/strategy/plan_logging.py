@@ -1,0 +1,54 @@
+"""Write the plan to its file, and hand it to the Trainer's loggers where they have a place for it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+
+from lightning_osdp.errors import ConfigurationError, OSDPWarning
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.state.atomic_files import write_text
+
+ARTIFACT_NAME = "osdp_plan"
+
+
+def write_and_log_plan(plan: ExecutionPlan, file: Path, loggers: Sequence[Logger]) -> None:
+    """Write the plan to a file, and give it to each logger that takes files or texts; what fails is a warning.
+
+    The other ranks train already, and the plan is on the screen.
+
+    Args:
+        plan: the plan.
+        file: the file.
+        loggers: the Trainer's loggers.
+    """
+    try:
+        write_text(file, plan.to_json(), ExecutionPlan.is_plan)
+    except (OSError, ConfigurationError) as error:
+        warnings.warn(f"the plan can't be written to {file.parent}: {error}", OSDPWarning, stacklevel=3)
+        return
+    for logger in loggers:
+        try:
+            _log_to(logger, plan, file)
+        except Exception as error:  # whatever a logger's library raises: the run goes on, and the plan is in its file
+            text = f"{type(logger).__name__} did not take the plan, which is in {file}: {error}"
+            warnings.warn(text, OSDPWarning, stacklevel=2)
+
+
+def _log_to(logger: Any, plan: ExecutionPlan, file: Path) -> None:
+    """Log the plan by the methods that a logger's experiment has: none of the libraries is imported here."""
+    experiment: Any = getattr(logger, "experiment", None)
+    if hasattr(experiment, "log_asset_data"):  # Comet
+        experiment.log_asset_data(plan.to_json(), name=file.name)
+    elif hasattr(experiment, "log_text") and hasattr(logger, "run_id"):  # MLflow
+        experiment.log_text(logger.run_id, plan.to_json(), file.name)
+    elif hasattr(experiment, "log_artifact"):  # Weights & Biases
+        experiment.log_artifact(str(file), name=ARTIFACT_NAME, type="plan")
+    elif hasattr(experiment, "add_text"):  # TensorBoard, in Markdown
+        experiment.add_text(ARTIFACT_NAME, "\n".join(f"    {line}" for line in str(plan).splitlines()))
+    elif hasattr(experiment, "get_structure"):  # Neptune
+        experiment[ARTIFACT_NAME].upload(str(file))

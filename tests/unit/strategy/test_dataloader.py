@@ -1,0 +1,117 @@
+"""Loaders made anew with another batch size are what they were."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from lightning_osdp import ConfigurationError
+from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
+from lightning_osdp.strategy.dataloader import TrainData
+from tests.support.modules import GPTModule
+
+ROWS = TensorDataset(torch.arange(12))
+
+
+def train_data(loader: Any) -> TrainData:
+    trainer, module = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False), GPTModule()
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    trainer._data_connector.attach_data(module, train_dataloaders=loader)
+    return TrainData(trainer, module)
+
+
+def resize(loader: Any, batch_size: int) -> Any:
+    data = train_data(loader)
+    assert data.fixed_batch_size_reason() == ""
+    data.set_batch_size(batch_size)
+    return data._trainer.fit_loop._data_source.dataloader()
+
+
+class Doubled(DataLoader[Any]):
+    """A loader with an argument and a property of its own."""
+
+    def __init__(self, dataset: Any, factor: int = 2, **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self.factor = factor
+        self.note = "default"
+
+    def __iter__(self) -> Iterator[Tensor]:  # type: ignore[override]
+        for (batch,) in super().__iter__():
+            yield self.factor * batch
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(10)
+
+
+def test_resized_loader_has_all_options_of_the_given_one() -> None:
+    options = {
+        "num_workers": 1,
+        "in_order": False,
+        "prefetch_factor": 3,
+        "persistent_workers": True,
+        "drop_last": True,
+        "timeout": 5,
+        "generator": torch.Generator(),
+        "worker_init_fn": print,
+        "collate_fn": list,
+        "multiprocessing_context": "fork",
+    }
+    made = DataLoader(ROWS, batch_size=2, **options)  # type: ignore[arg-type]
+    found = resize(made, 5)
+    assert (type(found), found.batch_size, found.dataset) == (DataLoader, 5, ROWS)
+    for name in (*options, "pin_memory"):
+        assert getattr(found, name) == getattr(made, name), name
+
+
+def test_resized_loader_keeps_sampler_and_order() -> None:
+    sampler = WeightedRandomSampler([1.0] * 12, 12)
+    assert resize(DataLoader(ROWS, batch_size=2, sampler=sampler), 4).sampler is sampler
+    plain = resize(DataLoader(ROWS, batch_size=2), 5)
+    assert [batch.tolist() for (batch,) in plain] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11]]
+    shuffled = resize(DataLoader(ROWS, batch_size=2, shuffle=True), 6)
+    assert sorted(itertools.chain(*(batch.tolist() for (batch,) in shuffled))) == list(range(12))
+
+
+def test_resized_loader_of_a_class_of_its_own_keeps_class_and_arguments() -> None:
+    made = Doubled(ROWS, factor=3, batch_size=2)
+    found = resize(made, 6)
+    assert (type(found), found.factor, found.batch_size) == (Doubled, 3, 6)
+    assert [batch.tolist() for batch in found] == [[0, 3, 6, 9, 12, 15], [18, 21, 24, 27, 30, 33]]
+
+
+def test_resized_loader_of_an_iterable_dataset_gives_its_items() -> None:
+    found = resize(DataLoader(Stream(), batch_size=2), 4)
+    assert [batch.tolist() for batch in found] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_loader_that_can_not_be_resized_says_why() -> None:
+    class Fixed(DataLoader[Any]):
+        def __init__(self) -> None:
+            super().__init__(ROWS, batch_size=3)
+
+    data = train_data(Fixed())
+    assert "can't be made anew with another batch size" in data.fixed_batch_size_reason()
+    with pytest.raises(ConfigurationError, match="batch_size=4 can't be set: the train dataloader can't be made anew"):
+        data.batch_size_policy(3, BatchSizePolicy(batch_size=4), 1)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "loader_batch_size", "min_steps", "given", "largest"),
+    [(1000, 2, 100, None, 5), (1000, 2, 1000, None, 2), (1000, 2, 100, 3, 3), (1000, 2, 1, None, 500)],
+)
+def test_bounded_policy_leaves_an_epoch_its_steps(
+    num_rows: int, loader_batch_size: int, min_steps: int, given: int | None, largest: int
+) -> None:
+    data = train_data(DataLoader(TensorDataset(torch.zeros(num_rows)), batch_size=loader_batch_size))
+    policy = data.bounded_policy(loader_batch_size, BatchSizePolicy(max_batch_size=given), 2, min_steps)
+    assert policy.max_batch_size == largest
