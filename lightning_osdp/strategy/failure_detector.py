@@ -39,7 +39,7 @@ CAUSE_WAIT_S = 8 * HEARTBEAT_INTERVAL_S
 """Seconds that a rank waits for another's cause."""
 
 HEARD_WAIT_S = 8.0
-"""Seconds that the first rank, which has the store, waits for the others to hear its cause: they may have little CPU."""
+"""Seconds that the first rank, which has the store, waits for the others to hear its cause: they may be slow."""
 
 SILENCE_TIMEOUT_S = 60.0
 """Seconds without a heartbeat after which a rank counts as gone. Native code that holds Python's lock is silent."""
