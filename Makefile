@@ -10,8 +10,8 @@ PYTHON ?= $(shell \
 		if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$python; break; fi; \
 	done)
 
-.PHONY: help train test test-fast lint format clean
-.PHONY: test-limit test-limit-wide test-slurm test-kill test-gpu lab
+.PHONY: help train test test-fast lint format clean docs docs-serve
+.PHONY: test-limit test-limit-wide test-slurm test-kill test-gpu dist-test lab
 .PHONY: bench bench-quick bench-gpu bench-search bench-paper accuracy
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test-fast    lint and the unit tests (about a minute)"
 	@echo "make lint         ruff, mypy and the import rules"
 	@echo "make format       let ruff rewrite what it can"
+	@echo "make docs         build the documentation in build/site; make docs-serve   show it at 127.0.0.1:8000"
 	@echo "make clean        remove the environment, caches and runs"
 	@echo
 	@echo "Slower checks:"
@@ -27,6 +28,7 @@ help:
 	@echo "make test-limit-wide  a wide model trains under a hard limit that kills FairScale FSDP (root, cgroup v1)"
 	@echo "make test-slurm       preempts and resumes a run on a real two-node SLURM on this machine (root, slurm-wlm, munge)"
 	@echo "make test-kill        ten runs killed at random moments go on from their last checkpoint to the same loss"
+	@echo "make dist-test        wheel and sdist, each installed into an empty environment, train and explain there"
 	@echo "make test-gpu         the tests that need a GPU (one is enough)"
 	@echo "make lab              several nodes: sharding inside nodes, and a node that fails (root, cgroup v1)"
 	@echo
@@ -54,6 +56,12 @@ lint: $(INSTALLED)
 test-fast: lint
 	$(BIN)/pytest -n 2 --dist worksteal -m "not processes and not slow" tests/unit
 
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+docs-serve: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8000
+
 test-limit: $(INSTALLED)
 	$(BIN)/python -m bench hard-limit
 
@@ -65,6 +73,9 @@ test-slurm: $(INSTALLED)
 
 test-kill: $(INSTALLED)
 	$(BIN)/python -m tests.system.kills 10
+
+dist-test: $(INSTALLED)
+	$(BIN)/python -m tests.system.distribution
 
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu tests

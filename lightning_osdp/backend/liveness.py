@@ -7,6 +7,8 @@ import os
 import platform
 from pathlib import Path
 
+import psutil
+
 _STATE_FIELD, _START_FIELD = 0, 19
 """Fields of ``/proc/PID/stat`` after the command's name: the state, and when the process started."""
 
@@ -34,13 +36,7 @@ def is_dead(description: str) -> bool:
 
 def has_process(pid: int) -> bool:
     """Return whether a process has this number on this machine, be it this user's or not."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it is another user's
-        return True
-    return True
+    return bool(psutil.pid_exists(pid))
 
 
 def _process_namespace() -> list[str]:

@@ -14,8 +14,13 @@ from typing_extensions import override
 
 from lightning_osdp.errors import OSDPWarning
 
-SUBCOMMANDS = ("fit", "validate", "test", "predict")
-"""Subcommands of LightningCLI."""
+SUBCOMMANDS = {
+    "fit": "Train what a LightningCLI configuration says.",
+    "validate": "Run one evaluation epoch over its validation data.",
+    "test": "Run one evaluation epoch over its test data.",
+    "predict": "Run inference on its data for prediction.",
+}
+"""Subcommands of LightningCLI, each with its purpose in one line."""
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -35,13 +40,17 @@ class _SaveConfig(SaveConfigCallback):
 
 
 def run(args: Sequence[str]) -> None:
-    """Run LightningCLI; errors in the arguments end the process with status 2, as always.
+    """Run LightningCLI.
 
     The current folder and those of configuration files are searched first for modules, as for a script that lies there.
 
     Args:
         args: a subcommand and its arguments.
+
+    Raises:
+        ArgumentError: an argument, or something in a configuration file, can't be used.
     """
+    raises = {"exit_on_error": False}
     sys.path[:0] = [str(Path.cwd()), *_config_folders(args)]
     with warnings.catch_warnings():
         # LightningCLI warns that args are given although the command line has some: they are the same.
@@ -51,6 +60,7 @@ def run(args: Sequence[str]) -> None:
             trainer_defaults={"strategy": "osdp"},
             save_config_callback=_SaveConfig,
             save_config_kwargs={"overwrite": True},
+            parser_kwargs={"prog": "osdp", **raises, **{name: dict(raises) for name in SUBCOMMANDS}},
         )
 
 

@@ -1,26 +1,28 @@
 """Run ``osdp profile | plan | explain | diff | simulate | consolidate``, and LightningCLI as ``osdp fit``.
 
-Exit status: 0 done, 1 nothing fits under the memory limit, 2 bad usage or bad input (one line on the standard error
-stream says what). With ``--json`` the standard output is one JSON document and nothing else.
+Exit status: 0 done, 1 nothing fits under the memory limit, 2 bad usage or bad input. The standard error stream says
+what is wrong, once, whatever the number of ranks; ``--verbose`` adds the traceback. With ``--json`` the standard output
+is one JSON document and nothing else.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
-from lightning_utilities.core.rank_zero import rank_zero_only
 from rich.console import Console
 
-from lightning_osdp.cli import fit, measure_links, offline_plan
+from lightning_osdp import __version__
+from lightning_osdp.cli import emulate, error_block, fit, measure_links, offline_plan
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPError, OSDPWarning
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem
 from lightning_osdp.planning.search.plan_selection import variant_of_plan
@@ -66,35 +68,33 @@ def main(args: list[str] | None = None) -> int:
     Args:
         args: the arguments after ``osdp``; None for those of the shell.
     """
+    words = sys.argv[1:] if args is None else args
+    has_traceback = error_block.is_verbose(words)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("always", category=OSDPWarning)
             warnings.showwarning = _make_warning_printer(warnings.showwarning)
-            return _run(args)
+            return _run([word for word in words if word not in error_block.VERBOSE_OPTIONS])
     except KeyboardInterrupt:
         return INTERRUPTED
-    except InfeasibleError as error:
-        _print_error(error)
-        return INFEASIBLE
-    except (OSDPError, ArgumentError) as error:
-        _print_error(error)
-        return BAD_INPUT
     except BrokenPipeError:  # the reader of our output has seen enough, as in `osdp explain PLAN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
-    except Exception:  # a fault of the input that we don't know, or our own: status 1 means that nothing fits
-        traceback.print_exc()
+    except (OSDPError, ArgumentError) as error:
+        error_block.print_error(error, has_traceback, is_expected=True)
+        return INFEASIBLE if isinstance(error, InfeasibleError) else BAD_INPUT
+    except Exception as error:  # a fault of the input that we don't know, or our own: status 1 means that nothing fits
+        error_block.print_error(error, has_traceback, is_expected=False)
         return BAD_INPUT
 
 
-def _run(args: list[str] | None) -> int:
-    words = sys.argv[1:] if args is None else args
+def _run(words: list[str]) -> int:
     if words and words[0] in fit.SUBCOMMANDS:
         fit.run(words)
         return DONE
     try:
-        parsed = _build_parser().parse_args(args)
-    except SystemExit as exit_:  # raised by --help
+        parsed = _build_parser().parse_args(words)
+    except SystemExit as exit_:  # raised by --help and --version
         return int(exit_.code or DONE)
     options = parsed[parsed.command]
     try:
@@ -108,24 +108,23 @@ def _run(args: list[str] | None) -> int:
 
 
 def _build_parser() -> ArgumentParser:
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "lightning"))
     parser = ArgumentParser(
         prog="osdp",
-        description="Plan sharded data parallel training, and explain the plan.",
-        epilog=f"osdp {' | '.join(fit.SUBCOMMANDS)} train as LightningCLI does, with this strategy (--help: how).",
+        description="Train with the fastest plan that fits the memory, make such a plan, and explain it.",
+        version=f"{__version__} ({versions}, Python {platform.python_version()})",
         exit_on_error=False,
     )
+    parser.add_argument("-v", "--verbose", action="store_true", help="show the traceback of an error")
     subcommands = parser.add_subcommands(required=True, dest="command")
+    for name, purpose in fit.SUBCOMMANDS.items():  # they have LightningCLI's arguments, which it parses itself
+        subcommands.add_subcommand(name, ArgumentParser(), help=purpose)
     for name, command in COMMANDS.items():
         subparser = ArgumentParser(description=command.help, exit_on_error=False)
         command.add_arguments(subparser)
         subparser.add_argument("--json", action="store_true", help="write JSON instead of text")
         subcommands.add_subcommand(name, subparser, help=command.help)
     return parser
-
-
-def _print_error(error: Exception) -> None:
-    if not getattr(rank_zero_only, "rank", 0) or not isinstance(error, InfeasibleError):  # which all ranks raise
-        print(f"osdp: error: {' '.join(str(error).split())}", file=sys.stderr)
 
 
 def _make_warning_printer(fallback: Callable[..., None]) -> Callable[..., None]:
@@ -170,6 +169,15 @@ def _check_output(path: str | None, is_own: IsOwn) -> None:
     if not Path(path).absolute().parent.is_dir():
         raise ConfigurationError(f"{path} can't be written: there is no folder {Path(path).absolute().parent}")
     check_text_replaceable(Path(path), is_own)
+
+
+def _check_page(path: str | None) -> None:
+    """Refuse a page that could not be written or drawn, before the work is done."""
+    _check_output(path, _is_page)
+    if path is not None and util.find_spec("matplotlib") is None:
+        raise ConfigurationError(
+            "--html draws with matplotlib, which is not installed: pip install 'lightning-osdp[pictures]'"
+        )
 
 
 def _print(text: str) -> None:
@@ -229,7 +237,7 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
 
 def _plan(options: Namespace) -> None:
     _check_output(options.out, ExecutionPlan.is_plan)
-    _check_output(options.html, _is_page)
+    _check_page(options.html)
     config = _load_config(options)
     devices = arguments.validate_positive("devices", options.devices)
     result = offline_plan.plan_from_config(
@@ -258,10 +266,15 @@ def _load_config(options: Namespace) -> offline_plan.TrainingConfig:
 
 def _add_explain_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("plan", type=str, help="the plan's JSON file")
+    parser.add_argument("--html", type=str, help="file for a page with the plan's pictures")
 
 
 def _explain(options: Namespace) -> None:
-    explanation = explain.build_explanation(_read_plan(options.plan))
+    _check_page(options.html)
+    plan = _read_plan(options.plan)
+    if options.html is not None:
+        _write_page(options.html, plan, problem=None)
+    explanation = explain.build_explanation(plan)
     _print(explanation.model_dump_json(indent=2) if options.json else explanation.to_text())
 
 
@@ -299,7 +312,7 @@ def _add_simulate_arguments(parser: ArgumentParser) -> None:
 
 
 def _simulate(options: Namespace) -> None:
-    _check_output(options.html, _is_page)
+    _check_page(options.html)
     hardware_spec = hardware.load(options.hardware)
     policy = BatchSizePolicy(
         arguments.validate_positive("batch_size", options.batch_size),
@@ -326,6 +339,8 @@ def _simulate(options: Namespace) -> None:
         _print(json.dumps([point.model_dump(mode="json", exclude={"plan"}) for point in points], indent=2))
     else:
         Console().print(tables.simulation_table(points))
+        if len(points) == 1 and points[0].plan is not None:
+            Console().print("", tables.baseline_table(points[0].plan), sep="\n")
 
 
 def _device_counts(devices: int) -> list[int]:
@@ -375,6 +390,14 @@ def _write_page(path: str, plan: ExecutionPlan, problem: Problem | None, points:
     _write(path, render_page(plan, model=model, tradeoff=tradeoff, points=points), _is_page)
 
 
+# -- emulate -----------------------------------------------------------------------------------------------------------
+
+
+def _emulate(options: Namespace) -> None:
+    _check_output(options.html, _is_page)
+    emulate.run(options, lambda path, plan: _write_page(path, plan, None))
+
+
 # -- consolidate -------------------------------------------------------------------------------------------------------
 
 
@@ -400,6 +423,7 @@ COMMANDS = {
     "diff": Command("Say how two plans differ.", _add_diff_arguments, _diff),
     "consolidate": Command("Make one ordinary checkpoint of a sharded one.", _add_consolidate_arguments, _consolidate),
     "simulate": Command("Plan for hardware that is not here.", _add_simulate_arguments, _simulate),
+    "emulate": Command("Train some steps as rank 0 of a cluster that is not here.", emulate.add_arguments, _emulate),
 }
 """Commands by name; another one is a row here and two functions."""
 

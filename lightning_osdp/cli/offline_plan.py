@@ -6,8 +6,6 @@ the plan is made, by the same pipeline as in training (``autotune.pipeline``), a
 
 from __future__ import annotations
 
-import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +25,7 @@ from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import CheckpointMemory
 from lightning_osdp.strategy import arguments, offline
+from lightning_osdp.strategy.failure_detector import describe_place
 from lightning_osdp.strategy.planning_options import PlanningOptions
 
 CONFIG_SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
@@ -34,6 +33,9 @@ CONFIG_SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "
 
 PLANNING_ARGS = tuple(option.name for option in fields(PlanningOptions))
 """Arguments of ``OSDPStrategy`` that say what to plan."""
+
+MakeTrainer = Callable[[pl.LightningModule, dict[str, Any]], pl.Trainer]
+"""Makes a Trainer for a module from the file's arguments, but for ``strategy`` and ``accelerator``."""
 
 
 @dataclass(frozen=True)
@@ -157,20 +159,36 @@ def profile_from_config(config: TrainingConfig) -> offline.ProfiledRun:
     return result
 
 
+def fit_config(config: TrainingConfig, make_trainer: MakeTrainer) -> pl.Trainer:
+    """Train what the file says, with another Trainer, and return it.
+
+    Raises:
+        ConfigurationError: something can't be built, or its own code fails.
+    """
+    with _as_configuration_error(config), offline.quiet_lightning():
+        cli = _ConfigCLI(config, make_trainer)
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    return cli.trainer
+
+
 def _run_until_setup(config: TrainingConfig, device: torch.device, work: Callable[[pl.Trainer], Any]) -> Any:
     """Return what ``work`` makes of the Trainer in ``Strategy.setup``."""
     strategy = offline.PlanOnlyStrategy(device, work)
-    with _as_configuration_error(config), offline.quiet_lightning():
-        cli = _ConfigCLI(config, strategy)
-        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    accelerator = "cuda" if device.type == "cuda" else "cpu"
+
+    def make_trainer(_: pl.LightningModule, arguments: dict[str, Any]) -> pl.Trainer:
+        strategy.callbacks = arguments.pop("callbacks")
+        return pl.Trainer(**arguments | offline.QUIET_TRAINER_ARGS, strategy=strategy, accelerator=accelerator)
+
+    fit_config(config, make_trainer)
     return strategy.result
 
 
 class _ConfigCLI(LightningCLI):
-    """Builds module, data and a Trainer for one process from the file, as LightningCLI does."""
+    """Builds module, data and a Trainer of one's own from the file, as LightningCLI does."""
 
-    def __init__(self, config: TrainingConfig, strategy: offline.PlanOnlyStrategy) -> None:
-        self._strategy = strategy
+    def __init__(self, config: TrainingConfig, make_trainer: MakeTrainer) -> None:
+        self._make_trainer = make_trainer
         with warnings.catch_warnings():
             # Our own command line is not LightningCLI's.
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
@@ -186,17 +204,17 @@ class _ConfigCLI(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        for name in ("strategy", "logger", "profiler"):
+        for name in ("strategy", "logger", "profiler", "plugins"):
             self.config.trainer[name] = None
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        callbacks = self.config_init.trainer.callbacks or []
-        self._strategy.callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        accelerator = "cuda" if self._strategy.root_device.type == "cuda" else "cpu"
-        return super().instantiate_trainer(
-            accelerator=accelerator, strategy=self._strategy, callbacks=None, **offline.QUIET_TRAINER_ARGS
-        )
+        arguments = dict(vars(self.config_init.trainer))
+        callbacks = arguments["callbacks"] or []
+        arguments["callbacks"] = callbacks if isinstance(callbacks, list) else [callbacks]
+        for name in ("strategy", "accelerator"):
+            arguments.pop(name)
+        return self._make_trainer(self.model, arguments)
 
 
 def _resolve_cluster(config: TrainingConfig, cluster: Cluster | None, devices: int | None) -> Cluster:
@@ -238,10 +256,8 @@ def _as_configuration_error(config: TrainingConfig) -> Iterator[None]:
     except OSDPError:
         raise
     except Exception as error:
-        frame = traceback.extract_tb(sys.exc_info()[2])[-1]
-        raise ConfigurationError(
-            f"{config.path}: {type(error).__name__}: {_to_one_line(error)} ({Path(frame.filename).name}:{frame.lineno})"
-        ) from error
+        text = f"{config.path}: {type(error).__name__}: {_to_one_line(error)}{describe_place(error)}"
+        raise ConfigurationError(text) from error
 
 
 def _to_one_line(error: Exception) -> str:

@@ -324,7 +324,9 @@ def _is_folder(path: Path) -> bool:
 
 def _exchange(first: Path, second: Path) -> bool:
     """Swap two paths in one step; return False if the system or the file system can't."""
-    swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    swap = None
+    with suppress(OSError, TypeError):  # a static program, or Windows
+        swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if swap is None:
         return False
     return bool(swap(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0)

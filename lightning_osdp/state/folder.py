@@ -241,6 +241,8 @@ class CheckpointFolder:
     def __init__(self, path: Path, weights_only: bool | None) -> None:
         self.path = path
         self._files: dict[str, OpenedFile] = {}
+        if not hasattr(os, "O_DIRECTORY"):
+            raise CheckpointError(f"{path} can't be read on Windows: sharded checkpoints need Linux, macOS, or WSL2")
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             names = set(os.listdir(self._descriptor))

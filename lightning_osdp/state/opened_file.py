@@ -33,11 +33,12 @@ class OpenedFile:
 
     def __init__(self, path: Path, folder: int | None = None) -> None:
         self.path = path
-        no_link = os.O_NOFOLLOW if folder is not None else 0
+        flags = [] if folder is None else ["O_NOFOLLOW"]
         try:
-            # Not blocking, since it may be a pipe.
+            # Not blocking, since it may be a pipe. Windows has none of these.
+            flags += ["O_RDONLY", "O_CLOEXEC", "O_NONBLOCK", "O_BINARY"]
             name = path if folder is None else path.name
-            descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | no_link, dir_fd=folder)
+            descriptor = os.open(name, sum(getattr(os, flag, 0) for flag in flags), dir_fd=folder)
             self.file = os.fdopen(descriptor, "rb")
             self._identity = self._stat()
         except OSError as error:

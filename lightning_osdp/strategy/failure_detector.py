@@ -12,11 +12,14 @@ import atexit
 import itertools
 import os
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -46,7 +49,16 @@ EXIT_DELAY_S, EXIT_TIMEOUT_S = 0.1, 2.0
 """Seconds for gloo's threads to free the tensors of the last collectives when a process ends, and for all collectives
 to end: after a failure some never do."""
 
+TOLD_WAIT_S = 10.0
+"""Seconds that a rank waits until the first one has told the user of a failure, after what callbacks do then."""
+
 _KILLED = "it was killed (out of memory?), or its host is down"
+
+_LIBRARY_FOLDERS = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    f"{Path(__file__).parents[1]}{os.sep}",
+)
+"""Folders of code that is not the user's."""
 
 _run_ids = itertools.count()
 """Numbers the runs in this process; every rank counts the same runs."""
@@ -115,17 +127,32 @@ class FailureDetector:
         """Publish why this rank fails, or, if it only lost another rank, put that rank's cause into the message."""
         if self._has_reported:
             return
+        exception.osdp_failure_detector = self  # type: ignore[attr-defined]  # for detector_that_reported
         cause = self._find_remote_cause() if is_lost_connection(exception) else None
         self._has_reported = True
         if cause is not None:
+            exception.osdp_cause = cause  # type: ignore[attr-defined]  # for the command line
             exception.args = (f"{cause}\nThis rank saw only: {exception}", *exception.args[1:])
         with suppress(RuntimeError):
             if isinstance(exception, SIGTERMException):
                 self._publish(self._rank, "was told to stop (SIGTERM)")
             elif cause is None:
-                self._publish(self._rank, f"failed: {type(exception).__name__}: {_abbreviate(exception)}")
+                text = f"{abbreviate(exception)}{describe_place(exception)}"
+                self._publish(self._rank, f"failed: {type(exception).__name__}: {text}")
             if self._rank == 0:
                 self._wait_until_heard()
+
+    def set_told(self) -> None:
+        """Let the other ranks know that the user was told of the failure, so that they need not."""
+        with suppress(RuntimeError):
+            self._store.set("told", "")
+
+    def is_told_by_rank_zero(self) -> bool:
+        """Return whether the first rank tells the user of the failure; wait until it has."""
+        with suppress(RuntimeError):  # it is gone, or has something else to do
+            self._store.wait(["told"], timedelta(seconds=TOLD_WAIT_S))
+            return True
+        return False
 
     def on_batch(self, pass_name: str, count: int) -> None:
         """Record that this rank has fetched ``count`` batches of ``pass_name``."""
@@ -243,6 +270,8 @@ class FailureDetector:
                     self._end_mutual_waits()
                 elif not self._has_reported and time.monotonic() - failed_at > self._grace_s():
                     print(f"rank {self._rank} is ended: {_format_causes(self._causes)}", file=sys.stderr, flush=True)
+                    if self._rank == 0:
+                        self.set_told()
                     os._exit(1)
                 if self._stopped.wait(HEARTBEAT_INTERVAL_S):
                     return
@@ -334,10 +363,23 @@ def assert_equal_on_ranks(group: Any, name: str, value: Any) -> None:
             raise ConfigurationError(f"{name} differs between ranks: {values[0]} on rank 0, {other} on rank {rank}")
 
 
-def _abbreviate(exception: BaseException) -> str:
+def detector_that_reported(exception: BaseException) -> FailureDetector | None:
+    """Return the detector that an exception was reported to; None if no other rank has heard of it."""
+    return getattr(exception, "osdp_failure_detector", None)
+
+
+def abbreviate(exception: BaseException) -> str:
     """Return the first and the last line: an error with a worker's traceback ends with the worker's own error."""
     lines = (str(exception).strip() or "no message").splitlines()
     return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
+
+
+def describe_place(exception: BaseException) -> str:
+    """Return the innermost line of the traceback that is the user's, in brackets; nothing if there is none."""
+    for frame in reversed(traceback.extract_tb(exception.__traceback__)):
+        if not frame.filename.startswith((*_LIBRARY_FOLDERS, "<")):
+            return f" ({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
+    return ""
 
 
 def _format_causes(causes: dict[int, str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_osdp.backend import allocator
+from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy.checkpointing import CheckpointingStrategy
 from lightning_osdp.strategy.launcher import Launcher
 
@@ -89,6 +91,11 @@ class ProcessGroupStrategy(CheckpointingStrategy):
     @override
     def setup_environment(self) -> None:
         """Configure the allocator and join the process group, before any hook of the user."""
+        if sys.platform == "win32":
+            raise ConfigurationError(
+                'strategy="osdp" trains on Linux and macOS. On Windows, train in WSL2; '
+                "lightning_osdp.plan(hardware=...), osdp explain, diff and simulate work here, too"
+            )
         super().setup_environment()
         allocator.configure(self.root_device)
         reset_seed()

@@ -9,10 +9,9 @@ fit gets a mapping of its own, which is released when it is freed. Measured trad
 from __future__ import annotations
 
 import ctypes
-import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from lightning_osdp.errors import OSDPWarning
@@ -155,7 +154,9 @@ class GlibcHeap:
 
 def _load_libc() -> Any:
     """Return the C library, with the types of the functions used here if it is glibc."""
-    libc: Any = ctypes.CDLL(None) if os.name == "posix" else None
+    libc: Any = None
+    with suppress(OSError, TypeError):  # a static program, or Windows
+        libc = ctypes.CDLL(None)
     if hasattr(libc, "mallinfo2"):
         libc.mallinfo2.restype = _MallInfo
         libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

@@ -7,7 +7,6 @@ the peak and its restart, pages of files apart from shared memory, and the limit
 from __future__ import annotations
 
 import re
-import resource
 import sys
 from pathlib import Path
 
@@ -29,6 +28,10 @@ def peak_resident_bytes() -> int:
     """Return the largest resident size since ``reset_peak``; elsewhere than on Linux since the process's start."""
     if status := _read("status"):
         return _kibibytes("VmHWM", status)
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource  # not on Windows
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)
 
 

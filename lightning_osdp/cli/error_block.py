@@ -1,0 +1,68 @@
+"""Print an error as one block: on rank 0, or on the rank that had it if rank 0 can't say so."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+import traceback
+
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.strategy.failure_detector import abbreviate, describe_place, detector_that_reported
+
+TRACEBACK_VARIABLE = "OSDP_TRACEBACK"
+"""Environment variable that does what ``--verbose`` does, for ``osdp`` inside of other scripts."""
+
+VERBOSE_OPTIONS = ("-v", "--verbose")
+
+HEAD_START_S = 3.0
+"""Seconds that other ranks wait with an error that they could not report: if rank 0 ends with the same one, torchrun
+and srun end them before they print it again."""
+
+
+def is_verbose(words: list[str]) -> bool:
+    """Return whether tracebacks are asked for, by an option or by the environment."""
+    return os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0") or any(word in VERBOSE_OPTIONS for word in words)
+
+
+def print_error(error: BaseException, has_traceback: bool, is_expected: bool) -> None:
+    """Print an error once, on the lowest rank that can: the others wait until it is printed, and say nothing.
+
+    Args:
+        error: what ended the command.
+        has_traceback: whether every rank prints its error, with the traceback.
+        is_expected: whether the message alone says what is wrong, as with our own errors.
+    """
+    rank = getattr(rank_zero_only, "rank", None) or 0
+    detector = detector_that_reported(error)
+    if has_traceback:
+        print("".join(traceback.format_exception(error)), file=sys.stderr)
+    elif rank:
+        if isinstance(error, InfeasibleError) or (detector is not None and detector.is_told_by_rank_zero()):
+            return  # all ranks raise the former
+        if detector is None:
+            time.sleep(HEAD_START_S)
+    text = " ".join(str(error).split()) + _describe_cause(error) if is_expected else _describe(error)
+    print(f"osdp: error{f' on rank {rank}' if rank else ''}: {text}", file=sys.stderr, flush=True)
+    if detector is not None and rank == 0:
+        detector.set_told()
+
+
+def _describe(error: BaseException) -> str:
+    """Describe an error of the user's code, with the line that raised it, and how to see more."""
+    # Where an argument may be a name or an object, jsonargparse lists an error for each: the object's is the last.
+    listed = [line for line in str(error).splitlines() if line.startswith("  - ")]
+    if str(error).startswith("Does not validate against any of the Union subtypes") and listed:
+        return listed[-1].removeprefix("  - ")
+    text = getattr(error, "osdp_cause", None) or f"{type(error).__name__}: {abbreviate(error)}{describe_place(error)}"
+    words = [word for word in sys.argv[1:] if word not in VERBOSE_OPTIONS]
+    return f"{text}\n(the traceback: osdp --verbose {shlex.join(words)}, or {TRACEBACK_VARIABLE}=1)"
+
+
+def _describe_cause(error: BaseException) -> str:
+    """Return the line of the user's code behind one of our errors, unless its message says it already."""
+    place = describe_place(error.__cause__) if error.__cause__ is not None else ""
+    return "" if place in str(error) else place

@@ -1,0 +1,100 @@
+"""The examples that people copy: each runs as the script it is, makes a plan, and learns what it is about."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_osdp import OSDPCallback
+from tests.support.ranks import run_ranks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+RUNS: dict[str, tuple[list[str], Any]] = {
+    "finetune_bert": (["--max-steps=40"], "auto"),
+    "lora": (["--max-steps=20"], "zdp"),
+    "vision": (
+        ["--model=vit", "--max-steps=40"],
+        {"model.vit.layers.0": "zdp", "model.vit.layers.1": "zdp2", "model.vit.layers.2": "dp"},
+    ),
+    "gan": (["--max-steps=200"], "zdp"),
+}
+"""Arguments of each example, and the modes that are forced so that one machine shows what a smaller one would do."""
+
+
+def run_examples(rank: int, ranks: int, folder: str) -> dict[str, dict[str, Any]]:
+    """Metrics in the order of the validations, and how many operators have each mode."""
+    os.chdir(folder)
+    os.environ["LIGHTNING_OSDP_CACHE"] = f"{folder}/cache"
+    return {name: run_example(name, args, modes) for name, (args, modes) in RUNS.items()}
+
+
+def run_example(name: str, args: list[str], modes: Any) -> dict[str, Any]:
+    validations: list[dict[str, float]] = []
+    trainers: list[pl.Trainer] = []
+
+    class Observer(pl.Callback):
+        def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            validations.append({key: float(value) for key, value in trainer.callback_metrics.items()})
+
+    def create(trainer: pl.Trainer, *positional: Any, callbacks: Any = (), **named: Any) -> None:
+        trainers.append(trainer)
+        own = [Observer(), OSDPCallback(modes=modes)]
+        original(trainer, *positional, callbacks=[*callbacks, *own], enable_progress_bar=False, **named)
+
+    original, pl.Trainer.__init__ = pl.Trainer.__init__, create  # type: ignore[method-assign]
+    sys.argv = [f"{name}.py", "--devices=2", *args]
+    try:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    finally:
+        pl.Trainer.__init__ = original  # type: ignore[method-assign]
+    plan = trainers[0].strategy.execution_plan  # type: ignore[attr-defined]
+    used = Counter(mode.value for operator in plan.operators for mode in operator.slices)
+    return {"validations": validations, "modes": dict(used), "steps": trainers[0].global_step}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    """What each rank saw."""
+    pytest.importorskip("peft")
+    return run_ranks(run_examples, 2, str(tmp_path_factory.mktemp("examples")))
+
+
+def test_finetune_bert_learns_to_tell_reviews_apart(results: list[dict[str, dict[str, Any]]]) -> None:
+    accuracies = [each["val_accuracy"] for each in results[0]["finetune_bert"]["validations"]]
+    assert accuracies[-1] > 0.9
+    assert results[0]["finetune_bert"]["modes"].keys() == {"dp"}
+
+
+def test_lora_learns_to_count_with_sharded_adapters(results: list[dict[str, dict[str, Any]]]) -> None:
+    before, after = (each["val_loss"] for each in results[0]["lora"]["validations"][-2:])
+    assert after < before - 0.5
+    assert results[0]["lora"]["modes"]["zdp"] > 10
+
+
+def test_vision_learns_directions_under_mixed_modes(results: list[dict[str, dict[str, Any]]]) -> None:
+    assert results[0]["vision"]["validations"][-1]["val_accuracy"] > 0.5
+    assert results[0]["vision"]["modes"].keys() == {"dp", "zdp", "zdp2"}
+
+
+def test_gan_draws_points_nearer_to_the_ring(results: list[dict[str, dict[str, Any]]]) -> None:
+    before, after = (each["distance_from_ring"] for each in results[0]["gan"]["validations"][-2:])
+    assert after < 0.5 * before
+    assert results[0]["gan"]["modes"]["zdp"] > 5
+
+
+def test_examples_end_at_the_same_figures_on_both_ranks(results: list[dict[str, dict[str, Any]]]) -> None:
+    for name in RUNS:
+        synchronized = [
+            {key: value for key, value in each[name]["validations"][-1].items() if not key.endswith("loss")}
+            for each in results
+        ]
+        assert synchronized[0] == synchronized[1]
+        assert results[0][name]["steps"] > 0
