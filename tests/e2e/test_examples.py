@@ -26,7 +26,7 @@ RUNS: dict[str, tuple[list[str], Any]] = {
         ["--model=resnet", "--max-steps=40"],
         {f"model.resnet.encoder.stages.{stage}": mode for stage, mode in enumerate(("dp", "zdp", "zdp2", "dp"))},
     ),
-    "gan": (["--max-steps=300"], "zdp"),
+    "gan": (["--max-steps=300"], "auto"),
 }
 """Arguments of each example, and the modes that are forced so that one machine shows what a smaller one would do."""
 
@@ -92,7 +92,7 @@ def test_vision_learns_directions_under_mixed_modes(results: list[dict[str, dict
 def test_gan_draws_points_nearer_to_the_ring(results: list[dict[str, dict[str, Any]]]) -> None:
     before, after = (each["distance_from_ring"] for each in results[0]["gan"]["validations"][-2:])
     assert after < 0.5 * before
-    assert results[0]["gan"]["modes"]["zdp"] > 5
+    assert sum(results[0]["gan"]["modes"].values()) == 8  # its networks run twice in a step: the search may shard them
 
 
 def test_examples_end_at_the_same_figures_on_both_ranks(results: list[dict[str, dict[str, Any]]]) -> None:
