@@ -10,7 +10,7 @@ PYTHON ?= $(shell \
 		if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$python; break; fi; \
 	done)
 
-.PHONY: help train test test-fast lint format clean
+.PHONY: help train test test-fast lint format clean docs docs-serve
 .PHONY: test-limit test-limit-wide test-slurm test-kill test-gpu dist-test lab
 .PHONY: bench bench-quick bench-gpu bench-search bench-paper accuracy
 
@@ -20,6 +20,7 @@ help:
 	@echo "make test-fast    lint and the unit tests (about a minute)"
 	@echo "make lint         ruff, mypy and the import rules"
 	@echo "make format       let ruff rewrite what it can"
+	@echo "make docs         build the documentation in build/site; make docs-serve   show it at 127.0.0.1:8000"
 	@echo "make clean        remove the environment, caches and runs"
 	@echo
 	@echo "Slower checks:"
@@ -54,6 +55,12 @@ lint: $(INSTALLED)
 # Lint, and the unit tests that are quick and start no processes: for while you work.
 test-fast: lint
 	$(BIN)/pytest -n 2 --dist worksteal -m "not processes and not slow" tests/unit
+
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+docs-serve: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8000
 
 test-limit: $(INSTALLED)
 	$(BIN)/python -m bench hard-limit

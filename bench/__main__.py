@@ -13,6 +13,7 @@ import sys
 BENCHMARKS = {
     "comparison": ("bench.comparison", "OSDP beside DDP, FSDP and FairScale under hard memory limits (root)"),
     "accuracy": ("bench.accuracy.accuracy", "predicted beside measured step time and peak memory, for many models"),
+    "jobs": ("bench.jobs", "jobs as users have them (BERT, ResNet, ViT, LoRA, DLRM, GAN) in turns with DDP"),
     "paper": ("bench.paper", "the settings of the OSDP paper, planned for its machine"),
     "search": ("bench.micro.search", "the exact search against a MILP solver and a dynamic programme"),
     "engine": ("bench.micro.engine", "all operators sharded through the Trainer against FairScale's own FSDP"),

@@ -1,4 +1,4 @@
-"""Trains a small GPT on Python's own standard library, byte by byte, on two processes under a memory limit.
+"""Trains a small GPT on Python's own standard library, on two processes, under a memory limit that DDP does not fit.
 
 An ordinary Lightning script: what makes it an OSDP one are the ``import lightning_osdp`` and the ``strategy=`` of the
 Trainer. Afterwards the checkpoint is loaded into the plain model, without Trainer or process group, and writes a few
@@ -10,22 +10,33 @@ lines of Python.
 from __future__ import annotations
 
 import argparse
+import logging
 import math
-import resource
+import os
+import re
 import sysconfig
+import warnings
+from array import array
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import lightning as L
+import psutil
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_osdp
 
-VOCABULARY = 256  # a token is a byte
+BYTES = 256  # the first tokens are the bytes
+
+FIRST_STEPS_BYTES = 32 << 20  # what libraries take besides at the first steps
+
+LIMIT_VARIABLE = "TRAIN_GPT_MEMORY_LIMIT"  # tells the processes that are started the limit of the first
 
 
 class Block(nn.Module):
@@ -52,14 +63,16 @@ class Block(nn.Module):
 class GPT(L.LightningModule):
     """Decoder-only language model with learned positions and an untied head (Radford et al., 2019)."""
 
-    def __init__(self, layers: int, width: int, block_size: int, learning_rate: float = 1e-3) -> None:
+    def __init__(
+        self, layers: int, width: int, block_size: int, learning_rate: float = 1e-3, vocabulary: int = BYTES
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(block_size, width)
         self.blocks = nn.ModuleList(Block(width, heads=width // 64) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if name.endswith(("project.weight", "contract.weight")):  # these add up along the residual stream
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5)
@@ -73,10 +86,10 @@ class GPT(L.LightningModule):
         x = self.tokens(tokens) + self.positions(position)  # (B, T, C)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))  # (B, T, VOCABULARY)
+        return self.head(self.norm(x))  # (B, T, vocabulary)
 
     def loss(self, batch: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per byte. ``batch``: (B, T + 1) tokens."""
+        """Mean cross-entropy in nats per token. ``batch``: (B, T + 1) tokens."""
         logits = self(batch[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
@@ -90,7 +103,7 @@ class GPT(L.LightningModule):
 
     def on_validation_end(self) -> None:
         loss = self.trainer.callback_metrics["val_loss"]
-        self.print(f"step {self.global_step:>4}: validation loss {loss:.3f} nats per byte")
+        self.print(f"step {self.global_step:>4}: validation loss {loss:.3f} nats per token")
 
     def configure_optimizers(self) -> dict[str, object]:
         decayed, plain = [], []
@@ -111,24 +124,46 @@ class GPT(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     @torch.no_grad()
-    def generate(self, prompt: bytes, num_bytes: int, temperature: float = 0.7) -> bytes:
-        """``prompt`` and ``num_bytes`` more, sampled one by one."""
-        tokens = torch.tensor([list(prompt)])  # (1, T)
-        for _ in range(num_bytes):
-            logits = self(tokens[:, -self.hparams.block_size :])[:, -1]  # (1, VOCABULARY)
+    def generate(self, prompt: list[int], count: int, banned: list[int], temperature: float = 0.6) -> list[int]:
+        """``prompt`` and ``count`` tokens more, sampled one by one, without the ``banned`` ones."""
+        tokens = torch.tensor([prompt])  # (1, T)
+        for _ in range(count):
+            logits = self(tokens[:, -self.hparams.block_size :])[:, -1]  # (1, vocabulary)
+            logits[:, banned] = -math.inf
             drawn = torch.multinomial((logits / temperature).softmax(-1), num_samples=1)  # (1, 1)
             tokens = torch.cat([tokens, drawn], dim=1)
-        return bytes(tokens[0].tolist())
+        return tokens[0].tolist()
+
+
+class Words:
+    """Tokens of Python: its most frequent words, with the blanks before them, and single bytes for all the rest."""
+
+    PIECE = re.compile(rb"\n[ ]*| ?[A-Za-z_]+| ?[0-9]+| ?[^A-Za-z_0-9 \n]+| +")
+
+    def __init__(self, text: bytes, vocabulary: int) -> None:
+        pieces = Counter(match[0] for match in self.PIECE.finditer(text))
+        frequent = [word for word, _ in pieces.most_common(vocabulary) if len(word) > 1]
+        self.words = [bytes([byte]) for byte in range(BYTES)] + frequent[: vocabulary - BYTES]
+        self.number = {word: number for number, word in enumerate(self.words)}
+
+    def encode(self, text: bytes) -> array[int]:
+        numbers = array("h")
+        for match in self.PIECE.finditer(text):
+            numbers.extend([self.number[match[0]]] if match[0] in self.number else match[0])
+        return numbers
+
+    def decode(self, tokens: list[int]) -> str:
+        return b"".join(self.words[token] for token in tokens).decode(errors="replace")
 
 
 class Crops(Dataset[Tensor]):
-    """``world_size`` random pieces of ``length`` tokens; the same ones for the same seed."""
+    """``count`` random pieces of ``length`` tokens; the same ones for the same seed."""
 
-    def __init__(self, text: bytes, length: int, count: int, seed: int) -> None:
-        self.tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    def __init__(self, tokens: array[int], length: int, count: int, seed: int) -> None:
+        self.tokens = torch.frombuffer(tokens, dtype=torch.int16)
         self.length = length
         generator = torch.Generator().manual_seed(seed)
-        self.starts = torch.randint(len(text) - length + 1, (count,), generator=generator).tolist()
+        self.starts = torch.randint(len(tokens) - length + 1, (count,), generator=generator).tolist()
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -139,11 +174,15 @@ class Crops(Dataset[Tensor]):
 
 
 class StandardLibrary(L.LightningDataModule):
-    """The source of Python's standard library, a few MB that every machine has; every tenth file is held out."""
+    """The source of Python's standard library, a few MB that every machine has; every tenth file is held out.
 
-    def __init__(self, block_size: int, batch_size: int = 8) -> None:
+    Tokens are bytes, or with a larger ``vocabulary`` frequent words as well.
+    """
+
+    def __init__(self, block_size: int, batch_size: int = 8, vocabulary: int = BYTES) -> None:
         super().__init__()
         self.block_size = block_size
+        self.vocabulary = vocabulary
         self.batch_size = batch_size  # the strategy sets it when it is asked to choose
 
     def setup(self, stage: str) -> None:
@@ -151,8 +190,10 @@ class StandardLibrary(L.LightningDataModule):
         held_out = files[::10]
         train = b"".join(file.read_bytes() for file in files if file not in held_out)
         validation = b"".join(file.read_bytes() for file in held_out)
-        self.train = Crops(train, self.block_size + 1, count=1 << 16, seed=1)
-        self.validation = Crops(validation, self.block_size + 1, count=64, seed=2)
+        self.words = Words(train, self.vocabulary)
+        length = self.block_size + 1
+        self.train = Crops(self.words.encode(train), length, count=1 << 16, seed=1)
+        self.validation = Crops(self.words.encode(validation), length, count=64, seed=2)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         return DataLoader(self.train, batch_size=self.batch_size, shuffle=True)
@@ -161,49 +202,96 @@ class StandardLibrary(L.LightningDataModule):
         return DataLoader(self.validation, batch_size=self.batch_size)
 
 
+class LossCurve(Callback):
+    """The training loss of each step, drawn as text."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def draw(self, width: int = 60, height: int = 10) -> str:
+        """The curve in ``height`` lines, with the loss at the left."""
+        width = min(width, len(self.losses))
+        means = [chunk.mean().item() for chunk in torch.tensor(self.losses).tensor_split(width)]
+        low, high = min(means), max(means)
+        rows = [round((high - mean) / max(high - low, 1e-9) * (height - 1)) for mean in means]
+        lines = []
+        for row in range(height):
+            loss = high - (high - low) * row / (height - 1)
+            lines.append(f"{loss:6.2f} |" + "".join("*" if at == row else " " for at in rows))
+        return "\n".join([*lines, " " * 7 + "+" + "-" * width, f"{'':8}training loss, {len(self.losses)} steps"])
+
+
 def arguments() -> argparse.Namespace:
     """What the command line asks for."""
     parser = argparse.ArgumentParser(description="Train a small GPT under a memory limit.")
     parser.add_argument("--strategy", choices=["osdp", "ddp"], default="osdp")
-    parser.add_argument("--memory-limit", help="per process: 700MiB, auto; default: 200 MiB more than it takes now")
-    parser.add_argument("--batch-size", default="auto", help="per process; auto: what trains fastest within the limit")
+    parser.add_argument("--memory-limit", help="per process: 700MiB, auto; default: less than DDP needs, by prediction")
+    parser.add_argument("--batch-size", default="4", help="per process; auto: what trains fastest within the limit")
     parser.add_argument("--devices", type=int, default=2, help="number of processes")
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--max-steps", type=int, default=60)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--max-steps", type=int, default=50)
     parser.add_argument("--out", type=Path, default=Path("runs/train_gpt"))
     return parser.parse_args()
 
 
-def strategy(args: argparse.Namespace) -> Strategy:
+def memory_limit(model: GPT, data: StandardLibrary, args: argparse.Namespace) -> str:
+    """A limit between what FSDP and what ZeRO-2 needs, by prediction: DDP, which needs most, does not fit there.
+
+    What the model takes is the same on every machine, unlike what Python and its libraries take.
+    """
+    if LIMIT_VARIABLE not in os.environ:
+        size = data.batch_size
+        plan = lightning_osdp.plan(
+            model, data, hardware="titan-rtx-pcie3", devices=args.devices, batch_size=size, callback=callback()
+        )
+        needed = {baseline.name: baseline.peak_memory_bytes for baseline in plan.baselines}
+        least, most = (needed.get(name, needed["DDP"]) for name in ("FSDP per operator", "ZeRO-2"))
+        parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+        used = psutil.Process().memory_info().rss - parameters + FIRST_STEPS_BYTES
+        os.environ[LIMIT_VARIABLE] = str(used + (least + most) // 2)
+    return os.environ[LIMIT_VARIABLE]
+
+
+def callback() -> lightning_osdp.OSDPCallback:
+    """What is not left to the search: the activations of so small a model are not worth recomputing."""
+    return lightning_osdp.OSDPCallback(activation_checkpointing=False, progress_bar=False)
+
+
+def strategy(args: argparse.Namespace, limit: str) -> Strategy:
     """The one thing that differs from a replicated training."""
     if args.strategy == "ddp":
         return DDPStrategy()
     batch_size = args.batch_size if args.batch_size == "auto" else int(args.batch_size)
-    # Libraries take more on some machines than on others; what is left for the training makes the plan interesting.
-    now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    limit = args.memory_limit or now + (200 << 20)
     return lightning_osdp.OSDPStrategy(memory_limit=limit, batch_size=batch_size, max_batch_size=8)
 
 
 def main() -> None:
     """Train, then use the result without any of it."""
     args = arguments()
+    warnings.filterwarnings("ignore", module=r"lightning\.(pytorch|fabric)\.")  # about its own use of PyTorch
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     L.seed_everything(1)
-    model = GPT(args.layers, args.width, block_size=128)
-    data = StandardLibrary(block_size=128)
+    data = StandardLibrary(block_size=128, vocabulary=args.vocabulary)
+    model = GPT(args.layers, args.width, block_size=128, vocabulary=args.vocabulary)
     if args.batch_size != "auto":
         data.batch_size = int(args.batch_size)
     checkpoint = ModelCheckpoint(args.out, "best", monitor="val_loss", enable_version_counter=False)
+    curve, is_osdp = LossCurve(), args.strategy == "osdp"
+    limit = args.memory_limit or (memory_limit(model, data, args) if is_osdp else "auto")
     trainer = L.Trainer(
         accelerator="cuda" if torch.cuda.device_count() >= args.devices else "cpu",
         devices=args.devices,
-        strategy=strategy(args),
+        strategy=strategy(args, limit),
         max_steps=args.max_steps,
-        val_check_interval=min(20, args.max_steps),
+        val_check_interval=min(25, args.max_steps),
         num_sanity_val_steps=0,
         gradient_clip_val=1.0,
-        callbacks=[checkpoint],
+        callbacks=[checkpoint, curve, *([callback()] if is_osdp else ())],
         logger=False,
         default_root_dir=args.out,
         enable_model_summary=False,  # the plan's table says more
@@ -214,8 +302,17 @@ def main() -> None:
     plain = GPT.load_from_checkpoint(checkpoint.best_model_path, map_location="cpu").eval()
     with torch.no_grad():
         loss = plain.loss(torch.stack(list(data.validation)))
-    print(f"\nvalidation loss in training {checkpoint.best_model_score:.4f}, of the plain model {loss:.4f}\n")
-    print(plain.generate(b"def ", num_bytes=300).decode(errors="replace"))
+    print(f"\n{curve.draw()}\n")
+    print(f"validation loss in training {checkpoint.best_model_score:.4f}, of the plain model {loss:.4f}\n")
+    print("What the plain model writes:\n")
+    spelled = [
+        byte for byte in range(BYTES) if chr(byte).isalnum() or chr(byte) == "_"
+    ]  # after so short a training, whole words alone
+    print(data.words.decode(plain.generate(list(data.words.encode(b"\ndef")), count=150, banned=spelled)))
+    if is_osdp:
+        page = args.out / "osdp_plan.html"
+        page.write_text(trainer.strategy.execution_plan.to_html(), encoding="utf-8")
+        print(f"\nThe plan with pictures: {page}\nWhy it is so:           osdp explain {args.out / 'osdp_plan.json'}")
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import time
 import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -17,81 +19,85 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from bench.micro.operators import OPERATORS
-from lightning_osdp import OSDPStrategy
+from lightning_osdp import OSDPCallback, OSDPStrategy, plan
 from lightning_osdp.autotune import coordinator, finalists, pipeline, profile_cache
 from lightning_osdp.autotune.calibration import Calibration
 from lightning_osdp.backend import agree, collectives, memory
+from lightning_osdp.backend.memory import memory_in_use
+from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.search import search_space
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, enumerate_choices
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, Link
 from lightning_osdp.planning.spec.constraints import SearchConstraints
+from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling import compute
-from tests.support.zoo import ZOO
+from tests.support.families import FAMILIES, Sizes, build
+from tests.support.zoo import ZooModule
 
-STEPS_S, FEWEST_STEPS, MOST_STEPS, QUICK_STEPS = 6.0, 7, 30, 5
-"""How long to train: about so many seconds, but within these numbers of steps."""
+STEPS, QUICK_STEPS = 30, 5
+"""How many steps are made: the first ones of a start that found nothing in its cache."""
 
-SKIPPED = 3
-"""First steps, which the strategy's clock leaves out."""
+SEED, NUM_MODELS = 50, 22
+"""The models are drawn by this seed."""
+
+SHARES = {"ample": None, "middle": 0.6, "tight": 0.25}
+"""Where the memory limit lies between the least that trains and what replicated training takes."""
+
+PACE_S = 0.5
+"""How long the matrix product is timed."""
+
+LOADED_BYTES = 48 << 20
+"""What a process loads and keeps between its beginning and its first step, about: beside the limit."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model large enough for a step of 0.2 to 1.5 s, and the batch sizes to train it at; 2 and 8 are profiled."""
+    """A model, and how it is trained.
+
+    Attributes:
+        make: name of a family of transformers, or of operators.
+        sizes: arguments of what makes it.
+        batch_size: samples of each rank.
+        limit: key of ``SHARES``.
+        optimizer: name of its class in ``torch.optim``.
+    """
 
     make: str
     sizes: dict[str, Any]
-    batch_sizes: tuple[int, int] = (3, 6)
+    batch_size: int = 4
+    limit: str = "ample"
     optimizer: str = "AdamW"
-    optimizer_options: dict[str, Any] = field(default_factory=dict)
-    trainer: dict[str, Any] = field(default_factory=dict)
 
 
-SUBJECTS = {
-    "narrow and deep": Subject("stack", {"widths": (256,) * 16, "vocabulary": 2048, "length": 32}),
-    "wide and shallow": Subject("stack", {"widths": (1024,) * 3, "vocabulary": 2048, "length": 32}),
-    "inconsistent": Subject(
-        "stack", {"widths": (192,) * 3 + (384,) * 3 + (768,) * 3 + (1024,), "vocabulary": 2048, "length": 32}
-    ),
-    "gpt2": Subject("gpt2", {"width": 384, "layers": 6, "vocabulary": 8192, "length": 64}),
-    "llama": Subject("llama", {"width": 512, "layers": 6, "vocabulary": 8192, "length": 64}),
-    "bert": Subject("bert", {"width": 384, "layers": 6, "vocabulary": 8192, "length": 64}),
-    "t5": Subject("t5", {"width": 384, "layers": 4, "vocabulary": 8192, "length": 48}),
-    "vit": Subject("vit", {"width": 384, "layers": 8, "size": 64, "patch": 8}),
-    "swin": Subject("swin", {"width": 96, "depths": (2, 2, 4), "size": 64, "patch": 2, "window": 8}),
-    "mixtral": Subject("mixtral", {"width": 256, "layers": 4, "experts": 8, "vocabulary": 8192, "length": 48}),
-    "resnet": Subject("resnet", {"width": 64, "stages": 4, "size": 32}),
-    "encoder": Subject("encoder", {"width": 512, "layers": 6, "vocabulary": 8192, "length": 64}),
-    "lstm": Subject("lstm", {"width": 768, "layers": 3, "vocabulary": 8192, "length": 32}),
-    "lora": Subject("lora", {"width": 768, "layers": 6, "rank": 16, "vocabulary": 8192, "length": 48}),
-    "routed": Subject("routed", {"width": 768, "layers": 4, "experts": 4, "vocabulary": 8192, "length": 32}),
-}
+def draw(seed: int, count: int) -> dict[str, Subject]:
+    """Models, sizes, batch sizes and limits at random."""
+    random = Random(seed)
+    subjects = {}
+    for name in random.sample(sorted(set(FAMILIES) - {"hf-resnet"}), count):  # the zoo has a ResNet
+        pictures = any(part in FAMILIES[name].model for part in ("Image", "CLIP"))
+        sizes = {
+            "width": random.choice((128, 192) if pictures else (256, 384)),
+            "layers": random.choice((2, 3, 4)),
+            "vocabulary": random.choice((4096, 8192)),
+            "tokens": random.choice((32, 48)),
+            "pixels": 64,
+        }
+        subjects[name] = Subject(name, sizes, random.choice((3, 5, 6)), random.choice(list(SHARES)))
+    return subjects
 
-_BLOCKS = {"widths": (512,) * 6, "vocabulary": 4096, "length": 32}
 
-OPTIONS = {
-    "SGD": Subject("stack", _BLOCKS, optimizer="SGD"),
-    "momentum": Subject("stack", _BLOCKS, optimizer="SGD", optimizer_options={"momentum": 0.9}),
-    "Adam": Subject("stack", _BLOCKS, optimizer="Adam"),
-    "Adafactor": Subject("stack", _BLOCKS, optimizer="Adafactor"),
-    "foreach": Subject("stack", _BLOCKS, optimizer_options={"foreach": True}),
-    "fused": Subject("stack", _BLOCKS, optimizer_options={"fused": True}),
-    "accumulation": Subject("stack", _BLOCKS, trainer={"accumulate_grad_batches": 2}),
-    "clipping": Subject("stack", _BLOCKS, trainer={"gradient_clip_val": 0.1}),
-    "bf16-mixed": Subject("stack", _BLOCKS, trainer={"precision": "bf16-mixed"}),
-}
-"""Ways to train one model. For the memory above all: not part of the whole table."""
+SUBJECTS = draw(SEED, NUM_MODELS)
 
 WIDTHS = (512, 1024, 2048, 4096)
 
 SPLIT = {
-    f"{kind} {width}": Subject(kind, {"width": width}, (4, 4), "SGD")
+    f"{kind} {width}": Subject(kind, {"width": width}, optimizer="SGD")
     for width in WIDTHS
     for kind in ("attention", "MLP")
 }
 """What ``sliced_operator.py`` splits. SGD, so that the memory is that of weights and gradients."""
 
-EVERYTHING = SUBJECTS | OPTIONS | SPLIT
+EVERYTHING = SUBJECTS | SPLIT
 
 ALLOWANCES: list[int] = []
 """What the planner has added to the memory of this process for the first steps, latest last."""
@@ -111,8 +117,15 @@ class Case:
     measured_bytes: int
     baseline_bytes: int
     where: str
-    rounds_s: tuple[tuple[float, float], ...] = ()
-    """Predicted and measured seconds of each round that this one was made of."""
+    paces_s: tuple[float, float] = (1.0, 1.0)
+    """Seconds of a fixed matrix product before the start and after the last step, on the slower rank."""
+    runs: int = 1
+    """How often it was run until the machine kept its pace."""
+
+    @property
+    def pace_change(self) -> float:
+        """Relative change of the machine's own speed."""
+        return self.paces_s[1] / self.paces_s[0] - 1
 
     @property
     def time_error(self) -> float:
@@ -130,8 +143,8 @@ class Order:
     """One case to run.
 
     Attributes:
-        limit_bytes: memory limit per rank.
-        folder: where measurements are kept between cases of a model, and where the result goes.
+        limit_bytes: memory limit per rank; of the model alone where the plan is searched.
+        folder: where measurements are kept, and where the result goes.
         quick: the memory alone: few steps, and nothing is timed.
         slices: modes of every operator's slices; empty: as ``make_plan`` says.
         recompute: whether blocks are recomputed; they may be either where the plan is searched.
@@ -151,30 +164,76 @@ class Order:
 
 def work(rank: int, order: Order) -> None:
     """One rank, in a process of its own, which ends here: with 0 if all went well."""
-    log = os.open(f"{order.folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    warnings.simplefilter("ignore")
+    write_log(f"{order.folder}/rank{rank}.log")
     names = {"WORLD_SIZE": order.ranks, "LOCAL_WORLD_SIZE": order.ranks, "RANK": rank, "LOCAL_RANK": rank}
     names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": order.port, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "accuracy"}
     os.environ.update({name: str(value) for name, value in names.items()})
     torch.set_num_threads(1)
-    # A case is predicted from measurements, not from the cases before it.
-    instead(profile_cache, "store_correction", nothing)
-    instead(coordinator, "find_cached_plan", nothing)  # nor is a plan for fewer modes the same problem
     note_allowances()
-    slices = tuple(Mode(mode) for mode in order.slices or [order.plan] if order.plan != "searched")
-    if slices:
-        only(slices)
+    if order.plan == "searched":
+        before_s = pace_s()
+        limit = memory_in_use(torch.device("cpu")) + LOADED_BYTES + order.limit_bytes if order.limit_bytes else "auto"
+        strategy = OSDPStrategy(batch_size=order.batch_size, memory_limit=limit, cache=order.folder)
+    else:
+        # A case is predicted from measurements, not from the cases before it.
+        instead(profile_cache, "store_correction", nothing)
+        instead(coordinator, "find_cached_plan", nothing)  # nor is a plan for fewer modes the same problem
+        before_s = 1.0
+        strategy = make_forced(order)
+    train(strategy, order)
+    after_s = pace_s() if order.plan == "searched" else 1.0
+    tell(strategy, order, (before_s, after_s))
+    dist.barrier()
+    os._exit(0)  # gloo's threads may abort a process that ends in the usual way
+
+
+def write_log(file: str) -> None:
+    """Send what this process prints to a file."""
+    log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    warnings.simplefilter("ignore")
+
+
+def make_forced(order: Order) -> OSDPStrategy:
+    """The strategy that is left one choice for each operator."""
+    slices = tuple(Mode(mode) for mode in order.slices or [order.plan])
+    only(slices)
     hardware = guessed(order.ranks) if order.quick else None
     strategy = OSDPStrategy(
         batch_size=order.batch_size, memory_limit=order.limit_bytes, cache=order.folder, cluster=hardware
     )
-    strategy.constraints = SearchConstraints(len(slices), order.recompute) if slices else SearchConstraints()
-    train(strategy, order)
-    tell(strategy, order)
-    dist.barrier()
-    os._exit(0)  # gloo's threads may abort a process that ends in the usual way
+    strategy.constraints = SearchConstraints(len(slices), order.recompute)
+    return strategy
+
+
+def pace_s() -> float:
+    """Seconds of a fixed matrix product: the machine's own pace, with all ranks at work."""
+    a = torch.ones(384, 384)
+    seconds = []
+    end = time.perf_counter() + PACE_S
+    while (start := time.perf_counter()) < end:
+        a @ a
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def scout(order: Order) -> None:
+    """Write the least memory of the model alone that trains, and what it takes replicated, on hardware not measured."""
+    write_log(f"{order.folder}/scout.log")
+    torch.set_num_threads(1)
+    instead(coordinator, "process_overhead", lambda *_: 0)
+    hardware = guessed(order.ranks)
+    module, rows = subject_of(order)
+    options: dict[str, Any] = {"cluster": hardware, "trial_steps": False, "batch_size": order.batch_size, "cache": ""}
+    data = DataLoader(rows[:64], batch_size=order.batch_size, collate_fn=_collated)
+    try:
+        plan(module, data, memory_limit=1, **options)
+    except InfeasibleError as error:
+        least = error.needed_bytes
+    replicated = plan(module, data, memory_limit=1 << 40, callback=OSDPCallback(modes="dp"), **options)
+    found = {"least": least, "replicated": replicated.predicted.max_memory_bytes}
+    (Path(order.folder) / "limits.json").write_text(json.dumps(found))
 
 
 def instead(module: Any, name: str, new: Any) -> None:
@@ -201,29 +260,43 @@ def note_allowances() -> None:
     instead(memory, "growth_reserve", noted)
 
 
-def tell(strategy: OSDPStrategy, order: Order) -> None:
+def tell(strategy: OSDPStrategy, order: Order, paces_s: tuple[float, float]) -> None:
     """The slowest rank's time and the largest peak, beside what was predicted."""
-    plan, step, device = strategy.execution_plan, strategy.measured_step, strategy.root_device
-    assert plan is not None
-    assert plan.peak is not None
+    made, step, device = strategy.execution_plan, strategy.measured_step, strategy.root_device
+    assert made is not None
+    assert made.peak is not None
     assert step is not None
-    numbers = (step.step_time_s, step.peak_memory_bytes)
-    measured_s, peak_bytes = agree.all_reduce_max(numbers, dist.group.WORLD, device)
-    baseline = plan.predicted.overhead_bytes - ALLOWANCES[-1]
+    numbers = (step.step_time_s, step.peak_memory_bytes, *paces_s)
+    measured_s, peak_bytes, *paces = agree.all_reduce_max(numbers, dist.group.WORLD, device)
+    baseline = made.predicted.overhead_bytes - ALLOWANCES[-1]
     case = Case(
         order.model,
-        order.plan,
+        named(made) if order.plan == "searched" else order.plan,
         order.batch_size,
-        predicted_s=plan.predicted.step_time_s,
+        predicted_s=made.predicted.step_time_s,
         measured_s=measured_s,
-        predicted_bytes=plan.predicted.peak_memory_bytes - baseline,
+        predicted_bytes=made.predicted.peak_memory_bytes - baseline,
         # On CUDA the overhead is room for the caching allocator, which its own counter does not count.
         measured_bytes=int(peak_bytes) - (baseline if device.type == "cpu" else 0),
         baseline_bytes=baseline,
-        where=plan.peak.where,
+        where=made.peak.where,
+        paces_s=(paces[0], paces[1]),
     )
     if dist.get_rank() == 0:
         (Path(order.folder) / "case.json").write_text(json.dumps(asdict(case)))
+
+
+def named(made: ExecutionPlan) -> str:
+    """In short: parameters by mode, recomputed blocks, and whether freed memory is retained."""
+    shares = dict.fromkeys(Mode, 0.0)
+    for operator in made.operators:
+        for mode in operator.slices:
+            shares[mode] += operator.num_parameters / len(operator.slices) / made.model.num_parameters
+    text = ", ".join(f"{mode.value} {share:.0%}" for mode, share in shares.items() if share >= 0.005)
+    text += f", {len(made.recomputed)} recomputed" if made.recomputed else ""
+    return (
+        text + (", in backward" if made.update_in_backward else "") + (", retained" if made.retain_freed_memory else "")
+    )
 
 
 def only(slices: tuple[Mode, ...]) -> None:
@@ -257,50 +330,33 @@ def guessed(ranks: int) -> Cluster:
     )
 
 
-def train(strategy: OSDPStrategy, order: Order) -> None:
-    """Some steps through the Trainer."""
+def subject_of(order: Order) -> tuple[ZooModule, list[dict[str, torch.Tensor]]]:
+    """The module and its samples."""
     subject = EVERYTHING[order.model]
     torch.manual_seed(1)
-    module = (ZOO | OPERATORS)[subject.make](**subject.sizes)
+    operators = OPERATORS.get(subject.make)
+    module = operators(**subject.sizes) if operators else build(subject.make, Sizes(**subject.sizes))
     made = getattr(torch.optim, subject.optimizer)
-    module.optimizer = lambda module: made(
-        [p for p in module.parameters() if p.requires_grad], lr=1e-4, **subject.optimizer_options
-    )
+    module.optimizer = lambda module: made([p for p in module.parameters() if p.requires_grad], lr=1e-4)
     whole = module.batch(64)
-    rows = [{key: value[index % 64] for key, value in whole.items()} for index in range(MOST_STEPS * 64)]
+    return module, [{key: value[index % 64] for key, value in whole.items()} for index in range(STEPS * 64)]
+
+
+def train(strategy: OSDPStrategy, order: Order) -> None:
+    """Some steps through the Trainer."""
+    module, rows = subject_of(order)
     trainer = L.Trainer(
         accelerator="auto",
         devices=order.ranks,
         strategy=strategy,
-        max_steps=MOST_STEPS,
-        callbacks=[Enough(order.quick)],
+        max_steps=QUICK_STEPS if order.quick else STEPS,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **subject.trainer,
     )
-    trainer.fit(module, DataLoader(rows, batch_size=4, collate_fn=_collated))
+    trainer.fit(module, DataLoader(rows, batch_size=order.batch_size, collate_fn=_collated))
 
 
 def _collated(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
-
-
-class Enough(L.Callback):
-    """Ends training after some steps, the same number on every rank: the first one's clock decides."""
-
-    def __init__(self, quick: bool) -> None:
-        self.steps = QUICK_STEPS if quick else MOST_STEPS
-        self.quick = quick
-        self.start = 0.0
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        steps = trainer.global_step
-        if steps == SKIPPED:
-            self.start = time.perf_counter()
-        elif steps == SKIPPED + 2 and not self.quick:
-            each = torch.tensor((time.perf_counter() - self.start) / 2, device=trainer.strategy.root_device)
-            dist.broadcast(each, 0)
-            self.steps = SKIPPED + max(FEWEST_STEPS, min(MOST_STEPS, round(STEPS_S / float(each))))
-        trainer.should_stop = steps >= self.steps

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: the comparisons with machine, date and command."""
+"""docs/benchmarks.md and docs/benchmarks/runs.md: the comparisons with machine, date and command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.comparison import figures, report
+from bench.comparison import figures, overview, report
 from bench.comparison.cells import SHARES
 from bench.comparison.models import MODELS, build
 from bench.comparison.records import ROOT
@@ -69,7 +69,7 @@ Lightning refuses its FSDPStrategy on a CPU; a subclass that passes the device o
 
 
 NOTES = "## What falls short, and why"
-"""Heading of what people write below the figures: it stays where the page is written anew."""
+"""Heading of what people write below the figures of the summary: it stays where the page is written anew."""
 
 
 def facts(arguments: Sequence[str], commits: set[str], device: str) -> dict[str, Any]:
@@ -87,18 +87,19 @@ def facts(arguments: Sequence[str], commits: set[str], device: str) -> dict[str,
 
 
 def write(comparisons: Sequence[Comparison], about: dict[str, Any], docs: Path = ROOT / "docs") -> Path:
-    """Writes the page, its pictures and the JSON; returns the page. Cells that are there already and were not compared
-    anew stay: all of them take longer than anybody has in one go."""
+    """Writes the summary, the page of all runs, their pictures and the JSON; returns the summary. Cells that are there
+    already and were not compared anew stay: all of them take longer than anybody has in one go."""
     folder = docs / "benchmarks"
     file = folder / "results.json"
     made = {name: about[name] for name in ("command", "date", "commits", "machine")}
     shown = merged(_earlier(file), [replace(comparison, made=made) for comparison in comparisons])
     pictures = figures.draw(shown, folder)
     write_json(shown, about, file)
-    page = docs / "benchmarks.md"
-    notes = _notes(page)
-    page.write_text("\n".join(_page(shown, about, pictures)) + "\n" + notes)
-    return page
+    summary = docs / "benchmarks.md"
+    notes = _notes(summary)
+    summary.write_text("\n".join(_summary(shown, about, overview.draw_all(shown, folder))) + "\n" + notes)
+    (folder / "runs.md").write_text("\n".join(_runs(shown, about, pictures)) + "\n")
+    return summary
 
 
 def merged(earlier: Sequence[Comparison], new: Sequence[Comparison]) -> list[Comparison]:
@@ -121,21 +122,24 @@ def write_json(comparisons: Sequence[Comparison], about: dict[str, Any], file: P
     file.write_text(json.dumps(report.as_json(comparisons, about), indent=1) + "\n")
 
 
-def _page(comparisons: Sequence[Comparison], about: dict[str, Any], pictures: Sequence[Path]) -> list[str]:
+def _summary(comparisons: Sequence[Comparison], about: dict[str, Any], pictures: Sequence[Path]) -> list[str]:
+    """What the cells add up to, and how they were measured."""
     shares = {fits: ", ".join(f"{share:.0%}" for share in SHARES[fits]) for fits in (True, False)}
-    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     kind = about["device"]
     words = {"limited": LIMITED[kind], "more": MORE[kind]}
     method = METHOD.format(small=shares[True], large=shares[False], **words).strip()
-    lines = [
-        "# Side by side",
+    return [
+        "# Benchmarks: side by side",
         "",
-        "OSDP and other systems train the same models under the same hard memory limits. A summary comes first, then",
-        "method, models and all cells, and at the end the machines and the commands.",
+        "OSDP and other systems train the same models under the same hard memory limits, each at its own best batch",
+        f"size. A cell is one model, one number of ranks, one link and one limit; there are {len(comparisons)}.",
+        "[All runs](benchmarks/runs.md) are on a page of their own, with machines and commands.",
         "",
+        *(f"![{overview.ALT[picture.name]}](benchmarks/{picture.name})\n" for picture in pictures),
         "## What it adds up to",
         "",
-        "OSDP's samples per second over those of",
+        "OSDP's samples per second over those of other systems. N&D are narrow and deep models, W&S wide and shallow",
+        "ones, I&C have layers of mixed widths; these are the families of the OSDP paper.",
         "",
         *_markdown(report.HEADINGS, [(v.what, *v.words()) for v in report.totals(comparisons)]),
         "",
@@ -149,21 +153,44 @@ def _page(comparisons: Sequence[Comparison], about: dict[str, Any], pictures: Se
         "",
         *_markdown(("model", "family", "parameters", "tokens per sample"), _models(comparisons)),
         "",
+        "## Machines",
+        "",
+        *(f"- {machine}: {len(there)} of {len(comparisons)} cells" for machine, there in _by_machine(comparisons)),
+        "",
+    ]
+
+
+def _runs(comparisons: Sequence[Comparison], about: dict[str, Any], pictures: Sequence[Path]) -> list[str]:
+    """Every cell with all its systems, then the commands."""
+    lines = [
+        "---\nsearch:\n  exclude: true\n---",
+        "",
+        "# All runs of the comparison",
+        "",
+        "This page is written by `python -m bench comparison --write-docs`. [The summary](../benchmarks.md) says how",
+        "the figures were measured and what they add up to. Machines and commands are at the end.",
+        "",
     ]
     for model in dict.fromkeys(c.cell.model for c in comparisons):
         lines += [f"## {model}", ""]
-        lines += [f"![{model}](benchmarks/{file.name})" for file in pictures if file.stem == model]
+        lines += [f"![Samples per second of {model}]({file.name})" for file in pictures if file.stem == model]
         for comparison in (c for c in comparisons if c.cell.model == model):
             lines += ["", f"### {comparison.cell.label}", "", *_cell(comparison)]
         lines.append("")
+    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     return [*lines, "## Machines and commands", "", f"{versions}.", "", *_made(comparisons)]
 
 
+def _by_machine(comparisons: Sequence[Comparison]) -> list[tuple[str, list[Comparison]]]:
+    """Both sides of a ratio are of one machine."""
+    machines = dict.fromkeys(c.made["machine"] for c in comparisons)
+    return [(machine, [c for c in comparisons if c.made["machine"] == machine]) for machine in machines]
+
+
 def _made(comparisons: Sequence[Comparison]) -> list[str]:
-    """The machines, and the commands that the cells are of, each once. Both sides of a ratio are of one machine."""
+    """The machines, and the commands that the cells are of, each once."""
     lines = []
-    for machine in dict.fromkeys(c.made["machine"] for c in comparisons):
-        there = [c for c in comparisons if c.made["machine"] == machine]
+    for machine, there in _by_machine(comparisons):
         runs = dict.fromkeys((c.made["command"], c.made["date"]) for c in there)
         lines += [f"{machine}, {len(there)} of {len(comparisons)} cells:", ""]
         lines += [*(f"    {command}    ({date})" for command, date in runs), ""]

@@ -23,6 +23,7 @@ from lightning_osdp.planning.cost.caching_allocator import fragmentation_bytes, 
 from lightning_osdp.planning.cost.cpu_effects import max_retained_batch_size
 from lightning_osdp.planning.cost.run_correction import Correction, correct_cluster, correct_compute
 from lightning_osdp.planning.cost.trial_correction import TRIAL_RELATIVE_ERROR, Trial, fit_calibration
+from lightning_osdp.planning.search.baselines import find_baselines
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, no_deadline
 from lightning_osdp.planning.search.finalists import choose_tried_plan, find_finalists
 from lightning_osdp.planning.search.plan_selection import CachedPlan, find_cached_plan, select_plan
@@ -30,7 +31,7 @@ from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
 from lightning_osdp.planning.spec.formatting import format_seconds
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, ModelProfile, NonTrainingWork
-from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.plan import Baseline, ExecutionPlan
 
 log_info = rank_zero_only(logging.getLogger(__name__).info)
 
@@ -209,6 +210,18 @@ class PlanningCoordinator:
             log_info("tried plans in turns: %s", took)
         return plan
 
+    def with_baselines(self, profile: Profile, memory_budget: MemoryBudget, plan: ExecutionPlan) -> ExecutionPlan:
+        """Return a plan with what DDP, ZeRO-2 and FSDP would do in its place (see ``search.baselines``)."""
+
+        def find() -> tuple[Baseline, ...]:
+            if not self.ranks.is_rank_zero:
+                return ()
+            problem = self.build_problem(profile, memory_budget)
+            return find_baselines(plan, problem, self.request.policy, profile.trials)
+
+        found = self.ranks.broadcast_object(self.ranks.raise_on_all_ranks(find))
+        return plan.model_copy(update={"baselines": found})
+
     def build_problem(self, profile: Profile, memory_budget: MemoryBudget) -> Problem:
         """Return the problem to solve, with all that was measured and all that trials and runs have shown."""
         correction, engine = profile.correction, fit_calibration(profile.engine, profile.trials)
@@ -286,7 +299,8 @@ class Replanner:
         """
         coordinator = replace(self.coordinator, request=replace(self.coordinator.request, policy=policy))
         profile = self.profile.model_copy(update={"correction": correction, "compute_with_retained_heap": None})
-        return coordinator.search(profile, self.memory_budget, UNTRIED_PLAN_MARGIN)
+        plan = coordinator.search(profile, self.memory_budget, UNTRIED_PLAN_MARGIN)
+        return coordinator.with_baselines(profile, self.memory_budget, plan)
 
 
 def plan_or_fallback(

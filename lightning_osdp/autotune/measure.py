@@ -182,7 +182,7 @@ def measure_compute_times(
     traced: TracedStep, ranks: RankGroup, constraints: SearchConstraints, available_bytes: int
 ) -> ComputeTimes:
     """Time the kernels. Groups of up to 8 neighbouring ranks split the work; return the times of the slowest rank."""
-    sizes = range(min(MAX_TIMING_RANKS, ranks.world_size), 0, -1)
+    sizes = range(1 if ranks.is_emulated else min(MAX_TIMING_RANKS, ranks.world_size), 0, -1)
     num_partitions = next(size for size in sizes if ranks.world_size % size == 0)
     index, budget_s = ranks.rank % num_partitions, compute.KERNEL_TIMING_BUDGET_S / num_partitions
     own = ranks.raise_on_all_ranks(

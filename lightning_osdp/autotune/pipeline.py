@@ -217,6 +217,7 @@ def autotune(
         # 8. Cache it, unless there was no time to try it: the next start need not measure, and has that time.
         if plan.tried or trial_context is None or budget.remaining_s() > MAX_TRIAL_S:
             profile = _cache_plan(request, profile, plan, memory_budget, files)
+    plan = coordinator.with_baselines(profile, memory_budget, plan)
     seconds = time.monotonic() - began_s
     log_info("planned in %s", format_seconds(seconds))
     replanner = Replanner(coordinator, profile, memory_budget)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_osdp.autotune.profile import ClusterProfile
 from lightning_osdp.backend import agree, collectives
+from lightning_osdp.backend.emulated import is_emulated
 from lightning_osdp.backend.hierarchical import detect_node_layout
 from lightning_osdp.backend.memory import control_group
 from lightning_osdp.errors import OSDPWarning
@@ -94,6 +95,11 @@ class RankGroup:
         return self.group is None
 
     @property
+    def is_emulated(self) -> bool:
+        """Return whether the other ranks are not there, but copies of this one."""
+        return is_emulated(self.group)
+
+    @property
     def is_rank_zero(self) -> bool:
         """Return whether this rank plans, prints and writes files."""
         return self.rank == 0
@@ -130,7 +136,9 @@ class RankGroup:
         return work() if self.group is None else agree.raise_on_all_ranks(self.group, work)
 
     def count_equal(self, value: object) -> int:
-        """Return the number of ranks with the same ``value`` as this one."""
+        """Return the number of ranks with the same ``value`` as this one; 1 if the others are not there."""
+        if self.is_emulated:
+            return 1
         return self.all_gather_object(value).count(value)
 
 

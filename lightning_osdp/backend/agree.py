@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from lightning_osdp.backend.emulated import is_emulated
 from lightning_osdp.errors import OSDPError, RecoverableError
 
 Result = TypeVar("Result")
@@ -62,6 +63,8 @@ def raise_on_all_ranks(group: Any, work: Callable[[], Result]) -> Result:
         Exception: this rank's own error; without one, an ``OSDPError`` that names the rank that failed and its error
             (or that error itself, if it is a subclass of ``OSDPError``).
     """
+    if is_emulated(group):
+        return work()
     own_error: Exception | None = None
     result: Result | None = None
     try:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_osdp.backend.cpu import ring
-from lightning_osdp.backend.cpu.ring import all_gather_async as all_gather_async
-from lightning_osdp.backend.cpu.ring import reduce_scatter_async as reduce_scatter_async
+from lightning_osdp.backend.emulated import BACKEND as EMULATED
+from lightning_osdp.backend.emulated import is_emulated
 from lightning_osdp.backend.work import COMM_WAIT, Work
 from lightning_osdp.planning.cost.sharding_scopes import DIRECT_REDUCE_SCATTER_BYTES
 
@@ -76,7 +76,7 @@ def all_gather(output_flat: Tensor, shard: Tensor, group: dist.ProcessGroup) -> 
     """
     assert output_flat.numel() == group.size() * shard.numel(), (output_flat.shape, shard.shape, group.size())
     with torch.no_grad(), COMM_WAIT.measure():
-        if shard.device.type != "cpu" or output_flat.nbytes <= NATIVE_GATHER_BYTES:
+        if not _uses_rings(group, shard) or output_flat.nbytes <= NATIVE_GATHER_BYTES:
             _native_all_gather(output_flat, shard, group=group)
         else:
             ring.ring_all_gather([output_flat], [shard], group)
@@ -91,12 +91,13 @@ def all_gather_coalesced(outputs_flat: Sequence[Tensor], shards: Sequence[Tensor
         group: the N ranks.
     """
     device, total_bytes = shards[0].device.type, sum(output.nbytes for output in outputs_flat)
-    if len(shards) == 1 or (device != "cpu" and total_bytes > COALESCE_BYTES[device]):
+    is_large = total_bytes > COALESCE_BYTES[device]
+    if len(shards) == 1 or (is_large and not _uses_rings(group, shards[0])):
         for output, shard in zip(outputs_flat, shards, strict=True):
             all_gather(output, shard, group)
         return
     with torch.no_grad(), COMM_WAIT.measure():
-        if total_bytes > COALESCE_BYTES[device]:
+        if is_large:
             ring.ring_all_gather(outputs_flat, shards, group)
             return
         packed = torch.cat([shard.flatten() for shard in shards])
@@ -120,7 +121,7 @@ def reduce_scatter(output_shard: Tensor, full_flat: Tensor, group: dist.ProcessG
     """
     assert full_flat.numel() == group.size() * output_shard.numel(), (full_flat.shape, output_shard.shape)
     with torch.no_grad(), COMM_WAIT.measure():
-        if full_flat.device.type != "cpu":
+        if not _uses_rings(group, full_flat):
             _native_reduce_scatter(output_shard, full_flat, group=group)
         elif group.size() > 2 and full_flat.nbytes <= DIRECT_REDUCE_SCATTER_BYTES:
             ring.direct_reduce_scatter(output_shard, full_flat, group)
@@ -143,6 +144,42 @@ def reduce_scatter_coalesced(
     reduce_scatter_async(output_shards, full_flats, group).wait()
 
 
+def all_gather_async(outputs_flat: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup) -> Work:
+    """Start ``all_gather_coalesced`` on CPU tensors; see ``ring.all_gather_async``."""
+    if not is_emulated(group):
+        return ring.all_gather_async(outputs_flat, shards, group)
+    return _Works(_native_all_gather, outputs_flat, shards, group)
+
+
+def reduce_scatter_async(
+    output_shards: Sequence[Tensor], full_flats: Sequence[Tensor], group: dist.ProcessGroup
+) -> Work:
+    """Start ``reduce_scatter_coalesced`` on CPU tensors; see ``ring.reduce_scatter_async``."""
+    if not is_emulated(group):
+        return ring.reduce_scatter_async(output_shards, full_flats, group)
+    return _Works(_native_reduce_scatter, output_shards, full_flats, group)
+
+
+class _Works:
+    """Native collectives in flight, one for each pair of tensors."""
+
+    def __init__(
+        self, start: Callable[..., Any], outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Any
+    ) -> None:
+        with torch.no_grad():
+            pairs = zip(outputs, inputs, strict=True)
+            self._works: list[Work] = [start(output, one, group=group, async_op=True) for output, one in pairs]
+
+    def wait(self) -> None:
+        with COMM_WAIT.measure():
+            for work in self._works:
+                work.wait()
+
+
+def _uses_rings(group: dist.ProcessGroup, tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and not is_emulated(group)
+
+
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the backend of ``group`` for tensors on ``device``: ``gloo`` or ``nccl``; a group may have both."""
     return str(group._get_backend(device).name())
@@ -154,7 +191,8 @@ def reduce_scatter_copy_factor(backend: str, ranks: int, device: str = "cpu") ->
     It is 0 for the ring on CPUs, whose buffers are constant (``reduce_buffer_bytes``), and for NCCL, which sums into
     the output. Others, gloo on CUDA among them, stage a full copy if there is anything to exchange.
     """
-    return 0.0 if ranks == 1 or backend == "nccl" or (backend, device) == ("gloo", "cpu") else 1.0
+    sums_into_output = backend in ("nccl", EMULATED) or (backend, device) == ("gloo", "cpu")
+    return 0.0 if ranks == 1 or sums_into_output else 1.0
 
 
 def reduce_buffer_bytes(backend: str, ranks: int, device: str = "cpu") -> int:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_osdp.backend import collectives
+from lightning_osdp.backend.emulated import is_emulated
 from lightning_osdp.backend.work import COMM_WAIT, Work
 
 _TAG = 1 << 19
@@ -157,6 +158,8 @@ def detect_node_layout(world: Any, node_rank: int) -> NodeLayout:
         world: all ranks.
         node_rank: index of this rank's node, according to the cluster environment.
     """
+    if is_emulated(world):
+        return NodeLayout(world.node_sizes, is_even=len(set(world.node_sizes)) == 1)
     everyone: list[int] = [0] * world.size()
     dist.all_gather_object(everyone, node_rank, group=world)
     sizes = tuple(len(list(run)) for _, run in groupby(everyone))
@@ -218,7 +221,7 @@ class HierarchicalCommunicator:
         assert output_flat.numel() == self.size() * shard.numel(), (output_flat.shape, shard.shape, self.size())
         rows = output_flat.view(self.node_groups.nodes, self.node_groups.ranks_per_node, -1)  # (n, d, S)
         with torch.no_grad():
-            if shard.device.type == "cpu":
+            if shard.device.type == "cpu" and not is_emulated(self.node_groups.world):
                 self._pipelined_gather(rows, shard)
             else:
                 self._native_gather(rows, shard)
@@ -242,7 +245,7 @@ class HierarchicalCommunicator:
         assert full_flat.numel() == self.size() * output_shard.numel(), (full_flat.shape, output_shard.shape)
         rows = full_flat.view(self.node_groups.nodes, -1)  # (n, d * S)
         with torch.no_grad():
-            if full_flat.device.type == "cpu":
+            if full_flat.device.type == "cpu" and not is_emulated(self.node_groups.world):
                 self._pipelined_scatter(output_shard, rows)
             else:
                 self._native_scatter(output_shard, rows)

@@ -55,6 +55,10 @@ def print_error(error: BaseException, has_traceback: bool, is_expected: bool) ->
 def _describe(error: BaseException) -> str:
     """Describe an error of the user's code, with the line that raised it, and how to see more."""
     text = getattr(error, "osdp_cause", None) or describe_error(error)
+    # Where an argument may be a name or an object, jsonargparse lists an error for each: the object's is the last.
+    listed = [line for line in str(error).splitlines() if line.startswith("  - ")]
+    if listed and text.startswith(f"{type(error).__name__}: Does not validate against any of the Union subtypes"):
+        return listed[-1].removeprefix("  - ")
     words = [word for word in sys.argv[1:] if word not in VERBOSE_OPTIONS]
     return f"{text}\n(the traceback: osdp --verbose {shlex.join(words)}, or {TRACEBACK_VARIABLE}=1)"
 

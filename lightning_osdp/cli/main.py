@@ -22,7 +22,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from rich.console import Console
 
 from lightning_osdp import __version__
-from lightning_osdp.cli import error_block, fit, measure_links, offline_plan
+from lightning_osdp.cli import emulate, error_block, fit, measure_links, offline_plan
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPError, OSDPWarning
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem
 from lightning_osdp.planning.search.plan_selection import variant_of_plan
@@ -340,6 +340,8 @@ def _simulate(options: Namespace) -> None:
         _print(json.dumps([point.model_dump(mode="json", exclude={"plan"}) for point in points], indent=2))
     else:
         Console().print(tables.simulation_table(points))
+        if len(points) == 1 and points[0].plan is not None:
+            Console().print("", tables.baseline_table(points[0].plan), sep="\n")
 
 
 def _device_counts(devices: int) -> list[int]:
@@ -389,6 +391,14 @@ def _write_page(path: str, plan: ExecutionPlan, problem: Problem | None, points:
     _write(path, render_page(plan, model=model, tradeoff=tradeoff, points=points), _is_page)
 
 
+# -- emulate -----------------------------------------------------------------------------------------------------------
+
+
+def _emulate(options: Namespace) -> None:
+    _check_output(options.html, _is_page)
+    emulate.run(options, lambda path, plan: _write_page(path, plan, None))
+
+
 # -- consolidate -------------------------------------------------------------------------------------------------------
 
 
@@ -414,6 +424,7 @@ COMMANDS = {
     "diff": Command("Say how two plans differ.", _add_diff_arguments, _diff),
     "consolidate": Command("Make one ordinary checkpoint of a sharded one.", _add_consolidate_arguments, _consolidate),
     "simulate": Command("Plan for hardware that is not here.", _add_simulate_arguments, _simulate),
+    "emulate": Command("Train some steps as rank 0 of a cluster that is not here.", emulate.add_arguments, _emulate),
 }
 """Commands by name; another one is a row here and two functions."""
 

@@ -34,6 +34,9 @@ CONFIG_SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "
 PLANNING_ARGS = tuple(option.name for option in fields(PlanningOptions))
 """Arguments of ``OSDPStrategy`` that say what to plan."""
 
+MakeTrainer = Callable[[pl.LightningModule, dict[str, Any]], pl.Trainer]
+"""Makes a Trainer for a module from the file's arguments, but for ``strategy`` and ``accelerator``."""
+
 
 @dataclass(frozen=True)
 class TrainingConfig:
@@ -166,20 +169,36 @@ def profile_from_config(config: TrainingConfig) -> offline.ProfiledRun:
     return result
 
 
+def fit_config(config: TrainingConfig, make_trainer: MakeTrainer) -> pl.Trainer:
+    """Train what the file says, with another Trainer, and return it.
+
+    Raises:
+        ConfigurationError: something can't be built, or its own code fails.
+    """
+    with _as_configuration_error(config), offline.quiet_lightning():
+        cli = _ConfigCLI(config, make_trainer)
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    return cli.trainer
+
+
 def _run_until_setup(config: TrainingConfig, device: torch.device, work: Callable[[pl.Trainer], Any]) -> Any:
     """Return what ``work`` makes of the Trainer in ``Strategy.setup``."""
     strategy = offline.PlanOnlyStrategy(device, work)
-    with _as_configuration_error(config), offline.quiet_lightning():
-        cli = _ConfigCLI(config, strategy)
-        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    accelerator = "cuda" if device.type == "cuda" else "cpu"
+
+    def make_trainer(_: pl.LightningModule, arguments: dict[str, Any]) -> pl.Trainer:
+        strategy.callbacks = arguments.pop("callbacks")
+        return pl.Trainer(**arguments | offline.QUIET_TRAINER_ARGS, strategy=strategy, accelerator=accelerator)
+
+    fit_config(config, make_trainer)
     return strategy.result
 
 
 class _ConfigCLI(LightningCLI):
-    """Builds module, data and a Trainer for one process from the file, as LightningCLI does."""
+    """Builds module, data and a Trainer of one's own from the file, as LightningCLI does."""
 
-    def __init__(self, config: TrainingConfig, strategy: offline.PlanOnlyStrategy) -> None:
-        self._strategy = strategy
+    def __init__(self, config: TrainingConfig, make_trainer: MakeTrainer) -> None:
+        self._make_trainer = make_trainer
         with warnings.catch_warnings():
             # Our own command line is not LightningCLI's.
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
@@ -195,17 +214,17 @@ class _ConfigCLI(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        for name in ("strategy", "logger", "profiler"):
+        for name in ("strategy", "logger", "profiler", "plugins"):
             self.config.trainer[name] = None
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        callbacks = self.config_init.trainer.callbacks or []
-        self._strategy.callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        accelerator = "cuda" if self._strategy.root_device.type == "cuda" else "cpu"
-        return super().instantiate_trainer(
-            accelerator=accelerator, strategy=self._strategy, callbacks=None, **offline.QUIET_TRAINER_ARGS
-        )
+        arguments = dict(vars(self.config_init.trainer))
+        callbacks = arguments["callbacks"] or []
+        arguments["callbacks"] = callbacks if isinstance(callbacks, list) else [callbacks]
+        for name in ("strategy", "accelerator"):
+            arguments.pop(name)
+        return self._make_trainer(self.model, arguments)
 
 
 def _resolve_cluster(config: TrainingConfig, cluster: Cluster | None, devices: int | None) -> Cluster:

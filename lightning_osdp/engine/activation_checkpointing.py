@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_osdp.engine.replaced_method import replace_method
 from lightning_osdp.errors import ShardingError
 
 
@@ -38,7 +39,7 @@ def checkpoint_block(block: nn.Module) -> Callable[[], None]:
         else:
             block.forward = own_forward
 
-    block.forward = checkpointed_forward
+    replace_method(block, "forward", checkpointed_forward)
     return undo
 
 

@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
-import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_osdp.state.guarded_functions import refuse_collective
 from lightning_osdp.state.guarded_parameter import ShardGuard, guard_of, is_guarded
+from lightning_osdp.state.guarded_states import GuardedStates, guard_states, release_states, show_plain_dicts
 from lightning_osdp.state.state_dict import gather_guarded_entries
+from lightning_osdp.state.undispatched_functions import ask_guarded_classes
 
-_opened_by: dict[int, list[ShardGuard]] = {}
+_opened_by: dict[int, tuple[Optimizer, list[ShardGuard]]] = {}
 """The guards that an optimizer's step has opened, by the optimizer's id."""
+
+
+class OptimizerGuard:
+    """Guards the states of an optimizer that the plan was made with, whatever they are replaced by, until removed."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        for guard in _closed_guards(optimizer):
+            guard.context.optimizer_classes.add(type(optimizer))
+        guard_states(optimizer)
+        self._hooks = [
+            optimizer.register_load_state_dict_post_hook(guard_states),
+            optimizer.register_state_dict_post_hook(show_plain_dicts),
+        ]
+
+    def remove(self) -> None:
+        """Leave the optimizer with this rank's parts."""
+        for hook in self._hooks:
+            hook.remove()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            release_states(optimizer)
+
+
+def _closed_guards(optimizer: Optimizer) -> list[ShardGuard]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return [guard for p in parameters if is_guarded(p) and (guard := guard_of(p)) is not None]
 
 
 def install_guards(module: nn.Module, guards: Iterable[ShardGuard]) -> list[Any]:
@@ -38,25 +66,34 @@ def close_opened_guards() -> None:
         _close(optimizer)
 
 
-def _close(optimizer: int) -> None:
-    for guard in _opened_by.pop(optimizer, ()):
+def _close(optimizer_id: int) -> None:
+    optimizer, guards = _opened_by.pop(optimizer_id, (None, []))
+    for guard in guards:
         guard.close()
         guard.context.num_updates[False] += 1
+    if optimizer is not None:
+        optimizer.state.is_open = False  # type: ignore[attr-defined]
 
 
 def _open_for_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Open the guards of an optimizer's parameters before its step, and around each of its closures close them."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    guards = [guard for p in parameters if is_guarded(p) and (guard := guard_of(p)) is not None]
+    """Open the guards of an optimizer's parameters before its step, and around each of its closures close them.
+
+    An optimizer of another class than those of the plan may mix the elements of a tensor: it gets full tensors.
+    """
+    guards = [guard for guard in _closed_guards(optimizer) if type(optimizer) in guard.context.optimizer_classes]
     if not guards:
         return None
+    guard_states(optimizer)
+    states = optimizer.state
+    assert isinstance(states, GuardedStates)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
 
     def open_guards() -> None:
         for guard in guards:
             guard.add_outside_gradient()
             guard.open()
-        _opened_by[id(optimizer)] = guards
+        states.is_open = True
+        _opened_by[id(optimizer)] = optimizer, guards
 
     def run_closure() -> Any:
         _close(id(optimizer))
@@ -80,19 +117,8 @@ _is_prepared = False
 
 def _prepare_process() -> None:
     global _is_prepared
-    if _is_prepared:
-        return
-    _is_prepared = True
-    register_optimizer_step_pre_hook(_open_for_step)
-    register_optimizer_step_post_hook(_close_after_step)
-    # Collectives are the one kind of function that torch does not hand to its subclasses.
-    c10d._check_single_tensor = _refuse_guarded(c10d._check_single_tensor)
-    c10d._check_tensor_list = _refuse_guarded(c10d._check_tensor_list)
-
-
-def _refuse_guarded(check: Callable[..., None]) -> Callable[..., None]:
-    def check_and_refuse(param: Any, param_name: str) -> None:
-        refuse_collective(param)
-        check(param, param_name)
-
-    return check_and_refuse
+    if not _is_prepared:
+        _is_prepared = True
+        register_optimizer_step_pre_hook(_open_for_step)
+        register_optimizer_step_post_hook(_close_after_step)
+        ask_guarded_classes()

@@ -24,6 +24,7 @@ from lightning_osdp.backend.fused_adam import enable_fused, has_foreign_hooks
 from lightning_osdp.engine.gradient_buckets import GradientSync
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.state.guarded_parameter import opened
+from lightning_osdp.state.guarded_states import opened_states
 
 
 class BackwardOptimizer:
@@ -88,7 +89,7 @@ class BackwardOptimizer:
         groups = optimizer.param_groups
         optimizer.param_groups = [{**group, "params": [parameter]}]
         try:
-            with opened([parameter]):
+            with opened([parameter]), opened_states(optimizer):
                 enable_fused(optimizer)
                 _unwrap_hooks(type(optimizer).step)(optimizer)
         finally:

@@ -17,21 +17,24 @@ The input is cut by one ``torch.split``: the backward of a ``narrow`` for each s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
 from lightning_osdp.engine import sliced_matmul
+from lightning_osdp.engine.replaced_method import replace_method
 from lightning_osdp.engine.splittable import matrix_input_dim, split_dims
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode, slice_sizes
 from lightning_osdp.planning.spec.model import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.spec.plan import OperatorPlan
 from lightning_osdp.state.flat_layout import FlatPaddedLayout
-from lightning_osdp.state.guarded_parameter import without_guards
+from lightning_osdp.state.guarded_parameter import opened, without_guards
 
 
 class ForwardStage:
@@ -139,6 +142,8 @@ class SlicedOperator:
         sizes = slice_sizes(shape[plan.split_dim], len(plan.slices))
         is_sharded = [mode != Mode.DP for mode in plan.slices]
         self.layout = FlatPaddedLayout.create_sliced(shape, plan.split_dim, sizes, is_sharded, group)
+        self._own_parameters, self._bias_parameter = operator._parameters, operator._parameters.get("bias")
+        self._unsliced_forward = operator.forward
         self._forward, product = self._select_forward(operator)
         self._slices = self._create_slices(product, make_unit)
         self._num_gradients_reduced = 0
@@ -146,7 +151,7 @@ class SlicedOperator:
             weight_slice.on_gradient_reduced = self._on_slice_reduced
         first_sharded_mode = next(mode for mode in plan.slices if mode != Mode.DP)
         self._bias = self._make_bias_stage(operator, first_sharded_mode, make_unit)
-        operator.forward = self.forward
+        replace_method(operator, "forward", self.forward)
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -179,7 +184,8 @@ class SlicedOperator:
         is_missing = [weight.grad is None for weight in self.weights]
         if self.full_parameter.grad is None and not all(is_missing):
             new = torch.zeros_like if any(is_missing) else torch.empty_like
-            self.full_parameter.grad = new(self.full_parameter.data)
+            with opened([self.full_parameter]):
+                self.full_parameter.grad = new(self.full_parameter.data)
         for weight_slice in self._slices:
             weight_slice.store_gradient()
 
@@ -195,7 +201,11 @@ class SlicedOperator:
         return True
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the operator slice by slice."""
+        """Run the operator slice by slice, unless another weight has been put in the place of its own."""
+        own = self._own_parameters
+        if own.get("weight") is not self.full_parameter or own.get("bias") is not self._bias_parameter:
+            return self._unsliced_forward(*args, **kwargs)  # type: ignore[no-any-return]
+        refuse_transforms("an operator runs in slices", {TransformType.Grad, TransformType.Vmap})
         (x,) = (*args, *kwargs.values())
         self.sync_requires_grad()
         return self._forward(x)
@@ -257,6 +267,17 @@ class SlicedOperator:
 
     def _add_bias(self, y: Tensor) -> Tensor:
         return y if self._bias is None else self._bias.forward(y)
+
+
+def refuse_transforms(reason: str, kinds: Collection[TransformType]) -> None:
+    """Refuse to run in a transform of ``torch.func`` that does not allow what gathers a sharded operator's weights."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return
+    if any(transform.key() in kinds for transform in retrieve_all_functorch_interpreters()):
+        raise ShardingError(
+            f"torch.func can't transform what a sharded module does: {reason}. Give it the weights, as in "
+            "torch.func.functional_call(module, {name: p.detach() for name, p in module.named_parameters()}, inputs)"
+        )
 
 
 def check_slicing(operator: OperatorPlan, module: nn.Module) -> None:

@@ -16,6 +16,7 @@ from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
 from lightning_osdp.planning.spec.formatting import format_bytes, format_seconds
 from lightning_osdp.planning.spec.model import FrozenModel
 from lightning_osdp.planning.spec.plan import BatchSizePoint, BlockPlan, ChoiceCost, ExecutionPlan, OperatorPlan
+from lightning_osdp.report.baseline_text import describe_baseline
 from lightning_osdp.report.operator_runs import (
     MODE_DESCRIPTIONS,
     OperatorRun,
@@ -47,6 +48,7 @@ class Explanation(FrozenModel):
         price: what memory is worth.
         blocks: for each kind of repeated block, how many are recomputed and why not more or fewer.
         operators: why each run of operators has its mode.
+        baselines: what DDP, ZeRO-2 and FSDP would do instead.
     """
 
     batch_size: str
@@ -55,10 +57,12 @@ class Explanation(FrozenModel):
     blocks: tuple[str, ...]
     operators: tuple[Reason, ...]
     tried: str = ""
+    baselines: tuple[str, ...] = ()
 
     def to_text(self) -> str:
         """Format the explanation as paragraphs, those of operators as ``NAME: MODE. REASON``."""
-        lines = [line for line in (self.batch_size, self.tried, self.memory, self.price, *self.blocks) if line]
+        general = (self.batch_size, self.tried, *self.baselines, self.memory, self.price, *self.blocks)
+        lines = [line for line in general if line]
         lines += [f"{', '.join(reason.operators)}: {reason.mode}. {reason.text}".rstrip() for reason in self.operators]
         return "\n".join(lines)
 
@@ -81,6 +85,7 @@ def build_explanation(plan: ExecutionPlan) -> Explanation:
         blocks=tuple(_block_kind_texts(plan)),
         operators=tuple(_merge_reasons(reasons)),
         tried=_tried_text(plan),
+        baselines=tuple(describe_baseline(plan, baseline) for baseline in plan.baselines),
     )
 
 

@@ -14,6 +14,7 @@ from lightning_osdp.planning.spec.formatting import format_bytes, format_count, 
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint, SimulatedResult
+from lightning_osdp.report.baseline_text import baseline_cells
 from lightning_osdp.report.figures import (
     STRATEGIES,
     decisions_figure,
@@ -25,6 +26,8 @@ from lightning_osdp.report.figures import (
     tradeoff_figure,
 )
 from lightning_osdp.report.operator_rows import operator_rows
+
+BASELINE_HEADER = ("instead", ">batch size", ">samples/s", "gain of this plan")
 
 OPERATOR_HEADER = ("operators", "mode", ">count", ">parameters")
 
@@ -81,6 +84,9 @@ def render_page(
         _Section("The plan", header=["", "predicted"], table_rows=_summary_rows(plan)),
         _Section("Batch size", _encode(throughput_figure(plan)), "Throughput and memory by batch size"),
     ]
+    if plan.baselines:
+        rows = [baseline_cells(plan, baseline) for baseline in plan.baselines]
+        sections.append(_Section("What else there was", header=BASELINE_HEADER, table_rows=rows))
     if model is not None:
         sections.append(_Section("Memory", _encode(memory_figure(plan, model)), "Memory along one training step"))
     picture, said = _encode(decisions_figure(plan)), "How the states of each operator are kept"
@@ -90,8 +96,8 @@ def render_page(
         sections.append(_Section("What memory buys", picture, "Step time against memory"))
     if points:
         picture, said = _encode(devices_figure(points)), "Throughput and memory by number of devices"
-        rows = [_device_row(point, field) for point in points for field in STRATEGIES]
-        sections.append(_Section("Other numbers of devices", picture, said, DEVICE_HEADER, rows))
+        device_rows = [_device_row(point, field) for point in points for field in STRATEGIES]
+        sections.append(_Section("Other numbers of devices", picture, said, DEVICE_HEADER, device_rows))
     devices = f"{plan.cluster.ranks} device{'' if plan.cluster.ranks == 1 else 's'}"
     title = f"Execution plan: {format_count(plan.model.num_parameters)} parameters on {devices}"
     return _PAGE.get_template("page.html.jinja").render(title=title, sections=sections)

@@ -16,6 +16,7 @@ from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.formatting import format_bytes, format_count, format_seconds
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint
+from lightning_osdp.report.baseline_text import baseline_cells, describe_gain, format_throughput
 from lightning_osdp.report.operator_rows import TableRow, operator_rows
 from lightning_osdp.report.operator_runs import MODE_DESCRIPTIONS, describe_tried
 
@@ -43,7 +44,7 @@ _OPTIONAL_COLUMNS = {
 
 
 def plan_table(plan: ExecutionPlan, profiling_s: float | None = None, collectives: int | None = None) -> Group:
-    """Show a plan: its summary, the modes of blocks and operators, the share of each mode, and other batch sizes.
+    """Show a plan: its summary, the modes of blocks and operators, the share of each mode, and what else there was.
 
     Args:
         plan: the plan.
@@ -54,11 +55,21 @@ def plan_table(plan: ExecutionPlan, profiling_s: float | None = None, collective
     parts += [_operator_table(operator_rows(plan)), "", _mode_table(plan.operators)]
     if any(point.batch_size != plan.batch_size for point in plan.frontier):
         parts += ["", _frontier_table(plan)]
+    if plan.baselines:
+        parts += ["", baseline_table(plan)]
     return Group(*parts)
 
 
-def measured_table(plan: ExecutionPlan, measured: MeasuredStep, steps: int) -> Table:
-    """Compare predicted with measured step time, its parts, throughput and peak memory.
+def baseline_table(plan: ExecutionPlan) -> Table:
+    """Show what else there was: DDP, ZeRO-2 and FSDP, each at its best batch size, and the gain of the plan over it."""
+    table = _table("what else there was", ">batch size", ">samples/s", "gain of this plan")
+    for baseline in plan.baselines:
+        table.add_row(*baseline_cells(plan, baseline))
+    return table
+
+
+def measured_table(plan: ExecutionPlan, measured: MeasuredStep, steps: int) -> Group:
+    """Compare predicted with measured step time, its parts, throughput and peak memory, and say what was gained.
 
     The error is (predicted - measured) / measured: positive where the prediction was too high.
 
@@ -81,7 +92,8 @@ def measured_table(plan: ExecutionPlan, measured: MeasuredStep, steps: int) -> T
     table = _table(f"after {steps} steps", ">predicted", ">measured", ">error")
     for name, expected, seen, write in rows:
         table.add_row(name, write(expected), write(seen), _format_difference(expected, seen) if seen else "")
-    return table
+    gain = describe_gain(plan, samples_per_s)
+    return Group(table, *([Text(f"\n{gain}")] if gain else ()))
 
 
 def simulation_table(points: Sequence[SimulatedPoint]) -> Table:
@@ -106,7 +118,7 @@ def simulation_table(points: Sequence[SimulatedPoint]) -> Table:
                 devices,
                 name,
                 str(one.batch_size),
-                f"{one.samples_per_s:,.1f}" if one.samples_per_s >= 1 else f"{one.samples_per_s:.3f}",
+                format_throughput(one.samples_per_s),
                 format_bytes(one.peak_memory_bytes),
                 *(f"{value:.0%}" if isinstance(value := getattr(one, name), float) else str(value) for name in more),
             )
@@ -245,7 +257,7 @@ def _prefetch_text(plan: ExecutionPlan) -> str:
 
 
 def _format_throughput(samples_per_s: float) -> str:
-    return f"{samples_per_s:,.1f} samples/s" if samples_per_s >= 1 else f"{samples_per_s:.3f} samples/s"
+    return f"{format_throughput(samples_per_s)} samples/s"
 
 
 def _format_difference(value: float, reference: float) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_osdp.state.guarded_parameter import (
@@ -21,6 +22,8 @@ from lightning_osdp.state.guarded_parameter import (
     guard_behind,
     is_guarded,
     local_shard_of,
+    opened,
+    without_guards,
 )
 
 
@@ -44,6 +47,9 @@ _PLAIN_FUNCTIONS = _names(
     "_has_compatible_shallow_copy_type is_coalesced detach_ _amp_foreach_non_finite_check_and_unscale_"
 )
 """Functions that a local shard answers like the full tensor, or that concern the parameter as autograd's leaf."""
+
+_MEMORY_FUNCTIONS = _names("data_ptr is_pinned is_shared record_stream")
+"""Those of the plain functions that look at the memory of the local shard."""
 
 _FACTORIES = _names(
     "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full "
@@ -98,9 +104,17 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
         return func(first, full_shaped(local_shard_of(args[1])))
     if name == "equal" and len(args) == 2 and args[0].dim() and _shape(args[0]) != _shape(args[1]):
         return False
+    if name in ("grad", "backward"):
+        _refuse_slices([args, kwargs])
     if name in _PLAIN_FUNCTIONS:
         return _run_plain(func, name, args, kwargs)
-    return _run_on_full(func, name, args, kwargs)
+    return run_on_full(func, name, args, kwargs)
+
+
+def _refuse_slices(tensors: Any) -> None:
+    for leaf in tree_flatten(tensors)[0]:
+        if is_guarded(leaf) and guard_behind(leaf).is_sliced:
+            raise guard_behind(leaf).refusal("autograd knows its slices alone, so its gradient can't be asked for")
 
 
 def refuse_collective(tensors: Any) -> None:
@@ -118,8 +132,8 @@ def _run_plain(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str,
     is_requested = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
     if name == "requires_grad_" and isinstance(first, GuardedTensor) and is_requested:
         raise guard_behind(first).refusal("what stands for it can't be a leaf of another graph")
-    if name == "data_ptr" and isinstance(first, GuardedTensor):
-        return local_shard_of(first).tensor.data_ptr()
+    if name in _MEMORY_FUNCTIONS and is_guarded(first):
+        return func(local_shard_of(first).tensor, *args[1:], **kwargs)
     if name.startswith("_amp_foreach"):
         gradients = [local_shard_of(t).tensor if isinstance(t, GuardedTensor) else t for t in args[0]]
         return func(gradients, *args[1:], **kwargs)
@@ -156,11 +170,11 @@ def _access_property(func: Any, name: str, args: Any) -> Any:
         if attribute in _SHAPE_PROPERTIES:
             return _ask_for_shape(func, attribute, args, {})
         if attribute in _VALUE_PROPERTIES:
-            return _run_on_full(func, attribute, args, {})
+            return run_on_full(func, attribute, args, {})
     elif name == "__set__" and attribute == "data":
         return _assign_data(tensor, args[1])
     elif name == "__set__" and attribute == "grad":
-        return _assign_gradient(func, tensor, args[1])
+        return _assign_gradient(tensor, args[1])
     elif name == "__set__" and attribute == "requires_grad" and isinstance(tensor, GuardedTensor) and args[1]:
         raise guard_behind(tensor).refusal("what stands for it can't be a leaf of another graph")
     return func(*args)
@@ -168,16 +182,16 @@ def _access_property(func: Any, name: str, args: Any) -> Any:
 
 def _access_property_of_gathered(func: Any, name: str, attribute: str, args: Any) -> Any:
     if name == "__set__" and attribute == "data":
-        return _run_on_full(Tensor.copy_, "copy_", args, {})
+        return run_on_full(Tensor.copy_, "copy_", args, {})
     if name == "__get__" and (attribute == "data" or attribute in _VALUE_PROPERTIES):
-        return _run_on_full(func, attribute, args, {})
+        return run_on_full(func, attribute, args, {})
     return func(*args)
 
 
 def _get_gradient(parameter: Any) -> Tensor | None:
     guard = guard_behind(parameter)
     local = guard.local_gradient()
-    if local is None or local.tensor.numel() != parameter.numel():
+    if local is None or local.tensor.numel() != guard.shard.numel():
         return parameter.grad  # type: ignore[no-any-return]
     known = guard.shown_gradient() if guard.shown_gradient is not None else None
     if known is None or known._local.tensor is not local.tensor:
@@ -212,16 +226,17 @@ def _assign_data(tensor: Any, value: Tensor) -> None:
         with torch.no_grad():
             local.tensor.copy_(part)
     elif part.data_ptr() != local.tensor.data_ptr():
-        local.guard.drop_gathered()
-        local.guard.rebind(part)
+        local.before_write()
+        with opened([tensor]):
+            local.guard.rebind(part)
     local.guard.num_writes += 1
 
 
-def _assign_gradient(func: Any, parameter: Any, value: Tensor | None) -> None:
+def _assign_gradient(parameter: Any, value: Tensor | None) -> None:
     if value is not None:
         value = _part_of(local_shard_of(parameter), value, "a gradient")
     guard_behind(parameter).discard_outside_gradient()
-    func(parameter, value)
+    guard_behind(parameter).set_gradient(value)
 
 
 # Functions on full tensors
@@ -238,14 +253,23 @@ def _run_for_each(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -
 
         own_args, own_kwargs = [pick(value) for value in args], {key: pick(value) for key, value in kwargs.items()}
         if any(is_guarded(leaf) or isinstance(leaf, GatheredTensor) for leaf in tree_flatten(own_args)[0]):
-            result = _run_on_full(func, func.__name__, own_args, own_kwargs)
+            result = run_on_full(func, func.__name__, own_args, own_kwargs)
         else:
             result = func(*own_args, **own_kwargs)
         results += result or ()
     return tuple(results) if results else None
 
 
-def _run_on_full(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+def gather_for_transform(tensor: Any) -> Tensor:
+    """Return the full tensor of a guarded or gathered one that ``torch.func`` is to differentiate or to map over."""
+    with without_guards():
+        if is_guarded(tensor):
+            return _gather(tensor, local_shard_of(tensor), is_changed=False)
+        tensor.gathered.refresh()
+        return tensor.detach() if not tensor.requires_grad else tensor.view_as(tensor)  # type: ignore[no-any-return]
+
+
+def run_on_full(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a function with full tensors in the place of guarded ones, and write back what it changes."""
     leaves, tree = tree_flatten((args, kwargs))
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
@@ -302,8 +326,7 @@ def _run_on_shards(func: Callable[..., Any], leaves: list[Any], tree: Any) -> An
     target = local_shard_of(leaves[0])
     shards = [local_shard_of(leaf).tensor.view(-1) if is_guarded(leaf) else leaf for leaf in leaves]
     target.guard.context.check_access(target.guard)
-    if not target.is_gradient:
-        target.guard.drop_gathered()
+    target.before_write()
     args, kwargs = tree_unflatten(shards, tree)
     func(*args, **kwargs)
     target.guard.num_writes += 1
@@ -320,6 +343,8 @@ def _gather(leaf: Any, local: LocalShard, is_changed: bool) -> Tensor:
             "read for the gradient outside of its operator, but may be updated before that gradient is there "
             "(OSDPStrategy(update_in_backward=False) allows it)"
         )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise local.guard.refusal("torch.func would lose the gradient of it: give it the parameter's .detach()")
     anchor = torch.zeros((), requires_grad=True)
     return _OutsideRead.apply(anchor, local)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -333,7 +358,7 @@ def _wrap_result(value: Any, gathered: dict[int, tuple[Any, _Gathered]]) -> Any:
         return value
     if id(value) in gathered:
         return gathered[id(value)][0]
-    if type(value) is Tensor and value.layout == torch.strided:
+    if type(value) is Tensor and value.layout == torch.strided and not is_functorch_wrapped_tensor(value):
         storage = value.untyped_storage()._cdata
         for _, source in gathered.values():
             if source.full.untyped_storage()._cdata == storage:

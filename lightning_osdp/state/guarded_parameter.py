@@ -4,7 +4,11 @@ While a parameter's data is this rank's local shard, its class is a guarded one:
 to this file. Shapes are those of the full tensor. Values that are read are gathered, and what a function changes is
 written back to the shards, so that results are those of an unsharded parameter; every rank has to do the same. What
 can't be right raises ``ShardingError``. While its unit has it gathered, or an optimizer updates it, a parameter has its
-own class again. Only the class is exchanged: a ``Parameter`` keeps its identity.
+own class and data again. A ``Parameter`` keeps its identity.
+
+Note [the stand-in]: code that does not ask the class (C++ extensions, for one) sees a tensor of the full shape without
+memory instead of the shard: it holds nothing but NaN, and to write to it is an error. Those functions of torch itself
+that ask no class are made to do so (``undispatched_functions``).
 
 Note [what is handed out]: ``p.data``, ``p.detach()`` and ``p.grad`` are ``GuardedTensor``, which stand for the shards
 as the parameter does and gather when they are used. A view of a gathered tensor (``p[0]``, ``p.T``) is a
@@ -33,6 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import once_differentiable
 
 from lightning_osdp.errors import OSDPWarning, ShardingError
@@ -60,6 +65,8 @@ class GuardContext:
         """Called with a parameter's name before its values are gathered or replaced outside of its operator."""
         self.num_updates = {False: 0, True: 0}
         """Number of changes to all parameters, and to all gradients."""
+        self.optimizer_classes: set[type] = set()
+        """Those optimizers whose step is right on local shards, since the plan was made with them."""
         self.with_outside_gradients: set[ShardGuard] = set()
         self._pid = os.getpid()
 
@@ -100,25 +107,41 @@ class ShardGuard:
     num_writes: int = 0
     is_removed: bool = False
     shown_gradient: weakref.ref[GuardedTensor] | None = None
+    _shard: Tensor | None = None
+    _stand_in: Tensor | None = None
     _outside_gradient: Tensor | None = None
     _has_warned: bool = False
+    shard_shape: torch.Size = field(init=False)
     _plain_class: type = field(init=False)
     _guarded_class: type = field(init=False)
 
     def __post_init__(self) -> None:
-        self._plain_class = type(self.parameter)
+        self._plain_class, self.shard_shape = type(self.parameter), self.parameter.shape
         self._guarded_class = _guarded_class(self._plain_class)
         setattr(self.parameter, _GUARD, self)
         self.close()
 
-    def open(self) -> None:
-        """Give the parameter its own class."""
-        self.parameter.__class__ = self._plain_class
+    @property
+    def shard(self) -> Tensor:
+        """The part of the parameter that this rank holds, while the guard is closed."""
+        assert self._shard is not None
+        return self._shard
 
-    def close(self) -> None:
-        """Guard the parameter: its data are a local shard from now on."""
-        if not self.is_removed:
-            self.parameter.__class__ = self._guarded_class
+    def open(self) -> None:
+        """Give the parameter its own class, and the local shard as data."""
+        if self._shard is not None:
+            self.parameter.__class__ = self._plain_class
+            self.parameter.data, self._shard = self._shard, None
+
+    def close(self, shard: Tensor | None = None) -> None:
+        """Guard the parameter, whose data are its local shard unless that is given; see Note [the stand-in]."""
+        if self.is_removed or self._shard is not None:
+            return
+        self._shard = shard = self.parameter.detach() if shard is None else shard
+        if self._stand_in is None or (self._stand_in.dtype, self._stand_in.device) != (shard.dtype, shard.device):
+            self._stand_in = full_shaped(LocalShard(self, shard))
+        self.parameter.data = self._stand_in
+        self.parameter.__class__ = self._guarded_class
 
     def remove(self) -> None:
         """Make the parameter an ordinary one, for good."""
@@ -136,15 +159,19 @@ class ShardGuard:
 
     def local_shard(self) -> LocalShard:
         """Return the part of the parameter that this rank holds."""
-        with without_guards():
-            return LocalShard(self, self.parameter.detach())
+        return LocalShard(self, self.shard)
 
     def local_gradient(self) -> LocalShard | None:
         """Return the part of the gradient that this rank holds, if there is one."""
         self.add_outside_gradient()
         with without_guards():
             gradient = self.parameter.grad
-        return None if gradient is None else LocalShard(self, gradient, is_gradient=True)
+        return None if gradient is None else LocalShard(self, gradient, "gradient")
+
+    def set_gradient(self, gradient: Tensor | None) -> None:
+        """Give the parameter a gradient that lies like its local shard."""
+        with opened([self.parameter]):
+            self.parameter.grad = gradient
 
     def store_outside_gradient(self, gradient: Tensor) -> None:
         """Average a full gradient over the ranks and add this rank's part to the parameter's when the pass is over."""
@@ -171,38 +198,49 @@ class ShardGuard:
         """Add the gradient of reads outside of the operator to the parameter's."""
         part, self._outside_gradient = self._outside_gradient, None
         if part is not None:
-            with torch.no_grad(), without_guards():
+            with torch.no_grad(), without_guards(), opened([self.parameter]):
                 part = part.view(self.parameter.shape)
                 self.parameter.grad = part if self.parameter.grad is None else self.parameter.grad.add_(part)
 
 
 @dataclass
 class LocalShard:
-    """What one rank holds of a parameter, or of its gradient."""
+    """What one rank holds of a parameter, or of what lies like it: its gradient, an optimizer's state.
+
+    Attributes:
+        guard: the parameter's guard.
+        tensor: this rank's part.
+        kind: empty for the parameter itself; "gradient", or the name of a state.
+    """
 
     guard: ShardGuard
     tensor: Tensor
-    is_gradient: bool = False
+    kind: str = ""
 
     @property
     def stamp(self) -> tuple[int, int]:
         """Two numbers that change whenever the values do."""
-        return self.guard.num_writes, self.guard.context.num_updates[self.is_gradient]
+        return self.guard.num_writes, self.guard.context.num_updates[self.kind == "gradient"]
 
     def gather(self) -> Tensor:
         """Return the full tensor. Collective."""
         self._check_guard()
         self.guard.context.check_access(self.guard)
-        return self.guard.layout.unshard(self.tensor)
+        with temporarily_clear_interpreter_stack():  # a transform of torch.func would take these for its own tensors
+            return self.guard.layout.unshard(self.tensor)
 
     def write(self, full: Tensor) -> None:
         """Store this rank's part of the full tensor."""
         self._check_guard()
-        if not self.is_gradient:
-            self.guard.drop_gathered()
+        self.before_write()
         with torch.no_grad():
             self.tensor.copy_(self.guard.layout.shard(full).view(self.tensor.shape))
         self.guard.num_writes += 1
+
+    def before_write(self) -> None:
+        """Free what is gathered of the parameter before it changes."""
+        if not self.kind:
+            self.guard.drop_gathered()
 
     def _check_guard(self) -> None:
         if self.guard.is_removed:
@@ -282,7 +320,7 @@ class _Guarded(_Dispatched):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         with without_guards():
             local = local_shard_of(self)
-            kind = "gradient of " if local.is_gradient else ""
+            kind = f"{local.kind} of " if local.kind else ""
             return f"<{kind}{local.guard.name}, {tuple(local.guard.layout.shape)}, {local.tensor.dtype}, sharded>"
 
     def __copy__(self) -> Any:
@@ -320,8 +358,10 @@ class GatheredTensor(_Dispatched, Tensor):
 
 
 def full_shaped(local: LocalShard) -> Tensor:
-    """Return a tensor of the full shape without memory and without values."""
-    return local.tensor.new_full((), float("nan")).expand(local.guard.layout.shape)
+    """Return a tensor of the full shape without memory and without values, to which nothing can be written."""
+    value = local.tensor.new_full((), float("nan"))
+    torch._C._set_throw_on_mutable_data_ptr(value)
+    return value.expand(local.guard.layout.shape)
 
 
 def guard_behind(tensor: Any) -> ShardGuard:
@@ -333,6 +373,11 @@ def guard_behind(tensor: Any) -> ShardGuard:
 def local_shard_of(tensor: Any) -> LocalShard:
     """Return what this rank holds of a guarded tensor."""
     return tensor._local if isinstance(tensor, GuardedTensor) else guard_behind(tensor).local_shard()
+
+
+def local_data(parameter: Tensor) -> Tensor:
+    """Return what this rank holds of a parameter: its local shard where it is guarded, else its data."""
+    return guard_behind(parameter).shard if is_guarded(parameter) else parameter.data
 
 
 def find_local_shard(tensor: Any) -> LocalShard | None:

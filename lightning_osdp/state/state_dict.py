@@ -25,9 +25,10 @@ from lightning_osdp.state.guarded_parameter import (
     GuardedTensor,
     gather,
     guard_behind,
+    local_data,
     opened,
-    without_guards,
 )
+from lightning_osdp.state.guarded_states import opened_states
 from lightning_osdp.state.shard_layout import ReplicatedLayout, ShardLayout
 
 Fill = Callable[[list[LoadTarget]], None]
@@ -222,10 +223,10 @@ def model_state(
         if parameter is not None and (
             parameter in sharded_parameters.parameters or (deferred_tensors.includes_replicated and parameter.dim() > 0)
         ):
-            with without_guards():
-                shard = parameter.data
-            layout = sharded_parameters.layout_of(parameter)
-            state[key] = deferred_tensors.placeholder(DeferredTensor(f"state_dict.{names[parameter]}", layout, shard))
+            deferred = DeferredTensor(
+                f"state_dict.{names[parameter]}", sharded_parameters.layout_of(parameter), local_data(parameter)
+            )
+            state[key] = deferred_tensors.placeholder(deferred)
     return state
 
 
@@ -289,13 +290,13 @@ def optimizer_state(
         index: index of the optimizer in the module's list.
         deferred_tensors: provides the placeholders of tensors that lie like their parameter.
     """
-    packed: dict[str, Any] = optimizer.state_dict()
+    with opened_states(optimizer):
+        packed: dict[str, Any] = optimizer.state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[Any, dict[str, Any]] = {}
     for number, entries in packed["state"].items():
         parameter, name = parameters[number], names.get(parameters[number], f"parameter {number}")
-        with without_guards():
-            shape = parameter.shape
+        shape = local_data(parameter).shape
         state[number] = {
             key: deferred_tensors.placeholder(
                 DeferredTensor(f"optimizer_states.{index}.{name}.{key}", sharded_parameters.layout_of(parameter), value)
@@ -328,8 +329,7 @@ def load_optimizer_state(
         state[number] = {}
         for key, value in entries.items():
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape == layout.shape:
-                with without_guards():
-                    shard = torch.empty(parameter.shape, dtype=value.dtype, device=parameter.device)
+                shard = torch.empty_like(local_data(parameter), dtype=value.dtype)
                 targets.append(LoadTarget(layout, shard, value))
                 state[number][key] = shard
             else:  # a copy, so that the file that it may be mapped from can be closed

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_osdp.backend.agree import raise_on_all_ranks
+from lightning_osdp.backend.emulated import is_emulated
 from lightning_osdp.errors import CheckpointError, ConfigurationError, OSDPWarning
 from lightning_osdp.planning.spec.model import CheckpointMemory
 from lightning_osdp.state import atomic_files
@@ -214,6 +215,8 @@ class CheckpointingStrategy(FailureAwareStrategy):
         def save_checkpoint(
             filepath: Any, weights_only: bool | None = None, storage_options: Any | None = None
         ) -> None:
+            if is_emulated(dist.group.WORLD):  # its values mean nothing
+                return
             if trainer.state.status == TrainerStatus.INTERRUPTED and not self._can_all_ranks_save():
                 rank_zero_warn(f"{filepath} is not saved: not all ranks are there to save it", category=OSDPWarning)
                 return

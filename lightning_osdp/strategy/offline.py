@@ -26,6 +26,7 @@ from lightning_osdp.autotune.ranks import RankGroup, current_cluster, device_nam
 from lightning_osdp.backend import allocator
 from lightning_osdp.backend.memory import MemoryLimit
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planning.search.baselines import find_baselines
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.search.plan_selection import select_plan
 from lightning_osdp.planning.spec.cluster import Cluster
@@ -145,9 +146,9 @@ def _plan_for_hardware(
     run, policy = _run(module, data, trainer_args, torch.device("cpu"), profile)
     limit_bytes = options.memory_limit_bytes or described.usable_bytes(options.memory_share)
     problem = problem_for_hardware(run.model, described, devices, limit_bytes, dtype, run.constraints)
-    return select_plan(
-        replace(problem, non_training=run.averages, overhead_bytes=run.averages.copied_bytes), policy, ()
-    )
+    problem = replace(problem, non_training=run.averages, overhead_bytes=run.averages.copied_bytes)
+    found = select_plan(problem, policy, ())
+    return found.model_copy(update={"baselines": find_baselines(found, problem, policy)})
 
 
 def _run(

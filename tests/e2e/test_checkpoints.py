@@ -335,6 +335,17 @@ def test_full_checkpoint_loads_into_plain_torch_and_lightning(
         assert torch.equal(value, two_rank_results[0]["state"][n])
 
 
+def test_load_from_checkpoint_of_sharded_folder_says_how_to_make_a_file(
+    two_rank_results: list[dict[str, Any]], folder: str
+) -> None:
+    path = f"{folder}/sharded/epoch=1.ckpt"
+    for given in (path, Path(path), f"file://{path}"):
+        with pytest.raises(CheckpointError, match=r"is a folder of save_format='sharded'.*`osdp consolidate .*epoch=1"):
+            GPTModule.load_from_checkpoint(given)
+    with pytest.raises(FileNotFoundError):  # Lightning's own
+        GPTModule.load_from_checkpoint(f"{folder}/sharded/missing.ckpt")
+
+
 def test_sharded_checkpoint_stores_each_element_once_from_both_ranks(
     two_rank_results: list[dict[str, Any]], folder: str
 ) -> None:

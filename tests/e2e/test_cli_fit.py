@@ -14,7 +14,7 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_osdp import OSDPCallback, OSDPStrategy
-from lightning_osdp.cli import fit
+from lightning_osdp.cli import fit, main
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from tests.support.modules import GPTModule
 
@@ -139,3 +139,13 @@ def test_config_paths_are_taken_from_config_options() -> None:
         ROOT / "a" / "b.yaml",
         ROOT / "c" / "d.yaml",
     ]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_osdp_fit_with_bad_unit_exits_with_bad_input_and_says_what_is_accepted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strategy = ("--trainer.strategy=lightning_osdp.OSDPStrategy", "--trainer.strategy.memory_limit=8 gigs")
+    assert main.main(["fit", "--config", str(write_config(tmp_path)), *strategy]) == main.BAD_INPUT
+    (line,) = (each for each in capsys.readouterr().err.splitlines() if "osdp: error" in each)
+    assert "'8 gigs' has an unknown unit, 'gigs': give a whole number of bytes" in line

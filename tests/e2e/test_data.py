@@ -16,10 +16,11 @@ import torch
 import torchmetrics
 import yaml
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
-from lightning_osdp import OSDPStrategy
+from lightning_osdp import ExecutionPlan, OSDPStrategy
 from tests.support.modules import trainer
 from tests.support.plans import plan_for
 from tests.support.ranks import run_ranks
@@ -157,7 +158,17 @@ def change_of_batch_size(folder: str, rank: int) -> dict[str, Any]:
         )
     files = [f"{logger.log_dir}/hparams.yaml" for logger in loggers]
     logged = [yaml.safe_load(Path(file).read_text()) for file in files] if rank == 0 else []
-    return {"said": output.getvalue(), "logged": logged, "hparams": dict(module.hparams), "steps": made.global_step}
+    plan = made.strategy.execution_plan
+    board = EventAccumulator(f"{folder}/tb/lightning_logs/version_0").Reload() if rank == 0 else None
+    return {
+        "said": output.getvalue(),
+        "logged": logged,
+        "hparams": dict(module.hparams),
+        "steps": made.global_step,
+        "plan": plan.to_json(),
+        "plan file": Path(loggers[0].log_dir, "osdp_plan.json").read_text(),
+        "text": board.Tensors("osdp_plan/text_summary")[0].tensor_proto.string_val[0].decode() if board else "",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -191,3 +202,10 @@ def test_changed_batch_size_is_said_once_and_logged(found: list[dict[str, Any]])
     assert [each["batch_size"] for each in first["logged"]] == [8, 8]
     assert first["hparams"]["batch_size"] == 8
     assert first["steps"] == 4
+
+
+def test_loggers_get_the_plan_that_is_trained(found: list[dict[str, Any]]) -> None:
+    first = found[0]["change"]
+    assert first["plan file"] == first["plan"]
+    lines = str(ExecutionPlan.from_json(first["plan"])).splitlines()
+    assert [line.removeprefix("    ") for line in first["text"].splitlines()] == lines

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
-from lightning_osdp import OSDPStrategy
+from lightning_osdp import OSDPCallback, OSDPStrategy
 from lightning_osdp.errors import ConfigurationError, OSDPWarning, PlanMismatchError
 from lightning_osdp.planning.spec.choices import Mode, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, HierarchicalLinks, Link, ShardingLink
@@ -54,9 +54,8 @@ def fit(folder: str, strategy: OSDPStrategy, **options: Any) -> tuple[Any, GPTMo
 
 def fit_on_two_nodes(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     set_two_node_environment(rank)
-    node, module = fit(
-        folder, OSDPStrategy(cache="", trial_steps=False, batch_size=4, cluster=cluster(), sharding_group="node")
-    )
+    strategy = OSDPStrategy(cache="", trial_steps=False, batch_size=4, cluster=cluster(), sharding_group="node")
+    node, module = fit(folder, strategy, callbacks=[OSDPCallback(modes="zdp")])
     plan = node.strategy.execution_plan
     sampler = node.strategy.distributed_sampler_kwargs
     state = node.strategy.lightning_module_state_dict()

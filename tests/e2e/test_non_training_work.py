@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from lightning_osdp import OSDPStrategy
+from lightning_osdp import OSDPStrategy, OSDPWarning
 from lightning_osdp.backend.cpu.malloc import configure_cpu_allocator
 from lightning_osdp.backend.memory import memory_in_use, peak_memory, reset_peak
 from tests.support.modules import trainer
@@ -127,3 +129,46 @@ def test_predicted_memory_covers_peaks_of_evaluation_steps_and_saving(tmp_path: 
         else:
             assert predicted.saving_memory_bytes == 0
             assert found["saving"] < predicted.max_memory_bytes
+
+
+class PeakOfAveraging(EMAWeightAveraging):
+    """Notes the peak of each update of the averages."""
+
+    def __init__(self) -> None:
+        super().__init__(decay=0.9)
+        self.peaks: list[int] = []
+
+    @override
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        reset_peak(CPU)
+        super().on_train_batch_end(*args, **kwargs)
+        self.peaks.append(peak_memory(CPU))
+
+
+def average_and_measure_peaks(rank: int, ranks: int, folder: str) -> dict[str, Any]:
+    configure_cpu_allocator()
+    torch.manual_seed(1)
+    module, averaging = Wide(), PeakOfAveraging()
+    limit = memory_in_use(CPU) + ROOM_BYTES  # the copy takes as much as the module
+    strategy = OSDPStrategy(batch_size=2, memory_limit=limit, cache="", trial_steps=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(folder, strategy, callbacks=[averaging]).fit(module, random_loader(16, 2))
+    plan = strategy.execution_plan
+    assert plan is not None
+    return {
+        "predicted": plan.predicted,
+        "limit": plan.memory_limit_bytes,
+        "modes": [op.slices[0].value for op in plan.operators],
+        "averaging": max(averaging.peaks),
+        "warnings": [str(each.message) for each in caught if issubclass(each.category, OSDPWarning)],
+    }
+
+
+def test_predicted_memory_covers_copy_of_averages_and_their_update(tmp_path: Path) -> None:
+    for found in run_ranks(average_and_measure_peaks, 2, str(tmp_path)):
+        predicted = found["predicted"]
+        assert "dp" not in found["modes"]
+        assert predicted.max_memory_bytes <= found["limit"]
+        assert -40 * MIB < found["averaging"] - predicted.saving_memory_bytes <= 0
+        assert not any("WeightAveraging" in text for text in found["warnings"])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_osdp.state.guarded_parameter import without_guards
+from lightning_osdp.state.guarded_parameter import local_data
 
 
 def local_shard(parameter: Tensor) -> Tensor:
     """The parameter's data as they are on this rank."""
-    with without_guards():
-        return parameter.data
+    return local_data(parameter)

@@ -56,6 +56,10 @@ class Use:
         self.model = model
         self.noted: list[Any] = []
 
+    def make_optimizer(self, model: Model) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+        return self.optimizer
+
     def note(self, value: Any) -> None:
         self.noted.append(value.detach().clone() if isinstance(value, Tensor) else value)
 

@@ -46,9 +46,10 @@ def test_imported_packages_includes_imports_inside_functions() -> None:
     assert imported_packages(source) == {"torch", "lightning"}
 
 
-def test_public_names_match_readme_table() -> None:
-    """Every name in ``__all__`` exists and has a row in the README's table of public names, and no other name has."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    documented = re.findall(r"^\| `lightning_osdp\.(\w+)` \|", readme, flags=re.MULTILINE)
+def test_public_names_match_table_and_reference_of_the_docs() -> None:
+    """Every name in ``__all__`` exists, and has a row and an entry of its own in the reference; no other name has."""
+    reference = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^\| `lightning_osdp\.(\w+)` \|", reference, flags=re.MULTILINE)
     assert sorted(lightning_osdp.__all__) == sorted(documented)
+    assert sorted(lightning_osdp.__all__) == sorted(re.findall(r"^::: lightning_osdp\.(\w+)$", reference, re.MULTILINE))
     assert all(hasattr(lightning_osdp, name) for name in lightning_osdp.__all__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,19 @@ class UnitBody(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operator's own forward."""
         return self._operator_forward(*args, **kwargs)
+
+
+def find_places(
+    modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]
+) -> list[tuple[Mapping[str, nn.Parameter | None], str, nn.Parameter]]:
+    """Return where parameters are registered in modules: the registry, the name in it, and the parameter."""
+    wanted = set(parameters)
+    return [
+        (module._parameters, name, parameter)
+        for module in modules
+        for name, parameter in module._parameters.items()
+        if parameter in wanted
+    ]
 
 
 @contextmanager

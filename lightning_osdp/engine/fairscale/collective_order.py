@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_osdp.backend.emulated import is_emulated
 from lightning_osdp.backend.rank_agreement import ADVICE, Decision, RankAgreement, Request
 from lightning_osdp.errors import ShardingError
 
@@ -74,7 +75,8 @@ class CollectiveOrder:
     """
 
     def __init__(self, group: Any) -> None:
-        self._agreement = RankAgreement(group, self._decide, self._describe_past) if group.size() > 1 else None
+        has_others = group.size() > 1 and not is_emulated(group)
+        self._agreement = RankAgreement(group, self._decide, self._describe_past) if has_others else None
         self._units: list[OrderedUnit] = []
         self._last = ("", "")
         self._next: dict[tuple[str, str], tuple[str, int]] = {}

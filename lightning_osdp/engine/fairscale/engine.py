@@ -28,7 +28,7 @@ from lightning_osdp.engine.fairscale.sharded_operator import (
 from lightning_osdp.engine.fairscale.unit import UNIT_DTYPES, FairScaleUnit
 from lightning_osdp.engine.grad_norm import patch_total_norm
 from lightning_osdp.engine.gradient_buckets import BucketedAllReduce
-from lightning_osdp.engine.guards import close_opened_guards, install_guards
+from lightning_osdp.engine.guards import OptimizerGuard, close_opened_guards, install_guards
 from lightning_osdp.engine.meta_init import MetaInitializer, check_initializable
 from lightning_osdp.engine.sliced_operator import SlicedOperator, check_slicing
 from lightning_osdp.engine.starting_values import StartingValues
@@ -147,7 +147,7 @@ class FairScaleEngine(Engine):
         for operator in previous.values():
             operator.unshard(optimizers)
         self._finalize(plan)
-        self._attach_backward_optimizer(optimizers)
+        self._attach(optimizers)
 
     def _overlapping_operators(
         self, previous: Mapping[str, ShardedOperator], unit: str, operators: Iterable[OperatorPlan]
@@ -288,9 +288,11 @@ class FairScaleEngine(Engine):
     def shard_optimizer_state(self, optimizers: Iterable[Optimizer]) -> None:
         optimizers = list(optimizers)
         super().shard_optimizer_state(optimizers)
-        self._attach_backward_optimizer(optimizers)
+        self._attach(optimizers)
 
-    def _attach_backward_optimizer(self, optimizers: Iterable[Optimizer]) -> None:
+    def _attach(self, optimizers: Iterable[Optimizer]) -> None:
+        if self._guards:
+            self._guard_hooks += [OptimizerGuard(optimizer) for optimizer in optimizers]
         if self._context.update_in_backward:
             self._context.backward_optimizer.attach(optimizers)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_osdp.engine.fairscale.collective_order import CollectiveOrder
 from lightning_osdp.engine.fairscale.unit_collectives import reduce_zeros
 from lightning_osdp.errors import ShardingError
-from lightning_osdp.state.guarded_parameter import without_guards
+from lightning_osdp.state.guarded_parameter import opened, without_guards
 
 
 class JoinableUnit:
@@ -92,7 +92,8 @@ class JoinableUnit:
                 continue
             if self._inter_node_all_reduce is not None:
                 self._inter_node_all_reduce.wait_before_accumulation(parameter)
-            parameter.grad = shard if parameter.grad is None else parameter.grad.add_(shard)
+            with opened([parameter]):
+                parameter.grad = shard if parameter.grad is None else parameter.grad.add_(shard)
             parameter._joined_grad_shard = None
 
 
@@ -104,7 +105,8 @@ def set_gradient_aside(parameter: Any) -> None:
 
 def show_gradient(parameter: Any) -> None:
     """Make the shard that FairScale has accumulated the parameter's gradient."""
-    parameter.grad, parameter._saved_grad_shard = parameter._saved_grad_shard, None
+    with opened([parameter]):
+        parameter.grad, parameter._saved_grad_shard = parameter._saved_grad_shard, None
 
 
 def before_reduction(order: CollectiveOrder, callbacks: Sequence[Any]) -> None:

@@ -42,15 +42,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, update_wrapper
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from fairscale.nn.data_parallel import FullyShardedDataParallel, TrainingState
 from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_module
 from torch import Tensor, nn
+from torch._C._functorch import TransformType
 
-from lightning_osdp.engine.fairscale.body import UnitBody, reinterpret_as_float16
+from lightning_osdp.engine.fairscale.body import UnitBody, find_places, reinterpret_as_float16
 from lightning_osdp.engine.fairscale.communicators import UnitCommunicators
 from lightning_osdp.engine.fairscale.context import EngineContext
 from lightning_osdp.engine.fairscale.joinable_unit import JoinableUnit, set_gradient_aside, show_gradient
@@ -63,10 +64,11 @@ from lightning_osdp.engine.fairscale.saved_tensors import (
     is_in_backward,
 )
 from lightning_osdp.engine.fairscale.unit_collectives import CoalescedAllGather, CoalescedReduceScatter
-from lightning_osdp.engine.sliced_operator import ForwardStage, WeightSlice
+from lightning_osdp.engine.replaced_method import replace_method
+from lightning_osdp.engine.sliced_operator import ForwardStage, WeightSlice, refuse_transforms
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
-from lightning_osdp.state.guarded_parameter import guard_of, without_guards
+from lightning_osdp.state.guarded_parameter import guard_of, opened, without_guards
 
 ShardedParameter: TypeAlias = Any
 """A ``Parameter`` with FairScale's attributes, and ``_full_view``: its gathered values, if they are there."""
@@ -131,6 +133,7 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         self._is_recomputed = is_recomputed
         self._weight_slice = stage if isinstance(stage, WeightSlice) else None
         self._hooked_modules = [] if isinstance(stage, ForwardStage) else list(stage.modules())
+        self._places = find_places(self._hooked_modules, parameters)
         self._num_running, self._in_graph = 0, False
         self._joined_pass = self._begun_pass = NO_PASS
         self._shown_in_full: set[nn.Parameter] = set()
@@ -139,10 +142,10 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         self._storages: dict[int, nn.Parameter] = {}
         if isinstance(stage, ForwardStage):
             stage.free_full_params = self._free_full_params
+            stage.forward = self.forward
         else:
-            stage.__dict__["_call_impl"] = partial(self._run, stage._call_impl)
-        # With the signature of the original forward, which ``generate`` of transformers inspects.
-        stage.forward = update_wrapper(partial(self.forward), stage.forward)
+            replace_method(stage, "_call_impl", partial(self._run, stage._call_impl))
+            replace_method(stage, "forward", self.forward)
 
     @property
     def num_collectives(self) -> int:
@@ -173,6 +176,10 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         with_grad = torch.is_grad_enabled()
         if self.world_size == 1 or (self._num_running and (not with_grad or active_unit() is self)):
             return function(*args, **kwargs)
+        if self._places and all(own.get(name) is not parameter for own, name, parameter in self._places):
+            return function(*args, **kwargs)  # others have been put in their place, as ``functional_call`` does
+        if with_grad:
+            refuse_transforms("there are hooks on what autograd saves", {TransformType.Grad})
         with without_guards():
             self._lazy_init()
         gathered, hidden = self._gather(self.params), [p for p in self.params if p not in self._shown_in_full]
@@ -297,10 +304,11 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         for parameter in self.params if params is None else params:
             if parameter in self._shown_in_full:
                 self._shown_in_full.discard(parameter)
-                parameter.data = parameter._fp32_shard
                 guard = guard_of(parameter)
-                if guard is not None:  # parameters are guarded whenever their data are shards
-                    guard.close()
+                if guard is None:
+                    parameter.data = parameter._fp32_shard
+                else:
+                    guard.close(parameter._fp32_shard)
 
     @property
     def has_unsharded_params(self) -> bool:
@@ -337,7 +345,8 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
     def _init_param_attributes(self, p: ShardedParameter) -> None:
         if hasattr(p, "_fp32_shard"):
             return
-        super()._init_param_attributes(p)
+        with opened([p]):
+            super()._init_param_attributes(p)
         if p._is_sharded:
             storage = p._full_param_padded.untyped_storage()
             storage.resize_(p._full_param_padded.nbytes)

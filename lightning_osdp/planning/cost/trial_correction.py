@@ -36,7 +36,7 @@ from lightning_osdp.planning.spec.model import (
     OptimizerStep,
     Seconds,
 )
-from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.plan import BatchSizePoint, ExecutionPlan
 from lightning_osdp.planning.spec.wrapping import WrappedModel
 
 TRIAL_RELATIVE_ERROR = 0.05
@@ -258,8 +258,8 @@ def trials_of_plan(plan: ExecutionPlan, trials: Sequence[Trial]) -> list[Trial]:
 def apply_trial(plan: ExecutionPlan, trials: Sequence[Trial]) -> ExecutionPlan:
     """Return the plan with the step time that its own trials measured, if it has any.
 
-    Calibration serves all plans, so it leaves an error for each. That error counts as communication, unless the time
-    spent waiting was measured, or there is a single rank.
+    No batch size that was not tried is recorded as better than it. Calibration serves all plans, so it leaves an error
+    for each. That error counts as communication, unless the time spent waiting was measured, or there is a single rank.
     """
     own = [trial for trial in trials_of_plan(plan, trials) if 0 <= trial.measured_s < MAX_VALUE]
     if not own:
@@ -279,7 +279,21 @@ def apply_trial(plan: ExecutionPlan, trials: Sequence[Trial]) -> ExecutionPlan:
         "communication_time_s": communication_s,
         "samples_per_s": before.samples_per_s * before.step_time_s / step_s if step_s else before.samples_per_s,
     }
-    return plan.model_copy(update={"predicted": before.model_copy(update=update)})
+    predicted = before.model_copy(update=update)
+    return plan.model_copy(update={"predicted": predicted, "frontier": _known_frontier(plan, predicted.samples_per_s)})
+
+
+def _known_frontier(plan: ExecutionPlan, samples_per_s: float) -> tuple[BatchSizePoint, ...]:
+    """Return the best of each batch size, off by as much as the plan's own was, and none better than the plan."""
+    own = next((point.samples_per_s for point in plan.frontier if point.batch_size == plan.batch_size), 0.0)
+
+    def known_rate(point: BatchSizePoint) -> float:
+        is_own = point.batch_size == plan.batch_size
+        return (
+            samples_per_s if is_own else min(samples_per_s, point.samples_per_s * (samples_per_s / own if own else 1))
+        )
+
+    return tuple(point.model_copy(update={"samples_per_s": known_rate(point)}) for point in plan.frontier)
 
 
 def calibrated_s(trial: Trial, calibration: CalibrationFactors) -> float:

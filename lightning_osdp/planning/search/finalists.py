@@ -14,14 +14,20 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.cost.trial_correction import TRIAL_RELATIVE_ERROR, Trial, plan_key, trials_of_plan
+from lightning_osdp.planning.cost.trial_correction import (
+    TRIAL_RELATIVE_ERROR,
+    Trial,
+    apply_trial,
+    plan_key,
+    trials_of_plan,
+)
 from lightning_osdp.planning.search.batch_size_search import (
     BatchSizePolicy,
     Problem,
     WrapPolicySearch,
     search_batch_sizes,
 )
-from lightning_osdp.planning.search.plan_selection import apply_tried_plan, repredict, select_plan, variant_of_plan
+from lightning_osdp.planning.search.plan_selection import repredict, select_plan, variant_of_plan
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan, TriedPlan
 
@@ -98,7 +104,7 @@ def choose_tried_plan(
         again = repredict(WrapPolicySearch(variant_of_plan(plan, problem)), policy, plan, plans[0])
         if trial is None or again is None:
             continue
-        known = apply_tried_plan(again, [trial])
+        known = apply_trial(again, [trial])
         step_s, accumulation = known.predicted.step_time_s, plan.accumulate_grad_batches
         rounds_s = (step_s + accumulation * (one_s - trial.measured_s) for one_s in trial.rounds_s)
         finalists.append(Finalist(known, tuple(rounds_s) or (step_s,)))

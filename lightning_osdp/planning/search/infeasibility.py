@@ -23,7 +23,9 @@ def infeasible_error(problem: Problem, peak: Peak, batch_size: int) -> Infeasibl
     """Return the error for a problem whose plan of least memory has ``peak``."""
     detail = ""
     if peak.max_bytes > peak.total_bytes:
-        work = "saving a checkpoint" if peak.saving_bytes == peak.max_bytes else "evaluation"
+        saves = problem.non_training.checkpoint_memory != "nothing"
+        work = "saving a checkpoint" if saves else "averaging weights"
+        work = work if peak.saving_bytes == peak.max_bytes else "evaluation"
         detail = f" for {work} ({_format_mib_rounded_up(peak.total_bytes)} for a step)"
     operators = problem.model.operators
     largest = max(range(len(operators)), key=lambda index: sum(p.state_bytes for p in operators[index].parameters))

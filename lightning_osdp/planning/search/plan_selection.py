@@ -25,7 +25,7 @@ from lightning_osdp.planning.search.batch_size_search import (
 )
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import FrozenModel, NonTrainingWork
-from lightning_osdp.planning.spec.plan import BatchSizePoint, ExecutionPlan
+from lightning_osdp.planning.spec.plan import ExecutionPlan
 
 BUDGET_TOLERANCE, BUDGET_TOLERANCE_BYTES = 0.1, 12 << 20
 """Difference of the model's memory budget (a fraction, or bytes if these are more) up to which two starts have the same
@@ -157,23 +157,7 @@ def find_cached_plan(
     if not similar:
         return None
     plan = repredict(WrapPolicySearch(variant_of_plan(similar[-1], problem)), policy, similar[-1], similar[-1])
-    return None if plan is None else apply_tried_plan(plan, trials)
-
-
-def apply_tried_plan(plan: ExecutionPlan, trials: Sequence[Trial]) -> ExecutionPlan:
-    """Return a plan as its trials have shown it, and no batch size that was not tried as better than it."""
-    known = apply_trial(plan, trials)
-    if not trials_of_plan(plan, trials):
-        return known
-    samples_per_s = known.predicted.samples_per_s
-    own = next((point.samples_per_s for point in plan.frontier if point.batch_size == plan.batch_size), samples_per_s)
-
-    def known_rate(point: BatchSizePoint) -> float:
-        is_own = point.batch_size == plan.batch_size or not own
-        return samples_per_s if is_own else min(samples_per_s, point.samples_per_s * samples_per_s / own)
-
-    frontier = (point.model_copy(update={"samples_per_s": known_rate(point)}) for point in plan.frontier)
-    return known.model_copy(update={"frontier": tuple(frontier)})
+    return None if plan is None else apply_trial(plan, trials)
 
 
 def _has_similar_budget(plan: ExecutionPlan, budget_bytes: int) -> bool:
@@ -207,7 +191,7 @@ def select_plan(
     selection = _Selection(policy, trials, min_gain, deadline_reached)
     best: ExecutionPlan | None = None
     errors: list[InfeasibleError] = []
-    for variant in _problem_variants(problem, policy):
+    for variant in problem_variants(problem, policy):
         if best is not None and deadline_reached():
             break
         try:
@@ -219,7 +203,7 @@ def select_plan(
     return best
 
 
-def _problem_variants(problem: Problem, policy: BatchSizePolicy) -> Iterator[Problem]:
+def problem_variants(problem: Problem, policy: BatchSizePolicy) -> Iterator[Problem]:
     """Yield the problem in each variant that is possible, the usual ones first."""
     prefetching = problem.with_prefetch()
     for base in (prefetching, problem) if prefetching.has_prefetch else (problem,):
@@ -245,7 +229,7 @@ def _can_update_in_backward(problem: Problem, policy: BatchSizePolicy) -> bool:
     return is_allowed and step.per_parameter and ranks > 1 and not accumulates
 
 
-def _variant_policy(variant: Problem, policy: BatchSizePolicy) -> BatchSizePolicy:
+def variant_policy(variant: Problem, policy: BatchSizePolicy) -> BatchSizePolicy:
     """Return ``policy`` limited to the batch sizes that ``variant`` is possible at."""
     limit = variant.max_retained_batch_size
     if not variant.has_retained_heap or limit is None or policy.batch_size is not None:
@@ -264,7 +248,7 @@ class _Selection:
 
     def search(self, problem: Problem, best: ExecutionPlan | None) -> ExecutionPlan | None:
         """Return the plan of a variant if it is enough better than ``best`` or there is no best yet, else ``best``."""
-        wrap_search, policy = WrapPolicySearch(problem), _variant_policy(problem, self.policy)
+        wrap_search, policy = WrapPolicySearch(problem), variant_policy(problem, self.policy)
         if best is None:
             found = search_batch_sizes(wrap_search, policy, self.deadline_reached)
             return None if found is None else self._prefer_trialled(wrap_search, found)
@@ -310,7 +294,7 @@ def repredict(
     problem, batch = wrap_search.problem, (earlier_plan.batch_size, earlier_plan.accumulate_grad_batches)
     if Variant.of_plan(earlier_plan) != Variant.of_problem(problem):
         return None
-    if batch not in set(_variant_policy(problem, policy).candidates(problem.cluster.ranks)):
+    if batch not in set(variant_policy(problem, policy).candidates(problem.cluster.ranks)):
         return None
     for block in problem.model.blocks:
         forced = None if block.recompute_blocker else problem.constraints.forced_recompute(block.name)

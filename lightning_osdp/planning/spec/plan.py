@@ -173,6 +173,27 @@ class TriedPlan(FrozenModel):
     is_chosen: bool = False
 
 
+class Baseline(FrozenModel):
+    """What a plan that treats all operators alike would do instead, at its own best batch size under the same limit."""
+
+    name: str
+    """``DDP``, ``ZeRO-2``, ``FSDP per operator`` or ``FSDP per block``, and whether blocks are recomputed."""
+    fits: bool
+    batch_size: Count
+    """The smallest one if it does not fit."""
+    samples_per_s: Finite = 0.0
+    """Throughput over all ranks, as predicted, or as measured if it was tried; 0 if it does not fit."""
+    peak_memory_bytes: Size
+    missing_bytes: Size = 0
+    """By how much it exceeds the limit."""
+    is_tried: bool = False
+    is_plan: bool = False
+    """Whether the plan itself is this one."""
+    is_uncertain: bool = False
+    """Whether it is predicted to be no slower than the plan, which was tried, but was not tried itself:
+    ``samples_per_s`` is the plan's then."""
+
+
 class SearchStop(FrozenModel):
     """Why no larger batch size was tried."""
 
@@ -214,11 +235,16 @@ class ExecutionPlan(FrozenModel):
     search_stop: SearchStop | None = None
     tried: tuple[TriedPlan, ...] = ()
     """The plans that were tried in turns, this one among them; empty if none could be."""
+    baselines: tuple[Baseline, ...] = ()
+    """What else there was: DDP, ZeRO-2 and FSDP under the same limit; empty if the plan does not say."""
 
     text_display: ClassVar[Callable[[ExecutionPlan], str]] = repr
     """Makes ``str(plan)``; set by ``report.display``."""
     html_display: ClassVar[Callable[[ExecutionPlan], str | None]] = lambda plan: None
     """Makes what a notebook shows; set by ``report.display``."""
+
+    page_display: ClassVar[Callable[[ExecutionPlan], str]] = repr
+    """Makes ``to_html``; set by ``report.display``."""
 
     def __str__(self) -> str:
         return type(self).text_display(self)
@@ -256,6 +282,14 @@ class ExecutionPlan(FrozenModel):
     def to_json(self) -> str:
         """Return the plan as indented JSON text."""
         return self.model_dump_json(indent=2)
+
+    def to_html(self) -> str:
+        """Return the plan as a page of HTML with its pictures, which loads nothing from elsewhere.
+
+        Raises:
+            ConfigurationError: matplotlib, which draws the pictures, is not installed.
+        """
+        return type(self).page_display(self)
 
     @staticmethod
     def is_plan(text: str) -> bool:

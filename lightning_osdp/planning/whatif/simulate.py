@@ -13,6 +13,7 @@ import numpy as np
 
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.cost.shards import num_sharded_elements
+from lightning_osdp.planning.search.baselines import find_baselines
 from lightning_osdp.planning.search.batch_size_search import (
     BatchSizePolicy,
     Problem,
@@ -24,7 +25,7 @@ from lightning_osdp.planning.search.plan_selection import select_plan
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope, legal_modes
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
 from lightning_osdp.planning.spec.model import FrozenModel, ModelProfile
-from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.plan import Baseline, ExecutionPlan
 from lightning_osdp.planning.whatif.hardware import Hardware, build_cluster
 from lightning_osdp.planning.whatif.roofline import compute_times
 
@@ -65,6 +66,8 @@ class SimulatedPoint(FrozenModel):
     zdp: SimulatedResult | None
     needed_bytes: int = 0
     """The smallest peak of any plan, where ``plan`` is None."""
+    baselines: tuple[Baseline, ...] = ()
+    """What else there was, where there is a plan."""
 
 
 def simulate(
@@ -124,6 +127,7 @@ def simulate_one(problem: Problem, policy: BatchSizePolicy) -> SimulatedPoint:
     plan, needed_bytes = None, 0
     try:
         plan = select_plan(problem, policy, ())
+        plan = plan.model_copy(update={"baselines": find_baselines(plan, problem, policy)})
     except InfeasibleError as error:
         needed_bytes = error.needed_bytes
     return SimulatedPoint(
@@ -135,6 +139,7 @@ def simulate_one(problem: Problem, policy: BatchSizePolicy) -> SimulatedPoint:
         dp=_simulate_baseline(problem, policy, Mode.DP),
         zdp=_simulate_baseline(problem, policy, Mode.ZDP),
         needed_bytes=needed_bytes,
+        baselines=plan.baselines if plan is not None else (),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,15 +23,37 @@ def make_arguments(kernel: Kernel, device: torch.device) -> tuple[tuple[Any, ...
     Absolute values of normal floats, because the square root of a negative number takes seven times as long.
     """
     bound = _index_bound(kernel)
+    names = [argument.name for argument in kernel.func._schema.arguments]
+    named = dict(zip(names, kernel.args, strict=False)) | dict(kernel.kwargs)
 
-    def build(spec: Spec) -> Any:
+    def build(spec: Spec, name: str = "") -> Any:
+        if isinstance(spec, TensorSpec) and (lengths := _lengths(name, spec, named)) is not None:
+            return lengths.to(spec.dtype).to(device)
         if isinstance(spec, TensorSpec):
             return _make_tensor(spec, bound, device)
         if isinstance(spec, tuple):
             return [build(item) for item in spec]
         return device if isinstance(spec, torch.device) and spec.type != "cpu" else spec
 
-    return tuple(build(spec) for spec in kernel.args), {name: build(spec) for name, spec in kernel.kwargs}
+    args = tuple(build(spec, name) for spec, name in zip(kernel.args, names, strict=False))
+    return args, {name: build(spec, name) for name, spec in kernel.kwargs}
+
+
+def _lengths(name: str, spec: TensorSpec, named: Mapping[str, Spec]) -> Tensor | None:
+    """Return an argument that says how long parts of another one are, or where they begin; None if it says neither.
+
+    Kernels read beyond the end if such a number is too large (``ctc_loss``), and end the process.
+    """
+    if not name.endswith(("lengths", "offsets")) or len(spec.shape) != 1 or spec.dtype.is_floating_point:
+        return None
+    whole = named.get({"input_lengths": "log_probs", "target_lengths": "targets", "offsets": "indices"}.get(name, ""))
+    count = spec.shape[0]
+    if not isinstance(whole, TensorSpec) or not count:
+        return torch.zeros(count, dtype=torch.int64)
+    if name == "input_lengths":
+        return torch.full((count,), whole.shape[0])
+    each = whole.shape[1] if len(whole.shape) == 2 else whole.shape[0] // count
+    return torch.arange(count) * each if name == "offsets" else torch.full((count,), each)
 
 
 def _index_bound(kernel: Kernel) -> int:

@@ -293,12 +293,18 @@ def test_autotune_marks_memory_as_observed_only_after_trial_of_searched_plan(
     monkeypatch.setattr(pipeline, "measure_profile", lambda *_: measured)
     monkeypatch.setattr(pipeline, "_calibrate", lambda coordinator, profile, *_: profile)
     monkeypatch.setattr(PlanningCoordinator, "memory_budget", memory_budget)
+    monkeypatch.setattr(PlanningCoordinator, "with_baselines", lambda self, profile, budget, plan: plan)
     monkeypatch.setattr(pipeline, "search_and_trial", lambda coordinator, profile, budget, _: (plan, profile, budget))
     nothing: Any = None
     ranks = TwoRanks("group", 1, CPU)
     monkeypatch.setattr(ProfileCache, "open", lambda *_: ProfileCache(ranks, (file,)))
     traced: Any = SimpleNamespace(model_profile=MODEL, batch_sizes=(2,), with_all_kernels=lambda: traced)
     request = PlanRequest(RULE, memory.MemoryLimit(CPU, 1), 0)
+    short: Any = StartupBudget(ranks, startup_budget.time.monotonic(), 5.0)
+    pipeline.autotune(traced, request, ranks, short, trial_context="a step")  # type: ignore[arg-type]
+    assert not Profile.model_validate_json(file.read_text()).cached_plans, "the next start has time to try one"
+    asked_for.clear()
+    file.unlink()
     pipeline.autotune(traced, request, ranks, StartupBudget.unlimited(ranks), trial_context=nothing)
     assert asked_for == [False]
     (one,) = Profile.model_validate_json(file.read_text()).cached_plans

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from bench.comparison import cleanup, document, launch, report, step_breakdown, step_log, systems
+from bench.comparison import cleanup, document, launch, overview, report, step_breakdown, step_log, systems
 from bench.comparison.batch_probe import (
     LARGEST,
     SLOW_STEP_S,
@@ -289,15 +289,25 @@ def test_totals_and_page_match_cell_results(tmp_path: Path) -> None:
     assert list(best.ratios) == expected
     assert best.words()[2:4] == (f"{geometric_mean(expected):.2f}", f"{fmean(expected):.2f}")
     page = document.write(compared, document.facts(["--quick"], {"abc"}, "cpu"), tmp_path)
-    text = page.read_text()
-    assert "python -m bench comparison --quick" in text
+    text, runs = page.read_text(), (tmp_path / "benchmarks" / "runs.md").read_text()
+    assert "python -m bench comparison --quick" in runs
     assert f"{min(expected):.2f}" in text
-    assert "out of memory" in text
+    assert "out of memory" in runs
     assert (tmp_path / "benchmarks" / "nd-quick.svg").exists()
     assert len(json.loads((tmp_path / "benchmarks" / "results.json").read_text())["cells"]) == 4
     page.write_text(f"of yesterday\n{document.NOTES}\n\n- Why.\n")
     assert document.write(compared, document.facts(["--quick"], {"abc"}, "cpu"), tmp_path) == page
     assert page.read_text() == f"{text}{document.NOTES}\n\n- Why.\n"
+
+
+def test_pictures_in_docs_are_drawn_from_the_results(tmp_path: Path) -> None:
+    docs = ROOT / "docs" / "benchmarks"
+    compared = report.from_json(json.loads((docs / "results.json").read_text()))
+    drawn = overview.draw_all(compared, tmp_path)
+    assert [file.name for file in drawn] == list(overview.ALT)
+    assert all(file.read_bytes() == (docs / file.name).read_bytes() for file in drawn), (
+        "python -m bench.comparison.overview"
+    )
 
 
 def test_verdicts_name_warm_start_only_where_measured(tmp_path: Path) -> None:
@@ -323,8 +333,10 @@ def test_page_keeps_cells_of_earlier_runs_with_their_origin(tmp_path: Path) -> N
     ]  # fmt: skip
     assert [c.made["commits"] for c in cells] == [["def"], ["def"], ["abc"]]
     assert cells[1].rows == anew[0].rows
-    assert all(page.read_text().count(f"comparison {word}    (") == 1 for word in ("--slow", "--fast"))
-    on_another, here = page.read_text().split("another, 2 of 3 cells:")[1].split(", 1 of 3 cells:")
+    assert "- another: 2 of 3 cells" in page.read_text()
+    runs = (tmp_path / "benchmarks" / "runs.md").read_text()
+    assert all(runs.count(f"comparison {word}    (") == 1 for word in ("--slow", "--fast"))
+    on_another, here = runs.split("another, 2 of 3 cells:")[1].split(", 1 of 3 cells:")
     assert "--fast" in on_another
     assert "--slow" in here
 

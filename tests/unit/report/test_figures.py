@@ -14,7 +14,7 @@ from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, make_plan
 from lightning_osdp.planning.spec.choices import Mode, ShardingScope
 from lightning_osdp.planning.spec.model import ModelProfile
-from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.plan import Baseline, ExecutionPlan
 from lightning_osdp.planning.whatif.hardware import load
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint, simulate, sweep_memory_limits
 from lightning_osdp.report import figures
@@ -188,6 +188,11 @@ def test_html_page_loads_nothing_external_and_holds_the_numbers(
     for source in sources:
         ElementTree.fromstring(base64.b64decode(source.removeprefix(head)))
     assert figures.format_rate(plan.predicted.samples_per_s) in page
+    assert "What else there was" not in page
+    baselines = (Baseline(name="ZeRO-3", fits=False, batch_size=1, peak_memory_bytes=9, missing_bytes=8),)
+    page = render_page(plan.model_copy(update={"baselines": baselines}), points=points)
+    for words in ("What else there was", "ZeRO-3", "needs 8 B more"):
+        assert words in page
     assert "does not fit (needs" in page
     assert f"= {plan.global_batch_size} in all" in page
 

@@ -12,6 +12,7 @@ from lightning_osdp.planning.cost.run_correction import MeasuredStep
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, Link
 from lightning_osdp.planning.spec.plan import (
+    Baseline,
     BatchSizePoint,
     ExecutionPlan,
     ModelIdentity,
@@ -20,7 +21,7 @@ from lightning_osdp.planning.spec.plan import (
     TriedPlan,
 )
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint, SimulatedResult
-from lightning_osdp.report.explain import explain
+from lightning_osdp.report.explain import build_explanation, explain
 from lightning_osdp.report.operator_runs import describe_tried, group_runs
 from lightning_osdp.report.tables import (
     format_bytes,
@@ -309,3 +310,77 @@ def test_describe_tried_says_where_this_plan_is_all_replicated() -> None:
     both = (tried("sharded per operator", plan.batch_size, 300), tried("all replicated", plan.batch_size, 258, True))
     plan = plan.model_copy(update={"operators": replicated, "tried": both})
     assert describe_tried(plan) == "sharded per operator 300.0 ms, this plan (all replicated) 258.0 ms"
+
+
+def baseline(name: str, samples_per_s: float = 0.0, missing_mib: int = 0, **marks: bool) -> Baseline:
+    return Baseline(
+        name=name,
+        fits=not missing_mib,
+        batch_size=4,
+        samples_per_s=samples_per_s,
+        peak_memory_bytes=1 << 30,
+        missing_bytes=missing_mib << 20,
+        **marks,
+    )
+
+
+MISSING = baseline("DDP", missing_mib=73)
+SLOWER = baseline("FSDP per operator, recomputed", 64.0)
+TRIED = baseline("ZeRO-2", 70.0, is_tried=True)
+UNCERTAIN = baseline("FSDP per block", 76.8, is_uncertain=True)
+FASTER = baseline("FSDP per block", 96.0)
+OWN = baseline("DDP", 76.8, is_plan=True, is_tried=True)
+
+
+def with_baselines(*baselines: Baseline) -> ExecutionPlan:
+    return make_plan(baselines=baselines)
+
+
+def test_plan_table_shows_what_else_there_was_and_the_gain_over_it() -> None:
+    text = to_text(plan_table(with_baselines(MISSING, SLOWER, TRIED, UNCERTAIN, FASTER)))
+    assert cells(text, "DDP") == ["DDP", "does not fit", "needs 73.0 MiB more"]
+    assert cells(text, "FSDP per operator") == ["FSDP per operator, recomputed", "4", "64.0", "+20.0%"]
+    assert cells(text, "ZeRO-2") == ["ZeRO-2", "4", "70.0", "+9.7%, tried"]
+    lines = [re.split(r"\s{2,}", line) for line in text.splitlines() if line.startswith("FSDP per block")]
+    assert lines == [["FSDP per block", "4", "not tried", "none sure"], ["FSDP per block", "4", "96.0", "-20.0%"]]
+    assert max(map(len, text.splitlines())) <= 80
+    assert cells(to_text(plan_table(with_baselines(OWN))), "DDP")[-1] == "this plan"
+    assert "else" not in to_text(plan_table(make_plan()))
+
+
+def test_explanation_says_what_else_there_was_in_sentences() -> None:
+    plan = with_baselines(MISSING, SLOWER, TRIED, UNCERTAIN, FASTER, OWN)
+    assert list(build_explanation(plan).baselines) == [
+        "instead, DDP: does not fit, 73.0 MiB are missing at the smallest batch size.",
+        "instead, FSDP per operator, recomputed at batch size 4: 64.0 samples/s by prediction, "
+        "this plan is 20.0% faster.",
+        "instead, ZeRO-2 at batch size 4: 70.0 samples/s when tried, this plan is 9.7% faster.",
+        "instead, FSDP per block at batch size 4: is predicted to be no slower, but was not tried as this plan was.",
+        "instead, FSDP per block at batch size 4: 96.0 samples/s by prediction, this plan is 20.0% slower.",
+        "instead, DDP: that is what this plan does.",
+    ]
+    assert all(line in explain(plan).splitlines() for line in build_explanation(plan).baselines)
+    assert "instead" not in explain(make_plan())
+
+
+@pytest.mark.parametrize(
+    ("baselines", "step_s", "text"),
+    [
+        ((MISSING, SLOWER, TRIED), 1.25, "Gained: 9.7% over ZeRO-2, the best of what else there was (70.0 samples"),
+        ((MISSING, SLOWER, TRIED), 1.25, "DDP does not fit: 73.0 MiB are missing."),
+        ((SLOWER,), 1.2, "Gained: 25.0% over FSDP per operator, recomputed, the best of what else there was (64.0"),
+        ((MISSING,), 1.25, "Gained: the training itself. Nothing else fits: DDP needs least, and 73.0 MiB more"),
+        ((TRIED,), 1.375, "Nothing gained over ZeRO-2, the best of what else there was (70.0 samples/s when tried"),
+        ((TRIED,), 2.5, "Gained: 9.7% over ZeRO-2, the best of what else there was (70.0 samples/s when tried"),
+        ((TRIED,), 2.5, "The machine was slower than when this was compared."),
+        ((TRIED,), 0.5, "Gained: 9.7% over ZeRO-2, the best of what else there was (70.0 samples/s when tried"),
+        ((TRIED,), 0.5, "The machine was faster than when this was compared."),
+        ((FASTER,), 1.25, "Nothing gained over FSDP per block, the best of what else there was (96.0 samples/s by"),
+        ((TRIED, UNCERTAIN), 1.25, "No gain is sure over FSDP per block: it is predicted to be no slower, but was not"),
+        ((OWN, TRIED), 1.25, "This plan is DDP: the fastest of what there was."),
+    ],
+)
+def test_measured_table_says_what_was_gained(baselines: tuple[Baseline, ...], step_s: float, text: str) -> None:
+    shown = to_text(measured_table(with_baselines(*baselines), MeasuredStep(step_s, None, 1 << 30), 20))
+    assert text in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= 80

@@ -40,7 +40,7 @@ from lightning_osdp.planning.spec.cluster import (
     ModeOverhead,
 )
 from lightning_osdp.planning.spec.model import LinearInBatch, ModelProfile, Operator
-from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.plan import BatchSizePoint, ExecutionPlan
 from tests.support.models import hand_made_plan, uniform_hierarchical_links, wrap_blocks
 from tests.support.small_models import MIB, RANKS, blocks_of_one, blocks_of_two, cluster, compute, compute_s, linear
 
@@ -292,6 +292,22 @@ def test_apply_trial_predicts_measured_time_of_trialled_plan() -> None:
     assert told.compute_time_s == pytest.approx(told.step_time_s - told.communication_time_s)
     faster = slower.model_copy(update={"measured_s": 0.0})
     assert apply_trial(known_plan, [faster]).predicted.communication_time_s == 0.0
+
+
+@pytest.mark.parametrize("factor", [0.5, 3.0])
+def test_apply_trial_records_no_other_batch_size_as_better_than_tried_plan(factor: float) -> None:
+    points = tuple(BatchSizePoint(batch_size=2**k, samples_per_s=10.0 * 2**k, peak_memory_bytes=k) for k in range(4))
+    plan = uniform_plan(Mode.ZDP)
+    plan = plan.model_copy(update={"cluster": PARTS, "frontier": points, "batch_size": 4})
+    expected = predict_trial(MODEL, TIMES, PARTS, plan, 1)
+    trial = expected.model_copy(update={"measured_s": factor * expected.predicted_s})
+    found = apply_trial(plan, [trial])
+    rates = {point.batch_size: point.samples_per_s for point in found.frontier}
+    assert max(rates.values()) == rates[4] == found.predicted.samples_per_s
+    assert rates[1] == pytest.approx(rates[4] / 4)
+    assert [point.peak_memory_bytes for point in found.frontier] == [0, 1, 2, 3]
+    assert apply_trial(found.model_copy(update={"predicted": plan.predicted}), [trial]).frontier == found.frontier
+    assert apply_trial(plan, []).frontier == points
 
 
 @given(share=st.floats(0, 0.6), batch_size=st.integers(1, 8), recomputed=st.booleans())

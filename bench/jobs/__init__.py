@@ -1,0 +1,1 @@
+"""Jobs as users have them, beside DDP."""

@@ -1,0 +1,214 @@
+"""Run ``osdp emulate``: train some steps as rank 0 of a cluster that is not there.
+
+Each strategy trains in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+
+from lightning_osdp.autotune.ranks import device_name
+from lightning_osdp.backend.emulated import BACKEND
+from lightning_osdp.cli import offline_plan
+from lightning_osdp.cli.emulate_worker import StrategyName, StrategyResult, Task
+from lightning_osdp.emulation.environment import resolve_cluster
+from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPError
+from lightning_osdp.planning.spec.cluster import Cluster
+from lightning_osdp.planning.spec.formatting import format_bytes
+from lightning_osdp.planning.spec.plan import Baseline, ExecutionPlan
+from lightning_osdp.report import tables
+from lightning_osdp.report.emulation import emulation_table
+from lightning_osdp.strategy import arguments, offline
+
+BANNER = "One process stands for {ranks} ranks: losses and metrics mean nothing, and nothing is saved."
+
+STRATEGIES: tuple[StrategyName, ...] = ("osdp", "ddp", "fsdp", "fsdp2")
+
+_FSDP = ("FSDP per block", "FSDP per operator")
+
+BASELINES: dict[str, tuple[str, ...]] = {"ddp": ("DDP",), "fsdp": _FSDP, "fsdp2": _FSDP}
+"""The baselines of a plan, of which the first that it has says which batch size suits a strategy best."""
+
+WritePage = Callable[[str, ExecutionPlan], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    Attributes:
+        config: path of the LightningCLI file.
+        cluster: the cluster that is not there.
+        strategies: what to train under, in this order.
+        num_steps: optimizer steps that are timed.
+        batch_size: per device, for all strategies; None: the best of each.
+        planning_args: arguments of OSDPStrategy.
+    """
+
+    config: Path
+    cluster: Cluster
+    strategies: Sequence[StrategyName]
+    num_steps: int
+    batch_size: int | None
+    planning_args: dict[str, Any]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    parser.add_argument("--config", type=str, required=True, help="the YAML that LightningCLI trains from")
+    parser.add_argument(
+        "--hardware", type=str, required=True, help="a name, such as h100-80gb-nvlink, a hardware or a cluster file"
+    )
+    parser.add_argument("--devices", type=int, help="how many there are in all (default: those of the hardware)")
+    parser.add_argument("--nodes", type=int, help="how many nodes they are spread over (default: as few as possible)")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps that are timed (default: %(default)s)")
+    parser.add_argument("--strategy", choices=list(STRATEGIES), default="osdp", help="(default: %(default)s)")
+    parser.add_argument("--compare", action="store_true", help="all strategies, each at its own best batch size")
+    parser.add_argument("--plan-only", action="store_true", help="print OSDP's plan and train nothing")
+    parser.add_argument("--memory-limit", type=str, help="per device: 16GiB, or 90%% (default: what it has)")
+    parser.add_argument("--batch-size", type=int, help="per device, for all (default: the best of each)")
+    parser.add_argument("--max-batch-size", type=int, help="the largest that is considered")
+    parser.add_argument("--global-batch-size", type=int, help="over all devices, made exactly")
+    parser.add_argument("--cache", type=str, help="folder of measurements (default: the user's; '': none)")
+    parser.add_argument("--html", type=str, help="file for a page with the plan's pictures")
+
+
+def run(options: Namespace, write_page: WritePage) -> None:
+    """Run the command.
+
+    Args:
+        options: the arguments.
+        write_page: writes the page of a plan.
+
+    Raises:
+        ConfigurationError: something can't be used.
+        InfeasibleError: nothing fits.
+    """
+    request = _read_request(options)
+    if not options.json:
+        print(BANNER.format(ranks=request.cluster.ranks), flush=True)
+    if options.plan_only:
+        plan = _plan(request)
+        if options.html is not None:
+            write_page(options.html, plan)
+        print(plan.to_json()) if options.json else Console().print(tables.plan_table(plan))
+        return
+    results = _train_all(request, quiet=options.json)
+    plan_or_none = next((result.plan for result in results if result.plan is not None), None)
+    if options.html is not None and plan_or_none is not None:
+        write_page(options.html, plan_or_none)
+    if options.json:
+        print(json.dumps([_to_row(result, request.cluster.ranks) for result in results], indent=2))
+        return
+    rows = [_to_row(result, request.cluster.ranks) for result in results]
+    Console().print(emulation_table(rows, plan_or_none))
+
+
+def _read_request(options: Namespace) -> Request:
+    for name in ("devices", "nodes", "steps", "batch_size"):
+        arguments.validate_positive(name, options[name])
+    names = ("memory_limit", "max_batch_size", "global_batch_size", "cache")
+    return Request(
+        config=Path(options.config),
+        cluster=read_cluster(options.hardware, options.devices, options.nodes),
+        strategies=STRATEGIES if options.compare else (options.strategy,),
+        num_steps=options.steps,
+        batch_size=options.batch_size,
+        planning_args={name: options[name] for name in names if options[name] is not None},
+    )
+
+
+def read_cluster(hardware: str, devices: int | None, nodes: int | None) -> Cluster:
+    """Return the cluster of a hardware's name, of a hardware file, or of a file that ``osdp profile`` wrote.
+
+    Raises:
+        ConfigurationError: there is none such, or it has no such numbers of devices and nodes.
+    """
+    path = Path(hardware)
+    if path.suffix == ".json" and path.is_file() and '"link"' in path.read_text(errors="replace"):
+        cluster = arguments.read_cluster(hardware)
+        assert cluster is not None
+        return resolve_cluster(cluster, devices, nodes)
+    return resolve_cluster(hardware, devices, nodes)
+
+
+def _train_all(request: Request, quiet: bool) -> list[StrategyResult]:
+    """Train under each strategy at the best batch size that OSDP's plan knows for it, unless one was given."""
+    results: list[StrategyResult] = []
+    baselines: dict[str, Baseline] = {}
+    for strategy in request.strategies:
+        names = BASELINES.get(strategy, ())
+        baseline = next((baselines[name] for name in names if name in baselines), None)
+        if baseline is not None and not baseline.fits:
+            missing = format_bytes(baseline.missing_bytes)
+            results.append(StrategyResult(strategy=strategy, failure=f"does not fit: {missing} are missing"))
+            continue
+        batch_size = request.batch_size or (baseline.batch_size if baseline is not None else None)
+        result = _train(request, strategy, batch_size, quiet)
+        if result.failure and len(request.strategies) == 1:
+            raise _to_error(result)
+        if result.plan is not None:
+            baselines = {baseline.name: baseline for baseline in result.plan.baselines}
+        results.append(result)
+    return results
+
+
+def _to_error(result: StrategyResult) -> OSDPError:
+    if not result.needed_bytes:
+        return ConfigurationError(result.failure)
+    return InfeasibleError(result.failure, needed_bytes=result.needed_bytes, budget_bytes=result.budget_bytes)
+
+
+def _train(request: Request, strategy: StrategyName, batch_size: int | None, quiet: bool) -> StrategyResult:
+    """Train under one strategy in a process of its own, which shows what it prints unless ``quiet``."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        task = Task(
+            config=str(request.config),
+            cluster=request.cluster,
+            strategy=strategy,
+            num_steps=request.num_steps,
+            batch_size=batch_size,
+            planning_args=request.planning_args,
+            result=str(result),
+        )
+        command = [sys.executable, "-m", "lightning_osdp.cli.emulate_worker"]
+        output = subprocess.DEVNULL if quiet else None
+        done = subprocess.run(command, input=task.model_dump_json(), text=True, stdout=output, check=False)
+        if not result.is_file():
+            how = f"signal {-done.returncode}" if done.returncode < 0 else f"status {done.returncode}"
+            killed = " (out of memory?)" if done.returncode == -9 else ""
+            return StrategyResult(strategy=strategy, failure=f"the process ended with {how}{killed}")
+        return StrategyResult.model_validate_json(result.read_text())
+
+
+def _to_row(result: StrategyResult, ranks: int) -> dict[str, Any]:
+    """Return what is printed of a result."""
+    if result.failure:
+        return {"strategy": result.strategy, "error": result.failure}
+    row: dict[str, Any] = result.model_dump(exclude={"plan", "failure", "needed_bytes", "budget_bytes"})
+    row["samples_per_s"] = result.samples_per_s(ranks)
+    if result.plan is not None:
+        row["predicted"] = result.plan.predicted.model_dump(mode="json")
+    return row
+
+
+def _plan(request: Request) -> ExecutionPlan:
+    """Plan for the cluster with compute that is measured on this device, without training."""
+    config = offline_plan.load_config(request.config)
+    sys.path[:0] = [str(Path.cwd()), str(request.config.resolve().parent)]
+    device = offline.local_device(config.accelerator)
+    cluster = request.cluster.model_copy(update={"device": device_name(device), "backend": BACKEND})
+    fixed = {} if request.batch_size is None else {"batch_size": request.batch_size}
+    result = offline_plan.plan_from_config(config, None, cluster=cluster, **request.planning_args | fixed)
+    return result.plan

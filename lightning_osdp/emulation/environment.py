@@ -1,0 +1,133 @@
+"""The plugin that lets a Trainer run as rank 0 of a cluster that is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_osdp.emulation.links import EmulatedLinks
+from lightning_osdp.emulation.process_group import join
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planning.spec.cluster import Cluster
+from lightning_osdp.planning.whatif import hardware as hardware_files
+
+BANNER = (
+    "Emulating {ranks} ranks ({nodes}) in one process: time and memory are those of rank 0, losses and metrics mean "
+    "nothing, and nothing is saved."
+)
+
+
+class EmulatedCluster(ClusterEnvironment):
+    """Makes this process rank 0 of a described cluster: ``Trainer(devices=1, plugins=[EmulatedCluster(...)])``.
+
+    The process joins the emulated process group at once, since strategies join a group that they find.
+
+    Args:
+        hardware: the name of a described hardware, the path of its file, or a measured ``Cluster``.
+        devices: number of devices; None for all of the hardware.
+
+    Raises:
+        ConfigurationError: there is no such hardware, it has fewer devices, or the process is in a process group.
+    """
+
+    def __init__(self, hardware: str | Path | Cluster, devices: int | None = None) -> None:
+        super().__init__()
+        self.cluster = resolve_cluster(hardware, devices)
+        join(EmulatedLinks(self.cluster))
+        nodes = "one node" if self.cluster.nodes == 1 else f"{self.cluster.nodes} nodes"
+        rank_zero_info(BANNER.format(ranks=self.cluster.ranks, nodes=nodes))
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    @override
+    def main_address(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    @override
+    def main_port(self) -> int:
+        return 0
+
+    @staticmethod
+    @override
+    def detect() -> bool:
+        return False
+
+    @override
+    def world_size(self) -> int:
+        return self.cluster.ranks
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the cluster says how many ranks there are."""
+
+    @override
+    def global_rank(self) -> int:
+        return 0
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the process is rank 0."""
+
+    @override
+    def local_rank(self) -> int:
+        return 0
+
+    @override
+    def node_rank(self) -> int:
+        return 0
+
+    @override
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Refuse a Trainer that would start processes.
+
+        Raises:
+            ConfigurationError: it has several devices.
+        """
+        if num_devices * num_nodes != 1:
+            raise ConfigurationError(
+                f"an emulated cluster runs in one process: give the Trainer devices=1 and num_nodes=1, and "
+                f"EmulatedCluster(devices={num_devices * num_nodes})"
+            )
+
+
+def resolve_cluster(hardware: str | Path | Cluster, devices: int | None, nodes: int | None = None) -> Cluster:
+    """Return the cluster of a hardware's name or file, or a given one.
+
+    Args:
+        hardware: as for ``EmulatedCluster``.
+        devices: number of devices; None for all.
+        nodes: number of nodes that they are spread over; None for as few as possible.
+
+    Raises:
+        ConfigurationError: the hardware does not have so many, or they can't be spread evenly.
+    """
+    if not isinstance(hardware, Cluster):
+        described = hardware_files.load(hardware)
+        if nodes is not None:
+            devices = devices or described.devices
+            if devices % nodes or nodes > described.nodes or devices // nodes > described.devices_per_node:
+                raise ConfigurationError(
+                    f"{devices} devices can't be spread evenly over {nodes} nodes of {described.name}, which has "
+                    f"{described.nodes} of {described.devices_per_node}"
+                )
+            described = described.model_copy(update={"nodes": nodes, "devices_per_node": devices // nodes})
+        return hardware_files.build_cluster(described, devices)
+    if nodes not in (None, hardware.nodes):
+        raise ConfigurationError(f"the cluster has {hardware.nodes} nodes, not {nodes}")
+    if devices not in (None, hardware.ranks):
+        raise ConfigurationError(f"the cluster has {hardware.ranks} devices, not {devices}")
+    return hardware
+
+
+def leave() -> None:
+    """End the emulated process group of this process."""
+    dist.destroy_process_group()

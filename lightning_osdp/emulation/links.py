@@ -1,0 +1,78 @@
+"""The seconds that collectives take on the links of a described cluster, and which links they occupy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
+
+NODE, NETWORK = "node", "network"
+"""Names of the two links: that of the devices of one node, and that of the nodes."""
+
+
+@dataclass(frozen=True)
+class EmulatedLinks:
+    """The links of a cluster whose ranks are numbered node by node.
+
+    Attributes:
+        cluster: number of nodes and devices, and what their collectives cost.
+    """
+
+    cluster: Cluster
+
+    @property
+    def node_sizes(self) -> tuple[int, ...]:
+        """Number of ranks on each node."""
+        return self.cluster.devices_by_node or (self.cluster.devices_per_node,) * self.cluster.nodes
+
+    def seconds(self, collective: Collective, num_bytes: int, ranks: Sequence[int]) -> float:
+        """Return the seconds of one collective.
+
+        Args:
+            collective: the kind; others cost as much as the one that sends as many bytes.
+            num_bytes: bytes of the unsharded tensor.
+            ranks: global numbers of those that take part.
+        """
+        if len(ranks) == 1:
+            return 0.0
+        per_node = self._ranks_per_node(ranks)
+        links = self.cluster.hierarchical_links
+        if links is None or len(ranks) == self.cluster.ranks:
+            fit: CollectiveFit = getattr(self.cluster.link, collective)
+        elif len(per_node) == 1:
+            return _inside_node_s(links.intra_node, collective, num_bytes, len(ranks))
+        elif max(per_node) == 1:
+            rings = 1.0 if collective == "all_reduce" else 0.5
+            return rings * links.inter_node.time_s(num_bytes, len(ranks))
+        else:  # as many such groups as fit into a node share its adapter
+            fit = getattr(self.cluster.link, collective)
+            groups = self.cluster.devices_per_node / max(per_node)
+            fit = fit.model_copy(update={"s_per_byte": fit.s_per_byte * groups})
+        return fit.time_s(num_bytes, len(ranks))
+
+    def message_s(self, num_bytes: int, ranks: Sequence[int]) -> float:
+        """Return the seconds of a message between two ranks."""
+        return self.seconds("all_gather", 2 * num_bytes, ranks)
+
+    def occupied(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        """Return the links that a collective of these ranks occupies: two collectives on a link wait for each other."""
+        per_node = self._ranks_per_node(ranks)
+        return ((NODE,) if max(per_node) > 1 else ()) + ((NETWORK,) if len(per_node) > 1 else ())
+
+    def _ranks_per_node(self, ranks: Sequence[int]) -> list[int]:
+        """Return how many of the ranks are on each node that has any."""
+        counts, first = [], 0
+        for size in self.node_sizes:
+            counts.append(sum(first <= rank < first + size for rank in ranks))
+            first += size
+        return [count for count in counts if count]
+
+
+def _inside_node_s(link: object, collective: Collective, num_bytes: int, ranks: int) -> float:
+    """Return the seconds inside a node; an all-reduce is a reduce-scatter and a gather."""
+    parts = ("reduce_scatter", "all_gather") if collective == "all_reduce" else (collective,)
+    return sum(float(getattr(link, part).time_s(num_bytes, ranks)) for part in parts)

@@ -1,0 +1,230 @@
+"""What else there was: plans that treat all operators alike, each at its own best batch size.
+
+They are predicted like the plan itself: from the same measurements and corrections, with the same memory and under the
+same limit. One that was tried counts as it was measured, and one that was not is never shown as better than a plan
+that was: the search among all plans, these among them, has then found no other that promises enough to be tried.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_osdp.planning.cost.moments import Flags
+from lightning_osdp.planning.cost.trial_correction import Trial, apply_trial, trials_of_plan
+from lightning_osdp.planning.search.batch_size_search import THROUGHPUT_TOLERANCE, WrapPolicySearch
+from lightning_osdp.planning.search.plan_selection import (
+    Variant,
+    problem_variants,
+    repredict,
+    variant_of_plan,
+    variant_policy,
+)
+from lightning_osdp.planning.search.search_space import SearchSpace
+from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, legal_modes
+from lightning_osdp.planning.spec.constraints import SearchConstraints
+from lightning_osdp.planning.spec.model import Operator
+from lightning_osdp.planning.spec.plan import Baseline, ExecutionPlan
+from lightning_osdp.planning.spec.problem import Problem
+from lightning_osdp.planning.spec.wrapping import WrapAssignment, WrappedModel, wrap_assignments
+
+
+class BaselineKind(NamedTuple):
+    """A way to treat all operators alike; ``per_block`` says which units it may have, of which the faster count."""
+
+    name: str
+    mode: Mode
+    per_block: tuple[bool, ...]
+
+
+KINDS = (
+    BaselineKind("DDP", Mode.DP, (False,)),
+    BaselineKind("ZeRO-2", Mode.ZDP2, (False, True)),
+    BaselineKind("FSDP per operator", Mode.ZDP, (False,)),
+    BaselineKind("FSDP per block", Mode.ZDP, (True,)),
+)
+"""Without and with all blocks recomputed, these are the baselines."""
+
+
+class UniformPlan(NamedTuple):
+    """The best plan of one kind; at the smallest batch size if it does not fit at any."""
+
+    batch_size: int
+    samples_per_s: float
+    peak_bytes: int
+    fits: bool
+    choices: tuple[ShardingChoice, ...]
+    units: WrapAssignment
+    recomputed: tuple[str, ...]
+
+    def decides_like(self, plan: ExecutionPlan) -> bool:
+        """Return whether ``plan`` treats operators and blocks as this one does."""
+        own = (self.choices, self.units, set(self.recomputed))
+        return own == (
+            tuple(op.choice for op in plan.operators),
+            tuple(op.unit for op in plan.operators),
+            set(plan.recomputed),
+        )
+
+
+def find_baselines(
+    plan: ExecutionPlan, problem: Problem, policy: BatchSizePolicy, trials: Sequence[Trial] = ()
+) -> tuple[Baseline, ...]:
+    """Return what the baselines would do in the place of ``plan``.
+
+    Args:
+        plan: the plan that was chosen.
+        problem: the problem that it solves. Of its constraints, the batch sizes, the recomputed blocks, the sharding
+            group and the engine's capabilities hold for the baselines too.
+        policy: the batch sizes.
+        trials: all trials.
+    """
+    plans: dict[str, list[UniformPlan]] = {}
+    for name, uniform in _best_uniform_plans(problem, policy):
+        plans.setdefault(name, []).append(uniform)
+    return tuple(_describe(name, uniforms, plan, problem, policy, trials) for name, uniforms in plans.items())
+
+
+def _describe(
+    name: str,
+    uniforms: Sequence[UniformPlan],
+    plan: ExecutionPlan,
+    problem: Problem,
+    policy: BatchSizePolicy,
+    trials: Sequence[Trial],
+) -> Baseline:
+    """Return the best of the plans of one kind, as measured if one of them was tried."""
+    is_plan_tried = bool(trials_of_plan(plan, trials))
+    if any(uniform.decides_like(plan) for uniform in uniforms):
+        return _as_baseline(name, plan, is_tried=is_plan_tried, is_plan=True)
+    earlier = [trial.plan for trial in trials if any(uniform.decides_like(trial.plan) for uniform in uniforms)]
+    tried = [
+        apply_trial(again, trials)
+        for one in earlier
+        if (again := repredict(WrapPolicySearch(variant_of_plan(one, problem)), policy, one, plan)) is not None
+    ]
+    if tried:
+        return _as_baseline(name, max(tried, key=lambda one: one.predicted.samples_per_s), is_tried=True)
+    best = max(uniforms, key=lambda uniform: (uniform.fits, uniform.samples_per_s, -uniform.peak_bytes))
+    own_rate = plan.predicted.samples_per_s
+    is_uncertain = best.fits and is_plan_tried and best.samples_per_s >= own_rate
+    return Baseline(
+        name=name,
+        fits=best.fits,
+        batch_size=best.batch_size,
+        samples_per_s=(own_rate if is_uncertain else best.samples_per_s) if best.fits else 0.0,
+        peak_memory_bytes=best.peak_bytes,
+        missing_bytes=max(0, best.peak_bytes - problem.memory_limit_bytes),
+        is_uncertain=is_uncertain,
+    )
+
+
+def _as_baseline(name: str, plan: ExecutionPlan, is_tried: bool, is_plan: bool = False) -> Baseline:
+    return Baseline(
+        name=name,
+        fits=True,
+        batch_size=plan.batch_size,
+        samples_per_s=plan.predicted.samples_per_s,
+        peak_memory_bytes=plan.predicted.max_memory_bytes,
+        is_tried=is_tried,
+        is_plan=is_plan,
+    )
+
+
+def _best_uniform_plans(problem: Problem, policy: BatchSizePolicy) -> Iterator[tuple[str, UniformPlan]]:
+    """Yield the name of each baseline with the best of all variants of the problem, for each way to share units."""
+    given, blocks = problem.constraints, problem.model.blocks
+    constraints = SearchConstraints(
+        1, given.activation_checkpointing, given.sharding_group, capabilities=given.capabilities
+    )
+    problem = replace(problem, constraints=constraints)
+    wrapped = wrap_assignments(problem.model, constraints)[-1]
+    assignments = {False: ("",) * len(wrapped), True: wrapped} if any(wrapped) else {False: wrapped}
+    searches = [
+        (Variant.of_problem(variant), variant_policy(variant, policy), per_block, _UniformSearch(variant, units))
+        for variant in problem_variants(problem, policy)
+        for per_block, units in assignments.items()
+    ]
+    kinds = [kind for kind in KINDS if kind.mode == Mode.DP or problem.cluster.ranks > 1]
+    requests = [(bool(block.recompute_blocker), constraints.forced_recompute(block.name)) for block in blocks]
+    masks = {tuple(not blocked and (request is None or request) for blocked, request in requests)}
+    masks |= {tuple(not blocked and request is True for blocked, request in requests)}
+    for kind, mask in product(kinds, sorted(masks)):
+        if kind.mode not in constraints.capabilities.modes:
+            continue
+        for per_block in kind.per_block:
+            best: tuple[Variant, UniformPlan] | None = None
+            for variant, sizes, is_wrapped, search in searches:
+                if is_wrapped == per_block:
+                    found = search.best_plan(kind.mode, np.array(mask, dtype=bool), sizes)
+                    best = (variant, found) if best is None or _is_better(variant, found, *best) else best
+            if best is not None:
+                yield kind.name + ", recomputed" * any(mask), best[1]
+
+
+def _is_better(variant: Variant, plan: UniformPlan, best_variant: Variant, best: UniformPlan) -> bool:
+    """Return whether a plan of one variant is better than that of an earlier one, by what its variant must gain."""
+    if not (plan.fits and best.fits):
+        return plan.fits or (not best.fits and plan.peak_bytes < best.peak_bytes)
+    return plan.samples_per_s > best.samples_per_s * (1 + variant.required_gain(best_variant))
+
+
+class _UniformSearch:
+    """Plans with all operators in one mode, in one variant of a problem and with one way to share units."""
+
+    def __init__(self, problem: Problem, units: WrapAssignment) -> None:
+        self._problem, self._units = problem, units
+        self._model = WrappedModel.from_assignment(problem.model, units)
+        compute = self._model.merge_times(problem.compute)
+        self._space = SearchSpace(replace(problem, model=self._model.model, compute=compute))
+        self._scope = problem.constraints.allowed_scopes(problem.cluster)[0]
+
+    def best_plan(self, mode: Mode, recomputed_blocks: Flags, policy: BatchSizePolicy) -> UniformPlan:
+        """Return the plan at the smallest batch size whose throughput is as good as the best, or that does not fit."""
+        space, ranks, limit = self._space, self._problem.cluster.ranks, self._problem.memory_limit_bytes
+        choices = tuple(self._choice(operator, mode) for operator in self._model.model.operators)
+        options, flags = space.options_of(choices), space.recompute_flags(recomputed_blocks)
+        sizes = list(policy.candidates(ranks))
+
+        def peak_bytes(index: int) -> int:
+            footprints = space.footprints[options]
+            return space.timeline.peak_of_footprints(footprints, *sizes[index], recomputed_blocks).max_bytes
+
+        def samples_per_s(batch_size: int, accumulation: int) -> float:
+            seconds = float(space.option_times(batch_size, accumulation).total[flags, options].sum())
+            seconds += space.unattributed_s(batch_size, accumulation)
+            seconds += float(space.recompute_s(batch_size, accumulation)[recomputed_blocks].sum())
+            return batch_size * accumulation * ranks / seconds
+
+        # More samples take more memory, but a step of fewer micro-batches may take less.
+        if policy.global_batch_size is None:
+            count = bisect_left(range(len(sizes)), 1, key=lambda index: int(peak_bytes(index) > limit))
+        else:
+            count = next((index for index in range(len(sizes)) if peak_bytes(index) > limit), len(sizes))
+        rates = [samples_per_s(*size) for size in sizes[: max(1, count)]]
+        chosen = next(index for index, rate in enumerate(rates) if rate >= (1 - THROUGHPUT_TOLERANCE) * max(rates))
+        own, blocks = self._model.expand_choices(choices), self._problem.model.blocks
+        return UniformPlan(
+            batch_size=sizes[chosen][0],
+            samples_per_s=rates[chosen],
+            peak_bytes=peak_bytes(chosen),
+            fits=count > 0,
+            choices=own,
+            units=tuple(u if choice.slices[0] != Mode.DP else "" for u, choice in zip(self._units, own, strict=True)),
+            recomputed=tuple(block.name for block, is_on in zip(blocks, recomputed_blocks, strict=True) if is_on),
+        )
+
+    def _choice(self, operator: Operator, mode: Mode) -> ShardingChoice:
+        """Return the choice for a mode, or for the nearest one that an operator can have."""
+        modes = [one for one in legal_modes(operator) if one in self._problem.constraints.capabilities.modes]
+        mode = mode if mode in modes else modes[-1]
+        if mode == Mode.DP:
+            return ShardingChoice()
+        scope, hierarchical = self._scope
+        return ShardingChoice((mode,), None, scope, hierarchical)

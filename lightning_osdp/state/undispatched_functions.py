@@ -1,0 +1,95 @@
+"""Functions of torch that ask no class of tensors, taught to ask the guarded ones.
+
+torch hands nearly all of its functions to the class of their arguments (``guarded_functions``). Those here would take
+a guarded tensor's stand-in for its values, which is NaN, or exchange a part for the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+import torch.utils.dlpack
+from torch import Tensor
+from torch._functorch import eager_transforms, vmap
+from torch.jit import _builtins as jit_builtins
+from torch.utils import _device
+
+from lightning_osdp.state.guarded_functions import gather_for_transform, refuse_collective, run_on_full
+from lightning_osdp.state.guarded_parameter import _Dispatched, guard_behind, is_guarded, without_guards
+
+_is_prepared = False
+
+
+def ask_guarded_classes() -> None:
+    """Have these functions gather guarded tensors, or refuse them. Once for the process."""
+    global _is_prepared
+    if _is_prepared:
+        return
+    _is_prepared = True
+    _device._device_constructors()  # and torch's own tables of functions, which hold the originals
+    for name in ("tensor", "as_tensor", "asarray"):
+        original = getattr(torch, name)
+        setattr(torch, name, _on_full(original))
+        jit_builtins._register_builtin(getattr(torch, name), f"aten::{name}")
+    Tensor.as_subclass = _on_full(Tensor.as_subclass)  # type: ignore[method-assign]
+    for name in ("__new__", "new_tensor"):
+        setattr(Tensor, name, _on_full(getattr(Tensor, name), first=1))
+    for owner, name in (
+        (Tensor, "set_"),
+        (torch, "to_dlpack"),
+        (torch.utils.dlpack, "to_dlpack"),
+        (torch.utils, "swap_tensors"),
+    ):
+        setattr(owner, name, _refused(getattr(owner, name)))
+    for module, name in (
+        (eager_transforms, "_wrap_for_grad"),
+        (eager_transforms, "_wrap_functional_tensor"),
+        (vmap, "_add_batch_dim"),
+    ):
+        setattr(module, name, _on_gathered_first(getattr(module, name)))
+    c10d._check_single_tensor = _without_collectives(c10d._check_single_tensor)
+    c10d._check_tensor_list = _without_collectives(c10d._check_tensor_list)
+
+
+def _on_full(function: Callable[..., Any], first: int = 0) -> Callable[..., Any]:
+    """Return a function that gets full tensors in the place of guarded arguments, from number ``first`` on."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(value, _Dispatched) for value in (*args[first:], *kwargs.values())):
+            return function(*args, **kwargs)
+        with without_guards():
+            return run_on_full(function, function.__name__, args, kwargs)
+
+    return run
+
+
+def _refused(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for value in args:
+            if is_guarded(value):
+                raise guard_behind(value).refusal(f"{function.__name__} needs its memory as a whole")
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _on_gathered_first(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def run(tensor: Any, *args: Any) -> Any:
+        return function(gather_for_transform(tensor) if isinstance(tensor, _Dispatched) else tensor, *args)
+
+    return run
+
+
+def _without_collectives(check: Callable[..., None]) -> Callable[..., None]:
+    def check_and_refuse(param: Any, param_name: str) -> None:
+        refuse_collective(param)
+        check(param, param_name)
+
+    return check_and_refuse

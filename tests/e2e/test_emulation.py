@@ -1,0 +1,216 @@
+"""Training as rank 0 of a cluster that is not there: real plans, real engine, as many ranks as users have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_osdp.cli.main import main
+from lightning_osdp.emulation import EmulatedCluster
+from lightning_osdp.emulation.environment import resolve_cluster
+from lightning_osdp.errors import PlanMismatchError
+from lightning_osdp.planning.spec.choices import ShardingScope
+from lightning_osdp.strategy.callback import OSDPCallback
+from lightning_osdp.strategy.osdp import OSDPStrategy
+from tests.support.plans import plan_for
+
+# Lightning 2.6 calls what jsonargparse 4.53 is about to rename.
+pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+
+WIDTH, BATCH_SIZE, STEPS = 64, 4, 3
+WEIGHT_BYTES = 4 * 4 * WIDTH * WIDTH
+CONFIG = Path(__file__).parents[2] / "examples" / "cli" / "fit.yaml"
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.layers(batch[0]).square().mean()
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class FullyShardedNet(Net):
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        if not isinstance(self.layers, FSDPModule):
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+
+
+class BytesByStep(pl.Callback):
+    """What the group has sent after each step."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, int]] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.sent.append(dict(dist.group.WORLD.bytes_sent))  # type: ignore[union-attr]
+
+    def last_step(self, name: str) -> int:
+        return self.sent[-1][name] - self.sent[-2][name]
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.randn(1 << 13, WIDTH)), batch_size=BATCH_SIZE)
+
+
+@contextmanager
+def emulated(hardware: str, devices: int, nodes: int | None = None) -> Iterator[EmulatedCluster]:
+    try:
+        yield EmulatedCluster(resolve_cluster(hardware, devices, nodes))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def fit(strategy: Any, environment: EmulatedCluster, module: Net | None = None, **options: Any) -> pl.Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    defaults = {"accelerator": "cpu", "devices": 1, "max_steps": STEPS, "enable_model_summary": False}
+    trainer = pl.Trainer(**quiet | defaults | options, strategy=strategy, plugins=[environment])
+    trainer.fit(module or Net(), loader())
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("hardware", "ranks", "nodes"),
+    [("a100-80gb-nvlink", 7, 1), ("8xa100-80gb-nvlink+200gbit", 64, 8), ("64xh100-80gb-nvlink+200gbit", 512, 64)],
+)
+@pytest.mark.parametrize(("mode", "gathers"), [("zdp", 2), ("zdp2", 1)])
+def test_sharded_plan_of_many_ranks_trains_and_sends_what_its_mode_says(
+    hardware: str, ranks: int, nodes: int, mode: str, gathers: int
+) -> None:
+    batch = next(iter(loader()))
+    plan = plan_for(Net(), batch, ranks, mode, BATCH_SIZE)
+    with emulated(hardware, ranks) as environment:
+        assert (environment.cluster.nodes, environment.cluster.ranks) == (nodes, ranks)
+        strategy, sent = OSDPStrategy(plan=plan), BytesByStep()
+        fit(strategy, environment, callbacks=[sent])
+        assert strategy.world_size == ranks
+    padding = 4 * 4 * ranks + 64  # each weight is padded to equal shards; biases are replicated; the logged loss
+    gathered, reduced = sent.last_step("all_gather"), sent.last_step("reduce_scatter")
+    assert gathers * WEIGHT_BYTES <= gathered <= gathers * (WEIGHT_BYTES + padding)
+    assert WEIGHT_BYTES <= reduced <= WEIGHT_BYTES + padding
+
+
+def test_search_for_two_nodes_of_eight_shards_inside_nodes() -> None:
+    with emulated("2xa100-80gb-nvlink+10gbit", 16) as environment:
+        strategy = OSDPStrategy(
+            cluster=environment.cluster.model_copy(update={"device": "cpu", "backend": "emulated"}),
+            batch_size=BATCH_SIZE,
+            sharding_group="node",
+            trial_steps=False,
+            cache="",
+        )
+        fit(strategy, environment, callbacks=[OSDPCallback(modes="zdp")])
+        plan = strategy.execution_plan
+        assert plan is not None
+        assert (plan.cluster.nodes, plan.cluster.devices_per_node) == (2, 8)
+        assert {op.sharding_group for op in plan.operators if "zdp" in op.slices} == {ShardingScope.NODE}
+
+
+def test_plan_for_other_number_of_ranks_is_refused() -> None:
+    plan = plan_for(Net(), next(iter(loader())), 8, "zdp", BATCH_SIZE)
+    with emulated("2xa100-80gb-nvlink+200gbit", 16) as environment, pytest.raises(PlanMismatchError, match="16"):
+        fit(OSDPStrategy(plan=plan), environment)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "module"),
+    [
+        (DDPStrategy, Net),
+        (lambda: ModelParallelStrategy(data_parallel_size=16, tensor_parallel_size=1), FullyShardedNet),
+    ],
+    ids=["ddp", "fully_shard"],
+)
+def test_other_strategies_train_in_an_emulated_cluster(strategy: Callable[[], Any], module: Callable[[], Net]) -> None:
+    with emulated("2xa100-80gb-nvlink+200gbit", 16) as environment:
+        trainer = fit(strategy(), environment, module())
+        assert trainer.global_step == STEPS
+        assert dist.group.WORLD.calls > STEPS  # type: ignore[union-attr]
+
+
+def test_nothing_is_saved(tmp_path: Path) -> None:
+    plan = plan_for(Net(), next(iter(loader())), 16, "zdp", BATCH_SIZE)
+    with emulated("2xa100-80gb-nvlink+200gbit", 16) as environment:
+        trainer = fit(OSDPStrategy(plan=plan), environment, default_root_dir=tmp_path, enable_checkpointing=True)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the command prints as JSON for two of the strategies, trained one after the other."""
+    folder = tmp_path_factory.mktemp("emulate")
+    found: dict[str, Any] = {}
+    for strategy in ("ddp", "fsdp"):
+        args = ["emulate", "--config", str(CONFIG), "--hardware", "a100-80gb-nvlink", "--devices", "8"]
+        args += ["--steps", "3", "--batch-size", "8", "--strategy", strategy, "--json"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            printed = _captured(lambda args=args: main(args))  # type: ignore[misc]
+        (found[strategy],) = json.loads(printed)
+    return found
+
+
+def _captured(call: Callable[[], int]) -> str:
+    import contextlib
+    import io
+
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        assert call() == 0
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_command_measures_step_and_memory_of_a_strategy(command: dict[str, Any], strategy: str) -> None:
+    facts = command[strategy]
+    assert facts["strategy"] == strategy
+    assert facts["batch_size"] == 8
+    assert facts["samples_per_s"] == pytest.approx(8 * 8 / facts["step_time_s"])
+    assert facts["peak_memory_bytes"] > facts["before_bytes"]
+
+
+def test_command_shows_that_fsdp_shards(command: dict[str, Any]) -> None:
+    """4.3 M parameters: DDP holds weights, gradients and two optimizer states, FSDP an eighth of them."""
+    own = {name: facts["peak_memory_bytes"] - facts["before_bytes"] for name, facts in command.items()}
+    assert own["ddp"] - own["fsdp"] > 4.3e6 * 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--hardware", "a100-80gb-nvlink", "--devices", "64"], "has 1 to 8 devices, not 64"),
+        (["--hardware", "a100-80gb-nvlink", "--devices", "8", "--steps", "0"], "steps"),
+        (["--hardware", "nothing.json"], "there is no hardware file nothing.json"),
+    ],
+)
+def test_command_with_bad_input_says_what_is_wrong(
+    args: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["emulate", "--config", str(CONFIG), *args]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_command_that_only_plans_prints_a_plan_for_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--hardware", "8xa100-80gb-nvlink+200gbit", "--devices", "64", "--batch-size", "4", "--cache", ""]
+    assert main(["emulate", "--config", str(CONFIG), *args, "--plan-only", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["cluster"]["nodes"] * plan["cluster"]["devices_per_node"] == 64

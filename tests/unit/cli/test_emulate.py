@@ -1,0 +1,66 @@
+"""What ``osdp emulate`` asks of its processes, and what it makes of their results; no process is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_osdp.cli import emulate
+from lightning_osdp.cli.emulate_worker import StrategyName, StrategyResult
+from lightning_osdp.emulation.environment import resolve_cluster
+from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.planning.spec.plan import Baseline
+from tests.support.models import hand_made_plan
+
+GIB = 1 << 30
+
+
+def request(*strategies: StrategyName, batch_size: int | None = None) -> emulate.Request:
+    return emulate.Request(Path("fit.yaml"), resolve_cluster("h100-80gb-nvlink", 8), strategies, 5, batch_size, {})
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
+    """The strategies and batch sizes that are trained, in their order; DDP does not fit, FSDP fits at 12."""
+    found: list[tuple[str, int | None]] = []
+    ddp = Baseline(name="DDP", fits=False, batch_size=1, peak_memory_bytes=3 * GIB, missing_bytes=2 * GIB)
+    fsdp = Baseline(name="FSDP per block", fits=True, batch_size=12, samples_per_s=5.0, peak_memory_bytes=GIB)
+    plan = hand_made_plan({}, 8, batch_size=20).model_copy(update={"baselines": (ddp, fsdp)})
+
+    def train(_: Any, strategy: StrategyName, batch_size: int | None, quiet: bool) -> StrategyResult:
+        found.append((strategy, batch_size))
+        return StrategyResult(
+            strategy=strategy, batch_size=batch_size or 20, step_time_s=0.5, plan=plan if strategy == "osdp" else None
+        )
+
+    monkeypatch.setattr(emulate, "_train", train)
+    return found
+
+
+def test_each_strategy_gets_its_own_best_batch_size(trained: list[tuple[str, int | None]]) -> None:
+    results = emulate._train_all(request(*emulate.STRATEGIES), quiet=True)
+    assert trained == [("osdp", None), ("fsdp", 12), ("fsdp2", 12)]
+    assert results[1].failure == "does not fit: 2.00 GiB are missing"
+    assert results[2].samples_per_s(8) == 8 * 12 / 0.5
+
+
+def test_given_batch_size_holds_for_all_that_fit(trained: list[tuple[str, int | None]]) -> None:
+    emulate._train_all(request("osdp", "fsdp", batch_size=4), quiet=True)
+    assert trained == [("osdp", 4), ("fsdp", 4)]
+
+
+def test_single_strategy_that_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = StrategyResult(strategy="osdp", failure="nothing fits", needed_bytes=3 * GIB, budget_bytes=GIB)
+    monkeypatch.setattr(emulate, "_train", lambda *_: failed)
+    with pytest.raises(InfeasibleError, match="nothing fits") as caught:
+        emulate._train_all(request("osdp"), quiet=True)
+    assert (caught.value.needed_bytes, caught.value.budget_bytes) == (3 * GIB, GIB)
+
+
+def test_cluster_file_stands_for_its_own_links(tmp_path: Path) -> None:
+    cluster = resolve_cluster("h100-80gb-nvlink", 4)
+    file = tmp_path / "cluster.json"
+    file.write_text(cluster.model_dump_json())
+    assert emulate.read_cluster(str(file), 4, None) == cluster

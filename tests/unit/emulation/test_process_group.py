@@ -1,0 +1,172 @@
+"""Collectives of an emulated group: their results are copies of this rank's data, and they take the links' time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_osdp.backend import agree, collectives
+from lightning_osdp.backend.hierarchical import HierarchicalCommunicator, NodeGroups, detect_node_layout
+from lightning_osdp.emulation.environment import EmulatedCluster
+from lightning_osdp.emulation.links import EmulatedLinks
+from lightning_osdp.emulation.process_group import join
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, HierarchicalLinks, Link, ShardingLink
+
+RANKS, NODES = 16, 2
+CPU = torch.device("cpu")
+SLOW = CollectiveFit(latency_s=0.05 / (RANKS - 1), s_per_byte=0.0)
+NONE = CollectiveFit(latency_s=0.0, s_per_byte=0.0)
+
+
+def cluster(fit: CollectiveFit = NONE) -> Cluster:
+    inside = ShardingLink(all_gather=NONE, reduce_scatter=NONE)
+    return Cluster(
+        nodes=NODES,
+        devices_per_node=RANKS // NODES,
+        device="cpu",
+        backend="emulated",
+        link=Link(all_reduce=fit, all_gather=fit, reduce_scatter=fit),
+        hierarchical_links=HierarchicalLinks(intra_node=inside, inter_node=NONE, hierarchical=inside),
+    )
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> Iterator[Any]:
+    join(EmulatedLinks(cluster(getattr(request, "param", NONE))))
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.arange(1.0, 1.0 + torch.Size(shape).numel()).view(shape)
+
+
+def test_all_reduce_reduces_n_equal_values(world: Any) -> None:
+    for op, expected in ((dist.ReduceOp.SUM, 16.0), (dist.ReduceOp.MAX, 1.0), (dist.ReduceOp.AVG, 1.0)):
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, op)
+        assert tensor.tolist() == [expected] * 3
+
+
+def test_product_and_unknown_reductions(world: Any) -> None:
+    tensor = torch.full((2,), 2.0)
+    dist.all_reduce(tensor, dist.ReduceOp.PRODUCT)
+    assert tensor.tolist() == [2.0**RANKS] * 2
+    with pytest.raises(ConfigurationError, match="BXOR"):
+        dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.BXOR)
+
+
+def test_gathers_hold_a_copy_for_each_rank(world: Any) -> None:
+    outputs = [torch.zeros(2) for _ in range(RANKS)]
+    dist.all_gather(outputs, numbers(2))
+    assert torch.stack(outputs).equal(numbers(2).expand(RANKS, 2))
+    flat = torch.zeros(2 * RANKS)
+    collectives.all_gather(flat, numbers(2), world)
+    assert flat.equal(numbers(2).repeat(RANKS))
+    flat[:2] = 7.0
+    collectives.all_gather(flat, flat[:2], world)  # the shard lies in its own output
+    assert flat.equal(torch.full((2 * RANKS,), 7.0))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_collectives_of_the_engine_give_this_ranks_part(world: Any, is_async: bool) -> None:
+    full, outputs = [numbers(RANKS * 3), numbers(RANKS)], [torch.zeros(3), torch.zeros(1)]
+    gathered = [torch.zeros(RANKS * 3), torch.zeros(RANKS)]
+    if is_async:
+        collectives.reduce_scatter_async(outputs, full, world).wait()
+        collectives.all_gather_async(gathered, outputs, world).wait()
+    else:
+        collectives.reduce_scatter_coalesced(outputs, full, world)
+        collectives.all_gather_coalesced(gathered, outputs, world)
+    assert outputs[0].equal(RANKS * numbers(3))
+    assert gathered[0].equal((RANKS * numbers(3)).repeat(RANKS))
+
+
+def test_objects_numbers_and_errors_are_agreed_without_others(world: Any) -> None:
+    everyone: list[Any] = [None] * RANKS
+    dist.all_gather_object(everyone, {"a": 1})
+    assert everyone == [{"a": 1}] * RANKS
+    assert agree.broadcast_object(world, "plan") == "plan"
+    assert agree.all_reduce_max([3.0, -2.0], world, CPU) == [3.0, -2.0]
+    with pytest.raises(ZeroDivisionError):  # at once: nobody has to be told
+        agree.raise_on_all_ranks(world, lambda: 1 // 0)
+
+
+def test_scatter_all_to_all_and_messages(world: Any) -> None:
+    part = torch.zeros(2)
+    dist.scatter(part, [torch.full((2,), float(rank)) for rank in range(RANKS)], src=0)
+    assert part.tolist() == [0.0, 0.0]
+    output = torch.zeros(RANKS)
+    dist.all_to_all_single(output, numbers(RANKS))
+    assert output.tolist() == [1.0] * RANKS
+    received = torch.zeros(2)
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, numbers(2), 1), dist.P2POp(dist.irecv, received, 1)])
+    for work in works:
+        work.wait()
+    assert received.equal(numbers(2))
+    dist.barrier()
+
+
+def test_what_another_rank_would_have_to_say_is_an_error(world: Any) -> None:
+    with pytest.raises(ConfigurationError, match="a broadcast from rank 3 is not emulated"):
+        dist.broadcast_object_list([None], src=3)
+    with pytest.raises(ConfigurationError, match="stands for all 16 ranks"):
+        dist.distributed_c10d._get_default_store().get("written by rank 1")
+
+
+def test_group_of_another_backend_is_an_error_not_a_hang(world: Any) -> None:
+    start = time.monotonic()
+    with pytest.raises(Exception, match="stands for all 16 ranks of an emulated cluster"):
+        dist.new_group(list(range(RANKS)), backend="gloo")
+    assert time.monotonic() - start < 10
+
+
+def test_node_groups_and_layout_are_those_of_the_cluster(world: Any) -> None:
+    assert detect_node_layout(world, 0) == ((8, 8), True)
+    groups = NodeGroups.create(world, NODES)
+    assert (groups.intra_node.size(), groups.inter_node.size()) == (8, 2)
+    communicator = HierarchicalCommunicator(groups)
+    flat, shard = torch.zeros(RANKS * 2), torch.zeros(2)
+    communicator.reduce_scatter(shard, numbers(RANKS * 2))
+    assert shard.equal(RANKS * numbers(2))
+    communicator.all_gather(flat, shard)
+    assert flat.equal(shard.repeat(RANKS))
+
+
+@pytest.mark.parametrize("world", [SLOW], indirect=True)
+def test_collectives_take_their_time_one_after_the_other(world: Any) -> None:
+    start = time.perf_counter()
+    works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3)]
+    assert not works[2].is_completed()
+    works[2].wait()  # what was computed meanwhile would have been hidden
+    assert time.perf_counter() - start >= 0.149
+    assert all(work.is_completed() for work in works)
+
+
+@pytest.mark.parametrize("world", [SLOW], indirect=True)
+def test_ddp_waits_for_its_reduction(world: Any) -> None:
+    module = DistributedDataParallel(nn.Linear(2, 2))
+    start = time.perf_counter()
+    module(torch.ones(1, 2)).sum().backward()
+    assert time.perf_counter() - start >= 0.049
+
+
+def test_second_group_in_a_process_is_refused(world: Any) -> None:
+    with pytest.raises(ConfigurationError, match="in a process group already"):
+        EmulatedCluster("h100-80gb-nvlink")
+
+
+def test_trainer_with_several_devices_is_refused() -> None:
+    try:
+        with pytest.raises(ConfigurationError, match="give the Trainer devices=1"):
+            EmulatedCluster(cluster()).validate_settings(num_devices=2, num_nodes=1)
+    finally:
+        dist.destroy_process_group()
