@@ -11,7 +11,7 @@ import traceback
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.strategy.failure_detector import abbreviate, describe_place, detector_that_reported
+from lightning_osdp.strategy.failure_detector import describe_error, describe_place, detector_that_reported
 
 TRACEBACK_VARIABLE = "OSDP_TRACEBACK"
 """Environment variable that does what ``--verbose`` does, for ``osdp`` inside of other scripts."""
@@ -41,6 +41,7 @@ def print_error(error: BaseException, has_traceback: bool, is_expected: bool) ->
     if has_traceback:
         print("".join(traceback.format_exception(error)), file=sys.stderr)
     elif rank:
+        traceback.clear_frames(error.__traceback__)
         if isinstance(error, InfeasibleError) or (detector is not None and detector.is_told_by_rank_zero()):
             return  # all ranks raise the former
         if detector is None:
@@ -53,11 +54,11 @@ def print_error(error: BaseException, has_traceback: bool, is_expected: bool) ->
 
 def _describe(error: BaseException) -> str:
     """Describe an error of the user's code, with the line that raised it, and how to see more."""
+    text = getattr(error, "osdp_cause", None) or describe_error(error)
     # Where an argument may be a name or an object, jsonargparse lists an error for each: the object's is the last.
     listed = [line for line in str(error).splitlines() if line.startswith("  - ")]
-    if str(error).startswith("Does not validate against any of the Union subtypes") and listed:
+    if listed and text.startswith(f"{type(error).__name__}: Does not validate against any of the Union subtypes"):
         return listed[-1].removeprefix("  - ")
-    text = getattr(error, "osdp_cause", None) or f"{type(error).__name__}: {abbreviate(error)}{describe_place(error)}"
     words = [word for word in sys.argv[1:] if word not in VERBOSE_OPTIONS]
     return f"{text}\n(the traceback: osdp --verbose {shlex.join(words)}, or {TRACEBACK_VARIABLE}=1)"
 

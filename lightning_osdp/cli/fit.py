@@ -12,6 +12,7 @@ from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_osdp.cli import offline_plan
 from lightning_osdp.errors import OSDPWarning
 
 SUBCOMMANDS = {
@@ -48,10 +49,14 @@ def run(args: Sequence[str]) -> None:
         args: a subcommand and its arguments.
 
     Raises:
+        ConfigurationError: a configuration file can't be read.
         ArgumentError: an argument, or something in a configuration file, can't be used.
     """
     raises = {"exit_on_error": False}
-    sys.path[:0] = [str(Path.cwd()), *_config_folders(args)]
+    paths = list(_config_paths(args))
+    for path in paths:
+        offline_plan.read_yaml(path)  # LightningCLI's own error does not name the file
+    sys.path[:0] = [str(Path.cwd()), *(str(path.parent) for path in paths)]
     with warnings.catch_warnings():
         # LightningCLI warns that args are given although the command line has some: they are the same.
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
@@ -64,9 +69,8 @@ def run(args: Sequence[str]) -> None:
         )
 
 
-def _config_folders(args: Sequence[str]) -> Iterator[str]:
+def _config_paths(args: Sequence[str]) -> Iterator[Path]:
     for index, word in enumerate(args):
         name, _, value = word.partition("=")
         if name in ("--config", "-c"):
-            path = value or next(iter(args[index + 1 :]), "")
-            yield str(Path(path).resolve().parent)
+            yield Path(value or next(iter(args[index + 1 :]), "")).resolve()

@@ -36,7 +36,7 @@ from lightning_osdp.planning.whatif.simulate import SimulatedPoint, problem_for_
 from lightning_osdp.report import diff, explain, tables
 from lightning_osdp.state import checkpoint
 from lightning_osdp.state.atomic_files import check_text_replaceable, write_text
-from lightning_osdp.strategy import arguments, offline
+from lightning_osdp.strategy import arguments, failure_detector, offline
 
 DONE, INFEASIBLE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -90,6 +90,7 @@ def main(args: list[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     if words and words[0] in fit.SUBCOMMANDS:
+        failure_detector.EXIT_STATUS = BAD_INPUT
         fit.run(words)
         return DONE
     try:

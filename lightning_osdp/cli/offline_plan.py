@@ -25,7 +25,7 @@ from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import CheckpointMemory
 from lightning_osdp.strategy import arguments, offline
-from lightning_osdp.strategy.failure_detector import describe_place
+from lightning_osdp.strategy.failure_detector import describe_error
 from lightning_osdp.strategy.planning_options import PlanningOptions
 
 CONFIG_SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
@@ -98,15 +98,25 @@ def load_config(path: Path) -> TrainingConfig:
     Raises:
         ConfigurationError: the file can't be read, or has no model.
     """
-    try:
-        data = get_loader("yaml")(path.read_text())
-    except Exception as error:  # the loader's errors are those of whatever library parses YAML
-        raise ConfigurationError(f"the config file {path} can't be read: {_to_one_line(error)}") from error
+    data = read_yaml(path)
     if isinstance(data, dict) and isinstance(data.get("fit"), dict):
         data = data["fit"]
     if not isinstance(data, dict) or not data.get("model"):
         raise ConfigurationError(f"{path} has no section 'model': it is not a configuration of LightningCLI")
     return TrainingConfig(path, {name: data[name] for name in CONFIG_SECTIONS if name in data})
+
+
+def read_yaml(path: Path) -> Any:
+    """Read a YAML (or JSON) file.
+
+    Raises:
+        ConfigurationError: it can't be read.
+    """
+    try:
+        return get_loader("yaml")(path.read_text())
+    except Exception as error:  # the loader's errors are those of whatever library parses YAML
+        text = " ".join(str(error).split())[:400]
+        raise ConfigurationError(f"the config file {path} can't be read: {text}") from error
 
 
 def plan_from_config(
@@ -256,11 +266,4 @@ def _as_configuration_error(config: TrainingConfig) -> Iterator[None]:
     except OSDPError:
         raise
     except Exception as error:
-        text = f"{config.path}: {type(error).__name__}: {_to_one_line(error)}{describe_place(error)}"
-        raise ConfigurationError(text) from error
-
-
-def _to_one_line(error: Exception) -> str:
-    """Return the message without line breaks, shortened: parsers quote whole files."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 400 else f"{text[:400]}..."
+        raise ConfigurationError(f"{config.path}: {describe_error(error)}") from error

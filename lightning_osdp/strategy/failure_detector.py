@@ -9,6 +9,7 @@ something that will never come is ended after a grace period by its heartbeat th
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import os
 import sys
@@ -54,6 +55,12 @@ to end: after a failure some never do."""
 
 TOLD_WAIT_S = 10.0
 """Seconds that a rank waits until the first one has told the user of a failure, after what callbacks do then."""
+
+MAX_TEXT = 1000
+"""Characters of an error's message that are repeated: some libraries quote whole files."""
+
+EXIT_STATUS = 1
+"""Exit status of a process that is ended because another rank has failed; the command line has another one."""
 
 _KILLED = "it was killed (out of memory?), or its host is down"
 
@@ -140,8 +147,7 @@ class FailureDetector:
             if isinstance(exception, SIGTERMException):
                 self._publish(self._rank, "was told to stop (SIGTERM)")
             elif cause is None:
-                text = f"{abbreviate(exception)}{describe_place(exception)}"
-                self._publish(self._rank, f"failed: {type(exception).__name__}: {text}")
+                self._publish(self._rank, f"failed: {describe_error(exception)}")
             if self._rank == 0:
                 self._wait_until_heard()
 
@@ -151,7 +157,12 @@ class FailureDetector:
             self._store.set("told", "")
 
     def is_told_by_rank_zero(self) -> bool:
-        """Return whether the first rank tells the user of the failure; wait until it has."""
+        """Return whether the first rank tells the user of the failure; wait until it has.
+
+        The process group is destroyed: the first rank may wait for this one in a collective.
+        """
+        gc.collect()  # what the failed run left in cycles holds connections
+        _destroy_process_group_at_exit()
         with suppress(RuntimeError):  # it is gone, or has something else to do
             self._store.wait(["told"], timedelta(seconds=TOLD_WAIT_S))
             return True
@@ -275,7 +286,7 @@ class FailureDetector:
                     print(f"rank {self._rank} is ended: {_format_causes(self._causes)}", file=sys.stderr, flush=True)
                     if self._rank == 0:
                         self.set_told()
-                    os._exit(1)
+                    os._exit(EXIT_STATUS)
                 if self._stopped.wait(HEARTBEAT_INTERVAL_S):
                     return
         except RuntimeError:
@@ -371,10 +382,17 @@ def detector_that_reported(exception: BaseException) -> FailureDetector | None:
     return getattr(exception, "osdp_failure_detector", None)
 
 
-def abbreviate(exception: BaseException) -> str:
-    """Return the first and the last line: an error with a worker's traceback ends with the worker's own error."""
-    lines = (str(exception).strip() or "no message").splitlines()
-    return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
+def describe_error(exception: BaseException) -> str:
+    """Return the error in one line: its kind, its message, and the line of the user's code that raised it.
+
+    Where a library raises its own error from the user's, the user's is described.
+    """
+    error: BaseException | None = exception
+    while error is not None:
+        if place := describe_place(error):
+            return f"{type(error).__name__}: {_to_one_line(error)}{place}"
+        error = error.__cause__
+    return f"{type(exception).__name__}: {_to_one_line(exception)}"
 
 
 def describe_place(exception: BaseException) -> str:
@@ -383,6 +401,15 @@ def describe_place(exception: BaseException) -> str:
         if not frame.filename.startswith((*_LIBRARY_FOLDERS, "<")):
             return f" ({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
     return ""
+
+
+def _to_one_line(exception: BaseException) -> str:
+    """Return the message, shortened: of an error with a worker's traceback the first line and the worker's error."""
+    text = str(exception).strip() or "no message"
+    if "Traceback (most recent call last)" in text:
+        text = f"{text.splitlines()[0]} ... {text.splitlines()[-1]}"
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
 
 
 def _format_causes(causes: dict[int, str]) -> str:

@@ -416,6 +416,7 @@ class OSDPStrategy(HandoverStrategy):
     def on_train_end(self) -> None:
         """Print predicted and measured step time and memory of the slowest rank."""
         assert self._monitor is not None
+        self._before_collective("the end of training")  # which a rank may have come to by itself
         self._monitor.report()
 
     @override

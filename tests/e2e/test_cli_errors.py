@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from contextlib import redirect_stderr
@@ -25,16 +26,23 @@ ROOT = Path(__file__).parents[2]
 class RaisesInTraining(GPTModule):
     """Its second step fails, on one rank or on all of them."""
 
-    def __init__(self, on_rank: int = -1) -> None:
-        super().__init__(batch_size=4)
-        self.on_rank = on_rank
+    ranks: tuple[int, ...] = (0, 1)
 
     def training_step(self, batch: Any, batch_index: int) -> Tensor:
         loss = super().training_step(batch, batch_index)
         is_real = not isinstance(loss, torch._subclasses.FakeTensor)
-        if is_real and self.trainer.global_step == 1 and self.on_rank in (-1, self.global_rank):
+        if is_real and self.trainer.global_step == 1 and self.global_rank in self.ranks:
             raise KeyError("no such column")
         return loss
+
+
+class RaisesOnRank1(RaisesInTraining):
+    ranks = (1,)
+
+
+class RaisesWhenBuilt(GPTModule):
+    def __init__(self) -> None:
+        raise KeyError("no vocabulary")
 
 
 class RaisesAlways(GPTModule):
@@ -44,7 +52,7 @@ class RaisesAlways(GPTModule):
         raise ValueError("labels are missing")
 
 
-def write_config(folder: Path, name: str, class_path: str, strategy: dict[str, Any], **init_args: Any) -> str:
+def write_config(folder: Path, name: str, class_path: str, **strategy: Any) -> str:
     trainer = {
         "accelerator": "cpu",
         "devices": 2,
@@ -58,7 +66,7 @@ def write_config(folder: Path, name: str, class_path: str, strategy: dict[str, A
         "strategy": {"class_path": "lightning_osdp.OSDPStrategy", "init_args": {"trial_steps": False} | strategy},
     }
     path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump({"trainer": trainer, "model": {"class_path": class_path, "init_args": init_args}}))
+    path.write_text(yaml.safe_dump({"trainer": trainer, "model": {"class_path": class_path}}))
     return str(path)
 
 
@@ -72,11 +80,12 @@ def run_failing_commands(rank: int, ranks: int, folder: str) -> dict[str, tuple[
     here = "tests.e2e.test_cli_errors"
     Path(own, "broken.yaml").write_text("model: [")
     configs = {
-        "raises": write_config(own, "raises", f"{here}.RaisesInTraining", {}),
-        "untraceable": write_config(own, "untraceable", f"{here}.RaisesAlways", {}),
-        "too small": write_config(own, "small", f"{here}.RaisesInTraining", {"memory_limit": "1MiB"}),
-        "unknown class": write_config(own, "unknown", f"{here}.Nobody", {}),
-        "unknown argument": write_config(own, "argument", f"{here}.RaisesInTraining", {"memory": "1GiB"}),
+        "raises": write_config(own, "raises", f"{here}.RaisesInTraining"),
+        "not built": write_config(own, "built", f"{here}.RaisesWhenBuilt"),
+        "untraceable": write_config(own, "untraceable", f"{here}.RaisesAlways"),
+        "too small": write_config(own, "small", f"{here}.RaisesInTraining", memory_limit="1MiB"),
+        "unknown class": write_config(own, "unknown", f"{here}.Nobody"),
+        "unknown argument": write_config(own, "argument", f"{here}.RaisesInTraining", memory="1GiB"),
         "broken file": str(own / "broken.yaml"),
     }
     found = {name: run_main("fit", "--config", path) for name, path in configs.items()}
@@ -143,11 +152,14 @@ def test_error_says_how_to_see_the_traceback_and_verbose_shows_it(results: list[
 
 def test_error_of_rank_1_alone_is_told_by_rank_0(tmp_path: Path) -> None:
     """In ranks that Lightning starts: they print to one terminal."""
-    config = write_config(tmp_path, "fit", "tests.e2e.test_cli_errors.RaisesInTraining", {}, on_rank=1)
+    config = write_config(tmp_path, "fit", "tests.e2e.test_cli_errors.RaisesOnRank1")
     values = {"LIGHTNING_OSDP_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "lightning_osdp", "fit", "--config", config]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, env=os.environ | values)
     assert done.returncode == main.BAD_INPUT, done.stderr
     assert "Traceback" not in done.stderr
-    assert done.stderr.count("osdp: error") == 1
-    assert "osdp: error: rank 1 failed: KeyError: 'no such column' (test_cli_errors.py:" in done.stderr
+    told = [line for line in done.stderr.splitlines() if "KeyError: 'no such column'" in line]
+    assert len(told) == 1, done.stderr
+    assert re.search(
+        r"rank 1 failed: KeyError: 'no such column' \(test_cli_errors\.py:\d+, in training_step\)", told[0]
+    )

@@ -134,10 +134,10 @@ def test_osdp_fit_and_validate_train_and_evaluate(tmp_path: Path) -> None:
     assert "val_loss" in run_osdp("validate", "--config", str(path), folder=tmp_path)
 
 
-def test_config_folders_are_taken_from_config_options() -> None:
-    assert list(fit._config_folders(["fit", "--config", "a/b.yaml", "-c=c/d.yaml", "--trainer.devices", "2"])) == [
-        str(ROOT / "a"),
-        str(ROOT / "c"),
+def test_config_paths_are_taken_from_config_options() -> None:
+    assert list(fit._config_paths(["fit", "--config", "a/b.yaml", "-c=c/d.yaml", "--trainer.devices", "2"])) == [
+        ROOT / "a" / "b.yaml",
+        ROOT / "c" / "d.yaml",
     ]
 
 

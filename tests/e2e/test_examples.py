@@ -6,6 +6,7 @@ import os
 import runpy
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_osdp import OSDPCallback
+from tests.support.models import some_cluster
 from tests.support.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -21,10 +23,10 @@ RUNS: dict[str, tuple[list[str], Any]] = {
     "finetune_bert": (["--max-steps=40"], "auto"),
     "lora": (["--max-steps=20"], "zdp"),
     "vision": (
-        ["--model=vit", "--max-steps=40"],
-        {"model.vit.layers.0": "zdp", "model.vit.layers.1": "zdp2", "model.vit.layers.2": "dp"},
+        ["--model=resnet", "--max-steps=40"],
+        {f"model.resnet.encoder.stages.{stage}": mode for stage, mode in enumerate(("dp", "zdp", "zdp2", "dp"))},
     ),
-    "gan": (["--max-steps=200"], "zdp"),
+    "gan": (["--max-steps=300"], "auto"),
 }
 """Arguments of each example, and the modes that are forced so that one machine shows what a smaller one would do."""
 
@@ -46,6 +48,9 @@ def run_example(name: str, args: list[str], modes: Any) -> dict[str, Any]:
 
     def create(trainer: pl.Trainer, *positional: Any, callbacks: Any = (), **named: Any) -> None:
         trainers.append(trainer)
+        if modes != "auto":  # nothing is left to choose but the batch size: what planning measures is given
+            strategy = named["strategy"]
+            strategy._options = replace(strategy._options, trial_steps=False, cluster=some_cluster(2))
         own = [Observer(), OSDPCallback(modes=modes)]
         original(trainer, *positional, callbacks=[*callbacks, *own], enable_progress_bar=False, **named)
 
@@ -87,7 +92,7 @@ def test_vision_learns_directions_under_mixed_modes(results: list[dict[str, dict
 def test_gan_draws_points_nearer_to_the_ring(results: list[dict[str, dict[str, Any]]]) -> None:
     before, after = (each["distance_from_ring"] for each in results[0]["gan"]["validations"][-2:])
     assert after < 0.5 * before
-    assert results[0]["gan"]["modes"]["zdp"] > 5
+    assert sum(results[0]["gan"]["modes"].values()) == 8  # its networks run twice in a step: the search may shard them
 
 
 def test_examples_end_at_the_same_figures_on_both_ranks(results: list[dict[str, dict[str, Any]]]) -> None:
