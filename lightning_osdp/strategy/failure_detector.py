@@ -89,6 +89,21 @@ def _destroy_process_group_at_exit() -> None:
     time.sleep(EXIT_DELAY_S)
 
 
+def _check_reachable(store: Any) -> None:
+    """Raise if the store is gone with the first rank's process: a new connection would be tried until the time-out.
+
+    Raises:
+        OSDPError: an earlier run in this process has failed, and the first rank has ended.
+    """
+    try:
+        store.check([""])
+    except dist.DistError as error:
+        raise OSDPError(
+            "the process of the first rank has ended, after an earlier run in this process failed: ranks can't go on "
+            "without it, start the script anew"
+        ) from error
+
+
 class FailureDetector:
     """The view that one run on one rank has of the other ranks. All methods may be called by any thread.
 
@@ -108,6 +123,7 @@ class FailureDetector:
         self._rank, self._ranks, self._timeout_s = rank, ranks, timeout.total_seconds()
         # A connection of its own: the main thread may block in the usual one.
         connection: Any = _get_default_store()
+        _check_reachable(connection)
         self._store = PrefixStore(f"lightning_osdp/{next(_run_ids)}", connection.clone())
         self._store.set(f"process/{rank}", describe_process())
         self._batch_counts: dict[str, int] = {}
