@@ -324,12 +324,15 @@ class _Responder:
         watch = BlockedWatch()
         with suppress(RuntimeError):  # the store has ended with rank 0
             while not stopped.wait(RESPONSE_INTERVAL_S):
-                agreements = self.list_agreements()
-                self.wait = watch.look(sum(agreement.position for agreement in agreements))
-                for agreement in agreements:
-                    agreement.answer_inquiry(connection, self.wait)
+                self._answer_inquiries(connection, watch)
             for agreement in self.list_agreements():
                 agreement.report_end(connection)
+
+    def _answer_inquiries(self, connection: Any, watch: BlockedWatch) -> None:
+        agreements = self.list_agreements()  # a variable of the thread's loop would hold the last engine
+        self.wait = watch.look(sum(agreement.position for agreement in agreements))
+        for agreement in agreements:
+            agreement.answer_inquiry(connection, self.wait)
 
 
 _responder = _Responder()

@@ -36,7 +36,10 @@ HEARTBEAT_INTERVAL_S = 0.5
 """Seconds between two heartbeats."""
 
 CAUSE_WAIT_S = 8 * HEARTBEAT_INTERVAL_S
-"""Seconds that a rank waits for another's cause, or for the others to hear its own."""
+"""Seconds that a rank waits for another's cause."""
+
+HEARD_WAIT_S = 8.0
+"""Seconds that the first rank, which has the store, waits for the others to hear its cause: they may be slow."""
 
 SILENCE_TIMEOUT_S = 60.0
 """Seconds without a heartbeat after which a rank counts as gone. Native code that holds Python's lock is silent."""
@@ -228,7 +231,7 @@ class FailureDetector:
     def _wait_until_heard(self) -> None:
         """Wait until all ranks have heard the cause: the store may end with this process."""
         self._store.set(f"heard/{self._rank}", "")
-        deadline = time.monotonic() + CAUSE_WAIT_S
+        deadline = time.monotonic() + HEARD_WAIT_S
         for rank in range(self._ranks):
             while time.monotonic() < deadline and rank not in self._causes:
                 if self._store.check([f"heard/{rank}"]) or self._store.check([f"left/{rank}"]):

@@ -202,7 +202,7 @@ class OSDPStrategy(HandoverStrategy):
         self.accelerator.setup(trainer)
         arguments.disable_inference_mode(trainer)
         self._defer_gathers_on_save(trainer)
-        preemption.install(trainer, self._failure_detector)
+        preemption.install(trainer, self._failure_detector, self._setup_signal)
         is_fit = trainer.state.fn == TrainerFn.FITTING
         is_applied = self._take_over_module() and self._resume_plan(trainer)
         if is_fit and not is_applied:
@@ -416,6 +416,7 @@ class OSDPStrategy(HandoverStrategy):
     def on_train_end(self) -> None:
         """Print predicted and measured step time and memory of the slowest rank."""
         assert self._monitor is not None
+        self._before_collective("the end of training")  # which a rank may have come to by itself
         self._monitor.report()
 
     @override

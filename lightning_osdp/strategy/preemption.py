@@ -7,14 +7,19 @@ on) and read its result at the end of the next batch. So all ranks act at the sa
 
 Outside SLURM there is SIGTERM alone. A rank that gets one says so to the first rank (``FailureDetector``), which tells
 all ranks in the broadcast that Lightning makes before each batch.
+
+Lightning registers its handlers when setup is over. Until then ``SetupSignal`` ends all ranks.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 import lightning.pytorch as pl
 import torch
@@ -31,14 +36,97 @@ from lightning_osdp.strategy.failure_detector import FailureDetector
 REQUEUE, STOP = 0, 1
 """Indices of a rank's votes."""
 
+RAISE_WAIT_S, SETUP_GRACE_S = 1.0, 5.0
+"""Seconds that a signal may wait for the main thread, which may be blocked in a collective operation; and seconds after
+which a process ends in which it has not ended setup."""
 
-def install(trainer: pl.Trainer, detector: FailureDetector | None) -> None:
+SIGTERM_STATUS = 128 + signal.SIGTERM
+"""Exit status of a process that SIGTERM has ended, as shells give it."""
+
+
+class SetupSignal:
+    """A handler that lets SIGTERM end all ranks with that cause while Lightning's handlers are not there yet.
+
+    Args:
+        detector: tells the other ranks.
+        rank: this rank.
+    """
+
+    def __init__(self, detector: FailureDetector, rank: int) -> None:
+        self._detector, self._text = detector, f"rank {rank} was told to stop (SIGTERM) during setup\n".encode()
+        self._has_raised, self._is_removed = threading.Event(), threading.Event()
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:  # a handler of the user stays
+            self._is_removed.set()
+            return
+        # Python calls handlers between two instructions of the main thread; the pipe is written to at once.
+        read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        self._other_pipe = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._raise)
+        threading.Thread(target=self._watch, args=(read_end,), daemon=True, name="osdp-setup-signal").start()
+        _installed.add(self)
+
+    def remove(self) -> None:
+        """Give the signal back: setup is over, or has failed."""
+        if self._is_removed.is_set():
+            return
+        self._is_removed.set()
+        self.forget()
+        os.close(self._write_end)
+
+    def forget(self) -> None:
+        """Restore what was there before in this process, which may be a fork, such as a worker of a DataLoader."""
+        if signal.getsignal(signal.SIGTERM) == self._raise:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with suppress(ValueError, OSError):  # the other one may be closed by now
+            signal.set_wakeup_fd(self._other_pipe)
+
+    def _raise(self, signum: int, frame: Any) -> None:
+        if not self._has_raised.is_set():
+            self._has_raised.set()
+            os.write(2, self._text)
+            raise SIGTERMException(SIGTERM_STATUS)
+
+    def _watch(self, read_end: int) -> None:
+        """End this process if the main thread does not, since it is blocked or code of the user takes no notice."""
+        while received := os.read(read_end, 64):
+            if signal.SIGTERM in received:
+                if not self._has_raised.wait(RAISE_WAIT_S):
+                    self._detector.report_failure(SIGTERMException())
+                if not self._is_removed.wait(SETUP_GRACE_S):
+                    os.write(2, self._text)
+                    os._exit(SIGTERM_STATUS)
+        os.close(read_end)
+
+
+_installed: WeakSet[SetupSignal] = WeakSet()
+
+
+def _forget_in_fork() -> None:
+    for setup_signal in _installed:
+        setup_signal.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_fork)
+
+
+def install(trainer: pl.Trainer, detector: FailureDetector | None, setup_signal: SetupSignal | None = None) -> None:
     """Take over the signals that Lightning is about to handle.
 
     Args:
         trainer: the Trainer, before it has registered its handlers.
         detector: tells other ranks of a SIGTERM.
+        setup_signal: the handler until then.
     """
+    connector = trainer._signal_connector
+
+    def register_signal_handlers() -> None:
+        if setup_signal is not None:
+            setup_signal.remove()
+        type(connector).register_signal_handlers(connector)
+
+    connector.register_signal_handlers = register_signal_handlers  # type: ignore[method-assign]
     environment = trainer._accelerator_connector.cluster_environment
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
         if detector is not None:
@@ -53,7 +141,7 @@ def install(trainer: pl.Trainer, detector: FailureDetector | None) -> None:
 def _stop_together_on_sigterm(trainer: pl.Trainer, detector: FailureDetector) -> None:
     """Stop before the same batch on all ranks in training; elsewhere at once, whereupon the other ranks end as well."""
     connector, epoch_loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-    register = type(connector).register_signal_handlers
+    register = connector.register_signal_handlers
 
     def handle(signum: int, frame: Any, others: list[Callable[[int, Any], Any]]) -> None:
         is_training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
@@ -65,7 +153,7 @@ def _stop_together_on_sigterm(trainer: pl.Trainer, detector: FailureDetector) ->
             raise SIGTERMException
 
     def register_signal_handlers() -> None:
-        register(connector)
+        register()
         if threading.current_thread() is not threading.main_thread():
             return
         installed = signal.getsignal(signal.SIGTERM)

@@ -24,6 +24,7 @@ from lightning_osdp.backend import allocator
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy.checkpointing import CheckpointingStrategy
 from lightning_osdp.strategy.launcher import Launcher
+from lightning_osdp.strategy.preemption import SetupSignal
 
 
 class ProcessGroupStrategy(CheckpointingStrategy):
@@ -34,6 +35,8 @@ class ProcessGroupStrategy(CheckpointingStrategy):
         process_group_backend: the backend; None: NCCL on CUDA, gloo on the CPU.
         **parts: arguments that the Trainer sets.
     """
+
+    _setup_signal: SetupSignal | None = None
 
     def __init__(self, timeout: timedelta, process_group_backend: str | None, **parts: Any) -> None:
         super().__init__(**parts)
@@ -105,6 +108,8 @@ class ProcessGroupStrategy(CheckpointingStrategy):
         device_id = self.root_device if self.root_device.type != "cpu" else None
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
         self._start_failure_detector(self._timeout)
+        if self._failure_detector is not None and self.world_size > 1:
+            self._setup_signal = SetupSignal(self._failure_detector, self.global_rank)
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -138,6 +143,8 @@ class ProcessGroupStrategy(CheckpointingStrategy):
     @override
     def teardown(self) -> None:
         """End the run, and move the module to the CPU unless it stays sharded: units expect their device."""
+        if self._setup_signal is not None:
+            self._setup_signal.remove()
         self._stop_failure_detector()
         if self._engine is None or self._engine.is_restored:
             super().teardown()

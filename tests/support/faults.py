@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing as mp
 import os
 import signal
@@ -11,7 +12,9 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_osdp import OSDPCallback, OSDPStrategy
 from lightning_osdp.autotune import calibration, coordinator, finalists, measure, pipeline, profile_cache
@@ -77,6 +81,7 @@ class FaultyCallback(pl.Callback):
 
 
 engine_is_made = False
+_fault_file = "fault"
 _current_phase = ""
 _armed: tuple[str, str, float] | None = None
 """The stage of the fault on this rank, the fault, and how often the stage is reached before it."""
@@ -95,7 +100,7 @@ def reach(stage: str) -> None:
         _armed = (_armed[0], fault, left - 1)
         return
     _armed = None
-    Path(os.environ["FAULT_FOLDER"], "fault").touch()
+    Path(os.environ["FAULT_FOLDER"], _fault_file).touch()
     if fault == "raise":
         raise ValueError("row 7 is bad")
     if fault == "memory":
@@ -104,6 +109,12 @@ def reach(stage: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "sigterm":
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)  # the handler ends it
+    if fault == "sigterm while blocked":
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        _get_default_store().wait(["what never comes"], timedelta(seconds=60))
     raise AssertionError(fault)
 
 
@@ -154,24 +165,38 @@ def _instrument() -> None:
 
 def start_with_fault(stage: str, fault: str, rank: int, after: int = 0, **options: Any) -> list[Ending]:
     """Run two ranks, of which ``rank`` has ``fault`` when it reaches ``stage`` the ``after``-th time, from 0."""
+    with tempfile.TemporaryDirectory(prefix="fault-") as folder:
+        armed = [(stage, fault, after) if own == rank else None for own in range(RANKS)]
+        return _start(Path(folder), _run_rank, [(one, options) for one in armed], rank if fault == "stop" else None)
+
+
+def start_and_catch(faults: Sequence[tuple[str, str, int, int]]) -> tuple[list[Ending], list[list[Ending]]]:
+    """Have faults (as of ``start_with_fault``) in one run after the other, which a script catches, then none.
+
+    Returns:
+        How the ranks ended, and the error of each rank in each run with the seconds from the fault until then.
+    """
+    with tempfile.TemporaryDirectory(prefix="fault-") as folder:
+        endings = _start(Path(folder), _run_and_catch, [(tuple(faults),)] * RANKS, None)
+        caught = [json.loads(Path(folder, f"caught-{rank}").read_text()) for rank in range(RANKS)]
+        began_s = [Path(folder, f"fault-{index}").stat().st_mtime for index in range(len(faults))]
+    runs = zip(*caught, began_s, strict=True)
+    return endings, [[Ending(1, text, ended_s - began) for text, ended_s in ranks] for *ranks, began in runs]
+
+
+def _start(folder: Path, run: Any, arguments: Sequence[tuple[Any, ...]], stopped: int | None) -> list[Ending]:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, "tests.support.faults"])
     port = free_port()
-    with tempfile.TemporaryDirectory(prefix="fault-") as folder:
-        processes = [
-            context.Process(
-                target=_run_rank, args=(own, port, folder, (stage, fault, after) if own == rank else None, options)
-            )
-            for own in range(RANKS)
-        ]
+    processes = [context.Process(target=run, args=(rank, port, str(folder), *arguments[rank])) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    try:
+        return _wait(processes, folder, stopped)
+    finally:
         for process in processes:
-            process.start()
-        try:
-            return _wait(processes, Path(folder), rank if fault == "stop" else None)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+            process.kill()
+            process.join()
 
 
 def _wait(processes: list[Any], folder: Path, stopped: int | None) -> list[Ending]:
@@ -194,8 +219,7 @@ def _wait(processes: list[Any], folder: Path, stopped: int | None) -> list[Endin
     ]
 
 
-def _run_rank(rank: int, port: int, folder: str, armed: tuple[str, str, int] | None, options: dict[str, Any]) -> None:
-    global _armed
+def _prepare_rank(rank: int, port: int, folder: str) -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     _set_environment(rank, RANKS)
     os.environ |= {"MASTER_PORT": str(port), "FAULT_FOLDER": folder}
@@ -204,20 +228,50 @@ def _run_rank(rank: int, port: int, folder: str, armed: tuple[str, str, int] | N
     torch.set_num_threads(1)
     _shorten_measurements()
     warnings.simplefilter("ignore")
-    _armed = armed
     _instrument()
     failure_detector.SILENCE_TIMEOUT_S = 3.0
     osdp.StartupBudget = partial(StartupBudget, total_s=600.0)  # type: ignore[misc, assignment]
-    strategy = OSDPStrategy(memory_limit="900MiB", batch_size=2, cache=f"{folder}/cache-{rank}")
+
+
+def _fit(folder: str, cache: str, options: dict[str, Any]) -> int:
+    """Fit, and return the number of steps."""
+    strategy = OSDPStrategy(memory_limit="900MiB", batch_size=2, cache=cache)
     arguments = {"max_steps": 4, "num_sanity_val_steps": 1, "limit_val_batches": 1} | options
     torch.manual_seed(1)
     fitting = trainer(folder, strategy, callbacks=[FaultyCallback(), OSDPCallback(modes="zdp")], **arguments)
+    fitting.fit(Faulty())
+    return fitting.global_step
+
+
+def _run_rank(rank: int, port: int, folder: str, armed: tuple[str, str, int] | None, options: dict[str, Any]) -> None:
+    global _armed
+    _prepare_rank(rank, port, folder)
+    _armed = armed
     try:
-        fitting.fit(Faulty())
-    except BaseException:
+        _fit(folder, f"{folder}/cache-{rank}", options)
+    except Exception:
         traceback.print_exc()
         sys.stderr.flush()
         sys.exit(1)
+
+
+def _run_and_catch(rank: int, port: int, folder: str, faults: Sequence[tuple[str, str, int, int]]) -> None:
+    global _armed, _fault_file, engine_is_made
+    _prepare_rank(rank, port, folder)
+    _fit(folder, "", {})  # what it loads would be loaded while the other rank waits
+    caught = []
+    for index, (stage, fault, failing, after) in enumerate(faults):
+        _fault_file, engine_is_made = f"fault-{index}", False
+        _armed = (stage, fault, after) if rank == failing else None
+        try:
+            _fit(folder, f"{folder}/cache-{rank}-{index}", {})
+            caught.append(("no error", time.time()))
+        except Exception:
+            caught.append((traceback.format_exc(), time.time()))
+    Path(folder, f"caught-{rank}").write_text(json.dumps(caught))
+    _armed = None
+    if _fit(folder, "", {}) != 4:
+        sys.exit(3)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_osdp import OSDPStrategy
@@ -324,8 +325,9 @@ def judge(case: Case, plain: Outcome, ours: Outcome) -> str:
     if not off[worst] <= TOLERANCE:
         return f"WRONG: {worst} is off by {off[worst]:.3g}"
     for name, values in plain.records.items():
-        expected, got = torch.tensor(values), torch.tensor(ours.records.get(name, []))
-        if expected.shape != got.shape or not torch.allclose(expected, got, rtol=1e-4, atol=1e-4):
+        expected, got = tree_flatten(values), tree_flatten(ours.records.get(name, []))
+        left, right = torch.tensor(expected[0]), torch.tensor(got[0])
+        if expected[1] != got[1] or not torch.allclose(left, right, rtol=1e-4, atol=1e-4):
             return f"WRONG: record {name}: {values} by DDP, {ours.records.get(name)} by OSDP"
     return "equal"
 

@@ -19,7 +19,7 @@ class Footprint(NamedTuple, Generic[T]):
     """Bytes on one rank, by the time at which they are held; ``memory_timeline`` adds them up."""
 
     states: T
-    """Parameters and optimizer states: always."""
+    """Parameters and optimizer states, and what units take besides tensors: always."""
     replicated_gradients: T
     """From the operator's backward on."""
     sharded_gradients: T
@@ -120,8 +120,9 @@ def _parameter_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, floa
         -(-(shard.parameter_bytes + shard.optimizer_bytes) // layout.ranks) * shard.num_slices
         for shard in shards.sharded
     ]
+    num_units = sum(unit.num_slices for unit in shards.units)
     return {
-        "states": sum(replicated) + sum(sharded),
+        "states": sum(replicated) + sum(sharded) + num_units * layout.cluster.unit_bytes,
         "unsharded_between_passes": sum(u.parameter_bytes * u.num_slices for u in shards.units if u.mode == Mode.ZDP2),
         "unsharded_while_running": max(zdp, default=0) + prefetch.next_slice,
         "prefetched_parameters": prefetch.next_unit,

@@ -168,6 +168,8 @@ class Cluster(FrozenModel):
     """Upper limit of a reduce-scatter's receive buffers, which hold one or two parts of smaller tensors."""
     all_reduce_buffer_bytes: Size = 0
     """Upper limit of the extra bytes that all-reduces in flight allocate."""
+    unit_bytes: Size = 0
+    """What each unit takes in a rank's memory besides tensors: objects, hooks, nodes of autograd (CPU)."""
     engine: EngineOverhead = NO_ENGINE_OVERHEAD
 
     @model_validator(mode="after")

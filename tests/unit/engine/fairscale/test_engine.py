@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
+from lightning_osdp.backend import memory
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
@@ -20,6 +24,7 @@ from tests.support.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan,
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
+UNITS = 300
 Loss = Callable[[nn.Module, Tensor, int, int], Tensor]
 
 
@@ -269,10 +274,37 @@ def restore_module(rank: int, ranks: int) -> dict[str, Any]:
     return attributes | {"waits": [*waits, is_fsdp_managed_module(model)]}
 
 
+def measure_units(rank: int, ranks: int) -> dict[str, Any]:
+    """Resident bytes that each of many tiny units takes after two steps; whether a closed engine is freed."""
+    found: dict[str, Any] = {}
+    for count in (5, UNITS):  # the first ones load code
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(count)))
+        memory.trim(CPU)
+        before = memory.memory_in_use(CPU)
+        engine = FairScaleEngine(CPU)
+        engine.apply(model, hand_made_plan({str(index): Mode.ZDP for index in range(count)}, ranks))
+        for _ in range(2):
+            engine.before_forward()
+            model(torch.ones(2, 8)).sum().backward()
+            engine.finish_backward()
+            engine.after_optimizer_step()
+        memory.trim(CPU)
+        found["bytes"] = (memory.memory_in_use(CPU) - before) / count
+        engine.close()
+        freed, deadline = weakref.ref(engine), time.monotonic() + 10
+        del engine, model
+        while freed() is not None and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.05)  # a thread may be answering for it just now
+        found["is_freed"] = freed() is None
+    return found
+
+
 def run_all(rank: int, ranks: int) -> dict[str, Any]:
     """All of the above in the same processes, since starting them takes longest."""
+    units = measure_units(rank, ranks)  # first, before there is freed memory to use again
     results = {"models": run_models(rank, ranks), "saved": save_and_load(rank, ranks), "norms": grad_norms(rank, ranks)}
-    results |= {"sent": count_broadcast_bytes(rank, ranks), "restored": restore_module(rank, ranks)}
+    results |= {"units": units, "sent": count_broadcast_bytes(rank, ranks), "restored": restore_module(rank, ranks)}
     check_refusals(rank, ranks)
     return results
 
@@ -281,6 +313,14 @@ def run_all(rank: int, ranks: int) -> dict[str, Any]:
 def results() -> dict[str, Any]:
     """What rank 0 returned."""
     return run_ranks(run_all, 2)[0]
+
+
+def test_memory_of_a_unit_is_what_plans_count(results: dict[str, Any]) -> None:
+    assert memory.UNIT_BYTES["cpu"] / 4 < results["units"]["bytes"] < 2 * memory.UNIT_BYTES["cpu"]
+
+
+def test_closed_engine_is_freed_with_its_module(results: dict[str, Any]) -> None:
+    assert results["units"]["is_freed"]
 
 
 @pytest.mark.parametrize("name", list(MODELS))

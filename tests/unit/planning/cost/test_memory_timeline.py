@@ -184,6 +184,14 @@ def test_footprint_reduction_buffers_depend_on_ranks_and_buffer_size(ranks: int,
     assert found.transient / MIB == pytest.approx(8 / ranks + extra)
 
 
+@pytest.mark.parametrize(("choice", "units"), [((Mode.DP,), 0), ((Mode.ZDP,), 1), ((Mode.ZDP2, Mode.DP, Mode.ZDP), 2)])
+def test_footprint_counts_what_each_unit_takes_besides_tensors(choice: tuple[Mode, ...], units: int) -> None:
+    plain = some_cluster(2)
+    counted = plain.model_copy(update={"unit_bytes": 1000})
+    slices, one = ShardingChoice(choice, 0 if len(choice) > 1 else None), operator("one", 12)
+    assert footprint(one, slices, counted).states - footprint(one, slices, plain).states == units * 1000
+
+
 def test_timeline_accumulation_keeps_gradients_throughout() -> None:
     found = curves([Mode.DP, Mode.ZDP], accumulation=2)
     assert found["gradients"] == [4 + 4] * 6
