@@ -41,7 +41,6 @@ def print_error(error: BaseException, has_traceback: bool, is_expected: bool) ->
     if has_traceback:
         print("".join(traceback.format_exception(error)), file=sys.stderr)
     elif rank:
-        traceback.clear_frames(error.__traceback__)
         if isinstance(error, InfeasibleError) or (detector is not None and detector.is_told_by_rank_zero()):
             return  # all ranks raise the former
         if detector is None:

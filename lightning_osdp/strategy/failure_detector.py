@@ -9,7 +9,6 @@ something that will never come is ended after a grace period by its heartbeat th
 from __future__ import annotations
 
 import atexit
-import gc
 import itertools
 import os
 import sys
@@ -175,10 +174,8 @@ class FailureDetector:
     def is_told_by_rank_zero(self) -> bool:
         """Return whether the first rank tells the user of the failure; wait until it has.
 
-        The process group is destroyed: the first rank may wait for this one in a collective.
+        Where that one waits for this rank in a collective, its heartbeat thread tells it, and ends it.
         """
-        gc.collect()  # what the failed run left in cycles holds connections
-        _destroy_process_group_at_exit()
         with suppress(RuntimeError):  # it is gone, or has something else to do
             self._store.wait(["told"], timedelta(seconds=TOLD_WAIT_S))
             return True
@@ -302,6 +299,7 @@ class FailureDetector:
                     print(f"rank {self._rank} is ended: {_format_causes(self._causes)}", file=sys.stderr, flush=True)
                     if self._rank == 0:
                         self.set_told()
+                        time.sleep(HEARTBEAT_INTERVAL_S)  # the store may end with this process
                     os._exit(EXIT_STATUS)
                 if self._stopped.wait(HEARTBEAT_INTERVAL_S):
                     return
