@@ -19,6 +19,7 @@ from rich.console import Console
 
 from lightning_osdp.autotune.ranks import device_name
 from lightning_osdp.backend.emulated import BACKEND
+from lightning_osdp.backend.memory import memory_limit
 from lightning_osdp.cli import offline_plan
 from lightning_osdp.cli.emulate_worker import StrategyName, StrategyResult, Task
 from lightning_osdp.emulation.environment import resolve_cluster
@@ -209,6 +210,8 @@ def _plan(request: Request) -> ExecutionPlan:
     sys.path[:0] = [str(Path.cwd()), str(request.config.resolve().parent)]
     device = offline.local_device(config.accelerator)
     cluster = request.cluster.model_copy(update={"device": device_name(device), "backend": BACKEND})
-    fixed = {} if request.batch_size is None else {"batch_size": request.batch_size}
-    result = offline_plan.plan_from_config(config, None, cluster=cluster, **request.planning_args | fixed)
+    fixed: dict[str, Any] = {} if request.batch_size is None else {"batch_size": request.batch_size}
+    if "memory_limit" not in config.planning_args:  # no other rank is here to share this machine with
+        fixed["memory_limit"] = memory_limit(device, local_ranks=1)
+    result = offline_plan.plan_from_config(config, None, cluster=cluster, **fixed | request.planning_args)
     return result.plan

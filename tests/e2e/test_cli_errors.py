@@ -15,9 +15,11 @@ import pytest
 import torch
 import yaml
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_osdp.cli import error_block, main
-from tests.support.modules import GPTModule
+from tests.support.modules import GPTModule, dataset
+from tests.support.plans import plan_for
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +72,15 @@ def write_config(folder: Path, name: str, class_path: str, **strategy: Any) -> s
     return str(path)
 
 
-def run_failing_commands(rank: int, ranks: int, folder: str) -> dict[str, tuple[int, str]]:
+def write_plan(folder: Path) -> str:
+    """A plan made by hand, so that nothing is measured before the step fails."""
+    batch = next(iter(DataLoader(dataset(4), batch_size=4)))
+    path = folder / "plan.json"
+    path.write_text(plan_for(GPTModule(), batch, 2, "dp", 4).to_json())
+    return str(path)
+
+
+def run_failing_commands(rank: int, ranks: int, folder: str, plan: str) -> dict[str, tuple[int, str]]:
     """Exit status and standard error of each command, all in the same two processes."""
     os.environ["LIGHTNING_OSDP_CACHE"] = f"{folder}/cache"
     os.chdir(ROOT)
@@ -80,7 +90,7 @@ def run_failing_commands(rank: int, ranks: int, folder: str) -> dict[str, tuple[
     here = "tests.e2e.test_cli_errors"
     Path(own, "broken.yaml").write_text("model: [")
     configs = {
-        "raises": write_config(own, "raises", f"{here}.RaisesInTraining"),
+        "raises": write_config(own, "raises", f"{here}.RaisesInTraining", plan=plan),
         "not built": write_config(own, "built", f"{here}.RaisesWhenBuilt"),
         "untraceable": write_config(own, "untraceable", f"{here}.RaisesAlways"),
         "too small": write_config(own, "small", f"{here}.RaisesInTraining", memory_limit="1MiB"),
@@ -104,7 +114,8 @@ def run_main(*args: str) -> tuple[int, str]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[int, str]]]:
     """What each rank printed."""
-    return run_ranks(run_failing_commands, 2, str(tmp_path_factory.mktemp("errors")))
+    folder = tmp_path_factory.mktemp("errors")
+    return run_ranks(run_failing_commands, 2, str(folder), write_plan(folder))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +163,7 @@ def test_error_says_how_to_see_the_traceback_and_verbose_shows_it(results: list[
 
 def test_error_of_rank_1_alone_is_told_by_rank_0(tmp_path: Path) -> None:
     """In ranks that Lightning starts: they print to one terminal."""
-    config = write_config(tmp_path, "fit", "tests.e2e.test_cli_errors.RaisesOnRank1")
+    config = write_config(tmp_path, "fit", "tests.e2e.test_cli_errors.RaisesOnRank1", plan=write_plan(tmp_path))
     values = {"LIGHTNING_OSDP_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "lightning_osdp", "fit", "--config", config]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, env=os.environ | values)

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.autotune import coordinator, measure
+from lightning_osdp.backend import memory
 from lightning_osdp.planning.search.finalists import is_sharded
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling import compute
@@ -57,7 +58,8 @@ def fit_thrice(folder: Path, name: str) -> dict[str, Any]:
     """Everything automatic; within a limit that asks for sharding; and by DDP."""
     automatic = fit(folder / "auto", name, OSDPStrategy(batch_size="keep"))
     limit = JOBS[name].tight_bytes
-    with mock.patch.object(coordinator, "process_overhead", return_value=0):  # the limit is the model's alone
+    # The limit is that of the model's tensors alone.
+    with mock.patch.object(coordinator, "process_overhead", return_value=0), mock.patch.dict(memory.UNIT_BYTES, cpu=0):
         tight = fit(folder / "tight", name, OSDPStrategy(batch_size="keep", memory_limit=limit))
     # A network of a GAN has no gradients where the other one is trained.
     ddp = fit(folder / "ddp", name, DDPStrategy(find_unused_parameters=name == "gan"))
