@@ -92,9 +92,9 @@ def count_kept_gradients(rank: int, ranks: int) -> dict[bool, tuple[bool, set[in
     finish, kept = FairScaleEngine.finish_backward, set()
 
     def counted(engine: FairScaleEngine) -> None:
-        kept.add(
-            sum(p.grad is not None or hasattr(p, "_saved_grad_shard") for p in engine._sharded_parameters.parameters)
-        )
+        parameters = engine._sharded_parameters.parameters
+        gradients = [(p.grad, getattr(p, "_saved_grad_shard", None)) for p in parameters]
+        kept.add(sum(any(part is not None for part in parts) for parts in gradients))
         finish(engine)
 
     FairScaleEngine.finish_backward = counted  # type: ignore[method-assign]
