@@ -88,7 +88,19 @@ def find_baselines(
     plans: dict[str, list[UniformPlan]] = {}
     for name, uniform in _best_uniform_plans(problem, policy):
         plans.setdefault(name, []).append(uniform)
-    return tuple(_describe(name, uniforms, plan, problem, policy, trials) for name, uniforms in plans.items())
+    pace = _pace_of_trial(plan, problem, policy, trials)
+    return tuple(_describe(name, uniforms, plan, problem, policy, trials, pace) for name, uniforms in plans.items())
+
+
+def _pace_of_trial(plan: ExecutionPlan, problem: Problem, policy: BatchSizePolicy, trials: Sequence[Trial]) -> float:
+    """Return the factor by which the trial of ``plan`` was faster than predicted; 1 if it was not tried.
+
+    What was not tried is shown at the same pace: measurements in parts may have come from a busier machine.
+    """
+    if not trials_of_plan(plan, trials):
+        return 1.0
+    again = repredict(WrapPolicySearch(variant_of_plan(plan, problem)), policy, plan, plan)
+    return plan.predicted.samples_per_s / again.predicted.samples_per_s if again is not None else 1.0
 
 
 def _describe(
@@ -98,6 +110,7 @@ def _describe(
     problem: Problem,
     policy: BatchSizePolicy,
     trials: Sequence[Trial],
+    pace: float,
 ) -> Baseline:
     """Return the best of the plans of one kind, as measured if one of them was tried."""
     is_plan_tried = bool(trials_of_plan(plan, trials))
@@ -113,12 +126,13 @@ def _describe(
         return _as_baseline(name, max(tried, key=lambda one: one.predicted.samples_per_s), is_tried=True)
     best = max(uniforms, key=lambda uniform: (uniform.fits, uniform.samples_per_s, -uniform.peak_bytes))
     own_rate = plan.predicted.samples_per_s
-    is_uncertain = best.fits and is_plan_tried and best.samples_per_s >= own_rate
+    rate = pace * best.samples_per_s
+    is_uncertain = best.fits and is_plan_tried and rate >= own_rate
     return Baseline(
         name=name,
         fits=best.fits,
         batch_size=best.batch_size,
-        samples_per_s=(own_rate if is_uncertain else best.samples_per_s) if best.fits else 0.0,
+        samples_per_s=(own_rate if is_uncertain else rate) if best.fits else 0.0,
         peak_memory_bytes=best.peak_bytes,
         missing_bytes=max(0, best.peak_bytes - problem.memory_limit_bytes),
         is_uncertain=is_uncertain,

@@ -175,6 +175,23 @@ def test_untried_baseline_is_never_shown_as_better_than_the_tried_plan(factor: f
     assert not any(one.is_uncertain for one in find_baselines(plan, ROOMY, policy))  # nothing was tried
 
 
+def test_trial_that_was_faster_than_predicted_makes_no_gain_over_what_was_not_tried() -> None:
+    """Measurements in parts may come from a busier machine than the trial: all are shown at the trial's pace."""
+    policy = BatchSizePolicy(batch_size=2)
+    plan = uniform_plan("dp", policy)
+    trials = [trial_of(plan, 0.5)]
+    known = apply_trial(plan, trials)
+    before, after = (
+        {one.name: known_plan.predicted.samples_per_s / one.samples_per_s for one in baselines}
+        for known_plan, baselines in (
+            (plan, find_baselines(plan, ROOMY, policy)),
+            (known, find_baselines(known, ROOMY, policy, trials)),
+        )
+    )
+    assert known.predicted.samples_per_s > 1.2 * plan.predicted.samples_per_s
+    assert after == pytest.approx(before)
+
+
 def test_plan_file_holds_baselines_and_reads_without_them() -> None:
     plan = make_plan(ROOMY, UP_TO_EIGHT)
     plan = plan.model_copy(update={"baselines": find_baselines(plan, under(100), UP_TO_EIGHT)})
