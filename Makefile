@@ -16,7 +16,7 @@ PYTHON ?= $(shell \
 
 help:
 	@echo "make train        train a small GPT on two CPU processes under a memory limit (examples/train_gpt.py)"
-	@echo "make test         everything that must hold: lint, types, import rules, tests (about 13 minutes)"
+	@echo "make test         everything that must hold: lint, types, import rules, tests (about 20 minutes)"
 	@echo "make test-fast    lint and the unit tests (about a minute)"
 	@echo "make lint         ruff, mypy and the import rules"
 	@echo "make format       let ruff rewrite what it can"
