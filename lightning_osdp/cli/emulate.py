@@ -108,11 +108,8 @@ def run(options: Namespace, write_page: WritePage) -> None:
     plan_or_none = next((result.plan for result in results if result.plan is not None), None)
     if options.html is not None and plan_or_none is not None:
         write_page(options.html, plan_or_none)
-    if options.json:
-        print(json.dumps([_to_row(result, request.cluster.ranks) for result in results], indent=2))
-        return
     rows = [_to_row(result, request.cluster.ranks) for result in results]
-    Console().print(emulation_table(rows, plan_or_none))
+    print(json.dumps(rows, indent=2)) if options.json else Console().print(emulation_table(rows, plan_or_none))
 
 
 def _read_request(options: Namespace) -> Request:

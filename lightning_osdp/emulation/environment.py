@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -126,8 +125,3 @@ def resolve_cluster(hardware: str | Path | Cluster, devices: int | None, nodes: 
     if devices not in (None, hardware.ranks):
         raise ConfigurationError(f"the cluster has {hardware.ranks} devices, not {devices}")
     return hardware
-
-
-def leave() -> None:
-    """End the emulated process group of this process."""
-    dist.destroy_process_group()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -171,10 +172,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def _captured(call: Callable[[], int]) -> str:
-    import contextlib
-    import io
-
-    with contextlib.redirect_stdout(io.StringIO()) as output:
+    with redirect_stdout(io.StringIO()) as output:
         assert call() == 0
     return output.getvalue()
 
