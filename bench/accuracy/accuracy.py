@@ -18,22 +18,19 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import json
-import multiprocessing
 import os
 import platform
-import signal
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of the ranks, before any of them loads torch
 
 from bench.accuracy.cases import SEED, SHARES, STEPS, SUBJECTS, Case, Order, scout, work
+from bench.processes import run_processes
 from tests.support.ports import free_port
 
 MIB = 1 << 20
@@ -44,37 +41,13 @@ MAX_PACE_CHANGE, MAX_RUNS = 0.05, 3
 
 TIME_TOLERANCE, MEMORY_TOLERANCE = 0.10, 0.03
 
+PRELOADED = "bench.accuracy.cases"
+
 TIMEOUT_S = 300
 """Of one case."""
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def forkserver() -> multiprocessing.context.ForkServerContext:
-    """Processes are forked from one that has imported ``cases``. Python 3.11 starts it with a ``sys.path`` of its own,
-    and says nothing where it finds nothing there."""
-    root = Path(__file__).resolve().parents[2]
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bench.accuracy.cases"])
-    return context
-
-
-def run_processes(calls: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> bool:
-    """Run functions in processes of their own; return whether all ended well. No process outlives the call."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: no rank is left behind
-    processes = [forkserver().Process(target=function, args=arguments) for function, arguments in calls]
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(TIMEOUT_S)
-    finally:
-        for process in processes:
-            process.kill()
-    return all(process.exitcode == 0 for process in processes)
 
 
 def run_case(order: Order) -> Case:
@@ -83,7 +56,7 @@ def run_case(order: Order) -> Case:
     Raises:
         SystemExit: a rank failed; its log is the message.
     """
-    if not run_processes([(work, (rank, order)) for rank in range(order.ranks)]):
+    if not run_processes(PRELOADED, [(work, (rank, order)) for rank in range(order.ranks)], TIMEOUT_S):
         logs = [(Path(order.folder) / f"rank{rank}.log").read_text() for rank in range(order.ranks)]
         raise SystemExit(f"{order} failed:\n" + "\n".join(logs))
     return Case(**json.loads((Path(order.folder) / "case.json").read_text()))
@@ -97,7 +70,7 @@ def run_drawn(name: str) -> Case:
         with tempfile.TemporaryDirectory() as folder:  # also the cache, which is empty
             order = Order(name, "searched", SUBJECTS[name].batch_size, limit, folder, RANKS, free_port(), False)
             if share is not None and not limit:
-                if not run_processes([(scout, (order,))]):
+                if not run_processes(PRELOADED, [(scout, (order,))], TIMEOUT_S):
                     raise SystemExit(f"{order}: its least memory is not known")
                 bounds = json.loads((Path(folder) / "limits.json").read_text())
                 limit = int(bounds["least"] + share * (bounds["replicated"] - bounds["least"]))

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -26,6 +24,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # of the ranks, before any of them loads torch
 
 from bench.jobs.worker import RANKS, train
+from bench.processes import run_processes
 from tests.support.jobs import JOBS
 from tests.support.ports import free_port
 
@@ -41,22 +40,9 @@ def run(name: str, strategy: str, batch_size: int | str, folder: str) -> dict[st
     Raises:
         SystemExit: a rank failed; its log is the message.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: no rank is left behind
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bench.jobs.worker"])
     port = free_port()
-    ranks = [
-        context.Process(target=train, args=(rank, name, strategy, batch_size, folder, port)) for rank in range(RANKS)
-    ]
-    try:
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(TIMEOUT_S)
-    finally:
-        for rank in ranks:
-            rank.kill()
-    if any(rank.exitcode for rank in ranks):
+    calls = [(train, (rank, name, strategy, batch_size, folder, port)) for rank in range(RANKS)]
+    if not run_processes("bench.jobs.worker", calls, TIMEOUT_S):
         logs = [Path(folder, f"rank{rank}.log").read_text()[-4000:] for rank in range(RANKS)]
         raise SystemExit(f"{name} by {strategy} failed:\n" + "\n".join(logs))
     result: dict[str, Any] = json.loads(Path(folder, "result.json").read_text())
