@@ -282,14 +282,14 @@ class OperatorTime(FrozenModel):
     ) -> OperatorTime:
         """Return a copy with ``forward`` and ``backward`` applied to the times of each pass."""
 
-        def change(time: Timed) -> Timed:
+        def change(time: TimeT) -> TimeT:
             return time.model_copy(update={"forward": forward(time.forward), "backward": backward(time.backward)})
 
         parts = {"splits": tuple(map(change, self.splits)), "tensor": tuple(map(change, self.tensor))}
         return change(self).model_copy(update=parts)
 
 
-Timed = TypeVar("Timed", SplitTime, TensorTime, OperatorTime)
+TimeT = TypeVar("TimeT", SplitTime, TensorTime, OperatorTime)
 """A value with the time of a forward and of a backward."""
 
 
