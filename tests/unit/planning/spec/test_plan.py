@@ -81,8 +81,6 @@ def test_plan_from_json_unknown_mode_names_field_and_known_modes() -> None:
     data["operators"][0]["slices"] = ["zero3"]
     known = "Input should be 'dp', 'zdp2', 'zdp' or 'tp'"
     with pytest.raises(ConfigurationError, match=rf"operators\.0\.slices\.0: {known}"):
-        ConfigurationError, match=r"operators\.0\.slices\.0: Input should be 'dp', 'zdp2', 'zdp' or 'tp'"
-    ):
         ExecutionPlan.from_json(json.dumps(data))
 
 
