@@ -6,7 +6,6 @@ files, half of the times one that saves sharded folders. After each kill the las
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import tempfile

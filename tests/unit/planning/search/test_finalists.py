@@ -128,7 +128,9 @@ def test_find_finalists_adds_plan_with_retained_heap_where_found_plan_returns_me
     assert not found.retain_freed_memory
     retained = [plan for plan in find_finalists(problem, UP_TO_FOUR, found) if plan.retain_freed_memory]
     choices = [op.choice for op in found.operators]
-    assert [([op.choice for op in plan.operators], plan.batch_size) for plan in retained] == [(choices, found.batch_size)]
+    assert [([op.choice for op in plan.operators], plan.batch_size) for plan in retained] == [
+        (choices, found.batch_size)
+    ]
     too_large = replace(problem, max_retained_batch_size=found.batch_size - 1)
     assert not any(plan.retain_freed_memory for plan in find_finalists(too_large, UP_TO_FOUR, found))
 
