@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lightning_osdp.autotune import trials
-from lightning_osdp.profiling import network
+from lightning_osdp.profiling import engine_overhead, network
 from lightning_osdp.profiling.kernels import benchmark
 from tests.support.ports import free_port
 
@@ -193,7 +193,10 @@ def _run_rank(
 
 def _shorten_measurements() -> None:
     """Tests look at what comes of measurements, not at how precise they are."""
-    network.REPEATS_BUDGET_S, network.MIN_REPEATS = 0.05, 2
+    network.REPEATS_BUDGET_S, network.MIN_REPEATS = 0.02, 2
+    network.COMPUTE_MATMULS, network.OVERLAP_DURATION_S = 2, 0.004
+    engine_overhead.MIN_REPEATS, engine_overhead.MAX_REPEATS = 2, 2
+    engine_overhead.NUM_OPERATORS, engine_overhead.FLOPS_PER_OPERATOR = 4, {"cpu": 1 << 22}
     benchmark.MAX_REPEATS = 3
     trials.MIN_STEPS = 1
 
