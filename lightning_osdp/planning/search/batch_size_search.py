@@ -17,6 +17,7 @@ from lightning_osdp.planning.search.alternatives import PlanRationale, explain_c
 from lightning_osdp.planning.search.infeasibility import infeasible_error, with_suggestions
 from lightning_osdp.planning.search.plan_search import MIN_IMPROVEMENT, Candidate, PlanSearch
 from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
+from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import (
     BatchSizePoint,
     ExecutionPlan,
@@ -27,6 +28,7 @@ from lightning_osdp.planning.spec.plan import (
     SearchStop,
 )
 from lightning_osdp.planning.spec.problem import Problem
+from lightning_osdp.planning.spec.tensor import TensorScope
 from lightning_osdp.planning.spec.wrapping import WrapAssignment, wrap_assignments
 
 __all__ = [
@@ -268,6 +270,7 @@ def to_plan(
         global_batch_size=chosen.global_batch_size,
         operators=_build_operator_plans(search, chosen, rationale),
         recomputed=chosen.recomputed,
+        tensor_scopes=_tensor_scopes(model, chosen),
         blocks=rationale.blocks,
         update_in_backward=problem.has_optimizer_in_backward,
         retain_freed_memory=problem.has_retained_heap,
@@ -292,6 +295,8 @@ def _build_operator_plans(
             split_dim=choice.split_dim,
             sharding_group=choice.scope,
             hierarchical=choice.hierarchical,
+            tensor=model.tensor_split(operator.name, choice.tensor_degree),
+            tensor_refusal="" if operator.tensor is not None else model.tensor_refusals.get(operator.name, ""),
             unit=chosen.wrap_assignment[index],
             is_recomputed=index in recomputed,
             num_parameters=operator.num_parameters,
@@ -302,6 +307,13 @@ def _build_operator_plans(
         )
         for index, (operator, choice) in enumerate(zip(model.operators, chosen.choices, strict=True))
     )
+
+
+def _tensor_scopes(model: ModelProfile, chosen: Candidate) -> dict[str, TensorScope]:
+    """Return what the scopes need whose operators the candidate has tensor parallel."""
+    cut = {op.name for op, choice in zip(model.operators, chosen.choices, strict=True) if choice.tensor_degree > 1}
+    scopes = (each for each in model.tensor_candidates if each.scope is not None and cut.issuperset(each.operators))
+    return {candidate.scope: candidate.tensor_scope for candidate in scopes if candidate.scope is not None}
 
 
 def _build_prediction(problem: Problem, chosen: Candidate) -> Prediction:
