@@ -14,7 +14,7 @@ from lightning_osdp.planning.spec.frozen import FrozenModel as FrozenModel
 from lightning_osdp.planning.spec.frozen import NonNegative as NonNegative
 from lightning_osdp.planning.spec.frozen import Seconds as Seconds
 from lightning_osdp.planning.spec.frozen import Size as Size
-from lightning_osdp.planning.spec.tensor import TensorCandidate, TensorSplit, TensorUse, index_candidates
+from lightning_osdp.planning.spec.tensor import TensorCandidate, TensorUse, index_candidates
 
 SMALL_PARAMETER_ELEMENTS = 1 << 14
 """Smaller 1-D parameters (norms, biases) are never sharded: their gradients are all-reduced in buckets. [M-cost-1]"""
@@ -278,13 +278,6 @@ class ModelProfile(FrozenModel):
         )
         changes = {"tensor_candidates": candidates, "tensor_refusals": dict(refusals or {}), "operators": operators}
         return ModelProfile.model_validate(dict(self) | changes)
-
-    def tensor_split(self, operator: str, degree: int) -> TensorSplit | None:
-        """Return how a plan cuts the operator with this name over ``degree`` ranks; None for 1."""
-        if degree == 1:
-            return None
-        candidate, index = index_candidates(self.tensor_candidates)[operator]
-        return candidate.split(index, degree)
 
     def has_moments_of(self, other: ModelProfile) -> bool:
         """Return whether both run the same operators and blocks in the same order."""
