@@ -49,6 +49,10 @@ class ExchangeTime(NamedTuple):
     fixed_s: float
     per_sample_s: float
 
+    def value_at(self, batch_size: int) -> float:
+        """Return the seconds at ``batch_size`` samples on each rank."""
+        return self.fixed_s + batch_size * self.per_sample_s
+
 
 class ActivationBytes(NamedTuple):
     """Bytes per sample that a slice adds to the traced operator's activations."""

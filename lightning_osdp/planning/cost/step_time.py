@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lightning_osdp.planning.cost.activation_exchange import exchange_s
+from lightning_osdp.planning.cost.activation_exchange import ExchangeTime, exchange_s
 from lightning_osdp.planning.cost.footprint import footprint
 from lightning_osdp.planning.cost.sharding_scopes import ScopeLinks, scope_links
 from lightning_osdp.planning.cost.shards import OperatorShards, ShardUnit, shards_of
@@ -61,12 +61,10 @@ class PerStepTime(NamedTuple):
     per_step_s: float
     """Once in each optimizer step."""
     per_microbatch_s: float
-    per_sample_s: float = 0.0
-    """For each sample of a micro-batch."""
 
-    def total_s(self, accumulation: int, batch_size: int) -> float:
+    def total_s(self, accumulation: int) -> float:
         """Return the seconds of an optimizer step with ``accumulation`` micro-batches."""
-        return self.per_step_s + accumulation * (self.per_microbatch_s + batch_size * self.per_sample_s)
+        return self.per_step_s + accumulation * self.per_microbatch_s
 
 
 def communication_time(
@@ -117,11 +115,13 @@ def engine_time(
 
 def exchange_time(
     operator: Operator, choice: ShardingChoice, cluster: Cluster, *, recomputed: bool = False
-) -> PerStepTime:
+) -> ExchangeTime:
     """Return the time of exchanging activations, which nothing hides; 0 unless ``operator`` is tensor parallel."""
     if choice.tensor_degree == 1:
-        return PerStepTime(0.0, 0.0)
-    return PerStepTime(0.0, *exchange_s(operator, choice.tensor_degree, cluster, recomputed=recomputed))
+        return ExchangeTime(0.0, 0.0)
+    time = exchange_s(operator, choice.tensor_degree, cluster, recomputed=recomputed)
+    factor = 1 + cluster.engine.calibration.for_kinds(calibration_kinds(operator, choice))
+    return ExchangeTime(factor * time.fixed_s, factor * time.per_sample_s)
 
 
 def calibration_time(
@@ -134,12 +134,12 @@ def calibration_time(
     factor = cluster.engine.calibration.for_kinds(calibration_kinds(operator, choice)) if cluster.ranks > 1 else 0.0
     if not factor:
         return PerStepTime(0.0, 0.0)
-    times = [time(operator, choice, cluster, recomputed=recomputed) for time in CALIBRATED_TERMS]
-    return PerStepTime(*(factor * sum(parts) for parts in zip(*times, strict=True)))
-
-
-CALIBRATED_TERMS = (communication_time, exchange_time, engine_time)
-"""Parts of an operator's time that trials show to take longer in whole steps."""
+    collectives = communication_time(operator, choice, cluster, recomputed=recomputed)
+    engine = engine_time(operator, choice, cluster, recomputed=recomputed)
+    return PerStepTime(
+        factor * (collectives.per_step_s + engine.per_step_s),
+        factor * (collectives.per_microbatch_s + engine.per_microbatch_s),
+    )
 
 
 def calibration_kinds(operator: Operator, choice: ShardingChoice) -> list[str]:
@@ -230,15 +230,15 @@ def time_cost(
     forward_s, backward_s = (line.value_at(batch_size) for line in forward_backward_time(operator_time, choice))
     backward_pass_s = (forward_s if recomputed else 0.0) + backward_s
     passes_s = accumulation * (forward_s + backward_pass_s)
-    communication, overlapped, engine, calibration, exchange = (
+    communication, overlapped, engine, calibration = (
         time(operator, choice, cluster, recomputed=recomputed)
-        for time in (communication_time, overlapped_time, engine_time, calibration_time, exchange_time)
+        for time in (communication_time, overlapped_time, engine_time, calibration_time)
     )
+    exchange = exchange_time(operator, choice, cluster, recomputed=recomputed)
     hidden_s = min(overlapped.per_step_s, backward_pass_s) + accumulation * overlapped.per_microbatch_s
     # A forward that is run again hides no more than it takes, so that recomputing never saves time.
     hidden_s = min(passes_s, hidden_s) + cluster.overlap * accumulation * (forward_s + backward_s)
-    steps = (accumulation, batch_size)
-    exposed_s = max(0.0, communication.total_s(*steps) - hidden_s)
-    exposed_s += calibration.total_s(*steps) + exchange.total_s(*steps)
+    exposed_s = max(0.0, communication.total_s(accumulation) - hidden_s) + calibration.total_s(accumulation)
+    exposed_s += accumulation * exchange.value_at(batch_size)
     update_s = compute.optimizer_s_per_byte * footprint(operator, choice, cluster).local_trainable
-    return TimeCost(passes_s + update_s + engine.total_s(*steps), exposed_s)
+    return TimeCost(passes_s + update_s + engine.total_s(accumulation), exposed_s)

@@ -32,7 +32,7 @@ from lightning_osdp.planning.spec.cluster import OperatorTime
 from lightning_osdp.planning.spec.model import Operator
 from lightning_osdp.planning.spec.problem import Problem
 
-OVERHEAD_TERMS = (communication_time, overlapped_time, engine_time, calibration_time, exchange_time)
+OVERHEAD_TERMS = (communication_time, overlapped_time, engine_time, calibration_time)
 """Parts of an operator's time other than its compute; compute hides ``overlapped_time`` of them."""
 
 MAX_RECOMPUTE_COUNTS = 700
@@ -123,12 +123,13 @@ class SearchSpace:
                 self.option_groups.append(OptionGroup(choices, slice(len(columns), len(columns) + len(choices))))
                 columns += [self._option_columns(operator, choice, times) for choice in choices]
             self.group_of[index] = known[key]
-        footprints, plain, recomputed, forward, backward = zip(*columns, strict=True) if columns else ((),) * 5
-        self.footprints = np.array(footprints, dtype=np.float64).reshape(len(columns), len(COLUMN))
-        terms = np.array([plain, recomputed], dtype=np.float64).reshape(2, len(columns), len(OVERHEAD_TERMS), 3)
-        self._communication, self._overlapped, self._engine, self._calibration, self._exchange = np.moveaxis(
-            terms, 2, 0
+        footprints, plain, recomputed, exchange, forward, backward = (
+            zip(*columns, strict=True) if columns else ((),) * 6
         )
+        self.footprints = np.array(footprints, dtype=np.float64).reshape(len(columns), len(COLUMN))
+        terms = np.array([plain, recomputed], dtype=np.float64).reshape(2, len(columns), len(OVERHEAD_TERMS), 2)
+        self._communication, self._overlapped, self._engine, self._calibration = np.moveaxis(terms, 2, 0)
+        self._exchange = np.array(exchange, dtype=np.float64).reshape(len(columns), 2, 2).swapaxes(0, 1)
         self._forward, self._backward = LineArray.from_lines(forward), LineArray.from_lines(backward)
         self.first_option = np.array([group.options.start for group in self.option_groups], dtype=np.int64)
 
@@ -145,14 +146,17 @@ class SearchSpace:
             self.scope_of[scope] = index
 
     def _option_columns(self, operator: Operator, choice: ShardingChoice, times: OperatorTime) -> tuple[object, ...]:
-        """Return the footprint, ``OVERHEAD_TERMS`` (``PerStepTime``) plain and recomputed, and compute."""
+        """Return the footprint, ``OVERHEAD_TERMS`` plain and recomputed, exchanges likewise, and compute."""
         cluster = self.problem.cluster
         plain, recomputed = (
             [term(operator, choice, cluster, recomputed=is_recomputed) for term in OVERHEAD_TERMS]
             for is_recomputed in (False, True)
         )
         memory = footprint(operator, choice, cluster, updated_in_backward=self.problem.model.optimizer_step.in_backward)
-        return self._heap.grow(memory), plain, recomputed, *forward_backward_time(times, choice)
+        exchanges = [
+            exchange_time(operator, choice, cluster, recomputed=is_recomputed) for is_recomputed in (False, True)
+        ]
+        return self._heap.grow(memory), plain, recomputed, exchanges, *forward_backward_time(times, choice)
 
     def option_times(self, batch_size: int, accumulation: int) -> OptionTimes:
         """Return the time of each option at one batch size (``step_time.time_cost``, for all options at once)."""
@@ -160,9 +164,11 @@ class SearchSpace:
         backward = np.maximum(0.0, self._backward.value_at(batch_size))
         backward_pass = np.outer([0.0, 1.0], forward) + backward
         own_passes, passes = accumulation * (forward + backward), accumulation * (forward + backward_pass)
-        steps = np.array([1, accumulation, accumulation * batch_size], dtype=np.float64)
-        terms = (self._communication, self._engine, self._calibration, self._exchange)
-        communication, engine, calibration, exchange = (term @ steps for term in terms)
+        communication, engine, calibration = (
+            term[..., 0] + accumulation * term[..., 1]
+            for term in (self._communication, self._engine, self._calibration)
+        )
+        exchange = accumulation * (self._exchange[..., 0] + batch_size * self._exchange[..., 1])
         overlapped = np.minimum(self._overlapped[..., 0], backward_pass)
         overlapped += accumulation * self._overlapped[..., 1]
         hidden = np.minimum(overlapped, passes) + self.problem.cluster.overlap * own_passes

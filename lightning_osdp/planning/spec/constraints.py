@@ -202,22 +202,26 @@ class SearchConstraints:
         """Return the degrees that a candidate may have, and whether the user asks for one."""
         names = candidate.operators
         modes = {mode for name in names if (mode := self.requested_mode(name)) is not None}
-        requested = {degree for name in names if (degree := self.requested_degree(name)) is not None}
-        if len(requested) > 1:
+        requested = [
+            degree
+            for pattern, degree in self._degrees_by_pattern.items()
+            if any(matches(pattern, name) and self.requested_degree(name) == degree for name in names)
+        ]
+        if len(set(requested) - {1}) > 1:
             raise ConfigurationError(
                 f"tensor_parallel: {', '.join(names)} run together and need one number of ranks, not "
-                f"{' and '.join(map(str, sorted(requested)))}"
+                f"{' and '.join(map(str, sorted(set(requested))))}"
             )
         degrees = tuple(degree for degree in candidate.degrees if degree in possible)
-        is_required = bool(requested - {1}) or (Mode.TP in modes and not requested)
-        if not is_required:
+        is_required = requested[0] > 1 if requested else Mode.TP in modes
+        if not is_required or Mode.TP not in self.capabilities.modes:
             return () if requested or modes else degrees, False
-        if len(modes | {Mode.TP}) > 1:
+        if modes - {Mode.TP}:
             other = " and ".join(sorted(modes - {Mode.TP}))
             raise ConfigurationError(f"modes: {', '.join(names)} run together and can't be both tp and {other}")
-        wanted = tuple(degree for degree in degrees if degree in (requested or degrees))
+        wanted = tuple(degree for degree in degrees if degree in (requested[:1] or degrees))
         if requested and not wanted:
-            raise ConfigurationError(_degree_error(candidate, min(requested), cluster))
+            raise ConfigurationError(_degree_error(candidate, requested[0], cluster))
         return wanted, bool(wanted)
 
     def check(self, model: ModelProfile) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.planning.search.baselines import find_baselines
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, make_plan
 from lightning_osdp.planning.search.menus import Menus, OptionRows
@@ -73,11 +73,11 @@ def every_plan(search: PlanSearch, batch_size: int) -> list[Candidate]:
     return plans
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     batch_size=st.integers(1, 3),
     forward_ms=st.sampled_from([0.1, 3.0]),
-    input_mib=st.sampled_from([0.05, 0.4, 2.0]),
+    input_mib=st.sampled_from([0.0625, 0.5, 2.0]),
     latency_ms=st.sampled_from([0.0, 0.3]),
     share=st.floats(0.0, 1.0),
 )
@@ -132,11 +132,11 @@ def milp_seconds(rows: list[OptionRows], scopes: list[list[int]], degrees: np.nd
     result = milp(
         times, constraints=constraints, integrality=integrality, bounds=Bounds(0, np.append(np.ones(count - 1), np.inf))
     )
-    return float(result.fun)
+    return float(result.fun) if result.success else np.inf
 
 
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 1 << 20), share=st.floats(0.05, 0.95))
+@given(seed=st.integers(0, 1 << 20), share=st.floats(0.0, 1.0))
 def test_knapsack_with_pairs_matches_highs(seed: int, share: float) -> None:
     space = PlanSearch(problem_of(model_of(3))).space
     random = np.random.default_rng(seed)
@@ -147,14 +147,15 @@ def test_knapsack_with_pairs_matches_highs(seed: int, share: float) -> None:
         whole = [random.integers(1, 1000, size), random.integers(0, 400, size)]
         rows.append(OptionRows.of_operator(options, random.integers(1, 100, size).astype(float), *whole))
     menus = Menus(space, np.arange(len(rows)), lambda operator: rows[operator])
-    most = solve(menus.menus, 1 << 40, counts=menus.counts)
-    budget = int(200 + share * most.peak_bytes)
-    best_s = milp_seconds(rows, [scope.tolist() for scope in space.scopes], space.option_degrees, budget)
-    try:
-        found = solve(menus.menus, budget, counts=menus.counts)
-    except Exception:
-        assert np.isnan(best_s) or best_s is None
-        return
+    most = solve(menus.menus, 1 << 40, counts=menus.counts).peak_bytes
+    with pytest.raises(InfeasibleError) as error:
+        solve(menus.menus, 0, counts=menus.counts)
+    needed = error.value.needed_bytes
+    budget = int(needed + share * (most - needed))
+    scopes = [scope.tolist() for scope in space.scopes]
+    assert milp_seconds(rows, scopes, space.option_degrees, needed - 1) == np.inf
+    best_s = milp_seconds(rows, scopes, space.option_degrees, budget)
+    found = solve(menus.menus, budget, counts=menus.counts)
     options = menus.selected_options(found.choices)
     degrees = space.option_degrees[options].tolist()
     assert degrees[::2] == degrees[1::2]
