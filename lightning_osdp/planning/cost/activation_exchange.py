@@ -20,15 +20,17 @@ from lightning_osdp.planning.spec.model import Operator
 from lightning_osdp.planning.spec.tensor import TensorRole, TensorUse
 
 
-class _Exchange(NamedTuple):
+class _ExchangeStep(NamedTuple):
     """One collective of a role, and what it moves."""
 
     collective: str
     moves_input: bool
 
 
-_GATHER, _SCATTER_GRADIENT = _Exchange("all_gather", True), _Exchange("reduce_scatter", True)
-_SWAP, _SCATTER, _GATHER_GRADIENT = (_Exchange(name, False) for name in ("all_to_all", "reduce_scatter", "all_gather"))
+_GATHER, _SCATTER_GRADIENT = _ExchangeStep("all_gather", True), _ExchangeStep("reduce_scatter", True)
+_SWAP, _SCATTER, _GATHER_GRADIENT = (
+    _ExchangeStep(name, False) for name in ("all_to_all", "reduce_scatter", "all_gather")
+)
 _FORWARD = {
     TensorRole.EMBEDDING: (_GATHER, _SWAP),
     TensorRole.LINEAR: (_GATHER, _SWAP),
@@ -82,7 +84,9 @@ def _group_links(cluster: Cluster) -> Link | ShardingLink:
     return links.intra_node if cluster.is_hierarchical and links is not None else cluster.link
 
 
-def _sum_times(exchanges: Iterable[_Exchange], use: TensorUse, degree: int, links: Link | ShardingLink) -> ExchangeTime:
+def _sum_times(
+    exchanges: Iterable[_ExchangeStep], use: TensorUse, degree: int, links: Link | ShardingLink
+) -> ExchangeTime:
     fixed_s = per_sample_s = 0.0
     for exchange in exchanges:
         fit: CollectiveFit = getattr(links, exchange.collective)
