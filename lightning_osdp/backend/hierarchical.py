@@ -179,6 +179,13 @@ def cached_node_groups(world: Any, nodes: int, purpose: str) -> NodeGroups:
     return cast(NodeGroups, _cached(world, f"{purpose} on {nodes} nodes", lambda: NodeGroups.create(world, nodes)))
 
 
+def cached_host_group(world: Any, size: int) -> Any:
+    """Return the gloo group of ``size`` consecutive ranks, for numbers on the host. Collective."""
+    ranks = dist.get_process_group_ranks(world)
+    groups = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+    return _cached(world, f"hosts of {size} ranks", lambda: _create_subgroups(groups, world, "gloo"))
+
+
 _group_cache: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 """Groups by the group that they were made from and their purpose."""
 
@@ -190,10 +197,10 @@ def _cached(group: Any, purpose: str, make: Callable[[], Any]) -> Any:
     return groups_by_purpose[purpose]
 
 
-def _create_subgroups(groups: list[list[int]], parent: Any) -> Any:
+def _create_subgroups(groups: list[list[int]], parent: Any, backend: str | None = None) -> Any:
     """Create all groups and return this rank's, with the user's time-out instead of torch's default."""
     timeout = parent._get_backend(parent._device_types[0]).options._timeout
-    mine, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)  # type: ignore[no-untyped-call]
+    mine, _ = dist.new_subgroups_by_enumeration(groups, timeout, backend)  # type: ignore[no-untyped-call]
     return mine
 
 

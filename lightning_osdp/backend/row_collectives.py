@@ -17,6 +17,7 @@ from lightning_osdp.backend import collectives
 from lightning_osdp.backend.emulated import is_emulated
 from lightning_osdp.backend.work import COMM_WAIT
 
+
 def exchange_numbers(numbers: Sequence[int], group: Any) -> list[list[int]]:
     """Return the numbers of each rank on the host. Collective.
 
@@ -93,7 +94,9 @@ def rows_to_columns(rows: Tensor, counts: Sequence[int], group: Any) -> Tensor:
     return received
 
 
-def _all_to_all(received: Tensor, sent: Tensor, num_received: Sequence[int], num_sent: Sequence[int], group: Any) -> None:
+def _all_to_all(
+    received: Tensor, sent: Tensor, num_received: Sequence[int], num_sent: Sequence[int], group: Any
+) -> None:
     with torch.no_grad(), COMM_WAIT.measure():
         dist.all_to_all_single(received, sent.contiguous(), list(num_received), list(num_sent), group=group)
 

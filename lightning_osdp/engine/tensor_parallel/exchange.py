@@ -42,17 +42,22 @@ class RowExchange:
         counts: rows of each rank.
         group: the ranks.
         announce: called before each collective of the backward pass.
-        needs_grad: whether any rank needs gradients of its rows.
+        needs_grad: bit i is set if any rank needs gradients of the rows that are gathered as number i.
     """
 
     counts: Sequence[int]
     group: Any
     announce: Callable[[Part], None]
-    needs_grad: bool
+    needs_grad: int
 
-    def gather(self, rows: Tensor) -> Tensor:
-        """Return the rows (n, ...) of all ranks."""
-        if self.needs_grad and torch.is_grad_enabled() and rows.is_floating_point() and not rows.requires_grad:
+    def gather(self, rows: Tensor, index: int = 0) -> Tensor:
+        """Return the rows (n, ...) of all ranks, which are gathered as number ``index``."""
+        if (
+            self.needs_grad >> index & 1
+            and torch.is_grad_enabled()
+            and rows.is_floating_point()
+            and not rows.requires_grad
+        ):
             rows = rows.detach().requires_grad_()  # the sum of gradients needs all ranks
         return _Gathered.apply(rows, self)  # type: ignore[no-untyped-call, no-any-return]
 

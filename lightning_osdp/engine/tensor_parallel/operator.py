@@ -60,11 +60,13 @@ class TensorOperator:
         """Return an input (..., in) as rows (n, in)."""
         return cast_for_autocast(x.reshape(-1, x.shape[-1]))
 
-    def multiply(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return rows (n, in) times a weight, or some of its features."""
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x (..., in) times a weight, or some of its features."""
         if isinstance(self.module, nn.Linear):
-            return functional.linear(rows, weight, bias)
-        return torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+            return functional.linear(x, weight, bias)
+        rows = x.reshape(-1, x.shape[-1])
+        y = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+        return y.view(*x.shape[:-1], y.shape[1])
 
     def look_up(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Return the columns (..., c) of a table (rows, c) for indices."""

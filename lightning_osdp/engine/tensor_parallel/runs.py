@@ -14,7 +14,7 @@ from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
 class Run(Protocol):
     """One run of operators. See ``RowExchange``."""
 
-    def gather(self, rows: Tensor) -> Tensor:
+    def gather(self, rows: Tensor, index: int = 0) -> Tensor:
         """Return the rows that this rank computes."""
         ...
 
@@ -57,11 +57,15 @@ class WholeRun:
     def __init__(self, weights: Mapping[TensorOperator, Tensor]) -> None:
         self._weights = weights
 
-    def gather(self, rows: Tensor) -> Tensor:
+    def gather(self, rows: Tensor, index: int = 0) -> Tensor:
         """See ``Run.gather``."""
         return rows
 
-    scatter = to_rows = gather
+    def scatter(self, rows: Tensor) -> Tensor:
+        """See ``Run.scatter``."""
+        return rows
+
+    to_rows = scatter
 
     def weight_of(self, operator: TensorOperator) -> Tensor:
         """See ``Run.weight_of``."""

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from lightning_osdp.state import state_dict as states
 from lightning_osdp.state.checkpoint import CheckpointFormat
+from lightning_osdp.state.dim_slice_layout import DimSliceLayout
 from lightning_osdp.state.flat_layout import FlatPaddedLayout
 from lightning_osdp.state.shard_layout import ShardLayout
 from lightning_osdp.state.state_dict import ShardedParameters
-from tests.support.dim_slice_layout import DimSliceLayout
 from tests.support.ranks import run_ranks
 
 KINDS = ("flat", "rows", "columns")
