@@ -89,11 +89,8 @@ def fit(
     module = make_module(cls)
     if isinstance(strategy, str):
         batch = [dataset(ROWS).tensors[0][:BATCH]]
-        plan = (
-            tensor_plan(make_module(cls))
-            if "tp" in strategy
-            else plan_for(make_module(cls), batch, RANKS, strategy, BATCH)
-        )
+        plan = plan_for(make_module(cls), batch, RANKS, "mixed" if "tp" in strategy else strategy, BATCH)
+        plan = with_tensor_parallelism(plan) if "tp" in strategy else plan
         strategy = OSDPStrategy(plan=plan, save_format="sharded" if "sharded" in strategy else "full")
     callbacks = [pl.callbacks.ModelCheckpoint(f"{folder}/{save}", "{epoch}", save_top_k=-1)] if save else []
     values = {"max_steps": -1, "max_epochs": EPOCHS, "use_distributed_sampler": False} | options

@@ -80,7 +80,10 @@ def make_model(case: Case, seed: int = 1) -> tuple[Wide, torch.optim.Optimizer]:
     model = Wide()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(name.startswith(start) for start in case.frozen))
-    return model, two_groups(model, lr=3e-3)
+    optimizer = two_groups(model, lr=3e-3)
+    for group in optimizer.param_groups:
+        group["eps"] = 1e-4  # a gradient of a few roundings makes no full step
+    return model, optimizer
 
 
 def train_plain(case: Case, ranks: int) -> dict[str, Any]:
@@ -94,7 +97,7 @@ def train_plain(case: Case, ranks: int) -> dict[str, Any]:
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     with torch.no_grad():
         logits = model.eval()(make_sample(7, 3, 4))
     return {

@@ -18,7 +18,7 @@ from lightning_osdp.state.shard_layout import ShardLayout
 from lightning_osdp.state.state_dict import ShardedParameters
 from tests.support.ranks import run_ranks
 
-DIMS = {"rows": (0, 1), "columns": (1, 1), "columns in parts": (1, 2)}
+DIMS = {"rows": (0, 1), "columns": (1, 1), "pieces": (1, 2)}
 """The dimension that is cut, and in how many parts."""
 
 
@@ -104,9 +104,7 @@ def expected_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
     return module.state_dict(), optimizer.state_dict()["state"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "other"), [("flat", "columns"), ("rows", "columns in parts"), ("columns in parts", "flat")]
-)
+@pytest.mark.parametrize(("kind", "other"), [("flat", "columns"), ("rows", "pieces"), ("pieces", "flat")])
 def test_states_pass_between_layouts_in_both_formats(kind: str, other: str, tmp_path: Path) -> None:
     model, optimizer = expected_states()
     (saved, loaded), _ = run_ranks(save_and_load, 2, str(tmp_path), kind, other)
