@@ -89,7 +89,8 @@ def fit(
     module = make_module(cls)
     if isinstance(strategy, str):
         batch = [dataset(ROWS).tensors[0][:BATCH]]
-        plan = plan_for(make_module(cls), batch, RANKS, "mixed" if "tp" in strategy else strategy, BATCH)
+        policy, accumulation = "mixed" if "tp" in strategy else strategy, options.get("accumulate_grad_batches", 1)
+        plan = plan_for(make_module(cls), batch, RANKS, policy, BATCH, accumulation)
         plan = with_tensor_parallelism(plan) if "tp" in strategy else plan
         strategy = OSDPStrategy(plan=plan, save_format="sharded" if "sharded" in strategy else "full")
     callbacks = [pl.callbacks.ModelCheckpoint(f"{folder}/{save}", "{epoch}", save_top_k=-1)] if save else []

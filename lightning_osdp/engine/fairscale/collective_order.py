@@ -14,7 +14,7 @@ order, and requests of ranks at different places are an error on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -62,6 +62,9 @@ class OrderedUnit(Protocol):
 
     def join_reduction(self, indices: Sequence[int]) -> None:
         """Take part in a reduction with a zero gradient for the parameters ``indices``."""
+
+    def can_run(self, ranks: Collection[int], indices: Sequence[int]) -> bool:
+        """Return whether these ranks, which want it, are enough for a gather or reduction of ``indices``."""
 
     def start_prefetch(self) -> None:
         """Start to gather all parameters if the unit is prefetched."""
@@ -165,6 +168,10 @@ class CollectiveOrder:
         if self._agreement is not None:
             self._agreement.close()
 
+    def expect_differences(self) -> None:
+        """Ask for each collective until the step is over, since ranks run different things in it."""
+        self._asking_steps = max(self._asking_steps, 1)
+
     def prefetch_next(self) -> None:
         """Start the gather that is expected after the one that has just run, unless ranks differed lately."""
         kind, unit, _ = _parse(self._last[1])
@@ -212,6 +219,7 @@ class CollectiveOrder:
             self._note(chosen)
             if chosen == event:
                 return
+            self.expect_differences()
             self._join(chosen)
 
     def _learn(self, event: str, is_unanimous: bool) -> None:
@@ -245,8 +253,10 @@ class CollectiveOrder:
             return Decision(events.pop())
         waiting = [event for event in events if _parse(event)[0] in _WAITING]
         joinable = [event for event in events if _parse(event)[0] in _JOINABLE]
-        if len(places) == 1 and joinable and len(joinable) + len(waiting) == len(events) and len(waiting) < 2:
-            return Decision(min(joinable, key=_priority), is_unanimous=False)
+        is_possible = len(places) == 1 and len(joinable) + len(waiting) == len(events) and len(waiting) < 2
+        complete = [event for event in joinable if self._can_run(event, requests)]
+        if is_possible and complete:
+            return Decision(min(complete, key=_priority), is_unanimous=False)
         ranks_by_text: dict[str, list[int]] = {}
         for rank, request in enumerate(requests):
             ranks_by_text.setdefault(request.description, []).append(rank)
@@ -254,6 +264,11 @@ class CollectiveOrder:
         return Decision(
             "", is_unanimous=False, error_message=f"ranks do different things: {'; '.join(texts)}. {ADVICE}"
         )
+
+    def _can_run(self, event: str, requests: Sequence[Request]) -> bool:
+        _, unit, indices = _parse(event)
+        ranks = [rank for rank, request in enumerate(requests) if request.event == event]
+        return unit < 0 or self._units[unit].can_run(ranks, indices)
 
     def _describe(self, event: str) -> str:
         kind, unit, _ = _parse(event)

@@ -349,12 +349,12 @@ class FairScaleEngine(Engine):
         self._context.guards.add_outside_gradients()
         for sliced in self._sliced_operators:
             sliced.sync_requires_grad()
-        for tensor_unit in self._tensor_units:
-            tensor_unit.begin_step()
         self._bucketed_all_reduce.refresh()
         self._context.backward_optimizer.refresh()
         if self._context.order.has_backward:  # the last step had none on this rank; others wait in theirs
             self.finish_backward()
+        for tensor_unit in self._tensor_units:
+            tensor_unit.begin_step()
         self._context.reducer.discard()
         self._context.backward_passes.discard()
         self._context.order.begin_step()
@@ -379,12 +379,13 @@ class FairScaleEngine(Engine):
         with without_guards():
             self._bind_slice_gradients()
             self._bucketed_all_reduce.finish()
-            if self._context.order.has_backward:
+            has_pass = self._context.order.has_backward
+            if has_pass:
                 self._context.order.complete_backward()
                 for unit in self._units:
                     unit.show_gradients()
                     unit.show_joined_gradients()
-            finish_gradients(self._tensor_units, self._context.sync.is_on)
+            finish_gradients(self._tensor_units, has_pass, self._context.sync.is_on)
             self._context.communicator_factory.inter_node_all_reduce.finish()
             for unit in self._units:
                 unit.reshard()  # whether or not the pass has reached it

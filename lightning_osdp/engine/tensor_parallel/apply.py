@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from lightning_osdp.backend.collectives import all_reduce_async
+from lightning_osdp.backend.row_collectives import exchange_numbers
 from lightning_osdp.backend.work import Work
 from lightning_osdp.engine.tensor_parallel.groups import TensorGroups
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator, cut_dim
@@ -59,31 +60,39 @@ def make_unit(
     return ScopeUnit(name, operators, groups, context, root.get_submodule(name), attributes)
 
 
-def finish_gradients(units: Iterable[TensorUnit], is_synced: bool) -> None:
-    """Average the gradients of slices over the ranks that hold the same one. Collective.
+def finish_gradients(units: Sequence[TensorUnit], has_pass: bool, is_synced: bool) -> None:
+    """Average the gradients of slices over the ranks that hold the same one, when a backward pass is over. Collective.
 
     Args:
         units: in the same order on all ranks.
+        has_pass: whether there was a pass of any rank since the last call.
         is_synced: whether gradients are used, not accumulated on each rank.
     """
+    has_pass |= any(unit.has_new_gradients for unit in units)
     works: list[Work] = []
     with torch.no_grad():
-        for unit in units:
+        for unit in [unit for unit in units if unit.has_run]:
             with opened(unit.layouts):
-                unit.show_joined_gradients()
-                if is_synced and unit.has_new_gradients:
+                if has_pass:
+                    unit.reduce_whole_gradients()
+                    unit.is_unsynced = True
+                if is_synced and unit.is_unsynced:
                     works += _start_average(unit)
-                    unit.has_new_gradients = False
+                    unit.is_unsynced = False
+            unit.has_new_gradients = False
         for work in works:
             work.wait()
 
 
 def _start_average(unit: TensorUnit) -> list[Work]:
+    """Start to average gradients; where no rank has one, there is none."""
     if unit.groups.replicas.size() == 1:
         return []
     works = []
-    for weight in unit.layouts:
-        if weight.requires_grad:
+    trainable = [weight for weight in unit.layouts if weight.requires_grad]
+    answers = exchange_numbers([int(weight.grad is not None) for weight in trainable], unit.groups.replica_hosts)
+    for weight, is_there in zip(trainable, zip(*answers, strict=True), strict=True):
+        if any(is_there):
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.contiguous()
             works.append(all_reduce_async(weight.grad.detach(), unit.groups.replicas))
     return works

@@ -30,8 +30,7 @@ class Part(IntEnum):
     """Partial outputs are summed and scattered."""
     OUTPUT_GRADIENT = 2
     INPUT_GRADIENT = 3
-    WEIGHT_GRADIENT = 4
-    """Gradients of whole weights are summed and scattered."""
+    START_WITHOUT_GRADIENTS = 4
 
 
 @dataclass(frozen=True)
@@ -127,30 +126,28 @@ class _Slice(torch.autograd.Function):
         return gradient * ctx.scale, None
 
 
-GatherWeights = Callable[[], list[Tensor]]
-ReduceGradients = Callable[[Sequence[Tensor]], list[Tensor]]
-
-
-def read_whole(parameters: Sequence[nn.Parameter], gather: GatherWeights, reduce: ReduceGradients) -> list[Tensor]:
+def read_whole(
+    parameters: Sequence[nn.Parameter], gather: Callable[[], list[Tensor]], store: Callable[[Sequence[Tensor]], None]
+) -> list[Tensor]:
     """Return parameters in full.
 
     Args:
-        parameters: their slices are what gets gradients.
+        parameters: whether any of them needs a gradient decides about ``store``.
         gather: returns them in full.
-        reduce: returns this rank's slices of gradients, of which it gets the full ones.
+        store: called with the full gradients, which this rank alone has.
     """
     with without_guards(), opened(parameters):
-        return list(_Whole.apply(gather, reduce, *parameters))  # type: ignore[no-untyped-call]
+        return list(_Whole.apply(gather, store, *parameters))  # type: ignore[no-untyped-call]
 
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gather: GatherWeights, reduce: ReduceGradients, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.reduce = reduce
+    def forward(ctx: Any, gather: Callable[[], list[Tensor]], store: Any, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.store = store
         return tuple(gather())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        needed = zip(ctx.reduce(gradients), ctx.needs_input_grad[2:], strict=True)
-        return None, None, *(gradient if is_needed else None for gradient, is_needed in needed)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        ctx.store(gradients)
+        return (None,) * (2 + len(gradients))

@@ -4,14 +4,18 @@ Note [a run]: it starts with a few numbers that the ranks of a group exchange on
 how many rows it has, and what its arguments look like. If all run it alike, each computes with its slices for the rows
 of all. Otherwise those that run it gather the weights, and each computes for itself; the others take part in that.
 
-Note [joining]: what a rank does not run it joins, since collectives have one order on all ranks of all groups
-(``CollectiveOrder``). Only the start of a run and the reduction of gradients of whole weights need it, since a run with
-slices is one of all ranks of the group; another group may be in it without this rank's.
+Note [joining]: collectives have one order on all ranks of all groups (``CollectiveOrder``). What a rank does not run it
+joins: in the start of a run it says so; the other parts are those of a group whose ranks all run it, so the ranks of
+other groups have nothing to do. Such a part comes when all ranks of its group have come to it.
+
+Note [whole gradients]: those of whole weights wait until the pass is over, since ranks that differ in what they run
+come to them at different times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -31,12 +35,11 @@ from lightning_osdp.engine.tensor_parallel.exchange import Part, read_whole
 from lightning_osdp.engine.tensor_parallel.groups import TensorGroups
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
 from lightning_osdp.engine.tensor_parallel.runs import Run, SlicedRun, WholeRun
-from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.tensor import TensorRole
 from lightning_osdp.state.guarded_parameter import GuardContext, ShardGuard, local_data, without_guards
 from lightning_osdp.state.state_dict import ShardedParameters
 
-_BACKWARD_PARTS = (Part.OUTPUT_GRADIENT, Part.INPUT_GRADIENT, Part.WEIGHT_GRADIENT)
+_STARTS = (Part.START, Part.START_WITHOUT_GRADIENTS)
 
 _ABSENT = (0, 0, 0, 0, 0)
 """What a rank says at the start of a run in which it only joins: is present, signature, needs gradients, two counts."""
@@ -53,6 +56,9 @@ class Order(Protocol):
 
     def prefetch_next(self) -> None:
         """Start what comes next."""
+
+    def expect_differences(self) -> None:
+        """Take nothing for granted in this step, since ranks run different things."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +94,9 @@ class TensorUnit:
         self._context = context
         self._index = context.order.register(self)
         self._own_forwards = [(module, vars(module).get("forward")) for module in self._replaced_modules()]
-        self._joined_gradients: dict[nn.Parameter, Tensor] = {}
-        self._num_open_runs = 0
-        self.has_new_gradients = False
+        self._whole_gradients: dict[nn.Parameter, Tensor] = {}
+        self._has_whole_runs = False
+        self.has_run = self.has_new_gradients = self.is_unsynced = False
         self.layouts = {operator.weight: operator.layout for operator in operators}
         for weight, layout in self.layouts.items():
             weight.data, weight.grad = layout.shard(weight.data), None
@@ -132,99 +138,88 @@ class TensorUnit:
             needs_grad: bit i is set if the rows that are gathered as number i need gradients.
         """
         self._context.check_run()
-        self._announce(Part.START)
+        self._announce(Part.START if torch.is_grad_enabled() else Part.START_WITHOUT_GRADIENTS)
         signature = crc32(alike.encode()) + 1 if alike else 0
         own = (1, signature, needs_grad, *num_rows)
         answers = exchange_numbers(own + _ABSENT[len(own) :], self.groups.host)
         counts = [[answer[3 + i] for answer in answers] for i in range(len(num_rows))]
         if not signature or any(answer[:2] != [1, signature] for answer in answers):
             return WholeRun(self._read_whole()), counts
-        if torch.is_grad_enabled() and not _is_in_backward():
-            self._num_open_runs += 1
         self._context.order.prefetch_next()
         needed = reduce(or_, (answer[2] for answer in answers))
         return SlicedRun(counts[0], self.groups.slices, self._announce, needed), counts
 
     def _read_whole(self) -> dict[TensorOperator, Tensor]:
         weights = [operator.weight for operator in self.operators]
-        full = read_whole(weights, self._gather_whole, self._reduce_whole)
+        full = read_whole(weights, self._gather_whole, self._store_whole_gradients)
         return dict(zip(self.operators, full, strict=True))
 
     def _gather_whole(self) -> list[Tensor]:
+        self._has_whole_runs = True
+        self._context.order.expect_differences()
         return [layout.unshard(local_data(weight)) for weight, layout in self.layouts.items()]
 
-    def _reduce_whole(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's slices of the gradients of all ranks, of which each has full ones."""
-        self._announce(Part.WEIGHT_GRADIENT)
-        exchange_numbers([1], self.groups.host)
-        return self._scatter_gradients(gradients)
+    def _store_whole_gradients(self, gradients: Sequence[Tensor]) -> None:
+        for weight, gradient in zip(self.layouts, gradients, strict=True):
+            earlier = self._whole_gradients.get(weight)
+            self._whole_gradients[weight] = gradient if earlier is None else earlier + gradient
 
-    def _scatter_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        layouts = zip(self.layouts.values(), gradients, strict=True)
-        return [layout.reduce_scatter(gradient).div_(self.groups.degree) for layout, gradient in layouts]
+    def reduce_whole_gradients(self) -> None:
+        """Add the slices of full gradients of all ranks of the group when a pass is over. Collective."""
+        if not self._has_whole_runs:
+            return
+        trainable = {weight: layout for weight, layout in self.layouts.items() if weight.requires_grad}
+        answers = exchange_numbers([int(weight in self._whole_gradients) for weight in trainable], self.groups.host)
+        for (weight, layout), is_there in zip(trainable.items(), zip(*answers, strict=True), strict=True):
+            if any(is_there):
+                full = self._whole_gradients.pop(weight, None)
+                part = layout.reduce_scatter(weight.new_zeros(layout.shape) if full is None else full)
+                part = part.div_(self.groups.degree)
+                weight.grad = part if weight.grad is None else weight.grad.add_(part)
 
     def _announce(self, part: Part) -> None:
         """Return when all ranks are in this part of a run."""
         self._context.order.before_gather(self._index, _is_in_backward(), (part,))
-        if part in _BACKWARD_PARTS:
-            self.has_new_gradients = True
-        if part == Part.OUTPUT_GRADIENT:
-            self._num_open_runs -= 1
+        self._note(part)
+
+    def _note(self, part: Part) -> None:
+        """Note what any rank of any group does."""
+        self.has_run |= part == Part.START
+        self.has_new_gradients |= part in (Part.OUTPUT_GRADIENT, Part.INPUT_GRADIENT)
 
     def announce_output(self) -> None:
         """Return when all ranks are about to sum and scatter outputs."""
         self._announce(Part.OUTPUT)
 
     def begin_step(self) -> None:
-        """Forget runs of an earlier step whose backward did not come."""
-        self._num_open_runs = 0
+        """Forget runs of an earlier step, unless their gradients are still to be averaged."""
+        self._has_whole_runs = False
+        self._whole_gradients.clear()
+        self.has_run &= self.is_unsynced
 
     # What other ranks run; see Note [joining]
 
     def join_gather(self, indices: Sequence[int]) -> None:
-        """Take part in a part of a run of other ranks.
-
-        Raises:
-            ShardingError: this rank has run the unit, but its loss does not depend on it.
-        """
+        """Take part in a part of a run of other ranks."""
         part = Part(indices[0])
-        with without_guards(), torch.no_grad():
-            if part == Part.START:
-                if self._is_present(_ABSENT):
+        self._note(part)
+        if part in _STARTS:
+            with without_guards(), torch.no_grad():
+                if any(is_present for is_present, *_ in exchange_numbers(_ABSENT, self.groups.host)):
                     self._gather_whole()
-            elif part == Part.WEIGHT_GRADIENT:
-                if self._is_present([0]):
-                    self._join_gradients()
-            elif part in _BACKWARD_PARTS and self._num_open_runs > 0:
-                raise ShardingError(
-                    f"{self.label} is tensor parallel and all ranks have run it, but the loss of some does not depend "
-                    "on it. Let it depend on it on all ranks, or train without: OSDPCallback(tensor_parallel=False)"
-                )
-        if part in _BACKWARD_PARTS:
-            self.has_new_gradients = True
 
-    def _is_present(self, numbers: Sequence[int]) -> bool:
-        """Return whether any rank of the group runs what this one joins."""
-        return any(answer[0] for answer in exchange_numbers(numbers, self.groups.host))
-
-    def _join_gradients(self) -> None:
-        zeros = [local_data(w).new_zeros(layout.shape) for w, layout in self.layouts.items()]
-        for weight, gradient in zip(self.layouts, self._scatter_gradients(zeros), strict=True):
-            earlier = self._joined_gradients.get(weight)
-            self._joined_gradients[weight] = gradient if earlier is None else earlier.add_(gradient)
+    def can_run(self, ranks: Collection[int], indices: Sequence[int]) -> bool:
+        """Return whether this part of a run is complete with these ranks: all of a group, or of each of several."""
+        if Part(indices[0]) in _STARTS:
+            return True
+        groups = Counter(rank // self.groups.degree for rank in ranks)
+        return all(count == self.groups.degree for count in groups.values())
 
     def join_reduction(self, indices: Sequence[int]) -> None:
         """Do nothing: there is none."""
 
     def start_prefetch(self) -> None:
         """Do nothing: inputs are not known before."""
-
-    def show_joined_gradients(self) -> None:
-        """Add the gradients of reductions that this rank has joined, when its step is over."""
-        for weight, gradient in self._joined_gradients.items():
-            if weight.requires_grad:
-                weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
-        self._joined_gradients.clear()
 
     # The life of the unit
 
