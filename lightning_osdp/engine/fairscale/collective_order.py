@@ -86,15 +86,21 @@ class CollectiveOrder:
         """What followed two events last time, and how often that has to recur until it is expected."""
         self._num_steps = self._asking_steps = 0
         self._next_asking_steps = FIRST_ASKING_STEPS
-        self._has_backward = False
+        self._has_backward = self._has_differed = self._has_groups = False
         self._failure = ""
         self._place = "before the first training step"
         self.join_replicated: Callable[[], None] = lambda: None
         """Takes part in the reduction of replicated gradients."""
 
-    def register(self, unit: OrderedUnit) -> int:
-        """Return the index of ``unit``; units come in the order of the plan."""
+    def register(self, unit: OrderedUnit, is_grouped: bool = False) -> int:
+        """Return the index of ``unit``; units come in the order of the plan.
+
+        Args:
+            unit: what takes part in collectives.
+            is_grouped: whether its collectives are those of some ranks, for which others don't stand in.
+        """
         self._units.append(unit)
+        self._has_groups |= is_grouped
         return len(self._units) - 1
 
     def before_gather(self, unit: int, in_backward: bool, indices: Sequence[int] = ()) -> None:
@@ -114,7 +120,7 @@ class CollectiveOrder:
 
     def begin_step(self) -> None:
         """Note that a training step begins."""
-        self._asking_steps = max(0, self._asking_steps - 1)
+        self._asking_steps, self._has_differed = max(0, self._asking_steps - 1), False
         self._before("step")
         self._num_steps += 1
         self._place, self._has_backward = f"in training step {self._num_steps}", True
@@ -169,8 +175,8 @@ class CollectiveOrder:
             self._agreement.close()
 
     def expect_differences(self) -> None:
-        """Ask for each collective until the step is over, since ranks run different things in it."""
-        self._asking_steps = max(self._asking_steps, 1)
+        """Ask for each collective until the step is over, since this rank runs other things in it than others."""
+        self._has_differed = True
 
     def prefetch_next(self) -> None:
         """Start the gather that is expected after the one that has just run, unless ranks differed lately."""
@@ -193,7 +199,7 @@ class CollectiveOrder:
     def _before(self, event: str) -> None:
         if self._agreement is None:
             return
-        is_asking = self._asking_steps or self._failure
+        is_asking = self._asking_steps or self._has_differed or self._failure
         if not is_asking and self._expect_after(self._last) == event and self._agreement.advance(event):
             self._note(event)
         else:
@@ -219,7 +225,8 @@ class CollectiveOrder:
             self._note(chosen)
             if chosen == event:
                 return
-            self.expect_differences()
+            if self._has_groups:
+                self.expect_differences()
             self._join(chosen)
 
     def _learn(self, event: str, is_unanimous: bool) -> None:

@@ -48,7 +48,7 @@ _ABSENT = (0, 0, 0, 0, 0)
 class Order(Protocol):
     """The order of collectives of all units."""
 
-    def register(self, unit: Any) -> int:
+    def register(self, unit: Any, is_grouped: bool = False) -> int:
         """Return the index of ``unit``."""
 
     def before_gather(self, unit: int, in_backward: bool, indices: Sequence[int] = ()) -> None:
@@ -92,7 +92,7 @@ class TensorUnit:
     ) -> None:
         self.label, self.operators, self.groups = name, operators, groups
         self._context = context
-        self._index = context.order.register(self)
+        self._index = context.order.register(self, is_grouped=True)
         self._own_forwards = [(module, vars(module).get("forward")) for module in self._replaced_modules()]
         self._whole_gradients: dict[nn.Parameter, Tensor] = {}
         self._has_whole_runs = False
