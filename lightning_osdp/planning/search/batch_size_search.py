@@ -25,6 +25,7 @@ from lightning_osdp.planning.spec.plan import (
     PeakMoment,
     Prediction,
     SearchStop,
+    planned_types,
 )
 from lightning_osdp.planning.spec.problem import Problem
 from lightning_osdp.planning.spec.wrapping import WrapAssignment, wrap_assignments
@@ -269,6 +270,7 @@ def to_plan(
         operators=_build_operator_plans(search, chosen, rationale),
         recomputed=chosen.recomputed,
         blocks=rationale.blocks,
+        reduce_dtype=model.reduce_dtype,
         update_in_backward=problem.has_optimizer_in_backward,
         retain_freed_memory=problem.has_retained_heap,
         predicted=_build_prediction(problem, chosen),
@@ -299,6 +301,7 @@ def _build_operator_plans(
             replicated_reason=operator.replicated_reason,
             unsplittable_reason=operator.unsplittable_reason,
             alternatives=rationale.alternatives[index] if wrapped_index.index(wrapped_index[index]) == index else (),
+            **planned_types(operator),
         )
         for index, (operator, choice) in enumerate(zip(model.operators, chosen.choices, strict=True))
     )
