@@ -141,10 +141,9 @@ class GatheredCast:
 
     def allocate(self) -> Tensor:
         """Return the flat tensor to gather into."""
-        flat = self._padded()
         if not self.is_gathered:
             self.storage.resize_(self._numel * self._dtype.itemsize)
-        return flat
+        return self._padded()
 
     def cast_shard(self) -> Tensor:
         """Return the cast of this rank's shard."""
@@ -174,7 +173,10 @@ class GatheredCast:
         return self._view(torch.Size((self._numel,)))
 
     def _view(self, shape: torch.Size) -> Tensor:
-        """Return the first values in this shape, in a tensor of their own: they may be gathered in inference mode."""
+        """Return the first values in this shape, in a tensor of their own: they may be gathered in inference mode.
+
+        Their memory has to be there: torch would allocate it.
+        """
         view: Tensor = self._parameter._fp32_shard.new_empty(0, dtype=self._dtype)
         view.set_(self.storage, 0, shape)  # type: ignore[call-overload]
         return view

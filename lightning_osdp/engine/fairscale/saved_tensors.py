@@ -67,7 +67,7 @@ class _SavedParameter:
 
     def __init__(self, unit: SavingUnit, values: GatheredValues, view: Tensor) -> None:
         if values.is_stand_in:
-            view = values.parameter._full_view
+            view = values.parameter._full_view.data  # whose version no gather changes
         self.unit, self.values, self.version = unit, values, view._version
         # Autograd hands in a frozen parameter itself, which will show its part later.
         self.view = view.detach() if view is values.parameter else view

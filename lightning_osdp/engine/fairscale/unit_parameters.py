@@ -103,10 +103,8 @@ class UnitParameters:
         self._context.order.before_gather(self._as_is_index if as_is else self._index, is_in_backward(), indices)
         self._context.prefetch_limiter.before_gather()
         with self._use_stream("all_gather"):
-            if is_started:
-                self._coalesced_gather.wait()
-            else:
-                self._coalesced_gather.gather(*self._outputs_and_shards(missing, as_is))
+            tensors = ([], []) if is_started else self._outputs_and_shards(missing, as_is)
+            self._coalesced_gather.gather(*tensors)
         self.has_full_params = True
         self._context.order.prefetch_next()
         return missing
