@@ -91,9 +91,11 @@ class CoalescedReduceScatter(_RankedCommunicator[FlatCommunicator]):
         self._parameters = parameters
         self._queued: list[tuple[Tensor, Callable[[Tensor], None], torch.dtype]] = []
 
-    def enqueue(self, full_flat: Tensor, on_reduced: Callable[[Tensor], None], dtype: torch.dtype) -> bool:
+    def enqueue(
+        self, full_flat: Tensor, on_reduced: Callable[[Tensor], None], dtype: torch.dtype | None = None
+    ) -> bool:
         """Queue a gradient for the next ``flush``, which hands it on in ``dtype``, and return whether all have come."""
-        self._queued.append((full_flat, on_reduced, dtype))
+        self._queued.append((full_flat, on_reduced, dtype or full_flat.dtype))
         return len(self._queued) >= sum(parameter.requires_grad for parameter in self._parameters)
 
     @property
