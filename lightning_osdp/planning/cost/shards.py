@@ -32,6 +32,8 @@ class ParamShard(NamedTuple):
     """Whether autocast's casts are all that is read of it, which a replicated one keeps until its backward."""
     read_in_backward: bool = True
     """``ParameterInfo.read_in_backward``."""
+    tensor_degree: int = 1
+    """Ranks over which the parameter is cut, of which each holds one such shard (mode ``tp``)."""
 
     @property
     def backward_bytes(self) -> int:
@@ -108,6 +110,7 @@ class OperatorShards(NamedTuple):
     """The shards of one operator by how they are stored."""
 
     replicated: list[ParamShard]
+    """Those that a rank holds for good: whole, or its slices of tensor parallel ones."""
     sharded: list[ParamShard]
     units: list[ShardUnit]
     """The sharded ones, by the unit that they are in."""
@@ -115,6 +118,8 @@ class OperatorShards(NamedTuple):
 
 def shards_of(operator: Operator, choice: ShardingChoice) -> OperatorShards:
     """Return the parameters and slices of ``operator`` under ``choice``."""
+    if choice.tensor_degree > 1:
+        return OperatorShards([_tensor_shard(p, choice.tensor_degree) for p in operator.parameters], [], [])
     # A large bias beside slices is sharded like the first sharded slice.
     mode = next((mode for mode in choice.slices if mode != Mode.DP), Mode.DP)
     split = operator.weight if choice.split_dim is not None else None
@@ -146,6 +151,21 @@ def shards_of(operator: Operator, choice: ShardingChoice) -> OperatorShards:
     return OperatorShards([shard for shard in shards if shard.mode == Mode.DP], sharded, units)
 
 
+def _tensor_shard(parameter: ParameterInfo, degree: int) -> ParamShard:
+    """Return what one rank holds of a parameter: a slice of the weight, the whole bias."""
+    cut = degree if len(parameter.shape) > 1 else 1
+    return ParamShard(
+        Mode.DP,
+        -(-parameter.parameter_bytes // cut),
+        -(-parameter.gathered_bytes // cut),
+        -(-parameter.gradient_bytes // cut),
+        -(-parameter.reduced_bytes // cut),
+        -(-parameter.optimizer_bytes // cut),
+        tensor_degree=cut,
+        has_casts=bool(parameter.cast_element_bytes),
+    )
+
+
 def _slice_shards(weight: ParameterInfo, choice: ShardingChoice) -> Iterator[ParamShard]:
     assert choice.split_dim is not None
     length = weight.shape[choice.split_dim]
@@ -168,5 +188,7 @@ def _slice_shards(weight: ParameterInfo, choice: ShardingChoice) -> Iterator[Par
 def num_sharded_elements(operator: Operator, choice: ShardingChoice) -> float:
     """Return the number of elements whose states are sharded."""
     total = sum(p.parameter_bytes for p in operator.parameters)
-    sharded = sum(shard.parameter_bytes * shard.num_slices for shard in shards_of(operator, choice).sharded)
+    shards = shards_of(operator, choice)
+    sharded = sum(shard.parameter_bytes * shard.num_slices for shard in shards.sharded)
+    sharded += sum(s.parameter_bytes * s.tensor_degree for s in shards.replicated if s.tensor_degree > 1)
     return operator.num_parameters * sharded / total if total else 0.0
