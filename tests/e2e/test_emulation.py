@@ -13,14 +13,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_osdp.cli import emulate
 from lightning_osdp.cli.main import main
 from lightning_osdp.emulation import EmulatedCluster
 from lightning_osdp.emulation.environment import resolve_cluster
-from lightning_osdp.errors import PlanMismatchError
+from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.planning.spec.choices import ShardingScope
 from lightning_osdp.strategy.callback import OSDPCallback
 from lightning_osdp.strategy.osdp import OSDPStrategy
@@ -148,12 +150,65 @@ def test_other_strategies_train_in_an_emulated_cluster(strategy: Callable[[], An
         assert dist.group.WORLD.calls > STEPS  # type: ignore[union-attr]
 
 
-def test_nothing_is_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["osdp", "ddp"])
+def test_nothing_is_saved_linked_or_removed(name: str, tmp_path: Path) -> None:
+    earlier = tmp_path / "last.ckpt"
+    earlier.write_text("of a real run")
+    plan = plan_for(Net(), next(iter(loader())), 16, "zdp", BATCH_SIZE)
+    saving = ModelCheckpoint(tmp_path, "{step}", save_last="link", every_n_train_steps=1)
+    with emulated("2xa100-80gb-nvlink+200gbit", 16) as environment:
+        strategy = OSDPStrategy(plan=plan) if name == "osdp" else DDPStrategy()
+        options = {"default_root_dir": tmp_path, "enable_checkpointing": True, "callbacks": [saving]}
+        trainer = fit(strategy, environment, **options)
+        trainer.save_checkpoint(tmp_path / "mine.ckpt")
+    assert [file.name for file in tmp_path.rglob("*.ckpt")] == ["last.ckpt"]
+    assert earlier.read_text() == "of a real run"
+
+
+def test_real_training_in_the_same_process_saves_again(tmp_path: Path) -> None:
+    with emulated("a100-80gb-nvlink", 8) as environment:
+        fit(DDPStrategy(), environment)
+    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=1, default_root_dir=tmp_path, **options)
+    trainer.fit(Net(), loader())
+    assert list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize("ranks", [3, 7, 13])
+def test_rank_count_that_divides_nothing_is_planned_and_trained(ranks: int) -> None:
+    with emulated("2xa100-80gb-nvlink+200gbit" if ranks == 13 else "a100-80gb-nvlink", ranks) as environment:
+        cluster = environment.cluster.model_copy(update={"device": "cpu", "backend": "emulated"})
+        strategy = OSDPStrategy(cluster=cluster, batch_size=BATCH_SIZE, trial_steps=False, cache="")
+        trainer = fit(strategy, environment, callbacks=[OSDPCallback(modes="zdp")])
+        plan = strategy.execution_plan
+        assert plan is not None
+        assert plan.cluster.ranks == ranks
+        assert {mode for operator in plan.operators for mode in operator.slices} >= {"zdp"}
+        assert trainer.global_step == STEPS
+
+
+class CallsBack(Net):
+    """Has a collective of its own in its step."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__()
+        self.call = call
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.call()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("name", ["osdp", "ddp"])
+def test_users_collective_that_is_not_emulated_ends_training_with_its_name(name: str) -> None:
+    def call() -> None:
+        dist.all_reduce(torch.ones(1, dtype=torch.int64), dist.ReduceOp.BXOR)
+
     plan = plan_for(Net(), next(iter(loader())), 16, "zdp", BATCH_SIZE)
     with emulated("2xa100-80gb-nvlink+200gbit", 16) as environment:
-        trainer = fit(OSDPStrategy(plan=plan), environment, default_root_dir=tmp_path, enable_checkpointing=True)
-        trainer.save_checkpoint(tmp_path / "last.ckpt")
-    assert not list(tmp_path.rglob("*.ckpt"))
+        strategy = OSDPStrategy(plan=plan) if name == "osdp" else DDPStrategy()
+        with pytest.raises(ConfigurationError, match=r"reduction .*BXOR is not emulated"):
+            fit(strategy, environment, CallsBack(call))
 
 
 @pytest.fixture(scope="module")
@@ -213,3 +268,23 @@ def test_command_that_only_plans_prints_a_plan_for_all_ranks(capsys: pytest.Capt
     assert main(["emulate", "--config", str(CONFIG), *args, "--plan-only", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["cluster"]["nodes"] * plan["cluster"]["devices_per_node"] == 64
+
+
+def test_command_says_once_what_it_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    args = ["--hardware", "a100-80gb-nvlink", "--devices", "8", "--steps", "1", "--batch-size", "4"]
+    assert main(["emulate", "--config", str(CONFIG), *args, "--strategy", "ddp"]) == 0
+    printed = "".join(capfd.readouterr())
+    assert printed.count("Emulating 8 ranks (one node) in one process") == 1
+    assert printed.count("no checkpoints are saved") == 1
+
+
+def test_command_plans_a_module_that_is_too_large_to_be_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """17 MB of weights where 20 MB are free."""
+    monkeypatch.setattr(emulate, "memory_limit", lambda *_, **__: 20_000_000)
+    args = ["--hardware", "8xa100-80gb-nvlink+200gbit", "--devices", "64", "--batch-size", "4", "--cache", ""]
+    assert main(["emulate", "--config", str(CONFIG), *args, "--memory-limit", "8GiB", "--plan-only", "--json"]) == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out)["batch_size"] == 4
+    assert "Its steps can't be emulated here: a rank takes" in output.err

@@ -63,4 +63,4 @@ def test_cluster_file_stands_for_its_own_links(tmp_path: Path) -> None:
     cluster = resolve_cluster("h100-80gb-nvlink", 4)
     file = tmp_path / "cluster.json"
     file.write_text(cluster.model_dump_json())
-    assert emulate.read_cluster(str(file), 4, None) == cluster
+    assert resolve_cluster(str(file), 4, None) == cluster
