@@ -22,6 +22,9 @@ from lightning_osdp.emulation.process_group import join
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, HierarchicalLinks, Link, ShardingLink
 
+# torch 2.13 calls what users know as all_gather_into_tensor and reduce_scatter_tensor by other names.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
+
 RANKS, NODES = 16, 2
 CPU = torch.device("cpu")
 SLOW = CollectiveFit(latency_s=0.05 / (RANKS - 1), s_per_byte=0.0)
