@@ -41,8 +41,9 @@ def check_list(name: str, tensors: Sequence[Tensor], part: Tensor | None, ranks:
     """
     if len(tensors) != ranks:
         raise ConfigurationError(f"{name} over {ranks} ranks: its list has {len(tensors)} tensors, not one for each")
-    for tensor in tensors if part is not None else ():
-        check_parts(name, tensor, part, 1)
+    if part is not None:
+        for tensor in tensors:
+            check_parts(name, tensor, part, 1)
 
 
 def check_split(name: str, tensor: Tensor, sizes: Sequence[int] | None, ranks: int) -> None:

@@ -277,8 +277,8 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         ranks = self.size()
         check_split("all_to_all", input, input_sizes, ranks)
         check_split("all_to_all", output, output_sizes, ranks)
-        parts = input.split(list(input_sizes)) if input_sizes else input.chunk(ranks)
-        targets = output.split(list(output_sizes)) if output_sizes else output.chunk(ranks)
+        parts = torch.split(input, input_sizes) if input_sizes else input.chunk(ranks)
+        targets = torch.split(output, output_sizes) if output_sizes else output.chunk(ranks)
         return self.alltoall(targets, parts) if parts and targets else self._run("all_gather", lambda: None, [output])
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
