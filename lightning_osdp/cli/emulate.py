@@ -23,7 +23,7 @@ from lightning_osdp.backend.memory import memory_limit
 from lightning_osdp.cli import offline_plan
 from lightning_osdp.cli.emulate_worker import StrategyName, StrategyResult, Task
 from lightning_osdp.cli.large_modules import ModuleMaker
-from lightning_osdp.emulation.environment import describe, resolve_cluster
+from lightning_osdp.emulation.environment import describe_cluster, resolve_cluster
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPError
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.formatting import format_bytes
@@ -99,7 +99,7 @@ def run(options: Namespace, write_page: WritePage) -> None:
     """
     request = _read_request(options)
     if not options.json:
-        print(describe(request.cluster), flush=True)
+        print(describe_cluster(request.cluster), flush=True)
     if options.plan_only:
         plan, obstacle = _plan(request)
         if options.html is not None:

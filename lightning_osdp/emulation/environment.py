@@ -38,7 +38,7 @@ class EmulatedCluster(ClusterEnvironment):
         self.cluster = resolve_cluster(hardware, devices, nodes)
         join(EmulatedLinks(self.cluster))
         forbid_checkpoints()
-        rank_zero_info(describe(self.cluster))
+        rank_zero_info(describe_cluster(self.cluster))
 
     @property
     @override
@@ -98,7 +98,7 @@ class EmulatedCluster(ClusterEnvironment):
             )
 
 
-def describe(cluster: Cluster) -> str:
+def describe_cluster(cluster: Cluster) -> str:
     """Return what a user has to know before anything else."""
     nodes = "one node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
     return (
