@@ -10,9 +10,9 @@ from torch import nn
 from lightning_osdp.backend.collectives import all_reduce_async
 from lightning_osdp.backend.row_collectives import exchange_numbers
 from lightning_osdp.backend.work import Work
-from lightning_osdp.engine.tensor_parallel.groups import TensorGroups
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator, cut_dim
 from lightning_osdp.engine.tensor_parallel.pair import PairUnit
+from lightning_osdp.engine.tensor_parallel.process_groups import TensorGroups
 from lightning_osdp.engine.tensor_parallel.scope import ScopeUnit
 from lightning_osdp.engine.tensor_parallel.single import SingleUnit
 from lightning_osdp.engine.tensor_parallel.unit import TensorUnit, UnitContext

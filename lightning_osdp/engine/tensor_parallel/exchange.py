@@ -21,7 +21,7 @@ from lightning_osdp.backend import row_collectives
 from lightning_osdp.state.guarded_parameter import opened, without_guards
 
 
-class Part(IntEnum):
+class Phase(IntEnum):
     """The parts of a run, each of which is announced before its collectives."""
 
     START = 0
@@ -46,7 +46,7 @@ class RowExchange:
 
     counts: Sequence[int]
     group: Any
-    announce: Callable[[Part], None]
+    announce: Callable[[Phase], None]
     needs_grad: int
 
     def gather(self, rows: Tensor, index: int = 0) -> Tensor:
@@ -78,7 +78,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.over.announce(Part.INPUT_GRADIENT)
+        ctx.over.announce(Phase.INPUT_GRADIENT)
         return row_collectives.scatter_rows(gradient, ctx.over.counts, ctx.over.group), None
 
 
@@ -91,7 +91,7 @@ class _Scattered(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.over.announce(Part.OUTPUT_GRADIENT)
+        ctx.over.announce(Phase.OUTPUT_GRADIENT)
         return row_collectives.gather_rows(gradient, ctx.over.counts, ctx.over.group), None
 
 
@@ -104,7 +104,7 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.over.announce(Part.OUTPUT_GRADIENT)
+        ctx.over.announce(Phase.OUTPUT_GRADIENT)
         return row_collectives.rows_to_columns(gradient, ctx.over.counts, ctx.over.group), None
 
 

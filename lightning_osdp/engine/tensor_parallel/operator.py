@@ -95,7 +95,7 @@ class Bags:
     weights: Tensor | None
 
     @classmethod
-    def of(cls, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Bags:
+    def create(cls, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Bags:
         """Return the bags of an EmbeddingBag's arguments."""
         if offsets is None:
             offsets = torch.arange(0, ids.numel(), max(1, ids.shape[1]), device=ids.device, dtype=ids.dtype)

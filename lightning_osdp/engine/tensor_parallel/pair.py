@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_osdp.engine.sliced_operator import cast_for_autocast
 from lightning_osdp.engine.tensor_parallel.check import has_hooks
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
-from lightning_osdp.engine.tensor_parallel.runs import Run, SlicedRun
+from lightning_osdp.engine.tensor_parallel.operator_run import OperatorRun, SlicedRun
 from lightning_osdp.engine.tensor_parallel.unit import TensorUnit
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.tensor import TensorRole
@@ -25,7 +25,7 @@ from lightning_osdp.planning.spec.tensor import TensorRole
 class PairUnit(TensorUnit):
     """Gathers the input of its column operators once, and scatters the outputs of its row operators."""
 
-    _run: Run | None = None
+    _run: OperatorRun | None = None
     """The run that has started, until the last row operator has ended it."""
     _input: Tensor | None = None
     """What the column operators of the run have been given."""

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from lightning_osdp.engine.sliced_operator import cast_for_autocast
 from lightning_osdp.engine.tensor_parallel.check import has_hooks
-from lightning_osdp.engine.tensor_parallel.groups import TensorGroups
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
+from lightning_osdp.engine.tensor_parallel.operator_run import SlicedRun
 from lightning_osdp.engine.tensor_parallel.pair import PairUnit
-from lightning_osdp.engine.tensor_parallel.runs import SlicedRun
+from lightning_osdp.engine.tensor_parallel.process_groups import TensorGroups
 from lightning_osdp.engine.tensor_parallel.unit import UnitContext
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_osdp.backend.row_collectives import gather_rows
 from lightning_osdp.engine.tensor_parallel.exchange import RowExchange
 from lightning_osdp.engine.tensor_parallel.operator import Bags
-from lightning_osdp.engine.tensor_parallel.runs import SlicedRun
+from lightning_osdp.engine.tensor_parallel.operator_run import SlicedRun
 from lightning_osdp.engine.tensor_parallel.unit import TensorUnit
 
 
@@ -46,7 +46,7 @@ class SingleUnit(TensorUnit):
         (operator,) = self.operators
         if (offsets is None) != (input.dim() == 2):
             return own(input, offsets, per_sample_weights)  # type: ignore[no-any-return]  # which says what is wrong
-        bags = Bags.of(input, offsets, per_sample_weights)
+        bags = Bags.create(input, offsets, per_sample_weights)
         weights, has_end = bags.weights, offsets is not None and operator.module.include_last_offset
         needs_grad = int(weights is not None and weights.requires_grad)
         alike = f"{bags.ids.dtype} {None if weights is None else weights.dtype}"

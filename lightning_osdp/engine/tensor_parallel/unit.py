@@ -6,7 +6,7 @@ of all. Otherwise those that run it gather the weights, and each computes for it
 
 Note [joining]: collectives have one order on all ranks of all groups (``CollectiveOrder``). What a rank does not run it
 joins: in the start of a run it says so; the other parts are those of a group whose ranks all run it, so the ranks of
-other groups have nothing to do. Such a part comes when all ranks of its group have come to it.
+other groups have nothing to do. Such a phase comes when all ranks of its group have come to it.
 
 Note [whole gradients]: those of whole weights wait until the pass is over, since ranks that differ in what they run
 come to them at different times.
@@ -31,21 +31,21 @@ from torch.optim import Optimizer
 from lightning_osdp.backend.row_collectives import exchange_numbers
 from lightning_osdp.engine.replaced_method import replace_method
 from lightning_osdp.engine.sliced_operator import refuse_transforms
-from lightning_osdp.engine.tensor_parallel.exchange import Part, read_whole
-from lightning_osdp.engine.tensor_parallel.groups import TensorGroups
+from lightning_osdp.engine.tensor_parallel.exchange import Phase, read_whole
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
-from lightning_osdp.engine.tensor_parallel.runs import Run, SlicedRun, WholeRun
+from lightning_osdp.engine.tensor_parallel.operator_run import OperatorRun, SlicedRun, WholeRun
+from lightning_osdp.engine.tensor_parallel.process_groups import TensorGroups
 from lightning_osdp.planning.spec.tensor import TensorRole
 from lightning_osdp.state.guarded_parameter import GuardContext, ShardGuard, local_data, without_guards
 from lightning_osdp.state.state_dict import ShardedParameters
 
-_STARTS = (Part.START, Part.START_WITHOUT_GRADIENTS)
+_STARTS = (Phase.START, Phase.START_WITHOUT_GRADIENTS)
 
 _ABSENT = (0, 0, 0, 0, 0)
 """What a rank says at the start of a run in which it only joins: is present, signature, needs gradients, two counts."""
 
 
-class Order(Protocol):
+class UnitOrder(Protocol):
     """The order of collectives of all units."""
 
     def register(self, unit: Any, is_grouped: bool = False) -> int:
@@ -70,7 +70,7 @@ class UnitContext:
         check_run: raises where the module must not run.
     """
 
-    order: Order
+    order: UnitOrder
     check_run: Callable[[], None]
 
 
@@ -129,7 +129,7 @@ class TensorUnit:
 
     # Runs
 
-    def start(self, num_rows: Sequence[int], alike: str, needs_grad: int = 0) -> tuple[Run, list[list[int]]]:
+    def start(self, num_rows: Sequence[int], alike: str, needs_grad: int = 0) -> tuple[OperatorRun, list[list[int]]]:
         """Start a run, and return it with the numbers of rows of all ranks. Collective; see Note [a run].
 
         Args:
@@ -138,7 +138,7 @@ class TensorUnit:
             needs_grad: bit i is set if the rows that are gathered as number i need gradients.
         """
         self._context.check_run()
-        self._announce(Part.START if torch.is_grad_enabled() else Part.START_WITHOUT_GRADIENTS)
+        self._announce(Phase.START if torch.is_grad_enabled() else Phase.START_WITHOUT_GRADIENTS)
         signature = crc32(alike.encode()) + 1 if alike else 0
         own = (1, signature, needs_grad, *num_rows)
         answers = exchange_numbers(own + _ABSENT[len(own) :], self.groups.host)
@@ -177,19 +177,19 @@ class TensorUnit:
                 part = part.div_(self.groups.degree)
                 weight.grad = part if weight.grad is None else weight.grad.add_(part)
 
-    def _announce(self, part: Part) -> None:
-        """Return when all ranks are in this part of a run."""
-        self._context.order.before_gather(self._index, _is_in_backward(), (part,))
-        self._note(part)
+    def _announce(self, phase: Phase) -> None:
+        """Return when all ranks are in this phase of a run."""
+        self._context.order.before_gather(self._index, _is_in_backward(), (phase,))
+        self._note(phase)
 
-    def _note(self, part: Part) -> None:
+    def _note(self, phase: Phase) -> None:
         """Note what any rank of any group does."""
-        self.has_run |= part == Part.START
-        self.has_new_gradients |= part in (Part.OUTPUT_GRADIENT, Part.INPUT_GRADIENT)
+        self.has_run |= phase == Phase.START
+        self.has_new_gradients |= phase in (Phase.OUTPUT_GRADIENT, Phase.INPUT_GRADIENT)
 
     def announce_output(self) -> None:
         """Return when all ranks are about to sum and scatter outputs."""
-        self._announce(Part.OUTPUT)
+        self._announce(Phase.OUTPUT)
 
     def begin_step(self) -> None:
         """Forget runs of an earlier step, unless their gradients are still to be averaged."""
@@ -200,17 +200,17 @@ class TensorUnit:
     # What other ranks run; see Note [joining]
 
     def join_gather(self, indices: Sequence[int]) -> None:
-        """Take part in a part of a run of other ranks."""
-        part = Part(indices[0])
-        self._note(part)
-        if part in _STARTS:
+        """Take phase in a phase of a run of other ranks."""
+        phase = Phase(indices[0])
+        self._note(phase)
+        if phase in _STARTS:
             with without_guards(), torch.no_grad():
                 if any(is_present for is_present, *_ in exchange_numbers(_ABSENT, self.groups.host)):
                     self._gather_whole()
 
     def can_run(self, ranks: Collection[int], indices: Sequence[int]) -> bool:
-        """Return whether this part of a run is complete with these ranks: all of a group, or of each of several."""
-        if Part(indices[0]) in _STARTS:
+        """Return whether this phase of a run is complete with these ranks: all of a group, or of each of several."""
+        if Phase(indices[0]) in _STARTS:
             return True
         groups = Counter(rank // self.groups.degree for rank in ranks)
         return all(count == self.groups.degree for count in groups.values())

@@ -11,7 +11,7 @@ from lightning_osdp.engine.tensor_parallel.exchange import RowExchange, read_sli
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
 
 
-class Run(Protocol):
+class OperatorRun(Protocol):
     """One run of operators. See ``RowExchange``."""
 
     def gather(self, rows: Tensor, index: int = 0) -> Tensor:
@@ -39,11 +39,11 @@ class SlicedRun(RowExchange):
     """A run with this rank's slices."""
 
     def weight_of(self, operator: TensorOperator) -> Tensor:
-        """See ``Run.weight_of``."""
+        """See ``OperatorRun.weight_of``."""
         return read_slice(operator.weight, len(self.counts))
 
     def bias_of(self, operator: TensorOperator) -> Tensor | None:
-        """See ``Run.bias_of``."""
+        """See ``OperatorRun.bias_of``."""
         return operator.bias_slice
 
 
@@ -58,19 +58,19 @@ class WholeRun:
         self._weights = weights
 
     def gather(self, rows: Tensor, index: int = 0) -> Tensor:
-        """See ``Run.gather``."""
+        """See ``OperatorRun.gather``."""
         return rows
 
     def scatter(self, rows: Tensor) -> Tensor:
-        """See ``Run.scatter``."""
+        """See ``OperatorRun.scatter``."""
         return rows
 
     to_rows = scatter
 
     def weight_of(self, operator: TensorOperator) -> Tensor:
-        """See ``Run.weight_of``."""
+        """See ``OperatorRun.weight_of``."""
         return self._weights[operator]
 
     def bias_of(self, operator: TensorOperator) -> Tensor | None:
-        """See ``Run.bias_of``."""
+        """See ``OperatorRun.bias_of``."""
         return operator.bias
