@@ -1,0 +1,517 @@
+"""Finds the operators that may be tensor parallel: embeddings, linear layers, pairs of them, and attentions.
+
+The dataflow of a traced forward shows which linear layers (columns) feed another one (row) with no third in between.
+Such a group is a candidate if nothing else sees what the columns give; playing the ranks decides (``tensor_proof``):
+
+- Pair: the columns read one tensor, and what happens until the row treats rows and features one by one, as in an MLP.
+  Each column gathers its own input. Its ``scope`` is the row operator.
+- Attention: a module that encloses the columns is called with gathered arguments. Whole numbers of modules in it
+  (heads, widths) may have to be divided by the degree, and a fused projection cut in each of its parts.
+
+Groups that do the same in modules of one class are proven once. A layer that is in no group is a candidate by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_osdp.engine.splittable import matrix_input_dim
+from lightning_osdp.planning.spec.model import Operator
+from lightning_osdp.planning.spec.tensor import TensorCandidate, TensorRole
+from lightning_osdp.profiling import tensor_proof
+from lightning_osdp.profiling.tensor_proof import Cut, Refusal, Scene, Stage
+from lightning_osdp.profiling.tracing.dataflow import MANY_SOURCES, Call, Dataflow
+
+aten = torch.ops.aten
+
+MAX_SECONDS = 2.0
+"""Processor time that all proofs of a model may take. [M-tensor-1]"""
+
+MAX_ATTRIBUTES = 3
+"""Attributes that are divided at once."""
+
+MAX_PARTS = 3
+"""Parts of a fused projection: query, key and value."""
+
+MAX_ELEMENTS = 1 << 22
+"""Largest tensor that is played at its full length."""
+
+LONG = 8
+"""Sequences that are longer than this are played shorter where they can be."""
+
+ROWWISE = frozenset(
+    [
+        *(aten.view, aten._unsafe_view, aten.reshape, aten.split, aten.split_with_sizes, aten.chunk, aten.slice),
+        *(aten.select, aten.unbind, aten.view_as, aten.t, aten.transpose, aten.permute, aten.clone, aten.contiguous),
+        *(aten.detach, aten.alias, aten.expand, aten.unsqueeze, aten.squeeze, aten.cat, aten._to_copy, aten.copy_),
+        *(aten.empty_like, aten.ones_like, aten.zeros_like, aten.rand_like, aten.new_empty, aten.new_zeros, aten.lift),
+        *(aten.native_dropout, aten.bernoulli_, aten.bernoulli, aten.glu, aten.lift_fresh, aten.div_, aten.mul_),
+    ]
+)
+"""Functions besides the pointwise ones that don't compute with several numbers of a row."""
+
+READS_VALUES = frozenset([aten._local_scalar_dense, aten.equal, aten.is_nonzero, aten.nonzero, aten.masked_select])
+
+
+@dataclass(frozen=True)
+class TensorFindings:
+    """What may be tensor parallel, and why the rest may not."""
+
+    candidates: tuple[TensorCandidate, ...] = ()
+    refusals: Mapping[str, str] = field(default_factory=dict)
+    """Reasons by operator, in words for the user."""
+
+
+@dataclass(frozen=True)
+class TracedModule:
+    """A module whose forward was recorded on a fake copy.
+
+    Attributes:
+        module: the user's module.
+        fake: its copy, which ran.
+        flow: what it did.
+        batch_size: number of samples that it ran with.
+        run_step: runs the step on a copy of ``module`` with the arguments in ``step_args``.
+        step_args: real tensors, ``batch_size`` rows of the user's batch.
+        shared: objects that are never copied.
+    """
+
+    module: nn.Module
+    fake: nn.Module
+    flow: Dataflow
+    batch_size: int
+    run_step: Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], Any]
+    step_args: tuple[Any, ...]
+    shared: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Columns that feed a row, by the calls in which they do."""
+
+    columns: tuple[str, ...]
+    row: str
+    column_calls: tuple[tuple[Call, ...], ...]
+    row_calls: tuple[Call, ...]
+
+
+@dataclass(frozen=True)
+class _Proven:
+    degrees: tuple[int, ...]
+    parts: int
+    attributes: tuple[tuple[int, str], ...]
+    values: tuple[int, ...]
+    """Of the attributes, where it was proven."""
+
+
+def find_tensor_candidates(
+    traced: TracedModule, operators: Sequence[Operator], degrees: Sequence[int]
+) -> TensorFindings:
+    """Return what may be tensor parallel over each number of ranks in ``degrees``, and the reasons for the rest."""
+    return _Finder(traced, operators, degrees).find()
+
+
+class _Finder:
+    def __init__(self, traced: TracedModule, operators: Sequence[Operator], degrees: Sequence[int]) -> None:
+        self._traced, self._flow = traced, traced.flow
+        self._degrees = sorted(degrees)
+        self._modules = dict(traced.module.named_modules())
+        self._names = {id(each): name for name, each in traced.fake.named_modules()}
+        self._refusals = {each.name: _refusal(each, self._modules[each.name], degrees) for each in operators}
+        self._refusals = {name: reason for name, reason in self._refusals.items() if reason}
+        self._usable = {each.name for each in operators} - self._refusals.keys()
+        self._operators = operators
+        self._calls: dict[str, list[int]] = defaultdict(list)
+        for number, call in enumerate(self._flow.calls):
+            self._calls[self._names.get(id(call.module), "")].append(number)
+        self._proofs: dict[tuple[object, ...], _Proven | str] = {}
+        self._deadline_s = time.process_time() + MAX_SECONDS
+        self._planned = _planned_columns(self._modules)
+
+    def find(self) -> TensorFindings:
+        """Find pairs first, then attentions, then single operators."""
+        candidates: dict[str, TensorCandidate] = {}
+        for with_scope in (False, True):
+            for group in self._groups():
+                names = (*group.columns, group.row)
+                if not candidates.keys().isdisjoint(names):
+                    continue
+                if (candidate := self._prove(group, with_scope)) is not None:
+                    candidates.update(dict.fromkeys(names, candidate))
+        for operator in self._operators:
+            if operator.name in self._usable and operator.name not in candidates and operator.name in self._calls:
+                candidates[operator.name] = self._single(operator)
+        order = {operator.name: index for index, operator in enumerate(self._operators)}
+        unique = {each.operators: each for each in candidates.values()}
+        ordered = sorted(unique.values(), key=lambda each: min(order[name] for name in each.operators))
+        return TensorFindings(tuple(ordered), self._refusals)
+
+    # -- groups -------------------------------------------------------------------------------------------------------
+
+    def _groups(self) -> Iterator[_Group]:
+        """Yield the groups of usable linear layers, in the order in which the rows run."""
+        rows = [name for name in self._calls if name in self._usable and _is_linear(self._modules[name])]
+        for row in rows:
+            row_calls = [self._flow.calls[number] for number in self._calls[row]]
+            for narrow in (False, True) if self._planned else (False,):
+                sources = [self._columns_of(call, narrow) for call in row_calls]
+                names = {tuple(self._name(each) for each in calls) for calls in sources}
+                if len(names) != 1 or names == {()}:
+                    continue
+                (columns,) = names
+                if len(set(columns)) < len(columns) or row in columns or not self._usable.issuperset(columns):
+                    continue
+                if any(len(self._calls[name]) != len(row_calls) for name in columns):
+                    continue
+                yield _Group(columns, row, tuple(sources), tuple(row_calls))
+
+    def _columns_of(self, row: Call, narrow: bool) -> tuple[Call, ...]:
+        """Return the calls that feed the row; with ``narrow`` those alone that the module's own plan cuts."""
+        if row.input_sources == MANY_SOURCES:
+            return ()
+        calls = [self._flow.calls[number] for number in sorted(row.input_sources)]
+        return tuple(call for call in calls if not narrow or self._name(call) in self._planned)
+
+    def _name(self, call: Call) -> str:
+        return self._names.get(id(call.module), "")
+
+    # -- proofs -------------------------------------------------------------------------------------------------------
+
+    def _prove(self, group: _Group, with_scope: bool) -> TensorCandidate | None:
+        """Return the group as a candidate if all its calls may be cut in the same way."""
+        proofs = set()
+        scope_names = set()
+        for columns, row in zip(group.column_calls, group.row_calls, strict=True):
+            scope = self._scope_of(columns) if with_scope else None
+            if with_scope and (scope is None or self._name(scope) in ("", group.row)):
+                return None
+            if not with_scope and len({column.input_key for column in columns}) > 1:
+                return None
+            if _leak(self._flow, columns, row, scope):
+                return None
+            proven = self._prove_once(columns, row, scope)
+            if isinstance(proven, str):
+                return None
+            proofs.add(proven)
+            scope_names.add(group.row if scope is None else self._name(scope))
+        if len(proofs) != 1 or len(scope_names) != 1:
+            return None
+        return self._candidate(group, proofs.pop(), scope_names.pop(), with_scope)
+
+    def _candidate(self, group: _Group, proven: _Proven, scope: str, with_scope: bool) -> TensorCandidate:
+        module = self._modules[scope]
+        attributes = [tensor_proof.attribute_name(module, each) for each in proven.attributes]
+        inputs = 0
+        for calls in group.column_calls:
+            stack = self._scope_of(calls) if with_scope else calls[0]
+            assert stack is not None
+            inputs += sum(each.nbytes for each in _tensors((stack.args, stack.kwargs)) if self._has_rows(each, calls))
+        outputs = sum(each.nbytes for call in group.row_calls for each in _tensors(call.output))
+        return TensorCandidate(
+            operators=(*group.columns, group.row),
+            roles=(*[TensorRole.COLUMN] * len(group.columns), TensorRole.ROW),
+            parts=(*[proven.parts] * len(group.columns), 1),
+            scope=scope,
+            attributes=tuple(f"{scope}.{name}" for name in attributes),
+            needs_agreement=with_scope,
+            degrees=proven.degrees,
+            input_bytes=inputs / self._traced.batch_size,
+            output_bytes=outputs / self._traced.batch_size,
+        )
+
+    def _has_rows(self, tensor: Tensor, columns: Sequence[Call]) -> bool:
+        return tensor.dim() > 0 and tensor.shape[0] == _first_tensor(columns[0]).shape[0]
+
+    def _scope_of(self, columns: Sequence[Call]) -> Call | None:
+        """Return the innermost call that encloses those of the columns."""
+        common = _common([column.stack[:-1] for column in columns])
+        return self._flow.calls[common[-1]] if common else None
+
+    def _prove_once(self, columns: Sequence[Call], row: Call, scope: Call | None) -> _Proven | str:
+        """Return the proof of one group, or that of an equal one that was proven before; or why there is none."""
+        stacks = [row.stack[:-1], *(column.stack[:-1] for column in columns)]
+        common = _common(stacks if scope is None else [row.stack[:-1], scope.stack])
+        home = self._flow.calls[common[-1]] if common else None
+        key = self._kind(columns, row, scope, home)
+        known = self._proofs.get(key)
+        if isinstance(known, _Proven) and scope is not None:
+            values = _attribute_values(self._modules[self._name(scope)], known.attributes)
+            known = known if values == known.values else None
+        if known is None:
+            try:
+                known = self._play(self._scene(columns, row, scope, home), columns)
+            except Refusal as refusal:
+                known = str(refusal)
+            self._proofs[key] = known
+        return known
+
+    def _kind(self, columns: Sequence[Call], row: Call, scope: Call | None, home: Call | None) -> tuple[object, ...]:
+        """Return a key that is equal for groups that do the same: class, functions, shapes and dataflow."""
+        flow, start = self._flow, home.start if home is not None else 0
+        numbers: dict[int, int] = {}
+
+        def renumber(storages: Any) -> tuple[int, ...]:
+            return tuple(sorted(numbers.setdefault(each, len(numbers)) for each in sorted(storages)))
+
+        trace = [
+            (event.signature, renumber(event.reads), renumber(event.writes)) for event in flow.events[start : row.stop]
+        ]
+        prefix = f"{self._name(home)}." if home is not None else ""
+        members = (*columns, row, *([scope] if scope is not None else []))
+        names = tuple(self._name(call).removeprefix(prefix) for call in members)
+        kind = type(self._modules[self._name(home)]) if home is not None else None
+        return (kind, names, scope is None, hash(tuple(trace)))
+
+    def _scene(self, columns: Sequence[Call], row: Call, scope: Call | None, home: Call | None) -> Scene:
+        traced = self._traced
+        first = min(column.start for column in columns)
+        between = [call for call in self._flow.calls if first <= call.start < row.stop and call.stop <= row.stop]
+        members = {id(call) for call in (*columns, row)}
+        modules = {self._name(call): self._modules[self._name(call)] for call in between if id(call) not in members}
+        modules |= {self._name(call): self._modules[self._name(call)] for call in (scope,) if call is not None}
+        for name, module in modules.items():
+            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+                raise Refusal(f"{name} has hooks, which would see a slice")
+        hidden = _first_tensor(columns[0])
+        scene = Scene(
+            home=traced.module,
+            args=traced.step_args,
+            kwargs={},
+            columns=tuple(self._modules[self._name(call)] for call in columns),
+            row=self._modules[self._name(row)],
+            scope=None if scope is None else self._modules[self._name(scope)],
+            batch_rows=hidden.shape[0],
+            run=traced.run_step,
+            stateless=tuple(modules.values()),
+            shared=(*traced.module.parameters(), *traced.shared),
+        )
+        if home is None:
+            return scene
+        module = self._modules[self._name(home)]
+        sizes = {hidden.shape[-1], *(_first_tensor(call).shape[-1] for call in (row, *columns)), hidden.shape[0]}
+        long_dim = hidden.shape[1] if hidden.dim() > 2 and hidden.shape[1] > LONG else 0
+        return replace(
+            scene,
+            home=module,
+            args=home.args,
+            kwargs=home.kwargs,
+            run=tensor_proof.call_module,
+            long_dim=0 if long_dim in sizes else long_dim,
+            stateless=(*scene.stateless, module),
+        )
+
+    def _play(self, scene: Scene, columns: Sequence[Call]) -> _Proven:
+        stage = self._start(scene, max(_tensors(call.output)[0].numel() for call in columns))
+        first = self._degrees[0]
+        reason = ""
+        for cut in self._cuts(scene, first):
+            try:
+                self._check_time()
+                stage.check(cut)
+            except Refusal as refusal:
+                reason = reason or str(refusal)
+                continue
+            degrees = (first, *(each for each in self._degrees[1:] if self._holds(stage, replace(cut, degree=each))))
+            values = () if scene.scope is None else _attribute_values(scene.scope, cut.attributes)
+            return _Proven(degrees, cut.parts, cut.attributes, values)
+        raise Refusal(reason)
+
+    def _holds(self, stage: Stage, cut: Cut) -> bool:
+        try:
+            self._check_time()
+            stage.check(cut)
+        except Refusal:
+            return False
+        return True
+
+    def _cuts(self, scene: Scene, degree: int) -> Iterator[Cut]:
+        attributes = tensor_proof.integer_attributes(scene.scope, degree) if scene.scope is not None else []
+        parts = range(1, MAX_PARTS + 1) if len(scene.columns) == 1 else (1,)
+        for count in range(min(MAX_ATTRIBUTES, len(attributes)) + 1):
+            for chosen in itertools.combinations(attributes, count):
+                for each in parts:
+                    yield Cut(degree, each, chosen)
+
+    def _start(self, scene: Scene, num_elements: int) -> Stage:
+        """Return a stage on which the scene runs without a cut."""
+        lengths = [scene.long_dim] if scene.long_dim else []
+        lengths += [0] if num_elements <= MAX_ELEMENTS else []
+        reason = "it is too large to be tried"
+        for length, dtype, true_mask in itertools.product(lengths, tensor_proof.TOLERANCES, (True, False)):
+            self._check_time()
+            try:
+                stage = Stage(scene, dtype, length, true_mask)
+                stage.plain_run(0, 0)
+            except Refusal as refusal:
+                reason = str(refusal)
+            else:
+                return stage
+        raise Refusal(reason)
+
+    def _check_time(self) -> None:
+        if time.process_time() > self._deadline_s:
+            raise Refusal("there was no time to try it")
+
+    # -- single operators ---------------------------------------------------------------------------------------------
+
+    def _single(self, operator: Operator) -> TensorCandidate:
+        module, calls = self._modules[operator.name], [self._flow.calls[each] for each in self._calls[operator.name]]
+        is_linear = _is_linear(module)
+        inputs = sum(each.nbytes for call in calls for each in _tensors((call.args, call.kwargs)))
+        outputs = sum(each.nbytes for call in calls for each in _tensors(call.output))
+        return TensorCandidate(
+            operators=(operator.name,),
+            roles=(TensorRole.LINEAR if is_linear else TensorRole.EMBEDDING,),
+            degrees=tuple(each for each in self._degrees if _cut_size(module) % each == 0),
+            input_bytes=inputs / self._traced.batch_size,
+            output_bytes=outputs / self._traced.batch_size,
+        )
+
+
+# -- which operators ---------------------------------------------------------------------------------------------------
+
+
+def _refusal(operator: Operator, module: nn.Module, degrees: Sequence[int]) -> str:
+    """Say to the user why the operator can't be tensor parallel at all; empty if it can."""
+    if operator.replicated_reason:
+        return operator.replicated_reason
+    if isinstance(module, nn.MultiheadAttention):
+        return "MultiheadAttention computes its projections by itself, all in one function"
+    if isinstance(module, nn.EmbeddingBag):
+        reason = _bag_refusal(module)
+    else:
+        reason = "" if operator.split_dims else operator.unsplittable_reason or "it is not a matrix"
+    if reason:
+        return reason
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
+        return "scale_grad_by_freq counts indices, of which each rank has its own"
+    size = _cut_size(module)
+    if not any(size % degree == 0 for degree in degrees):
+        return f"its {size} output features can't be divided by {' or '.join(map(str, degrees))}"
+    return ""
+
+
+def _bag_refusal(module: nn.EmbeddingBag) -> str:
+    if type(module).forward is not nn.EmbeddingBag.forward or "forward" in vars(module):
+        return f"{type(module).__name__} has a forward of its own"
+    if set(module._parameters) - {"weight"} or module._modules or module._parameters.get("weight") is None:
+        return "its weight is computed from others (parametrized, weight-normed or pruned)"
+    if module.weight._backward_hooks or getattr(module.weight, "_post_accumulate_grad_hooks", None):
+        return "there are hooks on its weight"
+    if module._forward_pre_hooks or module._forward_hooks:
+        return "there are hooks on it, which may read its weight"
+    if module.max_norm is not None:
+        return "max_norm changes whole rows of the weight"
+    return "its gradients are sparse" if module.sparse else ""
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return matrix_input_dim(module) is not None
+
+
+def _cut_size(module: nn.Module) -> int:
+    """Return the size of the dimension that is cut if the module is tensor parallel by itself."""
+    assert isinstance(module.weight, Tensor)
+    input_dim = matrix_input_dim(module)
+    return module.weight.shape[1 if input_dim is None else 1 - input_dim]
+
+
+def _planned_columns(modules: Mapping[str, nn.Module]) -> set[str]:
+    """Return the modules that transformers' own plans (``_tp_plan``) cut by columns: a hint, which proves nothing."""
+    planned = set()
+    for prefix, module in modules.items():
+        plan = getattr(module, "_tp_plan", None)
+        for pattern, style in plan.items() if isinstance(plan, dict) else ():
+            if "colwise" in str(style):
+                wanted = f"{prefix}.{pattern}".strip(".").split(".")
+                planned |= {name for name in modules if _matches(name.split("."), wanted)}
+    return planned
+
+
+def _matches(path: Sequence[str], wanted: Sequence[str]) -> bool:
+    return len(path) == len(wanted) and all(b in ("*", a) for a, b in zip(path, wanted, strict=True))
+
+
+# -- dataflow ----------------------------------------------------------------------------------------------------------
+
+
+def _leak(flow: Dataflow, columns: Sequence[Call], row: Call, scope: Call | None) -> str:
+    """Say what sees more of the columns' results than the row's input, or mixes what may not be mixed; empty if none.
+
+    Without ``scope``, what happens in between must treat each number by itself.
+    """
+    members = {column.stack[-1] for column in columns} | {row.stack[-1]}
+    ends = {column.stop: column.outputs for column in columns}
+    start = min(column.start for column in columns) if scope is None else scope.start
+    arguments = frozenset(scope.inputs) if scope is not None else frozenset()
+    tainted: set[int] = set()
+    for index in range(start, row.start):
+        tainted.update(ends.get(index, ()))
+        event = flow.events[index]
+        if not members.isdisjoint(event.calls):
+            continue
+        in_scope = scope is not None and index < scope.stop
+        own = tainted | arguments if in_scope else tainted
+        if own.isdisjoint(event.reads):
+            continue
+        if event.func.overloadpacket in READS_VALUES or event.reads_numbers:
+            return "numbers are read from it"
+        others = event.reads - own
+        if not flow.rank_specific.isdisjoint(others):
+            return f"{event.func} combines it with what each rank has of its own"
+        if any(flow.first_writes.get(each, -1) < start for each in event.changes - tainted):
+            return f"{event.func} writes it to what was there before"
+        if scope is None and not _is_rowwise(event):
+            return f"{event.func} computes with several numbers of a row"
+        tainted.update(event.writes)
+    tainted.update(*(outputs for stop, outputs in ends.items() if stop == row.start))
+    if scope is not None and not arguments.isdisjoint(scope.outputs):
+        return "it returns its argument"
+    tainted -= arguments
+    if not tainted.intersection(row.inputs):
+        return "it does not reach the row"
+    if any(flow.last_reads.get(each, -1) >= row.stop for each in tainted):
+        return "it is used again later"
+    if scope is not None:
+        return _lost_result(flow, start, row, tainted)
+    return ""
+
+
+def _lost_result(flow: Dataflow, start: int, row: Call, tainted: set[int]) -> str:
+    """Name a function whose results nothing reads, as for a log: it would be of a slice."""
+    for event in flow.events[start : row.start]:
+        if event.writes and event.writes <= tainted and not event.writes.intersection(row.inputs):
+            if all(flow.last_reads.get(each, -1) < 0 for each in event.writes):
+                return f"nothing uses the result of {event.func}"
+    return ""
+
+
+def _is_rowwise(event: Any) -> bool:
+    return torch.Tag.pointwise in event.func.tags or event.func.overloadpacket in ROWWISE
+
+
+def _common(stacks: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return what all stacks begin with."""
+    return tuple(each[0] for each in itertools.takewhile(lambda level: len(set(level)) == 1, zip(*stacks, strict=False)))
+
+
+def _first_tensor(call: Call) -> Tensor:
+    return _tensors((call.args, call.kwargs))[0]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _attribute_values(scope: nn.Module, attributes: Sequence[tuple[int, str]]) -> tuple[int, ...]:
+    owners = tensor_proof.attribute_owners(scope)
+    return tuple(vars(owners[index]).get(name, 0) for index, name in attributes)
