@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from math import gcd
 from typing import NamedTuple
 
 from lightning_osdp.errors import ConfigurationError
@@ -24,6 +25,12 @@ class Mode(StrEnum):
     """States sharded, parameters unsharded from forward to backward (ZeRO-2, FSDP's SHARD_GRAD_OP)."""
     ZDP = "zdp"
     """States sharded, parameters gathered for the forward and again for the backward (ZeRO-3, FSDP's FULL_SHARD)."""
+    TP = "tp"
+    """Tensor parallel: each rank of a group keeps its slice of the weights, and activations are exchanged."""
+
+
+WEIGHT_MODES = (Mode.DP, Mode.ZDP2, Mode.ZDP)
+"""Modes that move weights and gradients instead of activations, from the most memory to the least."""
 
 
 class ShardingScope(StrEnum):
@@ -45,6 +52,8 @@ class ShardingChoice(NamedTuple):
     """The ranks that sharded slices are spread over."""
     hierarchical: bool = False
     """Whether collectives of all ranks run in two stages, inside nodes and between them."""
+    tensor_degree: int = 1
+    """Ranks that hold one slice each if the mode is ``tp``, else 1."""
 
 
 DEFAULT_SLICE_COUNTS = (2, 4, 8, 16)
@@ -62,6 +71,17 @@ def available_scopes(cluster: Cluster) -> tuple[tuple[ShardingScope, bool], ...]
     if not cluster.is_hierarchical or cluster.hierarchical_links is None:
         return ((ShardingScope.WORLD, False),)
     return ((ShardingScope.WORLD, False), (ShardingScope.WORLD, True), (ShardingScope.NODE, False))
+
+
+def tensor_degrees(cluster: Cluster) -> tuple[int, ...]:
+    """Return the degrees of tensor parallelism that are possible: the divisors of the devices of a node, above 1."""
+    devices = devices_of_each_node(cluster)
+    return tuple(degree for degree in range(2, devices + 1) if devices % degree == 0)
+
+
+def devices_of_each_node(cluster: Cluster) -> int:
+    """Return the number of devices of a node; the greatest common divisor if nodes differ."""
+    return gcd(*cluster.devices_by_node) or cluster.devices_per_node
 
 
 def legal_modes(operator: Operator) -> tuple[Mode, ...]:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from math import prod
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from lightning_osdp.planning.spec.files import MAX_NUMBER
+from lightning_osdp.planning.spec.frozen import Count as Count
+from lightning_osdp.planning.spec.frozen import Finite as Finite
+from lightning_osdp.planning.spec.frozen import FrozenModel as FrozenModel
+from lightning_osdp.planning.spec.frozen import NonNegative as NonNegative
+from lightning_osdp.planning.spec.frozen import Seconds as Seconds
+from lightning_osdp.planning.spec.frozen import Size as Size
+from lightning_osdp.planning.spec.tensor import TensorCandidate, TensorUse, index_candidates
 
 SMALL_PARAMETER_ELEMENTS = 1 << 14
 """Smaller 1-D parameters (norms, biases) are never sharded: their gradients are all-reduced in buckets. [M-cost-1]"""
@@ -19,27 +26,6 @@ UNATTRIBUTED = -1
 """``Moment.operator`` of work that belongs to no operator (attention, activations, the loss)."""
 
 Phase = Literal["forward", "backward"]
-
-Count = Annotated[int, Field(ge=1, le=1 << 53)]
-"""A number of things of which there is at least one."""
-
-Size = Annotated[int, Field(ge=0, lt=1 << 63)]
-"""A number of bytes or elements."""
-
-NonNegative = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
-"""A quantity or a factor: neither negative nor so large that sums and products overflow."""
-
-Seconds = NonNegative
-"""A time that was measured."""
-
-Finite = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
-"""A number that sums and products don't overflow with."""
-
-
-class FrozenModel(BaseModel):
-    """An immutable, comparable value with JSON in and out; unknown fields, infinities and NaN are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class LinearInBatch(FrozenModel):
@@ -128,6 +114,8 @@ class Operator(FrozenModel):
     """Bytes per sample of its output; known if it can be split."""
     num_wrapped: Count = 1
     """Number of operators of one block that this operator stands for, because they share a unit (``wrapping``)."""
+    tensor: TensorUse | None = None
+    """How it may be tensor parallel (``ModelProfile.with_tensor_candidates`` sets it); None if it may not."""
 
     @property
     def weight(self) -> ParameterInfo | None:
@@ -155,7 +143,7 @@ class Operator(FrozenModel):
         shapes = tuple(
             (p.shape, p.element_bytes, p.trainable, p.optimizer_bytes, p.gradient_order) for p in self.parameters
         )
-        sharding = (self.calls, bool(self.replicated_reason), self.tied, self.split_dims, self.num_wrapped)
+        sharding = (self.calls, bool(self.replicated_reason), self.tied, self.split_dims, self.num_wrapped, self.tensor)
         return (self.kind, shapes, sharding, self.flops_per_sample)
 
 
@@ -247,6 +235,10 @@ class ModelProfile(FrozenModel):
     """Repeated blocks in the order in which they run; none lies in another."""
     evaluation: tuple[Moment, ...] = ()
     """Moments of the same forward without autograd; empty if they are not known."""
+    tensor_candidates: tuple[TensorCandidate, ...] = ()
+    """What may be tensor parallel. An operator is in one of them at most."""
+    tensor_refusals: dict[str, str] = Field(default_factory=dict)
+    """Why operators can't be tensor parallel, in words for the user, by name; for those of a kind that can be."""
     checksum: str = Field(default="", exclude=True, repr=False)
     """Checksum of the file that it was read from; the cache checks and removes it before."""
 
@@ -260,7 +252,32 @@ class ModelProfile(FrozenModel):
                 raise ValueError(f"an operator of the block {block.name} is none of {count}")
             if any(not 0 <= first <= end <= last for first, end in (block.forward, block.backward)):
                 raise ValueError(f"a moment of the block {block.name} is none of {last + 1}")
+        names = {operator.name for operator in self.operators}
+        if unknown := [name for name in index_candidates(self.tensor_candidates) if name not in names]:
+            raise ValueError(f"tensor_candidates: {unknown[0]} is no operator")
         return self
+
+    def with_tensor_candidates(
+        self, candidates: Iterable[TensorCandidate], refusals: Mapping[str, str] | None = None
+    ) -> ModelProfile:
+        """Return a copy whose operators may be tensor parallel as ``candidates`` say.
+
+        Args:
+            candidates: What may be tensor parallel.
+            refusals: Why other operators can't be, by name.
+
+        Raises:
+            ValueError: A candidate's operator is none of this model, or is in two of them.
+        """
+        candidates = tuple(candidates)
+        places = index_candidates(candidates)
+        operators = tuple(
+            operator.model_copy(update={"tensor": place[0].use(place[1]) if place else None})
+            for operator in self.operators
+            for place in (places.get(operator.name),)
+        )
+        changes = {"tensor_candidates": candidates, "tensor_refusals": dict(refusals or {}), "operators": operators}
+        return ModelProfile.model_validate(dict(self) | changes)
 
     def has_moments_of(self, other: ModelProfile) -> bool:
         """Return whether both run the same operators and blocks in the same order."""
