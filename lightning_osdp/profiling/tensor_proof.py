@@ -58,7 +58,8 @@ class _Reached(BaseException):
 
 
 def call_module(home: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return nn.Module.__call__(home, *args, **kwargs)  # type: ignore[no-untyped-call]  # subclasses may recompute
+    """Call a module without what its class does around it, such as recomputation."""
+    return nn.Module.__call__(home, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,10 @@ class Stage:
         self._generator = torch.Generator().manual_seed(0)
         memo: dict[int, Any] = {id(each): each for each in scene.shared}
         memo.update({id(p): self._stand_in(p) for p in scene.home.parameters()})
-        self.copy: nn.Module = deep_copy(scene.home, memo)
+        try:
+            self.copy: nn.Module = deep_copy(scene.home, memo)
+        except Exception as error:  # a class may refuse in its own way
+            raise Refusal(f"it can't be copied: {type(error).__name__}") from error
         for each in self.copy.modules():
             for name, buffer in each._buffers.items():
                 each._buffers[name] = self._buffer(buffer)
@@ -146,9 +150,12 @@ class Stage:
         row.forward = self._reach
         if self._scope is not None:
             self._scope_forward = self._scope.forward
-            self._scope.forward = functools.wraps(self._scope_forward)(self._run_scope)
+            self._scope.forward = functools.wraps(self._scope_forward)(functools.partial(self._run_scope))
         self._plain_runs: dict[tuple[int, int], Run] = {}
-        self._on_scope: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]] = lambda args, kwargs: (args, kwargs)
+        self._on_scope: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]] = lambda args, kwargs: (
+            args,
+            kwargs,
+        )
         self._on_column: Callable[[int, Tensor], Tensor]
         self._reached: Tensor | None = None
 
@@ -200,7 +207,7 @@ class Stage:
         self._reached = None
         torch.manual_seed(seed)
         try:
-            with torch.enable_grad(), _MeanDropout():
+            with torch.enable_grad(), _MeanDropout():  # type: ignore[no-untyped-call]
                 self.scene.run(self.copy, args, kwargs)
         except _Reached:
             pass
@@ -252,7 +259,8 @@ class Stage:
 
     def _product(self, index: int, x: Tensor, right: Tensor) -> Tensor:
         left, _ = self._columns[index]._vectors
-        return (x.to(self.dtype) @ left).unsqueeze(-1) * right
+        product: Tensor = (x.to(self.dtype) @ left).unsqueeze(-1) * right
+        return product
 
     def _differentiate(self, run: Run) -> None:
         if not run.reached.requires_grad:
@@ -269,7 +277,9 @@ class Stage:
         """Refuse runs that prove nothing, because most of what flows is zero or no number."""
         for tensor in (run.reached, *run.gradients[: len(run.products)]):
             if tensor is None or not tensor.isfinite().all():
-                raise Refusal("random inputs give no finite numbers" if tensor is not None else "no gradient reaches it")
+                raise Refusal(
+                    "random inputs give no finite numbers" if tensor is not None else "no gradient reaches it"
+                )
             if tensor.reshape(-1, tensor.shape[-1]).ne(0).any(0).double().mean() < 0.5:
                 raise Refusal("it is zero for random inputs")
 
@@ -380,7 +390,7 @@ class Stage:
             raise Refusal(f"a rank's part has the shape {shape} instead of {tuple(expected.shape)}")
         if is_flat:
             keep = [size for run in plain for size in (_num_rows(run.reached), PADDING_ROWS)]
-            found, expected = (torch.cat(each.split(keep)[::2]) for each in (found, expected))
+            found, expected = (torch.cat(torch.split(each, keep)[::2]) for each in (found, expected))
         difference, size = (found - expected).abs(), expected.abs()
         if expected.dim():
             difference, size = difference.amax(-1), size.amax(-1)

@@ -16,11 +16,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -29,7 +30,9 @@ from lightning_osdp.planning.spec.model import Operator
 from lightning_osdp.planning.spec.tensor import TensorCandidate, TensorRole
 from lightning_osdp.profiling import tensor_proof
 from lightning_osdp.profiling.tensor_proof import Cut, Refusal, Scene, Stage
+from lightning_osdp.profiling.tracing import stand_ins
 from lightning_osdp.profiling.tracing.dataflow import MANY_SOURCES, Call, Dataflow
+from lightning_osdp.profiling.tracing.optimizer_step import build_optimizers
 
 aten = torch.ops.aten
 
@@ -54,7 +57,8 @@ ROWWISE = frozenset(
         *(aten.select, aten.unbind, aten.view_as, aten.t, aten.transpose, aten.permute, aten.clone, aten.contiguous),
         *(aten.detach, aten.alias, aten.expand, aten.unsqueeze, aten.squeeze, aten.cat, aten._to_copy, aten.copy_),
         *(aten.empty_like, aten.ones_like, aten.zeros_like, aten.rand_like, aten.new_empty, aten.new_zeros, aten.lift),
-        *(aten.native_dropout, aten.bernoulli_, aten.bernoulli, aten.glu, aten.lift_fresh, aten.div_, aten.mul_),
+        *(aten.native_dropout, aten.bernoulli_, aten.bernoulli, aten.glu, aten.lift_fresh, aten.fill_, aten.prelu),
+        *(aten._prelu_kernel, aten.hardswish, aten.hardswish_, aten.log_sigmoid_forward),
     ]
 )
 """Functions besides the pointwise ones that don't compute with several numbers of a row."""
@@ -80,18 +84,14 @@ class TracedModule:
         fake: its copy, which ran.
         flow: what it did.
         batch_size: number of samples that it ran with.
-        run_step: runs the step on a copy of ``module`` with the arguments in ``step_args``.
-        step_args: real tensors, ``batch_size`` rows of the user's batch.
-        shared: objects that are never copied.
+        batch: that many rows of the user's batch, real.
     """
 
-    module: nn.Module
+    module: LightningModule
     fake: nn.Module
     flow: Dataflow
     batch_size: int
-    run_step: Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], Any]
-    step_args: tuple[Any, ...]
-    shared: tuple[Any, ...] = ()
+    batch: Any
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,18 @@ def find_tensor_candidates(
     return _Finder(traced, operators, degrees).find()
 
 
+def _run_step(module: nn.Module, args: tuple[Any, ...], _: object) -> None:
+    """Run the training step on a copy of the user's module."""
+    assert isinstance(module, LightningModule)
+    module.__dict__["_device"] = torch.device("cpu")
+    optimizers: list[Any] = []
+    with stand_ins.detached_from_trainer(module, optimizers, []), torch.compiler.set_stance("force_eager"):
+        if not module.automatic_optimization:
+            optimizers += build_optimizers(module)[0]
+        batch = stand_ins.move_batch(module, args[0], torch.device("cpu"))
+        module.training_step(*stand_ins.step_arguments(module, batch))
+
+
 class _Finder:
     def __init__(self, traced: TracedModule, operators: Sequence[Operator], degrees: Sequence[int]) -> None:
         self._traced, self._flow = traced, traced.flow
@@ -129,6 +141,12 @@ class _Finder:
         self._refusals = {each.name: _refusal(each, self._modules[each.name], degrees) for each in operators}
         self._refusals = {name: reason for name, reason in self._refusals.items() if reason}
         self._usable = {each.name for each in operators} - self._refusals.keys()
+        kinds = (nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention)
+        self._refusals = {
+            name: reason
+            for name, reason in self._refusals.items()
+            if isinstance(self._modules[name], kinds) or _is_linear(self._modules[name])
+        }
         self._operators = operators
         self._calls: dict[str, list[int]] = defaultdict(list)
         for number, call in enumerate(self._flow.calls):
@@ -284,15 +302,15 @@ class _Finder:
         hidden = _first_tensor(columns[0])
         scene = Scene(
             home=traced.module,
-            args=traced.step_args,
+            args=(traced.batch,),
             kwargs={},
             columns=tuple(self._modules[self._name(call)] for call in columns),
             row=self._modules[self._name(row)],
             scope=None if scope is None else self._modules[self._name(scope)],
             batch_rows=hidden.shape[0],
-            run=traced.run_step,
+            run=_run_step,
             stateless=tuple(modules.values()),
-            shared=(*traced.module.parameters(), *traced.shared),
+            shared=(*traced.module.parameters(), *stand_ins.shared_objects(traced.module)),
         )
         if home is None:
             return scene
@@ -489,9 +507,9 @@ def _leak(flow: Dataflow, columns: Sequence[Call], row: Call, scope: Call | None
 def _lost_result(flow: Dataflow, start: int, row: Call, tainted: set[int]) -> str:
     """Name a function whose results nothing reads, as for a log: it would be of a slice."""
     for event in flow.events[start : row.start]:
-        if event.writes and event.writes <= tainted and not event.writes.intersection(row.inputs):
-            if all(flow.last_reads.get(each, -1) < 0 for each in event.writes):
-                return f"nothing uses the result of {event.func}"
+        is_lost = event.writes and event.writes <= tainted and event.writes.isdisjoint(row.inputs)
+        if is_lost and event.writes.isdisjoint(flow.last_reads):
+            return f"nothing uses the result of {event.func}"
     return ""
 
 
@@ -501,7 +519,9 @@ def _is_rowwise(event: Any) -> bool:
 
 def _common(stacks: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return what all stacks begin with."""
-    return tuple(each[0] for each in itertools.takewhile(lambda level: len(set(level)) == 1, zip(*stacks, strict=False)))
+    return tuple(
+        each[0] for each in itertools.takewhile(lambda level: len(set(level)) == 1, zip(*stacks, strict=False))
+    )
 
 
 def _first_tensor(call: Call) -> Tensor:

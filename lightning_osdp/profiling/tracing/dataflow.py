@@ -186,7 +186,9 @@ class DataflowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _changed(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
         given = [*zip(func._schema.arguments, args, strict=False)]
         given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
-        return self._storages([value for argument, value in given if argument.alias_info and argument.alias_info.is_write])
+        return self._storages(
+            [value for argument, value in given if argument.alias_info and argument.alias_info.is_write]
+        )
 
     def _storages(self, value: Any) -> tuple[int, ...]:
         return tuple(self._serial(tensor) for tensor in _tensors(value))
@@ -221,7 +223,7 @@ RunStep = Callable[[], Any]
 
 
 def record_dataflow(run_step: RunStep, products: Iterable[nn.Module], batch: Any) -> Dataflow:
-    """Return the dataflow of ``run_step()``, which is given ``batch`` and calls ``products``; see the class for both."""
+    """Return the dataflow of ``run_step()``, which gets ``batch``; arguments as of ``DataflowRecorder``."""
     recorder = DataflowRecorder(products, batch)
     with recorder.record():
         run_step()
