@@ -12,78 +12,27 @@ hide behind zeros; and dropout multiplies by its mean.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from lightning_osdp.engine.splittable import matrix_input_dim
-from lightning_osdp.profiling.tracing.deep_copy import deep_copy
-from lightning_osdp.profiling.tracing.host_syncs import UnknownNumber
-
-aten = torch.ops.aten
+from lightning_osdp.profiling.tensor_stage import ATOMS, Refusal, Scene, Stage, attribute_owners, map_tensors
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-5}
 """Largest difference from the module without a cut, relative to the largest number of a row. Modules compute some
 things in float32 whatever they are given."""
 
-NUM_INPUTS = 2
-"""Random inputs that each cut is tried with; from the second on, rows differ in scale by up to 10,000."""
+NUM_INPUTS = 3
+"""Random inputs that each cut is tried with; in the last, rows differ in scale by up to 10,000."""
 
 MAX_ROW_SOURCES = 4
 """Ranks whose rows are gathered; a group of more has no other kind of row."""
 
-SMALL_PARAMETER = 1 << 16
-"""Elements up to which a parameter gets random numbers of its own; a larger one repeats a number."""
-
-SHORT = 3
-"""Rows per sample that are played instead of a long sequence."""
-
 PADDING_ROWS = 2
 """Rows that are appended to those of each rank where rows are flattened, as ranks with fewer rows do."""
-
-ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
-
-
-class Refusal(Exception):
-    """The operators may not be cut, or nobody knows: the reason, in words for the user."""
-
-
-class _Reached(BaseException):
-    """The row operator was reached: nothing after it matters."""
-
-
-def call_module(home: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call a module without what its class does around it, such as recomputation."""
-    return nn.Module.__call__(home, *args, **kwargs)
-
-
-@dataclass(frozen=True)
-class Scene:
-    """What is played: a call of a module in which the column operators and the row operator run."""
-
-    home: nn.Module
-    args: tuple[Any, ...]
-    """Arguments of its call; fake tensors stand for random ones, real tensors for permutations of their rows."""
-    kwargs: Mapping[str, Any]
-    columns: tuple[nn.Module, ...]
-    row: nn.Module
-    scope: nn.Module | None
-    """Module that is called with gathered arguments; None if the columns gather their input by themselves."""
-    batch_rows: int
-    """First dimension of tensors that are gathered."""
-    long_dim: int = 0
-    """Size of dimensions that are played shorter; 0 for none."""
-    run: Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], Any] = call_module
-    """Runs the copy of ``home``."""
-    stateless: tuple[nn.Module, ...] = ()
-    """Modules that must not change their own state."""
-    shared: tuple[Any, ...] = ()
-    """Objects that are not copied, and all parameters of the model."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +42,7 @@ class Cut:
     degree: int
     parts: int = 1
     attributes: tuple[tuple[int, str], ...] = ()
-    """Modules, by their index in ``Stage.attribute_owners``, and names."""
+    """Modules, by their index in ``attribute_owners``, and names."""
 
 
 @dataclass
@@ -112,113 +61,14 @@ class Run:
     """Of ``products``, of ``inputs`` and of the parameters."""
 
 
-class Stage:
-    """A copy of a scene's module, on which ranks are played."""
+class Trial(Stage):
+    """Plays the ranks of a group with cuts; arguments as of ``Stage``."""
 
     def __init__(self, scene: Scene, dtype: torch.dtype, long_dim: int = 0, true_mask: bool = True) -> None:
-        """Copy the module with random parameters.
-
-        Args:
-            scene: What is played.
-            dtype: Type of all floating-point numbers.
-            long_dim: Size of dimensions that are played as ``SHORT``; 0 for none.
-            true_mask: Whether the first element along the last dimension of Boolean tensors is True, or False.
-        """
-        self.scene, self.dtype, self.long_dim, self.true_mask = scene, dtype, long_dim, true_mask
-        self._generator = torch.Generator().manual_seed(0)
-        memo: dict[int, Any] = {id(each): each for each in scene.shared}
-        memo.update({id(p): self._stand_in(p) for p in scene.home.parameters()})
-        try:
-            self.copy: nn.Module = deep_copy(scene.home, memo)
-        except Exception as error:  # a class may refuse in its own way
-            raise Refusal(f"it can't be copied: {type(error).__name__}") from error
-        for each in self.copy.modules():
-            for name, buffer in each._buffers.items():
-                each._buffers[name] = self._buffer(buffer)
-        try:
-            self._columns = [memo[id(column)] for column in scene.columns]
-            self._scope = None if scene.scope is None else memo[id(scene.scope)]
-            row = memo[id(scene.row)]
-        except KeyError:
-            raise Refusal("it is called by a module that does not contain it") from None
-        self.attribute_owners = [] if self._scope is None else attribute_owners(self._scope)
-        self._stateless = [memo[id(each)] for each in scene.stateless if id(each) in memo]
-        self._parameters = [p for p in self.copy.parameters() if p.requires_grad]
-        for each in self.copy.modules():
-            if (input_dim := matrix_input_dim(each)) is not None:
-                self._replace_product(each, input_dim)
-        row.forward = self._reach
-        if self._scope is not None:
-            self._scope_forward = self._scope.forward
-            self._scope.forward = functools.wraps(self._scope_forward)(functools.partial(self._run_scope))
+        """Copy the module, and run it once without a cut."""
+        super().__init__(scene, dtype, long_dim, true_mask)
         self._plain_runs: dict[tuple[int, int], Run] = {}
-        self._on_scope: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]] = lambda args, kwargs: (
-            args,
-            kwargs,
-        )
-        self._on_column: Callable[[int, Tensor], Tensor]
-        self._reached: Tensor | None = None
-
-    # -- the copy -----------------------------------------------------------------------------------------------------
-
-    def _random(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
-        return torch.randn(*shape, dtype=self.dtype, generator=generator or self._generator)
-
-    def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
-        if not parameter.dtype.is_floating_point:
-            raise Refusal(f"a parameter has the type {parameter.dtype}")
-        if parameter.numel() <= SMALL_PARAMETER:
-            values = 0.3 * self._random(*parameter.shape) + 0.7
-        else:
-            values = self._random(1).expand(parameter.shape)
-        return nn.Parameter(values, parameter.requires_grad)
-
-    def _buffer(self, buffer: Tensor | None) -> Tensor | None:
-        if buffer is None or not buffer.dtype.is_floating_point:
-            return buffer if buffer is None or not buffer.is_meta else torch.ones(buffer.shape, dtype=buffer.dtype)
-        return self._random(*buffer.shape) if buffer.is_meta else buffer.to("cpu", self.dtype)
-
-    def _replace_product(self, module: nn.Module, input_dim: int) -> None:
-        """Give the copied linear layer a product of rank one, which costs nothing, plus a number per feature."""
-        assert isinstance(module.weight, Tensor)
-        inputs, outputs = module.weight.shape[input_dim], module.weight.shape[1 - input_dim]
-        left, right, bias = self._random(inputs) / inputs**0.5, self._random(outputs), self._random(outputs)
-        index = next((i for i, column in enumerate(self._columns) if column is module), None)
-        if index is None:
-            module.forward = lambda x: (x.to(self.dtype) @ left).unsqueeze(-1) * right + bias
-        else:
-            module.forward = lambda x: self._on_column(index, x)
-            module.__dict__["_vectors"] = (left, right)
-
-    def _reach(self, x: Tensor) -> Tensor:
-        self._reached = x
-        raise _Reached
-
-    def _run_scope(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._on_scope(args, kwargs)
-        return self._scope_forward(*args, **kwargs)
-
-    # -- runs ---------------------------------------------------------------------------------------------------------
-
-    def _run(self, rank: int, seed: int) -> Tensor:
-        """Run the copy with a rank's arguments; return the input of the row operator."""
-        generators = torch.Generator().manual_seed(1000 * seed + rank + 1), torch.Generator().manual_seed(seed + 1)
-        args, kwargs = self._arguments((self.scene.args, dict(self.scene.kwargs)), rank, *generators)
-        self._reached = None
-        torch.manual_seed(seed)
-        try:
-            with torch.enable_grad(), _MeanDropout():  # type: ignore[no-untyped-call]
-                self.scene.run(self.copy, args, kwargs)
-        except _Reached:
-            pass
-        except Refusal:
-            raise
-        except Exception as error:  # The user's code runs here and may raise anything.
-            text = str(error).strip().split("\n")[0][:100]
-            raise Refusal(f"{type(error).__name__}: {text}") from error
-        if self._reached is None:
-            raise Refusal("it does not run every time")
-        return self._reached
+        self.plain_run(0, 0)
 
     def plain_run(self, rank: int, seed: int) -> Run:
         """Return what a rank does without any cut."""
@@ -238,14 +88,14 @@ class Stage:
             x = x if self._scope is not None else leaf_of(x)
             _, right = self._columns[index]._vectors
             product = self._random(*x.shape[:-1], len(right), generator=generator)
-            if seed and self._scope is None:
+            if seed == NUM_INPUTS - 1:
                 product *= 10 ** (4 * torch.rand(*x.shape[:-1], 1, dtype=self.dtype, generator=generator) - 2)
             products.append(_leaf(product))
             column_inputs.append(x.detach())
             return self._product(index, x, right) + products[-1]
 
         self._on_column = on_column
-        self._on_scope = lambda args, kwargs: _map_tensors((args, kwargs), leaf_of)
+        self._on_scope = lambda args, kwargs: map_tensors((args, kwargs), leaf_of)
         before = [_state_of(each) for each in self._stateless]
         run = Run(self._run(rank, seed), products, [leaf for _, leaf in leaves.values()], column_inputs)
         for each, state in zip(self._stateless, before, strict=True):
@@ -253,14 +103,9 @@ class Stage:
                 raise Refusal(f"{type(each).__name__} changes its own state")
         run.cotangent = self._random(*run.reached.shape, generator=generator)
         self._differentiate(run)
-        self._check_alive(run)
+        self._check_alive(run, is_first=(rank, seed) == (0, 0))
         self._plain_runs[rank, seed] = run
         return run
-
-    def _product(self, index: int, x: Tensor, right: Tensor) -> Tensor:
-        left, _ = self._columns[index]._vectors
-        product: Tensor = (x.to(self.dtype) @ left).unsqueeze(-1) * right
-        return product
 
     def _differentiate(self, run: Run) -> None:
         if not run.reached.requires_grad:
@@ -273,14 +118,15 @@ class Stage:
             raise Refusal(str(error).split("\n")[0][:100]) from error
         run.gradients = list(gradients)
 
-    def _check_alive(self, run: Run) -> None:
+    def _check_alive(self, run: Run, is_first: bool) -> None:
         """Refuse runs that prove nothing, because most of what flows is zero or no number."""
         for tensor in (run.reached, *run.gradients[: len(run.products)]):
             if tensor is None or not tensor.isfinite().all():
                 raise Refusal(
                     "random inputs give no finite numbers" if tensor is not None else "no gradient reaches it"
                 )
-            if tensor.reshape(-1, tensor.shape[-1]).ne(0).any(0).double().mean() < 0.5:
+            is_alive = tensor.reshape(-1, tensor.shape[-1]).ne(0).any(0)
+            if is_first and is_alive.double().mean() < 0.5:
                 raise Refusal("it is zero for random inputs")
 
     # -- a cut --------------------------------------------------------------------------------------------------------
@@ -368,7 +214,7 @@ class Stage:
             return self._product(index, x, _slice(right, rank, cut.degree, cut.parts)) + slices[-1]
 
         self._on_column = on_column
-        self._on_scope = lambda args, kwargs: _map_tensors((args, kwargs), leaf_of)
+        self._on_scope = lambda args, kwargs: map_tensors((args, kwargs), leaf_of)
         try:
             with _DividedAttributes(self.attribute_owners, cut):
                 reached = self._run(rank % len(plain), seed)
@@ -388,6 +234,7 @@ class Stage:
         if found is None or found.shape != expected.shape:
             shape = None if found is None else tuple(found.shape)
             raise Refusal(f"a rank's part has the shape {shape} instead of {tuple(expected.shape)}")
+        found, expected = found.detach(), expected.detach()
         if is_flat:
             keep = [size for run in plain for size in (_num_rows(run.reached), PADDING_ROWS)]
             found, expected = (torch.cat(torch.split(each, keep)[::2]) for each in (found, expected))
@@ -399,55 +246,6 @@ class Stage:
         if not (difference <= limit).all():
             error = float((difference / size.clamp(min=1e-300)).max())
             raise Refusal(f"the ranks' parts differ from the whole by {error:.1e}")
-
-    # -- arguments ----------------------------------------------------------------------------------------------------
-
-    def _arguments(self, value: Any, rank: int, own: torch.Generator, common: torch.Generator) -> Any:
-        """Return ``value`` with real tensors; those without a row for each sample are the same on all ranks."""
-        if isinstance(value, Tensor):
-            has_rows = value.dim() > 0 and value.shape[0] == self.scene.batch_rows
-            return self._argument(value, rank if has_rows else 0, own if has_rows else common)
-        if isinstance(value, UnknownNumber):
-            raise Refusal("it depends on a number that .item() reads from a tensor")
-        again = functools.partial(self._arguments, rank=rank, own=own, common=common)
-        if isinstance(value, list | tuple):
-            items = [again(each) for each in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        if type(value) is dict:
-            return {key: again(each) for key, each in value.items()}
-        return value if isinstance(value, ATOMS) or not _holds_tensors(value) else self._empty_like(value)
-
-    def _argument(self, tensor: Tensor, rank: int, generator: torch.Generator) -> Tensor:
-        shape = [SHORT if size == self.long_dim else size for size in tensor.shape]
-        if tensor.dtype.is_floating_point:
-            return self._random(*shape, generator=generator)
-        if not _is_fake(tensor):
-            return tensor.cpu().roll(rank, 0) if tensor.dim() else tensor.cpu()
-        values = torch.randint(0, 2, shape, generator=generator)
-        if values.dim():
-            values[..., 0] = int(self.true_mask)
-        return values.to(tensor.dtype)
-
-    def _empty_like(self, value: Any) -> Any:
-        """Return an empty object in the place of one that holds fake tensors, as a cache of keys and values does."""
-        try:
-            return type(value)()
-        except Exception:  # any class may ask for arguments, and check them
-            if self._scope is None:  # only what happens between the operators matters
-                return None
-            raise Refusal(f"{type(value).__name__} can't be made anew") from None
-
-
-class _MeanDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside it, dropout keeps everything."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten.bernoulli_.float:
-            return args[0].fill_(args[1] if len(args) > 1 else 0.5)
-        if func is aten.native_dropout.default:
-            x, p, _ = args
-            return x / (1 - p), torch.ones_like(x, dtype=torch.bool)
-        return func(*args, **(kwargs or {}))
 
 
 class _DividedAttributes:
@@ -467,11 +265,6 @@ class _DividedAttributes:
     def __exit__(self, *_: object) -> None:
         for (fields, name), value in zip(self._fields, self._before, strict=True):
             fields[name] = value
-
-
-def attribute_owners(scope: nn.Module) -> list[nn.Module]:
-    """Return the modules whose whole numbers may have to be divided, the scope first."""
-    return [each for each in scope.modules() if matrix_input_dim(each) is None]
 
 
 def integer_attributes(scope: nn.Module, degree: int) -> list[tuple[int, str]]:
@@ -529,30 +322,3 @@ def _gather(tensors: Sequence[Tensor], is_flat: bool, padding: float = 0.5) -> T
         return torch.cat([each.detach() for each in tensors])
     rows = [each.detach().reshape(-1, each.shape[-1]) for each in tensors]
     return torch.cat([part for each in rows for part in (each, each.new_full((PADDING_ROWS, each.shape[1]), padding))])
-
-
-def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, list | tuple):
-        items = [_map_tensors(each, function) for each in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if type(value) is dict:
-        return {key: _map_tensors(each, function) for key, each in value.items()}
-    return value
-
-
-def _is_fake(tensor: Tensor) -> bool:
-    return isinstance(tensor, torch._subclasses.FakeTensor) or tensor.is_meta
-
-
-def _holds_tensors(value: Any, depth: int = 3) -> bool:
-    if isinstance(value, Tensor):
-        return True
-    if isinstance(value, nn.Module | ATOMS) or depth == 0:
-        return False
-    inner = list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, list | tuple) else []
-    inner += list(getattr(value, "__dict__", {}).values())
-    return any(_holds_tensors(each, depth - 1) for each in inner) or any(
-        isinstance(leaf, Tensor) for leaf in tree_leaves(value)
-    )

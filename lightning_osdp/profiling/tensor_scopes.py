@@ -25,16 +25,16 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_osdp.engine.splittable import matrix_input_dim
 from lightning_osdp.planning.spec.model import Operator
 from lightning_osdp.planning.spec.tensor import TensorCandidate, TensorRole
 from lightning_osdp.profiling import tensor_proof
-from lightning_osdp.profiling.tensor_proof import Cut, Refusal, Scene, Stage
+from lightning_osdp.profiling.tensor_leaks import find_leak
+from lightning_osdp.profiling.tensor_operators import cut_size, is_linear, planned_columns, refusal
+from lightning_osdp.profiling.tensor_proof import Cut, Trial
+from lightning_osdp.profiling.tensor_stage import Refusal, Scene, attribute_owners, call_module
 from lightning_osdp.profiling.tracing import stand_ins
 from lightning_osdp.profiling.tracing.dataflow import MANY_SOURCES, Call, Dataflow
 from lightning_osdp.profiling.tracing.optimizer_step import build_optimizers
-
-aten = torch.ops.aten
 
 MAX_SECONDS = 2.0
 """Processor time that all proofs of a model may take. [M-tensor-1]"""
@@ -50,20 +50,6 @@ MAX_ELEMENTS = 1 << 22
 
 LONG = 8
 """Sequences that are longer than this are played shorter where they can be."""
-
-ROWWISE = frozenset(
-    [
-        *(aten.view, aten._unsafe_view, aten.reshape, aten.split, aten.split_with_sizes, aten.chunk, aten.slice),
-        *(aten.select, aten.unbind, aten.view_as, aten.t, aten.transpose, aten.permute, aten.clone, aten.contiguous),
-        *(aten.detach, aten.alias, aten.expand, aten.unsqueeze, aten.squeeze, aten.cat, aten._to_copy, aten.copy_),
-        *(aten.empty_like, aten.ones_like, aten.zeros_like, aten.rand_like, aten.new_empty, aten.new_zeros, aten.lift),
-        *(aten.native_dropout, aten.bernoulli_, aten.bernoulli, aten.glu, aten.lift_fresh, aten.fill_, aten.prelu),
-        *(aten._prelu_kernel, aten.hardswish, aten.hardswish_, aten.log_sigmoid_forward),
-    ]
-)
-"""Functions besides the pointwise ones that don't compute with several numbers of a row."""
-
-READS_VALUES = frozenset([aten._local_scalar_dense, aten.equal, aten.is_nonzero, aten.nonzero, aten.masked_select])
 
 
 @dataclass(frozen=True)
@@ -138,14 +124,14 @@ class _Finder:
         self._degrees = sorted(degrees)
         self._modules = dict(traced.module.named_modules())
         self._names = {id(each): name for name, each in traced.fake.named_modules()}
-        self._refusals = {each.name: _refusal(each, self._modules[each.name], degrees) for each in operators}
+        self._refusals = {each.name: refusal(each, self._modules[each.name], degrees) for each in operators}
         self._refusals = {name: reason for name, reason in self._refusals.items() if reason}
         self._usable = {each.name for each in operators} - self._refusals.keys()
         kinds = (nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention)
         self._refusals = {
             name: reason
             for name, reason in self._refusals.items()
-            if isinstance(self._modules[name], kinds) or _is_linear(self._modules[name])
+            if isinstance(self._modules[name], kinds) or is_linear(self._modules[name])
         }
         self._operators = operators
         self._calls: dict[str, list[int]] = defaultdict(list)
@@ -153,7 +139,7 @@ class _Finder:
             self._calls[self._names.get(id(call.module), "")].append(number)
         self._proofs: dict[tuple[object, ...], _Proven | str] = {}
         self._deadline_s = time.process_time() + MAX_SECONDS
-        self._planned = _planned_columns(self._modules)
+        self._planned = planned_columns(self._modules)
 
     def find(self) -> TensorFindings:
         """Find pairs first, then attentions, then single operators."""
@@ -177,7 +163,7 @@ class _Finder:
 
     def _groups(self) -> Iterator[_Group]:
         """Yield the groups of usable linear layers, in the order in which the rows run."""
-        rows = [name for name in self._calls if name in self._usable and _is_linear(self._modules[name])]
+        rows = [name for name in self._calls if name in self._usable and is_linear(self._modules[name])]
         for row in rows:
             row_calls = [self._flow.calls[number] for number in self._calls[row]]
             for narrow in (False, True) if self._planned else (False,):
@@ -194,13 +180,14 @@ class _Finder:
 
     def _columns_of(self, row: Call, narrow: bool) -> tuple[Call, ...]:
         """Return the calls that feed the row; with ``narrow`` those alone that the module's own plan cuts."""
-        if row.input_sources == MANY_SOURCES:
+        if row.input_sources >= MANY_SOURCES:
             return ()
         calls = [self._flow.calls[number] for number in sorted(row.input_sources)]
         return tuple(call for call in calls if not narrow or self._name(call) in self._planned)
 
     def _name(self, call: Call) -> str:
-        return self._names.get(id(call.module), "")
+        name: str = self._names.get(id(call.module), "")
+        return name
 
     # -- proofs -------------------------------------------------------------------------------------------------------
 
@@ -214,7 +201,7 @@ class _Finder:
                 return None
             if not with_scope and len({column.input_key for column in columns}) > 1:
                 return None
-            if _leak(self._flow, columns, row, scope):
+            if find_leak(self._flow, columns, row, scope):
                 return None
             proven = self._prove_once(columns, row, scope)
             if isinstance(proven, str):
@@ -269,6 +256,8 @@ class _Finder:
                 known = self._play(self._scene(columns, row, scope, home), columns)
             except Refusal as refusal:
                 known = str(refusal)
+            except Exception as error:  # The user's code runs here and may give anything.
+                known = f"{type(error).__name__}: {error}"
             self._proofs[key] = known
         return known
 
@@ -322,31 +311,31 @@ class _Finder:
             home=module,
             args=home.args,
             kwargs=home.kwargs,
-            run=tensor_proof.call_module,
+            run=call_module,
             long_dim=0 if long_dim in sizes else long_dim,
             stateless=(*scene.stateless, module),
         )
 
     def _play(self, scene: Scene, columns: Sequence[Call]) -> _Proven:
-        stage = self._start(scene, max(_tensors(call.output)[0].numel() for call in columns))
+        trial = self._start(scene, max(_tensors(call.output)[0].numel() for call in columns))
         first = self._degrees[0]
         reason = ""
         for cut in self._cuts(scene, first):
             try:
                 self._check_time()
-                stage.check(cut)
+                trial.check(cut)
             except Refusal as refusal:
                 reason = reason or str(refusal)
                 continue
-            degrees = (first, *(each for each in self._degrees[1:] if self._holds(stage, replace(cut, degree=each))))
+            degrees = (first, *(each for each in self._degrees[1:] if self._holds(trial, replace(cut, degree=each))))
             values = () if scene.scope is None else _attribute_values(scene.scope, cut.attributes)
             return _Proven(degrees, cut.parts, cut.attributes, values)
         raise Refusal(reason)
 
-    def _holds(self, stage: Stage, cut: Cut) -> bool:
+    def _holds(self, trial: Trial, cut: Cut) -> bool:
         try:
             self._check_time()
-            stage.check(cut)
+            trial.check(cut)
         except Refusal:
             return False
         return True
@@ -359,20 +348,17 @@ class _Finder:
                 for each in parts:
                     yield Cut(degree, each, chosen)
 
-    def _start(self, scene: Scene, num_elements: int) -> Stage:
-        """Return a stage on which the scene runs without a cut."""
+    def _start(self, scene: Scene, num_elements: int) -> Trial:
+        """Return a trial in which the scene runs without a cut."""
         lengths = [scene.long_dim] if scene.long_dim else []
         lengths += [0] if num_elements <= MAX_ELEMENTS else []
         reason = "it is too large to be tried"
         for length, dtype, true_mask in itertools.product(lengths, tensor_proof.TOLERANCES, (True, False)):
             self._check_time()
             try:
-                stage = Stage(scene, dtype, length, true_mask)
-                stage.plain_run(0, 0)
+                return Trial(scene, dtype, length, true_mask)
             except Refusal as refusal:
                 reason = str(refusal)
-            else:
-                return stage
         raise Refusal(reason)
 
     def _check_time(self) -> None:
@@ -383,138 +369,15 @@ class _Finder:
 
     def _single(self, operator: Operator) -> TensorCandidate:
         module, calls = self._modules[operator.name], [self._flow.calls[each] for each in self._calls[operator.name]]
-        is_linear = _is_linear(module)
         inputs = sum(each.nbytes for call in calls for each in _tensors((call.args, call.kwargs)))
         outputs = sum(each.nbytes for call in calls for each in _tensors(call.output))
         return TensorCandidate(
             operators=(operator.name,),
-            roles=(TensorRole.LINEAR if is_linear else TensorRole.EMBEDDING,),
-            degrees=tuple(each for each in self._degrees if _cut_size(module) % each == 0),
+            roles=(TensorRole.LINEAR if is_linear(module) else TensorRole.EMBEDDING,),
+            degrees=tuple(each for each in self._degrees if cut_size(module) % each == 0),
             input_bytes=inputs / self._traced.batch_size,
             output_bytes=outputs / self._traced.batch_size,
         )
-
-
-# -- which operators ---------------------------------------------------------------------------------------------------
-
-
-def _refusal(operator: Operator, module: nn.Module, degrees: Sequence[int]) -> str:
-    """Say to the user why the operator can't be tensor parallel at all; empty if it can."""
-    if operator.replicated_reason:
-        return operator.replicated_reason
-    if isinstance(module, nn.MultiheadAttention):
-        return "MultiheadAttention computes its projections by itself, all in one function"
-    if isinstance(module, nn.EmbeddingBag):
-        reason = _bag_refusal(module)
-    else:
-        reason = "" if operator.split_dims else operator.unsplittable_reason or "it is not a matrix"
-    if reason:
-        return reason
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
-        return "scale_grad_by_freq counts indices, of which each rank has its own"
-    size = _cut_size(module)
-    if not any(size % degree == 0 for degree in degrees):
-        return f"its {size} output features can't be divided by {' or '.join(map(str, degrees))}"
-    return ""
-
-
-def _bag_refusal(module: nn.EmbeddingBag) -> str:
-    if type(module).forward is not nn.EmbeddingBag.forward or "forward" in vars(module):
-        return f"{type(module).__name__} has a forward of its own"
-    if set(module._parameters) - {"weight"} or module._modules or module._parameters.get("weight") is None:
-        return "its weight is computed from others (parametrized, weight-normed or pruned)"
-    if module.weight._backward_hooks or getattr(module.weight, "_post_accumulate_grad_hooks", None):
-        return "there are hooks on its weight"
-    if module._forward_pre_hooks or module._forward_hooks:
-        return "there are hooks on it, which may read its weight"
-    if module.max_norm is not None:
-        return "max_norm changes whole rows of the weight"
-    return "its gradients are sparse" if module.sparse else ""
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return matrix_input_dim(module) is not None
-
-
-def _cut_size(module: nn.Module) -> int:
-    """Return the size of the dimension that is cut if the module is tensor parallel by itself."""
-    assert isinstance(module.weight, Tensor)
-    input_dim = matrix_input_dim(module)
-    return module.weight.shape[1 if input_dim is None else 1 - input_dim]
-
-
-def _planned_columns(modules: Mapping[str, nn.Module]) -> set[str]:
-    """Return the modules that transformers' own plans (``_tp_plan``) cut by columns: a hint, which proves nothing."""
-    planned = set()
-    for prefix, module in modules.items():
-        plan = getattr(module, "_tp_plan", None)
-        for pattern, style in plan.items() if isinstance(plan, dict) else ():
-            if "colwise" in str(style):
-                wanted = f"{prefix}.{pattern}".strip(".").split(".")
-                planned |= {name for name in modules if _matches(name.split("."), wanted)}
-    return planned
-
-
-def _matches(path: Sequence[str], wanted: Sequence[str]) -> bool:
-    return len(path) == len(wanted) and all(b in ("*", a) for a, b in zip(path, wanted, strict=True))
-
-
-# -- dataflow ----------------------------------------------------------------------------------------------------------
-
-
-def _leak(flow: Dataflow, columns: Sequence[Call], row: Call, scope: Call | None) -> str:
-    """Say what sees more of the columns' results than the row's input, or mixes what may not be mixed; empty if none.
-
-    Without ``scope``, what happens in between must treat each number by itself.
-    """
-    members = {column.stack[-1] for column in columns} | {row.stack[-1]}
-    ends = {column.stop: column.outputs for column in columns}
-    start = min(column.start for column in columns) if scope is None else scope.start
-    arguments = frozenset(scope.inputs) if scope is not None else frozenset()
-    tainted: set[int] = set()
-    for index in range(start, row.start):
-        tainted.update(ends.get(index, ()))
-        event = flow.events[index]
-        if not members.isdisjoint(event.calls):
-            continue
-        in_scope = scope is not None and index < scope.stop
-        own = tainted | arguments if in_scope else tainted
-        if own.isdisjoint(event.reads):
-            continue
-        if event.func.overloadpacket in READS_VALUES or event.reads_numbers:
-            return "numbers are read from it"
-        others = event.reads - own
-        if not flow.rank_specific.isdisjoint(others):
-            return f"{event.func} combines it with what each rank has of its own"
-        if any(flow.first_writes.get(each, -1) < start for each in event.changes - tainted):
-            return f"{event.func} writes it to what was there before"
-        if scope is None and not _is_rowwise(event):
-            return f"{event.func} computes with several numbers of a row"
-        tainted.update(event.writes)
-    tainted.update(*(outputs for stop, outputs in ends.items() if stop == row.start))
-    if scope is not None and not arguments.isdisjoint(scope.outputs):
-        return "it returns its argument"
-    tainted -= arguments
-    if not tainted.intersection(row.inputs):
-        return "it does not reach the row"
-    if any(flow.last_reads.get(each, -1) >= row.stop for each in tainted):
-        return "it is used again later"
-    if scope is not None:
-        return _lost_result(flow, start, row, tainted)
-    return ""
-
-
-def _lost_result(flow: Dataflow, start: int, row: Call, tainted: set[int]) -> str:
-    """Name a function whose results nothing reads, as for a log: it would be of a slice."""
-    for event in flow.events[start : row.start]:
-        is_lost = event.writes and event.writes <= tainted and event.writes.isdisjoint(row.inputs)
-        if is_lost and event.writes.isdisjoint(flow.last_reads):
-            return f"nothing uses the result of {event.func}"
-    return ""
-
-
-def _is_rowwise(event: Any) -> bool:
-    return torch.Tag.pointwise in event.func.tags or event.func.overloadpacket in ROWWISE
 
 
 def _common(stacks: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -533,5 +396,5 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _attribute_values(scope: nn.Module, attributes: Sequence[tuple[int, str]]) -> tuple[int, ...]:
-    owners = tensor_proof.attribute_owners(scope)
+    owners = attribute_owners(scope)
     return tuple(vars(owners[index]).get(name, 0) for index, name in attributes)

@@ -78,8 +78,8 @@ class Dataflow:
     calls: list[Call] = field(default_factory=list)
     last_reads: dict[int, int] = field(default_factory=dict)
     """Index of the last event that reads each storage."""
-    first_writes: dict[int, int] = field(default_factory=dict)
-    """Index of the event that made each storage."""
+    made: dict[int, int] = field(default_factory=dict)
+    """Index of the event that made each storage; without those that were there before."""
     rank_specific: set[int] = field(default_factory=set)
     """Storages whose values depend on the batch or on random numbers: ranks have different ones."""
 
@@ -173,15 +173,15 @@ class DataflowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded in func.tags or not reads.isdisjoint(flow.rank_specific):
             flow.rank_specific.update(writes)
         sources = self._merge_sources(reads)
+        flow.made.update((storage, index) for storage in writes - reads if storage not in self._sources)
         for storage in writes:
-            flow.first_writes.setdefault(storage, index)
             self._sources[storage] = sources | self._sources.get(storage, NO_SOURCES)
         for storage in changes:
             self._num_changes[storage] = self._num_changes.get(storage, 0) + 1
 
     def _merge_sources(self, storages: Iterable[int]) -> frozenset[int]:
         merged = NO_SOURCES.union(*(self._sources.get(storage, NO_SOURCES) for storage in storages))
-        return MANY_SOURCES if len(merged) > MAX_SOURCES or -1 in merged else merged
+        return MANY_SOURCES if len(merged) > MAX_SOURCES or merged >= MANY_SOURCES else merged
 
     def _changed(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
         given = [*zip(func._schema.arguments, args, strict=False)]
