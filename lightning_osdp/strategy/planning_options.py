@@ -21,7 +21,7 @@ from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.formatting import parse_memory_limit
-from lightning_osdp.planning.spec.model import NonTrainingWork
+from lightning_osdp.planning.spec.model import NonTrainingWork, Operator
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling.tracing.trace import TracedStep
 from lightning_osdp.strategy import arguments
@@ -201,10 +201,23 @@ def check_given_plan(
     """
     plan.check(traced.model_profile, ranks.world_size, ranks.nodes)
     arguments.check_plan_allows_in_backward(plan, in_backward_blocker)
-    for operator, planned in zip(traced.model_profile.operators, plan.operators_of(traced.model_profile), strict=True):
+    model = constraints.restrict_tensor_parallel(traced.model_profile, plan.cluster)
+    for operator, planned in zip(model.operators, plan.operators_of(model), strict=True):
         mode = constraints.forced_mode(operator)
         if mode is not None and set(planned.slices) != {mode}:
             raise ConfigurationError(
                 f"plan and OSDPCallback(modes=...) contradict each other: {operator.name} is "
                 f"{' + '.join(planned.slices)} in the plan, {mode} by modes. Leave one of them out"
             )
+        if planned.tensor is not None and not _allows(constraints, operator, planned.tensor.degree):
+            raise ConfigurationError(
+                f"plan and OSDPCallback(tensor_parallel=...) contradict each other: {operator.name} is cut over "
+                f"{planned.tensor.degree} ranks in the plan. Leave one of them out"
+            )
+
+
+def _allows(constraints: SearchConstraints, operator: Operator, degree: int) -> bool:
+    """Return whether the user lets an operator be cut over ``degree`` ranks; what was found possible does not count."""
+    if operator.tensor is not None and operator.tensor.is_required:
+        return degree in operator.tensor.degrees
+    return constraints.tensor_parallel is not False and constraints.requested_degree(operator.name) in (None, degree)

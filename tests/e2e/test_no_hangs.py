@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ports import free_port
+from tests.support import failing
+from tests.support.ranks import start_scripts
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240.0
@@ -27,28 +28,21 @@ def command(how: str, folder: Path) -> list[str]:
 
 
 def run_two_ranks(how: str, folder: Path) -> list[tuple[int, str]]:
-    """Runs two ranks as torchrun starts them. Returns the exit status and the standard error of each."""
-    world = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "tests"}
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    processes = []
-    for rank in range(2):
-        values = world | where | {"RANK": rank, "LOCAL_RANK": rank}
-        env = environment() | {name: str(value) for name, value in values.items()}
-        with Path(folder, f"err-{rank}").open("w") as err, Path(folder, "out").open("a") as out:
-            processes.append(
-                subprocess.Popen(
-                    command(how, folder), env=env, cwd=ROOT, stdout=out, stderr=err, start_new_session=True
-                )
-            )
+    """Runs two ranks as torchrun starts them. Returns the exit status and the output of each."""
+    logs = [folder / f"err-{rank}" for rank in range(2)]
+    processes = start_scripts(failing.main, 2, (how, str(folder)), logs)
     try:
         deadline = time.monotonic() + LIMIT_S
-        codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
+        for process in processes:
+            process.join(max(0.1, deadline - time.monotonic()))
+        codes = [process.exitcode for process in processes]
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.join()
+    assert None not in codes, f"not ended after {LIMIT_S:g} s"
     assert not [process.pid for process in processes if live_processes_in_session(process.pid)]
-    return [(code, Path(folder, f"err-{rank}").read_text()) for rank, code in enumerate(codes)]
+    return [(code, log.read_text()) for code, log in zip(codes, logs, strict=True)]
 
 
 def live_processes_in_session(session: int) -> list[int]:

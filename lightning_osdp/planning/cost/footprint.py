@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
+from lightning_osdp.planning.cost.activation_exchange import activation_bytes
 from lightning_osdp.planning.cost.cpu_effects import PrefetchBytes, coalesced_reduction_bytes, prefetch_bytes
 from lightning_osdp.planning.cost.sharding_scopes import all_gather_copy_factor, sharding_ranks
 from lightning_osdp.planning.cost.shards import OperatorShards, ParamShard, ShardUnit, shards_of
@@ -31,9 +32,11 @@ class Footprint(NamedTuple, Generic[T]):
     transient: T
     """Unsharded gradients and buffers of their reduction, while it runs backward."""
     forward_per_sample: T
-    """Bytes per sample that splitting adds to the traced operator's forward."""
+    """Bytes per sample that splitting, or tensor parallelism, adds to the traced operator's forward."""
     backward_per_sample: T
-    """Bytes per sample that splitting adds to its backward."""
+    """Bytes per sample that these add to its backward."""
+    gathered_per_sample: T
+    """Bytes per sample of inputs gathered from other ranks, from its forward to its backward (tp)."""
     bucketed: T
     """Gradients that are copied into buckets."""
     prefetched_parameters: T
@@ -101,7 +104,7 @@ def footprint(
         **_gradient_bytes(layout, prefetch),
         **_optimizer_bytes(layout),
         **_checkpoint_bytes(layout),
-        **_slicing_bytes(layout),
+        **_per_sample_bytes(layout),
     )
 
 
@@ -133,7 +136,8 @@ def _parameter_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, floa
 def _gradient_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, float]:
     cluster, shards = layout.cluster, layout.shards
     own_parts = sum(shard.all_gradient_bytes for shard in shards.sharded) / layout.ranks
-    bucketed = [s.all_gradient_bytes for s in shards.replicated if s.gradient_bytes < cluster.unbucketed_bytes]
+    reduced = [shard for shard in shards.replicated if cluster.ranks > shard.tensor_degree]
+    bucketed = [shard.all_gradient_bytes for shard in reduced if shard.gradient_bytes < cluster.unbucketed_bytes]
     transients = [_transient_bytes(unit, own_parts, cluster, layout.ranks) for unit in shards.units]
     transient = max(transients, default=0.0) + prefetch.previous_gradient
     copied = _slice_copy_bytes(layout)
@@ -143,7 +147,7 @@ def _gradient_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, float
         "replicated_gradients": sum(shard.all_gradient_bytes for shard in shards.replicated),
         "sharded_gradients": 0.0 if layout.in_backward else own_parts,
         "transient": transient,
-        "bucketed": sum(bucketed) if cluster.ranks > 1 else 0,
+        "bucketed": sum(bucketed),
         "inflight_gradient": prefetch.inflight_gradient,
         "slice_gradient_copy": 0.0 if layout.in_backward else copied,
     }
@@ -205,7 +209,8 @@ def _optimizer_bytes(layout: _Layout) -> dict[str, float]:
 
 def _checkpoint_bytes(layout: _Layout) -> dict[str, float]:
     operator = layout.operator
-    saved = operator.shardable_parameters if layout.shards.units else ()
+    is_local = layout.shards.units or layout.choice.tensor_degree > 1
+    saved = operator.shardable_parameters if is_local else ()
     largest_slice = max((shard.parameter_bytes for shard in layout.shards.sharded if shard.is_slice), default=0)
     tensors = [p.parameter_bytes + (largest_slice if p is operator.weight else 0) for p in saved]
     return {
@@ -215,15 +220,17 @@ def _checkpoint_bytes(layout: _Layout) -> dict[str, float]:
     }
 
 
-def _slicing_bytes(layout: _Layout) -> dict[str, float]:
-    """Return what splitting needs per sample beyond the traced operator.
+def _per_sample_bytes(layout: _Layout) -> dict[str, float]:
+    """Return what splitting and tensor parallelism need per sample beyond the traced operator.
 
     Slices of the input: their input gradients before they are concatenated. Slices of the output: the slices before
     they are concatenated, and one more input gradient, because it is a sum.
     """
     operator, dim = layout.operator, layout.choice.split_dim
     is_output = dim is not None and dim in operator.output_dims
+    exchanged = activation_bytes(operator, layout.choice.tensor_degree)
     return {
-        "forward_per_sample": operator.output_per_sample if is_output else 0.0,
-        "backward_per_sample": operator.input_per_sample if dim is not None else 0.0,
+        "forward_per_sample": exchanged.forward + (operator.output_per_sample if is_output else 0.0),
+        "backward_per_sample": exchanged.backward + (operator.input_per_sample if dim is not None else 0.0),
+        "gathered_per_sample": exchanged.between_passes,
     }

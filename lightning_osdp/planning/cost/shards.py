@@ -10,6 +10,7 @@ from lightning_osdp.planning.cost.sharding_scopes import COALESCE_BYTES
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, slice_sizes
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import Operator, ParameterInfo
+from lightning_osdp.planning.spec.tensor import TensorRole
 
 
 class ParamShard(NamedTuple):
@@ -24,6 +25,8 @@ class ParamShard(NamedTuple):
     gradient_order: int = 0
     """``ParameterInfo.gradient_order``."""
     is_slice: bool = False
+    tensor_degree: int = 1
+    """Ranks over which the parameter is cut, of which each holds one such shard (mode ``tp``)."""
 
     @property
     def all_gradient_bytes(self) -> int:
@@ -75,6 +78,7 @@ class OperatorShards(NamedTuple):
     """The shards of one operator by how they are stored."""
 
     replicated: list[ParamShard]
+    """Those that a rank holds for good: whole, or its slices of tensor parallel ones."""
     sharded: list[ParamShard]
     units: list[ShardUnit]
     """The sharded ones, by the unit that they are in."""
@@ -82,6 +86,8 @@ class OperatorShards(NamedTuple):
 
 def shards_of(operator: Operator, choice: ShardingChoice) -> OperatorShards:
     """Return the parameters and slices of ``operator`` under ``choice``."""
+    if choice.tensor_degree > 1:
+        return OperatorShards([_tensor_shard(operator, p, choice.tensor_degree) for p in operator.parameters], [], [])
     # A large bias beside slices is sharded like the first sharded slice.
     mode = next((mode for mode in choice.slices if mode != Mode.DP), Mode.DP)
     split = operator.weight if choice.split_dim is not None else None
@@ -109,6 +115,15 @@ def shards_of(operator: Operator, choice: ShardingChoice) -> OperatorShards:
     return OperatorShards([shard for shard in shards if shard.mode == Mode.DP], sharded, units)
 
 
+def _tensor_shard(operator: Operator, parameter: ParameterInfo, degree: int) -> ParamShard:
+    """Return what one rank holds of a parameter; the bias of a row operator is whole, since its output is."""
+    is_whole = operator.tensor is not None and operator.tensor.role == TensorRole.ROW and len(parameter.shape) < 2
+    cut = 1 if is_whole else degree
+    whole = (parameter.parameter_bytes, parameter.gradient_bytes, parameter.optimizer_bytes)
+    parameter_bytes, gradient_bytes, optimizer_bytes = (-(-size // cut) for size in whole)
+    return ParamShard(Mode.DP, parameter_bytes, gradient_bytes, optimizer_bytes, tensor_degree=cut)
+
+
 def _slice_shards(weight: ParameterInfo, choice: ShardingChoice) -> Iterator[ParamShard]:
     assert choice.split_dim is not None
     length = weight.shape[choice.split_dim]
@@ -122,5 +137,7 @@ def _slice_shards(weight: ParameterInfo, choice: ShardingChoice) -> Iterator[Par
 def num_sharded_elements(operator: Operator, choice: ShardingChoice) -> float:
     """Return the number of elements whose states are sharded."""
     total = sum(p.parameter_bytes for p in operator.parameters)
-    sharded = sum(shard.parameter_bytes * shard.num_slices for shard in shards_of(operator, choice).sharded)
+    shards = shards_of(operator, choice)
+    sharded = sum(shard.parameter_bytes * shard.num_slices for shard in shards.sharded)
+    sharded += sum(s.parameter_bytes * s.tensor_degree for s in shards.replicated if s.tensor_degree > 1)
     return operator.num_parameters * sharded / total if total else 0.0

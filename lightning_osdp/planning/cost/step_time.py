@@ -8,8 +8,11 @@ collective has its own fitted alpha and beta (``CollectiveFit``), so k is spelle
     zdp    2 all-gathers and 1 reduce-scatter in every micro-batch; 3 all-gathers in a block that is recomputed, but
            2 if the whole block is one unit: parameters gathered for its second forward stay for its backward
 
-These collectives are among all ranks, in one stage or two, or inside a node; sharding inside nodes adds an all-reduce
-between nodes, once per optimizer step (``sharding_scopes``).
+    tp     exchanges of activations in every micro-batch (``activation_exchange``), and once per optimizer step 1
+           all-reduce of the slices' gradients over the ranks that hold the same slice
+
+The collectives of sharded weights are among all ranks, in one stage or two, or inside a node; sharding inside nodes
+adds an all-reduce between nodes, once per optimizer step (``sharding_scopes``).
 
 A unit's parameters are gathered together; its gradients are reduced one by one as they appear, or together if they are
 small (``COALESCE_BYTES``). Small parameters (``ParameterInfo.is_small``) ride in the buckets of replicated gradients in
@@ -20,11 +23,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from lightning_osdp.planning.cost.activation_exchange import ExchangeTime, exchange_s
 from lightning_osdp.planning.cost.footprint import footprint
 from lightning_osdp.planning.cost.sharding_scopes import ScopeLinks, scope_links
 from lightning_osdp.planning.cost.shards import OperatorShards, ShardUnit, shards_of
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
-from lightning_osdp.planning.spec.cluster import BUCKET_BYTES, Cluster, ComputeTimes, OperatorTime
+from lightning_osdp.planning.spec.cluster import (
+    BUCKET_BYTES,
+    Cluster,
+    CollectiveFit,
+    ComputeTimes,
+    OperatorTime,
+    TensorTime,
+)
 from lightning_osdp.planning.spec.model import LinearInBatch, Operator
 
 EXTRA_PARAM_OVERHEAD = 0.5
@@ -93,12 +104,24 @@ def engine_time(
     if cluster.ranks == 1:
         return PerStepTime(0.0, 0.0)
     shards, overhead = shards_of(operator, choice), cluster.engine.dp
-    replicated = [shard for shard in shards.replicated if shard.gradient_bytes]
+    replicated = [s for s in shards.replicated if s.gradient_bytes and cluster.ranks > s.tensor_degree]
     packed = [s.gradient_bytes if s.gradient_bytes < cluster.unbucketed_bytes else 0 for s in replicated]
     return PerStepTime(
         sum(shard.num_slices * overhead.time_s(size) for shard, size in zip(replicated, packed, strict=True)),
-        sum(unit.num_slices * _unit_engine_s(unit, cluster, recomputed=recomputed) for unit in shards.units),
+        sum(unit.num_slices * _unit_engine_s(unit, cluster, recomputed=recomputed) for unit in shards.units)
+        + (choice.tensor_degree > 1) * cluster.engine.tp.fixed_s * (RECOMPUTE_OVERHEAD if recomputed else 1.0),
     )
+
+
+def exchange_time(
+    operator: Operator, choice: ShardingChoice, cluster: Cluster, *, recomputed: bool = False
+) -> ExchangeTime:
+    """Return the time of exchanging activations, which nothing hides; 0 unless ``operator`` is tensor parallel."""
+    if choice.tensor_degree == 1:
+        return ExchangeTime(0.0, 0.0)
+    time = exchange_s(operator, choice.tensor_degree, cluster, recomputed=recomputed)
+    factor = 1 + cluster.engine.calibration.for_kinds(calibration_kinds(operator, choice))
+    return ExchangeTime(factor * time.fixed_s, factor * time.per_sample_s)
 
 
 def calibration_time(
@@ -122,7 +145,7 @@ def calibration_time(
 def calibration_kinds(operator: Operator, choice: ShardingChoice) -> list[str]:
     """Return the ``CalibrationFactors`` that apply: the choice's last mode, and how its parameters are gathered."""
     mode = max(choice.slices, key=list(Mode).index)
-    is_sharded = mode != Mode.DP
+    is_sharded = mode not in (Mode.DP, Mode.TP)
     applies = {
         "wrapped": is_sharded and operator.num_wrapped > 1,
         "split": choice.split_dim is not None,
@@ -150,14 +173,22 @@ def _inter_node_s(shards: OperatorShards, links: ScopeLinks) -> float:
 
 def _all_reduces_s(shards: OperatorShards, cluster: Cluster) -> float:
     """Return the time to all-reduce replicated gradients; small ones share the latency of their bucket."""
-    fit, ranks = cluster.link.all_reduce, cluster.ranks
     total_s = 0.0
     for shard in shards.replicated:
+        fit, ranks = _reduction_link(shard.tensor_degree, cluster)
         own_s = fit.time_s(shard.gradient_bytes, ranks)
         if shard.gradient_bytes < cluster.unbucketed_bytes:
             own_s = max(0.0, own_s - fit.time_s(0, ranks) * (1 - shard.gradient_bytes / BUCKET_BYTES))
         total_s += shard.num_slices * own_s
     return total_s
+
+
+def _reduction_link(tensor_degree: int, cluster: Cluster) -> tuple[CollectiveFit, int]:
+    """Return the all-reduce of a gradient over the ranks that hold the same slice, and their number."""
+    links = cluster.hierarchical_links
+    if cluster.is_hierarchical and links is not None and tensor_degree == cluster.devices_per_node:
+        return links.inter_node, cluster.nodes
+    return cluster.link.all_reduce, cluster.ranks // tensor_degree
 
 
 def _unit_engine_s(unit: ShardUnit, cluster: Cluster, *, recomputed: bool) -> float:
@@ -175,7 +206,9 @@ def forward_backward_time(operator_time: OperatorTime, choice: ShardingChoice) -
         KeyError: This way of splitting was not measured.
     """
     if choice.split_dim is None:
-        return operator_time.forward, operator_time.backward
+        slices = (own for own in operator_time.tensor if own.degree == choice.tensor_degree)
+        time: TensorTime | OperatorTime = next(slices, operator_time)
+        return time.forward, time.backward
     for split in operator_time.splits:
         if (split.dim, split.slices) == (choice.split_dim, len(choice.slices)):
             return operator_time.forward.plus(split.forward), operator_time.backward.plus(split.backward)
@@ -201,9 +234,11 @@ def time_cost(
         time(operator, choice, cluster, recomputed=recomputed)
         for time in (communication_time, overlapped_time, engine_time, calibration_time)
     )
+    exchange = exchange_time(operator, choice, cluster, recomputed=recomputed)
     hidden_s = min(overlapped.per_step_s, backward_pass_s) + accumulation * overlapped.per_microbatch_s
     # A forward that is run again hides no more than it takes, so that recomputing never saves time.
     hidden_s = min(passes_s, hidden_s) + cluster.overlap * accumulation * (forward_s + backward_s)
-    exposed_s = max(0.0, communication.total_s(accumulation) - hidden_s)
+    exposed_s = max(0.0, communication.total_s(accumulation) - hidden_s) + calibration.total_s(accumulation)
+    exposed_s += accumulation * exchange.value_at(batch_size)
     update_s = compute.optimizer_s_per_byte * footprint(operator, choice, cluster).local_trainable
-    return TimeCost(passes_s + update_s + engine.total_s(accumulation), exposed_s + calibration.total_s(accumulation))
+    return TimeCost(passes_s + update_s + engine.total_s(accumulation), exposed_s)

@@ -45,9 +45,10 @@ class Finalist(NamedTuple):
 def find_finalists(problem: Problem, policy: BatchSizePolicy, found: ExecutionPlan) -> list[ExecutionPlan]:
     """Return the plans to try: ``found``, the best with all operators replicated, and the best with shared units.
 
-    Only those that differ, fit the limit, and that the user's constraints allow.
+    Only those that differ, fit the limit, and that the user's constraints allow. If ``found`` returns freed memory to
+    the system, which takes time with every tensor, it is also tried with that memory retained.
     """
-    plans = [found]
+    plans = [found, *_find_with_retained_heap(problem, policy, found)]
     for find in (_find_replicated, _find_with_shared_units):
         with suppress(InfeasibleError):
             plans += find(problem, policy)
@@ -65,6 +66,14 @@ def pick_untried(plans: Sequence[ExecutionPlan]) -> ExecutionPlan:
     if best is None or found.predicted.samples_per_s > (1 + PREDICTION_RELATIVE_ERROR) * best.predicted.samples_per_s:
         return found
     return best
+
+
+def _find_with_retained_heap(problem: Problem, policy: BatchSizePolicy, found: ExecutionPlan) -> list[ExecutionPlan]:
+    twin = found.model_copy(update={"retain_freed_memory": True})
+    if found.retain_freed_memory or found.update_in_backward or problem.compute_with_retained_heap is None:
+        return []
+    plan = repredict(WrapPolicySearch(variant_of_plan(twin, problem)), policy, twin, found)
+    return [] if plan is None else [plan]
 
 
 def _find_replicated(problem: Problem, policy: BatchSizePolicy) -> list[ExecutionPlan]:

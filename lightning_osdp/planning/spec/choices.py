@@ -133,6 +133,7 @@ def enumerate_choices(
     engine_modes: Iterable[Mode] = tuple(Mode),
     mixed_slices: bool = True,
     forced_mode: Mode | None = None,
+    tensor_degrees: Iterable[int] = (),
 ) -> list[ShardingChoice]:
     """Return all choices for ``operator``, the replicated one first if it is among them.
 
@@ -144,9 +145,11 @@ def enumerate_choices(
         engine_modes: Modes that the engine can carry out.
         mixed_slices: Whether slices of one operator may have different modes.
         forced_mode: The only mode that the operator and its slices may have; it must be possible. None for any.
+        tensor_degrees: Numbers of ranks that it may be cut over.
     """
-    if forced_mode == Mode.DP:
-        return [ShardingChoice()]
+    cut = [ShardingChoice((Mode.TP,), tensor_degree=degree) for degree in tensor_degrees]
+    if forced_mode in (Mode.DP, Mode.TP):
+        return cut if forced_mode == Mode.TP else [ShardingChoice()]
     modes = [mode for mode in legal_modes(operator) if mode in set(engine_modes)]
     allowed = None if allowed_slices is None else tuple(allowed_slices)
     counts = [k for k in slice_counts(operator, allowed) if k in set(measured_slices)]
@@ -162,6 +165,7 @@ def enumerate_choices(
     return [
         *([ShardingChoice()] if forced_mode is None else ()),
         *(choice._replace(scope=scope, hierarchical=staged) for scope, staged in scopes for choice in choices),
+        *(cut if forced_mode is None else ()),
     ]
 
 

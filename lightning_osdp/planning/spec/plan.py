@@ -100,6 +100,12 @@ class OperatorPlan(_Choice):
     """How it is cut if its mode is ``tp``, else None."""
     tensor_refusal: str = ""
     """Why it can't be tensor parallel; empty if it can, or if the plan does not say."""
+    tensor_group: tuple[str, ...] = ()
+    """All operators that can be tensor parallel only together with it; empty if there are none."""
+    activation_bytes: Size = 0
+    """Activations that a rank receives for it in a micro-batch if its mode is ``tp``."""
+    weight_bytes: Size = 0
+    """Its parameters, which would be exchanged instead; 0 if its mode is another one."""
     alternatives: tuple[ChoiceCost, ...] = ()
     """All its choices and their costs, the one taken among them; empty if the plan does not say."""
 

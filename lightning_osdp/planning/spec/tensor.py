@@ -132,6 +132,8 @@ class TensorUse(FrozenModel):
     """Its share in the collectives of its role."""
     num_operators: Count = 1
     """Operators that are tensor parallel together."""
+    is_required: bool = False
+    """Whether the user asks for it."""
 
 
 def check_splits(splits: Mapping[str, TensorSplit], scopes: Mapping[str, TensorScope], devices: int) -> None:
