@@ -111,7 +111,7 @@ class Stage:
         self._reached: Tensor | None = None
 
     def _random(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
-        return torch.randn(*shape, dtype=self.dtype, generator=generator or self._generator)
+        return torch.randn(shape, dtype=self.dtype, generator=generator or self._generator)
 
     def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
         if not parameter.dtype.is_floating_point:
