@@ -136,8 +136,8 @@ def _parameter_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, floa
 def _gradient_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, float]:
     cluster, shards = layout.cluster, layout.shards
     own_parts = sum(shard.all_gradient_bytes for shard in shards.sharded) / layout.ranks
-    reduced = [shard for shard in shards.replicated if cluster.ranks > shard.tensor_degree]
-    bucketed = [shard.all_gradient_bytes for shard in reduced if shard.gradient_bytes < cluster.unbucketed_bytes]
+    small = [s for s in shards.replicated if s.gradient_bytes < cluster.unbucketed_bytes and s.tensor_degree == 1]
+    bucketed = [shard.all_gradient_bytes for shard in small]
     transients = [_transient_bytes(unit, own_parts, cluster, layout.ranks) for unit in shards.units]
     transient = max(transients, default=0.0) + prefetch.previous_gradient
     copied = _slice_copy_bytes(layout)
@@ -147,7 +147,7 @@ def _gradient_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, float
         "replicated_gradients": sum(shard.all_gradient_bytes for shard in shards.replicated),
         "sharded_gradients": 0.0 if layout.in_backward else own_parts,
         "transient": transient,
-        "bucketed": sum(bucketed),
+        "bucketed": sum(bucketed) if cluster.ranks > 1 else 0,
         "inflight_gradient": prefetch.inflight_gradient,
         "slice_gradient_copy": 0.0 if layout.in_backward else copied,
     }

@@ -10,7 +10,6 @@ from lightning_osdp.planning.cost.sharding_scopes import COALESCE_BYTES
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, slice_sizes
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import Operator, ParameterInfo
-from lightning_osdp.planning.spec.tensor import TensorRole
 
 
 class ParamShard(NamedTuple):
@@ -87,7 +86,7 @@ class OperatorShards(NamedTuple):
 def shards_of(operator: Operator, choice: ShardingChoice) -> OperatorShards:
     """Return the parameters and slices of ``operator`` under ``choice``."""
     if choice.tensor_degree > 1:
-        return OperatorShards([_tensor_shard(operator, p, choice.tensor_degree) for p in operator.parameters], [], [])
+        return OperatorShards([_tensor_shard(p, choice.tensor_degree) for p in operator.parameters], [], [])
     # A large bias beside slices is sharded like the first sharded slice.
     mode = next((mode for mode in choice.slices if mode != Mode.DP), Mode.DP)
     split = operator.weight if choice.split_dim is not None else None
@@ -115,10 +114,9 @@ def shards_of(operator: Operator, choice: ShardingChoice) -> OperatorShards:
     return OperatorShards([shard for shard in shards if shard.mode == Mode.DP], sharded, units)
 
 
-def _tensor_shard(operator: Operator, parameter: ParameterInfo, degree: int) -> ParamShard:
-    """Return what one rank holds of a parameter; the bias of a row operator is whole, since its output is."""
-    is_whole = operator.tensor is not None and operator.tensor.role == TensorRole.ROW and len(parameter.shape) < 2
-    cut = 1 if is_whole else degree
+def _tensor_shard(parameter: ParameterInfo, degree: int) -> ParamShard:
+    """Return what one rank holds of a parameter: a slice of the weight, the whole bias."""
+    cut = degree if len(parameter.shape) > 1 else 1
     whole = (parameter.parameter_bytes, parameter.gradient_bytes, parameter.optimizer_bytes)
     parameter_bytes, gradient_bytes, optimizer_bytes = (-(-size // cut) for size in whole)
     return ParamShard(Mode.DP, parameter_bytes, gradient_bytes, optimizer_bytes, tensor_degree=cut)

@@ -28,14 +28,7 @@ from lightning_osdp.planning.cost.footprint import footprint
 from lightning_osdp.planning.cost.sharding_scopes import ScopeLinks, scope_links
 from lightning_osdp.planning.cost.shards import OperatorShards, ShardUnit, shards_of
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
-from lightning_osdp.planning.spec.cluster import (
-    BUCKET_BYTES,
-    Cluster,
-    CollectiveFit,
-    ComputeTimes,
-    OperatorTime,
-    TensorTime,
-)
+from lightning_osdp.planning.spec.cluster import BUCKET_BYTES, Cluster, ComputeTimes, OperatorTime
 from lightning_osdp.planning.spec.model import LinearInBatch, Operator
 
 EXTRA_PARAM_OVERHEAD = 0.5
@@ -74,7 +67,7 @@ def communication_time(
     links, shards = scope_links(cluster, choice.scope, choice.hierarchical), shards_of(operator, choice)
     gathers_again = recomputed and operator.num_wrapped == 1
     return PerStepTime(
-        _all_reduces_s(shards, cluster) + _inter_node_s(shards, links),
+        _all_reduces_s(shards, cluster) + _tensor_all_reduces_s(shards, cluster) + _inter_node_s(shards, links),
         sum(unit.num_slices * _unit_comm_s(unit, links, cluster, recomputed=gathers_again) for unit in shards.units),
     )
 
@@ -104,7 +97,7 @@ def engine_time(
     if cluster.ranks == 1:
         return PerStepTime(0.0, 0.0)
     shards, overhead = shards_of(operator, choice), cluster.engine.dp
-    replicated = [s for s in shards.replicated if s.gradient_bytes and cluster.ranks > s.tensor_degree]
+    replicated = [shard for shard in shards.replicated if shard.gradient_bytes and shard.tensor_degree == 1]
     packed = [s.gradient_bytes if s.gradient_bytes < cluster.unbucketed_bytes else 0 for s in replicated]
     return PerStepTime(
         sum(shard.num_slices * overhead.time_s(size) for shard, size in zip(replicated, packed, strict=True)),
@@ -173,9 +166,11 @@ def _inter_node_s(shards: OperatorShards, links: ScopeLinks) -> float:
 
 def _all_reduces_s(shards: OperatorShards, cluster: Cluster) -> float:
     """Return the time to all-reduce replicated gradients; small ones share the latency of their bucket."""
+    fit, ranks = cluster.link.all_reduce, cluster.ranks
     total_s = 0.0
     for shard in shards.replicated:
-        fit, ranks = _reduction_link(shard.tensor_degree, cluster)
+        if shard.tensor_degree > 1:
+            continue
         own_s = fit.time_s(shard.gradient_bytes, ranks)
         if shard.gradient_bytes < cluster.unbucketed_bytes:
             own_s = max(0.0, own_s - fit.time_s(0, ranks) * (1 - shard.gradient_bytes / BUCKET_BYTES))
@@ -183,12 +178,17 @@ def _all_reduces_s(shards: OperatorShards, cluster: Cluster) -> float:
     return total_s
 
 
-def _reduction_link(tensor_degree: int, cluster: Cluster) -> tuple[CollectiveFit, int]:
-    """Return the all-reduce of a gradient over the ranks that hold the same slice, and their number."""
-    links = cluster.hierarchical_links
-    if cluster.is_hierarchical and links is not None and tensor_degree == cluster.devices_per_node:
-        return links.inter_node, cluster.nodes
-    return cluster.link.all_reduce, cluster.ranks // tensor_degree
+def _tensor_all_reduces_s(shards: OperatorShards, cluster: Cluster) -> float:
+    """Return the time to average gradients over the ranks that hold the same slice, after the backward pass."""
+    links, total_s = cluster.hierarchical_links, 0.0
+    for shard in shards.replicated:
+        if shard.tensor_degree == 1:
+            continue
+        if cluster.is_hierarchical and links is not None and shard.tensor_degree == cluster.devices_per_node:
+            total_s += links.inter_node.time_s(shard.gradient_bytes, cluster.nodes)
+        else:
+            total_s += cluster.link.all_reduce.time_s(shard.gradient_bytes, cluster.ranks // shard.tensor_degree)
+    return total_s
 
 
 def _unit_engine_s(unit: ShardUnit, cluster: Cluster, *, recomputed: bool) -> float:
@@ -205,14 +205,29 @@ def forward_backward_time(operator_time: OperatorTime, choice: ShardingChoice) -
     Raises:
         KeyError: This way of splitting was not measured.
     """
+    if choice.tensor_degree > 1:
+        return _slice_time(operator_time, choice.tensor_degree)
     if choice.split_dim is None:
-        slices = (own for own in operator_time.tensor if own.degree == choice.tensor_degree)
-        time: TensorTime | OperatorTime = next(slices, operator_time)
-        return time.forward, time.backward
+        return operator_time.forward, operator_time.backward
     for split in operator_time.splits:
         if (split.dim, split.slices) == (choice.split_dim, len(choice.slices)):
             return operator_time.forward.plus(split.forward), operator_time.backward.plus(split.backward)
     raise KeyError(f"{len(choice.slices)} slices along dimension {choice.split_dim} were not measured")
+
+
+def _slice_time(operator_time: OperatorTime, degree: int) -> tuple[LinearInBatch, LinearInBatch]:
+    """Return the seconds of a slice for the samples of its group: as many products, but a part of the weight.
+
+    What does not depend on the batch size is to read the weight and to write its gradient.
+    """
+    measured = next((time for time in operator_time.tensor if time.degree == degree), None)
+    if measured is not None:
+        return measured.forward, measured.backward
+    forward, backward = operator_time.forward, operator_time.backward
+    return (
+        forward.model_copy(update={"fixed": forward.fixed / degree}),
+        backward.model_copy(update={"fixed": backward.fixed / degree}),
+    )
 
 
 def time_cost(
