@@ -50,7 +50,7 @@ def find_leak(flow: Dataflow, columns: Sequence[Call], row: Call, scope: Call | 
     found = _Followed(flow, start, scope, arguments)
     for index in range(start, row.start):
         found.cut.update(results.get(index, ()))
-        if members.isdisjoint(flow.events[index].calls) and (reason := found.follow(index)):
+        if members.isdisjoint(flow.events[index].calls) and (reason := found.advance(index)):
             return reason
     found.cut.update(results.get(row.start, ()))
     if found.cut.isdisjoint(row.inputs):
@@ -87,7 +87,7 @@ class _Followed:
         self.cut: set[int] = set()
         self.inside: set[int] = set()
 
-    def follow(self, index: int) -> str:
+    def advance(self, index: int) -> str:
         """Go on to an event; say why it may not be, empty if it may."""
         flow, event = self.flow, self.flow.events[index]
         is_inside = self.scope is not None and index < self.scope.stop

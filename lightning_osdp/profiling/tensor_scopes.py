@@ -37,7 +37,7 @@ from lightning_osdp.profiling.tracing.dataflow import MANY_SOURCES, Call, Datafl
 from lightning_osdp.profiling.tracing.optimizer_step import build_optimizers
 
 MAX_SECONDS = 2.0
-"""Processor time that all proofs of a model may take. [M-tensor-1]"""
+"""Processor time that all proofs of a model may take."""
 
 MAX_ATTRIBUTES = 3
 """Attributes that are divided at once."""
