@@ -27,7 +27,7 @@ from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.spec.tensor import TensorRole, TensorScope, TensorSplit
 from tests.support.small_models import MIB, blocks_of_two
-from tests.support.tensor_models import FREE, mlp, model_of, problem_of
+from tests.support.tensor_problems import FREE, mlp, model_of, problem_of
 
 
 def every_plan(search: PlanSearch, batch_size: int) -> list[Candidate]:
