@@ -64,11 +64,15 @@ def _scope_leak(found: _Followed, row: Call, scope: Call) -> str:
     flow, arguments = found.flow, found.arguments
     if not arguments.isdisjoint(scope.outputs):
         return "it returns its argument"
-    if any(not arguments.isdisjoint(event.reads) for event in flow.events[row.stop : scope.stop]):
+    if any(not arguments.isdisjoint(event.read_storages) for event in flow.events[row.stop : scope.stop]):
         return "its arguments are used after the row"
     for event in flow.events[found.start : row.start]:  # results of a slice that nothing reads may be for a log
-        is_lost = event.writes and event.writes <= found.inside and event.writes.isdisjoint(row.inputs)
-        if is_lost and event.writes.isdisjoint(flow.last_reads):
+        is_lost = (
+            event.written_storages
+            and event.written_storages <= found.inside
+            and event.written_storages.isdisjoint(row.inputs)
+        )
+        if is_lost and event.written_storages.isdisjoint(flow.last_reads):
             return f"nothing uses the result of {event.func}"
     return ""
 
@@ -92,27 +96,31 @@ class _Followed:
         flow, event = self.flow, self.flow.events[index]
         is_inside = self.scope is not None and index < self.scope.stop
         if is_inside:
-            self.inside.update(each for each in event.writes if flow.made.get(each) == index)
+            self.inside.update(each for each in event.written_storages if flow.made.get(each) == index)
         own = self.cut | self.inside | (self.arguments if is_inside else frozenset())
-        reads = event.reads & own
+        reads = event.read_storages & own
         if reads and (reason := self._refusal(event, own)):
             return reason
         if not self.cut.isdisjoint(reads):
-            self.cut.update(event.writes)
+            self.cut.update(event.written_storages)
         elif reads:
-            self.inside.update(event.writes)
+            self.inside.update(event.written_storages)
         return ""
 
     def _refusal(self, event: Event, own: set[int]) -> str:
         if event.func.overloadpacket in READS_VALUES or event.reads_numbers:
             return "numbers are read from it"
-        if not self.flow.rank_specific.isdisjoint(event.reads - own):
+        if not self.flow.rank_specific.isdisjoint(event.read_storages - own):
             return f"{event.func} combines it with what each rank has of its own"
         if any(self.flow.made.get(each, -1) < self.start for each in event.changes - own):
             return f"{event.func} writes it to what was there before"
         if self.scope is None and not _is_rowwise(event):
             return f"{event.func} computes with several numbers of a row"
-        if self.scope is not None and event.func.overloadpacket in COMPARES and not self.cut.isdisjoint(event.reads):
+        if (
+            self.scope is not None
+            and event.func.overloadpacket in COMPARES
+            and not self.cut.isdisjoint(event.read_storages)
+        ):
             return f"{event.func} decides by its numbers"
         return ""
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_osdp.profiling.tensor_stage import ATOMS, Refusal, Scene, Stage, attribute_owners, map_tensors
+from lightning_osdp.profiling.tensor_stage import ATOMS, PlayedModule, Refusal, Scene, attribute_owners, map_tensors
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-5}
 """Largest difference from the module without a cut, relative to the largest number of a row. Modules compute some
@@ -46,36 +46,36 @@ class Cut:
 
 
 @dataclass
-class Run:
+class PlayedRun:
     """One run up to the row operator, and its gradients."""
 
     reached: Tensor
     """Input of the row operator."""
-    products: list[Tensor]
+    random_outputs: list[Tensor]
     """Random parts of what the columns gave."""
     inputs: list[Tensor]
     """Inputs of the columns, or tensor arguments of the scope."""
     column_inputs: list[Tensor]
     cotangent: Tensor | None = None
     gradients: list[Tensor | None] = field(default_factory=list)
-    """Of ``products``, of ``inputs`` and of the parameters."""
+    """Of ``random_outputs``, of ``inputs`` and of the parameters."""
 
 
-class Trial(Stage):
-    """Plays the ranks of a group with cuts; arguments as of ``Stage``."""
+class Trial(PlayedModule):
+    """Plays the ranks of a group with cuts; arguments as of ``PlayedModule``."""
 
     def __init__(self, scene: Scene, dtype: torch.dtype, long_dim: int = 0, true_mask: bool = True) -> None:
         """Copy the module, and run it once without a cut."""
         super().__init__(scene, dtype, long_dim, true_mask)
-        self._plain_runs: dict[tuple[int, int], Run] = {}
+        self._plain_runs: dict[tuple[int, int], PlayedRun] = {}
         self.plain_run(0, 0)
 
-    def plain_run(self, rank: int, seed: int) -> Run:
+    def plain_run(self, rank: int, seed: int) -> PlayedRun:
         """Return what a rank does without any cut."""
         if (rank, seed) in self._plain_runs:
             return self._plain_runs[rank, seed]
         generator = torch.Generator().manual_seed(77 + 1000 * seed + rank)
-        products: list[Tensor] = []
+        random_outputs: list[Tensor] = []
         column_inputs: list[Tensor] = []
         leaves: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -90,14 +90,14 @@ class Trial(Stage):
             product = self._random(*x.shape[:-1], len(right), generator=generator)
             if seed == NUM_INPUTS - 1:
                 product *= 10 ** (4 * torch.rand(*x.shape[:-1], 1, dtype=self.dtype, generator=generator) - 2)
-            products.append(_leaf(product))
+            random_outputs.append(_leaf(product))
             column_inputs.append(x.detach())
-            return self._product(index, x, right) + products[-1]
+            return self._product(index, x, right) + random_outputs[-1]
 
         self._on_column = on_column
         self._on_scope = lambda args, kwargs: map_tensors((args, kwargs), leaf_of)
         before = [_state_of(each) for each in self._stateless]
-        run = Run(self._run(rank, seed), products, [leaf for _, leaf in leaves.values()], column_inputs)
+        run = PlayedRun(self._run(rank, seed), random_outputs, [leaf for _, leaf in leaves.values()], column_inputs)
         for each, state in zip(self._stateless, before, strict=True):
             if _state_of(each) != state:
                 raise Refusal(f"{type(each).__name__} changes its own state")
@@ -107,10 +107,10 @@ class Trial(Stage):
         self._plain_runs[rank, seed] = run
         return run
 
-    def _differentiate(self, run: Run) -> None:
+    def _differentiate(self, run: PlayedRun) -> None:
         if not run.reached.requires_grad:
             raise Refusal("no gradient goes through it")
-        wanted = [*run.products, *(each for each in run.inputs if each.requires_grad), *self._parameters]
+        wanted = [*run.random_outputs, *(each for each in run.inputs if each.requires_grad), *self._parameters]
         assert run.cotangent is not None
         try:
             gradients = torch.autograd.grad(run.reached, wanted, run.cotangent.to(run.reached.dtype), allow_unused=True)
@@ -118,9 +118,9 @@ class Trial(Stage):
             raise Refusal(str(error).split("\n")[0][:100]) from error
         run.gradients = list(gradients)
 
-    def _check_alive(self, run: Run, is_first: bool) -> None:
+    def _check_alive(self, run: PlayedRun, is_first: bool) -> None:
         """Refuse runs that prove nothing, because most of what flows is zero or no number."""
-        for tensor in (run.reached, *run.gradients[: len(run.products)]):
+        for tensor in (run.reached, *run.gradients[: len(run.random_outputs)]):
             if tensor is None or not tensor.isfinite().all():
                 raise Refusal(
                     "random inputs give no finite numbers" if tensor is not None else "no gradient reaches it"
@@ -142,18 +142,18 @@ class Trial(Stage):
             for is_flat in (False, True) if self._scope is None else (False,):
                 self._check_layout(cut, plain, seed, is_flat)
 
-    def _check_layout(self, cut: Cut, plain: list[Run], seed: int, is_flat: bool) -> None:
+    def _check_layout(self, cut: Cut, plain: list[PlayedRun], seed: int, is_flat: bool) -> None:
         features = {len(self._columns[i]._vectors[1]) for i in range(len(self._columns))}
         if any(size % (cut.degree * cut.parts) for size in features) or plain[0].reached.shape[-1] % cut.degree:
             raise Refusal(f"{cut.degree} does not divide its features")
         gather = functools.partial(_gather, is_flat=is_flat)
         expected = gather([run.reached for run in plain])
         cotangent = gather([_given(run.cotangent) for run in plain], padding=0.0)
-        num_products = len(plain[0].products)
+        num_products = len(plain[0].random_outputs)
         sums: list[Tensor | None] = [None] * (len(plain[0].gradients) - num_products)
-        products = [gather([run.products[i] for run in plain]) for i in range(num_products)]
+        random_outputs = [gather([run.random_outputs[i] for run in plain]) for i in range(num_products)]
         for rank in range(cut.degree):
-            played = self._played_run(cut, rank, plain, products, seed, is_flat)
+            played = self._played_run(cut, rank, plain, random_outputs, seed, is_flat)
             self._compare(played.reached, _slice(expected, rank, cut.degree), is_flat, plain)
             played.cotangent = _slice(cotangent, rank, cut.degree)
             self._differentiate(played)
@@ -164,7 +164,7 @@ class Trial(Stage):
             sums = [_add(total, new) for total, new in zip(sums, played.gradients[num_products:], strict=True)]
         self._compare_sums(sums, plain, num_products, is_flat)
 
-    def _compare_sums(self, sums: Sequence[Tensor | None], plain: list[Run], begin: int, is_flat: bool) -> None:
+    def _compare_sums(self, sums: Sequence[Tensor | None], plain: list[PlayedRun], begin: int, is_flat: bool) -> None:
         """Compare gradients of inputs and parameters, which the ranks of the group have in parts."""
         inputs = [each for each in plain[0].inputs if each.requires_grad]
         for index, total in enumerate(sums):
@@ -184,8 +184,8 @@ class Trial(Stage):
         return self._scope is None or (tensor.dim() > 0 and tensor.shape[0] == self.scene.batch_rows)
 
     def _played_run(
-        self, cut: Cut, rank: int, plain: list[Run], products: Sequence[Tensor], seed: int, is_flat: bool
-    ) -> Run:
+        self, cut: Cut, rank: int, plain: list[PlayedRun], random_outputs: Sequence[Tensor], seed: int, is_flat: bool
+    ) -> PlayedRun:
         """Run a rank of a group, up to the row operator."""
         own = plain[rank % len(plain)]
         slices: list[Tensor] = []
@@ -203,14 +203,14 @@ class Trial(Stage):
         keep: list[Tensor] = []
 
         def on_column(index: int, x: Tensor) -> Tensor:
-            if len(slices) >= len(products):
+            if len(slices) >= len(random_outputs):
                 raise Refusal("it runs more than once")
             if self._scope is None:
                 x = leaf_of(x)
             else:
                 self._compare(x, torch.cat([run.column_inputs[len(slices)] for run in plain]), False, plain)
             _, right = self._columns[index]._vectors
-            slices.append(_leaf(_slice(products[len(slices)], rank, cut.degree, cut.parts)))
+            slices.append(_leaf(_slice(random_outputs[len(slices)], rank, cut.degree, cut.parts)))
             return self._product(index, x, _slice(right, rank, cut.degree, cut.parts)) + slices[-1]
 
         self._on_column = on_column
@@ -220,7 +220,7 @@ class Trial(Stage):
                 reached = self._run(rank % len(plain), seed)
         except StopIteration:
             raise Refusal("it is called in different ways") from None
-        return Run(reached, slices, gathered, [])
+        return PlayedRun(reached, slices, gathered, [])
 
     def _gather_input(self, tensors: Sequence[Tensor], is_flat: bool) -> Tensor:
         if self._is_gathered(tensors[0]):
@@ -229,7 +229,7 @@ class Trial(Stage):
             raise Refusal("an argument without a row for each sample differs between ranks")
         return _leaf(tensors[0])
 
-    def _compare(self, found: Tensor | None, expected: Tensor, is_flat: bool, plain: list[Run]) -> None:
+    def _compare(self, found: Tensor | None, expected: Tensor, is_flat: bool, plain: list[PlayedRun]) -> None:
         """Refuse a difference, but for the rows of padding."""
         if found is None or found.shape != expected.shape:
             shape = None if found is None else tuple(found.shape)

@@ -103,7 +103,7 @@ def find_tensor_candidates(
     traced: TracedModule, operators: Sequence[Operator], degrees: Sequence[int]
 ) -> TensorFindings:
     """Return what may be tensor parallel over each number of ranks in ``degrees``, and the reasons for the rest."""
-    return _Finder(traced, operators, degrees).find()
+    return _Finder(traced, operators, degrees).find_candidates()
 
 
 def _run_step(module: nn.Module, args: tuple[Any, ...], _: object) -> None:
@@ -141,7 +141,7 @@ class _Finder:
         self._deadline_s = time.process_time() + MAX_SECONDS
         self._planned = planned_columns(self._modules)
 
-    def find(self) -> TensorFindings:
+    def find_candidates(self) -> TensorFindings:
         """Find pairs first, then attentions, then single operators."""
         candidates: dict[str, TensorCandidate] = {}
         for with_scope in (False, True):
@@ -270,7 +270,8 @@ class _Finder:
             return tuple(sorted(numbers.setdefault(each, len(numbers)) for each in sorted(storages)))
 
         trace = [
-            (event.signature, renumber(event.reads), renumber(event.writes)) for event in flow.events[start : row.stop]
+            (event.signature, renumber(event.read_storages), renumber(event.written_storages))
+            for event in flow.events[start : row.stop]
         ]
         prefix = f"{self._name(home)}." if home is not None else ""
         members = (*columns, row, *([scope] if scope is not None else []))

@@ -64,7 +64,7 @@ class Scene:
     """Objects that are not copied, and all parameters of the model."""
 
 
-class Stage:
+class PlayedModule:
     """A copy of a scene's module, on which ranks are played."""
 
     def __init__(self, scene: Scene, dtype: torch.dtype, long_dim: int = 0, true_mask: bool = True) -> None:

@@ -32,9 +32,9 @@ class Event:
     """One aten call of the forward."""
 
     func: torch._ops.OpOverload
-    reads: frozenset[int]
+    read_storages: frozenset[int]
     """Storages of its arguments."""
-    writes: frozenset[int]
+    written_storages: frozenset[int]
     """Storages of its results, and of what it changes."""
     changes: frozenset[int]
     """Storages of what it changes."""
