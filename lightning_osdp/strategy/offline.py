@@ -212,6 +212,7 @@ def profile_in_setup(trainer: pl.Trainer, options: PlanningOptions) -> ProfiledR
     data, context = options.read_step(trainer, torch.device("cpu"))
     own_constraints = _callback_constraints(trainer)
     traced = pipeline.profile_model(options.with_tensor_degrees(context, own_constraints))
+    traced = options.with_reduce_dtype(traced)
     blocker = options.in_backward_blocker(trainer, traced)
     searched = options.constraints(own_constraints, blocker, context.device)
     present = data.loader_batch_size or context.batch_size
@@ -243,6 +244,7 @@ def plan_in_setup(
     cache, own_constraints = options.cache_folder, _callback_constraints(trainer)
     context = options.with_tensor_degrees(context, own_constraints, cluster)
     traced = pipeline.profile_model_on_ranks(RankGroup.single(device), context, non_training, cache)
+    traced = options.with_reduce_dtype(traced)
     blocker = options.in_backward_blocker(trainer, traced)
     constraints = options.constraints(own_constraints, blocker, device)
     request = options.request(trainer, data, context.batch_size, cluster.ranks, limit, constraints, non_training)
