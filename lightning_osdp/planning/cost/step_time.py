@@ -6,13 +6,15 @@ collective has its own fitted alpha and beta (``CollectiveFit``), so k is spelle
     dp     1 all-reduce of the gradients, once per optimizer step
     zdp2   1 all-gather and 1 reduce-scatter in every micro-batch
     zdp    2 all-gathers and 1 reduce-scatter in every micro-batch; 3 all-gathers in a block that is recomputed, but
-           2 if the whole block is one unit: parameters gathered for its second forward stay for its backward
-
+           2 if the whole block is one unit: parameters gathered for its second forward stay for its backward. One less
+           where the backward reads no parameter, as an embedding's
     tp     exchanges of activations in every micro-batch (``activation_exchange``), and once per optimizer step 1
            all-reduce of the slices' gradients over the ranks that hold the same slice
 
-The collectives of sharded weights are among all ranks, in one stage or two, or inside a node; sharding inside nodes
-adds an all-reduce between nodes, once per optimizer step (``sharding_scopes``).
+Gathers have the type of autocast's casts where these are all that is read; gradients are reduced in their own type, or
+in the one that the user gives (``ParameterInfo``). The collectives of sharded weights are among all ranks, in one stage
+or two, or inside a node; sharding inside nodes adds an all-reduce between nodes, once per optimizer step
+(``sharding_scopes``).
 
 A unit's parameters are gathered together; its gradients are reduced one by one as they appear, or together if they are
 small (``COALESCE_BYTES``). Small parameters (``ParameterInfo.is_small``) ride in the buckets of replicated gradients in
@@ -28,14 +30,7 @@ from lightning_osdp.planning.cost.footprint import footprint
 from lightning_osdp.planning.cost.sharding_scopes import ScopeLinks, scope_links
 from lightning_osdp.planning.cost.shards import OperatorShards, ShardUnit, shards_of
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
-from lightning_osdp.planning.spec.cluster import (
-    BUCKET_BYTES,
-    Cluster,
-    CollectiveFit,
-    ComputeTimes,
-    OperatorTime,
-    TensorTime,
-)
+from lightning_osdp.planning.spec.cluster import BUCKET_BYTES, Cluster, ComputeTimes, OperatorTime
 from lightning_osdp.planning.spec.model import LinearInBatch, Operator
 
 EXTRA_PARAM_OVERHEAD = 0.5
@@ -74,7 +69,7 @@ def communication_time(
     links, shards = scope_links(cluster, choice.scope, choice.hierarchical), shards_of(operator, choice)
     gathers_again = recomputed and operator.num_wrapped == 1
     return PerStepTime(
-        _all_reduces_s(shards, cluster) + _inter_node_s(shards, links),
+        _all_reduces_s(shards, cluster) + _tensor_all_reduces_s(shards, cluster) + _inter_node_s(shards, links),
         sum(unit.num_slices * _unit_comm_s(unit, links, cluster, recomputed=gathers_again) for unit in shards.units),
     )
 
@@ -104,7 +99,7 @@ def engine_time(
     if cluster.ranks == 1:
         return PerStepTime(0.0, 0.0)
     shards, overhead = shards_of(operator, choice), cluster.engine.dp
-    replicated = [s for s in shards.replicated if s.gradient_bytes and cluster.ranks > s.tensor_degree]
+    replicated = [shard for shard in shards.replicated if shard.gradient_bytes and shard.tensor_degree == 1]
     packed = [s.gradient_bytes if s.gradient_bytes < cluster.unbucketed_bytes else 0 for s in replicated]
     return PerStepTime(
         sum(shard.num_slices * overhead.time_s(size) for shard, size in zip(replicated, packed, strict=True)),
@@ -157,13 +152,17 @@ def calibration_kinds(operator: Operator, choice: ShardingChoice) -> list[str]:
 
 def _unit_comm_s(unit: ShardUnit, links: ScopeLinks, cluster: Cluster, *, recomputed: bool) -> float:
     """Return the time of a unit's gathers and reduce-scatters in one micro-batch."""
-    gathers = (3 if recomputed else 2) if unit.mode == Mode.ZDP else 1
-    sizes = unit.gradient_sizes
+    gathers = (2 if recomputed else 1) if unit.mode == Mode.ZDP else 1
+    gathers_s = gathers * links.all_gather_s(unit.gathered_bytes, len(unit.shards))
+    num_read = sum(shard.read_in_backward for shard in unit.shards)
+    if unit.mode == Mode.ZDP and num_read:
+        gathers_s += links.all_gather_s(unit.backward_bytes, num_read)
+    sizes = unit.reduced_sizes
     if unit.coalesces_gradients(cluster):
         reductions_s = links.reduce_scatter_s(sum(sizes), len(sizes))
     else:
         reductions_s = sum(map(links.reduce_scatter_s, sizes))
-    return gathers * links.all_gather_s(unit.parameter_bytes, len(unit.shards)) + reductions_s
+    return gathers_s + reductions_s
 
 
 def _inter_node_s(shards: OperatorShards, links: ScopeLinks) -> float:
@@ -173,22 +172,29 @@ def _inter_node_s(shards: OperatorShards, links: ScopeLinks) -> float:
 
 def _all_reduces_s(shards: OperatorShards, cluster: Cluster) -> float:
     """Return the time to all-reduce replicated gradients; small ones share the latency of their bucket."""
+    fit, ranks = cluster.link.all_reduce, cluster.ranks
     total_s = 0.0
     for shard in shards.replicated:
-        fit, ranks = _reduction_link(shard.tensor_degree, cluster)
-        own_s = fit.time_s(shard.gradient_bytes, ranks)
+        if shard.tensor_degree > 1:
+            continue
+        own_s = fit.time_s(shard.reduced_bytes, ranks)
         if shard.gradient_bytes < cluster.unbucketed_bytes:
             own_s = max(0.0, own_s - fit.time_s(0, ranks) * (1 - shard.gradient_bytes / BUCKET_BYTES))
         total_s += shard.num_slices * own_s
     return total_s
 
 
-def _reduction_link(tensor_degree: int, cluster: Cluster) -> tuple[CollectiveFit, int]:
-    """Return the all-reduce of a gradient over the ranks that hold the same slice, and their number."""
-    links = cluster.hierarchical_links
-    if cluster.is_hierarchical and links is not None and tensor_degree == cluster.devices_per_node:
-        return links.inter_node, cluster.nodes
-    return cluster.link.all_reduce, cluster.ranks // tensor_degree
+def _tensor_all_reduces_s(shards: OperatorShards, cluster: Cluster) -> float:
+    """Return the time to average gradients over the ranks that hold the same slice, after the backward pass."""
+    links, total_s = cluster.hierarchical_links, 0.0
+    for shard in shards.replicated:
+        if shard.tensor_degree == 1:
+            continue
+        if cluster.is_hierarchical and links is not None and shard.tensor_degree == cluster.devices_per_node:
+            total_s += links.inter_node.time_s(shard.gradient_bytes, cluster.nodes)
+        else:
+            total_s += cluster.link.all_reduce.time_s(shard.gradient_bytes, cluster.ranks // shard.tensor_degree)
+    return total_s
 
 
 def _unit_engine_s(unit: ShardUnit, cluster: Cluster, *, recomputed: bool) -> float:
@@ -205,14 +211,29 @@ def forward_backward_time(operator_time: OperatorTime, choice: ShardingChoice) -
     Raises:
         KeyError: This way of splitting was not measured.
     """
+    if choice.tensor_degree > 1:
+        return _slice_time(operator_time, choice.tensor_degree)
     if choice.split_dim is None:
-        slices = (own for own in operator_time.tensor if own.degree == choice.tensor_degree)
-        time: TensorTime | OperatorTime = next(slices, operator_time)
-        return time.forward, time.backward
+        return operator_time.forward, operator_time.backward
     for split in operator_time.splits:
         if (split.dim, split.slices) == (choice.split_dim, len(choice.slices)):
             return operator_time.forward.plus(split.forward), operator_time.backward.plus(split.backward)
     raise KeyError(f"{len(choice.slices)} slices along dimension {choice.split_dim} were not measured")
+
+
+def _slice_time(operator_time: OperatorTime, degree: int) -> tuple[LinearInBatch, LinearInBatch]:
+    """Return the seconds of a slice for the samples of its group: as many products, but a part of the weight.
+
+    What does not depend on the batch size is to read the weight and to write its gradient.
+    """
+    measured = next((time for time in operator_time.tensor if time.degree == degree), None)
+    if measured is not None:
+        return measured.forward, measured.backward
+    forward, backward = operator_time.forward, operator_time.backward
+    return (
+        forward.model_copy(update={"fixed": forward.fixed / degree}),
+        backward.model_copy(update={"fixed": backward.fixed / degree}),
+    )
 
 
 def time_cost(

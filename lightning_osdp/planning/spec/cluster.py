@@ -271,7 +271,7 @@ class OperatorTime(FrozenModel):
     splits: tuple[SplitTime, ...] = ()
     """The ways to split it that were measured; the search considers no others."""
     tensor: tuple[TensorTime, ...] = ()
-    """Its slices if it is tensor parallel; a degree that was not measured takes as long as the operator itself."""
+    """Its slices if it is tensor parallel; those that were not measured are derived from its own times."""
 
     def seconds_at(self, batch_size: int) -> float:
         """Return the seconds of forward and backward together."""
