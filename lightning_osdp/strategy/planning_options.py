@@ -49,6 +49,7 @@ class PlanningOptions:
     min_steps_per_epoch: int = 100
     sample_batches: int = 8
     sample_batch: Any = None
+    reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
         """Check the arguments, and import the engine: later that would count as memory that training takes."""
@@ -57,6 +58,7 @@ class PlanningOptions:
         arguments.validate_positive("sample_batches", self.sample_batches)
         if self.batch_size == self.global_batch_size == "keep":
             raise ConfigurationError("batch_size='keep' keeps the global batch size too: give one of both")
+        arguments.parse_reduce_dtype(self.reduce_dtype)
         _ = self.policy, self.memory_limit_bytes, SearchConstraints(sharding_group=self.sharding_group)
 
     @property
@@ -105,6 +107,11 @@ class PlanningOptions:
             update_in_backward=not in_backward_blocker,
             capabilities=engine_capabilities(self.engine, device),
         )
+
+    def with_reduce_dtype(self, traced: TracedStep) -> TracedStep:
+        """Return the traced step, whose gradients are reduced in the type that is asked for."""
+        dtype = arguments.parse_reduce_dtype(self.reduce_dtype)
+        return replace(traced, model_profile=traced.model_profile.with_reduce_dtype(dtype)) if dtype else traced
 
     def in_backward_blocker(self, trainer: pl.Trainer, traced: TracedStep) -> str:
         """Return why the run may not update parameters in the backward pass, in words; empty if it may."""
