@@ -44,6 +44,7 @@ from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.report import tables
 from lightning_osdp.state.checkpoint import CheckpointFormat
 from lightning_osdp.strategy import arguments, model_summary, out_of_memory, precision, preemption
+from lightning_osdp.strategy.batch_agreement import read_step_on_ranks
 from lightning_osdp.strategy.batch_size_change import announce_change
 from lightning_osdp.strategy.buffers import BufferBroadcast
 from lightning_osdp.strategy.dataloader import apply_batch_size
@@ -240,7 +241,7 @@ class OSDPStrategy(HandoverStrategy):
         self.model = self.precision_plugin.convert_module(module)
         with isolate_rng(), display:  # planning must not change the run's own random numbers
             budget.begin_stage("reading batches")
-            data, context = ranks.raise_on_all_ranks(lambda: self._options.read_step(trainer, self.root_device))
+            data, context = read_step_on_ranks(ranks, self._options, trainer, self.root_device)
             request = RunRequest(
                 self._options,
                 self.constraints,

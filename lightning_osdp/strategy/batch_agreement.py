@@ -1,0 +1,75 @@
+"""The batches that all ranks plan with, where the ranks' loaders give other ones."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_osdp.autotune.ranks import RankGroup
+from lightning_osdp.autotune.trial_step import TrialContext
+from lightning_osdp.errors import OSDPWarning
+from lightning_osdp.planning.spec.formatting import format_bytes
+from lightning_osdp.strategy.dataloader import TrainData, batch_bytes
+from lightning_osdp.strategy.planning_options import PlanningOptions
+
+
+def read_step_on_ranks(
+    ranks: RankGroup, options: PlanningOptions, trainer: pl.Trainer, device: torch.device
+) -> tuple[TrainData, TrialContext]:
+    """Return the training data, and the training step on the batches that all ranks plan with. Collective.
+
+    Raises:
+        ConfigurationError: there are no train data, or they can't be read.
+    """
+    data, context = ranks.raise_on_all_ranks(lambda: options.read_step(trainer, device))
+    return data, agree_on_batches(ranks, data, context)
+
+
+def agree_on_batches(ranks: RankGroup, data: TrainData, context: TrialContext) -> TrialContext:
+    """Return the step on the batches of all ranks: the largest one decides memory, the one of median size time.
+
+    Collective. Batches are sent only where their sizes differ between the ranks.
+    """
+    batches = context.largest_batch if context.largest_batch is not None else context.batch, context.batch
+    sizes = ranks.all_gather_object((*map(batch_bytes, batches), context.batch_size))
+    if len(set(sizes)) == 1:
+        return context
+    numbers = range(len(sizes))
+    largest_on = max(numbers, key=lambda rank: sizes[rank][0])
+    typical_on = sorted(numbers, key=lambda rank: sizes[rank][1])[len(sizes) // 2]
+    if sizes[typical_on][2] != sizes[largest_on][2]:  # of another number of samples
+        typical_on = largest_on
+    largest, typical = _send(ranks, batches[0], largest_on), _send(ranks, batches[1], typical_on)
+    data.bytes_per_sample = sizes[largest_on][0] / sizes[largest_on][2]
+    if largest is None or typical is None:
+        return context
+    is_same = sizes[largest_on][0] == sizes[typical_on][1]
+    largest_batch, batch_size = None if is_same else largest, sizes[largest_on][2]
+    return replace(context, batch=typical, largest_batch=largest_batch, batch_size=batch_size)
+
+
+def _send(ranks: RankGroup, batch: Any, source: int) -> Any:
+    """Return the batch of rank ``source``, or None, with a warning, if it can't be sent."""
+    text, error = None, ""
+    if ranks.rank == source:
+        try:
+            text = pickle.dumps(batch)
+        except Exception as cause:  # the user's class may raise anything
+            error = f"{type(cause).__name__}: {cause}"
+    text, error = ranks.broadcast_object((text, error), source)
+    if text is not None:
+        return batch if ranks.rank == source else ranks.raise_on_all_ranks(lambda: pickle.loads(text))
+    if ranks.is_rank_zero:
+        warnings.warn(
+            f"the ranks' batches differ in size, and that of rank {source} ({format_bytes(batch_bytes(batch))} on this "
+            f"rank) can't be sent to the others ({error}): each plans with its own. Give OSDPStrategy a sample_batch "
+            "as large as any",
+            OSDPWarning,
+            stacklevel=2,
+        )
+    return None
