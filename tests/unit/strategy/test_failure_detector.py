@@ -51,7 +51,7 @@ def test_later_run_without_another_rank_is_an_error_at_once() -> None:
     process.communicate(b"\n")
     later_runs.store_of_run(store, 1).set("process/0", describe_process())
     start = time.monotonic()
-    with pytest.raises(OSDPError, match="the process of rank 1 has ended, .*start the script anew"):
+    with pytest.raises(OSDPError, match=r"the process of rank 1 has ended, .*start the script anew"):
         later_runs.wait_for_ranks(store, 1, 2, 60.0)
     assert time.monotonic() - start < 10
 
