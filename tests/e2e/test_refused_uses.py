@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from torch import Tensor
 from torch.nn import functional
 
