@@ -14,6 +14,9 @@ import pytest
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
+BOUND_S = 10.0
+"""Seconds from the fault of one rank until both have ended."""
+
 LIMIT_S = 240.0
 """For a run: it takes seconds, a hang would take the process group's 30 minutes."""
 
@@ -26,8 +29,12 @@ def command(how: str, folder: Path) -> list[str]:
     return [sys.executable, "-m", "tests.support.failing", how, str(folder)]
 
 
-def run_two_ranks(how: str, folder: Path) -> list[tuple[int, str]]:
-    """Runs two ranks as torchrun starts them. Returns the exit status and the standard error of each."""
+def run_two_ranks(how: str, folder: Path) -> list[tuple[int, str, float]]:
+    """Runs two ranks as torchrun starts them.
+
+    Returns:
+        Exit status and standard error of each, and the seconds from the fault until then; 0 if that is not known.
+    """
     world = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "tests"}
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     processes = []
@@ -41,14 +48,24 @@ def run_two_ranks(how: str, folder: Path) -> list[tuple[int, str]]:
                 )
             )
     try:
-        deadline = time.monotonic() + LIMIT_S
-        codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
+        deadline, ended_s = time.monotonic() + LIMIT_S, [0.0, 0.0]
+        while not all(ended_s) and time.monotonic() < deadline:
+            for rank, process in enumerate(processes):
+                if not ended_s[rank] and process.poll() is not None:
+                    ended_s[rank] = time.time()
+            time.sleep(0.02)
+        assert all(ended_s), f"they have not ended after {LIMIT_S} s"
     finally:
         for process in processes:
             process.kill()
             process.wait()
     assert not [process.pid for process in processes if live_processes_in_session(process.pid)]
-    return [(code, Path(folder, f"err-{rank}").read_text()) for rank, code in enumerate(codes)]
+    fault = folder / "fault"
+    began_s = fault.stat().st_mtime if fault.exists() else None
+    return [
+        (process.returncode, Path(folder, f"err-{rank}").read_text(), ended_s[rank] - (began_s or ended_s[rank]))
+        for rank, process in enumerate(processes)
+    ]
 
 
 def live_processes_in_session(session: int) -> list[int]:
@@ -83,16 +100,19 @@ def live_processes_in_session(session: int) -> list[int]:
             "number of validation batches differs between",
         ),
         ("plan", 1, "the plan differs between ranks", "the plan differs between ranks"),
+        ("two SIGTERMs to 1", 1, "", "rank 1 was told to stop (SIGTERM)"),
+        ("SIGTERM to 0 in validate", 0, "", "rank 0 was told to stop (SIGTERM)"),
         ("swallow on 1", 1, None, "rank 0 is ended: rank 1 failed: ValueError: nobody ends this process"),
     ],
 )
 def test_failure_on_one_rank_ends_all_ranks_with_its_cause(
     tmp_path: Path, how: str, failed: int, cause: str | None, told: str
 ) -> None:
-    for rank, (code, text) in enumerate(run_two_ranks(how, tmp_path)):
+    for rank, (code, text, seconds) in enumerate(run_two_ranks(how, tmp_path)):
         if rank == failed and cause is None:
             assert code == 0, text  # it catches its error and goes on
             continue
+        assert seconds < BOUND_S
         assert code != 0, text
         assert (cause if rank == failed else told) in text
 

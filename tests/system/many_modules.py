@@ -60,8 +60,8 @@ def main(layers: int = 1000, width: int = 256, limit: str = "1000MiB", steps: in
     found = run_ranks(train, 2, layers, width, limit, steps, timeout_s=1800)
     for rank, (peak, predicted, sharded) in enumerate(found):
         print(
-            f"rank {rank}: {sharded} of {layers} layers sharded, peak {format_bytes(peak)} of {format_bytes(limit_bytes)} "
-            f"({peak / limit_bytes:.1%}), predicted {format_bytes(predicted)}"
+            f"rank {rank}: {sharded} of {layers} layers sharded, peak {format_bytes(peak)} of "
+            f"{format_bytes(limit_bytes)} ({peak / limit_bytes:.1%}), predicted {format_bytes(predicted)}"
         )
     return int(any(peak > limit_bytes for peak, _, _ in found))
 
