@@ -28,7 +28,7 @@ from tests.support.ranks import run_ranks
 
 WIDTH, LAYERS = 1024, 8
 LARGEST = 4 * WIDTH * WIDTH
-SAVES = 12
+SAVES = 6
 SLACK = 6 << 20
 """Of the allocator, of buffers, and of modules that are imported while saving: a sixteenth of what is saved."""
 
