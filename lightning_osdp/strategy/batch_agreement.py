@@ -44,32 +44,33 @@ def agree_on_batches(ranks: RankGroup, data: TrainData, context: TrialContext) -
     typical_on = sorted(numbers, key=lambda rank: sizes[rank][1])[len(sizes) // 2]
     if sizes[typical_on][2] != sizes[largest_on][2]:  # of another number of samples
         typical_on = largest_on
-    largest, typical = _send(ranks, batches[0], largest_on), _send(ranks, batches[1], typical_on)
     data.bytes_per_sample = sizes[largest_on][0] / sizes[largest_on][2]
-    if largest is None or typical is None:
-        return context
     is_same = sizes[largest_on][0] == sizes[typical_on][1]
-    largest_batch, batch_size = None if is_same else largest, sizes[largest_on][2]
-    return replace(context, batch=typical, largest_batch=largest_batch, batch_size=batch_size)
+    sent = [_send(ranks, batches[0], largest_on)] + ([] if is_same else [_send(ranks, batches[1], typical_on)])
+    errors = [error for _, error in sent if error]
+    if errors:
+        if ranks.is_rank_zero:
+            warnings.warn(
+                f"the ranks' batches differ in size, from {format_bytes(min(sizes)[0])} to "
+                f"{format_bytes(max(sizes)[0])}, and can't be sent to the other ranks ({errors[0]}): each plans with "
+                "its own. Give OSDPStrategy a sample_batch as large as any",
+                OSDPWarning,
+                stacklevel=2,
+            )
+        return context
+    largest, typical = sent[0][0], sent[-1][0]
+    return replace(context, batch=typical, largest_batch=None if is_same else largest, batch_size=sizes[largest_on][2])
 
 
-def _send(ranks: RankGroup, batch: Any, source: int) -> Any:
-    """Return the batch of rank ``source``, or None, with a warning, if it can't be sent."""
-    text, error = None, ""
+def _send(ranks: RankGroup, batch: Any, source: int) -> tuple[Any, str]:
+    """Return the batch of rank ``source``, or why it can't be sent."""
+    text, error = b"", ""
     if ranks.rank == source:
         try:
             text = pickle.dumps(batch)
         except Exception as cause:  # the user's class may raise anything
             error = f"{type(cause).__name__}: {cause}"
     text, error = ranks.broadcast_object((text, error), source)
-    if text is not None:
-        return batch if ranks.rank == source else ranks.raise_on_all_ranks(lambda: pickle.loads(text))
-    if ranks.is_rank_zero:
-        warnings.warn(
-            f"the ranks' batches differ in size, and that of rank {source} ({format_bytes(batch_bytes(batch))} on this "
-            f"rank) can't be sent to the others ({error}): each plans with its own. Give OSDPStrategy a sample_batch "
-            "as large as any",
-            OSDPWarning,
-            stacklevel=2,
-        )
-    return None
+    if error:
+        return None, error
+    return ranks.raise_on_all_ranks(lambda: batch if ranks.rank == source else pickle.loads(text)), ""

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_osdp import OSDPCallback, OSDPStrategy
+from lightning_osdp import ConfigurationError, OSDPCallback, OSDPStrategy
+from tests.support.models import some_cluster
 from tests.support.modules import trainer
 from tests.support.ranks import run_ranks
 
@@ -61,7 +62,7 @@ def fit(folder: str, length: int, modes: str, batch_class: type = list) -> tuple
     """Fit, and return the problem that was solved, the weights and our warnings."""
     strategy: Any = "ddp"
     if modes:
-        options = {"trial_steps": False, "replan": "on_drift", "cache": f"{folder}/cache"}
+        options = {"trial_steps": False, "replan": "on_drift", "cluster": some_cluster(2), "cache": ""}
         strategy = OSDPStrategy(batch_size="keep", memory_limit="900MiB", **options)
     module = Model(length, batch_class)
     callbacks = [OSDPCallback(modes=modes)] if modes else []
@@ -87,11 +88,14 @@ class Rows(Model):
 
 def find_bound(folder: str) -> int:
     """Return the largest batch size that is searched."""
-    strategy = OSDPStrategy(memory_limit="900MiB", trial_steps=False, cache="", min_steps_per_epoch=1)
+    strategy = OSDPStrategy(
+        memory_limit="900MiB", trial_steps=False, cluster=some_cluster(2), cache="", min_steps_per_epoch=1
+    )
     made = trainer(folder, strategy, max_steps=1, use_distributed_sampler=False)
     module = Rows(1)
     module.batch_size = 2
-    made.fit(module)
+    with pytest.raises(ConfigurationError, match="the number of training batches differs"):
+        made.fit(module)
     plan = strategy.execution_plan
     assert plan is not None
     assert plan.search_stop is not None
@@ -135,7 +139,7 @@ def test_ranks_with_sequences_of_other_length_train_as_under_ddp(runs: list[dict
 
 
 def test_batch_that_cannot_be_sent_is_told_and_each_rank_plans_with_its_own(runs: list[dict[str, Any]]) -> None:
-    told = [text for text in runs[0]["unsendable"][2] if "can't be sent to the others" in text]
+    told = [text for text in runs[0]["unsendable"][2] if "can't be sent to the other ranks" in text]
     assert len(told) == 1
     assert "TypeError: no pickle of this" in told[0]
     assert "sample_batch as large as any" in told[0]
