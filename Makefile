@@ -12,7 +12,7 @@ PYTHON ?= $(shell \
 
 .PHONY: help train test test-fast lint format clean docs docs-serve
 .PHONY: test-limit test-limit-wide test-slurm test-kill test-many test-gpu dist-test lab
-.PHONY: bench bench-quick bench-gpu bench-search bench-paper accuracy
+.PHONY: bench bench-quick bench-gpu bench-search bench-paper bench-emulated plan-7b accuracy
 
 help:
 	@echo "make train        train a small GPT on two CPU processes under a memory limit (examples/train_gpt.py)"
@@ -38,6 +38,8 @@ help:
 	@echo "make bench-quick      the same for small models, some minutes; make bench-gpu   the same on CUDA"
 	@echo "make bench-search     the exact search against a MILP solver"
 	@echo "make bench-paper      plans the settings of the OSDP paper on its machine and writes docs/paper.md (minutes)"
+	@echo "make bench-emulated   on 8 and 64 ranks that are not there (goes on where it was stopped; some hours)"
+	@echo "make plan-7b          a LLaMA of 7 B parameters planned for 64 emulated ranks in under 4 GB and 90 s"
 	@echo "make accuracy         predicted beside measured, for many models and plans: writes docs/accuracy.md"
 
 train: $(INSTALLED)
@@ -103,6 +105,12 @@ bench-search: $(INSTALLED)
 
 bench-paper: $(INSTALLED)
 	$(BIN)/python -m bench paper $(OPTIONS)
+
+bench-emulated: $(INSTALLED)
+	$(BIN)/python -m bench emulated --write $(OPTIONS)
+
+plan-7b: $(INSTALLED)
+	$(BIN)/python -m bench plan-7b
 
 accuracy: $(INSTALLED)
 	$(BIN)/python -m bench accuracy --write docs/accuracy.md

@@ -13,6 +13,11 @@ import sys
 BENCHMARKS = {
     "comparison": ("bench.comparison", "OSDP beside DDP, FSDP and FairScale under hard memory limits (root)"),
     "accuracy": ("bench.accuracy.accuracy", "predicted beside measured step time and peak memory, for many models"),
+    "emulated": ("bench.emulated.comparison", "OSDP beside its peers on 8 and 64 ranks that are not there"),
+    "emulated-accuracy": ("bench.emulated.accuracy", "predicted beside emulated, for 2 to 512 ranks"),
+    "emulated-real": ("bench.emulated.real", "emulated beside real gloo ranks, with the links that were measured"),
+    "emulated-gpu": ("bench.emulated.gpu", "OSDP beside its peers on one GPU that stands for eight"),
+    "plan-7b": ("bench.emulated.plan_7b", "seconds and memory that a plan of LLaMA 7 B for 64 emulated ranks takes"),
     "jobs": ("bench.jobs", "jobs as users have them (BERT, ResNet, ViT, LoRA, DLRM, GAN) in turns with DDP"),
     "paper": ("bench.paper", "the settings of the OSDP paper, planned for its machine"),
     "search": ("bench.micro.search", "the exact search against a MILP solver and a dynamic programme"),

@@ -149,7 +149,7 @@ def block_classes(module: nn.Module) -> set[type[nn.Module]]:
     """The classes of the repeated blocks: what users name in a wrapping policy or a checkpointing policy."""
     return {
         type(child) for m in module.modules() if isinstance(m, nn.ModuleList) for child in m if _has_weights(child)
-    } - {nn.Linear}
+    } - {nn.Linear, nn.ModuleList}
 
 
 def _has_weights(module: nn.Module) -> bool:
@@ -179,6 +179,7 @@ MODELS = {
         _decoder("ws-quick", W_AND_S, (640,) * 2, 32),  # 10 M
         _decoder("ic-quick", I_AND_C, (192,) * 4 + (384,) * 2 + (576,) * 1, 32),  # 9 M
         Model("gpt2-quick", GPT2, 32, lambda: gpt2(6, 320, 8192)),  # 10 M
+        Model("llama-quick", LLAMA, 32, lambda: llama(8, 256, 4096)),  # 8 M
         _decoder("nd-gpu", N_AND_D, (1024,) * 24, 256),  # 303 M
         _decoder("ws-gpu", W_AND_S, (4096,) * 3, 256),  # 606 M
         _decoder("ic-gpu", I_AND_C, (1024,) * 8 + (2048,) * 4 + (3072,) * 2, 256),  # 537 M

@@ -6,6 +6,7 @@ Every public method is collective: every rank must call it, and gets the same re
 from __future__ import annotations
 
 import logging
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -34,10 +35,6 @@ from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, ModelProfil
 from lightning_osdp.planning.spec.plan import Baseline, ExecutionPlan
 
 log_info = rank_zero_only(logging.getLogger(__name__).info)
-
-MAX_RETAIN_BATCH_FACTOR = 2
-"""Freed tensors are retained up to this multiple of the largest traced batch size; beyond it the speedup is not known.
-[M-autotune-9]"""
 
 UNTRIED_PLAN_MARGIN = 0.25
 """Gain that a plan must promise over a tried one, relative, if there is no time to try it as well. Predictions of
@@ -226,8 +223,7 @@ class PlanningCoordinator:
         """Return the problem to solve, with all that was measured and all that trials and runs have shown."""
         correction, engine = profile.correction, fit_calibration(profile.engine, profile.trials)
         cluster = resolve_cluster(self.ranks, self.request.cluster, profile.model_copy(update={"engine": engine}))
-        largest_batch_size = MAX_RETAIN_BATCH_FACTOR * max(self.batch_sizes, default=1)
-        retained_batch_size = int(min(largest_batch_size, max_retained_batch_size(self.model)))
+        retained_batch_size = max_retained_batch_size(self.model)
         retained = profile.compute_with_retained_heap if retained_batch_size else None
         non_training = self.request.non_training
         return Problem(
@@ -239,7 +235,7 @@ class PlanningCoordinator:
             constraints=self.request.constraints,
             non_training=non_training,
             compute_with_retained_heap=None if retained is None else correct_compute(retained, correction),
-            max_retained_batch_size=retained_batch_size,
+            max_retained_batch_size=None if math.isinf(retained_batch_size) else int(retained_batch_size),
         )
 
     def _on_rank_zero(

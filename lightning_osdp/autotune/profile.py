@@ -41,7 +41,8 @@ class ClusterProfile(FrozenModel):
 
     def figures_s(self, ranks: int) -> tuple[float, ...]:
         """Return the times that tell measurements apart: of each collective, and of each mode with its engine."""
-        reduce_s, gather_s, scatter_s = (fit.time_s(TYPICAL_BYTES, ranks) for _, fit in self.link)
+        fits = (self.link.all_reduce, self.link.all_gather, self.link.reduce_scatter)
+        reduce_s, gather_s, scatter_s = (fit.time_s(TYPICAL_BYTES, ranks) for fit in fits)
         modes = (
             reduce_s + self.engine.dp.time_s(TYPICAL_BYTES),
             gather_s + scatter_s + self.engine.zdp2.time_s(TYPICAL_BYTES),

@@ -148,7 +148,7 @@ def all_gather_async(outputs_flat: Sequence[Tensor], shards: Sequence[Tensor], g
     """Start ``all_gather_coalesced`` on CPU tensors; see ``ring.all_gather_async``."""
     if not is_emulated(group):
         return ring.all_gather_async(outputs_flat, shards, group)
-    return _Works(_native_all_gather, outputs_flat, shards, group)
+    return _EmulatedWork(group, "allgather_into_tensor_coalesced", outputs_flat, shards)
 
 
 def reduce_scatter_async(
@@ -157,23 +157,18 @@ def reduce_scatter_async(
     """Start ``reduce_scatter_coalesced`` on CPU tensors; see ``ring.reduce_scatter_async``."""
     if not is_emulated(group):
         return ring.reduce_scatter_async(output_shards, full_flats, group)
-    return _Works(_native_reduce_scatter, output_shards, full_flats, group)
+    return _EmulatedWork(group, "reduce_scatter_tensor_coalesced", output_shards, full_flats)
 
 
-class _Works:
-    """Native collectives in flight, one for each pair of tensors."""
+class _EmulatedWork:
+    """A call for several tensors in flight, whose waiting counts as that of a ring does."""
 
-    def __init__(
-        self, start: Callable[..., Any], outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Any
-    ) -> None:
-        with torch.no_grad():
-            pairs = zip(outputs, inputs, strict=True)
-            self._works: list[Work] = [start(output, one, group=group, async_op=True) for output, one in pairs]
+    def __init__(self, group: Any, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        self._work: Work = getattr(group, name)(list(outputs), list(inputs))
 
     def wait(self) -> None:
         with COMM_WAIT.measure():
-            for work in self._works:
-                work.wait()
+            self._work.wait()
 
 
 def _uses_rings(group: dist.ProcessGroup, tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from lightning_osdp.backend.emulated import BACKEND
 from lightning_osdp.backend.memory import memory_limit
 from lightning_osdp.cli import offline_plan
 from lightning_osdp.cli.emulate_worker import StrategyName, StrategyResult, Task
-from lightning_osdp.emulation.environment import resolve_cluster
+from lightning_osdp.cli.large_modules import ModuleMaker
+from lightning_osdp.emulation.environment import describe_cluster, resolve_cluster
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPError
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.formatting import format_bytes
@@ -31,9 +32,10 @@ from lightning_osdp.report import tables
 from lightning_osdp.report.emulation import emulation_table
 from lightning_osdp.strategy import arguments, offline
 
-BANNER = "One process stands for {ranks} ranks: losses and metrics mean nothing, and nothing is saved."
-
 STRATEGIES: tuple[StrategyName, ...] = ("osdp", "ddp", "fsdp", "fsdp2")
+
+UNSHARDED_COPIES = 4
+"""Weights, gradients and optimizer states: a larger module can't make a step here, so its values are of no use."""
 
 _FSDP = ("FSDP per block", "FSDP per operator")
 
@@ -97,12 +99,14 @@ def run(options: Namespace, write_page: WritePage) -> None:
     """
     request = _read_request(options)
     if not options.json:
-        print(BANNER.format(ranks=request.cluster.ranks), flush=True)
+        print(describe_cluster(request.cluster), flush=True)
     if options.plan_only:
-        plan = _plan(request)
+        plan, obstacle = _plan(request)
         if options.html is not None:
             write_page(options.html, plan)
         print(plan.to_json()) if options.json else Console().print(tables.plan_table(plan))
+        if obstacle:
+            print(f"Its steps can't be emulated here: {obstacle}.", file=sys.stderr)
         return
     results = _train_all(request, quiet=options.json)
     plan_or_none = next((result.plan for result in results if result.plan is not None), None)
@@ -113,31 +117,17 @@ def run(options: Namespace, write_page: WritePage) -> None:
 
 
 def _read_request(options: Namespace) -> Request:
-    for name in ("devices", "nodes", "steps", "batch_size"):
+    for name in ("steps", "batch_size"):
         arguments.validate_positive(name, options[name])
     names = ("memory_limit", "max_batch_size", "global_batch_size", "cache")
     return Request(
         config=Path(options.config),
-        cluster=read_cluster(options.hardware, options.devices, options.nodes),
+        cluster=resolve_cluster(options.hardware, options.devices, options.nodes),
         strategies=STRATEGIES if options.compare else (options.strategy,),
         num_steps=options.steps,
         batch_size=options.batch_size,
         planning_args={name: options[name] for name in names if options[name] is not None},
     )
-
-
-def read_cluster(hardware: str, devices: int | None, nodes: int | None) -> Cluster:
-    """Return the cluster of a hardware's name, of a hardware file, or of a file that ``osdp profile`` wrote.
-
-    Raises:
-        ConfigurationError: there is none such, or it has no such numbers of devices and nodes.
-    """
-    path = Path(hardware)
-    if path.suffix == ".json" and path.is_file() and '"link"' in path.read_text(errors="replace"):
-        cluster = arguments.read_cluster(hardware)
-        assert cluster is not None
-        return resolve_cluster(cluster, devices, nodes)
-    return resolve_cluster(hardware, devices, nodes)
 
 
 def _train_all(request: Request, quiet: bool) -> list[StrategyResult]:
@@ -201,14 +191,29 @@ def _to_row(result: StrategyResult, ranks: int) -> dict[str, Any]:
     return row
 
 
-def _plan(request: Request) -> ExecutionPlan:
-    """Plan for the cluster with compute that is measured on this device, without training."""
+def _plan(request: Request) -> tuple[ExecutionPlan, str]:
+    """Plan for the cluster with compute that is measured on this device, without training.
+
+    Returns:
+        The plan, and why its steps can't run on this device; empty if they can.
+    """
     config = offline_plan.load_config(request.config)
     sys.path[:0] = [str(Path.cwd()), str(request.config.resolve().parent)]
     device = offline.local_device(config.accelerator)
     cluster = request.cluster.model_copy(update={"device": device_name(device), "backend": BACKEND})
+    available = memory_limit(device, local_ranks=1)  # no other rank is here to share this machine with
     fixed: dict[str, Any] = {} if request.batch_size is None else {"batch_size": request.batch_size}
-    if "memory_limit" not in config.planning_args:  # no other rank is here to share this machine with
-        fixed["memory_limit"] = memory_limit(device, local_ranks=1)
-    result = offline_plan.plan_from_config(config, None, cluster=cluster, **fixed | request.planning_args)
-    return result.plan
+    if "memory_limit" not in config.planning_args:
+        fixed["memory_limit"] = available
+    make_module = ModuleMaker(available // UNSHARDED_COPIES, is_for_planning=True)
+    config = replace(config, make_module=make_module)
+    plan = offline_plan.plan_from_config(config, None, cluster=cluster, **fixed | request.planning_args).plan
+    needed, has = format_bytes(plan.predicted.max_memory_bytes), format_bytes(available)
+    if plan.predicted.max_memory_bytes > available:
+        return plan, f"a rank takes {needed}, this device has {has}"
+    if make_module.is_on_meta and 4 * plan.model.num_parameters > available:
+        return (
+            plan,
+            f"the module makes all of its parameters when it is built; in configure_model a rank makes {needed}",
+        )
+    return plan, ""

@@ -6,20 +6,23 @@ It reads a ``Task`` as JSON from its standard input, and writes a ``StrategyResu
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from pydantic import BaseModel
 from torch import nn
 from typing_extensions import override
 
-from lightning_osdp.backend.memory import memory_in_use, trim
+from lightning_osdp.backend.memory import memory_in_use, memory_limit, trim
 from lightning_osdp.backend.work import COMM_WAIT
 from lightning_osdp.cli import offline_plan
+from lightning_osdp.cli.large_modules import ModuleMaker
 from lightning_osdp.emulation.environment import EmulatedCluster
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPError
 from lightning_osdp.planning.spec.cluster import Cluster
@@ -45,7 +48,7 @@ class Task(BaseModel):
     batch_size: int | None = None
     """Per device; None: OSDP searches it, others keep the loader's."""
     planning_args: dict[str, Any] = {}
-    """Arguments of OSDPStrategy, instead of the file's."""
+    """Arguments of OSDPStrategy, before those of the file."""
     result: str
     """Path of the file to write."""
 
@@ -142,10 +145,11 @@ def _shard_blocks(module: pl.LightningModule, configure: Callable[[], None]) -> 
             fully_shard(child, mesh=mesh)
 
 
-def _make_strategy(task: Task, module: pl.LightningModule) -> Strategy:
+def _make_strategy(task: Task, module: pl.LightningModule, file_args: Mapping[str, Any]) -> Strategy:
     if task.strategy == "osdp":
+        own = {name: value for name, value in file_args.items() if name != "cluster"}  # its links are others
         fixed = {} if task.batch_size is None else {"batch_size": task.batch_size}
-        return OSDPStrategy(**task.planning_args | fixed)
+        return OSDPStrategy(**own | task.planning_args | fixed)
     if task.strategy == "ddp":
         return DDPStrategy()
     if task.strategy == "fsdp":
@@ -171,14 +175,17 @@ def _set_batch_size_in_setup(strategy: Strategy, batch_size: int | None, ranks: 
 def train(task: Task) -> StrategyResult:
     """Train the task's steps and return what they took."""
     config = offline_plan.load_config(Path(task.config))
-    environment = EmulatedCluster(task.cluster)
     device = offline.local_device(config.accelerator)
+    make_module = ModuleMaker(memory_limit(torch.device("cpu"), local_ranks=1), is_for_planning=False)
+    config = replace(config, make_module=make_module)
+    with offline.quiet_lightning():  # the command has said what it is
+        environment = EmulatedCluster(task.cluster)
     trim(device)
     before_bytes = memory_in_use(device)
     measure = _Measure(task.num_steps)
 
     def make_trainer(module: pl.LightningModule, arguments: dict[str, Any]) -> pl.Trainer:
-        strategy = _make_strategy(task, module)
+        strategy = _make_strategy(task, module, config.strategy)
         if task.strategy != "osdp":
             _set_batch_size_in_setup(strategy, task.batch_size, task.cluster.ranks)
         own = {

@@ -47,10 +47,12 @@ class TrainingConfig:
     Attributes:
         path: the path of the file, for errors.
         sections: those of ``CONFIG_SECTIONS`` that the file has.
+        make_module: makes the module from its class and arguments; None: calls the class.
     """
 
     path: Path
     sections: Mapping[str, Any]
+    make_module: Callable[..., pl.LightningModule] | None = None
 
     @property
     def trainer(self) -> Mapping[str, Any]:
@@ -226,7 +228,7 @@ class _ConfigCLI(LightningCLI):
     """Builds module, data and a Trainer of one's own from the file, as LightningCLI does."""
 
     def __init__(self, config: TrainingConfig, make_trainer: MakeTrainer) -> None:
-        self._make_trainer = make_trainer
+        self._make_trainer, self._make_module = make_trainer, config.make_module
         with warnings.catch_warnings():
             # Our own command line is not LightningCLI's.
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
@@ -244,6 +246,8 @@ class _ConfigCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         for name in ("strategy", "logger", "profiler", "plugins"):
             self.config.trainer[name] = None
+        if self._make_module is not None:
+            self.parser.add_instantiator(self._make_module, pl.LightningModule, subclasses=True, prepend=True)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_osdp.emulation.checkpoints import forbid_checkpoints
 from lightning_osdp.emulation.links import EmulatedLinks
 from lightning_osdp.emulation.process_group import join
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.whatif import hardware as hardware_files
-
-BANNER = (
-    "Emulating {ranks} ranks ({nodes}) in one process: time and memory are those of rank 0, losses and metrics mean "
-    "nothing, and nothing is saved."
-)
+from lightning_osdp.strategy import arguments
 
 
 class EmulatedCluster(ClusterEnvironment):
@@ -26,19 +24,21 @@ class EmulatedCluster(ClusterEnvironment):
     The process joins the emulated process group at once, since strategies join a group that they find.
 
     Args:
-        hardware: the name of a described hardware, the path of its file, or a measured ``Cluster``.
+        hardware: the name of a described hardware, the path of its file or of one that ``osdp profile`` wrote, or a
+            measured ``Cluster``.
         devices: number of devices; None for all of the hardware.
+        nodes: number of nodes that they are spread over; None for as few as possible.
 
     Raises:
         ConfigurationError: there is no such hardware, it has fewer devices, or the process is in a process group.
     """
 
-    def __init__(self, hardware: str | Path | Cluster, devices: int | None = None) -> None:
+    def __init__(self, hardware: str | Path | Cluster, devices: int | None = None, nodes: int | None = None) -> None:
         super().__init__()
-        self.cluster = resolve_cluster(hardware, devices)
+        self.cluster = resolve_cluster(hardware, devices, nodes)
         join(EmulatedLinks(self.cluster))
-        nodes = "one node" if self.cluster.nodes == 1 else f"{self.cluster.nodes} nodes"
-        rank_zero_info(BANNER.format(ranks=self.cluster.ranks, nodes=nodes))
+        forbid_checkpoints()
+        rank_zero_info(describe_cluster(self.cluster))
 
     @property
     @override
@@ -98,8 +98,17 @@ class EmulatedCluster(ClusterEnvironment):
             )
 
 
+def describe_cluster(cluster: Cluster) -> str:
+    """Return what a user has to know before anything else."""
+    nodes = "one node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
+    return (
+        f"Emulating {cluster.ranks} ranks ({nodes}) in one process: time and memory are those of rank 0, losses and "
+        "metrics mean nothing, and no checkpoints are saved."
+    )
+
+
 def resolve_cluster(hardware: str | Path | Cluster, devices: int | None, nodes: int | None = None) -> Cluster:
-    """Return the cluster of a hardware's name or file, or a given one.
+    """Return the cluster of a hardware's name, of a hardware file or a cluster file, or a given one.
 
     Args:
         hardware: as for ``EmulatedCluster``.
@@ -109,19 +118,32 @@ def resolve_cluster(hardware: str | Path | Cluster, devices: int | None, nodes: 
     Raises:
         ConfigurationError: the hardware does not have so many, or they can't be spread evenly.
     """
-    if not isinstance(hardware, Cluster):
-        described = hardware_files.load(hardware)
-        if nodes is not None:
-            devices = devices or described.devices
-            if devices % nodes or nodes > described.nodes or devices // nodes > described.devices_per_node:
-                raise ConfigurationError(
-                    f"{devices} devices can't be spread evenly over {nodes} nodes of {described.name}, which has "
-                    f"{described.nodes} of {described.devices_per_node}"
-                )
-            described = described.model_copy(update={"nodes": nodes, "devices_per_node": devices // nodes})
-        return hardware_files.build_cluster(described, devices)
-    if nodes not in (None, hardware.nodes):
-        raise ConfigurationError(f"the cluster has {hardware.nodes} nodes, not {nodes}")
-    if devices not in (None, hardware.ranks):
-        raise ConfigurationError(f"the cluster has {hardware.ranks} devices, not {devices}")
-    return hardware
+    for name, value in (("devices", devices), ("nodes", nodes)):
+        arguments.validate_positive(name, value)
+    if not isinstance(hardware, Cluster) and _is_cluster_file(Path(hardware)):
+        hardware = arguments.read_cluster(hardware) or hardware
+    if isinstance(hardware, Cluster):
+        if nodes not in (None, hardware.nodes):
+            raise ConfigurationError(f"the cluster has {hardware.nodes} nodes, not {nodes}")
+        if devices not in (None, hardware.ranks):
+            raise ConfigurationError(f"the cluster has {hardware.ranks} devices, not {devices}")
+        return hardware
+    described = hardware_files.load(hardware)
+    if nodes is not None:
+        devices = devices or described.devices
+        if devices % nodes or nodes > described.nodes or devices // nodes > described.devices_per_node:
+            raise ConfigurationError(
+                f"{devices} devices can't be spread evenly over {nodes} nodes of {described.name}, which has "
+                f"{described.nodes} of {described.devices_per_node}"
+            )
+        described = described.model_copy(update={"nodes": nodes, "devices_per_node": devices // nodes})
+    return hardware_files.build_cluster(described, devices)
+
+
+def _is_cluster_file(path: Path) -> bool:
+    """Return whether a file is meant as a measured cluster, which has fields that no hardware has."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else None
+    except (OSError, ValueError):  # reading it as hardware says what is wrong
+        return False
+    return isinstance(data, dict) and not {"link", "hierarchical_links", "engine"}.isdisjoint(data)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_osdp.backend.emulated import BACKEND
 from lightning_osdp.emulation.absent_ranks_store import AbsentRanksStore
+from lightning_osdp.emulation.argument_checks import check_known, check_list, check_parts, check_rank, check_split
 from lightning_osdp.emulation.link_clock import LinkClock
 from lightning_osdp.emulation.links import Collective, EmulatedLinks
 from lightning_osdp.errors import ConfigurationError
@@ -167,12 +168,13 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Reduce N copies of each tensor."""
-        return self._run("all_reduce", lambda: self._reduce(tensors, opts), tensors)
+        return self._run("all_reduce", lambda: self._reduce(tensors, opts), tensors, tensors=len(tensors))
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Reduce N copies of each tensor; the result is right on every rank."""
+        check_rank("reduce", self._rank if opts is None else opts.rootRank, self.size())
         return self._run("reduce_scatter", lambda: self._reduce(tensors, opts), tensors)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
@@ -182,6 +184,8 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Copy each input to all of its outputs."""
+        for targets, source in zip(outputs, inputs, strict=True):
+            check_list("all_gather", targets, source, self.size())
 
         def copy() -> None:
             for targets, source in zip(outputs, inputs, strict=True):
@@ -206,6 +210,8 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         """Fill each output with N copies of its input."""
+        for target, source in zip(outputs, inputs, strict=True):
+            check_parts("all_gather", target, source, self.size())
 
         def copy() -> None:
             for target, source in zip(outputs, inputs, strict=True):
@@ -217,7 +223,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
                 else:
                     rows.copy_(row)
 
-        return self._run("all_gather", copy, outputs)
+        return self._run("all_gather", copy, outputs, tensors=len(outputs))
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         return self.allgather_into_tensor_coalesced([output], [input], opts)
@@ -226,7 +232,9 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         """Fill each output with this rank's part of its input, reduced over N copies."""
-        parts = [source.view(self.size(), -1)[self._rank] for source in inputs]
+        for target, source in zip(outputs, inputs, strict=True):
+            check_parts("reduce_scatter", source, target, self.size())
+        parts = [source.reshape(self.size(), -1)[self._rank] for source in inputs]
         return self._scatter("reduce_scatter", outputs, parts, inputs, opts)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
@@ -236,7 +244,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[Tensor], input_lists: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> dist.Work:
         """Fill each output with this rank's tensor of its list, reduced over N copies."""
-        parts = [tensors[self._rank] for tensors in input_lists]
+        parts = self._own_parts("reduce_scatter", outputs, input_lists)
         return self._scatter("reduce_scatter", outputs, parts, [one for many in input_lists for one in many], opts)
 
     def scatter(
@@ -244,11 +252,20 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> dist.Work:
         """Fill each output with this rank's tensor of its list."""
         self._check_root(outputs, opts, "scatter")
-        parts = [tensors[self._rank] for tensors in input_lists]
+        if not input_lists:  # another rank has them
+            return self._run("all_gather", lambda: None, outputs, self.size() * _total_bytes(outputs))
+        parts = self._own_parts("scatter", outputs, input_lists)
         return self._scatter("all_gather", outputs, parts, [one for many in input_lists for one in many])
+
+    def _own_parts(self, name: str, outputs: Sequence[Tensor], input_lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        for output, tensors in zip(outputs, input_lists, strict=True):
+            check_list(name, tensors, None, self.size())
+            check_parts(name, tensors[self._rank], output, 1)
+        return [tensors[self._rank] for tensors in input_lists]
 
     def gather(self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Copy each input to all of its outputs, if this rank has outputs."""
+        check_rank("gather", self._rank if opts is None else opts.rootRank, self.size())
         if output_lists:
             return self.allgather(output_lists, inputs)
         return self._run("all_gather", lambda: None, inputs, self.size() * _total_bytes(inputs))
@@ -257,12 +274,17 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         self, output: Tensor, input: Tensor, output_sizes: Any = None, input_sizes: Any = None, opts: Any = None
     ) -> dist.Work:
         """Fill the output with N copies of the part of the input that is for this rank."""
-        parts = torch.split(input, input_sizes or len(input) // self.size())
-        targets = torch.split(output, output_sizes or len(output) // self.size())
-        return self.alltoall(targets, parts)
+        ranks = self.size()
+        check_split("all_to_all", input, input_sizes, ranks)
+        check_split("all_to_all", output, output_sizes, ranks)
+        parts = torch.split(input, input_sizes) if input_sizes else input.chunk(ranks)
+        targets = torch.split(output, output_sizes) if output_sizes else output.chunk(ranks)
+        return self.alltoall(targets, parts) if parts and targets else self._run("all_gather", lambda: None, [output])
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        """Fill each output with the input that is for this rank, as far as it goes."""
+        """Fill each output with the input that is for this rank, or with zeros where the sizes differ."""
+        check_list("all_to_all", outputs, None, self.size())
+        check_list("all_to_all", inputs, None, self.size())
 
         def copy() -> None:
             own = inputs[self._rank]
@@ -284,24 +306,30 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int = 0) -> dist.Work:
         """Send a message that nobody gets; the next one that is received is a copy of it."""
+        check_rank("send", target, self.size())
         self._sent = tensors[0].detach()
-        return self._message(tensors, lambda: None)
+        return self._message(tensors, lambda: None, target)
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> dist.Work:
-        """Receive a copy of what this rank has sent last, or zeros."""
+        """Receive a copy of what this rank has sent last if it is of the same kind, else zeros.
+
+        Raises:
+            ConfigurationError: there is no such rank, or it would send integers that are not known.
+        """
+        check_rank("recv", source, self.size())
+        sent = self._sent
+        known = [sent is not None and (sent.shape, sent.dtype) == (one.shape, one.dtype) for one in tensors]
+        check_known("message", [one for one, is_known in zip(tensors, known, strict=True) if not is_known], source)
 
         def copy() -> None:
-            for tensor in tensors:
-                if self._sent is not None and self._sent.shape == tensor.shape:
-                    tensor.copy_(self._sent)
-                else:
-                    tensor.zero_()
+            for tensor, is_known in zip(tensors, known, strict=True):
+                tensor.copy_(sent) if is_known and sent is not None else tensor.zero_()
 
-        return self._message(tensors, copy)
+        return self._message(tensors, copy, source)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> dist.Work:
-        """Receive a copy of what this rank has sent last, or zeros."""
-        return self.recv(tensors, 0, tag)
+        """Receive from the next rank."""
+        return self.recv(tensors, (self._rank + 1) % self.size(), tag)
 
     # torch 2.13 calls some of them by other names.
     all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
@@ -317,12 +345,17 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     # -- how they run --------------------------------------------------------------------------------------------------
 
     def _run(
-        self, kind: Collective, copy: Callable[[], None], results: Sequence[Tensor], num_bytes: int | None = None
+        self,
+        kind: Collective,
+        copy: Callable[[], None],
+        results: Sequence[Tensor],
+        num_bytes: int | None = None,
+        tensors: int = 1,
     ) -> dist.Work:
         num_bytes = _total_bytes(results) if num_bytes is None else num_bytes
         self.calls += 1
         self.bytes_sent[kind] = self.bytes_sent.get(kind, 0) + num_bytes
-        seconds = self._links.seconds(kind, num_bytes, self._ranks)
+        seconds = self._links.seconds(kind, num_bytes, self._ranks, tensors)
 
         def copy_without_grad() -> None:
             with torch.no_grad():
@@ -330,9 +363,10 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._clock.start(copy_without_grad, results, seconds, self._occupied)
 
-    def _message(self, tensors: Sequence[Tensor], copy: Callable[[], None]) -> dist.Work:
-        seconds = self._links.message_s(_total_bytes(tensors), self._ranks)
-        return self._clock.start(copy, tensors, seconds, self._occupied)
+    def _message(self, tensors: Sequence[Tensor], copy: Callable[[], None], peer: int) -> dist.Work:
+        pair = (self._ranks[self._rank], self._ranks[peer])
+        seconds = self._links.message_s(_total_bytes(tensors), pair)
+        return self._clock.start(copy, tensors, seconds, self._links.occupied(pair))
 
     def _scatter(
         self,
@@ -345,10 +379,10 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         def copy() -> None:
             for target, part in zip(outputs, parts, strict=True):
                 target.copy_(part.view_as(target))
-            if opts is not None and kind == "reduce_scatter":
+            if kind == "reduce_scatter":
                 self._reduce(outputs, opts)
 
-        return self._run(kind, copy, outputs, _total_bytes(inputs))
+        return self._run(kind, copy, outputs, _total_bytes(inputs), len(outputs))
 
     def _reduce(self, tensors: Sequence[Tensor], opts: Any) -> None:
         """Replace each tensor by the reduction of N copies of it.
@@ -374,11 +408,9 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
             ConfigurationError: integers would come from another rank.
         """
         root = 0 if opts is None else opts.rootRank
-        if root != self._rank and not all(tensor.is_floating_point() for tensor in tensors):
-            raise ConfigurationError(
-                f"a {name} from rank {self._ranks[root]} is not emulated: that rank is not there, and what it would "
-                "send is not known to this one"
-            )
+        check_rank(name, root, self.size())
+        if root != self._rank:
+            check_known(name, tensors, self._ranks[root])
 
 
 def _refuse(name: str) -> Callable[..., Any]:

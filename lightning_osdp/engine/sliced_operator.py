@@ -65,6 +65,8 @@ class WeightSlice(ForwardStage):
         self.full_parameter = full_parameter
         self.on_gradient_reduced: Callable[[], bool] = lambda: False
         """Called when this slice's gradient is reduced; returns whether the full parameter's is complete now."""
+        self.read_weight: Callable[[], Tensor] = lambda: self.weight
+        """Returns what the product reads; its unit may gather a cast of the weight."""
         self._product = product
         self._range = slice(0, 0)
         self._backward_reached = False
@@ -109,7 +111,7 @@ class WeightSlice(ForwardStage):
         return flat.detach().view(-1)[self._range].view(self.weight.shape)
 
     def _run(self, *inputs: Any) -> Tensor:
-        output = self._product(self.weight, *inputs, on_weight_unused=self._on_weight_unused)
+        output = self._product(self.read_weight(), *inputs, on_weight_unused=self._on_weight_unused)
         if output.requires_grad:
             self._num_pending_runs += 1
             # Before the unit's own hook, which is registered when this returns: hooks run in that order.

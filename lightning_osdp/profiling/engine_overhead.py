@@ -91,8 +91,9 @@ def measure_engine_overhead(
     if group.size() == 1:
         return NO_ENGINE_OVERHEAD
     fits, max_width = dict.fromkeys(Mode, ModeOverhead()), _max_width(group, device, available_bytes)
-    for mode in capabilities.modes:
-        narrow, wide = WIDTHS[mode]
+    for mode, (narrow, wide) in WIDTHS.items():
+        if mode not in capabilities.modes:
+            continue
         widths = (narrow, max(narrow + MIN_WIDTH_STEP, min(wide, max_width)))
         own_s = [
             _measure_per_operator_s(mode, width, group, device, capabilities.engine)
@@ -102,7 +103,7 @@ def measure_engine_overhead(
         line = fit_nonnegative_line(list(zip((4 * width * width for width in widths), own_s, strict=True)))
         fits[mode] = ModeOverhead(fixed_s=line.fixed, s_per_byte=line.per_sample)
     factor = SHARED_CORES_CALIBRATION if CORE_SHARING.is_shared else 0.0
-    calibration = CalibrationFactors(dp=factor, zdp2=factor, zdp=factor)
+    calibration = CalibrationFactors(dp=factor, zdp2=factor, zdp=factor, tp=factor)
     return EngineOverhead(dp=fits[Mode.DP], zdp2=fits[Mode.ZDP2], zdp=fits[Mode.ZDP], calibration=calibration)
 
 
@@ -114,7 +115,7 @@ def warm_up(
     Where measurements come from a cache this has not happened yet, and the process's own memory would be read too low.
     """
     if group.size() > 1:
-        for mode in capabilities.modes:
+        for mode in [mode for mode in WIDTHS if mode in capabilities.modes]:
             step = _make_engine_step(mode, 2, WIDTHS[mode][0], group, device, capabilities.engine)
             step.run()
             step.close()

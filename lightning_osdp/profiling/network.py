@@ -101,6 +101,7 @@ def measure_links(
         return Link(**{name: CollectiveFit(latency_s=0.0, s_per_byte=0.0) for name in Link.model_fields})
     benchmarks = {"all_reduce": _all_reduce_benchmark(group, device)}
     benchmarks |= _sharding_benchmarks("", FlatCommunicator(group), group, device)
+    benchmarks["all_to_all"] = _all_to_all_benchmark(group, device)
     sizes = _affordable_sizes(sizes_bytes, max_bytes, group, device)
     return Link(**_fit_all(benchmarks, sizes, LinkTimer(group, device)))
 
@@ -124,6 +125,7 @@ def measure_hierarchical_links(
     """
     world, intra_node = node_groups.world, node_groups.intra_node
     benchmarks = _sharding_benchmarks("intra_node.", FlatCommunicator(intra_node), intra_node, device)
+    benchmarks["intra_node.all_to_all"] = _all_to_all_benchmark(intra_node, device)
     benchmarks["inter_node"] = _all_reduce_benchmark(node_groups.inter_node, device, intra_node.size())
     benchmarks |= _sharding_benchmarks("hierarchical.", HierarchicalCommunicator(node_groups), world, device)
     fits = _fit_all(benchmarks, _affordable_sizes(sizes_bytes, max_bytes, world, device), LinkTimer(world, device))
@@ -209,6 +211,16 @@ def _all_reduce_benchmark(group: dist.ProcessGroup, device: torch.device, num_pa
 
     make_async = all_reduce_async if is_driven_by_host(device) else None
     return CollectiveBenchmark(all_reduce, group.size(), make_async=make_async, is_always_async=True)
+
+
+def _all_to_all_benchmark(group: dist.ProcessGroup, device: torch.device) -> CollectiveBenchmark:
+    """Return the exchange of equal parts of a tensor, one for each rank."""
+
+    def all_to_all(numel: int) -> Call:
+        parts = torch.zeros(numel, device=device)
+        return lambda: dist.all_to_all_single(torch.empty(numel, device=device), parts, group=group)
+
+    return CollectiveBenchmark(all_to_all, group.size(), True)
 
 
 class LinkTimer:

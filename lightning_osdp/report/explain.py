@@ -7,16 +7,17 @@ its additional memory is worth. Bytes are counted at the moment of the plan's pe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from lightning_osdp.planning.cost.peak_text import explain_peak
 from lightning_osdp.planning.search.batch_size_search import THROUGHPUT_TOLERANCE
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
+from lightning_osdp.planning.spec.constraints import NO_TENSOR_KIND
 from lightning_osdp.planning.spec.formatting import format_bytes, format_seconds
 from lightning_osdp.planning.spec.model import FrozenModel
-from lightning_osdp.planning.spec.plan import BatchSizePoint, BlockPlan, ChoiceCost, ExecutionPlan, OperatorPlan
+from lightning_osdp.planning.spec.plan import BatchSizePoint, BlockPlan, ExecutionPlan
 from lightning_osdp.report.baseline_text import describe_baseline
+from lightning_osdp.report.choice_deltas import ChoiceDelta, choice_deltas, find_cost
 from lightning_osdp.report.operator_runs import (
     MODE_DESCRIPTIONS,
     OperatorRun,
@@ -241,18 +242,6 @@ def _recompute_text(plan: ExecutionPlan, blocks: Sequence[BlockPlan]) -> str:
 # -- the operators -----------------------------------------------------------------------------------------------------
 
 
-class _ChoiceDelta(NamedTuple):
-    """Change of time and memory if a run of operators took another choice; negative: less."""
-
-    choice: ShardingChoice
-    time_s: float
-    memory_bytes: int
-
-    def loss_s(self, price: float) -> float:
-        """Return the loss in seconds, memory counted at its price."""
-        return self.time_s + price * self.memory_bytes
-
-
 def _explain_run(plan: ExecutionPlan, run: OperatorRun) -> Reason:
     first = run.operators[0]
     text = _requested_text(run) or _replicated_text(run) or _choice_text(plan, run)
@@ -272,6 +261,11 @@ def _requested_text(run: OperatorRun) -> str:
     first = run.operators[0]
     if first.requested_mode is None:
         return ""
+    if first.requested_mode == Mode.TP:
+        if first.tensor is not None:
+            return f"As you wished: OSDPCallback asks for it. {_exchange_text(run)}."
+        reason = first.tensor_refusal or first.replicated_reason or NO_TENSOR_KIND
+        return f"OSDPCallback asks for tp, which is not possible: {reason}."
     if set(first.slices) == {first.requested_mode}:
         return "As you wished: OSDPCallback(modes=...) asks for it."
     reason = first.replicated_reason or _TOO_SMALL
@@ -295,7 +289,7 @@ def _choice_text(plan: ExecutionPlan, run: OperatorRun) -> str:
     first = run.operators[0]
     if first.unit and not first.alternatives:
         return "Shares the unit of its block, whose choice is explained above."
-    others = _choice_deltas(plan, run)
+    others = choice_deltas(plan, run)
     if not others:
         return "The plan does not say why."
     price = plan.memory_shadow_price or 0.0
@@ -308,7 +302,10 @@ def _choice_text(plan: ExecutionPlan, run: OperatorRun) -> str:
     text = (
         f"{shared}{_role_text(run)}. Next best{together} is {_describe_choice_and_mode(best.choice)}: it would {trade}."
     )
-    return text if first.unit else text + _split_text(run, others, best, price, free_bytes)
+    if first.unit:
+        return text
+    details = (run, others, best, price, free_bytes)
+    return text + _split_text(*details) + _tensor_text(*details)
 
 
 def _describe_choice_and_mode(choice: ShardingChoice) -> str:
@@ -324,7 +321,7 @@ def _describe_choice_and_slices(choice: ShardingChoice) -> str:
 
 
 def _split_text(
-    run: OperatorRun, others: Sequence[_ChoiceDelta], reported: _ChoiceDelta, price: float, available_bytes: int
+    run: OperatorRun, others: Sequence[ChoiceDelta], reported: ChoiceDelta, price: float, available_bytes: int
 ) -> str:
     """Say why the run is split or not, unless the next best choice says so; starts with a blank."""
     first, split = run.operators[0], run.operators[0].split_dim is not None
@@ -338,9 +335,34 @@ def _split_text(
     return f" {how} {_describe_choice_and_mode(best.choice)}, it would {_tradeoff_text(best, price, available_bytes)}."
 
 
+def _exchange_text(run: OperatorRun) -> str:
+    """Say what a tensor parallel run of operators exchanges, and how much that is."""
+    activations, weights = (
+        format_bytes(sum(getattr(operator, name) for operator in run.operators))
+        for name in ("activation_bytes", "weight_bytes")
+    )
+    return f"Exchanges activations ({activations} a micro-batch) instead of weights ({weights})"
+
+
+def _tensor_text(
+    run: OperatorRun, others: Sequence[ChoiceDelta], reported: ChoiceDelta, price: float, available_bytes: int
+) -> str:
+    """Say why the run is not tensor parallel, unless the next best choice says so; starts with a blank."""
+    first = run.operators[0]
+    if first.tensor_refusal:
+        return f" Not tensor parallel: {first.tensor_refusal}."
+    cut = [other for other in others if other.choice.tensor_degree > 1]
+    if first.tensor is not None or not cut or reported.choice.tensor_degree > 1:
+        return ""
+    best = min(cut, key=lambda other: other.loss_s(price))
+    return f" As {_describe_choice_and_mode(best.choice)}, it would {_tradeoff_text(best, price, available_bytes)}."
+
+
 def _role_text(run: OperatorRun) -> str:
     first = run.operators[0]
-    own, costs = _find_cost(first, first.choice), first.alternatives
+    if first.tensor is not None:
+        return _exchange_text(run)
+    own, costs = find_cost(first, first.choice), first.alternatives
     assert own is not None, "only operators with alternatives have a role"
     if own.time_s <= min(cost.time_s for cost in costs):
         return "Its fastest choice"
@@ -351,7 +373,7 @@ def _role_text(run: OperatorRun) -> str:
     return "Neither its fastest nor its smallest choice"
 
 
-def _tradeoff_text(other: _ChoiceDelta, price: float, available_bytes: int) -> str:
+def _tradeoff_text(other: ChoiceDelta, price: float, available_bytes: int) -> str:
     """Say what another choice would save and cost, and whether that pays."""
     time, memory = format_seconds(abs(other.time_s)), format_bytes(abs(other.memory_bytes))
     worth, rate = price * abs(other.memory_bytes), f"{format_seconds(price * (1 << 20))} per MiB"
@@ -386,40 +408,6 @@ _BYTES_TOLERANCE = 1 << 10
 
 _VALUE_TOLERANCE = 1e-3
 """Relative difference below which worth and cost are equal, as they are for the operator that sets the price."""
-
-
-def _choice_deltas(plan: ExecutionPlan, run: OperatorRun) -> list[_ChoiceDelta]:
-    """Return what each other choice would change if the whole run took it; empty if the plan does not say."""
-    first = run.operators[0]
-    if any(_find_cost(operator, operator.choice) is None for operator in run.operators):
-        return []
-    members = {operator.name for operator in run.operators}
-    other_transient = max((cost.transient_bytes for cost in _chosen_costs(plan.operators, members)), default=0)
-
-    def total_cost(choice: ShardingChoice) -> tuple[float, int] | None:
-        costs = [_find_cost(operator, choice) for operator in run.operators]
-        known = [cost for cost in costs if cost is not None]
-        if len(known) < len(costs):
-            return None
-        largest = max(other_transient, *(cost.transient_bytes for cost in known))
-        return sum(cost.time_s for cost in known), sum(cost.resident_bytes for cost in known) + largest
-
-    own = total_cost(first.choice)
-    others = {alternative.choice: total_cost(alternative.choice) for alternative in first.alternatives}
-    return [
-        _ChoiceDelta(choice, other[0] - own[0], other[1] - own[1])
-        for choice, other in others.items()
-        if other is not None and own is not None and choice != first.choice
-    ]
-
-
-def _find_cost(operator: OperatorPlan, choice: ShardingChoice) -> ChoiceCost | None:
-    return next((cost for cost in operator.alternatives if cost.choice == choice), None)
-
-
-def _chosen_costs(operators: Iterable[OperatorPlan], excluded: set[str]) -> list[ChoiceCost]:
-    costs = [_find_cost(operator, operator.choice) for operator in operators if operator.name not in excluded]
-    return [cost for cost in costs if cost is not None]
 
 
 def _merge_reasons(reasons: Sequence[tuple[OperatorRun, Reason]]) -> list[Reason]:

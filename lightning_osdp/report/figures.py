@@ -31,12 +31,13 @@ try:
 except ImportError as error:
     raise ConfigurationError("pictures need matplotlib: pip install 'lightning-osdp[pictures]'") from error
 
-MODE_COLOURS = {Mode.DP: "#0072B2", Mode.ZDP2: "#56B4E9", Mode.ZDP: "#E69F00"}
+MODE_COLOURS = {Mode.DP: "#0072B2", Mode.ZDP2: "#56B4E9", Mode.ZDP: "#E69F00", Mode.TP: "#009E73"}
 
 MODE_LABELS = {
     Mode.DP: "dp: replicated",
     Mode.ZDP2: "zdp2: sharded, parameters kept until backward",
     Mode.ZDP: "zdp: sharded throughout",
+    Mode.TP: "tp: cut, activations exchanged",
 }
 
 RECOMPUTED_COLOUR = "#444444"

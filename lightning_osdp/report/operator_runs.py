@@ -14,6 +14,7 @@ MODE_DESCRIPTIONS = {
     Mode.DP: "replicated",
     Mode.ZDP2: "sharded, gathered once a step",
     Mode.ZDP: "sharded, gathered twice a step",
+    Mode.TP: "cut, activations exchanged instead of weights",
 }
 
 
@@ -50,6 +51,8 @@ def describe_choice(choice: ShardingChoice) -> str:
     """Describe a choice, such as ``zdp``, ``zdp x 4`` (four slices), ``zdp x 3 + dp x 1``, ``zdp in node``."""
     counts = Counter(choice.slices)
     words = [f"{mode.value} x {count}" if len(choice.slices) > 1 else mode.value for mode, count in counts.items()]
+    if choice.tensor_degree > 1:
+        words = [f"{word} over {choice.tensor_degree} ranks" for word in words]
     where = " in node" if choice.scope == ShardingScope.NODE else " hierarchical" if choice.hierarchical else ""
     return " + ".join(words) + where
 

@@ -290,6 +290,16 @@ class _OutsideRead(torch.autograd.Function):
         return None, None
 
 
+class ValuesOnDemand:
+    """A parameter whose unit runs, but has not gathered it as it is; it is asked before guarded ones are."""
+
+    __slots__ = ()
+
+    def show_values(self) -> None:
+        """Have the unit gather the parameter, which is an ordinary one then."""
+        raise NotImplementedError
+
+
 class _Dispatched:
     """A tensor whose functions ``guarded_functions`` runs, and whose copies are ordinary tensors."""
 
@@ -300,6 +310,8 @@ class _Dispatched:
         """See ``guarded_functions.dispatch``."""
         if StoredTensor in types:
             read_values(args, kwargs)
+        if any(issubclass(kind, ValuesOnDemand) for kind in types):
+            return NotImplemented
         with without_guards():
             return guarded_functions.dispatch(func, args, kwargs or {})
 

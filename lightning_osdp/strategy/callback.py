@@ -42,7 +42,11 @@ class OSDPCallback(Callback):
             Patterns are dotted prefixes (``model.blocks.3``) or globs (``*.mlp.*``) of module names.
         modes: ``"auto"``, one mode for every operator (``"dp"``: replicated, ``"zdp2"``: sharded and gathered once a
             step, ``"zdp"``: sharded and gathered twice), or modes by pattern, the first that matches. An operator
-            that can't be sharded that far takes the next weaker mode, and ``osdp explain`` says why.
+            that can't be sharded that far takes the next weaker mode, and ``osdp explain`` says why. ``"tp"`` is tensor
+            parallel, over as many ranks as is fastest; an operator that can't be is left to the search.
+        tensor_parallel: ``"auto"`` (operators are tensor parallel where that is fastest: each rank keeps a slice of
+            the weights, and activations are exchanged), False (none is), or numbers of ranks by pattern, each a divisor
+            of the devices of a node; 1 for not at all. An MLP or an attention is tensor parallel as a whole.
         progress_bar: whether throughput and peak memory are shown in the progress bar.
 
     Raises:
@@ -56,10 +60,14 @@ class OSDPCallback(Callback):
         activation_checkpointing: Literal["auto"] | bool | list[str] = "auto",
         progress_bar: bool = True,
         modes: str | dict[str, str] = "auto",
+        tensor_parallel: Literal["auto"] | bool | dict[str, int] = "auto",
     ) -> None:
         patterns = activation_checkpointing
         self.constraints = SearchConstraints(
-            slice_granularity, tuple(patterns) if isinstance(patterns, list) else patterns, modes=modes
+            slice_granularity,
+            tuple(patterns) if isinstance(patterns, list) else patterns,
+            modes=modes,
+            tensor_parallel=tensor_parallel,
         )
         self._progress_bar = progress_bar
         self._strategy: OSDPStrategy | None = None
@@ -69,11 +77,11 @@ class OSDPCallback(Callback):
     @override
     def state_key(self) -> str:
         """Key of this callback's state; it holds the arguments, so that ``setup`` can refuse a second callback."""
-        # Checkpoints of before modes could be given have a key without them.
+        later = ("modes", "tensor_parallel")  # checkpoints of before these could be given have a key without them
         return self._generate_state_key(
             slice_granularity=self.constraints.slice_granularity,
             activation_checkpointing=self.constraints.activation_checkpointing,
-            **({} if self.constraints.modes == "auto" else {"modes": self.constraints.modes}),
+            **{name: value for name in later if (value := getattr(self.constraints, name)) != "auto"},
         )
 
     @override

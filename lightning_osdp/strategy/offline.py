@@ -210,7 +210,7 @@ class ProfiledRun:
 def profile_in_setup(trainer: pl.Trainer, options: PlanningOptions) -> ProfiledRun:
     """Trace the Trainer's module on fake tensors."""
     data, context = options.read_step(trainer, torch.device("cpu"))
-    traced = pipeline.profile_model(context)
+    traced = options.with_reduce_dtype(pipeline.profile_model(context))
     blocker = options.in_backward_blocker(trainer, traced)
     searched = options.constraints(_callback_constraints(trainer), blocker, context.device)
     present = data.loader_batch_size or context.batch_size
@@ -241,6 +241,7 @@ def plan_in_setup(
     non_training = count_averaged_copies(trainer, device, non_training)
     cache = options.cache_folder
     traced = pipeline.profile_model_on_ranks(RankGroup.single(device), context, non_training, cache)
+    traced = options.with_reduce_dtype(traced)
     blocker = options.in_backward_blocker(trainer, traced)
     constraints = options.constraints(_callback_constraints(trainer), blocker, device)
     request = options.request(trainer, data, context.batch_size, cluster.ranks, limit, constraints, non_training)

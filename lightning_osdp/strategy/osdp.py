@@ -94,6 +94,7 @@ class OSDPStrategy(HandoverStrategy):
             loader's own batch size leaves no more, it is the largest that is searched.
         sample_batches: batches that are read before training: the largest decides memory, the typical one time.
         sample_batch: a batch to plan for instead, as the loader would give it.
+        reduce_dtype: ``"fp32"`` or ``"bf16"`` to reduce gradients in over the ranks; None for their own type.
         cache: folder of measurements; None for one in the user's cache folder, ``""`` to cache nothing.
         timeout: timeout of the process group; None for 30 minutes.
         process_group_backend: None for NCCL on CUDA and gloo on the CPU.
@@ -121,6 +122,7 @@ class OSDPStrategy(HandoverStrategy):
         min_steps_per_epoch: int = 100,
         sample_batches: int = 8,
         sample_batch: Any = None,
+        reduce_dtype: str | None = None,
         cache: str | Path | None = None,
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
@@ -154,6 +156,7 @@ class OSDPStrategy(HandoverStrategy):
             min_steps_per_epoch,
             sample_batches,
             sample_batch,
+            reduce_dtype,
         )
         self._given_plan = plan
         self._broadcasts_buffers = broadcast_buffers

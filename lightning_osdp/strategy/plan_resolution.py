@@ -63,20 +63,21 @@ def resolve_plan(
         non_training = count_averaged_copies(trainer, context.device, non_training)
     budget.begin_stage("tracing the training step")
     traced = pipeline.profile_model_on_ranks(ranks, context, non_training, options.cache_folder)
+    traced = options.with_reduce_dtype(traced)
     assert_equal_on_ranks(ranks.group, "the model (fingerprint)", traced.model_profile.fingerprint[:12])
     blocker = options.in_backward_blocker(trainer, traced)
     constraints = options.constraints(run.constraints, blocker, context.device)
     ranks.raise_on_all_ranks(lambda: constraints.check(traced.model_profile))
     if given_plan is not None:
         ranks.raise_on_all_ranks(lambda: check_given_plan(given_plan, traced, ranks, blocker, constraints))
-        return PlanningResult(given_plan)
+        return PlanningResult(given_plan.with_types_of(traced.model_profile))
     limit = options.limit_on(context.device, run.ranks_per_node, ranks_sharing_memory_limit(ranks))
     facts = (trainer, data, context.batch_size, ranks.world_size, limit, constraints, non_training)
     request = ranks.raise_on_all_ranks(lambda: options.request(*facts))
     request = _agree_on_batch_sizes(request, ranks)
     resumed = pipeline.reuse_if_valid(run.resumed_plan, traced, ranks, request.policy, limit.current())
     if resumed is not None and not (resumed.update_in_backward and blocker):
-        return PlanningResult(resumed)
+        return PlanningResult(resumed.with_types_of(traced.model_profile))
     step = context if options.trial_steps else None
     return pipeline.autotune(traced, request, ranks, budget, cache=options.cache_folder, trial_context=step)
 

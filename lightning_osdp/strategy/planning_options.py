@@ -21,7 +21,7 @@ from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.formatting import parse_memory_limit
-from lightning_osdp.planning.spec.model import NonTrainingWork
+from lightning_osdp.planning.spec.model import NonTrainingWork, Operator
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling.tracing.trace import TracedStep
 from lightning_osdp.strategy import arguments
@@ -49,6 +49,7 @@ class PlanningOptions:
     min_steps_per_epoch: int = 100
     sample_batches: int = 8
     sample_batch: Any = None
+    reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
         """Check the arguments, and import the engine: later that would count as memory that training takes."""
@@ -57,6 +58,7 @@ class PlanningOptions:
         arguments.validate_positive("sample_batches", self.sample_batches)
         if self.batch_size == self.global_batch_size == "keep":
             raise ConfigurationError("batch_size='keep' keeps the global batch size too: give one of both")
+        arguments.parse_reduce_dtype(self.reduce_dtype)
         _ = self.policy, self.memory_limit_bytes, SearchConstraints(sharding_group=self.sharding_group)
 
     @property
@@ -105,6 +107,11 @@ class PlanningOptions:
             update_in_backward=not in_backward_blocker,
             capabilities=engine_capabilities(self.engine, device),
         )
+
+    def with_reduce_dtype(self, traced: TracedStep) -> TracedStep:
+        """Return the traced step, whose gradients are reduced in the type that is asked for."""
+        dtype = arguments.parse_reduce_dtype(self.reduce_dtype)
+        return replace(traced, model_profile=traced.model_profile.with_reduce_dtype(dtype)) if dtype else traced
 
     def in_backward_blocker(self, trainer: pl.Trainer, traced: TracedStep) -> str:
         """Return why the run may not update parameters in the backward pass, in words; empty if it may."""
@@ -201,10 +208,23 @@ def check_given_plan(
     """
     plan.check(traced.model_profile, ranks.world_size, ranks.nodes)
     arguments.check_plan_allows_in_backward(plan, in_backward_blocker)
-    for operator, planned in zip(traced.model_profile.operators, plan.operators_of(traced.model_profile), strict=True):
+    model = constraints.restrict_tensor_parallel(traced.model_profile, plan.cluster)
+    for operator, planned in zip(model.operators, plan.operators_of(model), strict=True):
         mode = constraints.forced_mode(operator)
         if mode is not None and set(planned.slices) != {mode}:
             raise ConfigurationError(
                 f"plan and OSDPCallback(modes=...) contradict each other: {operator.name} is "
                 f"{' + '.join(planned.slices)} in the plan, {mode} by modes. Leave one of them out"
             )
+        if planned.tensor is not None and not _allows(constraints, operator, planned.tensor.degree):
+            raise ConfigurationError(
+                f"plan and OSDPCallback(tensor_parallel=...) contradict each other: {operator.name} is cut over "
+                f"{planned.tensor.degree} ranks in the plan. Leave one of them out"
+            )
+
+
+def _allows(constraints: SearchConstraints, operator: Operator, degree: int) -> bool:
+    """Return whether the user lets an operator be cut over ``degree`` ranks; what was found possible does not count."""
+    if operator.tensor is not None and operator.tensor.is_required:
+        return degree in operator.tensor.degrees
+    return constraints.tensor_parallel is not False and constraints.requested_degree(operator.name) in (None, degree)

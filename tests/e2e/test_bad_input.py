@@ -123,7 +123,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     [
         ("too little memory", InfeasibleError, ["needs at least", "the limit is 1 MiB", "largest operator is"]),
         ("not json", ConfigurationError, ["text.json is not JSON"]),
-        ("another version", PlanMismatchError, ["has version 7", "reads versions up to 2"]),
+        ("another version", PlanMismatchError, ["has version 7", "reads versions up to 3"]),
         ("another model", PlanMismatchError, ["model of 12 parameters"]),
         ("other ranks", PlanMismatchError, ["for 8 ranks, this run has 2"]),
         ("no file", ConfigurationError, ["none.json can't be read"]),

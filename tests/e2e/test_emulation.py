@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -13,14 +14,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_osdp.cli import emulate
 from lightning_osdp.cli.main import main
 from lightning_osdp.emulation import EmulatedCluster
 from lightning_osdp.emulation.environment import resolve_cluster
-from lightning_osdp.errors import PlanMismatchError
+from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.planning.spec.choices import ShardingScope
 from lightning_osdp.strategy.callback import OSDPCallback
 from lightning_osdp.strategy.osdp import OSDPStrategy
@@ -148,19 +151,75 @@ def test_other_strategies_train_in_an_emulated_cluster(strategy: Callable[[], An
         assert dist.group.WORLD.calls > STEPS  # type: ignore[union-attr]
 
 
-def test_nothing_is_saved(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("name", ["osdp", "ddp"])
+def test_nothing_is_saved_linked_or_removed(name: str, tmp_path: Path) -> None:
+    earlier = tmp_path / "last.ckpt"
+    earlier.write_text("of a real run")
+    plan = plan_for(Net(), next(iter(loader())), 16, "zdp", BATCH_SIZE)
+    saving = ModelCheckpoint(tmp_path, "{step}", save_last="link", every_n_train_steps=1)
+    with emulated("2xa100-80gb-nvlink+200gbit", 16) as environment:
+        strategy = OSDPStrategy(plan=plan) if name == "osdp" else DDPStrategy()
+        options = {"default_root_dir": tmp_path, "enable_checkpointing": True, "callbacks": [saving]}
+        trainer = fit(strategy, environment, **options)
+        trainer.save_checkpoint(tmp_path / "mine.ckpt")
+    assert [file.name for file in tmp_path.rglob("*.ckpt")] == ["last.ckpt"]
+    assert earlier.read_text() == "of a real run"
+
+
+def test_real_training_in_the_same_process_saves_again(tmp_path: Path) -> None:
+    with emulated("a100-80gb-nvlink", 8) as environment:
+        fit(DDPStrategy(), environment)
+    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=1, default_root_dir=tmp_path, **options)
+    trainer.fit(Net(), loader())
+    assert list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize(("hardware", "ranks"), [("a100-80gb-nvlink", 7), ("3xa100-80gb-nvlink+200gbit", 15)])
+def test_rank_count_that_divides_nothing_is_planned_and_trained(hardware: str, ranks: int) -> None:
+    with emulated(hardware, ranks) as environment:
+        cluster = environment.cluster.model_copy(update={"device": "cpu", "backend": "emulated"})
+        strategy = OSDPStrategy(cluster=cluster, batch_size=BATCH_SIZE, trial_steps=False, cache="")
+        trainer = fit(strategy, environment, callbacks=[OSDPCallback(modes="zdp")])
+        plan = strategy.execution_plan
+        assert plan is not None
+        assert plan.cluster.ranks == ranks
+        assert {mode for operator in plan.operators for mode in operator.slices} >= {"zdp"}
+        assert trainer.global_step == STEPS
+
+
+class CallsBack(Net):
+    """Has a collective of its own in its step."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__()
+        self.call = call
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.call()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("name", ["osdp", "ddp"])
+def test_users_collective_that_is_not_emulated_ends_training_with_its_name(name: str) -> None:
+    def call() -> None:
+        dist.all_reduce(torch.ones(1, dtype=torch.int64), dist.ReduceOp.BXOR)
+
     plan = plan_for(Net(), next(iter(loader())), 16, "zdp", BATCH_SIZE)
     with emulated("2xa100-80gb-nvlink+200gbit", 16) as environment:
-        trainer = fit(OSDPStrategy(plan=plan), environment, default_root_dir=tmp_path, enable_checkpointing=True)
-        trainer.save_checkpoint(tmp_path / "last.ckpt")
-    assert not list(tmp_path.rglob("*.ckpt"))
+        strategy = OSDPStrategy(plan=plan) if name == "osdp" else DDPStrategy()
+        with pytest.raises(ConfigurationError, match=r"reduction .*BXOR is not emulated"):
+            fit(strategy, environment, CallsBack(call))
 
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the command prints as JSON for two of the strategies, trained one after the other."""
+    """What the command prints as JSON for two of the strategies, trained one after the other; and their errors."""
     folder = tmp_path_factory.mktemp("emulate")
     found: dict[str, Any] = {}
+    own, errors = os.dup(2), os.open(folder / "errors", os.O_WRONLY | os.O_CREAT)
+    os.dup2(errors, 2)
     for strategy in ("ddp", "fsdp"):
         args = ["emulate", "--config", str(CONFIG), "--hardware", "a100-80gb-nvlink", "--devices", "8"]
         args += ["--steps", "3", "--batch-size", "8", "--strategy", strategy, "--json"]
@@ -168,7 +227,13 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             patch.chdir(folder)
             printed = _captured(lambda args=args: main(args))  # type: ignore[misc]
         (found[strategy],) = json.loads(printed)
+    os.dup2(own, 2)
+    found["errors"] = (folder / "errors").read_text()
     return found
+
+
+def test_processes_of_the_command_leave_it_to_the_command_to_say_what_it_does(command: dict[str, Any]) -> None:
+    assert "Emulating" not in command["errors"]
 
 
 def _captured(call: Callable[[], int]) -> str:
@@ -188,7 +253,9 @@ def test_command_measures_step_and_memory_of_a_strategy(command: dict[str, Any],
 
 def test_command_shows_that_fsdp_shards(command: dict[str, Any]) -> None:
     """4.3 M parameters: DDP holds weights, gradients and two optimizer states, FSDP an eighth of them."""
-    own = {name: facts["peak_memory_bytes"] - facts["before_bytes"] for name, facts in command.items()}
+    own = {
+        name: facts["peak_memory_bytes"] - facts["before_bytes"] for name, facts in command.items() if name != "errors"
+    }
     assert own["ddp"] - own["fsdp"] > 4.3e6 * 4 * 2
 
 
@@ -207,9 +274,14 @@ def test_command_with_bad_input_says_what_is_wrong(
     assert words in capsys.readouterr().err
 
 
-def test_command_that_only_plans_prints_a_plan_for_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_plans_a_module_that_is_too_large_to_be_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """17 MB of weights where 20 MB are free."""
+    monkeypatch.setattr(emulate, "memory_limit", lambda *_, **__: 20_000_000)
     args = ["--hardware", "8xa100-80gb-nvlink+200gbit", "--devices", "64", "--batch-size", "4", "--cache", ""]
-    args += ["--memory-limit", "8GiB"]  # the process of the tests takes more than the file allows
-    assert main(["emulate", "--config", str(CONFIG), *args, "--plan-only", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
+    assert main(["emulate", "--config", str(CONFIG), *args, "--memory-limit", "8GiB", "--plan-only", "--json"]) == 0
+    output = capsys.readouterr()
+    plan = json.loads(output.out)
     assert plan["cluster"]["nodes"] * plan["cluster"]["devices_per_node"] == 64
+    assert "Its steps can't be emulated here: a rank takes" in output.err

@@ -120,12 +120,14 @@ def measure_disturbed_then_quietly(folder: Path) -> list[float]:
     return seconds
 
 
+USUAL = 2.0, 3
+"""Of ``measure.PROBE_TOLERANCE`` and ``measure.MIN_STARTS``, which tests change in their ranks."""
+
+
 def run_all(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     """All starts in the same processes, since starting them takes longest."""
     cache = Path(folder)
     StartupBudget.remaining_s = lambda budget: 60.0  # type: ignore[method-assign]  # however busy the machine is
-    tolerance, min_starts = measure.PROBE_TOLERANCE, measure.MIN_STARTS
-    measure.PROBE_TOLERANCE, measure.MIN_STARTS = 1e9, 1  # it need not be measured for each start, either
     measure.compute.KERNEL_TIMING_BUDGET_S = 0.0
     found: dict[str, Any] = {name: start(cache, name, is_poisoned=True) for name in MODELS}
     found["again"] = start(cache, "lora")
@@ -133,7 +135,7 @@ def run_all(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     found["after error"] = start(cache, "lora")
     on_rank_zero(lambda: poison(cache))
     found["poisoned file"] = start(cache, "vit")
-    measure.PROBE_TOLERANCE, measure.MIN_STARTS = tolerance, min_starts
+    measure.PROBE_TOLERANCE, measure.MIN_STARTS = USUAL
     found["disturbed"] = measure_disturbed_then_quietly(cache)
     return found
 

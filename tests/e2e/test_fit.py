@@ -68,13 +68,14 @@ def automatic(folder: str) -> dict[str, Any]:
 
 def is_measured_again(folder: str, tolerance: float) -> bool:
     """Whether another run measures anew, when cached links may be off by a factor of ``tolerance``."""
-    measure.PROBE_TOLERANCE = tolerance
+    usual, measure.PROBE_TOLERANCE = measure.PROBE_TOLERANCE, tolerance
     torch.distributed.barrier()  # the first rank has stored what the run before has taught
     (file,) = (file for file in Path(folder, "cache").iterdir() if "-" not in file.name)  # of ranks or steps
     before = json.loads(file.read_text())["compute"]  # what was planned is written at each new search
     torch.distributed.barrier()
     trainer(folder, "osdp", max_steps=1).fit(build_seeded())
     torch.distributed.barrier()
+    measure.PROBE_TOLERANCE = usual
     return bool(json.loads(file.read_text())["compute"] != before)
 
 
@@ -187,7 +188,6 @@ class Counted(GPTModule):
 def with_trials(folder: str) -> list[int]:
     """Real steps of runs of two steps: with trials, once more with their measurements, and without."""
     counts = []
-    measure.PROBE_TOLERANCE = 1e9  # a busy machine's links are not measured again
     for trial_steps in (True, True, False):
         Counted.steps = queue.SimpleQueue()
         fit(
@@ -227,7 +227,6 @@ def left_by_searches(folder: str) -> list[bool]:
             gc.enable()
             gone.append(all(cycle() is None for cycle in left))
 
-    measure.PROBE_TOLERANCE = 1e9
     coordinator.plan_or_fallback = leaving
     for size in (4, 3):
         options = {"max_steps": 1, "callbacks": [Begun()]}

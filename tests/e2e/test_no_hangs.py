@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
 
-from tests.support.ports import free_port
+from tests.support import failing
+from tests.support.ranks import start_scripts
 
 ROOT = Path(__file__).parents[2]
 BOUND_S = 10.0
@@ -33,39 +35,28 @@ def run_two_ranks(how: str, folder: Path) -> list[tuple[int, str, float]]:
     """Runs two ranks as torchrun starts them.
 
     Returns:
-        Exit status and standard error of each, and the seconds from the fault until then; 0 if that is not known.
+        Exit status and output of each, and the seconds from the fault until then; 0 if the moment is not known.
     """
-    world = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "tests"}
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    processes = []
-    for rank in range(2):
-        values = world | where | {"RANK": rank, "LOCAL_RANK": rank}
-        env = environment() | {name: str(value) for name, value in values.items()}
-        with Path(folder, f"err-{rank}").open("w") as err, Path(folder, "out").open("a") as out:
-            processes.append(
-                subprocess.Popen(
-                    command(how, folder), env=env, cwd=ROOT, stdout=out, stderr=err, start_new_session=True
-                )
-            )
+    logs = [folder / f"err-{rank}" for rank in range(2)]
+    processes = start_scripts(failing.main, 2, (how, str(folder)), logs)
+    ended_s = [0.0, 0.0]
     try:
-        deadline, ended_s = time.monotonic() + LIMIT_S, [0.0, 0.0]
+        deadline = time.monotonic() + LIMIT_S
         while not all(ended_s) and time.monotonic() < deadline:
+            wait([process.sentinel for process, ended in zip(processes, ended_s, strict=True) if not ended], 1.0)
             for rank, process in enumerate(processes):
-                if not ended_s[rank] and process.poll() is not None:
-                    ended_s[rank] = time.time()
-            time.sleep(0.02)
-        assert all(ended_s), f"they have not ended after {LIMIT_S} s"
+                ended_s[rank] = ended_s[rank] or (0.0 if process.is_alive() else time.time())
+        codes = [process.exitcode for process in processes]
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.join()
+    assert None not in codes, f"not ended after {LIMIT_S:g} s"
     assert not [process.pid for process in processes if live_processes_in_session(process.pid)]
     fault = folder / "fault"
-    began_s = fault.stat().st_mtime if fault.exists() else None
-    return [
-        (process.returncode, Path(folder, f"err-{rank}").read_text(), ended_s[rank] - (began_s or ended_s[rank]))
-        for rank, process in enumerate(processes)
-    ]
+    began_s = [fault.stat().st_mtime] * 2 if fault.exists() else ended_s
+    seconds = [ended - began for ended, began in zip(ended_s, began_s, strict=True)]
+    return [(code, log.read_text(), each) for code, log, each in zip(codes, logs, seconds, strict=True)]
 
 
 def live_processes_in_session(session: int) -> list[int]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_osdp import OSDPStrategy, ShardingError
-from lightning_osdp.planning.spec.choices import Mode
+from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from tests.support.lightning_contract import (
     RANKS,
@@ -72,7 +72,7 @@ class LateNet(EvaluatedNet):
 def plan_for(policy: str, module: pl.LightningModule) -> ExecutionPlan:
     plan = mixed_plan(copy.deepcopy(module), next(iter(batches(COUNT, SIZE))), SIZE)
     changes: dict[str, Any] = {}
-    if policy in list(Mode):
+    if policy in list(WEIGHT_MODES):
         changes = {"slices": (Mode(policy),)}
     elif policy == "slices":
         changes = {"slices": (Mode.ZDP, Mode.ZDP2, Mode.DP), "split_dim": 0}

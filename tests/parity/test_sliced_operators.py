@@ -17,7 +17,7 @@ from tests.support.parity import engine_step, plain_step
 from tests.support.ranks import run_ranks
 from tests.support.split_plans import split_all, split_plan
 
-STEPS, BATCH = 10, 8
+STEPS, BATCH = 6, 8
 JOINED = 0
 KS = (JOINED, 1, 2, 3, 4, 8)
 """Numbers of slices; JOINED: whole, all operators of a block in one unit."""
@@ -71,6 +71,11 @@ many on four: collectives take time. Which ones depends on k; the others are rep
 CASES = [(name, k, again) for name in MODELS for k in KS for again in (False, True)]
 
 
+def cases_of(ranks: int) -> list[tuple[str, int, bool]]:
+    """All of them on two ranks, every other one on four."""
+    return CASES if ranks == 2 else [case for case in CASES if case[2] == (KS.index(case[1]) % 2 == 0)]
+
+
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     # A large epsilon: a bias of keys has no gradient but rounding noise, which Adam would blow up to full steps.
     return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, eps=1e-4)
@@ -102,7 +107,7 @@ def train(rank: int, ranks: int, name: str, k: int, again: bool) -> tuple[list[f
 
 
 def run_all(rank: int, ranks: int) -> dict[Any, Any]:
-    return {case: train(rank, ranks, *case) for case in CASES}
+    return {case: train(rank, ranks, *case) for case in cases_of(ranks)}
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +118,7 @@ def references() -> dict[str, Any]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_split_wrapped_and_recomputed_plans_train_like_plain_pytorch(ranks: int, references: dict[str, Any]) -> None:
     results = run_ranks(run_all, ranks)
-    for case in CASES:
+    for case in cases_of(ranks):
         losses, weights = references[case[0]]
         means = [sum(step) / ranks for step in zip(*(result[case][0] for result in results), strict=True)]
         assert means == pytest.approx(losses, rel=1e-4), case

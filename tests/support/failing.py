@@ -40,7 +40,7 @@ class Stream(IterableDataset[Any]):
 
 def note_fault() -> None:
     """Write down when the fault comes."""
-    Path(sys.argv[2], "fault").touch()
+    Path(os.environ["FAULT_FOLDER"], "fault").touch()
 
 
 class BadRows(TensorDataset):
@@ -104,6 +104,7 @@ class Failing(GPTModule):
 
 
 def main(how: str, folder: str) -> None:
+    os.environ["FAULT_FOLDER"] = folder
     if how.startswith("swallow"):
         # The other rank is ended by it. Elsewhere it would hide what ends a rank by itself.
         failure_detector.FAILURE_GRACE_S = 2.0

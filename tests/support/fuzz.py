@@ -27,7 +27,7 @@ from lightning_osdp import OSDPStrategy
 from lightning_osdp.autotune import pipeline
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.errors import OSDPError
-from lightning_osdp.planning.spec.choices import Mode
+from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from tests.support.fuzz_layers import LAYERS, WIDTH
 from tests.support.modules import trainer
@@ -251,7 +251,7 @@ def random_plan(module: FuzzModule, case: Case, ranks: int) -> ExecutionPlan:
     for index, op in enumerate(model.operators):
         mode, slices, dim = Mode.DP, 1, None
         if op.is_shardable:
-            by_policy = {"mixed": list(Mode)[index % 3], "random": rng.choice(list(Mode))}
+            by_policy = {"mixed": list(WEIGHT_MODES)[index % 3], "random": rng.choice(list(WEIGHT_MODES))}
             mode = by_policy.get(case.policy) or Mode(case.policy if case.policy in ("zdp", "zdp2") else "zdp")
             dims = op.split_dims if case.policy == "sliced" else ()
             if dims:

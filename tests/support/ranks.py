@@ -13,18 +13,20 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lightning_osdp.autotune import trials
-from lightning_osdp.profiling import network
+from lightning_osdp.autotune import measure, trials
+from lightning_osdp.profiling import engine_overhead, network
 from lightning_osdp.profiling.kernels import benchmark
+from tests.support.ports import free_port
 
 PRELOADED = [
     "lightning_osdp.engine.fairscale.engine",
@@ -90,6 +92,45 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
     return [replies[rank][1] for rank in range(world_size)]
 
 
+def start_scripts(
+    fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], logs: Sequence[Path]
+) -> list[mp.Process]:
+    """Starts ranks as torchrun does, each in a session of its own; unlike in ``run_ranks``, they may fail or be killed.
+
+    Args:
+        fn: a module-level function: what the script does.
+        world_size: how many ranks, all on this machine.
+        args: handed to every rank.
+        logs: where each rank's output goes, standard error included.
+
+    Returns:
+        The processes, which the caller has to wait for and to end.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    world = {"MASTER_PORT": str(free_port())}
+    processes = []
+    for rank in range(world_size):
+        call = (fn, args, rank, world_size, dict(os.environ) | world, str(logs[rank]))
+        processes.append(context.Process(target=_run_script, args=call))
+        processes[-1].start()
+    return processes
+
+
+def _run_script(
+    fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, environment: dict[str, str], log: str
+) -> None:
+    os.setsid()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
+    os.environ.update(environment)
+    _set_environment(rank, world_size)
+    os.environ["MASTER_PORT"] = environment["MASTER_PORT"]
+    torch.set_num_threads(1)
+    fn(*args)
+
+
 def _collect(receivers: list[Connection], deadline: float) -> dict[int, tuple[bool, Any]]:
     """(succeeded, result or traceback) by rank, of the ranks that answered in time."""
     replies: dict[int, tuple[bool, Any]] = {}
@@ -152,7 +193,11 @@ def _run_rank(
 
 def _shorten_measurements() -> None:
     """Tests look at what comes of measurements, not at how precise they are."""
-    network.REPEATS_BUDGET_S, network.MIN_REPEATS = 0.05, 2
+    network.REPEATS_BUDGET_S, network.MIN_REPEATS = 0.02, 2
+    network.COMPUTE_MATMULS, network.OVERLAP_DURATION_S = 2, 0.004
+    engine_overhead.MIN_REPEATS, engine_overhead.MAX_REPEATS = 2, 2
+    engine_overhead.NUM_OPERATORS, engine_overhead.FLOPS_PER_OPERATOR = 4, {"cpu": 1 << 22}
+    measure.PROBE_TOLERANCE, measure.MIN_STARTS = 1e9, 1  # a busy machine's links are measured once
     benchmark.MAX_REPEATS = 3
     trials.MIN_STEPS = 1
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from lightning_osdp.engine.splittable import split_dims
-from lightning_osdp.planning.spec.choices import Mode
+from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from tests.support.models import hand_made_plan
 
@@ -26,7 +26,7 @@ def split_all(module: nn.Module, k: int, every: int = 1) -> dict[str, Split]:
     """Operators that can be split, into ``k`` slices (as many as there is room for), each in another mode than the one
     before, along one dimension and the other in turn. Tied weights stay out, and all but each ``every``-th operator."""
     tied = _tied(module)
-    modes = list(Mode)
+    modes = list(WEIGHT_MODES)
     splits: dict[str, Split] = {}
     names = [n for n, m in module.named_modules() if split_dims(m)[0] and m.weight not in tied]
     for name in names[k % every :: every]:

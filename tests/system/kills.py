@@ -6,10 +6,7 @@ files, half of the times one that saves sharded folders. After each kill the las
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,10 +26,9 @@ from lightning_osdp.state.opened_file import OpenedFile
 from tests.support.models import gpt_batches, gpt_loss, two_groups
 from tests.support.modules import GPTModule, trainer
 from tests.support.plans import plan_for
-from tests.support.ports import free_port
+from tests.support.ranks import start_scripts
 
-ROOT = Path(__file__).parents[2]
-RANKS, STEPS, GLOBAL_BATCH = 2, 60, 8
+RANKS, STEPS, GLOBAL_BATCH = 2, 40, 8
 START_S, RUN_S = 240.0, 400.0
 """Limits: until a run makes its first step, and for a whole run."""
 
@@ -101,16 +97,8 @@ def expected_losses() -> list[float]:
     return losses
 
 
-def start_ranks(folder: Path, save_format: str) -> list[subprocess.Popen[bytes]]:
-    world = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "kills"}
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
-    command = [sys.executable, "-m", "tests.system.kills", "train", str(folder), save_format]
-    processes = []
-    for rank in range(RANKS):
-        env = os.environ | {n: str(v) for n, v in (world | where | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-        with (folder / f"log-{rank}").open("w") as log:
-            processes.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log))
-    return processes
+def start_ranks(folder: Path, save_format: str) -> list[Any]:
+    return start_scripts(train, RANKS, (folder, save_format), [folder / f"log-{rank}" for rank in range(RANKS)])
 
 
 def read_losses(folder: Path) -> list[tuple[int, float]]:
@@ -131,19 +119,19 @@ def run_and_kill_once(folder: Path, save_format: str, chance: random.Random) -> 
     try:
         deadline = time.monotonic() + START_S
         while len(read_losses(folder)) < until and not (folder / "done").exists():
-            if any(process.poll() is not None for process in processes) or time.monotonic() > deadline:
+            if any(process.exitcode is not None for process in processes) or time.monotonic() > deadline:
                 raise AssertionError(f"the run did not get on:\n{(folder / 'log-0').read_text()[-2000:]}")
             time.sleep(0.005)
         time.sleep(wait_s)
         victims = chance.sample(processes, chance.randint(1, RANKS))
         for process in victims:
-            process.send_signal(signal.SIGKILL)
+            process.kill()
         for process in processes:
-            process.wait(RUN_S)
+            process.join(RUN_S)
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.join()
     left = check_last_checkpoint(folder, save_format)
     return f"{save_format}: {len(victims)} ranks killed {wait_s * 1e3:.0f} ms after {steps} steps; {left}"
 
@@ -175,7 +163,8 @@ def run_to_end_despite_kills(kills: int, folder: Path, save_format: str, seed: i
         story.append(run_and_kill_once(folder, save_format, chance))
         print(story[-1], flush=True)
     for rank, process in enumerate(start_ranks(folder, save_format)):
-        code = process.wait(RUN_S)
+        process.join(RUN_S)
+        code = process.exitcode
         assert code == 0, f"rank {rank} ended with {code}:\n{(folder / f'log-{rank}').read_text()[-3000:]}"
     expected = expected_losses()
     found = read_losses(folder)
@@ -196,7 +185,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["train"]:
-        train(Path(sys.argv[2]), sys.argv[3])
-    else:
-        main()
+    main()

@@ -20,6 +20,9 @@ from lightning_osdp.engine.optimizer_in_backward import BackwardOptimizer
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.state.guarded_parameter import GuardContext, without_guards
 
+REDUCE_DTYPES: dict[str, torch.dtype | None] = {"": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Types in which gradients are reduced, by their names in plans."""
+
 STREAM_NAMES = ("fp32_to_fp16", "all_gather", "post_backward")
 """Names under which FairScale looks its streams up."""
 
@@ -86,7 +89,7 @@ class EngineContext:
         self.order = CollectiveOrder(group)
         self.guards = GuardContext(group, plan.update_in_backward)
         self.guards.before_access = self.order.before_access
-        self.reducer = GradientReducer(partial(before_reduction, self.order))
+        self.reducer = GradientReducer(partial(before_reduction, self.order), REDUCE_DTYPES[plan.reduce_dtype])
         choices = [operator.choice for operator in sharded_operators(plan)]
         self.communicator_factory = CommunicatorFactory(group, device, choices, plan.cluster, self.sync)
         self.streams = create_streams(device, STREAM_NAMES, fairscale_module)

@@ -175,12 +175,11 @@ class FairScaleEngine(Engine):
         """Shard the large parameters of the operators, which are in full on the device, in one unit."""
         is_shared = bool(operators[0].unit)
         module = self._module.get_submodule(unit)
-        parameters = [parameter for operator in operators for parameter in self._large_parameters(operator)]
+        plans = {parameter: operator for operator in operators for parameter in self._large_parameters(operator)}
         self._operators[unit] = operator = ShardedOperator(
             unit,
             module,
-            parameters,
-            operators[0],
+            plans,
             self._context.communicator_factory.for_choice(operators[0].choice),
             self._context,
             is_recomputed=any(
@@ -211,7 +210,11 @@ class FairScaleEngine(Engine):
             for weight in slices.get(parameter, [parameter] if parameter not in layouts else [])
         ]
         self._bucketed_all_reduce = BucketedAllReduce(
-            replicated, self._context.replica_group, self._context.sync, self._before_replicated
+            replicated,
+            self._context.replica_group,
+            self._context.sync,
+            self._before_replicated,
+            self._context.reducer.dtype,
         )
         self._context.order.join_replicated = self._join_replicated
         self._managed_parameters = self._sharded_parameters.parameters.union(replicated)

@@ -9,7 +9,8 @@ At each moment of the step, the memory is the sum of
     transient    the unsharded gradient of the sharded slice that runs backward, buffers of its reduction, the gradient
                  before it while that is still being reduced, full buckets of replicated gradients, the optimizer's
                  temporaries
-    activations  as traced: tensors kept for backward and temporaries, at this batch size
+    activations  as traced: tensors kept for backward and temporaries, at this batch size; and the inputs that tensor
+                 parallel operators have gathered
     overhead     the process before the model
     heap         what a heap that retains freed tensors takes in addition to the live ones
 
@@ -220,13 +221,14 @@ class Timeline:
         held += self._largest_only(columns)
         if self._cluster.prefetch_max_bytes:
             held += prefetch_held(self._runs, columns, recomputed_blocks, self._wrapped)
-        changes = {name: np.zeros(self._num_moments) for name in ("states", "gradients", "gathered", "transient")}
+        categories = ("states", "gradients", "gathered", "transient", "activations")
+        changes = {name: np.zeros(self._num_moments) for name in categories}
         for category, intervals, amounts in held:
             changes[category] += intervals.changes(amounts, self._num_moments)
         curves = {name: np.cumsum(change) for name, change in changes.items()}
         curves["states"] += self._model.buffer_bytes
         curves["transient"] += self._replicated_reduction_bytes(columns)
-        curves["activations"] = np.append(self._activations(batch_size, recomputed_blocks), 0.0)
+        curves["activations"] += np.append(self._activations(batch_size, recomputed_blocks), 0.0)
         curves["overhead"] = np.full(self._num_moments, self._overhead)
         return self._heap.separate(curves, batch_size)
 
@@ -242,7 +244,15 @@ class Timeline:
         for intervals, happens in ((runs.forward, 1.0), (runs.recompute, is_recomputed)):
             yield Held("gathered", intervals, own.unsharded_while_running * happens)
             yield Held("transient", intervals, own.forward_per_sample * batch_size * happens)
-        yield Held("gathered", runs.backward, own.unsharded_while_running * runs.has_backward)
+        if own.gathered_per_sample.any():
+            inputs = own.gathered_per_sample * batch_size
+            yield Held("activations", Intervals(runs.forward.start, runs.backward.stop), inputs * ~is_recomputed)
+            yield Held("activations", runs.forward, inputs * is_recomputed)
+            yield Held("activations", Intervals(runs.recompute.start, runs.backward.stop), inputs * is_recomputed)
+        yield Held("gathered", runs.backward, own.unsharded_in_backward * runs.has_backward)
+        # A block that is recomputed makes its casts anew.
+        released = Intervals(runs.forward.stop, np.maximum(runs.forward.stop, runs.recompute.start))
+        yield Held("gathered", released, -own.replicated_casts * is_recomputed)
         transient = own.transient + own.backward_per_sample * batch_size
         yield Held("transient", runs.backward, transient * runs.has_backward)
         if accumulation > 1:  # the new gradient exists beside the accumulated one until it is added
@@ -318,10 +328,13 @@ class Timeline:
         if not batch_size or not len(self._evaluation_operators):
             return 0
         own = columns.eval_unsharded * ~self._tied
-        own += columns.forward_per_sample / self.heap_growth_factor * batch_size
+        per_sample = columns.forward_per_sample + columns.gathered_per_sample
+        own += per_sample / self.heap_growth_factor * batch_size
         running = np.append(own, 0.0)[self._evaluation_operators]  # UNATTRIBUTED is the last index
         tied = float(columns.eval_unsharded[self._tied].sum())
-        return round(self._idle_bytes(columns) + tied + float((self._evaluation_live_bytes + running).max()))
+        casts = float(columns.replicated_casts.sum()) / self.heap_growth_factor  # autocast caches them
+        live = float((self._evaluation_live_bytes + running).max())
+        return round(self._idle_bytes(columns) + tied + casts + live)
 
     def _idle_bytes(self, columns: Footprint[Floats]) -> float:
         return float(self._overhead + self._model.buffer_bytes + columns.states.sum())

@@ -6,10 +6,15 @@ collective has its own fitted alpha and beta (``CollectiveFit``), so k is spelle
     dp     1 all-reduce of the gradients, once per optimizer step
     zdp2   1 all-gather and 1 reduce-scatter in every micro-batch
     zdp    2 all-gathers and 1 reduce-scatter in every micro-batch; 3 all-gathers in a block that is recomputed, but
-           2 if the whole block is one unit: parameters gathered for its second forward stay for its backward
+           2 if the whole block is one unit: parameters gathered for its second forward stay for its backward. One less
+           where the backward reads no parameter, as an embedding's
+    tp     exchanges of activations in every micro-batch (``activation_exchange``), and once per optimizer step 1
+           all-reduce of the slices' gradients over the ranks that hold the same slice
 
-These collectives are among all ranks, in one stage or two, or inside a node; sharding inside nodes adds an all-reduce
-between nodes, once per optimizer step (``sharding_scopes``).
+Gathers have the type of autocast's casts where these are all that is read; gradients are reduced in their own type, or
+in the one that the user gives (``ParameterInfo``). The collectives of sharded weights are among all ranks, in one stage
+or two, or inside a node; sharding inside nodes adds an all-reduce between nodes, once per optimizer step
+(``sharding_scopes``).
 
 A unit's parameters are gathered together; its gradients are reduced one by one as they appear, or together if they are
 small (``COALESCE_BYTES``). Small parameters (``ParameterInfo.is_small``) ride in the buckets of replicated gradients in
@@ -20,6 +25,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from lightning_osdp.planning.cost.activation_exchange import ExchangeTime, exchange_s
 from lightning_osdp.planning.cost.footprint import footprint
 from lightning_osdp.planning.cost.sharding_scopes import ScopeLinks, scope_links
 from lightning_osdp.planning.cost.shards import OperatorShards, ShardUnit, shards_of
@@ -63,7 +69,7 @@ def communication_time(
     links, shards = scope_links(cluster, choice.scope, choice.hierarchical), shards_of(operator, choice)
     gathers_again = recomputed and operator.num_wrapped == 1
     return PerStepTime(
-        _all_reduces_s(shards, cluster) + _inter_node_s(shards, links),
+        _all_reduces_s(shards, cluster) + _tensor_all_reduces_s(shards, cluster) + _inter_node_s(shards, links),
         sum(unit.num_slices * _unit_comm_s(unit, links, cluster, recomputed=gathers_again) for unit in shards.units),
     )
 
@@ -93,12 +99,24 @@ def engine_time(
     if cluster.ranks == 1:
         return PerStepTime(0.0, 0.0)
     shards, overhead = shards_of(operator, choice), cluster.engine.dp
-    replicated = [shard for shard in shards.replicated if shard.gradient_bytes]
+    replicated = [shard for shard in shards.replicated if shard.gradient_bytes and shard.tensor_degree == 1]
     packed = [s.gradient_bytes if s.gradient_bytes < cluster.unbucketed_bytes else 0 for s in replicated]
     return PerStepTime(
         sum(shard.num_slices * overhead.time_s(size) for shard, size in zip(replicated, packed, strict=True)),
-        sum(unit.num_slices * _unit_engine_s(unit, cluster, recomputed=recomputed) for unit in shards.units),
+        sum(unit.num_slices * _unit_engine_s(unit, cluster, recomputed=recomputed) for unit in shards.units)
+        + (choice.tensor_degree > 1) * cluster.engine.tp.fixed_s * (RECOMPUTE_OVERHEAD if recomputed else 1.0),
     )
+
+
+def exchange_time(
+    operator: Operator, choice: ShardingChoice, cluster: Cluster, *, recomputed: bool = False
+) -> ExchangeTime:
+    """Return the time of exchanging activations, which nothing hides; 0 unless ``operator`` is tensor parallel."""
+    if choice.tensor_degree == 1:
+        return ExchangeTime(0.0, 0.0)
+    time = exchange_s(operator, choice.tensor_degree, cluster, recomputed=recomputed)
+    factor = 1 + cluster.engine.calibration.for_kinds(calibration_kinds(operator, choice))
+    return ExchangeTime(factor * time.fixed_s, factor * time.per_sample_s)
 
 
 def calibration_time(
@@ -122,7 +140,7 @@ def calibration_time(
 def calibration_kinds(operator: Operator, choice: ShardingChoice) -> list[str]:
     """Return the ``CalibrationFactors`` that apply: the choice's last mode, and how its parameters are gathered."""
     mode = max(choice.slices, key=list(Mode).index)
-    is_sharded = mode != Mode.DP
+    is_sharded = mode not in (Mode.DP, Mode.TP)
     applies = {
         "wrapped": is_sharded and operator.num_wrapped > 1,
         "split": choice.split_dim is not None,
@@ -134,13 +152,17 @@ def calibration_kinds(operator: Operator, choice: ShardingChoice) -> list[str]:
 
 def _unit_comm_s(unit: ShardUnit, links: ScopeLinks, cluster: Cluster, *, recomputed: bool) -> float:
     """Return the time of a unit's gathers and reduce-scatters in one micro-batch."""
-    gathers = (3 if recomputed else 2) if unit.mode == Mode.ZDP else 1
-    sizes = unit.gradient_sizes
+    gathers = (2 if recomputed else 1) if unit.mode == Mode.ZDP else 1
+    gathers_s = gathers * links.all_gather_s(unit.gathered_bytes, len(unit.shards))
+    num_read = sum(shard.read_in_backward for shard in unit.shards)
+    if unit.mode == Mode.ZDP and num_read:
+        gathers_s += links.all_gather_s(unit.backward_bytes, num_read)
+    sizes = unit.reduced_sizes
     if unit.coalesces_gradients(cluster):
         reductions_s = links.reduce_scatter_s(sum(sizes), len(sizes))
     else:
         reductions_s = sum(map(links.reduce_scatter_s, sizes))
-    return gathers * links.all_gather_s(unit.parameter_bytes, len(unit.shards)) + reductions_s
+    return gathers_s + reductions_s
 
 
 def _inter_node_s(shards: OperatorShards, links: ScopeLinks) -> float:
@@ -153,10 +175,25 @@ def _all_reduces_s(shards: OperatorShards, cluster: Cluster) -> float:
     fit, ranks = cluster.link.all_reduce, cluster.ranks
     total_s = 0.0
     for shard in shards.replicated:
-        own_s = fit.time_s(shard.gradient_bytes, ranks)
+        if shard.tensor_degree > 1:
+            continue
+        own_s = fit.time_s(shard.reduced_bytes, ranks)
         if shard.gradient_bytes < cluster.unbucketed_bytes:
             own_s = max(0.0, own_s - fit.time_s(0, ranks) * (1 - shard.gradient_bytes / BUCKET_BYTES))
         total_s += shard.num_slices * own_s
+    return total_s
+
+
+def _tensor_all_reduces_s(shards: OperatorShards, cluster: Cluster) -> float:
+    """Return the time to average gradients over the ranks that hold the same slice, after the backward pass."""
+    links, total_s = cluster.hierarchical_links, 0.0
+    for shard in shards.replicated:
+        if shard.tensor_degree == 1:
+            continue
+        if cluster.is_hierarchical and links is not None and shard.tensor_degree == cluster.devices_per_node:
+            total_s += links.inter_node.time_s(shard.gradient_bytes, cluster.nodes)
+        else:
+            total_s += cluster.link.all_reduce.time_s(shard.gradient_bytes, cluster.ranks // shard.tensor_degree)
     return total_s
 
 
@@ -174,12 +211,29 @@ def forward_backward_time(operator_time: OperatorTime, choice: ShardingChoice) -
     Raises:
         KeyError: This way of splitting was not measured.
     """
+    if choice.tensor_degree > 1:
+        return _slice_time(operator_time, choice.tensor_degree)
     if choice.split_dim is None:
         return operator_time.forward, operator_time.backward
     for split in operator_time.splits:
         if (split.dim, split.slices) == (choice.split_dim, len(choice.slices)):
             return operator_time.forward.plus(split.forward), operator_time.backward.plus(split.backward)
     raise KeyError(f"{len(choice.slices)} slices along dimension {choice.split_dim} were not measured")
+
+
+def _slice_time(operator_time: OperatorTime, degree: int) -> tuple[LinearInBatch, LinearInBatch]:
+    """Return the seconds of a slice for the samples of its group: as many products, but a part of the weight.
+
+    What does not depend on the batch size is to read the weight and to write its gradient.
+    """
+    measured = next((time for time in operator_time.tensor if time.degree == degree), None)
+    if measured is not None:
+        return measured.forward, measured.backward
+    forward, backward = operator_time.forward, operator_time.backward
+    return (
+        forward.model_copy(update={"fixed": forward.fixed / degree}),
+        backward.model_copy(update={"fixed": backward.fixed / degree}),
+    )
 
 
 def time_cost(
@@ -201,9 +255,11 @@ def time_cost(
         time(operator, choice, cluster, recomputed=recomputed)
         for time in (communication_time, overlapped_time, engine_time, calibration_time)
     )
+    exchange = exchange_time(operator, choice, cluster, recomputed=recomputed)
     hidden_s = min(overlapped.per_step_s, backward_pass_s) + accumulation * overlapped.per_microbatch_s
     # A forward that is run again hides no more than it takes, so that recomputing never saves time.
     hidden_s = min(passes_s, hidden_s) + cluster.overlap * accumulation * (forward_s + backward_s)
-    exposed_s = max(0.0, communication.total_s(accumulation) - hidden_s)
+    exposed_s = max(0.0, communication.total_s(accumulation) - hidden_s) + calibration.total_s(accumulation)
+    exposed_s += accumulation * exchange.value_at(batch_size)
     update_s = compute.optimizer_s_per_byte * footprint(operator, choice, cluster).local_trainable
-    return TimeCost(passes_s + update_s + engine.total_s(accumulation), exposed_s + calibration.total_s(accumulation))
+    return TimeCost(passes_s + update_s + engine.total_s(accumulation), exposed_s)

@@ -19,7 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_osdp.planning.cost.memory_timeline import Timeline
-from lightning_osdp.planning.cost.step_time import calibration_kinds, communication_time, engine_time, time_cost
+from lightning_osdp.planning.cost.step_time import (
+    calibration_kinds,
+    communication_time,
+    engine_time,
+    exchange_time,
+    time_cost,
+)
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
 from lightning_osdp.planning.spec.cluster import (
     MAX_CORRECTION,
@@ -168,6 +174,7 @@ def predict_trial(
         own_s = sum(
             sum(time(operator, choice, parts, recomputed=recomputed)) for time in (communication_time, engine_time)
         )
+        own_s += exchange_time(operator, choice, parts, recomputed=recomputed).value_at(batch_size)
         added_s.update(dict.fromkeys(calibration_kinds(operator, choice), own_s))
     blocks = zip(model.blocks, times.blocks, strict=False)  # times that were not measured count as zero
     total_s += sum(line.value_at(batch_size) for block, line in blocks if block.name in plan.recomputed)

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_osdp.planning.cost.moments import Ints
+from lightning_osdp.planning.search.menus import pareto_options
 from lightning_osdp.planning.search.plan_search import BatchSizeSearch, Candidate, PlanSearch
-from lightning_osdp.planning.search.subproblem import KnapsackSubproblem, pareto_options
+from lightning_osdp.planning.search.subproblem import KnapsackSubproblem
 from lightning_osdp.planning.spec.plan import BlockPlan, ChoiceCost
 
 
@@ -38,7 +39,7 @@ def explain_choices(plan_search: PlanSearch, candidate: Candidate, unwrapped_sea
     subproblem = KnapsackSubproblem(search, mask, candidate.peak, conservative=True)
     solution = subproblem.solve(subproblem.budget_used(options))
     shadow_price = solution.memory_shadow_price if solution is not None else 0.0
-    by_group = [_collect_alternatives(subproblem, group, options) for group in range(len(subproblem.menus))]
+    by_group = [_collect_alternatives(subproblem, group, options) for group in range(subproblem.num_groups)]
     groups = subproblem.group_of_operator.tolist()
     blocks = _add_wrapping(unwrapped_search, candidate, _build_block_plans(search, options, candidate.recomputed))
     alternatives = [by_group[groups[index]] for index in plan_search.wrapped_model.wrapped_index]
@@ -75,6 +76,7 @@ def _collect_alternatives(subproblem: KnapsackSubproblem, group: int, options: I
             split_dim=choice.split_dim,
             sharding_group=choice.scope,
             hierarchical=choice.hierarchical,
+            tensor_degree=choice.tensor_degree,
             time_s=float(costs.time_s[index]),
             resident_bytes=int(costs.resident[index]),
             transient_bytes=int(costs.transient[index]),

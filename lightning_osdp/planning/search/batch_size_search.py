@@ -10,13 +10,18 @@ import math
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from typing import Any
 
 from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.planning.cost.activation_exchange import exchanged_bytes
 from lightning_osdp.planning.cost.cpu_effects import HeapModel
 from lightning_osdp.planning.search.alternatives import PlanRationale, explain_choices
 from lightning_osdp.planning.search.infeasibility import infeasible_error, with_suggestions
 from lightning_osdp.planning.search.plan_search import MIN_IMPROVEMENT, Candidate, PlanSearch
 from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
+from lightning_osdp.planning.spec.choices import Mode
+from lightning_osdp.planning.spec.constraints import SearchConstraints
+from lightning_osdp.planning.spec.model import ModelProfile, Operator
 from lightning_osdp.planning.spec.plan import (
     BatchSizePoint,
     ExecutionPlan,
@@ -25,8 +30,10 @@ from lightning_osdp.planning.spec.plan import (
     PeakMoment,
     Prediction,
     SearchStop,
+    planned_types,
 )
 from lightning_osdp.planning.spec.problem import Problem
+from lightning_osdp.planning.spec.tensor import TensorScope, index_candidates
 from lightning_osdp.planning.spec.wrapping import WrapAssignment, wrap_assignments
 
 __all__ = [
@@ -268,7 +275,9 @@ def to_plan(
         global_batch_size=chosen.global_batch_size,
         operators=_build_operator_plans(search, chosen, rationale),
         recomputed=chosen.recomputed,
+        tensor_scopes=_tensor_scopes(model, chosen),
         blocks=rationale.blocks,
+        reduce_dtype=model.reduce_dtype,
         update_in_backward=problem.has_optimizer_in_backward,
         retain_freed_memory=problem.has_retained_heap,
         predicted=_build_prediction(problem, chosen),
@@ -292,16 +301,46 @@ def _build_operator_plans(
             split_dim=choice.split_dim,
             sharding_group=choice.scope,
             hierarchical=choice.hierarchical,
+            **_tensor_fields(model, operator, choice.tensor_degree, chosen.batch_size),
             unit=chosen.wrap_assignment[index],
             is_recomputed=index in recomputed,
             num_parameters=operator.num_parameters,
-            requested_mode=plan_search.problem.constraints.requested_mode(operator.name),
+            requested_mode=_requested_mode(plan_search.problem.constraints, operator),
             replicated_reason=operator.replicated_reason,
             unsplittable_reason=operator.unsplittable_reason,
             alternatives=rationale.alternatives[index] if wrapped_index.index(wrapped_index[index]) == index else (),
+            **planned_types(operator),
         )
         for index, (operator, choice) in enumerate(zip(model.operators, chosen.choices, strict=True))
     )
+
+
+def _requested_mode(constraints: SearchConstraints, operator: Operator) -> Mode | None:
+    is_required = operator.tensor is not None and operator.tensor.is_required
+    is_cut = is_required or (constraints.requested_degree(operator.name) or 1) > 1
+    return Mode.TP if is_cut else constraints.requested_mode(operator.name)
+
+
+def _tensor_fields(model: ModelProfile, operator: Operator, degree: int, batch_size: int) -> dict[str, Any]:
+    """Return the fields of an operator's plan that are about tensor parallelism."""
+    if operator.tensor is None:
+        return {"tensor_refusal": model.tensor_refusals.get(operator.name, "")}
+    candidate, index = index_candidates(model.tensor_candidates)[operator.name]
+    fields: dict[str, Any] = {"tensor_group": candidate.operators if len(candidate.operators) > 1 else ()}
+    if degree > 1:
+        fields |= {
+            "tensor": candidate.split(index, degree),
+            "activation_bytes": round(batch_size * exchanged_bytes(operator.tensor, degree)),
+            "weight_bytes": sum(parameter.parameter_bytes for parameter in operator.parameters),
+        }
+    return fields
+
+
+def _tensor_scopes(model: ModelProfile, chosen: Candidate) -> dict[str, TensorScope]:
+    """Return what the scopes need whose operators the candidate has tensor parallel."""
+    cut = {op.name for op, choice in zip(model.operators, chosen.choices, strict=True) if choice.tensor_degree > 1}
+    scopes = (each for each in model.tensor_candidates if each.scope is not None and cut.issuperset(each.operators))
+    return {candidate.scope: candidate.tensor_scope for candidate in scopes if candidate.scope is not None}
 
 
 def _build_prediction(problem: Problem, chosen: Candidate) -> Prediction:

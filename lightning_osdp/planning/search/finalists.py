@@ -45,9 +45,13 @@ class Finalist(NamedTuple):
 def find_finalists(problem: Problem, policy: BatchSizePolicy, found: ExecutionPlan) -> list[ExecutionPlan]:
     """Return the plans to try: ``found``, the best with all operators replicated, and the best with shared units.
 
-    Only those that differ, fit the limit, and that the user's constraints allow.
+    Only those that differ, fit the limit, and that the user's constraints allow. If ``found`` returns freed memory to
+    the system, which takes time with every tensor, it is also tried with that memory retained. If it has tensor
+    parallel operators, the best plan without is tried too: while activations are exchanged, nothing else goes on.
     """
-    plans = [found]
+    plans = [found, *_find_with_retained_heap(problem, policy, found)]
+    if any(operator.tensor is not None for operator in found.operators):
+        plans += _find_without_tensor_parallelism(problem, policy)
     for find in (_find_replicated, _find_with_shared_units):
         with suppress(InfeasibleError):
             plans += find(problem, policy)
@@ -65,6 +69,23 @@ def pick_untried(plans: Sequence[ExecutionPlan]) -> ExecutionPlan:
     if best is None or found.predicted.samples_per_s > (1 + PREDICTION_RELATIVE_ERROR) * best.predicted.samples_per_s:
         return found
     return best
+
+
+def _find_with_retained_heap(problem: Problem, policy: BatchSizePolicy, found: ExecutionPlan) -> list[ExecutionPlan]:
+    twin = found.model_copy(update={"retain_freed_memory": True})
+    if found.retain_freed_memory or found.update_in_backward or problem.compute_with_retained_heap is None:
+        return []
+    plan = repredict(WrapPolicySearch(variant_of_plan(twin, problem)), policy, twin, found)
+    return [] if plan is None else [plan]
+
+
+def _find_without_tensor_parallelism(problem: Problem, policy: BatchSizePolicy) -> list[ExecutionPlan]:
+    if any(operator.tensor is not None and operator.tensor.is_required for operator in problem.model.operators):
+        return []
+    constraints = replace(problem.constraints, tensor_parallel=False)
+    with suppress(InfeasibleError):
+        return [select_plan(replace(problem, constraints=constraints), policy, ())]
+    return []
 
 
 def _find_replicated(problem: Problem, policy: BatchSizePolicy) -> list[ExecutionPlan]:
@@ -135,8 +156,10 @@ def pick_finalist(finalists: Sequence[Finalist]) -> Finalist:
 
 
 def complexity(plan: ExecutionPlan) -> int:
-    """Return how many of sharding, recomputing and splitting a plan uses."""
-    return is_sharded(plan) + bool(plan.recomputed) + any(len(op.slices) > 1 for op in plan.operators)
+    """Return how many of sharding, recomputing, splitting and tensor parallelism a plan uses."""
+    is_split = any(len(op.slices) > 1 for op in plan.operators)
+    has_exchanges = any(op.tensor is not None for op in plan.operators)
+    return is_sharded(plan) + bool(plan.recomputed) + is_split + has_exchanges
 
 
 def is_sharded(plan: ExecutionPlan) -> bool:
@@ -167,6 +190,7 @@ def _describe(finalist: Finalist, is_chosen: bool) -> TriedPlan:
         name = "all replicated, blocks recomputed" if plan.recomputed else "all replicated"
     else:
         name = "sharded per block" if any(op.unit for op in plan.operators) else "sharded per operator"
+    name += ", partly tensor parallel" if any(op.tensor is not None for op in plan.operators) else ""
     name += ", freed memory retained" if plan.retain_freed_memory else ""
     return TriedPlan(
         name=name,

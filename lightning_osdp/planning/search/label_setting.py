@@ -39,6 +39,8 @@ class LabelProblem:
         bytes_per_moment: bytes, (rows, moments).
         available_bytes: bytes that all operators may take together, (moments,).
         max_labels: limit of the labels that are followed.
+        scope_of: the scope of each operator, -1 if it has none, (operators,).
+        degrees: ranks over which each row cuts its operator, equal within a scope, (rows,).
     """
 
     options: Ints
@@ -47,6 +49,8 @@ class LabelProblem:
     bytes_per_moment: Floats
     available_bytes: Floats
     max_labels: int
+    scope_of: Ints
+    degrees: Ints
 
     @classmethod
     def create(cls, costs: OptionCosts, recomputed_blocks: Flags) -> LabelProblem | None:
@@ -69,6 +73,8 @@ class LabelProblem:
             ),
             available_bytes=space.problem.memory_limit_bytes + 1.0 - other_bytes,  # a byte for rounding
             max_labels=max_labels,
+            scope_of=space.scope_of,
+            degrees=space.option_degrees[options],
         )
 
 
@@ -96,6 +102,7 @@ def enumerate_plans(problem: LabelProblem, upper_bound_s: float) -> Iterator[Int
         next_s = (time_s[:, None] + problem.time_s[rows]).ravel()
         bounds = next_s + next_bytes @ prices + later_s[depth]
         fits = (next_bytes + later_bytes[depth] <= problem.available_bytes).all(axis=1)
+        fits &= _agree_with_scope(problem, order[: depth + 1], chosen, rows)
         kept = np.flatnonzero((bounds < upper_bound_s) & fits)
         if len(kept) > problem.max_labels:
             kept = kept[np.argsort(bounds[kept], kind="stable")[: problem.max_labels]]
@@ -105,6 +112,23 @@ def enumerate_plans(problem: LabelProblem, upper_bound_s: float) -> Iterator[Int
     fastest = np.argsort(time_s, kind="stable")
     fastest = fastest[time_s[fastest] < upper_bound_s]  # a bound below it does not mean that the plan is
     yield from problem.options[chosen[fastest][:, np.argsort(order)]]
+
+
+def _agree_with_scope(problem: LabelProblem, order: list[int], chosen: Ints, rows: slice) -> Flags:
+    """Return whether each label may be continued by each row, (labels x rows,): one degree in a scope.
+
+    Args:
+        problem: the problem.
+        order: the operators that are decided in turn, the last one now.
+        chosen: the rows of the others, (labels, operators).
+        rows: the rows of the last one.
+    """
+    *earlier, operator = order
+    scope = problem.scope_of[operator]
+    partner = next((at for at, other in enumerate(earlier) if problem.scope_of[other] == scope), None)
+    if scope < 0 or partner is None:
+        return np.ones(len(chosen) * (rows.stop - rows.start), dtype=bool)
+    return np.asarray(problem.degrees[chosen[:, partner]][:, None] == problem.degrees[rows]).ravel()
 
 
 def _lagrange_multipliers(problem: LabelProblem, upper_bound_s: float) -> tuple[Floats, float]:

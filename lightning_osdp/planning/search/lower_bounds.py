@@ -61,9 +61,9 @@ class LagrangianBounds:
         """Return the seconds of a step that no plan undercuts, for each of the space's ways to recompute, (ways,)."""
         space = self._space
         cost = times.total[:, self._option_index]
-        resident = space.resident_bytes(batch_size, accumulation)[:, self._option_index]
+        resident = space.resident_bytes(batch_size, accumulation)[..., self._option_index]
         prices = self._candidate_prices(cost, resident)
-        priced = np.where(self._is_option, cost, np.inf) + prices[:, None, None, None, None] * resident[:, None]
+        priced = np.where(self._is_option, cost, np.inf) + prices[:, None, None, None, None] * resident
         least = priced.min(axis=-1).transpose(0, 1, 3, 2).reshape(len(prices), -1)
         sums = self._moment_counts.operator_counts @ least.T
         other_bytes = np.maximum(0.0, self._moment_counts.other_bytes.value_at(batch_size))
@@ -78,7 +78,7 @@ class LagrangianBounds:
             return np.zeros(1)
         shape = (NUM_PHASES, 2, *self._is_option.shape)
         costs = np.broadcast_to(cost, shape).reshape(-1, shape[-1])
-        weights = np.broadcast_to(np.rint(resident_bytes).astype(np.int64)[:, None], shape).reshape(-1, shape[-1])
+        weights = np.broadcast_to(np.rint(resident_bytes).astype(np.int64), shape).reshape(-1, shape[-1])
         valid = np.broadcast_to(self._is_option, shape).reshape(-1, shape[-1])
         slopes = compute_hulls(costs, weights, valid).slope
         slopes = slopes[slopes > 0]

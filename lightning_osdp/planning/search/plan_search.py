@@ -113,6 +113,7 @@ class PlanSearch:
         self.space = SearchSpace(replace(problem, model=self.wrapped_model.model, compute=compute), forced_modes)
         self.bounds = LagrangianBounds(self.space)
         self.min_memory_options = min_memory_options(self.space)
+        self._exchanges = bool((self.space.option_degrees > 1).any())
         self._by_batch_size: dict[tuple[int, int], BatchSizeSearch] = {}
 
     def best_plan(self, batch_size: int, accumulation: int = 1, *, heuristic_only: bool = False) -> Candidate:
@@ -171,7 +172,7 @@ class PlanSearch:
         candidates = (
             search.to_candidate(options, self.space.recompute_mask(index))
             for index in sorted({0, most_recomputed})
-            for options in self.min_memory_options
+            for options in search.min_memory_options
         )
         return min(candidates, key=lambda candidate: candidate.peak.max_bytes)
 
@@ -196,6 +197,11 @@ class PlanSearch:
         if key not in self._by_batch_size:
             self._by_batch_size[key] = BatchSizeSearch(self, *key)
         return self._by_batch_size[key]
+
+    def min_memory_options_at(self, batch_size: int) -> list[Ints]:
+        """Return plans of little memory at one batch size (see the function ``min_memory_options``)."""
+        own = min_memory_options(self.space, batch_size) if self._exchanges else []
+        return [*self.min_memory_options, *own]
 
     def options_of(self, choices: Sequence[ShardingChoice]) -> Ints:
         """Return one option per operator of the space, from one choice per operator of the model."""
@@ -254,6 +260,11 @@ class BatchSizeSearch(OptionCosts):
         self.plan_search = plan_search
 
     @cached_property
+    def min_memory_options(self) -> list[Ints]:
+        """Plans of little memory; what tensor parallel operators exchange depends on the batch size."""
+        return self.plan_search.min_memory_options_at(self.batch_size)
+
+    @cached_property
     def lower_bounds_s(self) -> Floats:
         """See ``LagrangianBounds.lower_bounds_s``."""
         return self.plan_search.bounds.lower_bounds_s(self.times, self.batch_size, self.accumulation)
@@ -261,7 +272,7 @@ class BatchSizeSearch(OptionCosts):
     def solve_with_recompute(self, counts_index: int, max_solves: int) -> _ScoredPlan | None:
         """Return the fastest plan that fits in one way to recompute blocks; None if none does."""
         mask, limit = self.space.recompute_mask(counts_index), self.plan_search.problem.memory_limit_bytes
-        smallest = [self.score(options, mask) for options in self.plan_search.min_memory_options]
+        smallest = [self.score(options, mask) for options in self.min_memory_options]
         best = min(smallest, key=lambda plan: plan.peak.max_bytes)
         if best.peak.max_bytes > limit:
             return None

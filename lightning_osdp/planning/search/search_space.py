@@ -23,6 +23,7 @@ from lightning_osdp.planning.cost.step_time import (
     calibration_time,
     communication_time,
     engine_time,
+    exchange_time,
     forward_backward_time,
     overlapped_time,
 )
@@ -80,6 +81,9 @@ class SearchSpace:
         option_groups: the distinct lists of options.
         group_of: index of each operator's option group, (operators,).
         first_option: position of each group's first option, (groups,).
+        option_degrees: ranks over which each option cuts its operator, 1 if it does not, (options,).
+        scopes: the operators of each scope, which are tensor parallel together.
+        scope_of: index of each operator's scope, -1 if it has none, (operators,).
         footprints: memory of each option, (options, fields of ``Footprint``).
         block_kinds: indices of the blocks of each kind that the search may recompute.
         recompute_counts: recomputed blocks per kind, (ways to recompute, kinds).
@@ -93,6 +97,7 @@ class SearchSpace:
             problem.model, problem.cluster, problem.overhead_bytes, problem.non_training, self._heap
         )
         self._build_option_groups()
+        self._build_scopes()
         self._build_block_kinds()
 
     # -- options -------------------------------------------------------------------------------------------------------
@@ -112,27 +117,46 @@ class SearchSpace:
                 known[key] = len(self.option_groups)
                 measured = [split.slices for split in times.splits if split.dim in operator.split_dims[:1]]
                 modes, mixed_slices = constraints.capabilities.modes, constraints.capabilities.mixed_slices
-                limits = (allowed_slices, measured, scopes, modes, mixed_slices, forced_mode)
+                degrees = operator.tensor.degrees if operator.tensor is not None else ()
+                limits = (allowed_slices, measured, scopes, modes, mixed_slices, forced_mode, degrees)
                 choices = tuple(enumerate_choices(operator, *limits))
                 self.option_groups.append(OptionGroup(choices, slice(len(columns), len(columns) + len(choices))))
                 columns += [self._option_columns(operator, choice, times) for choice in choices]
             self.group_of[index] = known[key]
-        footprints, plain, recomputed, forward, backward = zip(*columns, strict=True) if columns else ((),) * 5
+        footprints, plain, recomputed, exchange, forward, backward = (
+            zip(*columns, strict=True) if columns else ((),) * 6
+        )
         self.footprints = np.array(footprints, dtype=np.float64).reshape(len(columns), len(COLUMN))
         terms = np.array([plain, recomputed], dtype=np.float64).reshape(2, len(columns), len(OVERHEAD_TERMS), 2)
         self._communication, self._overlapped, self._engine, self._calibration = np.moveaxis(terms, 2, 0)
+        self._exchange = np.array(exchange, dtype=np.float64).reshape(len(columns), 2, 2).swapaxes(0, 1)
         self._forward, self._backward = LineArray.from_lines(forward), LineArray.from_lines(backward)
         self.first_option = np.array([group.options.start for group in self.option_groups], dtype=np.int64)
 
+    def _build_scopes(self) -> None:
+        model = self.problem.model
+        degrees = [choice.tensor_degree for group in self.option_groups for choice in group.choices]
+        self.option_degrees = np.array(degrees, dtype=np.int64)
+        index_of = {op.name: index for index, op in enumerate(model.operators) if op.tensor is not None}
+        several = (names for candidate in model.tensor_candidates if len(names := candidate.operators) > 1)
+        found = ([index_of[name] for name in names] for names in several if index_of.keys() >= set(names))
+        self.scopes = [np.array(scope, dtype=np.int64) for scope in found]
+        self.scope_of = np.full(len(model.operators), -1, dtype=np.int64)
+        for index, scope in enumerate(self.scopes):
+            self.scope_of[scope] = index
+
     def _option_columns(self, operator: Operator, choice: ShardingChoice, times: OperatorTime) -> tuple[object, ...]:
-        """Return the footprint, ``OVERHEAD_TERMS`` x (per step, per micro-batch) plain and recomputed, and compute."""
+        """Return the footprint, ``OVERHEAD_TERMS`` plain and recomputed, exchanges likewise, and compute."""
         cluster = self.problem.cluster
         plain, recomputed = (
             [term(operator, choice, cluster, recomputed=is_recomputed) for term in OVERHEAD_TERMS]
             for is_recomputed in (False, True)
         )
         memory = footprint(operator, choice, cluster, updated_in_backward=self.problem.model.optimizer_step.in_backward)
-        return self._heap.grow(memory), plain, recomputed, *forward_backward_time(times, choice)
+        exchanges = [
+            exchange_time(operator, choice, cluster, recomputed=is_recomputed) for is_recomputed in (False, True)
+        ]
+        return self._heap.grow(memory), plain, recomputed, exchanges, *forward_backward_time(times, choice)
 
     def option_times(self, batch_size: int, accumulation: int) -> OptionTimes:
         """Return the time of each option at one batch size (``step_time.time_cost``, for all options at once)."""
@@ -144,23 +168,32 @@ class SearchSpace:
             term[..., 0] + accumulation * term[..., 1]
             for term in (self._communication, self._engine, self._calibration)
         )
+        exchange = accumulation * (self._exchange[..., 0] + batch_size * self._exchange[..., 1])
         overlapped = np.minimum(self._overlapped[..., 0], backward_pass)
         overlapped += accumulation * self._overlapped[..., 1]
         hidden = np.minimum(overlapped, passes) + self.problem.cluster.overlap * own_passes
         update = self.problem.compute.optimizer_s_per_byte * self.footprints[:, COLUMN["local_trainable"]]
-        return OptionTimes(passes + update + engine, np.maximum(0.0, communication - hidden) + calibration)
+        exposed = np.maximum(0.0, communication - hidden) + calibration + exchange
+        return OptionTimes(passes + update + engine, exposed)
 
     def resident_bytes(self, batch_size: int, accumulation: int) -> Floats:
-        """Return the bytes of each option before, in and after its operator's backward, (phases, options)."""
+        """Return the bytes before, in and after an operator's backward, plain and recomputed, (phases, 2, options)."""
         column = {name: self.footprints[:, index] for name, index in COLUMN.items()}
         replicated, gradients = (
             column["replicated_gradients"],
             column["replicated_gradients"] + column["sharded_gradients"],
         )
         accumulated = gradients if accumulation > 1 else 0.0
+        inputs = column["gathered_per_sample"] * batch_size
         before = column["states"] + column["unsharded_between_passes"] + accumulated
-        running = before + replicated + self._backward_bytes(batch_size)
-        return np.array([before, running, column["states"] + gradients], dtype=np.float64)
+        running = before + inputs + replicated + self._backward_bytes(batch_size)
+        after = column["states"] + gradients
+        return np.array([[before + inputs, before], [running, running], [after, after]], dtype=np.float64)
+
+    def between_passes_bytes(self, batch_size: int) -> Floats:
+        """Return the bytes of each option that stay until its operator's own backward ends, (options,)."""
+        inputs = self.footprints[:, COLUMN["gathered_per_sample"]] * batch_size
+        return np.asarray(self.footprints[:, COLUMN["unsharded_between_passes"]] + inputs)
 
     def transient_bytes(self, batch_size: int, accumulation: int) -> Floats:
         """Return the bytes of each option that exist only while its operator runs, (options,)."""
@@ -174,7 +207,7 @@ class SearchSpace:
         return np.asarray(np.maximum(forward, backward))
 
     def _backward_bytes(self, batch_size: int) -> Floats:
-        fixed = self.footprints[:, COLUMN["unsharded_while_running"]] + self.footprints[:, COLUMN["transient"]]
+        fixed = self.footprints[:, COLUMN["unsharded_in_backward"]] + self.footprints[:, COLUMN["transient"]]
         return np.asarray(fixed + self.footprints[:, COLUMN["backward_per_sample"]] * batch_size)
 
     def options_of(self, choices: Sequence[ShardingChoice]) -> Ints:

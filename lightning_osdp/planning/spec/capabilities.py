@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_osdp.planning.spec.choices import Mode, ShardingScope
+from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode, ShardingScope
 from lightning_osdp.planning.spec.model import FrozenModel
 
 DEFAULT_ENGINE = "fairscale"
@@ -14,8 +14,9 @@ class EngineCapabilities(FrozenModel):
 
     engine: str = DEFAULT_ENGINE
     """Name under which the engine is registered."""
-    modes: tuple[Mode, ...] = tuple(Mode)
-    """Modes of operators and slices; ``Mode.DP`` has to be among them."""
+    modes: tuple[Mode, ...] = WEIGHT_MODES
+    """Modes of operators and slices; ``Mode.DP`` has to be among them. With ``Mode.TP`` operators may be tensor
+    parallel."""
     slices: bool = True
     """Operators can be split into slices."""
     mixed_slices: bool = True
@@ -36,5 +37,5 @@ class EngineCapabilities(FrozenModel):
         return self.node_scope if scope == ShardingScope.NODE else self.hierarchical or not hierarchical
 
 
-ALL_CAPABILITIES = EngineCapabilities()
+ALL_CAPABILITIES = EngineCapabilities(modes=tuple(Mode))
 """Capabilities of an engine that can carry out every plan."""

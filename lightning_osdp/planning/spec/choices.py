@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from math import gcd
 from typing import NamedTuple
 
 from lightning_osdp.errors import ConfigurationError
@@ -24,6 +25,12 @@ class Mode(StrEnum):
     """States sharded, parameters unsharded from forward to backward (ZeRO-2, FSDP's SHARD_GRAD_OP)."""
     ZDP = "zdp"
     """States sharded, parameters gathered for the forward and again for the backward (ZeRO-3, FSDP's FULL_SHARD)."""
+    TP = "tp"
+    """Tensor parallel: each rank of a group keeps its slice of the weights, and activations are exchanged."""
+
+
+WEIGHT_MODES = (Mode.DP, Mode.ZDP2, Mode.ZDP)
+"""Modes that move weights and gradients instead of activations, from the most memory to the least."""
 
 
 class ShardingScope(StrEnum):
@@ -45,6 +52,8 @@ class ShardingChoice(NamedTuple):
     """The ranks that sharded slices are spread over."""
     hierarchical: bool = False
     """Whether collectives of all ranks run in two stages, inside nodes and between them."""
+    tensor_degree: int = 1
+    """Ranks that hold one slice each if the mode is ``tp``, else 1."""
 
 
 DEFAULT_SLICE_COUNTS = (2, 4, 8, 16)
@@ -62,6 +71,17 @@ def available_scopes(cluster: Cluster) -> tuple[tuple[ShardingScope, bool], ...]
     if not cluster.is_hierarchical or cluster.hierarchical_links is None:
         return ((ShardingScope.WORLD, False),)
     return ((ShardingScope.WORLD, False), (ShardingScope.WORLD, True), (ShardingScope.NODE, False))
+
+
+def tensor_degrees(cluster: Cluster) -> tuple[int, ...]:
+    """Return the degrees of tensor parallelism that are possible: the divisors of the devices of a node, above 1."""
+    devices = devices_of_each_node(cluster)
+    return tuple(degree for degree in range(2, devices + 1) if devices % degree == 0)
+
+
+def devices_of_each_node(cluster: Cluster) -> int:
+    """Return the number of devices of a node; the greatest common divisor if nodes differ."""
+    return gcd(*cluster.devices_by_node) or cluster.devices_per_node
 
 
 def legal_modes(operator: Operator) -> tuple[Mode, ...]:
@@ -113,6 +133,7 @@ def enumerate_choices(
     engine_modes: Iterable[Mode] = tuple(Mode),
     mixed_slices: bool = True,
     forced_mode: Mode | None = None,
+    tensor_degrees: Iterable[int] = (),
 ) -> list[ShardingChoice]:
     """Return all choices for ``operator``, the replicated one first if it is among them.
 
@@ -124,9 +145,11 @@ def enumerate_choices(
         engine_modes: Modes that the engine can carry out.
         mixed_slices: Whether slices of one operator may have different modes.
         forced_mode: The only mode that the operator and its slices may have; it must be possible. None for any.
+        tensor_degrees: Numbers of ranks that it may be cut over.
     """
-    if forced_mode == Mode.DP:
-        return [ShardingChoice()]
+    cut = [ShardingChoice((Mode.TP,), tensor_degree=degree) for degree in tensor_degrees]
+    if forced_mode in (Mode.DP, Mode.TP):
+        return cut if forced_mode == Mode.TP else [ShardingChoice()]
     modes = [mode for mode in legal_modes(operator) if mode in set(engine_modes)]
     allowed = None if allowed_slices is None else tuple(allowed_slices)
     counts = [k for k in slice_counts(operator, allowed) if k in set(measured_slices)]
@@ -142,6 +165,7 @@ def enumerate_choices(
     return [
         *([ShardingChoice()] if forced_mode is None else ()),
         *(choice._replace(scope=scope, hierarchical=staged) for scope, staged in scopes for choice in choices),
+        *(cut if forced_mode is None else ()),
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -66,6 +66,8 @@ class Link(FrozenModel):
     all_reduce: CollectiveFit
     all_gather: CollectiveFit
     reduce_scatter: CollectiveFit
+    all_to_all: CollectiveFit = Field(default_factory=lambda data: data["all_gather"])
+    """Each rank sends every other one P / N bytes, as in an all-gather, whose fit it has if it was not measured."""
 
 
 class ShardingLink(FrozenModel):
@@ -73,6 +75,7 @@ class ShardingLink(FrozenModel):
 
     all_gather: CollectiveFit
     reduce_scatter: CollectiveFit
+    all_to_all: CollectiveFit = Field(default_factory=lambda data: data["all_gather"])
 
 
 class HierarchicalLinks(FrozenModel):
@@ -113,6 +116,7 @@ class CalibrationFactors(FrozenModel):
     dp: RelativeChange = 0.0
     zdp2: RelativeChange = 0.0
     zdp: RelativeChange = 0.0
+    tp: RelativeChange = 0.0
     wrapped: RelativeChange = 0.0
     """Units that several operators share."""
     split: RelativeChange = 0.0
@@ -135,6 +139,7 @@ class EngineOverhead(FrozenModel):
     """Overhead of a parameter whose gradient is copied into a bucket."""
     zdp2: ModeOverhead = ModeOverhead()
     zdp: ModeOverhead = ModeOverhead()
+    tp: ModeOverhead = ModeOverhead()
     calibration: CalibrationFactors = CalibrationFactors()
 
 
@@ -250,6 +255,14 @@ class SplitTime(FrozenModel):
     backward: TimeLine
 
 
+class TensorTime(FrozenModel):
+    """Compute time of one slice of an operator for the samples of its whole group, by the batch size of one rank."""
+
+    degree: Count
+    forward: TimeLine
+    backward: TimeLine
+
+
 class OperatorTime(FrozenModel):
     """Compute time of one operator in one micro-batch, in seconds by batch size."""
 
@@ -257,6 +270,8 @@ class OperatorTime(FrozenModel):
     backward: TimeLine = LinearInBatch()
     splits: tuple[SplitTime, ...] = ()
     """The ways to split it that were measured; the search considers no others."""
+    tensor: tuple[TensorTime, ...] = ()
+    """Its slices if it is tensor parallel; those that were not measured are derived from its own times."""
 
     def seconds_at(self, batch_size: int) -> float:
         """Return the seconds of forward and backward together."""
@@ -266,11 +281,16 @@ class OperatorTime(FrozenModel):
         self, forward: Callable[[LinearInBatch], LinearInBatch], backward: Callable[[LinearInBatch], LinearInBatch]
     ) -> OperatorTime:
         """Return a copy with ``forward`` and ``backward`` applied to the times of each pass."""
-        splits = (
-            split.model_copy(update={"forward": forward(split.forward), "backward": backward(split.backward)})
-            for split in self.splits
-        )
-        return OperatorTime(forward=forward(self.forward), backward=backward(self.backward), splits=tuple(splits))
+
+        def change(time: TimeT) -> TimeT:
+            return time.model_copy(update={"forward": forward(time.forward), "backward": backward(time.backward)})
+
+        parts = {"splits": tuple(map(change, self.splits)), "tensor": tuple(map(change, self.tensor))}
+        return change(self).model_copy(update=parts)
+
+
+TimeT = TypeVar("TimeT", SplitTime, TensorTime, OperatorTime)
+"""A value with the time of a forward and of a backward."""
 
 
 class KernelWorkspace(FrozenModel):

@@ -14,9 +14,18 @@ from typing import Literal
 
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.capabilities import ALL_CAPABILITIES, EngineCapabilities
-from lightning_osdp.planning.spec.choices import Mode, ShardingScope, available_scopes, legal_modes
+from lightning_osdp.planning.spec.choices import (
+    WEIGHT_MODES,
+    Mode,
+    ShardingScope,
+    available_scopes,
+    devices_of_each_node,
+    legal_modes,
+    tensor_degrees,
+)
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import ModelProfile, Operator
+from lightning_osdp.planning.spec.tensor import TensorCandidate, TensorUse
 
 SHARDING_GROUPS = ("auto", "world", "node")
 """Values that ``sharding_group`` may have."""
@@ -39,7 +48,11 @@ class SearchConstraints:
             those of each node (``"node"``).
         update_in_backward: Whether sharded parameters may be updated in the backward pass if that is faster.
         modes: Mode of every operator, or modes by pattern of operator names, of which the first that matches counts.
-            An operator that can't take its mode takes the next weaker one: ``zdp2`` for ``zdp``, then ``dp``.
+            An operator that can't take its mode takes the next weaker one: ``zdp2`` for ``zdp``, then ``dp``. One that
+            can't be ``tp`` is left to the search.
+        tensor_parallel: Whether operators may be tensor parallel (False: none), or over how many ranks by pattern of
+            operator names, 1 for not at all. Operators without a pattern are left to the search. What runs together (an
+            MLP) is tensor parallel together, if a pattern matches one of its operators.
         capabilities: What the engine can carry out; not a decision of the user.
 
     Raises:
@@ -51,6 +64,7 @@ class SearchConstraints:
     sharding_group: str = "auto"
     update_in_backward: bool = False
     modes: Literal["auto"] | str | Mapping[str, str] = "auto"
+    tensor_parallel: Literal["auto"] | bool | Mapping[str, int] = "auto"
     capabilities: EngineCapabilities = ALL_CAPABILITIES
 
     def __post_init__(self) -> None:
@@ -69,6 +83,7 @@ class SearchConstraints:
             raise ConfigurationError(
                 f"modes has to be 'auto', one of {names}, or such modes by pattern of operators, not {self.modes!r}"
             )
+        self._check_degrees()
         recompute = self.activation_checkpointing
         if recompute == "auto" or isinstance(recompute, bool):
             return
@@ -78,6 +93,19 @@ class SearchConstraints:
                 "activation_checkpointing has to be 'auto', True, False, or patterns of the names of blocks, not "
                 f"{recompute!r}"
             )
+
+    def _check_degrees(self) -> None:
+        degrees = self.tensor_parallel
+        counts = degrees.values() if isinstance(degrees, Mapping) else [1 if degrees in ("auto", False) else 0]
+        if any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in counts):
+            raise ConfigurationError(
+                "tensor_parallel has to be 'auto', False, or whole numbers of ranks from 1 on by pattern of operator "
+                f"names, not {degrees!r}"
+            )
+
+    @property
+    def _degrees_by_pattern(self) -> Mapping[str, int]:
+        return self.tensor_parallel if isinstance(self.tensor_parallel, Mapping) else {}
 
     @property
     def _modes_by_pattern(self) -> Mapping[str, str]:
@@ -92,10 +120,12 @@ class SearchConstraints:
 
     def forced_mode(self, operator: Operator) -> Mode | None:
         """Return the mode that an operator must have: as requested, or the next weaker one that it can take."""
+        if operator.tensor is not None and operator.tensor.is_required:
+            return Mode.TP
         requested = self.requested_mode(operator.name)
-        if requested is None:
+        if requested in (None, Mode.TP):
             return None
-        modes = tuple(Mode)
+        modes = WEIGHT_MODES
         possible = set(legal_modes(operator)).intersection(self.capabilities.modes)
         return next((mode for mode in reversed(modes[: modes.index(requested) + 1]) if mode in possible), Mode.DP)
 
@@ -140,6 +170,60 @@ class SearchConstraints:
             return None
         return any(matches(pattern, block) for pattern in recompute)
 
+    def requested_degree(self, operator: str) -> int | None:
+        """Return over how many ranks the user asks to cut the operator with this name; None if that is not said."""
+        found = (degree for pattern, degree in self._degrees_by_pattern.items() if matches(pattern, operator))
+        return next(found, None)
+
+    def restrict_tensor_parallel(self, model: ModelProfile, cluster: Cluster) -> ModelProfile:
+        """Return ``model`` with the degrees that its operators may be tensor parallel with, here and by these wishes.
+
+        Raises:
+            ConfigurationError: The user asks for a degree that is not possible.
+        """
+        if not model.tensor_candidates:
+            return model
+        possible, present = tensor_degrees(cluster), {operator.name for operator in model.operators}
+        if Mode.TP not in self.capabilities.modes or self.tensor_parallel is False:
+            possible = ()
+        uses: dict[str, TensorUse] = {}
+        for candidate in model.tensor_candidates:
+            degrees, is_required = self._allowed_degrees(candidate, possible, cluster)
+            if degrees and present.issuperset(candidate.operators):
+                changes = {"degrees": degrees, "is_required": is_required}
+                for index, name in enumerate(candidate.operators):
+                    uses[name] = candidate.use(index).model_copy(update=changes)
+        operators = (operator.model_copy(update={"tensor": uses.get(operator.name)}) for operator in model.operators)
+        return model.model_copy(update={"operators": tuple(operators)})
+
+    def _allowed_degrees(
+        self, candidate: TensorCandidate, possible: Sequence[int], cluster: Cluster
+    ) -> tuple[tuple[int, ...], bool]:
+        """Return the degrees that a candidate may have, and whether the user asks for one."""
+        names = candidate.operators
+        modes = {mode for name in names if (mode := self.requested_mode(name)) is not None}
+        requested = [
+            degree
+            for pattern, degree in self._degrees_by_pattern.items()
+            if any(matches(pattern, name) and self.requested_degree(name) == degree for name in names)
+        ]
+        if len(set(requested) - {1}) > 1:
+            raise ConfigurationError(
+                f"tensor_parallel: {', '.join(names)} run together and need one number of ranks, not "
+                f"{' and '.join(map(str, sorted(set(requested))))}"
+            )
+        degrees = tuple(degree for degree in candidate.degrees if degree in possible)
+        is_required = requested[0] > 1 if requested else Mode.TP in modes
+        if not is_required or Mode.TP not in self.capabilities.modes:
+            return () if requested or modes else degrees, False
+        if modes - {Mode.TP}:
+            other = " and ".join(sorted(modes - {Mode.TP}))
+            raise ConfigurationError(f"modes: {', '.join(names)} run together and can't be both tp and {other}")
+        wanted = tuple(degree for degree in degrees if degree in (requested[:1] or degrees))
+        if requested and not wanted:
+            raise ConfigurationError(_degree_error(candidate, requested[0], cluster))
+        return wanted, bool(wanted)
+
     def check(self, model: ModelProfile) -> None:
         """Refuse patterns that match nothing in ``model``, and modes that none of the operators asked for can take.
 
@@ -148,6 +232,7 @@ class SearchConstraints:
                 a block that can't be recomputed.
         """
         self._check_modes(model)
+        self._check_tensor_parallel(model)
         if isinstance(self.slice_granularity, Mapping):
             operators = [operator.name for operator in model.operators]
             _check_matches("slice_granularity", self.slice_granularity, operators, "operator")
@@ -168,11 +253,57 @@ class SearchConstraints:
             if mode not in self.capabilities.modes:
                 raise ConfigurationError(f"modes: the engine {self.capabilities.engine} can't carry out {mode}")
             matching = [operator for operator in model.operators if matches(pattern, operator.name)]
-            if matching and not any(mode in legal_modes(operator) for operator in matching):
+            if mode == Mode.TP:
+                _check_any_candidate("modes", matching, model)
+            elif matching and not any(mode in legal_modes(operator) for operator in matching):
                 refused = max(matching, key=lambda operator: operator.num_parameters)
                 raise ConfigurationError(
                     f"modes: {refused.name or 'the module itself'} can't be {mode}: {mode_blocker(refused)}"
                 )
+
+    def _check_tensor_parallel(self, model: ModelProfile) -> None:
+        names = [operator.name for operator in model.operators]
+        _check_matches("tensor_parallel", self._degrees_by_pattern, names, "operator")
+        for pattern, degree in self._degrees_by_pattern.items():
+            if degree == 1:
+                continue
+            if Mode.TP not in self.capabilities.modes:
+                raise ConfigurationError(
+                    f"tensor_parallel: the engine {self.capabilities.engine} can't cut operators over ranks"
+                )
+            matching = [operator for operator in model.operators if matches(pattern, operator.name)]
+            _check_any_candidate("tensor_parallel", matching, model)
+
+
+def _check_any_candidate(argument: str, operators: Sequence[Operator], model: ModelProfile) -> None:
+    """Refuse operators of which none can be tensor parallel."""
+    candidates = {name for candidate in model.tensor_candidates for name in candidate.operators}
+    if operators and candidates.isdisjoint(operator.name for operator in operators):
+        largest = max(operators, key=lambda operator: operator.num_parameters)
+        raise ConfigurationError(
+            f"{argument}: {largest.name or 'the module itself'} can't be tensor parallel: "
+            f"{tensor_blocker(largest, model)}"
+        )
+
+
+def tensor_blocker(operator: Operator, model: ModelProfile) -> str:
+    """Return why an operator can't be tensor parallel, in words; for one that is in no candidate."""
+    return model.tensor_refusals.get(operator.name) or operator.replicated_reason or NO_TENSOR_KIND
+
+
+def _degree_error(candidate: TensorCandidate, degree: int, cluster: Cluster) -> str:
+    """Say why a candidate can't be cut over ``degree`` ranks."""
+    possible, text = tensor_degrees(cluster), f"tensor_parallel: {', '.join(candidate.operators)} can't be cut over"
+    if degree in possible:
+        degrees = " or ".join(map(str, candidate.degrees))
+        return f"{text} {degree} ranks: its size or its heads divide by {degrees} alone"
+    devices = devices_of_each_node(cluster)
+    divisors = f": use {' or '.join(map(str, possible))}" if possible else ""
+    return f"{text} {degree} ranks: that does not divide the {devices} devices of a node{divisors}"
+
+
+NO_TENSOR_KIND = "only Embedding, EmbeddingBag, Linear and Conv1D modules can be"
+"""Why an operator of another kind can't be tensor parallel."""
 
 
 def mode_blocker(operator: Operator) -> str:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from math import prod
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from lightning_osdp.planning.spec.files import MAX_NUMBER
+from lightning_osdp.planning.spec.frozen import Count as Count
+from lightning_osdp.planning.spec.frozen import Finite as Finite
+from lightning_osdp.planning.spec.frozen import FrozenModel as FrozenModel
+from lightning_osdp.planning.spec.frozen import NonNegative as NonNegative
+from lightning_osdp.planning.spec.frozen import Seconds as Seconds
+from lightning_osdp.planning.spec.frozen import Size as Size
+from lightning_osdp.planning.spec.tensor import TensorCandidate, TensorUse, index_candidates
 
 SMALL_PARAMETER_ELEMENTS = 1 << 14
 """Smaller 1-D parameters (norms, biases) are never sharded: their gradients are all-reduced in buckets. [M-cost-1]"""
@@ -20,26 +27,14 @@ UNATTRIBUTED = -1
 
 Phase = Literal["forward", "backward"]
 
-Count = Annotated[int, Field(ge=1, le=1 << 53)]
-"""A number of things of which there is at least one."""
+ComputeDtype = Literal["", "bfloat16", "float16"]
+"""A type that autocast computes in, by torch's name; empty for none."""
 
-Size = Annotated[int, Field(ge=0, lt=1 << 63)]
-"""A number of bytes or elements."""
+ReduceDtype = Literal["", "float32", "bfloat16"]
+"""A type in which gradients are reduced over the ranks; empty for their own."""
 
-NonNegative = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
-"""A quantity or a factor: neither negative nor so large that sums and products overflow."""
-
-Seconds = NonNegative
-"""A time that was measured."""
-
-Finite = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
-"""A number that sums and products don't overflow with."""
-
-
-class FrozenModel(BaseModel):
-    """An immutable, comparable value with JSON in and out; unknown fields, infinities and NaN are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+REDUCE_BYTES: dict[ReduceDtype, int] = {"": 0, "float32": 4, "bfloat16": 2}
+"""``ParameterInfo.reduce_element_bytes`` by type."""
 
 
 class LinearInBatch(FrozenModel):
@@ -74,6 +69,12 @@ class ParameterInfo(FrozenModel):
     """Optimizer state of the unsharded parameter, as the module's own optimizer allocates it."""
     gradient_order: int = 0
     """Position of its gradient in the operator's backward; gradients with equal positions exist at the same time."""
+    cast_element_bytes: Size = 0
+    """Bytes per element of autocast's casts of it if nothing else is read of it; 0 if it is read as it is."""
+    reduce_element_bytes: Size = 0
+    """Bytes per element in which its gradient is reduced over the ranks; 0 for its own."""
+    read_in_backward: bool = True
+    """Whether the operator's backward reads it, or its cast."""
 
     @property
     def num_elements(self) -> int:
@@ -89,6 +90,16 @@ class ParameterInfo(FrozenModel):
     def gradient_bytes(self) -> int:
         """Bytes of its unsharded gradient; 0 if it is frozen."""
         return self.parameter_bytes if self.trainable else 0
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the unsharded tensor in the type in which it is gathered: that of its casts, if it has them."""
+        return self.num_elements * (self.cast_element_bytes or self.element_bytes)
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes in which its unsharded gradient is reduced; 0 if it is frozen."""
+        return self.num_elements * (self.reduce_element_bytes or self.element_bytes) if self.trainable else 0
 
     @property
     def state_bytes(self) -> int:
@@ -126,8 +137,12 @@ class Operator(FrozenModel):
     """Bytes per sample of the gradient of its input; known if it can be split."""
     output_per_sample: NonNegative = 0.0
     """Bytes per sample of its output; known if it can be split."""
+    compute_dtype: ComputeDtype = ""
+    """Type in which it reads its large parameters, all of them by autocast's casts; empty if any is read as it is."""
     num_wrapped: Count = 1
     """Number of operators of one block that this operator stands for, because they share a unit (``wrapping``)."""
+    tensor: TensorUse | None = None
+    """How it may be tensor parallel (``ModelProfile.with_tensor_candidates`` sets it); None if it may not."""
 
     @property
     def weight(self) -> ParameterInfo | None:
@@ -153,10 +168,15 @@ class Operator(FrozenModel):
     def signature(self) -> tuple[object, ...]:
         """A key that is equal for operators of equal cost: same class, and same parameters except for their names."""
         shapes = tuple(
-            (p.shape, p.element_bytes, p.trainable, p.optimizer_bytes, p.gradient_order) for p in self.parameters
+            (p.shape, p.trainable, p.optimizer_bytes, p.gradient_order, p.read_in_backward, *_element_bytes(p))
+            for p in self.parameters
         )
-        sharding = (self.calls, bool(self.replicated_reason), self.tied, self.split_dims, self.num_wrapped)
+        sharding = (self.calls, bool(self.replicated_reason), self.tied, self.split_dims, self.num_wrapped, self.tensor)
         return (self.kind, shapes, sharding, self.flops_per_sample)
+
+
+def _element_bytes(parameter: ParameterInfo) -> tuple[int, int, int]:
+    return parameter.element_bytes, parameter.cast_element_bytes, parameter.reduce_element_bytes
 
 
 class Moment(FrozenModel):
@@ -239,6 +259,8 @@ class ModelProfile(FrozenModel):
     moments: tuple[Moment, ...]
     buffer_bytes: Size = 0
     optimizer_step: OptimizerStep = OptimizerStep()
+    reduce_dtype: ReduceDtype = ""
+    """Type in which gradients are reduced."""
     batch_size: Count
     """Samples in the traced batch, as the user's own loader gives it."""
     unattributed_flops_per_sample: NonNegative = 0.0
@@ -247,6 +269,10 @@ class ModelProfile(FrozenModel):
     """Repeated blocks in the order in which they run; none lies in another."""
     evaluation: tuple[Moment, ...] = ()
     """Moments of the same forward without autograd; empty if they are not known."""
+    tensor_candidates: tuple[TensorCandidate, ...] = ()
+    """What may be tensor parallel. An operator is in one of them at most."""
+    tensor_refusals: dict[str, str] = Field(default_factory=dict)
+    """Why operators can't be tensor parallel, in words for the user, by name; for those of a kind that can be."""
     checksum: str = Field(default="", exclude=True, repr=False)
     """Checksum of the file that it was read from; the cache checks and removes it before."""
 
@@ -260,7 +286,41 @@ class ModelProfile(FrozenModel):
                 raise ValueError(f"an operator of the block {block.name} is none of {count}")
             if any(not 0 <= first <= end <= last for first, end in (block.forward, block.backward)):
                 raise ValueError(f"a moment of the block {block.name} is none of {last + 1}")
+        names = {operator.name for operator in self.operators}
+        if unknown := [name for name in index_candidates(self.tensor_candidates) if name not in names]:
+            raise ValueError(f"tensor_candidates: {unknown[0]} is no operator")
         return self
+
+    def with_reduce_dtype(self, dtype: ReduceDtype) -> ModelProfile:
+        """Return a copy whose gradients are reduced in ``dtype``."""
+        changes = {"reduce_element_bytes": REDUCE_BYTES[dtype]}
+        operators = tuple(
+            each.model_copy(update={"parameters": tuple(p.model_copy(update=changes) for p in each.parameters)})
+            for each in self.operators
+        )
+        return self.model_copy(update={"operators": operators, "reduce_dtype": dtype})
+
+    def with_tensor_candidates(
+        self, candidates: Iterable[TensorCandidate], refusals: Mapping[str, str] | None = None
+    ) -> ModelProfile:
+        """Return a copy whose operators may be tensor parallel as ``candidates`` say.
+
+        Args:
+            candidates: What may be tensor parallel.
+            refusals: Why other operators can't be, by name.
+
+        Raises:
+            ValueError: A candidate's operator is none of this model, or is in two of them.
+        """
+        candidates = tuple(candidates)
+        places = index_candidates(candidates)
+        operators = tuple(
+            operator.model_copy(update={"tensor": place[0].use(place[1]) if place else None})
+            for operator in self.operators
+            for place in (places.get(operator.name),)
+        )
+        changes = {"tensor_candidates": candidates, "tensor_refusals": dict(refusals or {}), "operators": operators}
+        return ModelProfile.model_validate(dict(self) | changes)
 
     def has_moments_of(self, other: ModelProfile) -> bool:
         """Return whether both run the same operators and blocks in the same order."""

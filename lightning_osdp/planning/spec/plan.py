@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
-from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope, devices_of_each_node
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.files import describe_error, parse_json
-from lightning_osdp.planning.spec.model import Count, Finite, FrozenModel, ModelProfile, NonNegative, Size
+from lightning_osdp.planning.spec.model import (
+    ComputeDtype,
+    Count,
+    Finite,
+    FrozenModel,
+    ModelProfile,
+    NonNegative,
+    Operator,
+    ReduceDtype,
+    Size,
+)
 from lightning_osdp.planning.spec.plan_v1 import raise_negative_times, upgrade_plan
+from lightning_osdp.planning.spec.tensor import TensorScope, TensorSplit, check_splits
 
 PLAN_FORMAT = "lightning_osdp.plan"
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 
 
 class ModelIdentity(FrozenModel):
@@ -45,11 +56,19 @@ class _Choice(FrozenModel):
 class ChoiceCost(_Choice):
     """Predicted cost of an operator under one choice, per rank and optimizer step."""
 
+    tensor_degree: Count = 1
+    """Ranks that hold one slice each, with mode ``tp``."""
+
     time_s: Finite
     resident_bytes: Size
     """Bytes held at the plan's peak or just before it, except while the operator itself runs."""
     transient_bytes: Size
     """Bytes held only while the operator runs; of all operators the largest counts."""
+
+    @property
+    def choice(self) -> ShardingChoice:
+        """The choice alone."""
+        return super().choice._replace(tensor_degree=self.tensor_degree)
 
 
 class BlockPlan(FrozenModel):
@@ -81,12 +100,26 @@ class OperatorPlan(_Choice):
     is_recomputed: bool = False
     """Whether it lies in a block that is recomputed (``ExecutionPlan.recomputed``)."""
     num_parameters: Size
+    compute_dtype: ComputeDtype = ""
+    """Type in which autocast reads its parameters, so that they are gathered in it; empty for their own."""
+    gathers_in_backward: bool = True
+    """Whether its backward reads its parameters."""
     requested_mode: Mode | None = None
     """Mode that the user asked for; it differs from the operator's own where that can't be had."""
     replicated_reason: str = ""
     """Why it must stay replicated; empty if it need not, or if the plan does not say."""
     unsplittable_reason: str = ""
     """Why it can't be split; empty if it can, or if the plan does not say."""
+    tensor: TensorSplit | None = None
+    """How it is cut if its mode is ``tp``, else None."""
+    tensor_refusal: str = ""
+    """Why it can't be tensor parallel; empty if it can, or if the plan does not say."""
+    tensor_group: tuple[str, ...] = ()
+    """All operators that can be tensor parallel only together with it; empty if there are none."""
+    activation_bytes: Size = 0
+    """Activations that a rank receives for it in a micro-batch if its mode is ``tp``."""
+    weight_bytes: Size = 0
+    """Its parameters, which would be exchanged instead; 0 if its mode is another one."""
     alternatives: tuple[ChoiceCost, ...] = ()
     """All its choices and their costs, the one taken among them; empty if the plan does not say."""
 
@@ -98,6 +131,22 @@ class OperatorPlan(_Choice):
             )
         if self.unit and (self.split_dim is not None or Mode.DP in self.slices):
             raise ValueError(f"{self.name}: only what is sharded whole can share the unit of {self.unit}")
+        return self
+
+    @property
+    def choice(self) -> ShardingChoice:
+        """The choice alone."""
+        return super().choice._replace(tensor_degree=self.tensor.degree if self.tensor is not None else 1)
+
+    @model_validator(mode="after")
+    def _check_tensor(self) -> OperatorPlan:
+        if (Mode.TP in self.slices) != (self.tensor is not None):
+            has = "none" if self.tensor is None else "one"
+            raise ValueError(f"{self.name}: an operator has a tensor split if its mode is tp; this one has {has}")
+        if self.tensor is not None and self.choice[:4] != ShardingChoice((Mode.TP,))[:4]:
+            raise ValueError(f"{self.name}: with mode tp, slices is one, and split_dim and sharding_group say nothing")
+        if self.tensor is not None and self.unit:
+            raise ValueError(f"{self.name}: with mode tp, it can't share the unit of {self.unit}")
         return self
 
 
@@ -209,7 +258,7 @@ class ExecutionPlan(FrozenModel):
     """The batch size and the choice for each operator, with their predicted cost."""
 
     format: Literal["lightning_osdp.plan"] = "lightning_osdp.plan"
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     model: ModelIdentity
     cluster: Cluster
     memory_limit_bytes: Count
@@ -219,8 +268,12 @@ class ExecutionPlan(FrozenModel):
     operators: tuple[OperatorPlan, ...]
     recomputed: tuple[str, ...] = ()
     """Names of the blocks whose activations are recomputed in the backward pass."""
+    tensor_scopes: dict[str, TensorScope] = Field(default_factory=dict)
+    """Modules whose operators run tensor parallel together, by name, and what they need for it."""
     blocks: tuple[BlockPlan, ...] = ()
     """All repeated blocks of the model, recomputed or not; empty if the plan does not say."""
+    reduce_dtype: ReduceDtype = ""
+    """Type in which gradients are reduced over the ranks; empty for their own."""
     update_in_backward: bool = False
     """Whether the optimizer updates sharded parameters in the backward pass, each as soon as its gradient is reduced,
     which is freed then. Parameters with a replicated slice or sharded inside nodes wait for the optimizer's step."""
@@ -260,8 +313,16 @@ class ExecutionPlan(FrozenModel):
                 raise ValueError(f"{operator.name} differs in mode or group from others in the unit of {operator.unit}")
         return self
 
+    @model_validator(mode="after")
+    def _check_tensor_scopes(self) -> ExecutionPlan:
+        splits = {operator.name: operator.tensor for operator in self.operators if operator.tensor is not None}
+        check_splits(splits, self.tensor_scopes, devices_of_each_node(self.cluster))
+        return self
+
     @classmethod
-    def minimal(cls, operators: Iterable[OperatorPlan], cluster: Cluster) -> ExecutionPlan:
+    def minimal(
+        cls, operators: Iterable[OperatorPlan], cluster: Cluster, tensor_scopes: Mapping[str, TensorScope] | None = None
+    ) -> ExecutionPlan:
         """Return a plan that holds decisions for operators, and no model, limit or prediction."""
         zeros: dict[str, Any] = {name: 0 for name, field in Prediction.model_fields.items() if field.is_required()}
         return cls(
@@ -271,6 +332,7 @@ class ExecutionPlan(FrozenModel):
             batch_size=1,
             global_batch_size=cluster.ranks,
             operators=tuple(operators),
+            tensor_scopes=dict(tensor_scopes or {}),
             predicted=Prediction(**zeros),
         )
 
@@ -320,8 +382,8 @@ class ExecutionPlan(FrozenModel):
             raise ConfigurationError(f"{source} is damaged: {error}") from error
         if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
             raise ConfigurationError(f'{source} is not an execution plan: it has no "format": "{PLAN_FORMAT}"')
-        if data.get("version") == 1:
-            data = upgrade_plan(data)
+        if data.get("version") in (1, 2) and not isinstance(data["version"], bool | float):
+            data = {**(upgrade_plan(data) if data["version"] == 1 else data), "version": PLAN_VERSION}
         if data.get("version") != PLAN_VERSION:
             raise PlanMismatchError(
                 f"{source} has version {data.get('version')}, this release reads versions up to {PLAN_VERSION}: "
@@ -352,6 +414,9 @@ class ExecutionPlan(FrozenModel):
         uses_nodes = any(op.sharding_group == ShardingScope.NODE or op.hierarchical for op in self.operators)
         if nodes is not None and uses_nodes and nodes != self.cluster.nodes:
             raise refuse(f"shards operators inside {self.cluster.nodes} nodes, this run has {nodes}")
+        degrees = {operator.tensor.degree for operator in self.operators if operator.tensor is not None}
+        if nodes is not None and any((ranks // nodes) % degree for degree in degrees):
+            raise refuse(f"cuts operators over {max(degrees)} ranks, this run has {ranks // nodes} in a node")
         if self.model.num_parameters != model.num_parameters:
             counts = f"{self.model.num_parameters:,} parameters, this one has {model.num_parameters:,}"
             raise refuse(f"is for a model of {counts}")
@@ -369,6 +434,12 @@ class ExecutionPlan(FrozenModel):
                 f"(fingerprint {self.model.fingerprint[:12]}, here {model.fingerprint[:12]})"
             )
 
+    def with_types_of(self, model: ModelProfile) -> ExecutionPlan:
+        """Return this plan with the types in which ``model``, which it is for, gathers and reduces."""
+        types = {op.name: planned_types(op) for op in model.operators}
+        operators = tuple(op.model_copy(update=types[op.name]) for op in self.operators)
+        return self.model_copy(update={"operators": operators, "reduce_dtype": model.reduce_dtype})
+
     def operators_of(self, model: ModelProfile) -> list[OperatorPlan]:
         """Return the decisions in the order of the operators of ``model``, for which ``check`` has accepted the plan.
 
@@ -377,6 +448,12 @@ class ExecutionPlan(FrozenModel):
         """
         by_name = {operator.name: operator for operator in self.operators}
         return [by_name[operator.name] for operator in model.operators]
+
+
+def planned_types(operator: Operator) -> dict[str, Any]:
+    """Return the fields of an ``OperatorPlan`` that follow from how the operator reads its parameters."""
+    is_read = any(p.read_in_backward for p in operator.shardable_parameters)
+    return {"compute_dtype": operator.compute_dtype, "gathers_in_backward": is_read or not operator.is_shardable}
 
 
 def _list_first(names: Iterable[str]) -> str:

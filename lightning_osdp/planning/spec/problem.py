@@ -21,7 +21,7 @@ class Problem:
     """Everything that the search decides from.
 
     Attributes:
-        model: The traced model.
+        model: The traced model, its operators as tensor parallel as ``constraints`` and ``cluster`` allow.
         cluster: The ranks and their links.
         compute: Measured compute times of ``model``.
         memory_limit_bytes: Limit of a device; no plan's predicted peak exceeds it.
@@ -43,6 +43,11 @@ class Problem:
     compute_with_retained_heap: ComputeTimes | None = None
     max_retained_batch_size: int | None = None
     has_retained_heap: bool = False
+
+    def __post_init__(self) -> None:
+        """Restrict tensor parallelism to what the user, the engine and the nodes allow."""
+        model = self.constraints.restrict_tensor_parallel(self.model, self.cluster)
+        object.__setattr__(self, "model", model)
 
     @property
     def has_prefetch(self) -> bool:

@@ -53,7 +53,7 @@ def _can_wrap(operator: Operator, constraints: SearchConstraints) -> bool:
     # Frozen parameters would stay gathered until the backward pass ends.
     trainable = all(p.trainable for p in operator.shardable_parameters)
     may_be_unsplit = 1 in (constraints.allowed_slices(operator.name) or (1,))
-    if constraints.forced_mode(operator) == Mode.DP:
+    if constraints.forced_mode(operator) in (Mode.DP, Mode.TP):
         return False
     can_shard = Mode.ZDP in legal_modes(operator) and Mode.ZDP in constraints.capabilities.modes
     return may_be_unsplit and trainable and can_shard

@@ -9,6 +9,7 @@ import pytest
 
 from lightning_osdp.cli import emulate
 from lightning_osdp.cli.emulate_worker import StrategyName, StrategyResult
+from lightning_osdp.cli.main import main
 from lightning_osdp.emulation.environment import resolve_cluster
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.spec.plan import Baseline
@@ -63,4 +64,15 @@ def test_cluster_file_stands_for_its_own_links(tmp_path: Path) -> None:
     cluster = resolve_cluster("h100-80gb-nvlink", 4)
     file = tmp_path / "cluster.json"
     file.write_text(cluster.model_dump_json())
-    assert emulate.read_cluster(str(file), 4, None) == cluster
+    assert resolve_cluster(str(file), 4, None) == cluster
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_command_says_once_what_it_does(
+    trained: list[tuple[str, int | None]], nodes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "h100-80gb-nvlink" if nodes == 1 else "2xh100-80gb-nvlink+200gbit"
+    assert main(["emulate", "--config", "fit.yaml", "--hardware", name, "--compare"]) == 0
+    printed = " ".join("".join(capsys.readouterr()).split())
+    words = f"Emulating {8 * nodes} ranks ({'one node' if nodes == 1 else '2 nodes'}) in one process"
+    assert printed.count(words) == printed.count("no checkpoints are saved") == 1

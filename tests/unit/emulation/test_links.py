@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from lightning_osdp.emulation.environment import resolve_cluster
@@ -9,6 +12,7 @@ from lightning_osdp.emulation.links import EmulatedLinks
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.cost.sharding_scopes import scope_links
 from lightning_osdp.planning.spec.choices import ShardingScope
+from lightning_osdp.planning.whatif import hardware
 
 MIB = 1 << 20
 TWO_NODES = "2xa100-80gb-nvlink+200gbit"
@@ -72,3 +76,80 @@ def test_resolve_cluster_of_impossible_numbers_names_them(
 ) -> None:
     with pytest.raises(ConfigurationError, match=words):
         resolve_cluster(hardware, devices, nodes)
+
+
+HOLES = {
+    "no latency inside a node": (lambda data: data["within_node"].pop("latency_s"), "within_node.latency_s"),
+    "no bandwidth between nodes": (lambda data: data["between_nodes"].pop("all_gather_bytes_per_s"), "between_nodes"),
+    "no network": (lambda data: data.pop("between_nodes"), "between_nodes: is needed where there are several nodes"),
+    "no memory": (lambda data: data.pop("memory_bytes"), "memory_bytes"),
+    "nothing in a node": (lambda data: data.update(within_node=None), "within_node"),
+    "a bandwidth of nothing": (
+        lambda data: data["within_node"].update(all_reduce_bytes_per_s=0),
+        "within_node.all_reduce_bytes_per_s",
+    ),
+    "a latency that is no number": (lambda data: data["within_node"].update(latency_s="fast"), "within_node.latency_s"),
+    "no devices": (lambda data: data.update(devices_per_node=0), "devices_per_node"),
+}
+
+
+@pytest.mark.parametrize("hole", HOLES)
+def test_hardware_file_with_a_hole_is_an_error_that_names_it(hole: str, tmp_path: Path) -> None:
+    make, words = HOLES[hole]
+    data = hardware.load(TWO_NODES).model_dump(mode="json")
+    make(data)
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(data))
+    with pytest.raises(ConfigurationError, match=f"mine.json.*{words}"):
+        resolve_cluster(file, 16)
+
+
+@pytest.mark.parametrize("field", ["link", "devices_per_node", "device", "backend"])
+def test_cluster_file_with_a_hole_is_an_error_that_names_it(field: str, tmp_path: Path) -> None:
+    data = resolve_cluster(TWO_NODES, 16).model_dump(mode="json")
+    del data[field]
+    file = tmp_path / "cluster.json"
+    file.write_text(json.dumps(data))
+    with pytest.raises(ConfigurationError, match=f"cluster.json is not a cluster file: .*{field}"):
+        resolve_cluster(file, 16)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", "\x00"])
+def test_file_that_describes_nothing_is_an_error(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError, match=r"hardware .*mine\.json"):
+        resolve_cluster(file, 16)
+
+
+def test_cluster_file_of_other_size_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json"
+    file.write_text(resolve_cluster(TWO_NODES, 16).model_dump_json())
+    assert resolve_cluster(file, None).ranks == 16
+    with pytest.raises(ConfigurationError, match="the cluster has 16 devices, not 64"):
+        resolve_cluster(file, 64)
+    with pytest.raises(ConfigurationError, match="the cluster has 2 nodes, not 4"):
+        resolve_cluster(file, 16, 4)
+
+
+@pytest.mark.parametrize(("devices", "nodes", "words"), [(0, None, "devices=0"), (16, -1, "nodes=-1")])
+def test_numbers_that_are_not_positive_are_an_error(devices: int, nodes: int | None, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{words} is not a positive whole number"):
+        resolve_cluster(TWO_NODES, devices, nodes)
+
+
+def test_message_takes_half_of_what_two_ranks_gather() -> None:
+    emulated = links(TWO_NODES, 16)
+    inside = emulated.cluster.hierarchical_links
+    assert inside is not None
+    fit = inside.intra_node.all_gather
+    assert emulated.message_s(MIB, (0, 1)) == pytest.approx(fit.latency_s + MIB * fit.s_per_byte)
+
+
+def test_several_tensors_of_one_call_take_their_further_latency_each() -> None:
+    cluster = resolve_cluster("h100-80gb-nvlink", 8)
+    fit = cluster.link.all_gather.model_copy(update={"extra_tensor_latency_s": 0.5})
+    link = cluster.link.model_copy(update={"all_gather": fit})
+    emulated = EmulatedLinks(cluster.model_copy(update={"link": link}))
+    one, three = (emulated.seconds("all_gather", MIB, range(8), tensors) for tensors in (1, 3))
+    assert three - one == pytest.approx(7 * 2 * 0.5)

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_osdp.backend import agree, collectives
@@ -19,6 +21,9 @@ from lightning_osdp.emulation.links import EmulatedLinks
 from lightning_osdp.emulation.process_group import join
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, HierarchicalLinks, Link, ShardingLink
+
+# torch 2.13 calls what users know as all_gather_into_tensor and reduce_scatter_tensor by other names.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
 
 RANKS, NODES = 16, 2
 CPU = torch.device("cpu")
@@ -120,6 +125,128 @@ def test_what_another_rank_would_have_to_say_is_an_error(world: Any) -> None:
         dist.broadcast_object_list([None], src=3)
     with pytest.raises(ConfigurationError, match="stands for all 16 ranks"):
         dist.distributed_c10d._get_default_store().get("written by rank 1")
+
+
+REFUSED = {
+    "a rank that is not there receives": (lambda: dist.send(torch.ones(2), 99), "there is no rank 99 in a group of 16"),
+    "a rank that is not there sends": (lambda: dist.recv(torch.ones(2), 99), "there is no rank 99 in a group of 16"),
+    "a root that is not there": (lambda: dist.broadcast(torch.ones(2), 99), "there is no rank 99 in a group of 16"),
+    "a root of reduce that is not there": (lambda: dist.reduce(torch.ones(2), 99), "there is no rank 99 in a group"),
+    "a length from another rank": (
+        lambda: dist.recv(torch.ones(1, dtype=torch.int64), 3),
+        "message from rank 3 is not",
+    ),
+    "objects from another rank": (lambda: dist.recv_object_list([None], 3), "a message from rank 3 is not emulated"),
+    "objects scattered by another": (
+        lambda: dist.scatter_object_list([None], None, 5),
+        "a broadcast from rank 5 is not emulated",
+    ),
+    "a short list": (
+        lambda: dist.all_gather([torch.zeros(2)] * 3, torch.ones(2)),
+        "all_gather over 16 ranks: its list has 3 tensors",
+    ),
+    "an output of other sizes": (
+        lambda: dist.all_gather_into_tensor(torch.zeros(RANKS * 3), torch.ones(1)),
+        "all_gather over 16 ranks: the tensor of all ranks has 48 elements of torch.float32, that of one rank 1 of",
+    ),
+    "an output of another type": (
+        lambda: dist.all_gather_into_tensor(torch.zeros(RANKS, dtype=torch.bfloat16), torch.ones(1)),
+        "16 elements of torch.bfloat16, that of one rank 1 of torch.float32",
+    ),
+    "a sum that can't be divided": (
+        lambda: dist.reduce_scatter_tensor(torch.zeros(1), torch.ones(17)),
+        "reduce_scatter over 16 ranks: the tensor of all ranks has 17 elements",
+    ),
+    "parts of another size": (
+        lambda: dist.reduce_scatter(torch.zeros(1), [torch.ones(2)] * RANKS),
+        "reduce_scatter over 1 ranks: the tensor of all ranks has 2 elements",
+    ),
+    "an all-to-all that can't be divided": (
+        lambda: dist.all_to_all_single(torch.zeros(17), torch.ones(17)),
+        "all_to_all: 17 rows can't be divided over 16 ranks evenly",
+    ),
+    "an all-to-all with wrong sizes": (
+        lambda: dist.all_to_all_single(torch.zeros(16), torch.ones(17), [1] * 16, [1] * 16),
+        r"17 rows can't be divided over 16 ranks in parts of \[1, 1",
+    ),
+    "a reduction that is not emulated": (
+        lambda: dist.reduce_scatter_tensor(
+            torch.zeros(1, dtype=torch.int64), torch.ones(RANKS, dtype=torch.int64), dist.ReduceOp.BXOR
+        ),
+        "the reduction .*BXOR is not emulated: sum",
+    ),
+    "a scaled sum": (
+        lambda: dist.all_reduce(torch.ones(2), dist._make_nccl_premul_sum(2.0)),  # type: ignore[attr-defined]
+        "the reduction .*PREMUL_SUM is not emulated: sum",
+    ),
+    "a group of a rank that is not there": (lambda: dist.new_group([0, 99]), "rank 99|world_size|the new group"),
+    "a split group": (lambda: dist.split_group(split_ranks=[[0, 1]]), "split|not emulated"),
+    "a mesh that is too large": (lambda: init_device_mesh("cpu", (4, 8)), "bigger than|size"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_call_that_can_not_be_emulated_is_an_error_at_once(world: Any, case: str) -> None:
+    call, words = REFUSED[case]
+    start = time.monotonic()
+    with pytest.raises(Exception, match=words):
+        call()
+    assert time.monotonic() - start < 10
+
+
+def test_coalesced_and_functional_collectives_give_what_the_plain_ones_do(world: Any) -> None:
+    tensors = [numbers(2), numbers(3)]
+    with dist._coalescing_manager(async_ops=True) as manager:  # type: ignore[attr-defined]
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    manager.wait()
+    assert all(tensor.equal(RANKS * numbers(len(tensor))) for tensor in tensors)
+    gathered = [torch.zeros(RANKS * 2), torch.zeros(RANKS * 3)]
+    with dist._coalescing_manager():  # type: ignore[attr-defined]
+        for output, size in zip(gathered, (2, 3), strict=True):
+            dist.all_gather_into_tensor(output, numbers(size))
+    assert [len(output) for output in gathered] == [32, 48]
+    assert gathered[1].equal(numbers(3).repeat(RANKS))
+    assert functional.all_reduce(numbers(2), "sum", world).equal(RANKS * numbers(2))
+    assert functional.all_gather_tensor(numbers(2), 0, world).equal(numbers(2).repeat(RANKS))
+    assert functional.reduce_scatter_tensor(numbers(RANKS * 2), "avg", 0, world).equal(numbers(2))
+    assert functional.broadcast(numbers(2), 0, world).equal(numbers(2))
+    assert functional.all_to_all_single(numbers(RANKS), None, None, world).equal(torch.ones(RANKS))
+    (one,) = functional.all_reduce_coalesced([numbers(2)], "sum", world)
+    assert one.equal(RANKS * numbers(2))
+
+
+def test_objects_are_gathered_and_scattered_by_this_rank(world: Any) -> None:
+    gathered: list[Any] = [None] * RANKS
+    dist.gather_object("mine", gathered, dst=0)
+    assert gathered == ["mine"] * RANKS
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, [f"for {rank}" for rank in range(RANKS)], src=0)
+    assert mine == ["for 0"]
+
+
+def test_mesh_of_nodes_and_devices_has_groups_of_its_own(world: Any) -> None:
+    mesh = init_device_mesh("cpu", (NODES, RANKS // NODES), mesh_dim_names=("node", "device"))
+    assert (mesh["node"].size(), mesh["device"].size()) == (2, 8)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=mesh["device"].get_group())
+    assert tensor.item() == 8.0
+
+
+def test_message_takes_the_link_between_its_two_ranks_alone() -> None:
+    free, lan = ShardingLink(all_gather=NONE, reduce_scatter=NONE), CollectiveFit(latency_s=0.2, s_per_byte=0.0)
+    levels = HierarchicalLinks(intra_node=free, inter_node=lan, hierarchical=free)
+    slow = cluster(SLOW).model_copy(update={"hierarchical_links": levels})
+    join(EmulatedLinks(slow))
+    try:
+        start = time.perf_counter()
+        dist.send(torch.ones(1), 1)
+        inside_s = time.perf_counter() - start
+        dist.send(torch.ones(1), 8)
+        between_s = time.perf_counter() - start - inside_s
+    finally:
+        dist.destroy_process_group()
+    assert inside_s < 0.05 <= 0.1 <= between_s  # half an all-reduce of two ranks
 
 
 def test_group_of_another_backend_is_an_error_not_a_hang(world: Any) -> None:

@@ -17,6 +17,7 @@ from lightning_osdp.profiling import network
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
+NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SIZES = (4 << 10, 64 << 10, 1 << 20, 2 << 20)
 
 
@@ -66,25 +67,25 @@ def test_measure_links_all_ranks_agree_and_log_each_measurement():
     (first, calls), (second, other_calls) = run_ranks(measure_links_on_rank, 2)
     assert first == second
     link = Link.model_validate_json(first)
-    for fitted in (link.all_reduce, link.all_gather, link.reduce_scatter):
+    for fitted in (link.all_reduce, link.all_gather, link.reduce_scatter, link.all_to_all):
         assert fitted.latency_s + fitted.s_per_byte > 0
         assert fitted.time_s(16 << 20, 2) > 0
         assert 0 <= fitted.overlap_fraction <= 1
     assert calls == other_calls
-    assert calls == [(name, size) for size in SIZES for name in ("all_reduce", "all_gather", "reduce_scatter")]
+    assert calls == [(name, size) for size in SIZES for name in NAMES]
 
 
 def test_measure_links_on_slow_link_skips_larger_sizes():
     (first, calls), (second, _) = run_ranks(measure_links_on_rank, 2, 0.0)
     assert first == second
-    assert [size for _, size in calls] == [size for size in SIZES[:3] for _ in range(3)]
+    assert [size for _, size in calls] == [size for size in SIZES[:3] for _ in range(4)]
 
 
 def test_measure_hierarchical_links_all_ranks_agree():
     replies = run_ranks(measure_hierarchical_links_on_rank, 4)
     assert len({text for text, _ in replies}) == 1
-    assert [size for _, size in replies[0][1]] == 5 * [4 << 10] + 5 * [1 << 20]
-    assert len(set(replies[0][1])) == 10
+    assert [size for _, size in replies[0][1]] == 6 * [4 << 10] + 6 * [1 << 20]
+    assert len(set(replies[0][1])) == 12
     found = cluster.HierarchicalLinks.model_validate_json(replies[0][0])
     fits = [getattr(found.intra_node, name) for name in type(found.intra_node).model_fields]
     fits += [getattr(found.hierarchical, name) for name in type(found.hierarchical).model_fields]
@@ -93,11 +94,11 @@ def test_measure_hierarchical_links_all_ranks_agree():
 
 
 def test_measure_links_uses_smallest_memory_bound_of_all_ranks():
-    assert run_ranks(count_measurements_under_limits, 2, [None, 1 << 20]) == [9, 9]
+    assert run_ranks(count_measurements_under_limits, 2, [None, 1 << 20]) == [12, 12]
 
 
 def test_measure_links_keeps_two_sizes_under_any_memory_bound():
-    assert run_ranks(count_measurements_under_limits, 2, [1, 1]) == [6, 6]
+    assert run_ranks(count_measurements_under_limits, 2, [1, 1]) == [8, 8]
 
 
 def test_measure_links_on_single_rank_has_zero_cost():
@@ -137,11 +138,11 @@ class Transfer:
         self._clock.passes(max(0.0, self._arrives_s - self._clock.now_s) + self._busy_s)
 
 
-@pytest.mark.parametrize(("long", "sizes"), [((6,), 4), ((6, 7), 3)])
+@pytest.mark.parametrize(("long", "sizes"), [((8,), 4), ((8, 9), 3)])
 def test_fit_all_tolerates_one_slow_collective(
     long: tuple[int, ...], sizes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three collectives at four sizes; the third size takes long."""
+    """Four collectives at four sizes; the third size takes long."""
     timed: list[int] = []
 
     def time_s(*_: object, **__: object) -> float:
@@ -152,7 +153,7 @@ def test_fit_all_tolerates_one_slow_collective(
     subject = network.CollectiveBenchmark(lambda _: lambda: None, 2)
     subjects = dict.fromkeys(Link.model_fields, subject)
     network._fit_all(subjects, SIZES, network.LinkTimer(dist.group.WORLD, CPU))
-    assert len(timed) == 3 * sizes + 1  # and a stretch of compute
+    assert len(timed) == 4 * sizes + 1  # and a stretch of compute
 
 
 def overlap_fractions_on_rank(rank: int, world_size: int) -> list[float]:

@@ -13,7 +13,7 @@ from lightning_osdp.backend.streams import MAX_GATHERS_IN_FLIGHT, PrefetchLimite
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.engine.fairscale.unit import FairScaleUnit
 from lightning_osdp.engine.fairscale.unit_collectives import merge_chunks
-from lightning_osdp.planning.spec.choices import Mode
+from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode
 from tests.support.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.split_plans import split_plan
@@ -79,7 +79,7 @@ def test_merge_chunks_of_padded_or_foreign_chunks_copies() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("mode", list(WEIGHT_MODES))
 def test_engine_on_one_cuda_rank_trains_like_cpu(mode: Mode, tmp_path: Any) -> None:
     torch.distributed.init_process_group("nccl", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

@@ -30,7 +30,7 @@ from lightning_osdp.planning.search.plan_selection import (
     request_key,
     select_plan,
 )
-from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
+from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode, ShardingChoice
 from lightning_osdp.planning.spec.cluster import ComputeTimes
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import LinearInBatch, NonTrainingWork, OptimizerStep
@@ -65,7 +65,7 @@ def trial_of(plan: ExecutionPlan, times: ComputeTimes, factor: float = 1.0) -> T
 def test_timeline_retained_heap_grows_within_step_and_not_between_steps() -> None:
     between = NonTrainingWork(checkpoint_memory="streamed", evaluation_batch_size=2)
     split = ShardingChoice((Mode.ZDP, Mode.DP), split_dim=1)
-    for choices in ([ShardingChoice((mode,)) for mode in Mode], [split, split, ShardingChoice((Mode.ZDP,))]):
+    for choices in ([ShardingChoice((mode,)) for mode in WEIGHT_MODES], [split, split, ShardingChoice((Mode.ZDP,))]):
         for accumulation, again in ((1, ()), (2, ("blocks.0",))):
             asked = (choices, 3, accumulation, again)
             usual, grown = (Timeline(MODEL, cluster(), 7 * MIB, between, use) for use in (NO_RETENTION, USE))

@@ -31,7 +31,7 @@ from lightning_osdp.planning.cost.trial_correction import (
 )
 from lightning_osdp.planning.search.batch_size_search import Problem
 from lightning_osdp.planning.search.plan_search import PlanSearch
-from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, enumerate_choices
+from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode, ShardingChoice, enumerate_choices
 from lightning_osdp.planning.spec.cluster import (
     Cluster,
     CollectiveFit,
@@ -68,7 +68,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     """With an engine that is what is left of absurd times."""
     link = Link(all_reduce=draw(fits()), all_gather=draw(fits()), reduce_scatter=draw(fits()))
     own = {}
-    for mode in Mode:
+    for mode in WEIGHT_MODES:
         line = fit_nonnegative_line([(1 << 16, draw(SECONDS)), (1 << 21, draw(SECONDS))])
         own[mode.value] = ModeOverhead(fixed_s=line.fixed, s_per_byte=line.per_sample)
     prefetch = draw(st.sampled_from([0, 1 << 30]))
@@ -121,7 +121,7 @@ def problems(draw: st.DrawFn) -> Problem:
     model, hardware = draw(models()), draw(clusters())
     times = draw(compute_times(model))
     trials = []
-    for mode in draw(st.lists(st.sampled_from(list(Mode)), max_size=3)):
+    for mode in draw(st.lists(st.sampled_from(list(WEIGHT_MODES)), max_size=3)):
         plan = hand_made_plan({operator.name: mode for operator in model.operators}, RANKS)
         trial = predict_trial(model, times, hardware, plan, 2)
         trials.append(trial.model_copy(update={"measured_s": draw(SECONDS)}))
@@ -160,7 +160,7 @@ def test_predicted_times_of_absurd_measurements_are_nonnegative_and_monotonic(
 
 
 @settings(deadline=None, max_examples=30)
-@given(problems(), st.sampled_from(list(Mode)))
+@given(problems(), st.sampled_from(list(WEIGHT_MODES)))
 def test_search_of_absurd_measurements_predicts_no_gain_from_frozen_shards_or_recomputing(
     problem: Problem, mode: Mode
 ) -> None:

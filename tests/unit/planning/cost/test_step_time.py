@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_osdp.planning.cost.step_time import TimeCost, communication_time, overlapped_time, time_cost
 from lightning_osdp.planning.search.batch_size_search import Problem
 from lightning_osdp.planning.search.search_space import SearchSpace
-from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
+from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, ComputeTimes, Link, OperatorTime
 from lightning_osdp.planning.spec.model import LinearInBatch, Operator
 from tests.support.small_models import MIB, blocks_of_one, blocks_of_two, cluster, compute, linear
@@ -105,7 +105,7 @@ def test_overlapped_time_includes_inter_node_all_reduce_of_node_scope(slices: tu
 
 def every_choice(operator: Operator) -> list[ShardingChoice]:
     sliced = [ShardingChoice(modes, 1) for modes in ((Mode.ZDP,) * 2, (Mode.DP, Mode.ZDP), (Mode.ZDP2, Mode.ZDP))]
-    return [ShardingChoice((mode,)) for mode in Mode] + sliced * bool(operator.split_dims)
+    return [ShardingChoice((mode,)) for mode in WEIGHT_MODES] + sliced * bool(operator.split_dims)
 
 
 @given(shares=st.tuples(*[st.floats(0, 1)] * 3), ahead_mib=st.integers(0, 9), splittable=st.booleans())

@@ -30,7 +30,7 @@ from lightning_osdp.planning.cost.trial_correction import (
     trial_peak_bytes,
 )
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, make_plan
-from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope, legal_modes
+from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode, ShardingChoice, ShardingScope, legal_modes
 from lightning_osdp.planning.spec.cluster import (
     MAX_CORRECTION,
     CalibrationFactors,
@@ -210,8 +210,8 @@ def calibrated_cluster(*trials: Trial) -> Cluster:
 
 def test_fit_calibration_precise_trials_determine_overhead_of_each_mode() -> None:
     shares = {"dp": 0.3, "zdp2": 0.1, "zdp": 0.2}
-    hardware = calibrated_cluster(*(trial_with_overheads(uniform_plan(mode), shares, 1e-5) for mode in Mode))
-    for mode in Mode:
+    hardware = calibrated_cluster(*(trial_with_overheads(uniform_plan(mode), shares, 1e-5) for mode in WEIGHT_MODES))
+    for mode in WEIGHT_MODES:
         choices = [uniform_choice(operator, mode) for operator in OPERATORS]
         pairs = zip(OPERATORS, choices, strict=True)
         wanted = sum(overhead_s([one], PARTS, (operator,)) * (1 + shares[one.slices[0]]) for operator, one in pairs)
@@ -222,7 +222,7 @@ def test_fit_calibration_precise_trials_determine_overhead_of_each_mode() -> Non
 
 
 def test_fit_calibration_separates_slicing_and_wrapping_from_mode() -> None:
-    uniform_ones = [trial_with_overheads(uniform_plan(mode), {}, 1e-3) for mode in Mode]
+    uniform_ones = [trial_with_overheads(uniform_plan(mode), {}, 1e-3) for mode in WEIGHT_MODES]
     cut = trial_with_overheads(slice_first_operator(uniform_plan(Mode.ZDP)), {"split": 0.5}, 1e-3)
     found = calibrated_cluster(*uniform_ones, cut).engine.calibration
     assert found.split > 0.3
@@ -274,7 +274,7 @@ def test_apply_trial_predicts_measured_time_of_trialled_plan() -> None:
         update={"cluster": PARTS, "accumulate_grad_batches": 2}
     )
     expected = predict_trial(MODEL, TIMES, PARTS, plan, 1)
-    others = [trial_with_overheads(uniform_plan(mode), {}, 1e-3) for mode in Mode]
+    others = [trial_with_overheads(uniform_plan(mode), {}, 1e-3) for mode in WEIGHT_MODES]
     slower = expected.model_copy(update={"measured_s": 1.5 * expected.predicted_s, "relative_error": 0.5})
     known_plan = plan.model_copy(update={"cluster": calibrated_cluster(*others, slower)})
     assert apply_trial(known_plan, others) == known_plan

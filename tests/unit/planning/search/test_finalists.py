@@ -121,6 +121,20 @@ def test_find_finalists_adds_all_replicated_and_shared_units_where_they_fit() ->
     assert find_finalists(ROOMY, UP_TO_FOUR, replicated)[0] == replicated
 
 
+def test_find_finalists_adds_plan_with_retained_heap_where_found_plan_returns_memory() -> None:
+    slower = ROOMY.compute.map_lines(lambda line: line.scale(1.5))  # so that it is not found by prediction
+    problem = replace(ROOMY, compute_with_retained_heap=slower, max_retained_batch_size=64)
+    found = make_plan(problem, UP_TO_FOUR)
+    assert not found.retain_freed_memory
+    retained = [plan for plan in find_finalists(problem, UP_TO_FOUR, found) if plan.retain_freed_memory]
+    choices = [op.choice for op in found.operators]
+    assert [([op.choice for op in plan.operators], plan.batch_size) for plan in retained] == [
+        (choices, found.batch_size)
+    ]
+    too_large = replace(problem, max_retained_batch_size=found.batch_size - 1)
+    assert not any(plan.retain_freed_memory for plan in find_finalists(too_large, UP_TO_FOUR, found))
+
+
 def test_find_finalists_under_tight_limit_leaves_out_replicated_and_tries_shared_units() -> None:
     tight = replace(ROOMY, memory_limit_bytes=110 * MIB)
     one = BatchSizePolicy(batch_size=1)

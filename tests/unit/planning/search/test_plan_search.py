@@ -272,7 +272,7 @@ def test_search_constraints_reject_invalid_activation_checkpointing(value: objec
 
 @pytest.mark.parametrize("value", ["zdp3", 1, True, {"blocks": "auto"}, {"blocks": None}, ["zdp"]])
 def test_search_constraints_reject_invalid_modes(value: object) -> None:
-    with pytest.raises(ConfigurationError, match="modes has to be 'auto', one of 'dp', 'zdp2', 'zdp', or"):
+    with pytest.raises(ConfigurationError, match="modes has to be 'auto', one of 'dp', 'zdp2', 'zdp', 'tp', or"):
         SearchConstraints(modes=value)
 
 

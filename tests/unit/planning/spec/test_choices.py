@@ -9,6 +9,7 @@ from lightning_osdp.planning.cost.memory_timeline import Timeline
 from lightning_osdp.planning.cost.step_time import communication_time, engine_time, time_cost
 from lightning_osdp.planning.spec.choices import (
     MIN_SLICE_ELEMENTS,
+    WEIGHT_MODES,
     Mode,
     ShardingChoice,
     enumerate_choices,
@@ -36,7 +37,7 @@ def test_slice_counts_offers_only_large_enough_or_requested_slices() -> None:
 
 def test_enumerate_choices_lists_each_number_of_sharded_slices_once() -> None:
     rows = enumerate_choices(linear("up"), measured_slices=(2, 4))
-    assert rows[:3] == [ShardingChoice((mode,)) for mode in Mode]
+    assert rows[:3] == [ShardingChoice((mode,)) for mode in WEIGHT_MODES]
     assert len(set(rows)) == len(rows) == 3 + (2 + 2 + 1) + (4 + 4 + 3)
     four = [row.slices for row in rows if len(row.slices) == 4]
     assert (ZDP,) * 4 in four
@@ -52,7 +53,7 @@ def test_enumerate_choices_with_requested_slices_keeps_replicated_choice() -> No
     assert rows[0] == ShardingChoice((DP,))
     assert {len(row.slices) for row in rows[1:]} == {4}
     assert [len(row.slices) for row in enumerate_choices(linear("up"), (1,), (2, 4))] == [1, 1, 1]
-    assert enumerate_choices(linear("up", splittable=False), (4,)) == [ShardingChoice((mode,)) for mode in Mode]
+    assert enumerate_choices(linear("up", splittable=False), (4,)) == [ShardingChoice((mode,)) for mode in WEIGHT_MODES]
 
 
 def test_enumerate_choices_offers_only_what_the_engine_can_carry_out() -> None:

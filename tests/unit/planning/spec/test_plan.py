@@ -79,7 +79,8 @@ def test_plan_from_json_rejects_unreadable_files(text: str, error: type[Exceptio
 def test_plan_from_json_unknown_mode_names_field_and_known_modes() -> None:
     data = json.loads(plan().to_json())
     data["operators"][0]["slices"] = ["zero3"]
-    with pytest.raises(ConfigurationError, match=r"operators\.0\.slices\.0: Input should be 'dp', 'zdp2' or 'zdp'"):
+    known = "Input should be 'dp', 'zdp2', 'zdp' or 'tp'"
+    with pytest.raises(ConfigurationError, match=rf"operators\.0\.slices\.0: {known}"):
         ExecutionPlan.from_json(json.dumps(data))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
-from lightning_osdp.planning.spec.choices import Mode
+from lightning_osdp.planning.spec.choices import WEIGHT_MODES
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit
 from lightning_osdp.planning.spec.plan import PLAN_VERSION, ChoiceCost, ExecutionPlan, OperatorPlan
 from lightning_osdp.planning.spec.plan_v1 import upgrade_cluster, upgrade_plan
@@ -66,7 +66,7 @@ def cluster_facts(cluster: Cluster) -> dict[str, Any]:
         "reduce_buffer_bytes": cluster.reduce_scatter_buffer_bytes,
         "all_reduce_buffer_bytes": cluster.all_reduce_buffer_bytes,
         "collectives": {name: fit_facts(fit) for name, fit in fits.items()},
-        "engine_of_1e6_bytes_s": {str(mode): getattr(cluster.engine, mode.value).time_s(1e6) for mode in Mode},
+        "engine_of_1e6_bytes_s": {str(mode): getattr(cluster.engine, mode.value).time_s(1e6) for mode in WEIGHT_MODES},
         "calibration": {
             "dp": calibration.dp,
             "zdp2": calibration.zdp2,
@@ -154,9 +154,9 @@ def test_plan_v1_reads_as_the_old_release_read_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
-def test_plan_v1_is_written_as_version_2_and_survives_it(name: str) -> None:
+def test_plan_v1_is_written_as_version_3_and_survives_it(name: str) -> None:
     plan = read(name)
-    assert plan.version == PLAN_VERSION == 2
+    assert plan.version == PLAN_VERSION == 3
     assert ExecutionPlan.from_json(plan.to_json()) == plan
 
 
@@ -185,10 +185,10 @@ def test_upgrade_plan_leaves_its_argument_and_tolerates_missing_keys() -> None:
     assert data["version"] == 1
 
 
-@pytest.mark.parametrize("version", [0, 3, "1", None])
+@pytest.mark.parametrize("version", [0, 4, "1", "2", 2.0, True, None])
 def test_plan_of_another_version_is_refused(version: object) -> None:
     data = json.loads((FOLDER / "bare.json").read_text()) | {"version": version}
-    with pytest.raises(PlanMismatchError, match=f"has version {version}, this release reads versions up to 2"):
+    with pytest.raises(PlanMismatchError, match=f"has version {version}, this release reads versions up to 3"):
         ExecutionPlan.from_json(json.dumps(data))
 
 

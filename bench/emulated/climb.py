@@ -1,0 +1,95 @@
+"""Which batch size comes next while a system looks for its best one under a limit, in one process. Pure.
+
+Sizes double while the next one should fit; then the largest that should is tried. Meanwhile links take no time, for
+peaks do not depend on them. At the end the best size is timed with links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+
+LARGEST = 64
+"""Samples of a rank."""
+
+FLAT = 1.02
+"""A larger batch size that makes less than this many times the samples is no better."""
+
+SLOW_STEP_S = 6.0
+"""Beyond steps that compute for so long no larger batch size is tried."""
+
+
+@dataclass
+class Climb:
+    """The state of one search.
+
+    Attributes:
+        limit_bytes: a step's peak may not be larger.
+        link_s: returns the seconds of communication that a step of the last size would have waited for at most.
+        timed: steps of the best size that are timed.
+        size: batch size of the next step.
+        has_links: whether links take time in the next step.
+    """
+
+    limit_bytes: int
+    link_s: Callable[[], float] = lambda: 0.0
+    timed: int = 4
+    size: int = 1
+    has_links: bool = False
+    peaks: dict[int, int] = field(default_factory=dict)
+    compute_s: dict[int, float] = field(default_factory=dict)
+    best: int = 0
+    final_s: list[float] = field(default_factory=list)
+    final_peak: int = 0
+    _steps: int = 0
+    _tries: int = 0
+
+    def after_step(self, seconds: float, peak_bytes: int) -> bool:
+        """Take in what a step of ``size`` took; return whether there is another one."""
+        self._steps += 1
+        if self.has_links:
+            if self._steps > 1:
+                self.final_s.append(seconds)
+            self.final_peak = max(self.final_peak, peak_bytes)
+            return len(self.final_s) < self.timed
+        self.peaks[self.size] = max(peak_bytes, self.peaks.get(self.size, 0))
+        if self._steps < (3 if len(self.peaks) == 1 else 2):
+            return True
+        self.compute_s[self.size] = seconds
+        self._steps = 0
+        return self._choose()
+
+    def rate(self, size: int) -> float:
+        """Samples per second, if communication is not hidden."""
+        return size / (self.compute_s[size] + self.link_s())
+
+    def _choose(self) -> bool:
+        lived = sorted(size for size in self.compute_s if self.peaks[size] <= self.limit_bytes)
+        if not lived:
+            return False
+        largest, died = lived[-1], min((size for size in self.compute_s if size not in lived), default=LARGEST + 1)
+        if not self._is_flat(lived) and self.compute_s[largest] < SLOW_STEP_S and self._tries < 12:
+            fits = min(self._estimate(), died - 1, LARGEST, 2 * largest)
+            if fits > largest * 1.1:
+                self.size, self._tries = fits, self._tries + 1
+                return True
+        self.best = self.size = max(lived, key=self.rate)
+        self.has_links = True
+        return True
+
+    def _is_flat(self, lived: list[int]) -> bool:
+        return len(lived) > 2 and max(map(self.rate, lived[-2:])) < FLAT * max(map(self.rate, lived[:-2]))
+
+    def _estimate(self) -> int:
+        """The largest size whose peak should fit, by the line through the two largest that are known."""
+        known = sorted(self.peaks)[-2:]
+        if len(known) < 2:
+            return 2 * known[0]
+        slope = (self.peaks[known[1]] - self.peaks[known[0]]) / (known[1] - known[0])
+        return LARGEST if slope <= 0 else int(known[1] + (self.limit_bytes - self.peaks[known[1]]) / slope)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step of the best size."""
+        return median(self.final_s)

@@ -1,0 +1,127 @@
+"""Runs cells one after the other, each in a process of its own, and keeps what came out: a stopped queue goes on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.comparison.records import current_commit
+
+CELL_S = 180.0
+"""A cell that takes longer is ended and counts as too slow."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run.
+
+    Attributes:
+        work: the function of ``bench.emulated.worker`` that does it.
+        model: what is trained.
+        ranks: how many are emulated.
+        system: by which strategy.
+        links: name of the hardware, or of the scaled one.
+        limit_mib: memory limit of the model, beside what the process takes; 0: the device's.
+        device: ``cpu`` or ``cuda``.
+        precision: of the Trainer.
+    """
+
+    work: str
+    model: str
+    ranks: int
+    system: str = "osdp"
+    links: str = "scaled"
+    limit_mib: int = 0
+    device: str = "cpu"
+    precision: str = "32-true"
+
+    @property
+    def name(self) -> str:
+        """The key of its result."""
+        return " ".join(str(value) for value in asdict(self).values())
+
+
+class Results:
+    """A JSON file: facts about the machine, and one result for each cell."""
+
+    def __init__(self, file: Path, fresh: bool = False) -> None:
+        self._file = file
+        self._data: dict[str, Any] = {"machine": {}, "cells": {}}
+        if file.exists() and not fresh:
+            self._data = json.loads(file.read_text())
+
+    def machine(self, name: str, measure: Callable[[], Any]) -> Any:
+        """A fact about the machine, measured once."""
+        if name not in self._data["machine"]:
+            self._data["machine"][name] = measure()
+            self._write()
+        return self._data["machine"][name]
+
+    def get(self, cell: Cell) -> dict[str, Any] | None:
+        """The result of a cell; None if it was not run, or failed."""
+        found: dict[str, Any] | None = self._data["cells"].get(cell.name)
+        return found
+
+    def put(self, cell: Cell, result: dict[str, Any]) -> None:
+        """Keep a result."""
+        self._data["cells"][cell.name] = asdict(cell) | result
+        self._write()
+
+    def _write(self) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._file.with_suffix(".partial")
+        partial.write_text(json.dumps(self._data, indent=1) + "\n")
+        partial.replace(self._file)
+
+
+def run_all(
+    cells: Sequence[Cell], results: Results, facts: dict[str, Any], budget_s: float, show: Callable[[Cell], None]
+) -> int:
+    """Run what has no result yet, until the time is over; return how many cells are left.
+
+    Args:
+        cells: in this order.
+        results: where they are kept.
+        facts: about the machine, for the cells' processes.
+        budget_s: no cell begins later than so many seconds from now, if it is like those before.
+        show: is told of each cell that has a result, in order.
+    """
+    start, longest_s, left = time.monotonic(), 0.0, 0
+    for cell in cells:
+        if results.get(cell) is None:
+            began = time.monotonic()
+            if began - start + longest_s > budget_s:
+                left += 1
+                continue
+            result = run(cell, facts)
+            seconds = time.monotonic() - began
+            longest_s = max(longest_s, seconds)
+            results.put(cell, result | {"cell_s": round(seconds, 1), "commit": current_commit()})
+        show(cell)
+    return left
+
+
+def run(cell: Cell, facts: dict[str, Any]) -> dict[str, Any]:
+    """Run a cell in a process of its own; what it wrote, or ``error``."""
+    with tempfile.TemporaryDirectory(prefix="emulated-") as name:
+        folder = Path(name)
+        order = json.dumps({"cell": asdict(cell), "facts": facts, "folder": name})
+        with (folder / "log").open("wb") as log:
+            command = [sys.executable, "-m", "bench.emulated.worker", order]
+            try:
+                status = subprocess.run(command, stdout=log, stderr=log, timeout=CELL_S, check=False).returncode
+            except subprocess.TimeoutExpired:
+                status = 124
+        result = folder / "result.json"
+        if result.exists():
+            found: dict[str, Any] = json.loads(result.read_text())
+            return found
+        last = (folder / "log").read_text(errors="replace").strip().splitlines()[-12:]
+        return {"error": "too slow" if status == 124 else f"status {status}", "log": last}

@@ -1,0 +1,72 @@
+"""What a backend would refuse or wait for ever for: here it is an error at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_osdp.errors import ConfigurationError
+
+
+def check_rank(name: str, rank: int, ranks: int) -> None:
+    """Refuse a rank that the group does not have.
+
+    Raises:
+        ConfigurationError: there is no such rank.
+    """
+    if not 0 <= rank < ranks:
+        raise ConfigurationError(f"{name}: there is no rank {rank} in a group of {ranks} ranks")
+
+
+def check_parts(name: str, whole: Tensor, part: Tensor, ranks: int) -> None:
+    """Refuse tensors of which one is not as large as the parts of all ranks.
+
+    Raises:
+        ConfigurationError: sizes or data types do not fit together.
+    """
+    if whole.numel() != ranks * part.numel() or whole.dtype != part.dtype:
+        raise ConfigurationError(
+            f"{name} over {ranks} ranks: the tensor of all ranks has {whole.numel()} elements of {whole.dtype}, that "
+            f"of one rank {part.numel()} of {part.dtype}"
+        )
+
+
+def check_list(name: str, tensors: Sequence[Tensor], part: Tensor | None, ranks: int) -> None:
+    """Refuse a list that has not one tensor for each rank, each like ``part`` if that is given.
+
+    Raises:
+        ConfigurationError: there are more or fewer, or one has another size or data type.
+    """
+    if len(tensors) != ranks:
+        raise ConfigurationError(f"{name} over {ranks} ranks: its list has {len(tensors)} tensors, not one for each")
+    if part is not None:
+        for tensor in tensors:
+            check_parts(name, tensor, part, 1)
+
+
+def check_split(name: str, tensor: Tensor, sizes: Sequence[int] | None, ranks: int) -> None:
+    """Refuse an all-to-all whose tensor can't be divided over the ranks.
+
+    Raises:
+        ConfigurationError: the given sizes are not those of its rows, or the rows can't be divided evenly.
+    """
+    rows = len(tensor)
+    fits = (len(sizes) == ranks and sum(sizes) == rows) if sizes else rows % ranks == 0
+    if not fits:
+        given = f"in parts of {list(sizes)}" if sizes else "evenly"
+        raise ConfigurationError(f"{name}: {rows} rows can't be divided over {ranks} ranks {given}")
+
+
+def check_known(name: str, tensors: Sequence[Tensor], source: Any) -> None:
+    """Refuse to make up integers, such as the length of a pickled object, that another rank would send.
+
+    Raises:
+        ConfigurationError: a tensor is neither of floating point nor complex.
+    """
+    if not all(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
+        raise ConfigurationError(
+            f"a {name} from rank {source} is not emulated: that rank is not there, and what it would send is not known "
+            "to this one"
+        )

@@ -1,0 +1,121 @@
+"""What an operator exchanges and holds besides its slices while it is tensor parallel, in seconds and bytes per sample.
+
+With t ranks in a group, and x bytes of input and y bytes of output for the samples of one rank:
+
+    embedding  gather the indices, t x; exchange the values that each rank has looked up, y; in backward their gradient
+    linear     gather the input, t x; exchange the output, y; in backward the same the other way round
+    column     gather the input, t x; in backward reduce and scatter its gradient
+    row        reduce and scatter the output, t y; in backward gather its gradient
+
+A recomputed block repeats what its forward exchanges. The gathered input stays for the weights' gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, Link, ShardingLink
+from lightning_osdp.planning.spec.model import Operator
+from lightning_osdp.planning.spec.tensor import TensorRole, TensorUse
+
+
+class _ExchangeStep(NamedTuple):
+    """One collective of a role, and what it moves."""
+
+    collective: str
+    moves_input: bool
+
+
+_GATHER, _SCATTER_GRADIENT = _ExchangeStep("all_gather", True), _ExchangeStep("reduce_scatter", True)
+_SWAP, _SCATTER, _GATHER_GRADIENT = (
+    _ExchangeStep(name, False) for name in ("all_to_all", "reduce_scatter", "all_gather")
+)
+_FORWARD = {
+    TensorRole.EMBEDDING: (_GATHER, _SWAP),
+    TensorRole.LINEAR: (_GATHER, _SWAP),
+    TensorRole.COLUMN: (_GATHER,),
+    TensorRole.ROW: (_SCATTER,),
+}
+_BACKWARD = {
+    TensorRole.EMBEDDING: (_SWAP,),
+    TensorRole.LINEAR: (_SWAP, _SCATTER_GRADIENT),
+    TensorRole.COLUMN: (_SCATTER_GRADIENT,),
+    TensorRole.ROW: (_GATHER_GRADIENT,),
+}
+
+
+class ExchangeTime(NamedTuple):
+    """Seconds of the exchanges of one micro-batch."""
+
+    fixed_s: float
+    per_sample_s: float
+
+    def value_at(self, batch_size: int) -> float:
+        """Return the seconds at ``batch_size`` samples on each rank."""
+        return self.fixed_s + batch_size * self.per_sample_s
+
+
+class ActivationBytes(NamedTuple):
+    """Bytes per sample that a slice adds to the traced operator's activations."""
+
+    between_passes: float
+    """Gathered inputs, from its forward to its backward."""
+    forward: float
+    """Beyond these, while it runs forward."""
+    backward: float
+
+
+NO_ACTIVATIONS = ActivationBytes(0.0, 0.0, 0.0)
+
+
+def exchange_s(operator: Operator, degree: int, cluster: Cluster, *, recomputed: bool) -> ExchangeTime:
+    """Return the seconds of all exchanges of ``operator``; nothing hides them, since each result is needed at once."""
+    use = operator.tensor
+    if use is None:
+        return ExchangeTime(0.0, 0.0)
+    exchanges = [*_FORWARD[use.role], *_BACKWARD[use.role], *(_FORWARD[use.role] if recomputed else ())]
+    return _sum_times(exchanges, use, degree, _group_links(cluster))
+
+
+def _group_links(cluster: Cluster) -> Link | ShardingLink:
+    """Return the collectives of a group, which lies inside a node."""
+    links = cluster.hierarchical_links
+    return links.intra_node if cluster.is_hierarchical and links is not None else cluster.link
+
+
+def _sum_times(
+    exchanges: Iterable[_ExchangeStep], use: TensorUse, degree: int, links: Link | ShardingLink
+) -> ExchangeTime:
+    fixed_s = per_sample_s = 0.0
+    for exchange in exchanges:
+        fit: CollectiveFit = getattr(links, exchange.collective)
+        moved = use.input_bytes if exchange.moves_input else use.output_bytes
+        whole = moved if exchange == _SWAP else degree * moved
+        latency_s = fit.time_s(0, degree)
+        fixed_s += use.share * latency_s
+        per_sample_s += fit.time_s(whole, degree) - latency_s
+    return ExchangeTime(fixed_s, per_sample_s)
+
+
+def exchanged_bytes(use: TensorUse, degree: int) -> float:
+    """Return the bytes per sample that a rank receives for one operator in forward and backward."""
+    moved = 0.0
+    for exchange in (*_FORWARD[use.role], *_BACKWARD[use.role]):
+        own = use.input_bytes if exchange.moves_input else use.output_bytes
+        moved += own * (degree - 1) / (degree if exchange == _SWAP else 1)
+    return moved
+
+
+def activation_bytes(operator: Operator, degree: int) -> ActivationBytes:
+    """Return what the operator holds for the samples of its group, beyond what was traced for those of one rank."""
+    use = operator.tensor
+    if use is None or degree == 1:
+        return NO_ACTIVATIONS
+    between_passes = (degree - 1) * use.input_bytes
+    if use.role == TensorRole.ROW:  # its partial output, and the gathered gradient of that
+        return ActivationBytes(0.0, degree * use.output_bytes, degree * use.output_bytes)
+    # The partial gradient of a shared input is whole for each operator that reads it.
+    partial = 0.0 if use.role == TensorRole.EMBEDDING else degree * use.input_bytes / use.share
+    swapped = use.output_bytes if use.role != TensorRole.COLUMN else 0.0
+    return ActivationBytes(between_passes, swapped, max(partial, swapped))

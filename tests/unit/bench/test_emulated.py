@@ -1,0 +1,95 @@
+"""The queue and the search for the best batch size of the emulated benchmarks; nothing is trained."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.emulated import document, queue
+from bench.emulated.climb import LARGEST, Climb
+from bench.emulated.comparison import SYSTEMS, cells
+from bench.emulated.links import scaled_cluster
+from bench.emulated.queue import Cell, Results, run_all
+
+
+def climbed(limit: int, fixed: int, per_sample: int, compute_s: float = 0.01, link_s: float = 1.0) -> Climb:
+    climb = Climb(limit, lambda: link_s)
+    for _ in range(200):
+        seconds = compute_s * climb.size + (link_s if climb.has_links else 0.0)
+        if not climb.after_step(seconds, fixed + per_sample * climb.size):
+            return climb
+    raise AssertionError("it does not end")
+
+
+def test_climb_finds_the_largest_size_that_fits() -> None:
+    climb = climbed(limit=1000, fixed=300, per_sample=30)
+    assert climb.best == 23
+    assert max(climb.peaks.values()) <= 1000  # on a GPU more would end the process
+    assert climb.step_s == pytest.approx(1.23)
+
+
+def test_climb_stops_where_larger_sizes_gain_nothing() -> None:
+    assert climbed(limit=1 << 40, fixed=0, per_sample=1, compute_s=0.1, link_s=1e-6).best < LARGEST
+
+
+def test_climb_without_any_size_that_fits_has_no_figures() -> None:
+    climb = climbed(limit=10, fixed=100, per_sample=1)
+    assert not climb.final_s
+    assert climb.peaks == {1: 101}
+
+
+def test_links_of_scaled_cluster_keep_compute_over_communication() -> None:
+    here, paper = scaled_cluster(8, 16.3e9), scaled_cluster(8, 16.3e12, width_ratio=1)
+    assert here.link.all_gather.s_per_byte == pytest.approx(1000 * paper.link.all_gather.s_per_byte)
+    assert here.link.all_gather.latency_s == pytest.approx(1000 / 16 * paper.link.all_gather.latency_s)
+    assert (scaled_cluster(64, 1e11).nodes, scaled_cluster(512, 1e11).ranks) == (8, 512)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
+    """The cells that were run; each gives a result that names it."""
+    found: list[Cell] = []
+
+    def run(cell: Cell, facts: dict[str, Any]) -> dict[str, Any]:
+        found.append(cell)
+        speed = {"osdp": 3.0, "osdp-plain": 2.0}.get(cell.system, 1.0)
+        result = {"batch_size": 4, "step_s": 1.0, "samples_per_s": speed, "peak_bytes": 100 << 20}
+        more = {"predicted_s": 1.1, "predicted_bytes": 99 << 20, "modes": {"zdp": 1}, "recomputed": 0}
+        return result | (more if cell.system.startswith("osdp") else {})
+
+    monkeypatch.setattr(queue, "run", run)
+    return found
+
+
+def test_queue_goes_on_where_it_ended(tmp_path: Path, ran: list[Cell]) -> None:
+    every = cells([8], ["nd-small"], list(SYSTEMS))
+    results = Results(tmp_path / "results.json")
+    assert run_all(every[:3], results, {}, 60.0, lambda _: None) == 0
+    assert run_all(every, Results(tmp_path / "results.json"), {}, 60.0, lambda _: None) == 0
+    assert ran == every
+    assert run_all(every, Results(tmp_path / "results.json"), {}, -1.0, lambda _: None) == 0
+
+
+def test_queue_without_time_says_what_is_left(tmp_path: Path, ran: list[Cell]) -> None:
+    every = cells([8], [], list(SYSTEMS))
+    assert run_all(every, Results(tmp_path / "results.json"), {}, -1.0, lambda _: None) == len(every) == 50
+    assert not ran
+
+
+def test_page_shows_leads_and_what_was_not_run(tmp_path: Path, ran: list[Cell]) -> None:
+    every = cells([8], ["nd-small", "ws-small"], list(SYSTEMS))
+    results = Results(tmp_path / "results.json")
+    run_all(every[: len(SYSTEMS)], results, {}, 60.0, lambda _: None)
+    page = document.page(every, results)
+    assert "10 of 20 cells were not run." in page
+    assert "OSDP beside the best of the others, 1 places: geometric mean 3.00" in page
+    assert "N&D against FairScale per operator: 2.00 (paper: 1.22)" in page
+    assert len(page.splitlines()) < 200
+
+
+def test_cell_is_known_by_all_that_it_is() -> None:
+    one = Cell("compare", "nd-small", 8)
+    assert all(str(value) in one.name for value in asdict(one).values())
