@@ -7,27 +7,11 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
-import lightning.pytorch as pl
-import torch
-
 from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.spec.formatting import format_bytes
 from lightning_osdp.strategy.dataloader import TrainData, batch_bytes
-from lightning_osdp.strategy.planning_options import PlanningOptions
-
-
-def read_step_on_ranks(
-    ranks: RankGroup, options: PlanningOptions, trainer: pl.Trainer, device: torch.device
-) -> tuple[TrainData, TrialContext]:
-    """Return the training data, and the training step on the batches that all ranks plan with. Collective.
-
-    Raises:
-        ConfigurationError: there are no train data, or they can't be read.
-    """
-    data, context = ranks.raise_on_all_ranks(lambda: options.read_step(trainer, device))
-    return data, agree_on_batches(ranks, data, context)
 
 
 def agree_on_batches(ranks: RankGroup, data: TrainData, context: TrialContext) -> TrialContext:

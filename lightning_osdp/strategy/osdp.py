@@ -44,14 +44,13 @@ from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.report import tables
 from lightning_osdp.state.checkpoint import CheckpointFormat
 from lightning_osdp.strategy import arguments, model_summary, out_of_memory, precision, preemption
-from lightning_osdp.strategy.batch_agreement import read_step_on_ranks
 from lightning_osdp.strategy.batch_size_change import announce_change
 from lightning_osdp.strategy.buffers import BufferBroadcast
 from lightning_osdp.strategy.dataloader import apply_batch_size
 from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
 from lightning_osdp.strategy.monitor import PredictionMonitor
 from lightning_osdp.strategy.plan_logging import write_and_log_plan
-from lightning_osdp.strategy.plan_resolution import RunRequest, replan, resolve_plan
+from lightning_osdp.strategy.plan_resolution import RunRequest, read_step_on_ranks, replan, resolve_plan
 from lightning_osdp.strategy.planning_options import PlanningOptions, check_and_read_plan
 from lightning_osdp.strategy.run_end import HandoverStrategy
 from lightning_osdp.strategy.run_warnings import RunWarnings

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import lightning.pytorch as pl
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_osdp.autotune import pipeline
@@ -19,6 +20,7 @@ from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, CheckpointMemory, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.strategy.batch_agreement import agree_on_batches
 from lightning_osdp.strategy.dataloader import TrainData
 from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
 from lightning_osdp.strategy.planning_options import PlanningOptions, check_given_plan
@@ -42,6 +44,18 @@ class RunRequest:
     checkpoint_memory: CheckpointMemory
     ranks_per_node: int
     resumed_plan: ExecutionPlan | None
+
+
+def read_step_on_ranks(
+    ranks: RankGroup, options: PlanningOptions, trainer: pl.Trainer, device: torch.device
+) -> tuple[TrainData, TrialContext]:
+    """Return the training data, and the training step on the batches that all ranks plan with. Collective.
+
+    Raises:
+        ConfigurationError: there are no train data, or they can't be read.
+    """
+    data, context = ranks.raise_on_all_ranks(lambda: options.read_step(trainer, device))
+    return data, agree_on_batches(ranks, data, context)
 
 
 def resolve_plan(

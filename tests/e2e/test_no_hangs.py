@@ -104,6 +104,9 @@ def test_failure_on_one_rank_ends_all_ranks_with_its_cause(
             assert code == 0, text  # it catches its error and goes on
             continue
         assert seconds < BOUND_S
+        if rank == failed and "SIGTERM" in how:
+            assert code == 0, text  # Lightning's SIGTERMException
+            continue
         assert code != 0, text
         assert (cause if rank == failed else told) in text
 
