@@ -106,6 +106,7 @@ def profile_model(
     allow_depth_of(module)
     facts = (module, context.batch, context.batch_size, context.device)
     step = TrainingStep(*facts, step_context=context.step_context, evaluation=evaluation)
+    step = replace(step, tensor_degrees=context.tensor_degrees)
     typical_key, _, largest_key = key.partition(KEY_SEPARATOR)
     try:
         traced = _trace_or_load(step, cache, typical_key)

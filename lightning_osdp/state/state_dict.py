@@ -109,6 +109,14 @@ class ShardedParameters:
                 if isinstance(value, Tensor) and value.shape == layout.shape:
                     optimizer.state[parameter][key] = layout.shard(value).to(parameter.device)
 
+    def unshard_state(self, optimizer: Optimizer) -> None:
+        """Gather optimizer state for good. Collective."""
+        for parameter, layout in self._layouts.items():
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    state[key] = layout.unshard(value)
+
     def missing_bytes(self, optimizers: Iterable[Optimizer]) -> int:
         """Return the bytes of parameters and of their states in ``optimizers`` that other ranks hold."""
         total = 0

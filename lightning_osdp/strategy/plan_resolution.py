@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_osdp.autotune import pipeline
 from lightning_osdp.autotune.coordinator import PlanRequest
 from lightning_osdp.autotune.pipeline import PlanningResult
-from lightning_osdp.autotune.ranks import RankGroup, ranks_sharing_memory_limit
+from lightning_osdp.autotune.ranks import RankGroup, current_cluster, ranks_sharing_memory_limit
 from lightning_osdp.autotune.startup_budget import StartupBudget
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
@@ -75,6 +75,7 @@ def resolve_plan(
             checkpoint_memory=run.checkpoint_memory, evaluation_batch_size=evaluation_batch_size
         )
         non_training = count_averaged_copies(trainer, context.device, non_training)
+        context = options.with_tensor_degrees(context, run.constraints, current_cluster(ranks))
     budget.begin_stage("tracing the training step")
     traced = pipeline.profile_model_on_ranks(ranks, context, non_training, options.cache_folder)
     traced = options.with_reduce_dtype(traced)
