@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,16 +12,28 @@ import torch
 from torch import Tensor, nn
 
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
+from lightning_osdp.engine.tensor_parallel.operator_run import SlicedRun
+from lightning_osdp.engine.tensor_parallel.unit import TensorUnit
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.state.guarded_parameter import local_data
 from tests.support.models import two_groups
 from tests.support.ranks import run_ranks
-from tests.support.tensor_models import SPLITS, Sample, Wide, loss_of, make_sample, split_sample, tensor_plan
+from tests.support.tensor_models import (
+    ATTENTION_SPLITS,
+    SPLITS,
+    Attending,
+    Sample,
+    Wide,
+    loss_of,
+    make_sample,
+    split_sample,
+    tensor_plan,
+)
 
 STEPS, MAX_NORM = 6, 0.5
 
 EVERYTHING = ("embed", "tags", "sets", "mlp", "conv", "head")
-TENSOR_SCOPES = {"mlp": ("mlp.gate", "mlp.up", "mlp.down"), "conv": ("conv.c_fc", "conv.c_proj")}
+ATTENTIONS = ("attention", "fused", "c_proj")
 
 
 @dataclass(frozen=True)
@@ -36,7 +49,8 @@ class Case:
     skipped: tuple[str, ...] = ()
     """What the last rank does not run in every second step."""
     frozen: tuple[str, ...] = ()
-    autocast: bool = False
+    attention: bool = False
+    """Of the model with attentions, some of whose ranks have masks and others none."""
 
 
 CASES = {
@@ -58,6 +72,12 @@ CASES = {
     "a table that a rank skips": Case(dict.fromkeys(EVERYTHING, 0), skipped=("tags", "conv"), ragged=True),
     "skipped and accumulated": Case(dict.fromkeys(EVERYTHING, 2), skipped=("mlp", "tags"), accumulation=2),
     "skipped and recomputed": Case(dict.fromkeys(EVERYTHING, 0), skipped=("conv",), recomputed=("mlp", "conv")),
+    "attentions": Case(dict.fromkeys(ATTENTIONS, 0), attention=True),
+    "attentions and more": Case(dict.fromkeys((*ATTENTIONS, "embed", "head"), 2), attention=True, accumulation=2),
+    "attentions with zdp": Case(dict.fromkeys(ATTENTIONS, 2), {"embed": Mode.ZDP, "head": Mode.ZDP2}, attention=True),
+    "attentions, other lengths": Case(dict.fromkeys((*ATTENTIONS, "head"), 0), ragged=True, attention=True),
+    "attentions recomputed": Case(dict.fromkeys(ATTENTIONS, 2), recomputed=("attention", "fused"), attention=True),
+    "attentions that a rank skips": Case(dict.fromkeys(ATTENTIONS, 2), skipped=ATTENTIONS, attention=True),
     "frozen": Case(dict.fromkeys(EVERYTHING, 2), frozen=("embed", "mlp.up", "head")),
 }
 
@@ -75,9 +95,9 @@ def skipped_by(case: Case, step: int, rank: int, ranks: int) -> tuple[str, ...]:
     return case.skipped if step % 2 and rank == ranks - 1 else ()
 
 
-def make_model(case: Case, seed: int = 1) -> tuple[Wide, torch.optim.Optimizer]:
+def make_model(case: Case, seed: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = Wide()
+    model = Attending() if case.attention else Wide()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(name.startswith(start) for start in case.frozen))
     optimizer = two_groups(model, lr=3e-3)
@@ -109,13 +129,32 @@ def train_plain(case: Case, ranks: int) -> dict[str, Any]:
     }
 
 
+def count_sliced_runs(engine: FairScaleEngine) -> Counter[str]:
+    """Counts runs with slices by unit from now on, where others are of whole weights."""
+    counts: Counter[str] = Counter()
+
+    def counting(unit: TensorUnit, start: Any) -> Any:
+        def count(*args: Any) -> Any:
+            run, numbers = start(*args)
+            counts[unit.label] += isinstance(run, SlicedRun)
+            return run, numbers
+
+        return count
+
+    for unit in engine._tensor_units:
+        vars(unit)["start"] = counting(unit, unit.start)
+    return counts
+
+
 def train_tensor_parallel(rank: int, ranks: int, case: Case) -> dict[str, Any]:
     model, optimizer = make_model(case, seed=1 + rank)
     identities = {name: id(parameter) for name, parameter in model.named_parameters()}
     degrees = {name: degree or ranks for name, degree in case.degrees.items()}
     engine = FairScaleEngine(torch.device("cpu"))
-    plan = tensor_plan(degrees, ranks, case.others, recomputed=case.recomputed)
+    splits = ATTENTION_SPLITS if case.attention else SPLITS
+    plan = tensor_plan(degrees, ranks, case.others, splits, recomputed=case.recomputed)
     engine.apply(model, plan, [optimizer])
+    num_sliced = count_sliced_runs(engine)
     local = {name: local_data(p).numel() for name, p in model.named_parameters()}
     losses, norms = [], []
     for step, by_rank in enumerate(samples_of(case, ranks)):
@@ -143,6 +182,7 @@ def train_tensor_parallel(rank: int, ranks: int, case: Case) -> dict[str, Any]:
         "states": engine.optimizer_state(optimizer),
         "logits": logits,
         "local": local,
+        "num_sliced": {name: num_sliced[name] for name in sorted(num_sliced)},
     }
 
 
@@ -181,6 +221,31 @@ def test_tensor_parallel_training_has_the_losses_norms_weights_and_states_of_pla
     assert states.keys() == expected["states"].keys()
     for number, entries in expected["states"].items():
         assert_same(states[number]["exp_avg"], entries["exp_avg"], f"exp_avg of {number}")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("all", STEPS + 1), ("batches that differ", STEPS + 1), ("a pair that a rank skips", STEPS + 1)],
+)
+def test_ranks_that_run_the_same_run_it_with_slices(
+    runs: tuple[int, dict[str, list[dict[str, Any]]]], name: str, expected: int
+) -> None:
+    for rank, result in enumerate(runs[1][name]):
+        counts = dict(result["num_sliced"])
+        if CASES[name].skipped and rank // 2 == (runs[0] - 1) // 2:  # the group of the rank that skips
+            assert counts.pop("mlp") == expected - STEPS // 2
+        assert counts == dict.fromkeys(counts, expected)
+
+
+def test_attention_runs_with_slices_where_all_ranks_have_a_mask_or_none_has(
+    runs: tuple[int, dict[str, list[dict[str, Any]]]],
+) -> None:
+    case = CASES["attentions"]
+    has_mask = [[bool((s["tokens"] < 4).any()) for s in by_rank] for by_rank in samples_of(case, runs[0])]
+    alike = sum(len(set(by_rank)) == 1 for by_rank in has_mask)
+    assert 0 < alike < STEPS
+    for result in runs[1]["attentions"]:
+        assert result["num_sliced"] == {"attention": alike + 1, "fused": alike + 1}
 
 
 @pytest.mark.parametrize("name", ["all", "all of degree 2"])

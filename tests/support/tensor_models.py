@@ -69,6 +69,59 @@ class Wide(nn.Module):
         return self.head(x)
 
 
+class SelfAttention(nn.Module):
+    """Query, key and value by a Linear each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.q, self.k, self.v = (nn.Linear(FEATURES, FEATURES, bias=False) for _ in range(3))
+        self.o = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        b, s, _ = hidden.shape
+        q, k, v = (each(hidden).view(b, s, self.heads, -1).transpose(1, 2) for each in (self.q, self.k, self.v))
+        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.o(y.transpose(1, 2).reshape(b, s, -1))
+
+
+class FusedAttention(nn.Module):
+    """As in GPT-2: a fused projection, whose width is an attribute; the row operator is outside of the scope."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.split_size, self.heads = Conv1D(3 * FEATURES, FEATURES), FEATURES, 4
+
+    def forward(self, hidden: Tensor, *, mask: Tensor | None = None) -> tuple[Tensor, None]:
+        b, s, _ = hidden.shape
+        parts = self.c_attn(hidden).split(self.split_size, dim=2)
+        q, k, v = (each.view(b, s, self.heads, -1).transpose(1, 2) for each in parts)
+        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return y.transpose(1, 2).reshape(b, s, -1), None
+
+
+class Attending(nn.Module):
+    """Two attentions. As in transformers, a mask that masks nothing is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, FEATURES)
+        self.attention, self.fused, self.c_proj = SelfAttention(), FusedAttention(), Conv1D(FEATURES, FEATURES)
+        self.norm, self.head = nn.LayerNorm(FEATURES), nn.Linear(FEATURES, TOKENS)
+
+    def forward(self, sample: Sample, skipped: Sequence[str] = ()) -> Tensor:
+        """Returns logits (b, s, TOKENS), without what is ``skipped``."""
+        tokens = sample["tokens"]
+        is_padding = (tokens < 4)[:, None, None]
+        mask = ~is_padding | torch.eye(tokens.shape[1], dtype=torch.bool) if is_padding.any() else None
+        x = self.embed(tokens)
+        if "attention" not in skipped:
+            x = x + self.attention(self.norm(x), mask)
+        if "fused" not in skipped:
+            x = x + self.c_proj(self.fused(self.norm(x), mask=mask)[0])
+        return self.head(x)
+
+
 def loss_of(model: nn.Module, sample: Sample, skipped: Sequence[str] = ()) -> Tensor:
     """Cross entropy of the token before."""
     logits = model(sample, skipped)
@@ -110,6 +163,27 @@ SPLITS: dict[str, tuple[TensorRole, str | None]] = {
 }
 """How each operator of ``Wide`` is cut."""
 
+ATTENTION_SPLITS: dict[str, tuple[TensorRole, str | None]] = {
+    "embed": (TensorRole.EMBEDDING, None),
+    "attention.q": (TensorRole.COLUMN, "attention"),
+    "attention.k": (TensorRole.COLUMN, "attention"),
+    "attention.v": (TensorRole.COLUMN, "attention"),
+    "attention.o": (TensorRole.ROW, "attention"),
+    "fused.c_attn": (TensorRole.COLUMN, "fused"),
+    "c_proj": (TensorRole.ROW, "fused"),
+    "head": (TensorRole.LINEAR, None),
+}
+"""How each operator of ``Attending`` is cut."""
+
+SCOPES = {
+    "attention": TensorScope(attributes=("attention.heads",), needs_agreement=True),
+    "fused": TensorScope(attributes=("fused.split_size", "fused.heads"), needs_agreement=True),
+}
+"""What scopes need besides."""
+
+PARTS = {"fused.c_attn": 3}
+"""Parts of fused projections."""
+
 
 def tensor_plan(
     degrees: Mapping[str, int],
@@ -122,9 +196,12 @@ def tensor_plan(
     operators = []
     for name, (role, scope) in splits.items():
         degree = next((degree for start, degree in degrees.items() if name.startswith(start)), 0)
-        split = TensorSplit(degree=degree, role=role, scope=scope) if degree else None
+        split = TensorSplit(degree=degree, role=role, scope=scope, parts=PARTS.get(name, 1)) if degree else None
         mode = Mode.TP if split is not None else (others or {}).get(name, Mode.DP)
         operators.append(OperatorPlan(name=name, slices=(mode,), num_parameters=0, tensor=split))
     scopes = {op.tensor.scope for op in operators if op.tensor is not None and op.tensor.scope is not None}
-    changes = {"operators": tuple(operators), "tensor_scopes": {name: TensorScope() for name in scopes}} | changes
+    changes = {
+        "operators": tuple(operators),
+        "tensor_scopes": {name: SCOPES.get(name, TensorScope()) for name in scopes},
+    } | changes
     return hand_made_plan({}, ranks).model_copy(update=changes)
