@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_osdp
 
-TABLES = {"user": 80_000, "item": 60_000, "shop": 20_000, "city": 2_000, "hour": 24}  # rows of each table
+TABLES = {"user": 160_000, "item": 120_000, "shop": 40_000, "city": 2_000, "hour": 24}  # rows of each table
 NUMBERS = 8  # features that are no categories
 
 FIRST_STEPS_BYTES = 32 << 20  # what libraries take besides at the first steps
@@ -73,7 +73,7 @@ class Recommender(L.LightningModule):
 class Clicks(L.LightningDataModule):
     """Made-up clicks: a few users, items and shops are in most of them, as in real ones."""
 
-    def __init__(self, batch_size: int = 512, training_rows: int = 1 << 17) -> None:
+    def __init__(self, batch_size: int = 512, training_rows: int = 1 << 16) -> None:
         super().__init__()
         self.batch_size = batch_size  # the strategy sets it when it is asked to choose
         self.training_rows = training_rows
@@ -126,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a recommender under a memory limit.")
     parser.add_argument("--devices", type=int, default=2, help="number of processes")
     parser.add_argument("--memory-limit", help="per process: 700MiB, auto; default: less than DDP needs, by prediction")
-    parser.add_argument("--max-steps", type=int, default=100)
+    parser.add_argument("--max-steps", type=int, default=60)
     args = parser.parse_args()
     L.seed_everything(1)
     model, data = Recommender(), Clicks()
@@ -137,7 +137,7 @@ def main() -> None:
         strategy=lightning_osdp.OSDPStrategy(memory_limit=limit, batch_size=data.batch_size),
         callbacks=[callback()],
         max_steps=args.max_steps,
-        val_check_interval=min(args.max_steps, 50),
+        val_check_interval=min(args.max_steps, 30),
         num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
