@@ -62,11 +62,18 @@ class BucketedAllReduce:
         group: the process group to average over.
         sync: while it is paused, each rank accumulates its own gradients.
         before_finish: called before what is left of a backward pass is reduced.
+        dtype: the type in which gradients are reduced; None for their own.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], group: Any, sync: GradientSync, before_finish: Callable[[], None]
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: Any,
+        sync: GradientSync,
+        before_finish: Callable[[], None],
+        dtype: torch.dtype | None = None,
     ) -> None:
+        self._dtype = dtype
         self._group, self._sync, self._before_finish = group, sync, before_finish
         self._world_size: int = group.size()
         self._parameters = list(parameters)
@@ -164,7 +171,7 @@ class BucketedAllReduce:
             buffer = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
         else:
             buffer = self._pack(bucket)
-        bucket.buffer = buffer.detach()
+        bucket.buffer = buffer.detach().to(self._dtype or buffer.dtype)
         bucket.work = all_reduce_async(bucket.buffer, self._group)
 
     def _pack(self, bucket: _Bucket) -> Tensor:
@@ -172,9 +179,17 @@ class BucketedAllReduce:
             torch.zeros_like(p).flatten() if p.grad is None else p.grad.detach().flatten() for p in bucket.parameters
         ]
         if bucket is self._buckets[-1]:
-            is_present = [float(p.grad is not None) for bucket in self._buckets for p in bucket.parameters]
-            parts.append(parts[0].new_tensor(is_present))
+            parts.append(self._presence_flags(parts[0]))
         return torch.cat(parts)
+
+    def _presence_flags(self, like: Tensor) -> Tensor:
+        """Return 1 for each parameter that has a gradient and 0 for others, made on the device: copies would wait."""
+        parameters = [p for bucket in self._buckets for p in bucket.parameters]
+        flags = like.new_ones(len(parameters))
+        for index, parameter in enumerate(parameters):
+            if parameter.grad is None:
+                flags[index].zero_()
+        return flags
 
     def _clear_absent_gradients(self, absent: list[nn.Parameter]) -> None:
         """Remove the zero gradients of parameters that had no gradient on any rank."""
@@ -191,6 +206,7 @@ def _wait_and_unpack(bucket: _Bucket) -> None:
     """Wait for the reduction and make each parameter's part of the buffer its gradient, without a copy."""
     bucket.work.wait()
     assert bucket.buffer is not None
+    bucket.buffer = bucket.buffer.to(bucket.parameters[0].dtype)
     if bucket.unbucketed:
         bucket.parameters[0].grad = bucket.buffer
         return

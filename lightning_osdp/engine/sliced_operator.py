@@ -65,6 +65,8 @@ class WeightSlice(ForwardStage):
         self.full_parameter = full_parameter
         self.on_gradient_reduced: Callable[[], bool] = lambda: False
         """Called when this slice's gradient is reduced; returns whether the full parameter's is complete now."""
+        self.read_weight: Callable[[], Tensor] = lambda: self.weight
+        """Returns what the product reads; its unit may gather a cast of the weight."""
         self._product = product
         self._range = slice(0, 0)
         self._backward_reached = False
@@ -109,7 +111,7 @@ class WeightSlice(ForwardStage):
         return flat.detach().view(-1)[self._range].view(self.weight.shape)
 
     def _run(self, *inputs: Any) -> Tensor:
-        output = self._product(self.weight, *inputs, on_weight_unused=self._on_weight_unused)
+        output = self._product(self.read_weight(), *inputs, on_weight_unused=self._on_weight_unused)
         if output.requires_grad:
             self._num_pending_runs += 1
             # Before the unit's own hook, which is registered when this returns: hooks run in that order.
@@ -248,7 +250,7 @@ class SlicedOperator:
 
     def _multiply_input_slices(self, x: Tensor) -> Tensor:
         """Return the sum of the slices' products with x (..., in), cut along ``in``."""
-        rows = _cast_for_autocast(x.reshape(-1, x.shape[-1]))  # (n, in)
+        rows = cast_for_autocast(x.reshape(-1, x.shape[-1]))  # (n, in)
         y: Tensor | None = None
         columns_by_slice = torch.split(rows, [place.size for place in self.layout.slices], dim=1)
         for columns, weight_slice in zip(columns_by_slice, self._slices, strict=True):
@@ -258,7 +260,7 @@ class SlicedOperator:
 
     def _multiply_output_slices(self, x: Tensor) -> Tensor:
         """Return the slices' products with x (..., in), concatenated."""
-        rows = _cast_for_autocast(x.reshape(-1, x.shape[-1]))  # (n, in)
+        rows = cast_for_autocast(x.reshape(-1, x.shape[-1]))  # (n, in)
         y = torch.cat([weight_slice.forward(rows, None) for weight_slice in self._slices], dim=1)  # (n, out)
         return self._add_bias(y).view(*x.shape[:-1], y.shape[1])
 
@@ -299,7 +301,7 @@ def check_slicing(operator: OperatorPlan, module: nn.Module) -> None:
         )
 
 
-def _cast_for_autocast(x: Tensor) -> Tensor:
+def cast_for_autocast(x: Tensor) -> Tensor:
     """Cast as autocast would for a matrix product, once instead of once for each slice."""
     device_type = x.device.type
     if torch.is_autocast_enabled(device_type) and x.is_floating_point() and x.dtype != torch.float64:

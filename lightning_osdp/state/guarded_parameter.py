@@ -42,6 +42,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_osdp.errors import OSDPWarning, ShardingError
 from lightning_osdp.state.shard_layout import ShardLayout
+from lightning_osdp.state.stored_tensor import StoredTensor, read_values
 
 _GUARD = "_osdp_guard"
 """Attribute of a guarded parameter that holds its ``ShardGuard``."""
@@ -289,6 +290,16 @@ class _OutsideRead(torch.autograd.Function):
         return None, None
 
 
+class ValuesOnDemand:
+    """A parameter whose unit runs, but has not gathered it as it is; it is asked before guarded ones are."""
+
+    __slots__ = ()
+
+    def show_values(self) -> None:
+        """Have the unit gather the parameter, which is an ordinary one then."""
+        raise NotImplementedError
+
+
 class _Dispatched:
     """A tensor whose functions ``guarded_functions`` runs, and whose copies are ordinary tensors."""
 
@@ -297,6 +308,10 @@ class _Dispatched:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See ``guarded_functions.dispatch``."""
+        if StoredTensor in types:
+            read_values(args, kwargs)
+        if any(issubclass(kind, ValuesOnDemand) for kind in types):
+            return NotImplemented
         with without_guards():
             return guarded_functions.dispatch(func, args, kwargs or {})
 

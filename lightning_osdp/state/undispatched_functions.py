@@ -6,7 +6,7 @@ a guarded tensor's stand-in for its values, which is NaN, or exchange a part for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.jit import _builtins as jit_builtins
 from torch.utils import _device
 
 from lightning_osdp.state.guarded_functions import gather_for_transform, refuse_collective, run_on_full
-from lightning_osdp.state.guarded_parameter import _Dispatched, guard_behind, is_guarded, without_guards
+from lightning_osdp.state.guarded_parameter import ValuesOnDemand, _Dispatched, guard_behind, is_guarded, without_guards
 
 _is_prepared = False
 
@@ -60,6 +60,7 @@ def _on_full(function: Callable[..., Any], first: int = 0) -> Callable[..., Any]
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
+        _show_values((*args, *kwargs.values()))
         if not any(isinstance(value, _Dispatched) for value in (*args[first:], *kwargs.values())):
             return function(*args, **kwargs)
         with without_guards():
@@ -68,9 +69,16 @@ def _on_full(function: Callable[..., Any], first: int = 0) -> Callable[..., Any]
     return run
 
 
+def _show_values(arguments: Iterable[Any]) -> None:
+    for value in arguments:
+        if isinstance(value, ValuesOnDemand):
+            value.show_values()
+
+
 def _refused(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
+        _show_values(args)
         for value in args:
             if is_guarded(value):
                 raise guard_behind(value).refusal(f"{function.__name__} needs its memory as a whole")
@@ -82,6 +90,7 @@ def _refused(function: Callable[..., Any]) -> Callable[..., Any]:
 def _on_gathered_first(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def run(tensor: Any, *args: Any) -> Any:
+        _show_values((tensor,))
         return function(gather_for_transform(tensor) if isinstance(tensor, _Dispatched) else tensor, *args)
 
     return run
@@ -89,6 +98,7 @@ def _on_gathered_first(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _without_collectives(check: Callable[..., None]) -> Callable[..., None]:
     def check_and_refuse(param: Any, param_name: str) -> None:
+        _show_values([param] if isinstance(param, Tensor) else param)
         refuse_collective(param)
         check(param, param_name)
 

@@ -14,6 +14,7 @@ from torch import nn
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.files import describe_error
+from lightning_osdp.planning.spec.model import ReduceDtype
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.strategy import precision
 
@@ -38,6 +39,23 @@ def validate_choice(name: str, value: str, choices: Sequence[str]) -> str:
     if value not in choices:
         raise ConfigurationError(f"{name}={value!r} is not known: use {' or '.join(map(repr, choices))}")
     return value
+
+
+REDUCE_DTYPES: dict[object, ReduceDtype] = {None: "", "fp32": "float32", "bf16": "bfloat16"}
+"""Values that ``reduce_dtype`` may have."""
+
+
+def parse_reduce_dtype(value: object) -> ReduceDtype:
+    """Return the type in which gradients are to be reduced over the ranks; empty for their own.
+
+    Raises:
+        ConfigurationError: ``value`` is no type that gradients can be reduced in.
+    """
+    if not (value is None or isinstance(value, str)) or value not in REDUCE_DTYPES:
+        raise ConfigurationError(
+            f"reduce_dtype={value!r} is not known: use 'fp32', 'bf16', or None for the gradients' own type"
+        )
+    return REDUCE_DTYPES[value]
 
 
 def reject_unsupported(trainer: pl.Trainer, plugin: Precision) -> None:

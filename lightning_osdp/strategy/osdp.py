@@ -50,7 +50,7 @@ from lightning_osdp.strategy.dataloader import apply_batch_size
 from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
 from lightning_osdp.strategy.monitor import PredictionMonitor
 from lightning_osdp.strategy.plan_logging import write_and_log_plan
-from lightning_osdp.strategy.plan_resolution import RunRequest, replan, resolve_plan
+from lightning_osdp.strategy.plan_resolution import RunRequest, read_step_on_ranks, replan, resolve_plan
 from lightning_osdp.strategy.planning_options import PlanningOptions, check_and_read_plan
 from lightning_osdp.strategy.run_end import HandoverStrategy
 from lightning_osdp.strategy.run_warnings import RunWarnings
@@ -93,6 +93,7 @@ class OSDPStrategy(HandoverStrategy):
             loader's own batch size leaves no more, it is the largest that is searched.
         sample_batches: batches that are read before training: the largest decides memory, the typical one time.
         sample_batch: a batch to plan for instead, as the loader would give it.
+        reduce_dtype: ``"fp32"`` or ``"bf16"`` to reduce gradients in over the ranks; None for their own type.
         cache: folder of measurements; None for one in the user's cache folder, ``""`` to cache nothing.
         timeout: timeout of the process group; None for 30 minutes.
         process_group_backend: None for NCCL on CUDA and gloo on the CPU.
@@ -120,6 +121,7 @@ class OSDPStrategy(HandoverStrategy):
         min_steps_per_epoch: int = 100,
         sample_batches: int = 8,
         sample_batch: Any = None,
+        reduce_dtype: str | None = None,
         cache: str | Path | None = None,
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
@@ -153,6 +155,7 @@ class OSDPStrategy(HandoverStrategy):
             min_steps_per_epoch,
             sample_batches,
             sample_batch,
+            reduce_dtype,
         )
         self._given_plan = plan
         self._broadcasts_buffers = broadcast_buffers
@@ -240,7 +243,7 @@ class OSDPStrategy(HandoverStrategy):
         self.model = self.precision_plugin.convert_module(module)
         with isolate_rng(), display:  # planning must not change the run's own random numbers
             budget.begin_stage("reading batches")
-            data, context = ranks.raise_on_all_ranks(lambda: self._options.read_step(trainer, self.root_device))
+            data, context = read_step_on_ranks(ranks, self._options, trainer, self.root_device)
             request = RunRequest(
                 self._options,
                 self.constraints,

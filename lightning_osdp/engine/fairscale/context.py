@@ -17,8 +17,12 @@ from lightning_osdp.engine.fairscale.joinable_unit import before_reduction
 from lightning_osdp.engine.fairscale.unit_collectives import GradientReducer
 from lightning_osdp.engine.gradient_buckets import GradientSync
 from lightning_osdp.engine.optimizer_in_backward import BackwardOptimizer
+from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.state.guarded_parameter import GuardContext, without_guards
+
+REDUCE_DTYPES: dict[str, torch.dtype | None] = {"": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Types in which gradients are reduced, by their names in plans."""
 
 STREAM_NAMES = ("fp32_to_fp16", "all_gather", "post_backward")
 """Names under which FairScale looks its streams up."""
@@ -80,15 +84,26 @@ class EngineContext:
         self.params_summoned = False
         self.why_no_runs = ""  # set when a run is over and the module stays sharded
         self.owner: object = None  # the engine, which lives as long as the module is sharded
-        self.update_in_backward = plan.update_in_backward
+        self.update_in_backward, self.tensor_scopes = plan.update_in_backward, plan.tensor_scopes
         self.sync = GradientSync()
         self.backward_optimizer = BackwardOptimizer(self.sync)
         self.order = CollectiveOrder(group)
         self.guards = GuardContext(group, plan.update_in_backward)
         self.guards.before_access = self.order.before_access
-        self.reducer = GradientReducer(partial(before_reduction, self.order))
+        self.reducer = GradientReducer(partial(before_reduction, self.order), REDUCE_DTYPES[plan.reduce_dtype])
         choices = [operator.choice for operator in sharded_operators(plan)]
         self.communicator_factory = CommunicatorFactory(group, device, choices, plan.cluster, self.sync)
         self.streams = create_streams(device, STREAM_NAMES, fairscale_module)
         self.backward_passes = _BackwardPasses(self.reducer, self.streams)
         self.prefetch_limiter = create_prefetch_limiter(device)
+
+    def check_run(self) -> None:
+        """Refuse to run a module that must not run now.
+
+        Raises:
+            ShardingError: its run is over, or its parameters are shown whole.
+        """
+        if self.why_no_runs:
+            raise ShardingError(self.why_no_runs)
+        if self.params_summoned:
+            raise ShardingError("the model can't run while its parameters are shown whole: leave that context first")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ class JoinableUnit:
     process_group_reduce_scatter: Any
     _use_stream: Any
     _lazy_init: Any
+    _shards: Any
     _free_full_params: Any
     _post_reduction_hook: Any
     _inter_node_all_reduce: Any
@@ -35,15 +36,20 @@ class JoinableUnit:
         self._index = self._context.order.register(self)
         self.param_indices = {parameter: index for index, parameter in enumerate(parameters)}
 
-    def join_gather(self, indices: Sequence[int]) -> None:
+    def join_gather(self, indices: Sequence[int], as_is: bool = False) -> None:
         """Take part in a gather that other ranks need, and free its result."""
         with without_guards(), self._use_stream("all_gather"):
             self._lazy_init()
             if self._coalesced_gather.is_started:  # on all ranks
                 self._free_full_params()
-                return
-            shards = [self.params[index]._fp32_shard for index in indices or range(len(self.params))]
-            self._coalesced_gather.gather_and_free(shards)
+                if not as_is:
+                    return
+            params = [self.params[index] for index in indices or range(len(self.params))]
+            self._coalesced_gather.gather_and_free(self._shards(params, as_is))
+
+    def can_run(self, ranks: Collection[int], indices: Sequence[int]) -> bool:
+        """Return that any ranks are enough: others take part with zeros."""
+        return True
 
     def join_reduction(self, indices: Sequence[int]) -> None:
         """Contribute zero to gradients that other ranks have, and take this rank's part of the result.
@@ -56,7 +62,8 @@ class JoinableUnit:
             self._lazy_init()
             if self._weight_slice is not None:
                 self._weight_slice.bind_gradient()
-            shards = reduce_zeros([p._fp32_shard for p in params], self.process_group_reduce_scatter)
+            own = [p._fp32_shard for p in params]
+            shards = reduce_zeros(own, self.process_group_reduce_scatter, self._context.reducer.dtype)
             if self._context.update_in_backward and self._in_graph and not self._finished:
                 raise ShardingError(
                     f"ranks run {self.label} in another order in their backward passes, but the plan updates it as "

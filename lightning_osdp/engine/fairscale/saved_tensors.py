@@ -17,11 +17,13 @@ after each node.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from lightning_osdp.state.guarded_parameter import without_guards
 
 _autograd = torch._C._autograd
 
@@ -29,16 +31,29 @@ NO_PASS = -1
 """What stands for the number of a backward pass where none is running."""
 
 
+class GatheredValues(NamedTuple):
+    """What a parameter's unit gathers of it."""
+
+    parameter: Any
+    as_is: bool
+    """Whether it is gathered in its own type."""
+    is_stand_in: bool = False
+    """Whether a tensor of this storage only stands for the values."""
+
+
 class SavingUnit(Protocol):
     """What the hooks need of a unit."""
 
-    def find_parameter(self, storage: int) -> nn.Parameter | None:
-        """Return the parameter whose gathered values have this storage."""
+    def find_values(self, storage: int) -> GatheredValues | None:
+        """Return what has this storage if it is gathered by the unit."""
+
+    def note_saved(self, values: GatheredValues) -> None:
+        """Note that a backward pass will read these."""
 
     def begin_backward(self) -> None:
         """Gather the parameters, since a backward pass has reached the unit."""
 
-    def unshard_for_backward(self, parameter: nn.Parameter) -> None:
+    def unshard_for_backward(self, values: GatheredValues) -> None:
         """Gather one parameter, if it is not."""
 
     def reshard_after_last_use(self, parameter: nn.Parameter) -> None:
@@ -48,18 +63,20 @@ class SavingUnit(Protocol):
 class _SavedParameter:
     """A view of a gathered parameter, or all of it."""
 
-    __slots__ = ("last_use_pass", "parameter", "unit", "version", "view")
+    __slots__ = ("last_use_pass", "unit", "values", "version", "view")
 
-    def __init__(self, unit: SavingUnit, parameter: nn.Parameter, view: Tensor) -> None:
-        self.unit, self.parameter, self.version = unit, parameter, view._version
+    def __init__(self, unit: SavingUnit, values: GatheredValues, view: Tensor) -> None:
+        if values.is_stand_in:
+            view = values.parameter._full_view.data  # whose version no gather changes
+        self.unit, self.values, self.version = unit, values, view._version
         # Autograd hands in a frozen parameter itself, which will show its part later.
-        self.view = view.detach() if view is parameter else view
+        self.view = view.detach() if view is values.parameter else view
         self.last_use_pass = NO_PASS
 
     def __del__(self) -> None:
         # Autograd frees it after the node that has read it, unless the graph is retained.
         if self.last_use_pass != NO_PASS and self.last_use_pass == current_pass():
-            self.unit.reshard_after_last_use(self.parameter)
+            self.unit.reshard_after_last_use(self.values.parameter)
 
 
 class SavedTensorHooks:
@@ -86,12 +103,15 @@ class SavedTensorHooks:
         _autograd._pop_saved_tensors_default_hooks()
 
     def _pack(self, tensor: Tensor) -> Any:
-        storage = _storage_of(tensor)
-        parameter = self.unit.find_parameter(storage) if storage is not None else None
-        if parameter is not None:
-            if not parameter.requires_grad and not is_in_backward():
-                self._pending_uses[parameter] = self._pending_uses.get(parameter, 0) + 1
-            return _SavedParameter(self.unit, parameter, tensor)
+        with without_guards():
+            storage = _storage_of(tensor)
+            values = self.unit.find_values(storage) if storage is not None else None
+            if values is not None:
+                self.unit.note_saved(values)
+                parameter = values.parameter
+                if not parameter.requires_grad and not is_in_backward():
+                    self._pending_uses[parameter] = self._pending_uses.get(parameter, 0) + 1
+                return _SavedParameter(self.unit, values, tensor)
         if self._outer is not None:
             return self._outer[1], self._outer[0](tensor)
         return tensor, tensor._version
@@ -101,7 +121,7 @@ class SavedTensorHooks:
             SavedTensorHooks(self.unit, self._pending_uses).push()
         self.unit.begin_backward()
         if isinstance(saved, _SavedParameter):
-            self.unit.unshard_for_backward(saved.parameter)
+            self.unit.unshard_for_backward(saved.values)
             self._note_use(saved)
             return _check_version(saved.view, saved.version)
         first, second = saved
@@ -111,9 +131,9 @@ class SavedTensorHooks:
         return _check_version(first, second)
 
     def _note_use(self, saved: _SavedParameter) -> None:
-        pending = self._pending_uses.get(saved.parameter)
+        pending = self._pending_uses.get(saved.values.parameter)
         if pending is not None:
-            self._pending_uses[saved.parameter] = pending - 1
+            self._pending_uses[saved.values.parameter] = pending - 1
             saved.last_use_pass = current_pass() if pending <= 1 else NO_PASS
 
 

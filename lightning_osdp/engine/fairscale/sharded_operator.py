@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_osdp.engine.fairscale.communicators import UnitCommunicators
 from lightning_osdp.engine.fairscale.context import EngineContext
+from lightning_osdp.engine.fairscale.low_precision import DTYPES
 from lightning_osdp.engine.fairscale.unit import FairScaleUnit
 from lightning_osdp.engine.sliced_operator import ForwardStage, SlicedOperator
 from lightning_osdp.planning.spec.choices import Mode
@@ -24,6 +25,7 @@ from lightning_osdp.planning.spec.model import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.state.flat_layout import FlatPaddedLayout
 from lightning_osdp.state.guarded_parameter import GuardContext, ShardGuard
+from lightning_osdp.state.state_dict import ShardedParameters
 
 NestedOperators = Mapping[str, Sequence[str]]
 """The operators inside of each operator that encloses others, by name."""
@@ -84,8 +86,7 @@ class ShardedOperator:
     Args:
         name: the unit's name: of the operator, or of the block.
         module: the operator, or the block whose operators share a unit.
-        parameters: the large parameters of all these operators, unsharded and on the device.
-        plan: what was decided for the operator, or for each of them alike.
+        plans: what was decided for each operator by its large parameters: the same, but for how they are read.
         communicators: communicators of the units.
         context: what all units of the engine share.
         is_recomputed: whether the operator lies in a block that is recomputed.
@@ -95,13 +96,13 @@ class ShardedOperator:
         self,
         name: str,
         module: nn.Module,
-        parameters: list[nn.Parameter],
-        plan: OperatorPlan,
+        plans: Mapping[nn.Parameter, OperatorPlan],
         communicators: UnitCommunicators,
         context: EngineContext,
         is_recomputed: bool,
     ) -> None:
-        self._module = module
+        self._module, parameters = module, list(plans)
+        plan = plans[parameters[0]]
         self._original_forward = vars(module).get("forward")
         self._original_attributes = {parameter: set(vars(parameter)) for parameter in parameters}
         self.layouts = {p: FlatPaddedLayout.create_sharded(p.shape, communicators.group) for p in parameters}
@@ -110,7 +111,11 @@ class ShardedOperator:
 
         def make_unit(stage: nn.Module | ForwardStage, parameters: list[nn.Parameter], mode: Mode) -> None:
             label = name if len(plan.slices) == 1 else f"{name} (slice {len(self.units) + 1})"
-            self.units.append(FairScaleUnit(stage, parameters, mode, communicators, context, is_recomputed, label))
+            read = {p: plans.get(p, plan) for p in parameters if not isinstance(stage, ForwardStage) or p not in plans}
+            dtypes = {p: DTYPES[own.compute_dtype] for p, own in read.items() if own.compute_dtype in DTYPES}
+            unread = {p for p, own in read.items() if not own.gathers_in_backward}
+            facts = (mode, communicators, context, is_recomputed, label, dtypes, unread)
+            self.units.append(FairScaleUnit(stage, parameters, *facts))
 
         if len(plan.slices) == 1:
             make_unit(module, parameters, Mode(plan.slices[0]))
@@ -142,11 +147,7 @@ class ShardedOperator:
     def unshard(self, optimizers: Iterable[Optimizer]) -> None:
         """Gather parameters and their optimizer states for good and restore the operator as it was. Collective."""
         for optimizer in optimizers:
-            for parameter, layout in self.layouts.items():
-                state = optimizer.state.get(parameter, {})
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and value.shape == parameter.shape:
-                        state[key] = layout.unshard(value)
+            ShardedParameters(self.layouts, None).unshard_state(optimizer)
         for unit in self.units:
             unit.detach_hooks()
         for parameter, layout in self.layouts.items():

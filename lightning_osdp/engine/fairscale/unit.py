@@ -40,14 +40,13 @@ ranks must gather the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from fairscale.nn.data_parallel import FullyShardedDataParallel, TrainingState
-from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_module
 from torch import Tensor, nn
 from torch._C._functorch import TransformType
 
@@ -57,6 +56,7 @@ from lightning_osdp.engine.fairscale.context import EngineContext
 from lightning_osdp.engine.fairscale.joinable_unit import JoinableUnit, set_gradient_aside, show_gradient
 from lightning_osdp.engine.fairscale.saved_tensors import (
     NO_PASS,
+    GatheredValues,
     SavedTensorHooks,
     active_unit,
     current_pass,
@@ -64,21 +64,18 @@ from lightning_osdp.engine.fairscale.saved_tensors import (
     is_in_backward,
 )
 from lightning_osdp.engine.fairscale.unit_collectives import CoalescedAllGather, CoalescedReduceScatter
+from lightning_osdp.engine.fairscale.unit_parameters import ShardedParameter, UnitParameters
 from lightning_osdp.engine.replaced_method import replace_method
 from lightning_osdp.engine.sliced_operator import ForwardStage, WeightSlice, refuse_transforms
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
-from lightning_osdp.state.guarded_parameter import guard_of, opened, without_guards
-
-ShardedParameter: TypeAlias = Any
-"""A ``Parameter`` with FairScale's attributes, and ``_full_view``: its gathered values, if they are there."""
-
+from lightning_osdp.state.guarded_parameter import without_guards
 
 UNIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Data types that the parameters of a unit may have."""
 
 
-class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[misc]
+class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # type: ignore[misc]
     """One FairScale instance around one operator, or around a stage of a sliced operator.
 
     Args:
@@ -89,6 +86,8 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         context: what all units of the engine share.
         is_recomputed: whether the unit lies in a block that is recomputed.
         label: the unit's name in errors.
+        compute_dtypes: by parameter, the type in which autocast's casts of it are gathered (``low_precision``).
+        not_read_in_backward: parameters that the traced backward does not read.
     """
 
     training_state: TrainingState
@@ -102,6 +101,8 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         context: EngineContext,
         is_recomputed: bool = False,
         label: str = "a unit",
+        compute_dtypes: Mapping[nn.Parameter, torch.dtype] = MappingProxyType({}),
+        not_read_in_backward: Collection[nn.Parameter] = (),
     ) -> None:
         body, dtype = UnitBody(stage.forward, parameters), parameters[0].dtype
         self._coalesced_gather = CoalescedAllGather(communicators.gather)
@@ -129,6 +130,7 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
 
         self._context, self.label = context, label
         self._register(self.params)
+        self._prepare_parameters(compute_dtypes, not_read_in_backward)
         self._inter_node_all_reduce = communicators.inter_node_all_reduce
         self._is_recomputed = is_recomputed
         self._weight_slice = stage if isinstance(stage, WeightSlice) else None
@@ -136,13 +138,13 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         self._places = find_places(self._hooked_modules, parameters)
         self._num_running, self._in_graph = 0, False
         self._joined_pass = self._begun_pass = NO_PASS
-        self._shown_in_full: set[nn.Parameter] = set()
         self._finished: set[nn.Parameter] = set()
         self._pending_uses: dict[nn.Parameter, int] = {}
-        self._storages: dict[int, nn.Parameter] = {}
         if isinstance(stage, ForwardStage):
             stage.free_full_params = self._free_full_params
             stage.forward = self.forward
+            if self._weight_slice is not None and compute_dtypes:
+                self._weight_slice.read_weight = self._read_slice
         else:
             replace_method(stage, "_call_impl", partial(self._run, stage._call_impl))
             replace_method(stage, "forward", self.forward)
@@ -157,7 +159,8 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         """
         if self.world_size == 1:
             return 0
-        gathers = 2 + int(self._is_recomputed) if self._orig_reshard_after_forward else 1
+        is_gathered_again = not all(p in self._not_read_in_backward for p in self.params)
+        gathers = 1 + is_gathered_again + self._is_recomputed if self._orig_reshard_after_forward else 1
         reductions = 2 if self._inter_node_all_reduce is not None else 1
         num_trainable = sum(int(p.requires_grad) for p in self.params)
         is_coalesced = isinstance(self.process_group_reduce_scatter, CoalescedReduceScatter)
@@ -169,10 +172,7 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
 
     def _run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """See Note [the run of a unit]."""
-        if self._context.why_no_runs:
-            raise ShardingError(self._context.why_no_runs)
-        if self._context.params_summoned:
-            raise ShardingError("the model can't run while its parameters are shown whole: leave that context first")
+        self._context.check_run()
         with_grad = torch.is_grad_enabled()
         if self.world_size == 1 or (self._num_running and (not with_grad or active_unit() is self)):
             return function(*args, **kwargs)
@@ -182,9 +182,13 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
             refuse_transforms("there are hooks on what autograd saves", {TransformType.Grad})
         with without_guards():
             self._lazy_init()
-        gathered, hidden = self._gather(self.params), [p for p in self.params if p not in self._shown_in_full]
+        reads_casts, hidden = self._reads_casts(), [p for p in self.params if p not in self._shown_in_full]
+        gathered = self._gather(self.params, as_is=not reads_casts)
+        if reads_casts:
+            self._show_casts(hidden)
         self._use_full_params(hidden)
         versions = [parameter._version for parameter in self.params]
+        casts_of_outer_run, self._casts_of_run = self._casts_of_run, {}
         hooks = SavedTensorHooks(self, self._pending_uses) if with_grad else None
         first_node = torch._C._autograd._get_sequence_nr()
         if hooks is not None:
@@ -198,10 +202,12 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
             outputs = function(*args, **kwargs)
         finally:
             self._num_running -= 1
+            self._casts_of_run = casts_of_outer_run
             if hooks is not None:
                 hooks.pop()
             if self._num_running == 0:
-                self._keep_changes(versions)
+                self._keep_changes(versions, self._has_module_hooks())
+                gathered, self._gathered_as_is = gathered + self._gathered_as_is, []
             if self.reshard_after_forward or not with_grad:
                 self._free_full_params(gathered)
             self._use_fp32_param_shard(hidden)
@@ -210,33 +216,22 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
             hook_results(outputs, first_node, self.begin_backward)
         return outputs
 
-    def _keep_changes(self, versions: Sequence[int]) -> None:
-        """Write this rank's part of parameters back that a hook or the operator itself has changed."""
-        has_hooks = any(module._forward_pre_hooks or module._forward_hooks for module in self._hooked_modules)
-        for parameter, version in zip(self.params, versions, strict=True):
-            full = parameter._full_view
-            is_assigned = parameter.data_ptr() != full.data_ptr()
-            if is_assigned:
-                full.copy_(parameter.data)
-            if is_assigned or has_hooks or parameter._version != version:  # ``.data`` counts no versions
-                shard = parameter._fp32_shard
-                begin = self.rank * shard.numel()
-                shard.view(-1).copy_(parameter._full_param_padded[begin : begin + shard.numel()])
+    def _has_module_hooks(self) -> bool:
+        return any(module._forward_pre_hooks or module._forward_hooks for module in self._hooked_modules)
+
+    def _read_slice(self) -> Tensor:
+        """Return what the product of a slice reads."""
+        (parameter,) = self.params
+        return self.cast_of(parameter) if parameter in self._shown_as_casts else parameter
 
     # The backward pass
-
-    def find_parameter(self, storage: int) -> ShardedParameter | None:
-        """Return the parameter whose gathered values have this storage."""
-        return self._storages.get(storage)
 
     def begin_backward(self, *_: object) -> None:
         """See Note [the backward of a unit]."""
         if self._begun_pass == current_pass():
             return
         self._begun_pass = self._join_pass()
-        awaited = [parameter for parameter in self.params if parameter not in self._finished]
-        self._gather(awaited)
-        self._use_full_params(awaited)
+        self._gather_for_backward()
 
     def _join_pass(self) -> int:
         """Have ``finish_pass`` called when the running backward pass is over, and return its number."""
@@ -247,9 +242,9 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
             self._context.backward_passes.join(number, self)
         return number
 
-    def unshard_for_backward(self, parameter: ShardedParameter) -> None:
+    def unshard_for_backward(self, values: GatheredValues) -> None:
         """Gather a parameter that a node needs though its gradient has come, or outside of a pass."""
-        self._gather([parameter])
+        self._gather([values.parameter], values.as_is)
 
     def reshard_after_last_use(self, parameter: ShardedParameter) -> None:
         """See Note [frozen parameters]."""
@@ -265,7 +260,7 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
             set_gradient_aside(parameter)
         has_hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
         if has_hooks and self._weight_slice is None:
-            self._gather([parameter])  # the user's hooks may read it
+            self._gather([parameter], as_is=True)  # the user's hooks may read it
         self._use_full_params([parameter])
         self.training_state = TrainingState.BACKWARD_POST
 
@@ -287,40 +282,6 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         self._use_fp32_param_shard()
         self.show_gradients()
 
-    def _use_full_params(self, params: Sequence[ShardedParameter] | None = None) -> None:
-        """Show the full shape of parameters, and their values if they are gathered."""
-        for parameter in self.params if params is None else params:
-            if parameter not in self._shown_in_full:
-                self._shown_in_full.add(parameter)
-                guard = guard_of(parameter)
-                if guard is not None:
-                    guard.open()
-                parameter.data = parameter._full_view
-
-    def _use_fp32_param_shard(self, params: Sequence[ShardedParameter] | None = None) -> None:
-        """Show this rank's part of parameters, unless the unit is running."""
-        if self._num_running:
-            return
-        for parameter in self.params if params is None else params:
-            if parameter in self._shown_in_full:
-                self._shown_in_full.discard(parameter)
-                guard = guard_of(parameter)
-                if guard is None:
-                    parameter.data = parameter._fp32_shard
-                else:
-                    guard.close(parameter._fp32_shard)
-
-    @property
-    def has_unsharded_params(self) -> bool:
-        """Return whether any parameter is gathered now; after a backward pass, those that it did not reach are."""
-        return self.world_size > 1 and any(_is_gathered(parameter) for parameter in self.params)
-
-    def adopt_shards(self) -> None:
-        """Use the data that parameters have now as their local shards."""
-        for parameter in self.params:
-            if hasattr(parameter, "_fp32_shard"):
-                parameter._fp32_shard = parameter.data
-
     def detach_hooks(self) -> None:
         """Remove the hooks through which the parameters lead to this unit, since another unit takes them."""
         for parameter in self.params:
@@ -331,6 +292,8 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         """Free gathered parameters if there are any."""
         self._joined_pass, self._begun_pass, self._in_graph = NO_PASS, NO_PASS, False
         self._pending_uses.clear()
+        self._saved.clear()
+        self._unread_casts.clear()
         if self.world_size > 1 and (self.has_unsharded_params or self._shown_in_full):
             self._free_full_params()
             self._use_fp32_param_shard()
@@ -342,63 +305,13 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
             self._context.parameters_changed = False
             super()._wait_for_previous_optim_step()
 
-    def _init_param_attributes(self, p: ShardedParameter) -> None:
-        if hasattr(p, "_fp32_shard"):
-            return
-        with opened([p]):
-            super()._init_param_attributes(p)
-        if p._is_sharded:
-            storage = p._full_param_padded.untyped_storage()
-            storage.resize_(p._full_param_padded.nbytes)
-            p._full_view = p._full_param_padded[: p._orig_size.numel()].view(p._orig_size)
-            storage.resize_(0)
-            self._storages[storage._cdata] = p
-
-    def _gather(self, params: Sequence[ShardedParameter]) -> list[ShardedParameter]:
-        """Gather those of the parameters that are not, and return them. Collective."""
-        is_started = self._coalesced_gather.is_started
-        missing = [p for p in params if is_started or not _is_gathered(p)]
-        if not missing or self.world_size == 1:
-            return []
-        indices = [self.param_indices[p] for p in missing] if len(missing) < len(self.params) else ()
-        self._context.order.before_gather(self._index, is_in_backward(), indices)
-        self._context.prefetch_limiter.before_gather()
-        with self._use_stream("all_gather"):
-            self._coalesced_gather.gather(self._allocate(missing), [p._fp32_shard for p in missing])
-        self.has_full_params = True
-        self._context.order.prefetch_next()
-        return missing
-
-    @contextmanager
-    def _use_stream(self, name: str) -> Iterator[None]:
-        cuda = fairscale_module.torch.cuda
-        if name != "all_gather":  # which depends on no compute
-            self._streams[name].wait_stream(cuda.current_stream())
-        with torch.no_grad(), cuda.stream(self._streams[name]):
-            yield
-        cuda.current_stream().wait_stream(self._streams[name])
-
-    @staticmethod
-    def _allocate(params: Sequence[ShardedParameter]) -> list[Tensor]:
-        outputs = [parameter._full_param_padded for parameter in params]
-        for output in outputs:
-            if output.untyped_storage().size() == 0:  # to resize to the same size would move it
-                output.untyped_storage().resize_(output.nbytes)
-        return outputs
-
-    def start_prefetch(self) -> None:
-        """Start to gather the parameters if the unit is prefetched and they are not there or on their way."""
-        if self._is_prefetched and not self._coalesced_gather.is_started and not self.has_unsharded_params:
-            with without_guards():
-                self._lazy_init()  # if only other ranks have run it
-            self._coalesced_gather.start(self._allocate(self.params), [p._fp32_shard for p in self.params])
-
     def _register_post_backward_hooks(self) -> None:
         # FairScale registers one more hook in every forward, and all of them are called in every backward: the node
         # that accumulates a parameter's gradient lives as long as the attribute that holds the hook.
         for parameter in self.params:
             if parameter.requires_grad:
-                node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+                with without_guards():
+                    node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
                 if getattr(parameter, "_shard_bwd_hook", (None,))[0] is not node:
                     before = node.register_prehook(partial(self._before_accumulation, parameter))
                     after = node.register_hook(partial(self._post_backward_hook, parameter))
@@ -423,18 +336,3 @@ class FairScaleUnit(FullyShardedDataParallel, JoinableUnit):  # type: ignore[mis
         show_gradient(param)  # FairScale would do this when the backward pass is over
         if self._weight_slice is None or self._weight_slice.on_gradient_reduced():
             optimizer.step_parameter(parameter)
-
-    def _free_full_params(self, params: Any = None) -> None:
-        params = self.params if params is None else params
-        if self._num_running or not params:
-            return
-        was_unsharded = self.has_full_params
-        self._coalesced_gather.wait()
-        super()._free_full_params(params)
-        if was_unsharded:
-            self._context.prefetch_limiter.after_free()
-
-
-def _is_gathered(parameter: ShardedParameter) -> bool:
-    padded = getattr(parameter, "_full_param_padded", None)
-    return padded is not None and padded.untyped_storage().size() > 0

@@ -89,27 +89,29 @@ class CoalescedReduceScatter(_RankedCommunicator[FlatCommunicator]):
     def __init__(self, communicator: FlatCommunicator, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(communicator)
         self._parameters = parameters
-        self._queued: list[tuple[Tensor, Callable[[Tensor], None]]] = []
+        self._queued: list[tuple[Tensor, Callable[[Tensor], None], torch.dtype]] = []
 
-    def enqueue(self, full_flat: Tensor, on_reduced: Callable[[Tensor], None]) -> bool:
-        """Queue a gradient for the next ``flush`` and return whether all have come."""
-        self._queued.append((full_flat, on_reduced))
+    def enqueue(
+        self, full_flat: Tensor, on_reduced: Callable[[Tensor], None], dtype: torch.dtype | None = None
+    ) -> bool:
+        """Queue a gradient for the next ``flush``, which hands it on in ``dtype``, and return whether all have come."""
+        self._queued.append((full_flat, on_reduced, dtype or full_flat.dtype))
         return len(self._queued) >= sum(parameter.requires_grad for parameter in self._parameters)
 
     @property
     def callbacks(self) -> list[Callable[[Tensor], None]]:
         """Return what is called with each queued gradient once it is reduced."""
-        return [on_reduced for _, on_reduced in self._queued]
+        return [on_reduced for _, on_reduced, _ in self._queued]
 
     def flush(self) -> None:
         """Reduce the queued gradients."""
         queued, self._queued = self._queued, []
-        inputs, callbacks = zip(*queued, strict=True)
+        inputs, callbacks, dtypes = zip(*queued, strict=True)
         outputs = [full_flat.new_empty(full_flat.numel() // self.size()) for full_flat in inputs]
         self.reduce_scatter_coalesced(outputs, inputs)
         del queued, inputs  # the full gradients are freed before callbacks, which may update parameters
-        for on_reduced, output in zip(callbacks, outputs, strict=True):
-            on_reduced(output)
+        for on_reduced, output, dtype in zip(callbacks, outputs, dtypes, strict=True):
+            on_reduced(output.to(dtype))
 
     def reduce_scatter_coalesced(self, outputs: Sequence[Tensor], full_flats: Sequence[Tensor]) -> None:
         """See ``collectives.reduce_scatter_coalesced``."""
@@ -125,10 +127,11 @@ class GradientReducer:
 
     Args:
         before_reduction: called before a reduction with the callbacks of those gradients that it reduces.
+        dtype: the type in which gradients are reduced; None for their own.
     """
 
-    def __init__(self, before_reduction: Callable[[Sequence[Any]], None]) -> None:
-        self._before_reduction = before_reduction
+    def __init__(self, before_reduction: Callable[[Sequence[Any]], None], dtype: torch.dtype | None = None) -> None:
+        self._before_reduction, self.dtype = before_reduction, dtype
         self._pending: Callable[[], None] | None = None
         self._queued_reduction: CoalescedReduceScatter | None = None
 
@@ -143,27 +146,34 @@ class GradientReducer:
         That happens at once, when the next reduction has started, or when the last gradient of the unit has come.
         """
         full_flat = merge_chunks(input_list)
+        own_dtype = full_flat.dtype
+        full_flat = full_flat.to(self.dtype or own_dtype)
+
+        def finish(output: Tensor) -> None:
+            callback_fn(output.to(own_dtype))
+
         if self._queued_reduction is not group:
             self._flush_queued()  # of a unit that this pass did not reach in full; there is never more than one
         if isinstance(group, CoalescedReduceScatter):
             self._queued_reduction = group
-            if group.enqueue(full_flat, callback_fn):
+            if group.enqueue(full_flat, callback_fn, own_dtype):
                 self._flush_queued()
             return
         self._before_reduction([callback_fn])
-        output = torch.empty_like(input_list[0])
+        output = full_flat.new_empty(full_flat.numel() // len(input_list))
         if not (isinstance(group, FlatCommunicator) and group.is_async):
             group.reduce_scatter(output, full_flat)
-            callback_fn(output)
+            del full_flat
+            finish(output)
             return
         work = reduce_scatter_async([output], [full_flat], group.group)
 
-        def finish() -> None:
+        def wait_and_finish() -> None:
             work.wait()
-            callback_fn(output)
+            finish(output)
 
         self._finish_pending()
-        self._pending = finish
+        self._pending = wait_and_finish
 
     def flush(self) -> None:
         """Complete all reductions."""
@@ -192,23 +202,26 @@ class GradientReducer:
         """Do nothing: there is no buffer to free, as FairScale's reducer has one."""
 
 
-def reduce_zeros(shards: Sequence[Tensor], group: Communicator | CoalescedReduceScatter) -> list[Tensor]:
+def reduce_zeros(
+    shards: Sequence[Tensor], group: Communicator | CoalescedReduceScatter, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """Take part in a reduction without gradients of one's own.
 
     Args:
         shards: of the parameters, as large as their gradients' shards.
         group: runs the unit's reductions.
+        dtype: the type in which gradients are reduced; None for their own.
 
     Returns:
         The shards of the other ranks' gradients.
     """
-    zeros = [shard.new_zeros(shard.numel() * group.size()) for shard in shards]
-    outputs = [shard.new_empty(shard.numel()) for shard in shards]
+    zeros = [shard.new_zeros(shard.numel() * group.size(), dtype=dtype or shard.dtype) for shard in shards]
+    outputs = [shard.new_empty(shard.numel(), dtype=dtype or shard.dtype) for shard in shards]
     if isinstance(group, CoalescedReduceScatter) or (isinstance(group, FlatCommunicator) and group.is_async):
         group.reduce_scatter_coalesced(outputs, zeros)
     else:
         group.reduce_scatter(outputs[0], zeros[0])
-    return outputs
+    return [output.to(shard.dtype) for output, shard in zip(outputs, shards, strict=True)]
 
 
 def merge_chunks(chunks: list[Tensor]) -> Tensor:

@@ -131,7 +131,7 @@ def coalesced_reduction_bytes(groups: Sequence[Sequence[ParamShard]], ranks: int
     for group in groups:
         gradients = sum(shard.gradient_bytes for shard in group)
         largest = max(largest, held + gradients)
-        held += gradients - sum(shard.parameter_bytes for shard in group)
+        held += gradients - sum(shard.bytes_before_gradient for shard in group)
     total = sum(shard.gradient_bytes for group in groups for shard in group)
     return max(largest, held + total * (1 + max(0, ranks - 2)) / ranks)
 
@@ -148,9 +148,10 @@ def prefetch_held(
         wrapped: Whether an operator stands for several that share a unit.
     """
     is_sharded, is_freed = footprints.eval_unsharded > 0, footprints.unsharded_while_running > 0
+    is_gathered_again = footprints.unsharded_in_backward > 0
     recomputed = np.append(recomputed_blocks, False)[runs.block] & (runs.recompute.stop > 0)
     # A shared unit is gathered once for its recomputed forward and its backward.
-    backward = is_freed & runs.has_backward & ~(recomputed & wrapped)
+    backward = is_gathered_again & runs.has_backward & ~(recomputed & wrapped)
     second_pass = ((runs.recompute, is_freed & recomputed), (runs.backward, backward))
     for passes in (((runs.forward, is_sharded),), second_pass):
         starts = np.concatenate([intervals.start[which] for intervals, which in passes])

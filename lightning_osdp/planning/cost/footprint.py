@@ -26,9 +26,11 @@ class Footprint(NamedTuple, Generic[T]):
     sharded_gradients: T
     """A rank's parts, after the operator's backward; none if they are used up in the backward pass."""
     unsharded_between_passes: T
-    """Unsharded parameters from its forward to its backward (zdp2)."""
+    """Unsharded parameters from its forward to its backward (zdp2), and autocast's casts of replicated ones."""
     unsharded_while_running: T
-    """Unsharded parameters while it runs forward or backward (zdp)."""
+    """Unsharded parameters while it runs forward (zdp)."""
+    unsharded_in_backward: T
+    """Those that it gathers again to run backward."""
     transient: T
     """Unsharded gradients and buffers of their reduction, while it runs backward."""
     forward_per_sample: T
@@ -49,6 +51,8 @@ class Footprint(NamedTuple, Generic[T]):
     """Trainable parameters that a rank's optimizer updates."""
     largest_local_trainable: T
     """The largest single one of these."""
+    replicated_casts: T
+    """Autocast's casts of replicated parameters, which are a part of ``unsharded_between_passes``."""
     eval_unsharded: T
     """Unsharded parameters while its forward runs without autograd, in every mode."""
     checkpoint_tensor: T
@@ -95,7 +99,7 @@ def footprint(
     waits = Mode.DP in choice.slices or choice.scope == ShardingScope.NODE
     ranks, shards = sharding_ranks(cluster, choice.scope), shards_of(operator, choice)
     copies = 1 + all_gather_copy_factor(cluster, choice.scope, choice.hierarchical)
-    gathered = [copies * unit.parameter_bytes for unit in shards.units]
+    gathered = [copies * unit.gathered_bytes for unit in shards.units]
     in_backward, update_sizes = updated_in_backward and not waits, _update_sizes(shards, ranks)
     layout = _Layout(operator, choice, cluster, shards, gathered, ranks, in_backward, update_sizes)
     prefetch = prefetch_bytes(shards.units, gathered, cluster, ranks)
@@ -117,7 +121,9 @@ def _update_sizes(shards: OperatorShards, ranks: int) -> list[float]:
 
 def _parameter_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, float]:
     shards, gathered = layout.shards, layout.gathered
-    zdp = [size for unit, size in zip(shards.units, gathered, strict=True) if unit.mode == Mode.ZDP]
+    zdp = [(unit, size) for unit, size in zip(shards.units, gathered, strict=True) if unit.mode == Mode.ZDP]
+    in_backward = [size * unit.backward_bytes / unit.gathered_bytes for unit, size in zdp]
+    casts = sum(shard.gathered_bytes * shard.num_slices for shard in shards.replicated if shard.has_casts)
     replicated = [(shard.parameter_bytes + shard.optimizer_bytes) * shard.num_slices for shard in shards.replicated]
     sharded = [
         -(-(shard.parameter_bytes + shard.optimizer_bytes) // layout.ranks) * shard.num_slices
@@ -126,8 +132,11 @@ def _parameter_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, floa
     num_units = sum(unit.num_slices for unit in shards.units)
     return {
         "states": sum(replicated) + sum(sharded) + num_units * layout.cluster.unit_bytes,
-        "unsharded_between_passes": sum(u.parameter_bytes * u.num_slices for u in shards.units if u.mode == Mode.ZDP2),
-        "unsharded_while_running": max(zdp, default=0) + prefetch.next_slice,
+        "unsharded_between_passes": casts
+        + sum(u.gathered_bytes * u.num_slices for u in shards.units if u.mode == Mode.ZDP2),
+        "unsharded_while_running": max((size for _, size in zdp), default=0) + prefetch.next_slice,
+        "unsharded_in_backward": max(in_backward, default=0) + prefetch.next_slice,
+        "replicated_casts": casts,
         "prefetched_parameters": prefetch.next_unit,
         "eval_unsharded": max(gathered, default=0),
     }
@@ -180,7 +189,7 @@ def _transient_bytes(unit: ShardUnit, own_parts: float, cluster: Cluster, ranks:
     for group in groups:
         reduced = sum(shard.gradient_bytes for shard in group) / ranks
         largest = max(largest, _reduction_bytes(group, reduced, cluster, ranks) - freed)
-        freed += sum(shard.parameter_bytes for shard in group) - reduced
+        freed += sum(shard.bytes_before_gradient for shard in group) - reduced
     return largest
 
 
@@ -195,7 +204,10 @@ def _reduction_bytes(
     reduced = gradient / ranks
     received = min(cluster.reduce_scatter_buffer_bytes, max(0, min(2, ranks - 2)) * reduced)
     reduction = reduced + gradient * cluster.reduce_scatter_copy_factor + received
-    reduction -= sum(shard.parameter_bytes for shard in shards)
+    reduction += sum(shard.reduced_bytes for shard in shards if shard.reduced_bytes != shard.gradient_bytes)
+    reduction -= sum(shard.bytes_before_gradient for shard in shards)
+    # A cast is freed before its gradient is cast to the parameter's type.
+    freed_before_gradient = freed_before_gradient or all(shard.has_casts for shard in shards)
     peak = max(0.0, gradient + reduction) if freed_before_gradient else gradient + max(0.0, reduction)
     return peak + own_parts - reduced
 

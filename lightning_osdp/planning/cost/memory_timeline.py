@@ -249,7 +249,10 @@ class Timeline:
             yield Held("activations", Intervals(runs.forward.start, runs.backward.stop), inputs * ~is_recomputed)
             yield Held("activations", runs.forward, inputs * is_recomputed)
             yield Held("activations", Intervals(runs.recompute.start, runs.backward.stop), inputs * is_recomputed)
-        yield Held("gathered", runs.backward, own.unsharded_while_running * runs.has_backward)
+        yield Held("gathered", runs.backward, own.unsharded_in_backward * runs.has_backward)
+        # A block that is recomputed makes its casts anew.
+        released = Intervals(runs.forward.stop, np.maximum(runs.forward.stop, runs.recompute.start))
+        yield Held("gathered", released, -own.replicated_casts * is_recomputed)
         transient = own.transient + own.backward_per_sample * batch_size
         yield Held("transient", runs.backward, transient * runs.has_backward)
         if accumulation > 1:  # the new gradient exists beside the accumulated one until it is added
@@ -329,7 +332,9 @@ class Timeline:
         own += per_sample / self.heap_growth_factor * batch_size
         running = np.append(own, 0.0)[self._evaluation_operators]  # UNATTRIBUTED is the last index
         tied = float(columns.eval_unsharded[self._tied].sum())
-        return round(self._idle_bytes(columns) + tied + float((self._evaluation_live_bytes + running).max()))
+        casts = float(columns.replicated_casts.sum()) / self.heap_growth_factor  # autocast caches them
+        live = float((self._evaluation_live_bytes + running).max())
+        return round(self._idle_bytes(columns) + tied + casts + live)
 
     def _idle_bytes(self, columns: Footprint[Floats]) -> float:
         return float(self._overhead + self._model.buffer_bytes + columns.states.sum())

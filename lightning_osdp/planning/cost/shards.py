@@ -17,15 +17,33 @@ class ParamShard(NamedTuple):
 
     mode: Mode
     parameter_bytes: int
+    gathered_bytes: int
+    """In the type in which it is gathered, that of autocast's casts of it if there are any."""
     gradient_bytes: int
     """0 if it is frozen."""
+    reduced_bytes: int
+    """Of its gradient in the type in which it is reduced; 0 if it is frozen."""
     optimizer_bytes: int
     num_slices: int = 1
     gradient_order: int = 0
     """``ParameterInfo.gradient_order``."""
     is_slice: bool = False
+    has_casts: bool = False
+    """Whether autocast's casts are all that is read of it, which a replicated one keeps until its backward."""
+    read_in_backward: bool = True
+    """``ParameterInfo.read_in_backward``."""
     tensor_degree: int = 1
     """Ranks over which the parameter is cut, of which each holds one such shard (mode ``tp``)."""
+
+    @property
+    def backward_bytes(self) -> int:
+        """Unsharded bytes that its backward gathers, in the type in which they are gathered."""
+        return self.gathered_bytes if self.read_in_backward else 0
+
+    @property
+    def bytes_before_gradient(self) -> int:
+        """Unsharded bytes that are there when its gradient comes."""
+        return self.gathered_bytes if self.mode == Mode.ZDP2 else self.backward_bytes
 
     @property
     def all_gradient_bytes(self) -> int:
@@ -54,9 +72,24 @@ class ShardUnit(NamedTuple):
         return sum(shard.parameter_bytes for shard in self.shards)
 
     @property
+    def gathered_bytes(self) -> int:
+        """Bytes that gathering its parameters for a forward takes."""
+        return sum(shard.gathered_bytes for shard in self.shards)
+
+    @property
+    def backward_bytes(self) -> int:
+        """Bytes that gathering its parameters for a backward takes."""
+        return sum(shard.backward_bytes for shard in self.shards)
+
+    @property
     def gradient_sizes(self) -> list[int]:
         """Bytes of each of its unsharded gradients."""
         return [shard.gradient_bytes for shard in self.shards if shard.gradient_bytes]
+
+    @property
+    def reduced_sizes(self) -> list[int]:
+        """Bytes in which each of its gradients is reduced."""
+        return [shard.reduced_bytes for shard in self.shards if shard.gradient_bytes]
 
     def is_prefetched(self, cluster: Cluster) -> bool:
         """Return whether its collectives run while its neighbours compute."""
@@ -94,9 +127,13 @@ def shards_of(operator: Operator, choice: ShardingChoice) -> OperatorShards:
         ParamShard(
             Mode.DP if p.is_small else mode,
             p.parameter_bytes,
+            p.gathered_bytes,
             p.gradient_bytes,
+            p.reduced_bytes,
             p.optimizer_bytes,
             gradient_order=p.gradient_order,
+            has_casts=bool(p.cast_element_bytes),
+            read_in_backward=p.read_in_backward,
         )
         for p in operator.parameters
         if p is not split
@@ -117,9 +154,16 @@ def shards_of(operator: Operator, choice: ShardingChoice) -> OperatorShards:
 def _tensor_shard(parameter: ParameterInfo, degree: int) -> ParamShard:
     """Return what one rank holds of a parameter: a slice of the weight, the whole bias."""
     cut = degree if len(parameter.shape) > 1 else 1
-    whole = (parameter.parameter_bytes, parameter.gradient_bytes, parameter.optimizer_bytes)
-    parameter_bytes, gradient_bytes, optimizer_bytes = (-(-size // cut) for size in whole)
-    return ParamShard(Mode.DP, parameter_bytes, gradient_bytes, optimizer_bytes, tensor_degree=cut)
+    return ParamShard(
+        Mode.DP,
+        -(-parameter.parameter_bytes // cut),
+        -(-parameter.gathered_bytes // cut),
+        -(-parameter.gradient_bytes // cut),
+        -(-parameter.reduced_bytes // cut),
+        -(-parameter.optimizer_bytes // cut),
+        tensor_degree=cut,
+        has_casts=bool(parameter.cast_element_bytes),
+    )
 
 
 def _slice_shards(weight: ParameterInfo, choice: ShardingChoice) -> Iterator[ParamShard]:
@@ -127,9 +171,18 @@ def _slice_shards(weight: ParameterInfo, choice: ShardingChoice) -> Iterator[Par
     length = weight.shape[choice.split_dim]
     counts = Counter(zip(choice.slices, slice_sizes(length, len(choice.slices)), strict=True))
     for (mode, size), count in counts.items():
-        own = weight.parameter_bytes * size // length
-        gradient_bytes, optimizer_bytes = own if weight.trainable else 0, weight.optimizer_bytes * size // length
-        yield ParamShard(mode, own, gradient_bytes, optimizer_bytes, count, is_slice=True)
+        yield ParamShard(
+            mode,
+            weight.parameter_bytes * size // length,
+            weight.gathered_bytes * size // length,
+            weight.gradient_bytes * size // length,
+            weight.reduced_bytes * size // length,
+            weight.optimizer_bytes * size // length,
+            count,
+            is_slice=True,
+            has_casts=bool(weight.cast_element_bytes),
+            read_in_backward=weight.read_in_backward,
+        )
 
 
 def num_sharded_elements(operator: Operator, choice: ShardingChoice) -> float:

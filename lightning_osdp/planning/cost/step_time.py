@@ -6,13 +6,15 @@ collective has its own fitted alpha and beta (``CollectiveFit``), so k is spelle
     dp     1 all-reduce of the gradients, once per optimizer step
     zdp2   1 all-gather and 1 reduce-scatter in every micro-batch
     zdp    2 all-gathers and 1 reduce-scatter in every micro-batch; 3 all-gathers in a block that is recomputed, but
-           2 if the whole block is one unit: parameters gathered for its second forward stay for its backward
-
+           2 if the whole block is one unit: parameters gathered for its second forward stay for its backward. One less
+           where the backward reads no parameter, as an embedding's
     tp     exchanges of activations in every micro-batch (``activation_exchange``), and once per optimizer step 1
            all-reduce of the slices' gradients over the ranks that hold the same slice
 
-The collectives of sharded weights are among all ranks, in one stage or two, or inside a node; sharding inside nodes
-adds an all-reduce between nodes, once per optimizer step (``sharding_scopes``).
+Gathers have the type of autocast's casts where these are all that is read; gradients are reduced in their own type, or
+in the one that the user gives (``ParameterInfo``). The collectives of sharded weights are among all ranks, in one stage
+or two, or inside a node; sharding inside nodes adds an all-reduce between nodes, once per optimizer step
+(``sharding_scopes``).
 
 A unit's parameters are gathered together; its gradients are reduced one by one as they appear, or together if they are
 small (``COALESCE_BYTES``). Small parameters (``ParameterInfo.is_small``) ride in the buckets of replicated gradients in
@@ -150,13 +152,17 @@ def calibration_kinds(operator: Operator, choice: ShardingChoice) -> list[str]:
 
 def _unit_comm_s(unit: ShardUnit, links: ScopeLinks, cluster: Cluster, *, recomputed: bool) -> float:
     """Return the time of a unit's gathers and reduce-scatters in one micro-batch."""
-    gathers = (3 if recomputed else 2) if unit.mode == Mode.ZDP else 1
-    sizes = unit.gradient_sizes
+    gathers = (2 if recomputed else 1) if unit.mode == Mode.ZDP else 1
+    gathers_s = gathers * links.all_gather_s(unit.gathered_bytes, len(unit.shards))
+    num_read = sum(shard.read_in_backward for shard in unit.shards)
+    if unit.mode == Mode.ZDP and num_read:
+        gathers_s += links.all_gather_s(unit.backward_bytes, num_read)
+    sizes = unit.reduced_sizes
     if unit.coalesces_gradients(cluster):
         reductions_s = links.reduce_scatter_s(sum(sizes), len(sizes))
     else:
         reductions_s = sum(map(links.reduce_scatter_s, sizes))
-    return gathers * links.all_gather_s(unit.parameter_bytes, len(unit.shards)) + reductions_s
+    return gathers_s + reductions_s
 
 
 def _inter_node_s(shards: OperatorShards, links: ScopeLinks) -> float:
@@ -171,7 +177,7 @@ def _all_reduces_s(shards: OperatorShards, cluster: Cluster) -> float:
     for shard in shards.replicated:
         if shard.tensor_degree > 1:
             continue
-        own_s = fit.time_s(shard.gradient_bytes, ranks)
+        own_s = fit.time_s(shard.reduced_bytes, ranks)
         if shard.gradient_bytes < cluster.unbucketed_bytes:
             own_s = max(0.0, own_s - fit.time_s(0, ranks) * (1 - shard.gradient_bytes / BUCKET_BYTES))
         total_s += shard.num_slices * own_s

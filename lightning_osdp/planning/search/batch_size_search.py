@@ -30,6 +30,7 @@ from lightning_osdp.planning.spec.plan import (
     PeakMoment,
     Prediction,
     SearchStop,
+    planned_types,
 )
 from lightning_osdp.planning.spec.problem import Problem
 from lightning_osdp.planning.spec.tensor import TensorScope, index_candidates
@@ -276,6 +277,7 @@ def to_plan(
         recomputed=chosen.recomputed,
         tensor_scopes=_tensor_scopes(model, chosen),
         blocks=rationale.blocks,
+        reduce_dtype=model.reduce_dtype,
         update_in_backward=problem.has_optimizer_in_backward,
         retain_freed_memory=problem.has_retained_heap,
         predicted=_build_prediction(problem, chosen),
@@ -307,6 +309,7 @@ def _build_operator_plans(
             replicated_reason=operator.replicated_reason,
             unsplittable_reason=operator.unsplittable_reason,
             alternatives=rationale.alternatives[index] if wrapped_index.index(wrapped_index[index]) == index else (),
+            **planned_types(operator),
         )
         for index, (operator, choice) in enumerate(zip(model.operators, chosen.choices, strict=True))
     )

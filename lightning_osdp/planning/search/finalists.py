@@ -46,9 +46,12 @@ def find_finalists(problem: Problem, policy: BatchSizePolicy, found: ExecutionPl
     """Return the plans to try: ``found``, the best with all operators replicated, and the best with shared units.
 
     Only those that differ, fit the limit, and that the user's constraints allow. If ``found`` returns freed memory to
-    the system, which takes time with every tensor, it is also tried with that memory retained.
+    the system, which takes time with every tensor, it is also tried with that memory retained. If it has tensor
+    parallel operators, the best plan without is tried too: while activations are exchanged, nothing else goes on.
     """
     plans = [found, *_find_with_retained_heap(problem, policy, found)]
+    if any(operator.tensor is not None for operator in found.operators):
+        plans += _find_without_tensor_parallelism(problem, policy)
     for find in (_find_replicated, _find_with_shared_units):
         with suppress(InfeasibleError):
             plans += find(problem, policy)
@@ -74,6 +77,15 @@ def _find_with_retained_heap(problem: Problem, policy: BatchSizePolicy, found: E
         return []
     plan = repredict(WrapPolicySearch(variant_of_plan(twin, problem)), policy, twin, found)
     return [] if plan is None else [plan]
+
+
+def _find_without_tensor_parallelism(problem: Problem, policy: BatchSizePolicy) -> list[ExecutionPlan]:
+    if any(operator.tensor is not None and operator.tensor.is_required for operator in problem.model.operators):
+        return []
+    constraints = replace(problem.constraints, tensor_parallel=False)
+    with suppress(InfeasibleError):
+        return [select_plan(replace(problem, constraints=constraints), policy, ())]
+    return []
 
 
 def _find_replicated(problem: Problem, policy: BatchSizePolicy) -> list[ExecutionPlan]:
@@ -144,8 +156,10 @@ def pick_finalist(finalists: Sequence[Finalist]) -> Finalist:
 
 
 def complexity(plan: ExecutionPlan) -> int:
-    """Return how many of sharding, recomputing and splitting a plan uses."""
-    return is_sharded(plan) + bool(plan.recomputed) + any(len(op.slices) > 1 for op in plan.operators)
+    """Return how many of sharding, recomputing, splitting and tensor parallelism a plan uses."""
+    is_split = any(len(op.slices) > 1 for op in plan.operators)
+    has_exchanges = any(op.tensor is not None for op in plan.operators)
+    return is_sharded(plan) + bool(plan.recomputed) + is_split + has_exchanges
 
 
 def is_sharded(plan: ExecutionPlan) -> bool:
@@ -176,6 +190,7 @@ def _describe(finalist: Finalist, is_chosen: bool) -> TriedPlan:
         name = "all replicated, blocks recomputed" if plan.recomputed else "all replicated"
     else:
         name = "sharded per block" if any(op.unit for op in plan.operators) else "sharded per operator"
+    name += ", partly tensor parallel" if any(op.tensor is not None for op in plan.operators) else ""
     name += ", freed memory retained" if plan.retain_freed_memory else ""
     return TriedPlan(
         name=name,

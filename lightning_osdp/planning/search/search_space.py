@@ -207,7 +207,7 @@ class SearchSpace:
         return np.asarray(np.maximum(forward, backward))
 
     def _backward_bytes(self, batch_size: int) -> Floats:
-        fixed = self.footprints[:, COLUMN["unsharded_while_running"]] + self.footprints[:, COLUMN["transient"]]
+        fixed = self.footprints[:, COLUMN["unsharded_in_backward"]] + self.footprints[:, COLUMN["transient"]]
         return np.asarray(fixed + self.footprints[:, COLUMN["backward_per_sample"]] * batch_size)
 
     def options_of(self, choices: Sequence[ShardingChoice]) -> Ints:

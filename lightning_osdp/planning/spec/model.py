@@ -27,6 +27,15 @@ UNATTRIBUTED = -1
 
 Phase = Literal["forward", "backward"]
 
+ComputeDtype = Literal["", "bfloat16", "float16"]
+"""A type that autocast computes in, by torch's name; empty for none."""
+
+ReduceDtype = Literal["", "float32", "bfloat16"]
+"""A type in which gradients are reduced over the ranks; empty for their own."""
+
+REDUCE_BYTES: dict[ReduceDtype, int] = {"": 0, "float32": 4, "bfloat16": 2}
+"""``ParameterInfo.reduce_element_bytes`` by type."""
+
 
 class LinearInBatch(FrozenModel):
     """A quantity that grows linearly with the batch size: ``fixed + per_sample * batch_size``."""
@@ -60,6 +69,12 @@ class ParameterInfo(FrozenModel):
     """Optimizer state of the unsharded parameter, as the module's own optimizer allocates it."""
     gradient_order: int = 0
     """Position of its gradient in the operator's backward; gradients with equal positions exist at the same time."""
+    cast_element_bytes: Size = 0
+    """Bytes per element of autocast's casts of it if nothing else is read of it; 0 if it is read as it is."""
+    reduce_element_bytes: Size = 0
+    """Bytes per element in which its gradient is reduced over the ranks; 0 for its own."""
+    read_in_backward: bool = True
+    """Whether the operator's backward reads it, or its cast."""
 
     @property
     def num_elements(self) -> int:
@@ -75,6 +90,16 @@ class ParameterInfo(FrozenModel):
     def gradient_bytes(self) -> int:
         """Bytes of its unsharded gradient; 0 if it is frozen."""
         return self.parameter_bytes if self.trainable else 0
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the unsharded tensor in the type in which it is gathered: that of its casts, if it has them."""
+        return self.num_elements * (self.cast_element_bytes or self.element_bytes)
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes in which its unsharded gradient is reduced; 0 if it is frozen."""
+        return self.num_elements * (self.reduce_element_bytes or self.element_bytes) if self.trainable else 0
 
     @property
     def state_bytes(self) -> int:
@@ -112,6 +137,8 @@ class Operator(FrozenModel):
     """Bytes per sample of the gradient of its input; known if it can be split."""
     output_per_sample: NonNegative = 0.0
     """Bytes per sample of its output; known if it can be split."""
+    compute_dtype: ComputeDtype = ""
+    """Type in which it reads its large parameters, all of them by autocast's casts; empty if any is read as it is."""
     num_wrapped: Count = 1
     """Number of operators of one block that this operator stands for, because they share a unit (``wrapping``)."""
     tensor: TensorUse | None = None
@@ -141,10 +168,15 @@ class Operator(FrozenModel):
     def signature(self) -> tuple[object, ...]:
         """A key that is equal for operators of equal cost: same class, and same parameters except for their names."""
         shapes = tuple(
-            (p.shape, p.element_bytes, p.trainable, p.optimizer_bytes, p.gradient_order) for p in self.parameters
+            (p.shape, p.trainable, p.optimizer_bytes, p.gradient_order, p.read_in_backward, *_element_bytes(p))
+            for p in self.parameters
         )
         sharding = (self.calls, bool(self.replicated_reason), self.tied, self.split_dims, self.num_wrapped, self.tensor)
         return (self.kind, shapes, sharding, self.flops_per_sample)
+
+
+def _element_bytes(parameter: ParameterInfo) -> tuple[int, int, int]:
+    return parameter.element_bytes, parameter.cast_element_bytes, parameter.reduce_element_bytes
 
 
 class Moment(FrozenModel):
@@ -227,6 +259,8 @@ class ModelProfile(FrozenModel):
     moments: tuple[Moment, ...]
     buffer_bytes: Size = 0
     optimizer_step: OptimizerStep = OptimizerStep()
+    reduce_dtype: ReduceDtype = ""
+    """Type in which gradients are reduced."""
     batch_size: Count
     """Samples in the traced batch, as the user's own loader gives it."""
     unattributed_flops_per_sample: NonNegative = 0.0
@@ -256,6 +290,15 @@ class ModelProfile(FrozenModel):
         if unknown := [name for name in index_candidates(self.tensor_candidates) if name not in names]:
             raise ValueError(f"tensor_candidates: {unknown[0]} is no operator")
         return self
+
+    def with_reduce_dtype(self, dtype: ReduceDtype) -> ModelProfile:
+        """Return a copy whose gradients are reduced in ``dtype``."""
+        changes = {"reduce_element_bytes": REDUCE_BYTES[dtype]}
+        operators = tuple(
+            each.model_copy(update={"parameters": tuple(p.model_copy(update=changes) for p in each.parameters)})
+            for each in self.operators
+        )
+        return self.model_copy(update={"operators": operators, "reduce_dtype": dtype})
 
     def with_tensor_candidates(
         self, candidates: Iterable[TensorCandidate], refusals: Mapping[str, str] | None = None

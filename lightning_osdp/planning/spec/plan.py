@@ -12,7 +12,17 @@ from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope, devices_of_each_node
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.files import describe_error, parse_json
-from lightning_osdp.planning.spec.model import Count, Finite, FrozenModel, ModelProfile, NonNegative, Size
+from lightning_osdp.planning.spec.model import (
+    ComputeDtype,
+    Count,
+    Finite,
+    FrozenModel,
+    ModelProfile,
+    NonNegative,
+    Operator,
+    ReduceDtype,
+    Size,
+)
 from lightning_osdp.planning.spec.plan_v1 import raise_negative_times, upgrade_plan
 from lightning_osdp.planning.spec.tensor import TensorScope, TensorSplit, check_splits
 
@@ -90,6 +100,10 @@ class OperatorPlan(_Choice):
     is_recomputed: bool = False
     """Whether it lies in a block that is recomputed (``ExecutionPlan.recomputed``)."""
     num_parameters: Size
+    compute_dtype: ComputeDtype = ""
+    """Type in which autocast reads its parameters, so that they are gathered in it; empty for their own."""
+    gathers_in_backward: bool = True
+    """Whether its backward reads its parameters."""
     requested_mode: Mode | None = None
     """Mode that the user asked for; it differs from the operator's own where that can't be had."""
     replicated_reason: str = ""
@@ -258,6 +272,8 @@ class ExecutionPlan(FrozenModel):
     """Modules whose operators run tensor parallel together, by name, and what they need for it."""
     blocks: tuple[BlockPlan, ...] = ()
     """All repeated blocks of the model, recomputed or not; empty if the plan does not say."""
+    reduce_dtype: ReduceDtype = ""
+    """Type in which gradients are reduced over the ranks; empty for their own."""
     update_in_backward: bool = False
     """Whether the optimizer updates sharded parameters in the backward pass, each as soon as its gradient is reduced,
     which is freed then. Parameters with a replicated slice or sharded inside nodes wait for the optimizer's step."""
@@ -418,6 +434,12 @@ class ExecutionPlan(FrozenModel):
                 f"(fingerprint {self.model.fingerprint[:12]}, here {model.fingerprint[:12]})"
             )
 
+    def with_types_of(self, model: ModelProfile) -> ExecutionPlan:
+        """Return this plan with the types in which ``model``, which it is for, gathers and reduces."""
+        types = {op.name: planned_types(op) for op in model.operators}
+        operators = tuple(op.model_copy(update=types[op.name]) for op in self.operators)
+        return self.model_copy(update={"operators": operators, "reduce_dtype": model.reduce_dtype})
+
     def operators_of(self, model: ModelProfile) -> list[OperatorPlan]:
         """Return the decisions in the order of the operators of ``model``, for which ``check`` has accepted the plan.
 
@@ -426,6 +448,12 @@ class ExecutionPlan(FrozenModel):
         """
         by_name = {operator.name: operator for operator in self.operators}
         return [by_name[operator.name] for operator in model.operators]
+
+
+def planned_types(operator: Operator) -> dict[str, Any]:
+    """Return the fields of an ``OperatorPlan`` that follow from how the operator reads its parameters."""
+    is_read = any(p.read_in_backward for p in operator.shardable_parameters)
+    return {"compute_dtype": operator.compute_dtype, "gathers_in_backward": is_read or not operator.is_shardable}
 
 
 def _list_first(names: Iterable[str]) -> str:

@@ -12,14 +12,15 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_osdp.engine.splittable import matrix_input_dim, split_dims
-from lightning_osdp.planning.spec.model import UNATTRIBUTED, ModelProfile, Operator, ParameterInfo
+from lightning_osdp.planning.spec.model import UNATTRIBUTED, ComputeDtype, ModelProfile, Operator, ParameterInfo
 from lightning_osdp.profiling.kernels.kernel import Kernel
 from lightning_osdp.profiling.kernels.sliced_kernels import MatmulKernels, find_matmul
 from lightning_osdp.profiling.tracing.moments import AttributedRecording, fit_moments
 from lightning_osdp.profiling.tracing.optimizer_step import OptimizerTrace
-from lightning_osdp.profiling.tracing.parameter_owners import NamedParameter, OwnerScope, find_scopes, named_parameters
+from lightning_osdp.profiling.tracing.parameter_owners import OwnerScope, find_scopes, named_parameters
 from lightning_osdp.profiling.tracing.recorder import Recording
 from lightning_osdp.profiling.tracing.repeated_blocks import describe_blocks, find_blocks
+from lightning_osdp.profiling.tracing.weight_casts import find_compute_dtypes, leave_out_casts
 
 KernelsByBatchSize = dict[int, tuple[Kernel, ...]]
 
@@ -42,13 +43,15 @@ def build_profile(
     """
     largest = max(recordings)
     scopes = find_scopes(module, named_parameters(module), recordings[largest])
+    dtypes = find_compute_dtypes(module, scopes, named_parameters(module), recordings.values())
+    leave_out_casts([*recordings.values(), *evaluation_recordings.values()], dtypes)
     steps = {size: AttributedRecording(recording, scopes) for size, recording in recordings.items()}
     evaluations = {size: AttributedRecording(each, scopes) for size, each in evaluation_recordings.items()}
     flops = [0.0] * (len(scopes) + 1)
     for op, owner in zip(steps[largest].ops, steps[largest].owners, strict=True):
         flops[owner] += op.flops
     flops_per_sample = [total / largest for total in flops]
-    operators = _build_operators(module, scopes, flops_per_sample, steps[largest], largest, optimizer_trace)
+    operators = _build_operators(module, scopes, flops_per_sample, steps[largest], largest, optimizer_trace, dtypes)
     repeated = find_blocks(module, operators, recordings[largest])
     for attributed in steps.values():
         attributed.assign_blocks([block.name for block in repeated])
@@ -90,11 +93,32 @@ def _build_operators(
     step: AttributedRecording,
     batch_size: int,
     optimizer_trace: OptimizerTrace,
+    dtypes: Mapping[int, ComputeDtype],
 ) -> tuple[Operator, ...]:
-    """Describe the module of each scope as an operator, from the step at ``batch_size``."""
+    """Describe the module of each scope as an operator, from the step at ``batch_size``.
+
+    Args:
+        module: The module.
+        scopes: Its operators' scopes.
+        flops_per_sample: Of each of them.
+        step: The recorded step.
+        batch_size: Number of samples in it.
+        optimizer_trace: The optimizers' step.
+        dtypes: Types in which autocast reads parameters (``weight_casts``).
+    """
     orders = _gradient_orders(scopes, step.recording.gradients)
     parameters = [
-        _parameter_info(parameter, optimizer_trace.state_bytes[index], orders.get(index, 0))
+        ParameterInfo(
+            name=parameter.names[0],
+            aliases=parameter.names[1:],
+            shape=tuple(parameter.tensor.shape),
+            element_bytes=parameter.tensor.element_size(),
+            trainable=parameter.tensor.requires_grad,
+            optimizer_bytes=optimizer_trace.state_bytes[index],
+            gradient_order=orders.get(index, 0),
+            cast_element_bytes=2 if index in dtypes else 0,
+            read_in_backward=index in step.recording.read_in_backward,
+        )
         for index, parameter in enumerate(named_parameters(module))
     ]
     modules = dict(module.named_modules(remove_duplicate=False))
@@ -109,6 +133,7 @@ def _build_operators(
             calls=max(1, step.recording.calls[scope.name]) if scope.name else 1,
             replicated_reason=scope.replicated_reason or _optimizer_needs_unsharded_reason(scope, optimizer_trace),
             tied=bool(scope.tied_names),
+            compute_dtype=next((dtypes[p] for p in scope.parameters if p in dtypes), ""),
             flops_per_sample=flops_per_sample[index],
             **_split_fields(scope, modules[scope.name], find_matmul(kernels[index]), step.recording, batch_size),
         )
@@ -167,15 +192,3 @@ def _gradient_orders(scopes: Sequence[OwnerScope], gradients: Mapping[int, tuple
             turn_end = max(turn_end, end)
             orders[index] = turn
     return orders
-
-
-def _parameter_info(parameter: NamedParameter, optimizer_bytes: int, gradient_order: int) -> ParameterInfo:
-    return ParameterInfo(
-        name=parameter.names[0],
-        aliases=parameter.names[1:],
-        shape=tuple(parameter.tensor.shape),
-        element_bytes=parameter.tensor.element_size(),
-        trainable=parameter.tensor.requires_grad,
-        optimizer_bytes=optimizer_bytes,
-        gradient_order=gradient_order,
-    )

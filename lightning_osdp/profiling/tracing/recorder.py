@@ -83,6 +83,16 @@ class Recording:
     storage_bytes: list[int] = field(default_factory=list)
     gradient_storages: set[int] = field(default_factory=set)
     """Storages that turned out to be gradients of parameters."""
+    planned_storages: set[int] = field(default_factory=set)
+    """Storages that are left out of the live bytes since they depend on the plan (``weight_casts``)."""
+    weight_casts: dict[int, int] = field(default_factory=dict)
+    """Parameters by the storages of autocast's casts of them."""
+    cast_dtypes: dict[int, set[torch.dtype]] = field(default_factory=dict)
+    """Types of autocast's casts, by index of parameter."""
+    read_as_is: set[int] = field(default_factory=set)
+    """Indices of parameters whose memory anything but such a cast gets."""
+    read_in_backward: set[int] = field(default_factory=set)
+    """Indices of parameters that are read in backward, themselves or their casts."""
     gradients: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Indices of the op that began to make each parameter's gradient and of the last one before it was complete."""
     calls: Counter[str] = field(default_factory=Counter)
@@ -110,7 +120,7 @@ class Recording:
             while position < op:
                 position += 1
                 peaks[position] = live
-            if storage >= 0 and storage not in self.gradient_storages:
+            if storage >= 0 and storage not in self.gradient_storages and storage not in self.planned_storages:
                 live += sign * self.storage_bytes[storage]
             if position >= 0 and not self.ops[position].is_accumulation:
                 peaks[position] = max(peaks[position], live)
@@ -142,6 +152,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sum_sources: dict[int, int] = {}
         self._out_of_place_sums: set[int] = set()
         self._made_at: list[int] = []
+        self._casts: dict[int, int] = {}
         self._parameters = parameters
         self._parameter_storages = [parameter.untyped_storage() for parameter in parameters]
         self._parameter_of: dict[int, tuple[int, ...]] = {}
@@ -279,7 +290,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
                 self.recording.transformed_modules.update(op.site)
         out = fake_kernels.dispatch(func, args, kwargs)
+        cast = self._find_cast(op, func, args, out)
         fresh = [self.track(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if cast is not None:
+            self.recording.weight_casts[self._live_storages[_storage_key(out)][0]] = cast
+            self._casts[_storage_key(out)] = cast
         if adds_up:
             self._record_gradient_sum(args[0], out, out_of_place=not op.is_accumulation)
         op.is_view = not any(fresh) and not func._schema.is_mutable
@@ -296,6 +311,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_accumulation:
             func = aten.add_.Tensor
         return Op(func, specs, keywords, phase, site, node, tuple(sorted(used)), 0.0, False, is_accumulation)
+
+    def _find_cast(self, op: Op, func: Any, args: tuple[Any, ...], out: Any) -> int | None:
+        """Record how the op reads parameters, and return the index of the one that autocast casts, if it does that."""
+        if op.phase == "backward":
+            read = {self._casts[key] for key in _storage_keys(args) if key in self._casts}
+            self.recording.read_in_backward.update(read, op.used_parameters)
+        if not op.used_parameters:
+            return None
+        # Autocast is off while it casts.
+        is_cast = func is aten._to_copy.default and not torch.is_autocast_enabled(args[0].device.type)
+        if is_cast and out.dtype in (torch.bfloat16, torch.float16):
+            for index in op.used_parameters:
+                if args[0] is self._parameters[index]:
+                    self.recording.cast_dtypes.setdefault(index, set()).add(out.dtype)
+                    self.recording.read_as_is.update(set(op.used_parameters) - {index})
+                    return index
+        self.recording.read_as_is.update(op.used_parameters)
+        return None
 
     def _record_writes(self, module: str, keys: Sequence[int]) -> None:
         """Record that ``module`` changes what has these storages."""
@@ -323,6 +356,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _on_storage_freed(self, key: int, _reference: object) -> None:
         serial, _ = self._live_storages.pop(key)
+        self._casts.pop(key, None)
         self.recording.events.append((len(self.recording.ops) - 1, serial, -1))
 
     def _record_gradient_sum(self, first: Tensor, total: Tensor, *, out_of_place: bool) -> None:

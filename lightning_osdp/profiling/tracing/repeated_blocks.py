@@ -165,7 +165,7 @@ class StorageLifetimes:
                 for name in op.site:
                     self._first_backward_op.setdefault(name, position)
         self._storage_bytes = np.array(recording.storage_bytes, dtype=float)
-        self._storage_bytes[list(recording.gradient_storages)] = 0.0
+        self._storage_bytes[list(recording.gradient_storages | recording.planned_storages)] = 0.0
         self._made_at, self._freed_at = (np.full(len(self._storage_bytes), len(recording.ops)) for _ in range(2))
         for position, storage, sign in recording.events:
             (self._made_at if sign > 0 else self._freed_at)[storage] = position

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
+from lightning_osdp.planning.cost.trial_correction import plan_key
 from lightning_osdp.planning.search.baselines import find_baselines
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, make_plan
+from lightning_osdp.planning.search.finalists import complexity, find_finalists
 from lightning_osdp.planning.search.menus import Menus, OptionRows
 from lightning_osdp.planning.search.plan_search import MIN_IMPROVEMENT, Candidate, PlanSearch
 from lightning_osdp.planning.search.plan_selection import select_plan
@@ -22,40 +24,10 @@ from lightning_osdp.planning.solver import solve
 from lightning_osdp.planning.spec.capabilities import ALL_CAPABILITIES, EngineCapabilities
 from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode, ShardingChoice
 from lightning_osdp.planning.spec.constraints import SearchConstraints
-from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from lightning_osdp.planning.spec.problem import Problem
-from lightning_osdp.planning.spec.tensor import TensorCandidate, TensorRole, TensorScope, TensorSplit
-from tests.support.small_models import MIB, blocks_of_two, cluster, compute
-
-FREE = SearchConstraints(activation_checkpointing=False)
-
-
-def mlp(scope: str, input_mib: float = 0.25, degrees: tuple[int, ...] = (2, 4)) -> TensorCandidate:
-    return TensorCandidate(
-        operators=(f"{scope}.up", f"{scope}.down"),
-        roles=(TensorRole.COLUMN, TensorRole.ROW),
-        scope=scope,
-        attributes=(f"{scope}.width",),
-        degrees=degrees,
-        input_bytes=input_mib * MIB,
-        output_bytes=input_mib * MIB,
-    )
-
-
-def model_of(count: int = 2, input_mib: float = 0.25, saved_mib: int = 2) -> ModelProfile:
-    """Blocks of two operators, 4 and 8 MiB with Adam, which are the MLP of a scope of their own."""
-    model = blocks_of_two(count, saved_mib)
-    candidates = [mlp(f"blocks.{index}", input_mib) for index in range(count)]
-    return model.with_tensor_candidates(candidates, {"head": "its forward is hooked"})
-
-
-def problem_of(
-    model: ModelProfile | None = None, limit_mib: float = 1 << 12, constraints: SearchConstraints = FREE, **times: float
-) -> Problem:
-    model = model or model_of()
-    links = {"latency_ms": times.pop("latency_ms", 0.1)}
-    return Problem(model, cluster(**links), compute(model, **times), int(limit_mib * MIB), constraints=constraints)
+from lightning_osdp.planning.spec.tensor import TensorRole, TensorScope, TensorSplit
+from tests.support.small_models import MIB, blocks_of_two
+from tests.support.tensor_problems import FREE, mlp, model_of, problem_of
 
 
 def every_plan(search: PlanSearch, batch_size: int) -> list[Candidate]:
@@ -282,3 +254,18 @@ def test_baselines_and_replicated_plans_never_are_tensor_parallel() -> None:
         assert found[name].samples_per_s < plan.predicted.samples_per_s
     assert all(set(op.slices) <= {*WEIGHT_MODES, Mode.TP} for op in plan.operators)
     assert ALL_CAPABILITIES.modes == tuple(Mode)
+
+
+def test_finalists_of_a_tensor_parallel_plan_are_the_best_without_and_simpler_ones() -> None:
+    given_, policy = problem_of(model_of(input_mib=0.01), latency_ms=0.0), BatchSizePolicy(batch_size=1)
+    found = select_plan(given_, policy, ())
+    plans = find_finalists(given_, policy, found)
+    assert plans[0] == found
+    cut = [any(operator.tensor is not None for operator in plan.operators) for plan in plans]
+    assert cut == [True, *[False] * (len(plans) - 1)]
+    without = select_plan(replace(given_, constraints=replace(FREE, tensor_parallel=False)), policy, ())
+    assert plan_key(without) in {plan_key(plan) for plan in plans}
+    assert complexity(found) == 2
+    wished = replace(given_, constraints=replace(FREE, tensor_parallel={"*": 2}))
+    forced = find_finalists(wished, policy, select_plan(wished, policy, ()))
+    assert all(operator.choice.tensor_degree == 2 for plan in forced for operator in plan.operators)

@@ -1,0 +1,195 @@
+"""Parameters that are gathered in autocast's type: half the bytes, with the same values as a cast of what is gathered.
+
+A plan says which operators read their parameters by autocast's casts alone (``OperatorPlan.compute_dtype``). Under
+autocast their units cast this rank's shard and gather that. The parameter itself keeps its type: gradients, optimizer
+states and checkpoints are of its own.
+
+Note [what reads a parameter]: while such a unit runs, its parameter has a class of its own, and no values. Functions
+that autocast would cast it for get the gathered cast instead, which is a function of the parameter to autograd. Any
+other that reads it, which the traced step had none of, first has the parameter itself gathered in its own type; so
+what is computed is always what an unsharded module computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_osdp.state.guarded_parameter import ValuesOnDemand, without_guards
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_UNIT = "_low_precision_unit"
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_CASTING = _names(
+    "linear matmul __matmul__ __rmatmul__ mm bmm addmm addbmm baddbmm conv1d conv2d conv3d conv_transpose1d "
+    "conv_transpose2d conv_transpose3d multi_head_attention_forward"
+)
+"""Functions for which autocast casts matrices."""
+
+_PLAIN = _names("size dim numel nelement ndimension __len__ __hash__ is_floating_point is_complex element_size")
+"""Functions that ask for no values."""
+
+_PLAIN_PROPERTIES = _names(
+    "shape ndim dtype device layout requires_grad is_leaf grad grad_fn is_cuda is_cpu is_meta is_sparse is_nested "
+    "names _version"
+)
+
+
+class ReadUnit(Protocol):
+    """What the functions of a parameter need of its unit."""
+
+    @property
+    def is_in_autocast(self) -> bool:
+        """Return whether autocast is on, in the type of the casts."""
+
+    def cast_of(self, parameter: Any) -> Tensor:
+        """Return the gathered cast, for the run of the unit."""
+
+    def read_as_is(self, parameter: Any) -> None:
+        """Gather the parameter in its own type, which it shows for the rest of the run."""
+
+
+class _LowPrecisionParameter(ValuesOnDemand):
+    """A parameter of which the casts are gathered; see Note [what reads a parameter]."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch with the casts, or with the parameters themselves."""
+        kwargs = kwargs or {}
+        name = func.__name__
+        if name in _PLAIN or (name == "__get__" and _property_name(func) in _PLAIN_PROPERTIES):
+            with without_guards():
+                return func(*args, **kwargs)
+        shown = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _LowPrecisionParameter)]
+        if name in _CASTING and all(getattr(leaf, _UNIT).is_in_autocast for leaf in shown):
+            args, kwargs = tree_map(_replace_by_cast, (args, kwargs))
+            return func(*args, **kwargs)
+        for leaf in shown:
+            leaf.show_values()
+        return func(*args, **kwargs)
+
+    def show_values(self) -> None:
+        """Gather the parameter in its own type."""
+        getattr(self, _UNIT).read_as_is(self)
+
+
+def _property_name(func: Any) -> str:
+    return str(getattr(getattr(func, "__self__", None), "__name__", ""))
+
+
+def _replace_by_cast(leaf: Any) -> Any:
+    return getattr(leaf, _UNIT).cast_of(leaf) if isinstance(leaf, _LowPrecisionParameter) else leaf
+
+
+def is_autocast_to(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether autocast is on for a device, and casts to ``dtype``."""
+    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == dtype
+
+
+@cache
+def low_precision_class(plain_class: type) -> type:
+    """Return the class of parameters of ``plain_class`` of which the casts are gathered."""
+    return type(f"LowPrecision{plain_class.__name__}", (_LowPrecisionParameter, plain_class), {"__slots__": ()})
+
+
+class _Cast(torch.autograd.Function):
+    """The gathered cast as a function of the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, cast: Tensor, on_read: Callable[[], None]) -> Tensor:
+        ctx.dtype, ctx.on_read = parameter.dtype, on_read
+        return cast
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.on_read()
+        return gradient.to(ctx.dtype), None, None
+
+
+class GatheredCast:
+    """The memory of one parameter's gathered cast.
+
+    Attributes:
+        storage: its memory, which is there while it is gathered.
+        stand_in: what the parameter's data are meanwhile: the full shape without values.
+    """
+
+    def __init__(self, parameter: Any, dtype: torch.dtype, num_ranks: int) -> None:
+        shard = parameter._fp32_shard
+        self._parameter, self._dtype = parameter, dtype
+        self._shape, self._numel = parameter._orig_size, num_ranks * shard.numel()
+        self.storage = torch.UntypedStorage(0, device=shard.device)  # type: ignore[no-untyped-call]
+        self.stand_in = shard.new_full((), float("nan")).expand(self._shape)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Return whether its values are there, or on their way."""
+        return self.storage.nbytes() > 0
+
+    def allocate(self) -> Tensor:
+        """Return the flat tensor to gather into."""
+        if not self.is_gathered:
+            self.storage.resize_(self._numel * self._dtype.itemsize)
+        return self._padded()
+
+    def cast_shard(self) -> Tensor:
+        """Return the cast of this rank's shard."""
+        shard: Tensor = self._parameter._fp32_shard.to(self._dtype)
+        return shard
+
+    def free(self, stream: Any) -> None:
+        """Free the memory when the work of ``stream`` so far is done."""
+        if self.is_gathered:
+            self._padded().record_stream(stream)
+            self.storage.resize_(0)
+
+    def read(self, on_read: Callable[[], None]) -> Tensor:
+        """Return the cast, a function of the parameter where autograd records.
+
+        Args:
+            on_read: called in the backward pass once nothing of this run reads it any more.
+        """
+        cast = self._view(self._shape)
+        if not (torch.is_grad_enabled() and self._parameter.requires_grad):
+            return cast
+        with without_guards():
+            result: Tensor = _Cast.apply(self._parameter, cast, on_read)  # type: ignore[no-untyped-call]
+        return result
+
+    def _padded(self) -> Tensor:
+        return self._view(torch.Size((self._numel,)))
+
+    def _view(self, shape: torch.Size) -> Tensor:
+        """Return the first values in this shape, in a tensor of their own: they may be gathered in inference mode.
+
+        Their memory has to be there: torch would allocate it.
+        """
+        view: Tensor = self._parameter._fp32_shard.new_empty(0, dtype=self._dtype)
+        view.set_(self.storage, 0, shape)  # type: ignore[call-overload]
+        return view
+
+
+def show_cast(parameter: nn.Parameter, unit: ReadUnit, gathered: GatheredCast) -> None:
+    """Give the parameter the class that hands out its gathered cast."""
+    setattr(parameter, _UNIT, unit)
+    parameter.data = gathered.stand_in
+    parameter.__class__ = low_precision_class(type(parameter))
+
+
+def show_plain(parameter: nn.Parameter) -> None:
+    """Give the parameter its own class again."""
+    if isinstance(parameter, _LowPrecisionParameter):
+        parameter.__class__ = type(parameter).__bases__[1]

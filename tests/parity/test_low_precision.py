@@ -1,0 +1,205 @@
+"""Gathers in autocast's type: training to the same bits as with gathers of whole parameters, at half the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_osdp.backend.hierarchical import FlatCommunicator
+from lightning_osdp.engine.fairscale import unit_collectives
+from lightning_osdp.engine.fairscale.engine import FairScaleEngine
+from lightning_osdp.planning.spec.choices import Mode
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from tests.support.cast_cases import LAYERS, ROWS, WIDTH, Odd
+from tests.support.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups, wrap_blocks
+from tests.support.ranks import run_ranks
+from tests.support.split_plans import split_all, split_plan
+
+STEPS, BATCH, RANKS = 3, 8, 2
+POLICIES = ("zdp", "zdp2", "mixed", "joined zdp", "joined zdp2", "sliced", "recomputed", "recomputed joined", "updated")
+CPU = torch.device("cpu")
+
+
+def with_casts(plan: ExecutionPlan, model: nn.Module, dtype: str = "bfloat16") -> ExecutionPlan:
+    """The same, in which products read casts of their weights, and no backward reads an embedding."""
+    operators = tuple(
+        op.model_copy(update={"compute_dtype": dtype})
+        if isinstance(model.get_submodule(op.name), nn.Linear)
+        else op.model_copy(update={"gathers_in_backward": False})
+        for op in plan.operators
+    )
+    return plan.model_copy(update={"operators": operators})
+
+
+def plan_of(model: nn.Module, policy: str, is_prefetched: bool) -> ExecutionPlan:
+    if policy == "sliced":
+        plan = split_plan(split_all(model, 3), RANKS)
+    else:
+        mode = policy.split()[-1] if policy.split()[-1] in tuple(Mode) or policy == "mixed" else "zdp"
+        blocks = ("blocks.0", "blocks.1") if "joined" in policy else ()
+        plan = wrap_blocks(hand_made_plan(modes_for(model, mode), RANKS), blocks)
+    cluster = plan.cluster.model_copy(update={"prefetch_max_bytes": (1 << 30) * is_prefetched})
+    again = ("blocks.0", "blocks.1") if "recomputed" in policy else ()
+    changes = {"cluster": cluster, "recomputed": again, "update_in_backward": policy == "updated"}
+    return plan.model_copy(update=changes)
+
+
+@contextmanager
+def counting_gathers() -> Iterator[list[int]]:
+    """Bytes of each gathered unit, as they are asked for."""
+    sizes: list[int] = []
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            outputs = args[1] if isinstance(args[0], FlatCommunicator) else args[0]
+            sizes.append(sum(output.nbytes for output in outputs))
+            return function(*args)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlatCommunicator, "all_gather_coalesced", counted(FlatCommunicator.all_gather_coalesced))
+        patch.setattr(unit_collectives, "all_gather_async", counted(unit_collectives.all_gather_async))
+        yield sizes
+
+
+def train_one(rank: int, plan: ExecutionPlan, accumulation: int, dtype: torch.dtype) -> Any:
+    """(losses, final weights and optimizer states, bytes gathered)."""
+    torch.manual_seed(1)
+    model = TinyGPT()
+    optimizer = two_groups(model)
+    engine = FairScaleEngine(CPU)
+    engine.apply(model, plan, [optimizer])
+    losses = []
+    with counting_gathers() as sizes:
+        for batch in gpt_batches(STEPS, BATCH):
+            parts = batch[rank::RANKS].chunk(accumulation)
+            for index, part in enumerate(parts):
+                engine.before_forward()
+                with nullcontext() if index + 1 == len(parts) else engine.no_sync():
+                    with torch.autocast("cpu", dtype):
+                        loss = gpt_loss(model, part) / accumulation
+                    loss.backward()
+                    engine.finish_backward()
+                losses.append(float(loss.detach()))
+            engine.before_optimizer_step(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.after_optimizer_step()
+    state = engine.model_state(), engine.optimizer_state(optimizer)
+    dtypes = {p.dtype for p in model.parameters()}
+    engine.restore([optimizer])
+    return losses, state, sum(sizes), dtypes
+
+
+def cases() -> list[tuple[str, bool, int]]:
+    prefetched = [(policy, is_prefetched, 1) for policy in POLICIES for is_prefetched in (False, True)]
+    return [*prefetched, ("zdp", False, 2), ("zdp2", True, 2)]
+
+
+def train(rank: int, ranks: int) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for policy, is_prefetched, accumulation in cases():
+        plan = plan_of(TinyGPT(), policy, is_prefetched)
+        dtype = torch.float16 if policy == "zdp2" else torch.bfloat16
+        name = "float16" if policy == "zdp2" else "bfloat16"
+        found[policy, is_prefetched, accumulation] = [
+            train_one(rank, made, accumulation, dtype) for made in (plan, with_casts(plan, TinyGPT(), name))
+        ]
+    return found
+
+
+def run_odd(rank: int, layer: str, mode: str, has_casts: bool) -> Any:
+    """(losses and outputs in evaluation, final state): in both passes, and in each way to evaluate."""
+    torch.manual_seed(1)
+    model = Odd(layer)
+    plan = hand_made_plan(modes_for(model, mode) | {"odd": Mode(mode)}, RANKS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    engine = FairScaleEngine(CPU)
+    engine.apply(model, with_casts(plan, model) if has_casts else plan, [optimizer])
+    x = torch.randn(4, RANKS, ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
+    found = []
+    for step in range(4):
+        engine.before_forward()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x[step, rank]).float().square().mean()
+        loss.backward()
+        engine.finish_backward()
+        engine.clip_grad_norm(model.parameters(), 0.5)
+        engine.before_optimizer_step(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.after_optimizer_step()
+        found.append(loss.detach())
+        for context in (torch.no_grad(), torch.inference_mode()):
+            with context, torch.autocast("cpu", torch.bfloat16, enabled=step < 2), engine.evaluation_step("a step"):
+                found.append(model(x[step, rank]).float().sum().clone())
+    state = engine.model_state()
+    with engine.summon_full_params():
+        summoned = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine.restore([optimizer])
+    return [float(each) for each in found], state, summoned
+
+
+def odd(rank: int, ranks: int) -> dict[Any, Any]:
+    return {
+        (layer, mode): [run_odd(rank, layer, mode, has_casts) for has_casts in (False, True)]
+        for layer in LAYERS
+        for mode in ("zdp", "zdp2")
+    }
+
+
+def run_all(rank: int, ranks: int) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    return train(rank, ranks), odd(rank, ranks)
+
+
+@pytest.fixture(scope="module")
+def all_runs() -> list[Any]:
+    return run_ranks(run_all, RANKS)
+
+
+@pytest.fixture(scope="module")
+def runs(all_runs: list[Any]) -> list[dict[Any, Any]]:
+    return [trained for trained, _ in all_runs]
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_gathered_casts_train_to_the_same_bits_with_about_half_the_bytes(runs: list[Any], case: Any) -> None:
+    for run in runs:
+        (losses, state, num_bytes, _), (cast_losses, cast_state, cast_bytes, dtypes) = run[case]
+        assert cast_losses == losses
+        assert dtypes == {torch.float32}
+        assert_equal(cast_state, state)
+        assert cast_bytes < 0.55 * num_bytes or "mixed" in case[0]
+        assert cast_bytes < num_bytes
+
+
+@pytest.mark.parametrize("mode", ["zdp", "zdp2"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_weight_read_in_other_ways_than_traced_has_its_own_values(all_runs: list[Any], layer: str, mode: str) -> None:
+    for _, run in all_runs:
+        expected, found = run[layer, mode]
+        assert all(torch.tensor(expected[0]).isfinite())
+        assert found[0] == expected[0]
+        assert_equal(found[1:], expected[1:])
+        assert all(p.dtype == torch.float32 for p in found[2].values())
+
+
+def assert_equal(left: Any, right: Any) -> None:
+    if isinstance(left, Tensor):
+        assert left.dtype == right.dtype
+        assert torch.equal(left, right)
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_equal(left[key], right[key])
+    elif isinstance(left, list | tuple):
+        for one, other in zip(left, right, strict=True):
+            assert_equal(one, other)
+    else:
+        assert left == right
