@@ -392,7 +392,7 @@ def _tradeoff_text(other: ChoiceDelta, price: float, available_bytes: int) -> st
         return f"{start}; {under} those bytes save more elsewhere"
     if other.memory_bytes > available_bytes:
         return f"{start}, and {format_bytes(available_bytes)} are left"
-    return f"{start} at the peak; there is room for that, but not at another moment of the step, or it was slower in trials"
+    return f"{start} at the peak; there is room for that, but not at another moment, or it was slower in trials"
 
 
 _BYTES_TOLERANCE = 1 << 10
