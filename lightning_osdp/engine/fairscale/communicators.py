@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_osdp.backend.collectives import all_reduce_async
+from lightning_osdp.backend.collectives import all_reduce_async, coalesces
 from lightning_osdp.backend.hierarchical import (
     Communicator,
     FlatCommunicator,
@@ -27,7 +27,7 @@ from lightning_osdp.backend.hierarchical import (
 from lightning_osdp.backend.work import Work
 from lightning_osdp.engine.fairscale.unit_collectives import CoalescedReduceScatter
 from lightning_osdp.engine.gradient_buckets import GradientSync
-from lightning_osdp.planning.cost.sharding_scopes import COALESCE_BYTES
+from lightning_osdp.planning.cost.sharding_scopes import ANY_SIZE, COALESCE_BYTES
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
@@ -78,13 +78,14 @@ class UnitCommunicators:
 
     def select_reduce_communicator(self, parameters: Sequence[nn.Parameter]) -> Communicator | CoalescedReduceScatter:
         """Return what runs the reduce-scatters of a unit with these parameters, as ``planning.cost`` assumes it."""
-        if self.is_prefetched(parameters):
-            return FlatCommunicator(self.group, is_async=True)
+        is_prefetched = self.is_prefetched(parameters)
+        reduce = FlatCommunicator(self.group, is_async=True) if is_prefetched else self.reduce
         trainable_bytes = [parameter.nbytes for parameter in parameters if parameter.requires_grad]
-        if len(trainable_bytes) > 1 and sum(trainable_bytes) <= self.coalesce_max_bytes:
-            assert isinstance(self.reduce, FlatCommunicator)
-            return CoalescedReduceScatter(self.reduce, parameters)
-        return self.reduce
+        max_bytes = 0 if is_prefetched and self.coalesce_max_bytes < ANY_SIZE else self.coalesce_max_bytes
+        if len(trainable_bytes) > 1 and sum(trainable_bytes) <= max_bytes:
+            assert isinstance(reduce, FlatCommunicator)
+            return CoalescedReduceScatter(reduce, parameters)
+        return reduce
 
 
 class CommunicatorFactory:
@@ -106,12 +107,13 @@ class CommunicatorFactory:
         on_cuda = device.type == "cuda"
         reduce_world = cached_group_copy(world, "reductions") if on_cuda else world
         is_async = not on_cuda and cluster.supports_prefetch
+        coalesce_max_bytes = ANY_SIZE if world.size() > 1 and coalesces(reduce_world, device) else 0
         self._default = UnitCommunicators(
             world,
             FlatCommunicator(world),
             FlatCommunicator(reduce_world),
             prefetch_max_bytes=cluster.prefetch_max_bytes if is_async else 0,
-            coalesce_max_bytes=COALESCE_BYTES if is_async else 0,
+            coalesce_max_bytes=coalesce_max_bytes or (COALESCE_BYTES if is_async else 0),
         )
         self._by_scope: dict[tuple[ShardingScope, bool], UnitCommunicators] = {}
         self.inter_node_all_reduce = InterNodeAllReduce(None, sync)
@@ -128,6 +130,7 @@ class CommunicatorFactory:
                 FlatCommunicator(gather.intra_node),
                 FlatCommunicator(reduce.intra_node),
                 self.inter_node_all_reduce,
+                coalesce_max_bytes=coalesce_max_bytes,
             ),
             (ShardingScope.WORLD, True): UnitCommunicators(
                 world, HierarchicalCommunicator(gather), HierarchicalCommunicator(reduce)
