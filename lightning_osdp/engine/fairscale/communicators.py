@@ -27,7 +27,7 @@ from lightning_osdp.backend.hierarchical import (
 from lightning_osdp.backend.work import Work
 from lightning_osdp.engine.fairscale.unit_collectives import CoalescedReduceScatter
 from lightning_osdp.engine.gradient_buckets import GradientSync
-from lightning_osdp.planning.cost.sharding_scopes import ANY_SIZE, COALESCE_BYTES
+from lightning_osdp.planning.cost.sharding_scopes import COALESCE_BYTES
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
@@ -62,7 +62,8 @@ class UnitCommunicators:
         reduce: runs reduce-scatters.
         inter_node_all_reduce: averages gradient shards between nodes; None if ``group`` is all ranks.
         prefetch_max_bytes: units up to this size are gathered and reduced while others compute.
-        coalesce_max_bytes: gradients of a unit are reduced together if they are no larger in all.
+        coalesce_max_bytes: gradients of a unit are reduced together if they are no larger in all, or if the backend
+            takes several tensors in a call.
     """
 
     group: Any
@@ -81,9 +82,10 @@ class UnitCommunicators:
         is_prefetched = self.is_prefetched(parameters)
         reduce = FlatCommunicator(self.group, is_async=True) if is_prefetched else self.reduce
         trainable_bytes = [parameter.nbytes for parameter in parameters if parameter.requires_grad]
-        max_bytes = 0 if is_prefetched and self.coalesce_max_bytes < ANY_SIZE else self.coalesce_max_bytes
-        if len(trainable_bytes) > 1 and sum(trainable_bytes) <= max_bytes:
-            assert isinstance(reduce, FlatCommunicator)
+        if not isinstance(reduce, FlatCommunicator) or len(trainable_bytes) < 2 or self.group.size() == 1:
+            return reduce
+        is_small = not is_prefetched and sum(trainable_bytes) <= self.coalesce_max_bytes
+        if is_small or coalesces(reduce.group, parameters[0].device):
             return CoalescedReduceScatter(reduce, parameters)
         return reduce
 
@@ -107,13 +109,12 @@ class CommunicatorFactory:
         on_cuda = device.type == "cuda"
         reduce_world = cached_group_copy(world, "reductions") if on_cuda else world
         is_async = not on_cuda and cluster.supports_prefetch
-        coalesce_max_bytes = ANY_SIZE if world.size() > 1 and coalesces(reduce_world, device) else 0
         self._default = UnitCommunicators(
             world,
             FlatCommunicator(world),
             FlatCommunicator(reduce_world),
             prefetch_max_bytes=cluster.prefetch_max_bytes if is_async else 0,
-            coalesce_max_bytes=coalesce_max_bytes or (COALESCE_BYTES if is_async else 0),
+            coalesce_max_bytes=COALESCE_BYTES if is_async else 0,
         )
         self._by_scope: dict[tuple[ShardingScope, bool], UnitCommunicators] = {}
         self.inter_node_all_reduce = InterNodeAllReduce(None, sync)
@@ -130,7 +131,6 @@ class CommunicatorFactory:
                 FlatCommunicator(gather.intra_node),
                 FlatCommunicator(reduce.intra_node),
                 self.inter_node_all_reduce,
-                coalesce_max_bytes=coalesce_max_bytes,
             ),
             (ShardingScope.WORLD, True): UnitCommunicators(
                 world, HierarchicalCommunicator(gather), HierarchicalCommunicator(reduce)

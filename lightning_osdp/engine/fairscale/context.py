@@ -94,4 +94,4 @@ class EngineContext:
         self.communicator_factory = CommunicatorFactory(group, device, choices, plan.cluster, self.sync)
         self.streams = create_streams(device, STREAM_NAMES, fairscale_module)
         self.backward_passes = _BackwardPasses(self.reducer, self.streams)
-        self.prefetch_limiter = create_prefetch_limiter(device)
+        self.gather_memory = self.prefetch_limiter = create_prefetch_limiter(device, self.streams["all_gather"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_osdp.backend.streams import MAX_GATHERS_IN_FLIGHT, PrefetchLimiter
+from lightning_osdp.backend.streams import PrefetchLimiter
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.engine.fairscale.unit import FairScaleUnit
 from lightning_osdp.engine.fairscale.unit_collectives import merge_chunks
@@ -20,16 +20,19 @@ from tests.support.split_plans import split_plan
 
 
 class Device:
-    """A CUDA device in slow motion: events happen when ``synchronize`` is asked for them."""
+    """A CUDA device: what is recorded and waited for on it, none of it by the host."""
 
     def __init__(self) -> None:
         self.waited: list[int] = []
         self.recorded = 0
 
+    def wait_event(self, event: Any) -> None:
+        self.waited.append(event.number)
+
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Stands in for torch.cuda's events."""
+    """Stands in for torch.cuda's events, which have no way here to hold the host."""
     device = Device()
 
     class Event:
@@ -37,29 +40,59 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
             self.number = device.recorded
             device.recorded += 1
 
-        def synchronize(self) -> None:
-            device.waited.append(self.number)
-
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     return device
 
 
-def test_prefetch_limiter_allows_two_gathers_before_waiting_for_frees(device: Device) -> None:
-    bound = PrefetchLimiter(MAX_GATHERS_IN_FLIGHT)
+def storages(count: int, size: int = 100) -> list[torch.UntypedStorage]:
+    return [torch.UntypedStorage(size) for _ in range(count)]
+
+
+def test_limiter_frees_a_unit_when_the_one_after_the_next_is_gathered(device: Device) -> None:
+    limiter, units = PrefetchLimiter(device), storages(5)
+    limiter.max_bytes = 100
     waits = []
-    for _ in range(5):  # five operators: gather, run, free, with the host far ahead of the device
-        bound.before_gather()
+    for unit in units:  # gather, run, free, with the host far ahead of the device
+        limiter.before_gather()
         waits.append(list(device.waited))
-        bound.after_free()
+        limiter.free(unit)
     assert waits == [[], [], [0], [0, 1], [0, 1, 2]]
+    assert [unit.nbytes() for unit in units] == [0, 0, 0, 100, 100]
+    limiter.free_all()
+    assert [unit.nbytes() for unit in units] == [0] * 5
+    assert device.waited == [0, 1, 2, 3, 4]
 
 
-def test_prefetch_limiter_without_frees_never_waits(device: Device) -> None:
-    bound = PrefetchLimiter(MAX_GATHERS_IN_FLIGHT)
+def test_limiter_bounds_bytes_and_not_numbers(device: Device) -> None:
+    """A shared unit is freed parameter by parameter in the backward: all of them count together."""
+    limiter, small = PrefetchLimiter(device), storages(8, 25)
+    limiter.max_bytes = 100
+    for unit in small:
+        limiter.free(unit)
+    limiter.before_gather()
+    assert [unit.nbytes() for unit in small] == [0] * 4 + [25] * 4
+
+
+def test_limiter_gives_memory_back_that_is_gathered_again_before_it_was_freed(device: Device) -> None:
+    limiter, (unit,) = PrefetchLimiter(device), storages(1)
+    limiter.max_bytes = 100
+    limiter.free(unit)
+    limiter.before_gather()
+    limiter.take_back(unit)
+    assert (unit.nbytes(), device.waited) == (100, [0])
+    limiter.free_all()
+    assert unit.nbytes() == 100
+
+
+def test_limiter_without_frees_never_waits_and_on_a_cpu_frees_at_once(device: Device) -> None:
+    limiter = PrefetchLimiter(device)
     for _ in range(10):  # zdp2: nothing is freed in the forward
-        bound.before_gather()
+        limiter.before_gather()
     assert device.waited == []
+    (unit,) = storages(1)
+    PrefetchLimiter().free(unit)
+    assert unit.nbytes() == 0
 
 
 def test_merge_chunks_of_adjacent_chunks_makes_no_copy() -> None:
