@@ -106,6 +106,7 @@ def profile_model(
     allow_depth_of(module)
     facts = (module, context.batch, context.batch_size, context.device)
     step = TrainingStep(*facts, step_context=context.step_context, evaluation=evaluation)
+    step = replace(step, tensor_degrees=context.tensor_degrees)
     typical_key, _, largest_key = key.partition(KEY_SEPARATOR)
     try:
         traced = _trace_or_load(step, cache, typical_key)
@@ -372,11 +373,11 @@ def reuse_if_valid(
         return None
     earlier = ExecutionPlan.from_json(text)
     try:
-        earlier.check(traced.model_profile, ranks.world_size)
+        ranks.raise_on_all_ranks(lambda: earlier.check(traced.model_profile, ranks.world_size))
     except PlanMismatchError:
         return None
     cluster = current_cluster(ranks)
     is_same = all(getattr(cluster, name) == getattr(earlier.cluster, name) for name in ("nodes", "device", "backend"))
     fits = earlier.predicted.max_memory_bytes <= limit_bytes
     is_allowed = (earlier.batch_size, earlier.accumulate_grad_batches) in set(policy.candidates(ranks.world_size))
-    return earlier if is_same and fits and is_allowed else None
+    return earlier if ranks.all_reduce_min(is_same and fits and is_allowed) else None

@@ -91,6 +91,7 @@ class TrialContext:
         step_context: makes the context that ``training_step`` runs in (autocast).
         engine: name of the engine that applies plans.
         largest_batch: a batch of as many samples that takes more memory; None if ``batch`` does.
+        tensor_degrees: numbers of ranks that operators may be cut over; empty if none may be.
     """
 
     module: LightningModule
@@ -100,6 +101,7 @@ class TrialContext:
     step_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     engine: str = DEFAULT_ENGINE
     largest_batch: Any = None
+    tensor_degrees: tuple[int, ...] = ()
 
     def available_bytes(self, free_bytes: int, ranks: RankGroup) -> int:
         """Return the bytes that a step of the copy may take on the rank with least.

@@ -112,19 +112,20 @@ class NodeGroups:
     inter_node: Any
 
     @classmethod
-    def create(cls, world: Any, nodes: int) -> NodeGroups:
+    def create(cls, world: Any, nodes: int, backend: str | None = None) -> NodeGroups:
         """Create the groups. Collective: every rank of ``world`` must call it.
 
         Args:
             world: all ranks.
             nodes: number of nodes; it divides the number of ranks.
+            backend: that of the groups, if not the default one.
         """
         ranks = dist.get_process_group_ranks(world)
         per_node = len(ranks) // nodes
         assert per_node * nodes == len(ranks), (len(ranks), nodes)
         rows = [ranks[node * per_node : (node + 1) * per_node] for node in range(nodes)]
         columns = [ranks[place::per_node] for place in range(per_node)]
-        return cls(world, _create_subgroups(rows, world), _create_subgroups(columns, world))
+        return cls(world, _create_subgroups(rows, world, backend), _create_subgroups(columns, world, backend))
 
     def destroy(self) -> None:
         """Destroy the groups inside nodes and between them. Collective."""
@@ -174,9 +175,10 @@ def cached_group_copy(group: Any, purpose: str) -> Any:
     return _cached(group, purpose, lambda: _create_subgroups([dist.get_process_group_ranks(group)], group))
 
 
-def cached_node_groups(world: Any, nodes: int, purpose: str) -> NodeGroups:
+def cached_node_groups(world: Any, nodes: int, purpose: str, backend: str | None = None) -> NodeGroups:
     """Return ``NodeGroups`` for one ``purpose``, not to be destroyed. Collective. See Note [cached groups]."""
-    return cast(NodeGroups, _cached(world, f"{purpose} on {nodes} nodes", lambda: NodeGroups.create(world, nodes)))
+    key = f"{purpose} on {nodes} nodes"
+    return cast(NodeGroups, _cached(world, key, lambda: NodeGroups.create(world, nodes, backend)))
 
 
 _group_cache: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
@@ -190,10 +192,10 @@ def _cached(group: Any, purpose: str, make: Callable[[], Any]) -> Any:
     return groups_by_purpose[purpose]
 
 
-def _create_subgroups(groups: list[list[int]], parent: Any) -> Any:
+def _create_subgroups(groups: list[list[int]], parent: Any, backend: str | None = None) -> Any:
     """Create all groups and return this rank's, with the user's time-out instead of torch's default."""
     timeout = parent._get_backend(parent._device_types[0]).options._timeout
-    mine, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)  # type: ignore[no-untyped-call]
+    mine, _ = dist.new_subgroups_by_enumeration(groups, timeout, backend)  # type: ignore[no-untyped-call]
     return mine
 
 

@@ -250,7 +250,7 @@ class SlicedOperator:
 
     def _multiply_input_slices(self, x: Tensor) -> Tensor:
         """Return the sum of the slices' products with x (..., in), cut along ``in``."""
-        rows = _cast_for_autocast(x.reshape(-1, x.shape[-1]))  # (n, in)
+        rows = cast_for_autocast(x.reshape(-1, x.shape[-1]))  # (n, in)
         y: Tensor | None = None
         columns_by_slice = torch.split(rows, [place.size for place in self.layout.slices], dim=1)
         for columns, weight_slice in zip(columns_by_slice, self._slices, strict=True):
@@ -260,7 +260,7 @@ class SlicedOperator:
 
     def _multiply_output_slices(self, x: Tensor) -> Tensor:
         """Return the slices' products with x (..., in), concatenated."""
-        rows = _cast_for_autocast(x.reshape(-1, x.shape[-1]))  # (n, in)
+        rows = cast_for_autocast(x.reshape(-1, x.shape[-1]))  # (n, in)
         y = torch.cat([weight_slice.forward(rows, None) for weight_slice in self._slices], dim=1)  # (n, out)
         return self._add_bias(y).view(*x.shape[:-1], y.shape[1])
 
@@ -301,7 +301,7 @@ def check_slicing(operator: OperatorPlan, module: nn.Module) -> None:
         )
 
 
-def _cast_for_autocast(x: Tensor) -> Tensor:
+def cast_for_autocast(x: Tensor) -> Tensor:
     """Cast as autocast would for a matrix product, once instead of once for each slice."""
     device_type = x.device.type
     if torch.is_autocast_enabled(device_type) and x.is_floating_point() and x.dtype != torch.float64:

@@ -47,8 +47,8 @@ def matrix_input_dim(module: nn.Module) -> int | None:
 def _unsplittable_reason(module: nn.Module) -> str:
     """Return why the module can't be split at all; empty if it can."""
     kind = type(module).__name__
-    base = _supported_base_class(module)
-    if base is None:
+    base = matrix_or_table_class(module)
+    if base is None or base is nn.EmbeddingBag:
         return f"{kind} is neither a Linear, an Embedding nor a Conv1D of transformers"
     if type(module).forward is not base.forward or "forward" in vars(module):
         return f"{kind} has a forward of its own"
@@ -64,11 +64,11 @@ def _unsplittable_reason(module: nn.Module) -> str:
     return _embedding_unsplittable_reason(module) if isinstance(module, nn.Embedding) else ""
 
 
-def _supported_base_class(module: nn.Module) -> type[nn.Module] | None:
-    if isinstance(module, nn.Embedding):
-        return nn.Embedding
-    if isinstance(module, nn.Linear):
-        return nn.Linear
+def matrix_or_table_class(module: nn.Module) -> type[nn.Module] | None:
+    """Return which class of a weight and a bias a module is of, if of any."""
+    for base in (nn.Embedding, nn.EmbeddingBag, nn.Linear):
+        if isinstance(module, base):
+            return base
     return sys.modules["transformers.pytorch_utils"].Conv1D if matrix_input_dim(module) is not None else None
 
 

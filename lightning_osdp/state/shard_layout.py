@@ -18,21 +18,26 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """A box of the full tensor that lies contiguously in a rank's local shard.
+    """A box of the full tensor that lies in a rank's local shard.
 
     Attributes:
         offsets: indices of the box's first element in the full tensor, one for each dimension.
         sizes: extent of the box along each dimension.
         shard_offset: index of its first element in the flattened local shard.
+        strides: its strides there; None if its elements are contiguous.
     """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     shard_offset: int
+    strides: tuple[int, ...] | None = None
 
     def view(self, local_shard: Tensor) -> Tensor:
         """Return the elements of ``local_shard`` that belong to this chunk, in the chunk's shape."""
-        return local_shard.reshape(-1)[self.shard_offset : self.shard_offset + prod(self.sizes)].view(self.sizes)
+        elements = local_shard.reshape(-1)[self.shard_offset :]
+        if self.strides is not None:
+            return elements.as_strided(self.sizes, self.strides)
+        return elements[: prod(self.sizes)].view(self.sizes)
 
 
 class ShardLayout(Protocol):

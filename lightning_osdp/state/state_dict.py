@@ -109,6 +109,14 @@ class ShardedParameters:
                 if isinstance(value, Tensor) and value.shape == layout.shape:
                     optimizer.state[parameter][key] = layout.shard(value).to(parameter.device)
 
+    def unshard_state(self, optimizer: Optimizer) -> None:
+        """Gather optimizer state for good. Collective."""
+        for parameter, layout in self._layouts.items():
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    state[key] = layout.unshard(value)
+
     def missing_bytes(self, optimizers: Iterable[Optimizer]) -> int:
         """Return the bytes of parameters and of their states in ``optimizers`` that other ranks hold."""
         total = 0
@@ -128,7 +136,12 @@ class ShardedParameters:
             gradients: pairs of a parameter, or None for one that is not sharded, and its local gradient.
             norm_type: p of the p-norm; may be inf.
             device: device of the result.
+
+        Raises:
+            ShardingError: the norm is none of a positive p.
         """
+        if not norm_type > 0:
+            raise ShardingError(f"norm_type={norm_type:g}: the norm over all ranks is that of a positive p, or of inf")
         by_group: dict[Any, list[Tensor]] = {group: [] for group in self._process_groups()}  # alike on every rank
         for parameter, local_gradient in gradients:
             for group, gradient in self._split_by_group(parameter, local_gradient.detach()):
@@ -159,7 +172,9 @@ def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) 
     """Return the sum of |g|^p over all elements, or the largest |g| for p = inf, in float32."""
     if not gradients:
         return torch.zeros((), device=device)
-    norms = torch.stack([torch.linalg.vector_norm(g, norm_type, dtype=torch.float32).to(device) for g in gradients])
+    # A few kernels on CUDA, not one for each.
+    each = torch._foreach_norm(gradients, norm_type, dtype=torch.float32)
+    norms = torch.stack([norm.to(device) for norm in each])
     return norms.max() if norm_type == float("inf") else norms.pow(norm_type).sum()
 
 

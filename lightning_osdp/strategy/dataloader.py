@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
+from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,6 +25,9 @@ from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.profiling.tracing.isolation import restored
 from lightning_osdp.strategy.batch_size_change import Epoch, update_hyperparameters
 from lightning_osdp.strategy.read_batches import is_repeatable, read_first_batches
+
+MAX_BATCH_DEPTH = 6
+"""Levels of containers and objects in which a batch's tensors are looked for."""
 
 
 class TrainData:
@@ -228,8 +233,23 @@ def apply_batch_size(data: TrainData, batch_size: int, ranks: int) -> None:
 
 
 def batch_bytes(batch: Any) -> int:
-    """Return the size of all tensors in a batch."""
-    return sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    """Return the size of all tensors in a batch, which may be of a class of its own (``BatchEncoding``, a graph)."""
+    return sum(tensor.nbytes for tensor in _find_tensors(batch))
+
+
+def _find_tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif depth < MAX_BATCH_DEPTH and not isinstance(value, str | bytes | type | ModuleType):
+        inner: Iterable[Any] = ()
+        if isinstance(value, Mapping):
+            inner = value.values()
+        elif isinstance(value, Sequence):
+            inner = value
+        elif hasattr(value, "__dict__"):
+            inner = vars(value).values()
+        for each in inner:
+            yield from _find_tensors(each, depth + 1)
 
 
 def _datasets(source: Any) -> list[Any]:

@@ -210,9 +210,11 @@ class ProfiledRun:
 def profile_in_setup(trainer: pl.Trainer, options: PlanningOptions) -> ProfiledRun:
     """Trace the Trainer's module on fake tensors."""
     data, context = options.read_step(trainer, torch.device("cpu"))
-    traced = options.with_reduce_dtype(pipeline.profile_model(context))
+    own_constraints = _callback_constraints(trainer)
+    traced = pipeline.profile_model(options.with_tensor_degrees(context, own_constraints))
+    traced = options.with_reduce_dtype(traced)
     blocker = options.in_backward_blocker(trainer, traced)
-    searched = options.constraints(_callback_constraints(trainer), blocker, context.device)
+    searched = options.constraints(own_constraints, blocker, context.device)
     present = data.loader_batch_size or context.batch_size
 
     def limit_batch_sizes(policy: BatchSizePolicy, ranks: int) -> BatchSizePolicy:
@@ -239,11 +241,12 @@ def plan_in_setup(
         checkpoint_memory=checkpoint_memory, evaluation_batch_size=data.evaluation_batch_size()
     )
     non_training = count_averaged_copies(trainer, device, non_training)
-    cache = options.cache_folder
+    cache, own_constraints = options.cache_folder, _callback_constraints(trainer)
+    context = options.with_tensor_degrees(context, own_constraints, cluster)
     traced = pipeline.profile_model_on_ranks(RankGroup.single(device), context, non_training, cache)
     traced = options.with_reduce_dtype(traced)
     blocker = options.in_backward_blocker(trainer, traced)
-    constraints = options.constraints(_callback_constraints(trainer), blocker, device)
+    constraints = options.constraints(own_constraints, blocker, device)
     request = options.request(trainer, data, context.batch_size, cluster.ranks, limit, constraints, non_training)
     trial_context = context if options.trial_steps else None
     return pipeline.plan_offline(traced, request, device, cache=cache, trial_context=trial_context)

@@ -18,6 +18,7 @@ from lightning_osdp.engine.base import engine_capabilities, find_engine
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
+from lightning_osdp.planning.spec.choices import Mode, tensor_degrees
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.formatting import parse_memory_limit
@@ -26,6 +27,9 @@ from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling.tracing.trace import TracedStep
 from lightning_osdp.strategy import arguments
 from lightning_osdp.strategy.dataloader import TrainData, read_data
+
+USUAL_DEGREES = (2, 4, 8)
+"""Numbers of ranks that operators are tried to be cut over where the cluster is not known yet."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,15 @@ class PlanningOptions:
         largest = precision.convert_input(batch) if data.typical_batch is not batch else None
         step_context = precision.train_step_context
         return data, TrialContext(module, typical, batch_size, device, step_context, self.engine, largest)
+
+    def with_tensor_degrees(
+        self, context: TrialContext, constraints: SearchConstraints, cluster: Cluster | None = None
+    ) -> TrialContext:
+        """Return ``context`` with the numbers of ranks that operators may be cut over."""
+        capabilities = engine_capabilities(self.engine, context.device)
+        if Mode.TP not in capabilities.modes or constraints.tensor_parallel is False:
+            return context
+        return replace(context, tensor_degrees=USUAL_DEGREES if cluster is None else tensor_degrees(cluster))
 
     def policy_with_kept_sizes(self, trainer: pl.Trainer, batch_size: int, num_ranks: int) -> BatchSizePolicy:
         """Return the requested batch sizes, where ``"keep"`` means those of a data loader that gives ``batch_size``."""

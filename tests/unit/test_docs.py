@@ -43,6 +43,19 @@ def make_targets() -> set[str]:
     return set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
 
+def test_each_row_of_compatibility_has_a_test_that_exists() -> None:
+    text = (DOCS / "compatibility.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if re.match(r"\|(?! situation| ---)", line)]
+    places, file = {"P": "parity", "E": "e2e", "U": "unit"}, ""
+    for row in rows:
+        cell = row.rstrip("| ").rpartition(" | ")[2]
+        named = re.findall(r"`(?:([PEU])/([\w/]+\.py)::)?(test_\w+)`", cell)
+        assert named or cell == "the same", row
+        for place, path, name in named:
+            file = f"{places[place]}/{path}" if path else file
+            assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), row
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, as `make docs` builds it."""

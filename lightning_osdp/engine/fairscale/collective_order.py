@@ -14,7 +14,7 @@ order, and requests of ranks at different places are an error on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -63,6 +63,9 @@ class OrderedUnit(Protocol):
     def join_reduction(self, indices: Sequence[int]) -> None:
         """Take part in a reduction with a zero gradient for the parameters ``indices``."""
 
+    def can_run(self, ranks: Collection[int], indices: Sequence[int]) -> bool:
+        """Return whether these ranks, which want it, are enough for a gather or reduction of ``indices``."""
+
     def start_prefetch(self) -> None:
         """Start to gather all parameters if the unit is prefetched."""
 
@@ -83,15 +86,21 @@ class CollectiveOrder:
         """What followed two events last time, and how often that has to recur until it is expected."""
         self._num_steps = self._asking_steps = 0
         self._next_asking_steps = FIRST_ASKING_STEPS
-        self._has_backward = False
+        self._has_backward = self._has_differed = self._has_groups = False
         self._failure = ""
         self._place = "before the first training step"
         self.join_replicated: Callable[[], None] = lambda: None
         """Takes part in the reduction of replicated gradients."""
 
-    def register(self, unit: OrderedUnit) -> int:
-        """Return the index of ``unit``; units come in the order of the plan."""
+    def register(self, unit: OrderedUnit, is_grouped: bool = False) -> int:
+        """Return the index of ``unit``; units come in the order of the plan.
+
+        Args:
+            unit: what takes part in collectives.
+            is_grouped: whether its collectives are those of some ranks, for which others don't stand in.
+        """
         self._units.append(unit)
+        self._has_groups |= is_grouped
         return len(self._units) - 1
 
     def before_gather(self, unit: int, in_backward: bool, indices: Sequence[int] = ()) -> None:
@@ -111,7 +120,7 @@ class CollectiveOrder:
 
     def begin_step(self) -> None:
         """Note that a training step begins."""
-        self._asking_steps = max(0, self._asking_steps - 1)
+        self._asking_steps, self._has_differed = max(0, self._asking_steps - 1), False
         self._before("step")
         self._num_steps += 1
         self._place, self._has_backward = f"in training step {self._num_steps}", True
@@ -165,6 +174,10 @@ class CollectiveOrder:
         if self._agreement is not None:
             self._agreement.close()
 
+    def expect_differences(self) -> None:
+        """Ask for each collective until the step is over, since this rank runs other things in it than others."""
+        self._has_differed = True
+
     def prefetch_next(self) -> None:
         """Start the gather that is expected after the one that has just run, unless ranks differed lately."""
         kind, unit, _ = _parse(self._last[1])
@@ -186,7 +199,7 @@ class CollectiveOrder:
     def _before(self, event: str) -> None:
         if self._agreement is None:
             return
-        is_asking = self._asking_steps or self._failure
+        is_asking = self._asking_steps or self._has_differed or self._failure
         if not is_asking and self._expect_after(self._last) == event and self._agreement.advance(event):
             self._note(event)
         else:
@@ -212,6 +225,8 @@ class CollectiveOrder:
             self._note(chosen)
             if chosen == event:
                 return
+            if self._has_groups:
+                self.expect_differences()
             self._join(chosen)
 
     def _learn(self, event: str, is_unanimous: bool) -> None:
@@ -245,8 +260,10 @@ class CollectiveOrder:
             return Decision(events.pop())
         waiting = [event for event in events if _parse(event)[0] in _WAITING]
         joinable = [event for event in events if _parse(event)[0] in _JOINABLE]
-        if len(places) == 1 and joinable and len(joinable) + len(waiting) == len(events) and len(waiting) < 2:
-            return Decision(min(joinable, key=_priority), is_unanimous=False)
+        is_possible = len(places) == 1 and len(joinable) + len(waiting) == len(events) and len(waiting) < 2
+        complete = [event for event in joinable if self._can_run(event, requests)]
+        if is_possible and complete:
+            return Decision(min(complete, key=_priority), is_unanimous=False)
         ranks_by_text: dict[str, list[int]] = {}
         for rank, request in enumerate(requests):
             ranks_by_text.setdefault(request.description, []).append(rank)
@@ -254,6 +271,11 @@ class CollectiveOrder:
         return Decision(
             "", is_unanimous=False, error_message=f"ranks do different things: {'; '.join(texts)}. {ADVICE}"
         )
+
+    def _can_run(self, event: str, requests: Sequence[Request]) -> bool:
+        _, unit, indices = _parse(event)
+        ranks = [rank for rank, request in enumerate(requests) if request.event == event]
+        return unit < 0 or self._units[unit].can_run(ranks, indices)
 
     def _describe(self, event: str) -> str:
         kind, unit, _ = _parse(event)

@@ -39,7 +39,8 @@ def sharded_operators(plan: ExecutionPlan) -> list[OperatorPlan]:
     return [
         op
         for op in plan.operators
-        if any(mode != Mode.DP for mode in op.slices)
+        if op.tensor is None
+        and any(mode != Mode.DP for mode in op.slices)
         and not (single_rank_nodes and op.sharding_group == ShardingScope.NODE)
     ]
 

@@ -17,6 +17,7 @@ from lightning_osdp.engine.fairscale.joinable_unit import before_reduction
 from lightning_osdp.engine.fairscale.unit_collectives import GradientReducer
 from lightning_osdp.engine.gradient_buckets import GradientSync
 from lightning_osdp.engine.optimizer_in_backward import BackwardOptimizer
+from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.state.guarded_parameter import GuardContext, without_guards
 
@@ -83,7 +84,7 @@ class EngineContext:
         self.params_summoned = False
         self.why_no_runs = ""  # set when a run is over and the module stays sharded
         self.owner: object = None  # the engine, which lives as long as the module is sharded
-        self.update_in_backward = plan.update_in_backward
+        self.update_in_backward, self.tensor_scopes = plan.update_in_backward, plan.tensor_scopes
         self.sync = GradientSync()
         self.backward_optimizer = BackwardOptimizer(self.sync)
         self.order = CollectiveOrder(group)
@@ -95,3 +96,14 @@ class EngineContext:
         self.streams = create_streams(device, STREAM_NAMES, fairscale_module)
         self.backward_passes = _BackwardPasses(self.reducer, self.streams)
         self.gather_memory = self.prefetch_limiter = create_prefetch_limiter(device, self.streams["all_gather"])
+
+    def check_run(self) -> None:
+        """Refuse to run a module that must not run now.
+
+        Raises:
+            ShardingError: its run is over, or its parameters are shown whole.
+        """
+        if self.why_no_runs:
+            raise ShardingError(self.why_no_runs)
+        if self.params_summoned:
+            raise ShardingError("the model can't run while its parameters are shown whole: leave that context first")

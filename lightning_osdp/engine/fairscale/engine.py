@@ -14,8 +14,9 @@ from typing_extensions import override
 from lightning_osdp.backend.work import is_driven_by_host
 from lightning_osdp.engine.activation_checkpointing import check_recomputed_blocks, checkpoint_block
 from lightning_osdp.engine.base import Engine
-from lightning_osdp.engine.fairscale.communicators import sharded_operators, sharded_units
+from lightning_osdp.engine.fairscale.communicators import sharded_units
 from lightning_osdp.engine.fairscale.context import EngineContext
+from lightning_osdp.engine.fairscale.plan_checks import check_operators, check_units
 from lightning_osdp.engine.fairscale.sharded_operator import (
     NestedOperators,
     ShardedOperator,
@@ -30,10 +31,14 @@ from lightning_osdp.engine.grad_norm import patch_total_norm
 from lightning_osdp.engine.gradient_buckets import BucketedAllReduce
 from lightning_osdp.engine.guards import OptimizerGuard, close_opened_guards, install_guards
 from lightning_osdp.engine.meta_init import MetaInitializer, check_initializable
-from lightning_osdp.engine.sliced_operator import SlicedOperator, check_slicing
+from lightning_osdp.engine.sliced_operator import SlicedOperator
 from lightning_osdp.engine.starting_values import StartingValues
+from lightning_osdp.engine.tensor_parallel.apply import finish_gradients, make_unit
+from lightning_osdp.engine.tensor_parallel.check import check_tensor_parallelism, tensor_units
+from lightning_osdp.engine.tensor_parallel.unit import TensorUnit, UnitContext
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.capabilities import EngineCapabilities
+from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.state.deferred_tensor import DeferredTensors
 from lightning_osdp.state.guarded_parameter import ShardGuard, without_guards
@@ -59,7 +64,7 @@ class FairScaleEngine(Engine):
 
     def __init__(self, device: torch.device, group: Any = None, broadcast: bool = True) -> None:
         super().__init__(device, group, broadcast)
-        self._operators: dict[str, ShardedOperator] = {}
+        self._operators: dict[str, ShardedOperator | TensorUnit] = {}
         self._units: list[FairScaleUnit] = []
         self._sliced_operators: list[SlicedOperator] = []
         self._guards: list[ShardGuard] = []
@@ -70,12 +75,17 @@ class FairScaleEngine(Engine):
     @staticmethod
     @override
     def capabilities(device: torch.device) -> EngineCapabilities:
-        return EngineCapabilities(prefetch=is_driven_by_host(device))
+        return EngineCapabilities(modes=tuple(Mode), prefetch=is_driven_by_host(device))
 
     @property
     @override
     def collectives_per_step(self) -> int:
-        return sum(unit.num_collectives for unit in self._units) + self._bucketed_all_reduce.num_collectives
+        units: list[FairScaleUnit | TensorUnit] = [*self._units, *self._tensor_units]
+        return sum(unit.num_collectives for unit in units) + self._bucketed_all_reduce.num_collectives
+
+    @property
+    def _tensor_units(self) -> list[TensorUnit]:
+        return [operator for operator in self._operators.values() if isinstance(operator, TensorUnit)]
 
     # Applying a plan
 
@@ -83,8 +93,9 @@ class FairScaleEngine(Engine):
     def check(self, module: nn.Module, plan: ExecutionPlan) -> None:
         check_initializable(module)
         check_recomputed_blocks(plan.recomputed, module)
-        parameters_by_operator = _check_operators(module, plan)
-        _check_units(plan, dict(module.named_modules()), parameters_by_operator)
+        check_tensor_parallelism(module, plan, self._group.size())
+        parameters_by_operator = check_operators(module, plan)
+        check_units(plan, dict(module.named_modules()), parameters_by_operator)
         owner = {p: name for name, parameters in parameters_by_operator.items() for p in parameters}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             operator = owner.get(parameter)
@@ -112,6 +123,11 @@ class FairScaleEngine(Engine):
                 for parameter in parameters:
                     values.move_to_device(parameter)
             self._shard(unit, operators, plan)
+        for name, operators in tensor_units(plan).items():
+            for operator in operators:
+                initializer.fill(module.get_submodule(operator.name))
+                values.move_to_device(module.get_parameter(f"{operator.name}.weight"))
+            self._cut(name, operators)
         initializer.fill(module)
         sharded = {parameter for operator in self._operators.values() for parameter in operator.layouts}
         for tensor in [p for p in module.parameters() if p not in sharded] + list(module.buffers()):
@@ -144,13 +160,19 @@ class FairScaleEngine(Engine):
             layouts = self._shard(unit, operators, plan)
             for optimizer in optimizers:
                 ShardedParameters(layouts, self._group).shard_existing_state(optimizer)
+        for unit, operators in tensor_units(plan).items():
+            for name in self._overlapping_operators(previous, "", operators):
+                previous.pop(name).unshard(optimizers)
+            layouts = self._cut(unit, operators)
+            for optimizer in optimizers:
+                ShardedParameters(layouts, self._group).shard_existing_state(optimizer)
         for operator in previous.values():
             operator.unshard(optimizers)
         self._finalize(plan)
         self._attach(optimizers)
 
     def _overlapping_operators(
-        self, previous: Mapping[str, ShardedOperator], unit: str, operators: Iterable[OperatorPlan]
+        self, previous: Mapping[str, ShardedOperator | TensorUnit], unit: str, operators: Iterable[OperatorPlan]
     ) -> list[str]:
         """Return the names of those ``previous`` operators whose module or parameters ``unit`` is to have."""
         wanted = {p for op in operators for p in own_parameters(self._module, op.name, self._nested_operators)}
@@ -187,6 +209,14 @@ class FairScaleEngine(Engine):
             ),
         )
         return operator.layouts
+
+    def _cut(self, name: str, operators: Sequence[OperatorPlan]) -> Mapping[nn.Parameter, ShardLayout]:
+        """Cut the weights of operators that are tensor parallel together, which are in full on the device."""
+        context = UnitContext(self._context.order, self._context.check_run)
+        needs = self._context.tensor_scopes.get(name)
+        unit = make_unit(name, self._module, operators, needs, self._group, self._device, context)
+        self._operators[f"{name} (tensor parallel)"] = unit
+        return unit.layouts
 
     def _large_parameters(self, operator: OperatorPlan) -> list[nn.Parameter]:
         return large_parameters(self._module, operator.name, self._nested_operators)
@@ -327,6 +357,8 @@ class FairScaleEngine(Engine):
         self._context.backward_optimizer.refresh()
         if self._context.order.has_backward:  # the last step had none on this rank; others wait in theirs
             self.finish_backward()
+        for tensor_unit in self._tensor_units:
+            tensor_unit.begin_step()
         self._context.reducer.discard()
         self._context.backward_passes.discard()
         self._context.order.begin_step()
@@ -351,11 +383,13 @@ class FairScaleEngine(Engine):
         with without_guards():
             self._bind_slice_gradients()
             self._bucketed_all_reduce.finish()
-            if self._context.order.has_backward:
+            has_pass = self._context.order.has_backward
+            if has_pass:
                 self._context.order.complete_backward()
                 for unit in self._units:
                     unit.show_gradients()
                     unit.show_joined_gradients()
+            finish_gradients(self._tensor_units, has_pass, self._context.sync.is_on)
             self._context.communicator_factory.inter_node_all_reduce.finish()
             for unit in self._units:
                 unit.reshard()  # whether or not the pass has reached it
@@ -386,40 +420,3 @@ class FairScaleEngine(Engine):
         if self._context.backward_optimizer.is_partially_updated:
             raise ShardingError(PARTIALLY_UPDATED.format("this state is not saved"))
         return super().model_state(deferred_tensors)
-
-
-def _check_operators(module: nn.Module, plan: ExecutionPlan) -> dict[str, list[nn.Parameter]]:
-    """Refuse operators that can't be sharded, and return the parameters that each one's unit takes."""
-    modules, nested_operators = dict(module.named_modules()), find_nested_operators(plan)
-    parameters_by_operator: dict[str, list[nn.Parameter]] = {}
-    owner: dict[nn.Parameter, str] = {}
-    for operator in sharded_operators(plan):
-        if operator.name not in modules or not operator.name:
-            raise ShardingError(f"the plan shards {operator.name!r}, which is not a submodule of this module")
-        if len(operator.slices) > 1:
-            check_slicing(operator, modules[operator.name])
-        parameters = large_parameters(module, operator.name, nested_operators)
-        if not parameters:
-            raise ShardingError(f"{operator.name} can't be sharded: all its parameters are small")
-        for parameter in parameters:
-            if parameter in owner:
-                raise ShardingError(f"{operator.name} and {owner[parameter]} share a parameter: both can't shard it")
-            owner[parameter] = operator.name
-        parameters_by_operator[operator.name] = parameters
-    return parameters_by_operator
-
-
-def _check_units(
-    plan: ExecutionPlan, modules: Mapping[str, nn.Module], parameters_by_operator: Mapping[str, Sequence[nn.Parameter]]
-) -> None:
-    """Refuse units of several data types, and shared units that lie around no module that runs."""
-    for unit, operators in sharded_units(plan).items():
-        is_shared = bool(operators[0].unit)
-        if is_shared and (unit not in modules or type(modules[unit]).forward is nn.Module.forward):
-            raise ShardingError(f"the plan joins operators of {unit!r}, which is no submodule that is called")
-        outside = [operator.name for operator in operators if not operator.name.startswith(unit + ".")]
-        if is_shared and outside:
-            raise ShardingError(f"the plan joins {outside[0]} with operators of {unit}, where it does not lie")
-        dtypes = sorted({str(p.dtype) for operator in operators for p in parameters_by_operator[operator.name]})
-        if len(dtypes) > 1:
-            raise ShardingError(f"{unit} holds {' and '.join(dtypes)}: a unit's parameters are of one type")

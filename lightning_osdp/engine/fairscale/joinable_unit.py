@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,6 +46,10 @@ class JoinableUnit:
                     return
             params = [self.params[index] for index in indices or range(len(self.params))]
             self._coalesced_gather.gather_and_free(self._shards(params, as_is))
+
+    def can_run(self, ranks: Collection[int], indices: Sequence[int]) -> bool:
+        """Return that any ranks are enough: others take part with zeros."""
+        return True
 
     def join_reduction(self, indices: Sequence[int]) -> None:
         """Contribute zero to gradients that other ranks have, and take this rank's part of the result.

@@ -25,6 +25,7 @@ from lightning_osdp.planning.spec.model import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.state.flat_layout import FlatPaddedLayout
 from lightning_osdp.state.guarded_parameter import GuardContext, ShardGuard
+from lightning_osdp.state.state_dict import ShardedParameters
 
 NestedOperators = Mapping[str, Sequence[str]]
 """The operators inside of each operator that encloses others, by name."""
@@ -146,11 +147,7 @@ class ShardedOperator:
     def unshard(self, optimizers: Iterable[Optimizer]) -> None:
         """Gather parameters and their optimizer states for good and restore the operator as it was. Collective."""
         for optimizer in optimizers:
-            for parameter, layout in self.layouts.items():
-                state = optimizer.state.get(parameter, {})
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and value.shape == parameter.shape:
-                        state[key] = layout.unshard(value)
+            ShardedParameters(self.layouts, None).unshard_state(optimizer)
         for unit in self.units:
             unit.detach_hooks()
         for parameter, layout in self.layouts.items():

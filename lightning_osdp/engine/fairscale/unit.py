@@ -172,10 +172,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
 
     def _run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """See Note [the run of a unit]."""
-        if self._context.why_no_runs:
-            raise ShardingError(self._context.why_no_runs)
-        if self._context.params_summoned:
-            raise ShardingError("the model can't run while its parameters are shown whole: leave that context first")
+        self._context.check_run()
         with_grad = torch.is_grad_enabled()
         if self.world_size == 1 or (self._num_running and (not with_grad or active_unit() is self)):
             return function(*args, **kwargs)

@@ -7,7 +7,8 @@ With t ranks in a group, and x bytes of input and y bytes of output for the samp
     column     gather the input, t x; in backward reduce and scatter its gradient
     row        reduce and scatter the output, t y; in backward gather its gradient
 
-A recomputed block repeats what its forward exchanges. The gathered input stays for the weights' gradients.
+Before, the ranks tell each other in a small gather how many rows they have. A recomputed block repeats what its forward
+exchanges. The gathered input stays for the weights' gradients.
 """
 
 from __future__ import annotations
@@ -74,8 +75,10 @@ def exchange_s(operator: Operator, degree: int, cluster: Cluster, *, recomputed:
     use = operator.tensor
     if use is None:
         return ExchangeTime(0.0, 0.0)
-    exchanges = [*_FORWARD[use.role], *_BACKWARD[use.role], *(_FORWARD[use.role] if recomputed else ())]
-    return _sum_times(exchanges, use, degree, _group_links(cluster))
+    forwards, links = 2 if recomputed else 1, _group_links(cluster)
+    exchanged = _sum_times([*_BACKWARD[use.role], *forwards * _FORWARD[use.role]], use, degree, links)
+    start_s = forwards * links.all_gather.time_s(0, degree) / use.num_operators
+    return exchanged._replace(fixed_s=exchanged.fixed_s + start_s)
 
 
 def _group_links(cluster: Cluster) -> Link | ShardingLink:

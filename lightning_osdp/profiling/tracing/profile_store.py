@@ -45,17 +45,17 @@ def trace_with_store(step: TrainingStep, store: ModelProfileStore, key: str = ""
     stored = store.load(key) if key else None
     if stored is not None and stored.fingerprint == fingerprint(step.module, stored.operators):
         sizes = (*sizes[:-1], int(key.rsplit("-", 1)[1]))
-        return TracedStep(stored, {}, (), sizes, partial(trace, step), key)
+        return TracedStep(stored, {}, (), sizes, partial(trace, replace(step, tensor_degrees=())), key)
     with start_fake_trace(step, sizes) as started:
         smaller = started.result()
         key = _step_key(step, started.sizes, smaller)
         stored = store.load(key)
         if stored is None:
             started.record_larger_batch()
+            traced = started.result()
     if stored is not None:
-        retrace = partial(trace, step)
+        retrace = partial(trace, replace(step, tensor_degrees=()))
         return replace(smaller, model_profile=stored, batch_sizes=started.sizes, retrace=retrace, key=key)
-    traced = started.result()
     store.save(key, traced.model_profile)
     return traced
 
@@ -67,7 +67,7 @@ def architecture_key(module: torch.nn.Module) -> str:
 
 def _step_key(step: TrainingStep, sizes: tuple[int, ...], smaller: TracedStep) -> str:
     """Return the architecture's key, a hash of all that the smaller batch size shows, and the larger batch size."""
-    options = (sizes, step.evaluation, torch.__version__, MODEL_PROFILE_VERSION)
+    options = (sizes, step.evaluation, step.tensor_degrees, torch.__version__, MODEL_PROFILE_VERSION)
     facts = (*options, smaller.kernels, smaller.optimizer_kernels)
     digest = hashlib.sha256(f"{facts}{smaller.model_profile.model_dump_json()}".encode()).hexdigest()[:32]
     return f"{architecture_key(step.module)}-{digest}-{sizes[-1]}"

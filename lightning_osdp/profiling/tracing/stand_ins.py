@@ -86,7 +86,7 @@ def as_fake(tensor: Tensor, fake_mode: FakeTensorMode, device: torch.device) -> 
 def fake_copy(module: LightningModule, fake_mode: FakeTensorMode, device: torch.device) -> LightningModule:
     """Return a copy of ``module`` with fake parameters and buffers on ``device``, tied as the originals are."""
     tensors = (*module.parameters(), *module.buffers())
-    copied, _ = FakeCopyMode(fake_mode).copy(module, tensors, device, _shared_objects(module))
+    copied, _ = FakeCopyMode(fake_mode).copy(module, tensors, device, shared_objects(module))
     for inner in copied.modules():
         if isinstance(inner.__dict__.get("_device"), torch.device):
             inner.__dict__["_device"] = device
@@ -98,7 +98,7 @@ def lazy_clone(module: LightningModule) -> LightningModule:
 
     Parameters take no memory until either side writes to them, where torch can do that (copy on write).
     """
-    memo: dict[int, Any] = {id(each): each for each in _shared_objects(module)}
+    memo: dict[int, Any] = {id(each): each for each in shared_objects(module)}
     for parameter in module.parameters():
         values = _try_lazy_clone(parameter)
         if values is not None:
@@ -131,7 +131,8 @@ def _try_lazy_clone(parameter: torch.nn.Parameter) -> Tensor | None:
         return None
 
 
-def _shared_objects(module: LightningModule) -> list[Any]:
+def shared_objects(module: LightningModule) -> list[Any]:
+    """Return what copies of the module share with it: the trainer and its data module."""
     trainer: Any = module._trainer
     return [] if trainer is None else [trainer, getattr(trainer, "datamodule", None)]
 

@@ -19,10 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.backend.memory import allowed_bytes
+from lightning_osdp.engine.splittable import matrix_input_dim
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, TraceError
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.profiling.kernels.kernel import Kernel
+from lightning_osdp.profiling.tensor_scopes import TracedModule, find_tensor_candidates
 from lightning_osdp.profiling.tracing import host_syncs, stand_ins
+from lightning_osdp.profiling.tracing.dataflow import Dataflow, record_dataflow
 from lightning_osdp.profiling.tracing.isolation import isolated
 from lightning_osdp.profiling.tracing.optimizer_step import (
     Clipping,
@@ -57,6 +60,8 @@ class TrainingStep:
     """Makes the context that ``training_step`` runs in (autocast)."""
     evaluation: bool = False
     """Whether the memory of evaluation is read as well; ignored by ``trace_by_running``."""
+    tensor_degrees: tuple[int, ...] = ()
+    """Numbers of ranks that operators may be cut over, to find out which; ignored by ``trace_by_running``."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ def trace(step: TrainingStep) -> TracedStep:
     """
     with start_fake_trace(step, choose_batch_sizes(step)) as started:
         started.record_larger_batch()
-    return started.result()
+        return started.result()
 
 
 def trace_by_running(step: TrainingStep) -> TracedStep:
@@ -150,6 +155,7 @@ class FakeTrace:
         self._recordings: dict[int, Recording] = {}
         self._evaluation_recordings: dict[int, Recording] = {}
         self._optimizer_trace: OptimizerTrace
+        self._dataflow: Dataflow | None = None
 
     def record_smaller_batch(self, optimizers: list[Any]) -> None:
         """Record the smaller batch size and the step of ``optimizers``."""
@@ -162,16 +168,27 @@ class FakeTrace:
         self._optimizer_trace = trace_optimizers(optimizers, parameters, self._fake_mode, clipping)
 
     def record_larger_batch(self) -> None:
-        """Record the larger batch size, if there are two, and evaluation where it is wanted."""
+        """Record the larger batch size, if there are two, and evaluation and dataflow where they are wanted."""
         for size in self.sizes[1:]:
             self._record(size)
+        if self._step.tensor_degrees:
+            with self._fake_mode:
+                self._dataflow = _record_dataflow(self._step, self._module, self._batches[self.sizes[0]])
         if self._step.evaluation:
             with self._fake_mode:
                 self._evaluation_recordings = _record_evaluation(self._step, self._module, self._batches)
 
     def result(self) -> TracedStep:
         """Return what the recordings so far show."""
-        return _build_result(self._step, self._recordings, self._optimizer_trace, self._evaluation_recordings)
+        traced = _build_result(self._step, self._recordings, self._optimizer_trace, self._evaluation_recordings)
+        if self._dataflow is None:
+            return traced
+        size, step = self.sizes[0], self._step
+        batch = stand_ins.real_batch(step.batch, step.batch_size, size)
+        played = TracedModule(step.module, self._module, self._dataflow, size, batch)
+        found = find_tensor_candidates(played, traced.model_profile.operators, step.tensor_degrees)
+        profile = traced.model_profile.with_tensor_candidates(found.candidates, found.refusals)
+        return replace(traced, model_profile=profile)
 
     def _record(self, size: int) -> None:
         batch = stand_ins.fake_batch(self._step.batch, self._step.batch_size, size, self._fake_mode)
@@ -254,6 +271,24 @@ def _record(
         for parameter in module.parameters():
             parameter.grad = None
     return recorder.recording
+
+
+def _record_dataflow(step: TrainingStep, module: LightningModule, batch: Any) -> Dataflow | None:
+    """Record the dataflow of the forward, without what the module does with its optimizers; return None if it fails."""
+    batch = stand_ins.move_batch(module, batch, step.device)
+    products = [each for each in module.modules() if matrix_input_dim(each) is not None]
+    module.__dict__["manual_backward"] = lambda *_, **__: None
+    try:
+        with host_syncs.unknown_numbers(), step.step_context():
+            return record_dataflow(
+                lambda: module.training_step(*stand_ins.step_arguments(module, batch)), products, batch
+            )
+    except Exception:  # The user's code runs here and may raise anything.
+        return None
+    finally:
+        module.__dict__.pop("manual_backward", None)
+        for parameter in module.parameters():
+            parameter.grad = None
 
 
 def _record_evaluation(step: TrainingStep, module: LightningModule, batches: Mapping[int, Any]) -> dict[int, Recording]:

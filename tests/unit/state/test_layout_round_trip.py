@@ -12,27 +12,29 @@ from torch import Tensor, nn
 
 from lightning_osdp.state import state_dict as states
 from lightning_osdp.state.checkpoint import CheckpointFormat
+from lightning_osdp.state.dim_slice_layout import DimSliceLayout
 from lightning_osdp.state.flat_layout import FlatPaddedLayout
 from lightning_osdp.state.shard_layout import ShardLayout
 from lightning_osdp.state.state_dict import ShardedParameters
-from tests.support.dim_slice_layout import DimSliceLayout
 from tests.support.ranks import run_ranks
 
-KINDS = ("flat", "rows", "columns")
+DIMS = {"rows": (0, 1), "columns": (1, 1), "pieces": (1, 2)}
+"""The dimension that is cut, and in how many parts."""
 
 
 def layout_of(kind: str, shape: torch.Size) -> ShardLayout:
     if kind == "flat":
         return FlatPaddedLayout.create_sharded(shape, dist.group.WORLD)
-    return DimSliceLayout.create(shape, KINDS.index(kind) - 1, dist.group.WORLD)
+    dim, parts = DIMS[kind]
+    return DimSliceLayout.create(shape, dim, dist.group.WORLD, parts)
 
 
 def make_plain(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Trained by one step, so that the optimizer has a state."""
     torch.manual_seed(seed)
-    module = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+    module = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
-    module(torch.rand(5, 6)).square().sum().backward()
+    module(torch.rand(5, 8)).square().sum().backward()
     optimizer.step()
     return module, optimizer
 
@@ -69,7 +71,7 @@ def save_and_load(rank: int, ranks: int, folder: str, kind: str, other: str) -> 
     )
     assert torch.allclose(norm, expected_norm)
     with sharded.summon_full_params(module.parameters(), writeback=True), torch.no_grad():
-        assert [tuple(p.shape) for p in module.parameters()] == [(4, 6), (4,), (2, 4), (2,)]
+        assert [tuple(p.shape) for p in module.parameters()] == [(4, 8), (4,), (2, 4), (2,)]
         next(module.parameters()).add_(1.0)
     names = {parameter: name for name, parameter in module.named_parameters()}
     loaded = []
@@ -102,7 +104,7 @@ def expected_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
     return module.state_dict(), optimizer.state_dict()["state"]
 
 
-@pytest.mark.parametrize(("kind", "other"), [("flat", "columns"), ("rows", "flat"), ("columns", "rows")])
+@pytest.mark.parametrize(("kind", "other"), [("flat", "columns"), ("rows", "pieces"), ("pieces", "flat")])
 def test_states_pass_between_layouts_in_both_formats(kind: str, other: str, tmp_path: Path) -> None:
     model, optimizer = expected_states()
     (saved, loaded), _ = run_ranks(save_and_load, 2, str(tmp_path), kind, other)

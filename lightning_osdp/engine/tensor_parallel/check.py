@@ -1,0 +1,125 @@
+"""Which modules can be tensor parallel, and which plans of it can be applied.
+
+Tracing asks when it looks for candidates, and the engine again before it cuts.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from lightning_osdp.engine.splittable import matrix_input_dim, matrix_or_table_class
+from lightning_osdp.engine.tensor_parallel.operator import cut_dim
+from lightning_osdp.errors import ShardingError
+from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
+from lightning_osdp.planning.spec.tensor import TensorRole, TensorScope
+
+
+def tensor_operators(plan: ExecutionPlan) -> list[OperatorPlan]:
+    """Return the operators that are tensor parallel."""
+    return [operator for operator in plan.operators if operator.tensor is not None]
+
+
+def tensor_units(plan: ExecutionPlan) -> dict[str, list[OperatorPlan]]:
+    """Group tensor parallel operators by what runs together: the module of a scope, or an operator by itself."""
+    units: dict[str, list[OperatorPlan]] = {}
+    for operator in tensor_operators(plan):
+        assert operator.tensor is not None
+        units.setdefault(operator.tensor.scope or operator.name, []).append(operator)
+    return units
+
+
+def tensor_refusal(module: nn.Module, role: TensorRole) -> str:
+    """Return why a module can't be tensor parallel in a role, in words for the user; empty if it can.
+
+    Whether its weight is also used elsewhere, and whether its dimensions can be divided, is not considered.
+    """
+    kind, is_table = type(module).__name__, isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    base = matrix_or_table_class(module)
+    if base is None or is_table != (role == TensorRole.EMBEDDING):
+        return f"{kind} is neither a Linear, an Embedding, an EmbeddingBag nor a Conv1D of transformers"
+    if type(module).forward is not base.forward or "forward" in vars(module):
+        return "its forward is replaced"
+    weight = module._parameters.get("weight")
+    if weight is None or isinstance(weight, UninitializedParameter) or weight.dim() != 2:
+        return "its weight is computed from others (parametrized, weight-normed or pruned) or not initialized yet"
+    if set(module._parameters) - {"weight", "bias"} or module._modules:
+        return f"{kind} has parameters besides weight and bias"
+    if not weight.is_floating_point():
+        return f"its weight is {weight.dtype}"
+    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+        return "there are hooks on its weight"
+    if role.has_scope and has_hooks(module):
+        return "its forward is hooked"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        reasons = {
+            "max_norm changes whole rows of the weight": module.max_norm is not None,
+            "its gradients are sparse": module.sparse,
+            "scale_grad_by_freq counts the indices of one rank": module.scale_grad_by_freq,
+        }
+        return next((reason for reason, applies in reasons.items() if applies), "")
+    return ""
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether hooks see what goes into a module and comes out of it."""
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(getattr(module, name) for name in names)
+
+
+def indivisible_reason(module: nn.Module, role: TensorRole, degree: int, parts: int = 1) -> str:
+    """Return why a module's weight can't be cut into so many equal slices; empty if it can."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    dim = cut_dim(module, role)
+    size = weight.shape[dim]
+    if size % (degree * parts) == 0:
+        return ""
+    is_input = role == TensorRole.ROW
+    what = "columns" if matrix_input_dim(module) is None else f"{'input' if is_input else 'output'} features"
+    each = f" in each of its {parts} parts" if parts > 1 else ""
+    return f"{degree} ranks can't share its {size} {what} equally{each}"
+
+
+def check_tensor_parallelism(module: nn.Module, plan: ExecutionPlan, ranks: int) -> None:
+    """Refuse tensor parallel operators that the module does not allow.
+
+    Raises:
+        ShardingError: names the operator, and what is wrong.
+    """
+    modules = dict(module.named_modules())
+    uses: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        uses.setdefault(parameter, []).append(name)
+    for operator in tensor_operators(plan):
+        assert operator.tensor is not None
+        name, split = operator.name, operator.tensor
+        if name not in modules or not name:
+            raise ShardingError(f"the plan makes {name!r} tensor parallel, which is not a submodule of this module")
+        reason = tensor_refusal(modules[name], split.role)
+        reason = reason or indivisible_reason(modules[name], split.role, split.degree, split.parts)
+        if not reason and ranks % split.degree:
+            reason = f"its degree {split.degree} does not divide {ranks} ranks"
+        weight = modules[name]._parameters.get("weight")
+        others = [other for other in uses.get(weight, ()) if other != f"{name}.weight"] if weight is not None else []
+        if not reason and others:
+            reason = f"its weight is also {others[0]}"
+        if reason:
+            raise ShardingError(f"{name} can't be tensor parallel: {reason}")
+    for scope, needs in plan.tensor_scopes.items():
+        _check_scope(
+            scope, needs, modules, [op for op in tensor_operators(plan) if op.tensor and op.tensor.scope == scope]
+        )
+
+
+def _check_scope(scope: str, needs: TensorScope, modules: dict[str, nn.Module], operators: list[OperatorPlan]) -> None:
+    if scope not in modules:
+        raise ShardingError(f"the plan runs operators in {scope!r} together, which is not a submodule of this module")
+    for attribute in needs.attributes:
+        owner, _, name = attribute.rpartition(".")
+        value = getattr(modules.get(owner), name, None)
+        degree = operators[0].tensor.degree if operators and operators[0].tensor else 1
+        if type(value) is not int or value % degree:
+            raise ShardingError(
+                f"{scope} can't be tensor parallel: {attribute} is {value!r}, not divisible by {degree}"
+            )

@@ -1,0 +1,153 @@
+"""What autograd sees of tensor parallelism: collectives on rows, and slices of weights.
+
+Note [gradients]: each rank has a batch of its own, and its loss is the mean over it. A slice's gradient is the sum over
+the samples of its group, so 1 / t of it is the group's mean, which is averaged over the groups later.
+
+Note [order]: every collective is announced (``CollectiveOrder``), those of the backward pass by ``announce``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_osdp.backend import row_collectives
+from lightning_osdp.state.guarded_parameter import opened, without_guards
+
+
+class Phase(IntEnum):
+    """The parts of a run, each of which is announced before its collectives."""
+
+    START = 0
+    """Ranks tell each other what they have; then inputs are gathered, or whole weights."""
+    OUTPUT = 1
+    """Partial outputs are summed and scattered."""
+    OUTPUT_GRADIENT = 2
+    INPUT_GRADIENT = 3
+    START_WITHOUT_GRADIENTS = 4
+
+
+@dataclass(frozen=True)
+class RowExchange:
+    """Collectives on the rows of the ranks of a group, with those of their gradients.
+
+    Attributes:
+        counts: rows of each rank.
+        group: the ranks.
+        announce: called before each collective of the backward pass.
+        needs_grad: bit i is set if any rank needs gradients of the rows that are gathered as number i.
+    """
+
+    counts: Sequence[int]
+    group: Any
+    announce: Callable[[Phase], None]
+    needs_grad: int
+
+    def gather(self, rows: Tensor, index: int = 0) -> Tensor:
+        """Return the rows (n, ...) of all ranks, which are gathered as number ``index``."""
+        if (
+            self.needs_grad >> index & 1
+            and torch.is_grad_enabled()
+            and rows.is_floating_point()
+            and not rows.requires_grad
+        ):
+            rows = rows.detach().requires_grad_()  # the sum of gradients needs all ranks
+        return _Gathered.apply(rows, self)  # type: ignore[no-untyped-call, no-any-return]
+
+    def scatter(self, rows: Tensor) -> Tensor:
+        """Return the sum over the ranks of this rank's rows of (n of all ranks, ...)."""
+        return _Scattered.apply(rows, self)  # type: ignore[no-untyped-call, no-any-return]
+
+    def to_rows(self, columns: Tensor) -> Tensor:
+        """Return this rank's rows whole, where each rank has its columns (n of all ranks, c) of all rows."""
+        return _Exchanged.apply(columns, self)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, over: RowExchange) -> Tensor:
+        ctx.over = over
+        return row_collectives.gather_rows(rows, over.counts, over.group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.over.announce(Phase.INPUT_GRADIENT)
+        return row_collectives.scatter_rows(gradient, ctx.over.counts, ctx.over.group), None
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, over: RowExchange) -> Tensor:
+        ctx.over = over
+        return row_collectives.scatter_rows(rows, over.counts, over.group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.over.announce(Phase.OUTPUT_GRADIENT)
+        return row_collectives.gather_rows(gradient, ctx.over.counts, ctx.over.group), None
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, columns: Tensor, over: RowExchange) -> Tensor:
+        ctx.over = over
+        return row_collectives.columns_to_rows(columns, over.counts, over.group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.over.announce(Phase.OUTPUT_GRADIENT)
+        return row_collectives.rows_to_columns(gradient, ctx.over.counts, ctx.over.group), None
+
+
+def read_slice(parameter: nn.Parameter, ranks: int) -> Tensor:
+    """Return this rank's slice of a parameter that is cut over so many ranks; see Note [gradients]."""
+    with without_guards(), opened([parameter]):
+        return _Slice.apply(parameter, 1 / ranks)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Slice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return parameter.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.scale, None
+
+
+def read_whole(
+    parameters: Sequence[nn.Parameter], gather: Callable[[], list[Tensor]], store: Callable[[Sequence[Tensor]], None]
+) -> list[Tensor]:
+    """Return parameters in full.
+
+    Args:
+        parameters: whether any of them needs a gradient decides about ``store``.
+        gather: returns them in full.
+        store: called with the full gradients, which this rank alone has.
+    """
+    with without_guards(), opened(parameters):
+        return list(_Whole.apply(gather, store, *parameters))  # type: ignore[no-untyped-call]
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gather: Callable[[], list[Tensor]], store: Any, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.store = store
+        return tuple(gather())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        ctx.store(gradients)
+        return (None,) * (2 + len(gradients))

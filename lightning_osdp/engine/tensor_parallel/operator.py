@@ -1,0 +1,104 @@
+"""One operator whose weight is cut, and what it computes with a slice of it or with all of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_osdp.engine.sliced_operator import cast_for_autocast
+from lightning_osdp.engine.splittable import matrix_input_dim
+from lightning_osdp.planning.spec.tensor import TensorRole
+from lightning_osdp.state.dim_slice_layout import DimSliceLayout
+
+
+def cut_dim(module: nn.Module, role: TensorRole) -> int:
+    """Return the dimension of the weight that is cut: its output features, or its input features in a row operator."""
+    input_dim = matrix_input_dim(module)
+    if input_dim is None:  # a table
+        return 1
+    return input_dim if role == TensorRole.ROW else 1 - input_dim
+
+
+@dataclass(eq=False)
+class TensorOperator:
+    """An operator whose weight is cut along one dimension; its bias is on every rank.
+
+    Attributes:
+        name: its name in the module that is trained.
+        module: a Linear, a Conv1D of transformers, an Embedding or an EmbeddingBag.
+        role: how it is cut.
+        layout: where the slices of its weight are.
+    """
+
+    name: str
+    module: nn.Module
+    role: TensorRole
+    layout: DimSliceLayout
+
+    def __post_init__(self) -> None:
+        weight = self.module._parameters["weight"]
+        assert weight is not None
+        self.weight, self.bias = weight, self.module._parameters.get("bias")
+        self.out_features = self.layout.shape[0 if isinstance(self.module, nn.Linear) else 1]
+
+    @property
+    def has_own_weights(self) -> bool:
+        """Return whether its own weights are in place, not others (as ``functional_call`` puts there)."""
+        own = self.module._parameters
+        return own.get("weight") is self.weight and own.get("bias") is self.bias
+
+    @property
+    def bias_slice(self) -> Tensor | None:
+        """The bias of this rank's output features."""
+        return None if self.bias is None else self.layout.cut(self.bias, self.layout.shard_index, 0)
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        """Return an input (..., in) as rows (n, in)."""
+        return cast_for_autocast(x.reshape(-1, x.shape[-1]))
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x (..., in) times a weight, or some of its features."""
+        if isinstance(self.module, nn.Linear):
+            return functional.linear(x, weight, bias)
+        rows = x.reshape(-1, x.shape[-1])
+        y = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+        return y.view(*x.shape[:-1], y.shape[1])
+
+    def look_up(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Return the columns (..., c) of a table (rows, c) for indices."""
+        return functional.embedding(ids, weight, self.module.padding_idx)  # type: ignore[arg-type]
+
+    def look_up_bags(self, bags: Bags, weight: Tensor) -> Tensor:
+        """Return the columns (bags, c) of a table (rows, c) for bags of indices."""
+        bag: Any = self.module
+        return functional.embedding_bag(
+            bags.ids, weight, bags.starts, mode=bag.mode, per_sample_weights=bags.weights, padding_idx=bag.padding_idx
+        )
+
+
+@dataclass(frozen=True)
+class Bags:
+    """What an EmbeddingBag is given: all indices, and where each bag starts.
+
+    Attributes:
+        ids: (m).
+        starts: (number of bags).
+        weights: (m), or None.
+    """
+
+    ids: Tensor
+    starts: Tensor
+    weights: Tensor | None
+
+    @classmethod
+    def create(cls, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Bags:
+        """Return the bags of an EmbeddingBag's arguments."""
+        if offsets is None:
+            offsets = torch.arange(0, ids.numel(), max(1, ids.shape[1]), device=ids.device, dtype=ids.dtype)
+            if not ids.numel():
+                offsets = ids.new_zeros(len(ids))
+        return cls(ids.reshape(-1), offsets.to(ids.dtype), None if weights is None else weights.reshape(-1))

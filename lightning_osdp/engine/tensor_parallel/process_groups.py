@@ -1,0 +1,36 @@
+"""The process groups of tensor parallelism: t consecutive ranks hold all slices, every t-th rank the same one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_osdp.backend.hierarchical import cached_node_groups
+
+
+@dataclass(frozen=True)
+class TensorGroups:
+    """The process groups of one degree.
+
+    Attributes:
+        degree: number of slices, t.
+        slices: t consecutive ranks, each of which holds another slice.
+        replicas: the ranks that hold the same slice as this one.
+        host: the ranks of ``slices``, for numbers on the host.
+        replica_hosts: those of ``replicas``.
+    """
+
+    degree: int
+    slices: Any
+    replicas: Any
+    host: Any
+    replica_hosts: Any
+
+    @classmethod
+    def create(cls, world: Any, degree: int, device: torch.device) -> TensorGroups:
+        """Return the groups among all ranks. Collective."""
+        groups = cached_node_groups(world, world.size() // degree, "tensor parallelism")
+        hosts = groups if device.type == "cpu" else cached_node_groups(world, world.size() // degree, "hosts", "gloo")
+        return cls(degree, groups.intra_node, groups.inter_node, hosts.intra_node, hosts.inter_node)

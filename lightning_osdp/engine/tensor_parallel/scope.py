@@ -1,0 +1,136 @@
+"""Scopes: a module, such as an attention, is called with the arguments of all ranks, and some heads on each.
+
+Its tensors with one entry for each sample are gathered. All others have to be alike on all ranks; where arguments
+differ, or can't be told apart, each rank runs the module for itself with whole weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_osdp.engine.sliced_operator import cast_for_autocast
+from lightning_osdp.engine.tensor_parallel.check import has_hooks
+from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
+from lightning_osdp.engine.tensor_parallel.operator_run import SlicedRun
+from lightning_osdp.engine.tensor_parallel.pair import PairUnit
+from lightning_osdp.engine.tensor_parallel.process_groups import TensorGroups
+from lightning_osdp.engine.tensor_parallel.unit import UnitContext
+
+_ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class ScopeUnit(PairUnit):
+    """Gathers the arguments of a module that encloses its column operators.
+
+    Args:
+        name: the module's name.
+        operators: as of ``TensorUnit``.
+        groups: as of ``TensorUnit``.
+        context: as of ``TensorUnit``.
+        module: the module.
+        attributes: modules and names of whole numbers that are divided by the degree while it runs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        operators: Sequence[TensorOperator],
+        groups: TensorGroups,
+        context: UnitContext,
+        module: nn.Module,
+        attributes: Sequence[tuple[nn.Module, str]],
+    ) -> None:
+        self._module, self._attributes = module, attributes
+        super().__init__(name, operators, groups, context)
+
+    def _replaced_modules(self) -> list[nn.Module]:
+        return [self._module, *super()._replaced_modules()]
+
+    def _install(self) -> None:
+        super()._install()
+        self._replace_forward(self._module, self._run_scope)
+
+    def _run_scope(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._end_run()
+        tensors = list(_tensors_in((args, kwargs)))
+        first = next((t for t in tensors if t.dim() > 1 and t.is_floating_point()), None)
+        samples = 0 if first is None else len(first)
+        gathered = list({id(t): t for t in tensors if t.dim() and len(t) == samples}.values())
+        needed = sum(1 << index for index, tensor in enumerate(gathered) if tensor.requires_grad)
+        run, _ = self.start([samples], self._describe_call(first, gathered, (args, kwargs)), needed)
+        self._run, self._input = run, first
+        if not isinstance(run, SlicedRun):
+            return own(*args, **kwargs)
+        by_id = {id(tensor): run.gather(tensor, index) for index, tensor in enumerate(gathered)}
+        args, kwargs = _map_tensors((args, kwargs), lambda tensor: by_id.get(id(tensor), tensor))
+        with self._divided_attributes():
+            return own(*args, **kwargs)
+
+    def _describe_call(self, first: Tensor | None, gathered: Sequence[Tensor], value: Any) -> str:
+        """Return what has to be equal on all ranks, or nothing if arguments can't be told apart."""
+        if first is None or any(has_hooks(operator.module) for operator in self.operators):
+            return ""
+        samples = len(first)
+        is_ambiguous = samples == 1 or samples in first.shape[1:]
+        if is_ambiguous and any(tensor is not first for tensor in gathered):
+            return ""  # a dimension of this size may be another one
+        parts = list(_describe(value, samples))
+        return "" if None in parts else " ".join(map(str, parts))
+
+    def _run_column(self, operator: TensorOperator, own: Any, input: Tensor) -> Tensor:
+        """Return the output features of this rank for the samples of all ranks."""
+        if self._run is None:
+            raise self._incomplete_run(operator)
+        x = cast_for_autocast(input)
+        return operator.multiply(x, self._run.weight_of(operator), self._run.bias_of(operator))
+
+    @contextmanager
+    def _divided_attributes(self) -> Iterator[None]:
+        before = [vars(module)[name] for module, name in self._attributes]
+        try:
+            for (module, name), value in zip(self._attributes, before, strict=True):
+                vars(module)[name] = value // self.groups.degree
+            yield
+        finally:
+            for (module, name), value in zip(self._attributes, before, strict=True):
+                vars(module)[name] = value
+
+
+def _describe(value: Any, samples: int) -> Iterator[object]:
+    """Yield what describes arguments; None for an object that may hold anything."""
+    if isinstance(value, Tensor):
+        yield (value.dtype, value.shape[1:] if value.dim() and len(value) == samples else value.shape, value.dim())
+    elif isinstance(value, list | tuple):
+        yield type(value).__name__
+        for each in value:
+            yield from _describe(each, samples)
+    elif type(value) is dict:
+        for key, each in value.items():
+            yield key
+            yield from _describe(each, samples)
+    else:
+        yield repr(value) if isinstance(value, _ATOMS) else None
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple) or type(value) is dict:
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(each)
+
+
+def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, list | tuple):
+        items = [_map_tensors(each, function) for each in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if type(value) is dict:
+        return {key: _map_tensors(each, function) for key, each in value.items()}
+    return value

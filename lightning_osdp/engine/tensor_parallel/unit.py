@@ -1,0 +1,268 @@
+"""A unit of tensor parallelism: one operator, or those of a scope, which the ranks of a group run together.
+
+Note [a run]: it starts with a few numbers that the ranks of a group exchange on the host: whether each runs the unit,
+how many rows it has, and what its arguments look like. If all run it alike, each computes with its slices for the rows
+of all. Otherwise those that run it gather the weights, and each computes for itself; the others take part in that.
+
+Note [joining]: collectives have one order on all ranks of all groups (``CollectiveOrder``). What a rank does not run it
+joins: in the start of a run it says so; the other parts are those of a group whose ranks all run it, so the ranks of
+other groups have nothing to do. Such a phase comes when all ranks of its group have come to it.
+
+Note [whole gradients]: those of whole weights wait until the pass is over, since ranks that differ in what they run
+come to them at different times.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial, reduce
+from operator import or_
+from typing import Any, Protocol
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import TransformType
+from torch.optim import Optimizer
+
+from lightning_osdp.backend.row_collectives import exchange_numbers
+from lightning_osdp.engine.replaced_method import replace_method
+from lightning_osdp.engine.sliced_operator import refuse_transforms
+from lightning_osdp.engine.tensor_parallel.exchange import Phase, read_whole
+from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
+from lightning_osdp.engine.tensor_parallel.operator_run import OperatorRun, SlicedRun, WholeRun
+from lightning_osdp.engine.tensor_parallel.process_groups import TensorGroups
+from lightning_osdp.planning.spec.tensor import TensorRole
+from lightning_osdp.state.guarded_parameter import GuardContext, ShardGuard, local_data, without_guards
+from lightning_osdp.state.state_dict import ShardedParameters
+
+_STARTS = (Phase.START, Phase.START_WITHOUT_GRADIENTS)
+
+_ABSENT = (0, 0, 0, 0, 0)
+"""What a rank says at the start of a run in which it only joins: is present, signature, needs gradients, two counts."""
+
+
+class UnitOrder(Protocol):
+    """The order of collectives of all units."""
+
+    def register(self, unit: Any, is_grouped: bool = False) -> int:
+        """Return the index of ``unit``."""
+
+    def before_gather(self, unit: int, in_backward: bool, indices: Sequence[int] = ()) -> None:
+        """Return when the next collective on all ranks is this one."""
+
+    def prefetch_next(self) -> None:
+        """Start what comes next."""
+
+    def expect_differences(self) -> None:
+        """Take nothing for granted in this step, since ranks run different things."""
+
+
+@dataclass(frozen=True)
+class UnitContext:
+    """What all units share.
+
+    Attributes:
+        order: the order of collectives.
+        check_run: raises where the module must not run.
+    """
+
+    order: UnitOrder
+    check_run: Callable[[], None]
+
+
+class TensorUnit:
+    """Operators that are tensor parallel together.
+
+    Args:
+        name: the operator's name, or that of the scope.
+        operators: their weights are in full and on the device.
+        groups: the ranks that hold all slices, and those that hold the same one.
+        context: what all units share.
+    """
+
+    units: tuple[()] = ()
+    sliced_operator = None
+
+    def __init__(
+        self, name: str, operators: Sequence[TensorOperator], groups: TensorGroups, context: UnitContext
+    ) -> None:
+        self.label, self.operators, self.groups = name, operators, groups
+        self._context = context
+        self._index = context.order.register(self, is_grouped=True)
+        self._own_forwards = [(module, vars(module).get("forward")) for module in self._replaced_modules()]
+        self._whole_gradients: dict[nn.Parameter, Tensor] = {}
+        self._has_whole_runs = False
+        self.has_run = self.has_new_gradients = self.is_unsynced = False
+        self.layouts = {operator.weight: operator.layout for operator in operators}
+        for weight, layout in self.layouts.items():
+            weight.data, weight.grad = layout.shard(weight.data), None
+        self._install()
+
+    def _replaced_modules(self) -> list[nn.Module]:
+        """Return the modules whose forward is replaced."""
+        return [operator.module for operator in self.operators]
+
+    def _install(self) -> None:
+        """Replace the forwards."""
+        raise NotImplementedError
+
+    def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        own = module.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not all(operator.has_own_weights for operator in self.operators):
+                return own(*args, **kwargs)  # others have been put in their place, as ``functional_call`` does
+            refuse_transforms("an operator is tensor parallel", {TransformType.Grad, TransformType.Vmap})
+            return forward(own, *args, **kwargs)
+
+        replace_method(module, "forward", run)
+
+    @property
+    def num_collectives(self) -> int:
+        """Number of collectives in one step: numbers, the two of the forward and of the backward, all-reduces."""
+        exchanges = 4 if self.operators[0].role == TensorRole.EMBEDDING else 5
+        return exchanges + (len(self.operators) if self.groups.replicas.size() > 1 else 0)
+
+    # Runs
+
+    def start(self, num_rows: Sequence[int], alike: str, needs_grad: int = 0) -> tuple[OperatorRun, list[list[int]]]:
+        """Start a run, and return it with the numbers of rows of all ranks. Collective; see Note [a run].
+
+        Args:
+            num_rows: this rank's numbers of rows, one or two; those of a run with slices are the first.
+            alike: what has to be equal on all ranks for a run with slices; empty if nothing is.
+            needs_grad: bit i is set if the rows that are gathered as number i need gradients.
+        """
+        self._context.check_run()
+        self._announce(Phase.START if torch.is_grad_enabled() else Phase.START_WITHOUT_GRADIENTS)
+        signature = crc32(alike.encode()) + 1 if alike else 0
+        own = (1, signature, needs_grad, *num_rows)
+        answers = exchange_numbers(own + _ABSENT[len(own) :], self.groups.host)
+        counts = [[answer[3 + i] for answer in answers] for i in range(len(num_rows))]
+        if not signature or any(answer[:2] != [1, signature] for answer in answers):
+            return WholeRun(self._read_whole()), counts
+        self._context.order.prefetch_next()
+        needed = reduce(or_, (answer[2] for answer in answers))
+        return SlicedRun(counts[0], self.groups.slices, self._announce, needed), counts
+
+    def _read_whole(self) -> dict[TensorOperator, Tensor]:
+        weights = [operator.weight for operator in self.operators]
+        full = read_whole(weights, self._gather_whole, self._store_whole_gradients)
+        return dict(zip(self.operators, full, strict=True))
+
+    def _gather_whole(self) -> list[Tensor]:
+        self._has_whole_runs = True
+        self._context.order.expect_differences()
+        return [layout.unshard(local_data(weight)) for weight, layout in self.layouts.items()]
+
+    def _store_whole_gradients(self, gradients: Sequence[Tensor]) -> None:
+        for weight, gradient in zip(self.layouts, gradients, strict=True):
+            earlier = self._whole_gradients.get(weight)
+            self._whole_gradients[weight] = gradient if earlier is None else earlier + gradient
+
+    def reduce_whole_gradients(self) -> None:
+        """Add the slices of full gradients of all ranks of the group when a pass is over. Collective."""
+        if not self._has_whole_runs:
+            return
+        trainable = {weight: layout for weight, layout in self.layouts.items() if weight.requires_grad}
+        answers = exchange_numbers([int(weight in self._whole_gradients) for weight in trainable], self.groups.host)
+        for (weight, layout), is_there in zip(trainable.items(), zip(*answers, strict=True), strict=True):
+            if any(is_there):
+                full = self._whole_gradients.pop(weight, None)
+                part = layout.reduce_scatter(weight.new_zeros(layout.shape) if full is None else full)
+                part = part.div_(self.groups.degree)
+                weight.grad = part if weight.grad is None else weight.grad.add_(part)
+
+    def _announce(self, phase: Phase) -> None:
+        """Return when all ranks are in this phase of a run."""
+        self._context.order.before_gather(self._index, _is_in_backward(), (phase,))
+        self._note(phase)
+
+    def _note(self, phase: Phase) -> None:
+        """Note what any rank of any group does."""
+        self.has_run |= phase == Phase.START
+        self.has_new_gradients |= phase in (Phase.OUTPUT_GRADIENT, Phase.INPUT_GRADIENT)
+
+    def announce_output(self) -> None:
+        """Return when all ranks are about to sum and scatter outputs."""
+        self._announce(Phase.OUTPUT)
+
+    def begin_step(self) -> None:
+        """Forget runs of an earlier step, unless their gradients are still to be averaged."""
+        self._has_whole_runs = False
+        self._whole_gradients.clear()
+        self.has_run &= self.is_unsynced
+
+    # What other ranks run; see Note [joining]
+
+    def join_gather(self, indices: Sequence[int]) -> None:
+        """Take phase in a phase of a run of other ranks."""
+        phase = Phase(indices[0])
+        self._note(phase)
+        if phase in _STARTS:
+            with without_guards(), torch.no_grad():
+                if any(is_present for is_present, *_ in exchange_numbers(_ABSENT, self.groups.host)):
+                    self._gather_whole()
+
+    def can_run(self, ranks: Collection[int], indices: Sequence[int]) -> bool:
+        """Return whether this phase of a run is complete with these ranks: all of a group, or of each of several."""
+        if Phase(indices[0]) in _STARTS:
+            return True
+        groups = Counter(rank // self.groups.degree for rank in ranks)
+        return all(count == self.groups.degree for count in groups.values())
+
+    def join_reduction(self, indices: Sequence[int]) -> None:
+        """Do nothing: there is none."""
+
+    def start_prefetch(self) -> None:
+        """Do nothing: inputs are not known before."""
+
+    # The life of the unit
+
+    def create_guards(self, names: Mapping[nn.Parameter, str], context: GuardContext) -> list[ShardGuard]:
+        """Guard the weights, which are slices now."""
+
+        def rebind(weight: nn.Parameter, shard: Tensor) -> None:
+            weight.data = shard
+
+        return [
+            ShardGuard(weight, layout, names[weight], context, lambda: None, partial(rebind, weight))
+            for weight, layout in self.layouts.items()
+        ]
+
+    def unshard(self, optimizers: Iterable[Optimizer]) -> None:
+        """Gather weights and their optimizer states for good and restore the modules. Collective."""
+        for optimizer in optimizers:
+            ShardedParameters(self.layouts, None).unshard_state(optimizer)
+        for weight, layout in self.layouts.items():
+            weight.data, weight.grad = layout.unshard(weight.data), None
+        self._restore_forwards()
+
+    def release_slices(self) -> None:
+        """Do nothing: all weights are those of modules."""
+
+    @contextmanager
+    def use_original_forward(self) -> Iterator[None]:
+        """Give the modules the forwards that their user knows within a context, to be looked at."""
+        replaced = [(module, vars(module)["forward"]) for module in self._replaced_modules()]
+        self._restore_forwards()
+        try:
+            yield
+        finally:
+            for module, forward in replaced:
+                vars(module)["forward"] = forward
+
+    def _restore_forwards(self) -> None:
+        for module, forward in self._own_forwards:
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

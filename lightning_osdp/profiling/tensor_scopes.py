@@ -1,0 +1,401 @@
+"""Finds the operators that may be tensor parallel: embeddings, linear layers, pairs of them, and attentions.
+
+The dataflow of a traced forward shows which linear layers (columns) feed another one (row) with no third in between.
+Such a group is a candidate if nothing else sees what the columns give; playing the ranks decides (``tensor_proof``):
+
+- Pair: the columns read one tensor, and what happens until the row treats rows and features one by one, as in an MLP.
+  Each column gathers its own input. Its ``scope`` is the row operator.
+- Attention: a module that encloses the columns is called with gathered arguments. Whole numbers of modules in it
+  (heads, widths) may have to be divided by the degree, and a fused projection cut in each of its parts.
+
+Groups that do the same in modules of one class are proven once. A layer that is in no group is a candidate by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_osdp.planning.spec.model import Operator
+from lightning_osdp.planning.spec.tensor import TensorCandidate, TensorRole
+from lightning_osdp.profiling import tensor_proof
+from lightning_osdp.profiling.tensor_leaks import find_leak
+from lightning_osdp.profiling.tensor_operators import cut_size, is_linear, planned_columns, refusal
+from lightning_osdp.profiling.tensor_proof import Cut, Trial
+from lightning_osdp.profiling.tensor_stage import Refusal, Scene, attribute_owners, call_module
+from lightning_osdp.profiling.tracing import stand_ins
+from lightning_osdp.profiling.tracing.dataflow import MANY_SOURCES, Call, Dataflow
+from lightning_osdp.profiling.tracing.optimizer_step import build_optimizers
+
+MAX_SECONDS = 2.0
+"""Processor time that all proofs of a model may take."""
+
+MAX_ATTRIBUTES = 3
+"""Attributes that are divided at once."""
+
+MAX_PARTS = 3
+"""Parts of a fused projection: query, key and value."""
+
+MAX_ELEMENTS = 1 << 22
+"""Largest tensor that is played at its full length."""
+
+LONG = 8
+"""Sequences that are longer than this are played shorter where they can be."""
+
+
+@dataclass(frozen=True)
+class TensorFindings:
+    """What may be tensor parallel, and why the rest may not."""
+
+    candidates: tuple[TensorCandidate, ...] = ()
+    refusals: Mapping[str, str] = field(default_factory=dict)
+    """Reasons by operator, in words for the user."""
+
+
+@dataclass(frozen=True)
+class TracedModule:
+    """A module whose forward was recorded on a fake copy.
+
+    Attributes:
+        module: the user's module.
+        fake: its copy, which ran.
+        flow: what it did.
+        batch_size: number of samples that it ran with.
+        batch: that many rows of the user's batch, real.
+    """
+
+    module: LightningModule
+    fake: nn.Module
+    flow: Dataflow
+    batch_size: int
+    batch: Any
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Columns that feed a row, by the calls in which they do."""
+
+    columns: tuple[str, ...]
+    row: str
+    column_calls: tuple[tuple[Call, ...], ...]
+    row_calls: tuple[Call, ...]
+
+
+@dataclass(frozen=True)
+class _Proven:
+    degrees: tuple[int, ...]
+    parts: int
+    attributes: tuple[tuple[int, str], ...]
+    values: tuple[int, ...]
+    """Of the attributes, where it was proven."""
+
+
+def find_tensor_candidates(
+    traced: TracedModule, operators: Sequence[Operator], degrees: Sequence[int]
+) -> TensorFindings:
+    """Return what may be tensor parallel over each number of ranks in ``degrees``, and the reasons for the rest."""
+    return _Finder(traced, operators, degrees).find_candidates()
+
+
+def _run_step(module: nn.Module, args: tuple[Any, ...], _: object) -> None:
+    """Run the training step on a copy of the user's module."""
+    assert isinstance(module, LightningModule)
+    module.__dict__["_device"] = torch.device("cpu")
+    optimizers: list[Any] = []
+    with stand_ins.detached_from_trainer(module, optimizers, []), torch.compiler.set_stance("force_eager"):
+        if not module.automatic_optimization:
+            optimizers += build_optimizers(module)[0]
+        batch = stand_ins.move_batch(module, args[0], torch.device("cpu"))
+        module.training_step(*stand_ins.step_arguments(module, batch))
+
+
+class _Finder:
+    def __init__(self, traced: TracedModule, operators: Sequence[Operator], degrees: Sequence[int]) -> None:
+        self._traced, self._flow = traced, traced.flow
+        self._degrees = sorted(degrees)
+        self._modules = dict(traced.module.named_modules())
+        self._names = {id(each): name for name, each in traced.fake.named_modules()}
+        self._refusals = {each.name: refusal(each, self._modules[each.name], degrees) for each in operators}
+        self._refusals = {name: reason for name, reason in self._refusals.items() if reason}
+        self._usable = {each.name for each in operators} - self._refusals.keys()
+        kinds = (nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention)
+        self._refusals = {
+            name: reason
+            for name, reason in self._refusals.items()
+            if isinstance(self._modules[name], kinds) or is_linear(self._modules[name])
+        }
+        self._operators = operators
+        self._calls: dict[str, list[int]] = defaultdict(list)
+        for number, call in enumerate(self._flow.calls):
+            self._calls[self._names.get(id(call.module), "")].append(number)
+        self._proofs: dict[tuple[object, ...], _Proven | str] = {}
+        self._deadline_s = time.process_time() + MAX_SECONDS
+        self._planned = planned_columns(self._modules)
+
+    def find_candidates(self) -> TensorFindings:
+        """Find pairs first, then attentions, then single operators."""
+        candidates: dict[str, TensorCandidate] = {}
+        for with_scope in (False, True):
+            for group in self._groups():
+                names = (*group.columns, group.row)
+                if not candidates.keys().isdisjoint(names):
+                    continue
+                if (candidate := self._prove(group, with_scope)) is not None:
+                    candidates.update(dict.fromkeys(names, candidate))
+        for operator in self._operators:
+            if operator.name in self._usable and operator.name not in candidates and operator.name in self._calls:
+                candidates[operator.name] = self._single(operator)
+        order = {operator.name: index for index, operator in enumerate(self._operators)}
+        unique = {each.operators: each for each in candidates.values()}
+        ordered = sorted(unique.values(), key=lambda each: min(order[name] for name in each.operators))
+        return TensorFindings(tuple(ordered), self._refusals)
+
+    # -- groups -------------------------------------------------------------------------------------------------------
+
+    def _groups(self) -> Iterator[_Group]:
+        """Yield the groups of usable linear layers, in the order in which the rows run."""
+        rows = [name for name in self._calls if name in self._usable and is_linear(self._modules[name])]
+        for row in rows:
+            row_calls = [self._flow.calls[number] for number in self._calls[row]]
+            for narrow in (False, True) if self._planned else (False,):
+                sources = [self._columns_of(call, narrow) for call in row_calls]
+                names = {tuple(self._name(each) for each in calls) for calls in sources}
+                if len(names) != 1 or names == {()}:
+                    continue
+                (columns,) = names
+                if len(set(columns)) < len(columns) or row in columns or not self._usable.issuperset(columns):
+                    continue
+                if any(len(self._calls[name]) != len(row_calls) for name in columns):
+                    continue
+                yield _Group(columns, row, tuple(sources), tuple(row_calls))
+
+    def _columns_of(self, row: Call, narrow: bool) -> tuple[Call, ...]:
+        """Return the calls that feed the row; with ``narrow`` those alone that the module's own plan cuts."""
+        if row.input_sources >= MANY_SOURCES:
+            return ()
+        calls = [self._flow.calls[number] for number in sorted(row.input_sources)]
+        return tuple(call for call in calls if not narrow or self._name(call) in self._planned)
+
+    def _name(self, call: Call) -> str:
+        name: str = self._names.get(id(call.module), "")
+        return name
+
+    # -- proofs -------------------------------------------------------------------------------------------------------
+
+    def _prove(self, group: _Group, with_scope: bool) -> TensorCandidate | None:
+        """Return the group as a candidate if all its calls may be cut in the same way."""
+        proofs = set()
+        scope_names = set()
+        for columns, row in zip(group.column_calls, group.row_calls, strict=True):
+            scope = self._scope_of(columns) if with_scope else None
+            if with_scope and (scope is None or self._name(scope) in ("", group.row)):
+                return None
+            if not with_scope and len({column.input_key for column in columns}) > 1:
+                return None
+            if find_leak(self._flow, columns, row, scope):
+                return None
+            proven = self._prove_once(columns, row, scope)
+            if isinstance(proven, str):
+                return None
+            proofs.add(proven)
+            scope_names.add(group.row if scope is None else self._name(scope))
+        if len(proofs) != 1 or len(scope_names) != 1:
+            return None
+        return self._candidate(group, proofs.pop(), scope_names.pop(), with_scope)
+
+    def _candidate(self, group: _Group, proven: _Proven, scope: str, with_scope: bool) -> TensorCandidate:
+        module = self._modules[scope]
+        attributes = [tensor_proof.attribute_name(module, each) for each in proven.attributes]
+        inputs = 0
+        for calls in group.column_calls:
+            stack = self._scope_of(calls) if with_scope else calls[0]
+            assert stack is not None
+            inputs += sum(each.nbytes for each in _tensors((stack.args, stack.kwargs)) if self._has_rows(each, calls))
+        outputs = sum(each.nbytes for call in group.row_calls for each in _tensors(call.output))
+        return TensorCandidate(
+            operators=(*group.columns, group.row),
+            roles=(*[TensorRole.COLUMN] * len(group.columns), TensorRole.ROW),
+            parts=(*[proven.parts] * len(group.columns), 1),
+            scope=scope,
+            attributes=tuple(f"{scope}.{name}" for name in attributes),
+            needs_agreement=with_scope,
+            degrees=proven.degrees,
+            input_bytes=inputs / self._traced.batch_size,
+            output_bytes=outputs / self._traced.batch_size,
+        )
+
+    def _has_rows(self, tensor: Tensor, columns: Sequence[Call]) -> bool:
+        return tensor.dim() > 0 and tensor.shape[0] == _first_tensor(columns[0]).shape[0]
+
+    def _scope_of(self, columns: Sequence[Call]) -> Call | None:
+        """Return the innermost call that encloses those of the columns."""
+        common = _common([column.stack[:-1] for column in columns])
+        return self._flow.calls[common[-1]] if common else None
+
+    def _prove_once(self, columns: Sequence[Call], row: Call, scope: Call | None) -> _Proven | str:
+        """Return the proof of one group, or that of an equal one that was proven before; or why there is none."""
+        stacks = [row.stack[:-1], *(column.stack[:-1] for column in columns)]
+        common = _common(stacks if scope is None else [row.stack[:-1], scope.stack])
+        home = self._flow.calls[common[-1]] if common else None
+        key = self._kind(columns, row, scope, home)
+        known = self._proofs.get(key)
+        if isinstance(known, _Proven) and scope is not None:
+            values = _attribute_values(self._modules[self._name(scope)], known.attributes)
+            known = known if values == known.values else None
+        if known is None:
+            try:
+                known = self._play(self._scene(columns, row, scope, home), columns)
+            except Refusal as refusal:
+                known = str(refusal)
+            except Exception as error:  # The user's code runs here and may give anything.
+                known = f"{type(error).__name__}: {error}"
+            self._proofs[key] = known
+        return known
+
+    def _kind(self, columns: Sequence[Call], row: Call, scope: Call | None, home: Call | None) -> tuple[object, ...]:
+        """Return a key that is equal for groups that do the same: class, functions, shapes and dataflow."""
+        flow, start = self._flow, home.start if home is not None else 0
+        numbers: dict[int, int] = {}
+
+        def renumber(storages: Any) -> tuple[int, ...]:
+            return tuple(sorted(numbers.setdefault(each, len(numbers)) for each in sorted(storages)))
+
+        trace = [
+            (event.signature, renumber(event.read_storages), renumber(event.written_storages))
+            for event in flow.events[start : row.stop]
+        ]
+        prefix = f"{self._name(home)}." if home is not None else ""
+        members = (*columns, row, *([scope] if scope is not None else []))
+        names = tuple(self._name(call).removeprefix(prefix) for call in members)
+        kind = type(self._modules[self._name(home)]) if home is not None else None
+        return (kind, names, scope is None, hash(tuple(trace)))
+
+    def _scene(self, columns: Sequence[Call], row: Call, scope: Call | None, home: Call | None) -> Scene:
+        traced = self._traced
+        first = min(column.start for column in columns)
+        between = [call for call in self._flow.calls if first <= call.start < row.stop and call.stop <= row.stop]
+        members = {id(call) for call in (*columns, row)}
+        modules = {self._name(call): self._modules[self._name(call)] for call in between if id(call) not in members}
+        modules |= {self._name(call): self._modules[self._name(call)] for call in (scope,) if call is not None}
+        for name, module in modules.items():
+            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+                raise Refusal(f"{name} has hooks, which would see a slice")
+        hidden = _first_tensor(columns[0])
+        scene = Scene(
+            home=traced.module,
+            args=(traced.batch,),
+            kwargs={},
+            columns=tuple(self._modules[self._name(call)] for call in columns),
+            row=self._modules[self._name(row)],
+            scope=None if scope is None else self._modules[self._name(scope)],
+            batch_rows=hidden.shape[0],
+            run=_run_step,
+            stateless=tuple(modules.values()),
+            shared=(*traced.module.parameters(), *stand_ins.shared_objects(traced.module)),
+        )
+        if home is None:
+            return scene
+        module = self._modules[self._name(home)]
+        sizes = {hidden.shape[-1], *(_first_tensor(call).shape[-1] for call in (row, *columns)), hidden.shape[0]}
+        long_dim = hidden.shape[1] if hidden.dim() > 2 and hidden.shape[1] > LONG else 0
+        return replace(
+            scene,
+            home=module,
+            args=home.args,
+            kwargs=home.kwargs,
+            run=call_module,
+            long_dim=0 if long_dim in sizes else long_dim,
+            stateless=(*scene.stateless, module),
+        )
+
+    def _play(self, scene: Scene, columns: Sequence[Call]) -> _Proven:
+        trial = self._start(scene, max(_tensors(call.output)[0].numel() for call in columns))
+        first = self._degrees[0]
+        reason = ""
+        for cut in self._cuts(scene, first):
+            try:
+                self._check_time()
+                trial.check(cut)
+            except Refusal as refusal:
+                reason = reason or str(refusal)
+                continue
+            degrees = (first, *(each for each in self._degrees[1:] if self._holds(trial, replace(cut, degree=each))))
+            values = () if scene.scope is None else _attribute_values(scene.scope, cut.attributes)
+            return _Proven(degrees, cut.parts, cut.attributes, values)
+        raise Refusal(reason)
+
+    def _holds(self, trial: Trial, cut: Cut) -> bool:
+        try:
+            self._check_time()
+            trial.check(cut)
+        except Refusal:
+            return False
+        return True
+
+    def _cuts(self, scene: Scene, degree: int) -> Iterator[Cut]:
+        attributes = tensor_proof.integer_attributes(scene.scope, degree) if scene.scope is not None else []
+        parts = range(1, MAX_PARTS + 1) if len(scene.columns) == 1 else (1,)
+        for count in range(min(MAX_ATTRIBUTES, len(attributes)) + 1):
+            for chosen in itertools.combinations(attributes, count):
+                for each in parts:
+                    yield Cut(degree, each, chosen)
+
+    def _start(self, scene: Scene, num_elements: int) -> Trial:
+        """Return a trial in which the scene runs without a cut."""
+        lengths = [scene.long_dim] if scene.long_dim else []
+        lengths += [0] if num_elements <= MAX_ELEMENTS else []
+        reason = "it is too large to be tried"
+        for length, dtype, true_mask in itertools.product(lengths, tensor_proof.TOLERANCES, (True, False)):
+            self._check_time()
+            try:
+                return Trial(scene, dtype, length, true_mask)
+            except Refusal as refusal:
+                reason = str(refusal)
+        raise Refusal(reason)
+
+    def _check_time(self) -> None:
+        if time.process_time() > self._deadline_s:
+            raise Refusal("there was no time to try it")
+
+    # -- single operators ---------------------------------------------------------------------------------------------
+
+    def _single(self, operator: Operator) -> TensorCandidate:
+        module, calls = self._modules[operator.name], [self._flow.calls[each] for each in self._calls[operator.name]]
+        inputs = sum(each.nbytes for call in calls for each in _tensors((call.args, call.kwargs)))
+        outputs = sum(each.nbytes for call in calls for each in _tensors(call.output))
+        return TensorCandidate(
+            operators=(operator.name,),
+            roles=(TensorRole.LINEAR if is_linear(module) else TensorRole.EMBEDDING,),
+            degrees=tuple(each for each in self._degrees if cut_size(module) % each == 0),
+            input_bytes=inputs / self._traced.batch_size,
+            output_bytes=outputs / self._traced.batch_size,
+        )
+
+
+def _common(stacks: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return what all stacks begin with."""
+    return tuple(
+        each[0] for each in itertools.takewhile(lambda level: len(set(level)) == 1, zip(*stacks, strict=False))
+    )
+
+
+def _first_tensor(call: Call) -> Tensor:
+    return _tensors((call.args, call.kwargs))[0]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _attribute_values(scope: nn.Module, attributes: Sequence[tuple[int, str]]) -> tuple[int, ...]:
+    owners = attribute_owners(scope)
+    return tuple(vars(owners[index]).get(name, 0) for index, name in attributes)

@@ -1,0 +1,441 @@
+"""Operators that may be tensor parallel: what is found in models, and that nothing false is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_osdp.planning.spec.model import ModelProfile
+from lightning_osdp.planning.spec.tensor import TensorCandidate
+from lightning_osdp.profiling import tensor_scopes
+from lightning_osdp.profiling.tensor_proof import Trial
+from tests.support import families, zoo
+from tests.support.models import TinyGPT
+from tests.support.traced_models import Regression, trace
+
+WIDTH = 16
+
+
+def profile_of(module: LightningModule, batch: Any, degrees: tuple[int, ...] = (2,)) -> ModelProfile:
+    size = len(batch if isinstance(batch, Tensor) else next(iter(batch.values())))
+    return trace(module, batch, size, device=torch.device("cpu"), tensor_degrees=degrees).model_profile
+
+
+def profile_of_net(net: nn.Module, *shape: int, degrees: tuple[int, ...] = (2,)) -> ModelProfile:
+    return profile_of(Regression(net), torch.randn(4, *(shape or (3, WIDTH))), degrees)
+
+
+def groups(profile: ModelProfile) -> dict[str, TensorCandidate]:
+    """The candidates of several operators, by the names of these."""
+    found = {each.operators: each for each in profile.tensor_candidates if len(each.operators) > 1}
+    return {" ".join(names): each for names, each in found.items()}
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def neox() -> zoo.ZooModule:
+    config = transformers.GPTNeoXConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=12,
+        use_cache=False,
+    )
+    return zoo.ZooModule(transformers.GPTNeoXForCausalLM(config), zoo._tokens(64, 12))
+
+
+class GPTLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = TinyGPT()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.gpt(input_ids).flatten(0, 1), labels.flatten())
+
+
+def _gated(mlp: str) -> str:
+    return f"{mlp}.gate_proj {mlp}.up_proj {mlp}.down_proj"
+
+
+MODELS: dict[str, tuple[Callable[[], zoo.ZooModule], str]] = {
+    "gpt2": (zoo.gpt2, "net.transformer.h.{0}.mlp.c_fc net.transformer.h.{0}.mlp.c_proj"),
+    "llama": (zoo.llama, _gated("net.model.layers.{0}.mlp")),
+    "bert": (zoo.bert, "net.bert.encoder.layer.{0}.intermediate.dense net.bert.encoder.layer.{0}.output.dense"),
+    "vit": (zoo.vit, "net.vit.layers.{0}.mlp.fc1 net.vit.layers.{0}.mlp.fc2"),
+    "t5": (zoo.t5, "net.encoder.block.{0}.layer.1.DenseReluDense.wi net.encoder.block.{0}.layer.1.DenseReluDense.wo"),
+    "t5 decoder": (
+        zoo.t5,
+        "net.decoder.block.{0}.layer.2.DenseReluDense.wi net.decoder.block.{0}.layer.2.DenseReluDense.wo",
+    ),
+    "neox": (neox, "net.gpt_neox.layers.{0}.mlp.dense_h_to_4h net.gpt_neox.layers.{0}.mlp.dense_4h_to_h"),
+    "opt": (lambda: families.build("opt"), "net.model.decoder.layers.{0}.fc1 net.model.decoder.layers.{0}.fc2"),
+    "phi3": (
+        lambda: families.build("phi3"),
+        "net.model.layers.{0}.mlp.gate_up_proj net.model.layers.{0}.mlp.down_proj",
+    ),
+    "qwen2": (lambda: families.build("qwen2"), _gated("net.model.layers.{0}.mlp")),
+    "mistral": (lambda: families.build("mistral"), _gated("net.model.layers.{0}.mlp")),
+    "TinyGPT": (lambda: zoo.ZooModule(GPTLoss(), zoo._tokens(61, 12)), "net.gpt.blocks.{0}.up net.gpt.blocks.{0}.down"),
+    "encoder": (zoo.encoder, "net.body.layers.{0}.linear1 net.body.layers.{0}.linear2"),
+}
+
+ATTENTIONS: dict[str, tuple[str, tuple[str, ...], int]] = {
+    "gpt2": ("net.transformer.h.{0}.attn", ("split_size",), 3),
+    "llama": ("net.model.layers.{0}.self_attn", (), 1),
+    "bert": ("net.bert.encoder.layer.{0}.attention.self", (), 1),
+    "vit": ("net.vit.layers.{0}.attention", (), 1),
+    "neox": ("net.gpt_neox.layers.{0}.attention", (), 1),
+    "opt": ("net.model.decoder.layers.{0}.self_attn", ("num_heads",), 1),
+}
+"""Scope, attributes that have to be divided, and parts of the fused projection."""
+
+
+@pytest.fixture(scope="module")
+def profiles() -> Callable[[str], ModelProfile]:
+    """Profiles of the models, each traced once."""
+
+    @functools.cache
+    def build(name: str) -> ModelProfile:
+        torch.manual_seed(0)
+        module = MODELS[name][0]()
+        return profile_of(module, module.batch(4), (2, 4))
+
+    return build
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_mlps_of_every_block_are_found_for_both_degrees(name: str, profiles: Callable[[str], ModelProfile]) -> None:
+    found = groups(profiles(name))
+    for block in range(2):
+        pair = found[MODELS[name][1].format(block)]
+        assert pair.degrees == (2, 4)
+        assert pair.scope == pair.operators[-1]
+        assert (pair.attributes, pair.needs_agreement) == ((), False)
+        assert pair.parts == ((2, 1) if name == "phi3" else (1,) * len(pair.operators))
+        assert 0 < pair.output_bytes == pair.input_bytes  # rows of the model's width
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attentions_are_found_as_scopes_with_what_has_to_be_divided(
+    name: str, profiles: Callable[[str], ModelProfile]
+) -> None:
+    scope, attributes, parts = ATTENTIONS[name]
+    for block in range(2):
+        own = scope.format(block)
+        (found,) = (each for each in groups(profiles(name)).values() if each.scope == own)
+        assert found.attributes == tuple(f"{own}.{attribute}" for attribute in attributes)
+        assert found.parts == (*[parts] * (len(found.operators) - 1), 1)
+        assert (found.needs_agreement, found.degrees[0]) == (True, 2)
+
+
+def test_attention_whose_position_bias_goes_to_later_blocks_is_no_scope(
+    profiles: Callable[[str], ModelProfile],
+) -> None:
+    scopes = {each.scope for each in groups(profiles("t5")).values()}
+    assert not any(scope is not None and scope.endswith("Attention") for scope in scopes)
+
+
+def test_attention_with_its_own_projections_is_refused_with_the_reason(profiles: Callable[[str], ModelProfile]) -> None:
+    reason = profiles("encoder").tensor_refusals["net.body.layers.0.self_attn"]
+    assert "computes its projections by itself" in reason
+
+
+# -- nothing false -----------------------------------------------------------------------------------------------------
+
+
+class Between(nn.Module):
+    """Two Linears, with something in between and after them."""
+
+    def __init__(self, *steps: str, after: str = "", hidden: int = 24, out: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, out)
+        self.slope = nn.Parameter(torch.tensor([0.25]))
+        self.register_buffer("seen", torch.zeros(()))
+        self.steps, self.after, self.calls = steps, after, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = first = self.up(x)
+        for step in self.steps:
+            h = {**RIGHT, **WRONG, **NEEDS_SAMPLES}[step](self, h, x)
+        y = self.down(h)
+        return AFTER[self.after](self, y, first, x)
+
+
+def write_buffer(net: Between, h: Tensor, x: Tensor) -> Tensor:
+    net.seen += h.detach().sum()
+    return h
+
+
+def count_calls(net: Between, h: Tensor, x: Tensor) -> Tensor:
+    net.calls += 1
+    return h * (1 + net.calls % 2)
+
+
+def remember(net: Between, h: Tensor, x: Tensor) -> Tensor:
+    net.last = h
+    return h
+
+
+Step = Callable[[Between, Tensor, Tensor], Tensor]
+
+RIGHT: dict[str, Step] = {
+    "relu": lambda net, h, x: F.relu(h),
+    "relu_": lambda net, h, x: (h * 2).relu_(),
+    "gelu": lambda net, h, x: F.gelu(h, approximate="tanh"),
+    "silu times itself": lambda net, h, x: F.silu(h) * h,
+    "dropout": lambda net, h, x: F.dropout(h, 0.3),
+    "clamp": lambda net, h, x: h.clamp(-1, 1),
+    "leaky": lambda net, h, x: F.leaky_relu(h, 0.1) * 1.5 + 0.5,
+    "prelu": lambda net, h, x: F.prelu(h, net.slope),
+    "flatten": lambda net, h, x: F.mish(h.reshape(-1, h.shape[-1])).view(h.shape),
+    "cast": lambda net, h, x: h.to(torch.float32).sigmoid().to(x.dtype) + h,
+}
+
+WRONG: dict[str, Step] = {
+    "layer norm": lambda net, h, x: F.layer_norm(h, h.shape[-1:]),
+    "rms norm": lambda net, h, x: h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6),
+    "length": lambda net, h, x: F.normalize(h, dim=-1),
+    "softmax": lambda net, h, x: h.softmax(-1) * 8,
+    "minus mean": lambda net, h, x: h - h.mean(-1, keepdim=True),
+    "a little of the mean": lambda net, h, x: h + 1e-4 * h.mean(-1, keepdim=True),
+    "sum of all": lambda net, h, x: h + h.sum() / 100,
+    "mean of large ones": lambda net, h, x: torch.where(h > 50, h.mean(-1, keepdim=True), h),
+    "cumsum": lambda net, h, x: h.cumsum(-1),
+    "flip": lambda net, h, x: h.flip(-1),
+    "roll": lambda net, h, x: h.roll(1, -1),
+    "sort": lambda net, h, x: h.sort(-1).values,
+    "swap halves": lambda net, h, x: torch.cat(h.chunk(2, -1)[::-1], -1),
+    "position": lambda net, h, x: h * torch.arange(h.shape[-1]),
+    "width": lambda net, h, x: h / h.shape[-1],
+    "batch size": lambda net, h, x: h / len(h),
+    "mean of the batch": lambda net, h, x: h - h.mean(0, keepdim=True),
+    "own number": lambda net, h, x: h * x.mean(),
+    "own first token": lambda net, h, x: h + x[:1, :1, :1],
+    "shared input": lambda net, h, x: h + x.repeat(1, 1, 3)[..., : h.shape[-1]],
+    "buffer": write_buffer,
+    "state": count_calls,
+    "memory": remember,
+    "host": lambda net, h, x: h * h.detach().mean().item(),
+    "noise": lambda net, h, x: h + torch.randn(h.shape[-1]),
+    "top features": lambda net, h, x: h * (h >= h.kthvalue(3, -1, keepdim=True).values),
+    "straight through": lambda net, h, x: h + (h.mean(-1, keepdim=True) - h).detach(),
+    "zero": lambda net, h, x: h * 0,
+}
+
+NEEDS_SAMPLES: dict[str, Step] = {
+    "over tokens": lambda net, h, x: h.softmax(1),
+    "own row": lambda net, h, x: h * x.mean(-1, keepdim=True),
+}
+"""What is right just if whole samples are gathered, and all that the module is given."""
+
+AFTER: dict[str, Callable[[Between, Tensor, Tensor, Tensor], Tensor]] = {
+    "": lambda net, y, h, x: y,
+    "residual of the input": lambda net, y, h, x: y + x,
+    "norm": lambda net, y, h, x: F.layer_norm(y, y.shape[-1:]),
+    "hidden mean": lambda net, y, h, x: y + h.mean(-1, keepdim=True),
+    "hidden penalty": lambda net, y, h, x: y + h.pow(2).mean(),
+    "hidden sign": lambda net, y, h, x: y * (h.detach().mean() > 0),
+    "hidden again": lambda net, y, h, x: y + net.down(h),
+    "hidden of a slice": lambda net, y, h, x: y + h[..., : y.shape[-1]],
+}
+RIGHT_AFTER = ("", "residual of the input", "norm")
+
+
+@pytest.mark.parametrize("step", RIGHT)
+def test_pair_with_features_apart_is_found(step: str) -> None:
+    assert list(groups(profile_of_net(Between(step)))) == ["net.up net.down"]
+
+
+@pytest.mark.parametrize("step", WRONG)
+def test_pair_with_something_mixed_in_between_is_not_found(step: str) -> None:
+    profile = profile_of_net(Between(step))
+    assert not groups(profile)
+    assert {name for each in profile.tensor_candidates for name in each.operators} == {"net.up", "net.down"}
+
+
+@pytest.mark.parametrize("step", NEEDS_SAMPLES)
+def test_module_that_needs_whole_samples_is_found_as_scope(step: str) -> None:
+    (found,) = groups(profile_of_net(Between(step))).values()
+    assert (found.scope, found.needs_agreement) == ("net", True)
+    assert not groups(profile_of_net(Between(step, after="residual of the input")))
+
+
+@pytest.mark.parametrize("after", AFTER)
+def test_pair_whose_hidden_tensor_is_used_after_it_is_not_found(after: str) -> None:
+    assert bool(groups(profile_of_net(Between("gelu", after=after)))) == (after in RIGHT_AFTER)
+
+
+@settings(max_examples=40, derandomize=True)
+@given(
+    st.lists(st.sampled_from([*RIGHT] * 3 + [*WRONG]), max_size=4),
+    st.sampled_from([*RIGHT_AFTER] * 3 + [*AFTER]),
+    st.sampled_from([16, 24, 48]),
+)
+def test_pair_is_found_just_if_nothing_mixes_features_or_reads_them_elsewhere(
+    steps: list[str], after: str, hidden: int
+) -> None:
+    is_right = after in RIGHT_AFTER and all(step in RIGHT for step in steps)
+    found = groups(profile_of_net(Between(*steps, after=after, hidden=hidden)))
+    assert bool(found) == is_right
+
+
+# -- how it is looked for ----------------------------------------------------------------------------------------------
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int, **options: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Between("gelu", **options) for _ in range(layers)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.layer_norm(x + layer(x), x.shape[-1:])
+        return x
+
+
+def test_blocks_that_do_the_same_are_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials: list[int] = []
+
+    class Counted(Trial):
+        def __init__(self, *args: Any) -> None:
+            trials.append(1)
+            super().__init__(*args)
+
+    monkeypatch.setattr(tensor_scopes, "Trial", Counted)
+    net = Stack(48)
+    net.layers[7].steps = ("silu times itself",)
+    assert len(groups(profile_of_net(net))) == 48
+    assert len(trials) == 2
+
+
+def test_finding_leaves_module_and_random_state_as_they_were() -> None:
+    net = Between("dropout")
+    module, batch = Regression(net), torch.randn(4, 3, WIDTH)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    assert groups(profile_of(module, batch))
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert (net.calls, vars(net.up).keys()) == (0, vars(nn.Linear(1, 1)).keys())
+
+
+def test_pair_on_the_meta_device_is_found() -> None:
+    with torch.device("meta"):
+        net = Between("gelu", hidden=4096)
+    assert list(groups(profile_of_net(net))) == ["net.up net.down"]
+
+
+def test_no_pair_is_claimed_if_there_is_no_time_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_scopes, "MAX_SECONDS", 0.0)
+    profile = profile_of_net(Between("gelu"))
+    assert [each.operators for each in profile.tensor_candidates] == [("net.up",), ("net.down",)]
+
+
+def test_degrees_are_those_that_divide_the_features() -> None:
+    profile = profile_of_net(Between("gelu", hidden=12), degrees=(2, 3, 4, 5))
+    assert groups(profile)["net.up net.down"].degrees == (2, 3, 4)
+
+
+def test_fused_gate_is_cut_in_both_halves() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both, self.down = nn.Linear(WIDTH, 48), nn.Linear(24, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(F.glu(self.both(x)))
+
+    (found,) = groups(profile_of_net(Gated())).values()
+    assert (found.operators, found.parts) == (("net.both", "net.down"), (2, 1))
+
+
+def test_pair_in_the_training_step_itself_is_found() -> None:
+    class Plain(Regression):
+        def __init__(self) -> None:
+            super().__init__(nn.Identity())
+            self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, 8)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            hidden = F.gelu(self.up(batch))
+            self.log("loss", 1.0)
+            return self.down(hidden).square().mean()
+
+    assert list(groups(profile_of(Plain(), torch.randn(4, WIDTH)))) == ["up down"]
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def hook(module: nn.Module, *_: Any) -> None:
+    """Sees what goes in and comes out."""
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "hooked": (lambda: _hooked(nn.Linear(WIDTH, 8)), "hooks"),
+    "own forward": (lambda: Doubled(WIDTH, 8), "forward"),
+    "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 8)), "weight is computed"),
+    "indivisible": (lambda: nn.Linear(WIDTH, 9), "9 output features"),
+}
+
+
+def _hooked(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(hook)
+    return module
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_operator_that_cannot_be_cut_is_refused_with_the_reason(case: str) -> None:
+    make, reason = REFUSED[case]
+    profile = profile_of_net(nn.Sequential(make()))
+    assert not profile.tensor_candidates
+    if case != "parametrized":
+        assert reason in profile.tensor_refusals["net.0"]
+
+
+class Lookup(nn.Module):
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids)
+
+
+TABLES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "embedding": (lambda: nn.Embedding(50, 8, padding_idx=0), ""),
+    "bag": (lambda: nn.EmbeddingBag(50, 8, mode="sum"), ""),
+    "max_norm": (lambda: nn.Embedding(50, 8, max_norm=1.0), "weights are changed"),
+    "bag of sparse gradients": (lambda: nn.EmbeddingBag(50, 8, mode="sum", sparse=True), "sparse"),
+    "frequency": (lambda: nn.Embedding(50, 8, scale_grad_by_freq=True), "scale_grad_by_freq"),
+    "hooked bag": (lambda: _hooked(nn.EmbeddingBag(50, 8)), "hooks"),
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_tables_are_candidates_unless_their_rows_matter(case: str) -> None:
+    make, reason = TABLES[case]
+    profile = profile_of(Regression(Lookup(make())), torch.randint(0, 50, (4, 6)))
+    if reason:
+        assert reason in profile.tensor_refusals["net.table"]
+        assert not profile.tensor_candidates
+    else:
+        (found,) = profile.tensor_candidates
+        assert (found.roles, found.scope, found.input_bytes) == (("embedding",), None, 48)
