@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.backend.streams import PrefetchLimiter
+from lightning_osdp.engine.fairscale.context import EngineContext
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.engine.fairscale.unit import FairScaleUnit
 from lightning_osdp.engine.fairscale.unit_collectives import merge_chunks
+from lightning_osdp.engine.gradient_buckets import BucketedAllReduce, GradientSync
+from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode
 from tests.support.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups
 from tests.support.ranks import run_ranks
@@ -93,6 +98,27 @@ def test_limiter_without_frees_never_waits_and_on_a_cpu_frees_at_once(device: De
     (unit,) = storages(1)
     PrefetchLimiter().free(unit)
     assert unit.nbytes() == 0
+
+
+@pytest.mark.parametrize(("device_type", "is_capturing"), [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_run_in_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch, device_type: str, is_capturing: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+    context: Any = SimpleNamespace(why_no_runs="", params_summoned=False, device=torch.device(device_type))
+    is_refused = device_type == "cuda" and is_capturing
+    with pytest.raises(ShardingError, match="can't be captured in a CUDA graph") if is_refused else nullcontext():
+        EngineContext.check_run(context)
+
+
+def test_flags_of_missing_gradients_are_made_without_a_copy_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(4)]
+    buckets = BucketedAllReduce(parameters, SimpleNamespace(size=lambda: 2), GradientSync(), lambda: None)
+    for index in (0, 3):
+        parameters[index].grad = torch.ones(3)
+    buckets._rebuild_buckets()
+    for owner, name in ((torch, "tensor"), (torch, "as_tensor"), (Tensor, "new_tensor"), (Tensor, "item")):
+        monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("a copy"))
+    flags = buckets._presence_flags(torch.zeros(2))
+    assert flags.tolist() == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_merge_chunks_of_adjacent_chunks_makes_no_copy() -> None:
