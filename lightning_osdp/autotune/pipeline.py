@@ -329,8 +329,9 @@ def _calibrate(
         log_info("tried the unsharded step: %s, in %s", sizes or "no", format_seconds(time.monotonic() - began_s))
         if calibration.unsharded:
             return profile
-    # No step was made, and each rank has run only its share of the kernels.
-    coordinator.ranks.raise_on_all_ranks(lambda: compute.warm_up(traced, coordinator.ranks.device))
+    # No step was made, and each of several ranks has run only its share of the kernels.
+    if not (coordinator.ranks.is_offline or coordinator.ranks.is_emulated):
+        coordinator.ranks.raise_on_all_ranks(lambda: compute.warm_up(traced, coordinator.ranks.device))
     return profile
 
 
@@ -373,11 +374,11 @@ def reuse_if_valid(
         return None
     earlier = ExecutionPlan.from_json(text)
     try:
-        earlier.check(traced.model_profile, ranks.world_size)
+        ranks.raise_on_all_ranks(lambda: earlier.check(traced.model_profile, ranks.world_size))
     except PlanMismatchError:
         return None
     cluster = current_cluster(ranks)
     is_same = all(getattr(cluster, name) == getattr(earlier.cluster, name) for name in ("nodes", "device", "backend"))
     fits = earlier.predicted.max_memory_bytes <= limit_bytes
     is_allowed = (earlier.batch_size, earlier.accumulate_grad_batches) in set(policy.candidates(ranks.world_size))
-    return earlier if is_same and fits and is_allowed else None
+    return earlier if ranks.all_reduce_min(is_same and fits and is_allowed) else None

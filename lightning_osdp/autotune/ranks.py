@@ -114,9 +114,9 @@ class RankGroup:
         """Return the smallest value over the ranks."""
         return -int(self.all_reduce_max([-value])[0])
 
-    def broadcast_object(self, value: Result) -> Result:
-        """Return the value of the first rank on every rank."""
-        return value if self.group is None else agree.broadcast_object(self.group, value)
+    def broadcast_object(self, value: Result, source: int = 0) -> Result:
+        """Return on every rank the value of rank ``source``, the first one unless told otherwise."""
+        return value if self.group is None else agree.broadcast_object(self.group, value, source)
 
     def all_gather_object(self, value: Result) -> list[Result]:
         """Return the values of all ranks, in the order of ranks."""

@@ -45,10 +45,10 @@ def all_reduce_min(value: int | None, group: dist.ProcessGroup, device: torch.de
     return -negated_minimum
 
 
-def broadcast_object(group: Any, value: Result) -> Result:
-    """Return the first rank's value on every rank; it is pickled."""
-    values = [value if group.rank() == 0 else None]
-    dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
+def broadcast_object(group: Any, value: Result, source: int = 0) -> Result:
+    """Return on every rank the value of rank ``source``, the first one unless told otherwise; it is pickled."""
+    values = [value if group.rank() == source else None]
+    dist.broadcast_object_list(values, src=dist.get_global_rank(group, source), group=group)
     return values[0]  # type: ignore[return-value]
 
 

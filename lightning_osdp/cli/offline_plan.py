@@ -16,7 +16,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from jsonargparse import get_loader
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
 from lightning_osdp.autotune import pipeline
@@ -105,7 +107,33 @@ def load_config(path: Path) -> TrainingConfig:
         data = data["fit"]
     if not isinstance(data, dict) or not data.get("model"):
         raise ConfigurationError(f"{path} has no section 'model': it is not a configuration of LightningCLI")
-    return TrainingConfig(path, {name: data[name] for name in CONFIG_SECTIONS if name in data})
+    config = TrainingConfig(path, {name: data[name] for name in CONFIG_SECTIONS if name in data})
+    _check_trainer(config)
+    return config
+
+
+def _check_trainer(config: TrainingConfig) -> None:
+    """Refuse arguments that no Trainer takes, and that planning has no use for.
+
+    Raises:
+        ConfigurationError: names the argument.
+    """
+    if not isinstance(config.trainer, Mapping):
+        raise ConfigurationError(f"{config.path}: its section trainer is {config.trainer!r}, no mapping")
+    devices, strategy = config.trainer.get("devices"), config.trainer.get("strategy")
+    if not (devices in (None, "auto", "-1", -1) or isinstance(devices, list) or _is_count(devices)):
+        raise ConfigurationError(f"{config.path}: trainer.devices={devices!r} is no number of devices")
+    known = {"auto", "gpu", *AcceleratorRegistry.available_accelerators()}
+    if isinstance(config.trainer.get("accelerator"), str) and config.accelerator not in known:
+        raise ConfigurationError(f"{config.path}: there is no accelerator {config.accelerator!r}")
+    if isinstance(strategy, str) and strategy not in ("auto", *StrategyRegistry.available_strategies()):
+        raise ConfigurationError(f"{config.path}: there is no strategy {strategy!r}")
+
+
+def _is_count(devices: Any) -> bool:
+    """Return whether a value is a positive number, or several numbers of devices as text."""
+    parts = str(devices).split(",")
+    return not isinstance(devices, bool) and all(map(str.isdecimal, parts)) and (len(parts) > 1 or int(parts[0]) > 0)
 
 
 def read_yaml(path: Path) -> Any:

@@ -2,7 +2,7 @@
 
 torch sees this rank's shards only, and would silently clip each rank by a norm of its own that is too small. All of its
 functions ask one private function for the total norm. That function is replaced: where gradients of sharded parameters
-are among the tensors, the shards of all ranks count, each element once.
+are among the tensors, the shards of all ranks count, each element once. They may be of several engines.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from torch.nn.utils import clip_grad
 from lightning_osdp.state.guarded_parameter import GuardedTensor, local_shard_of, without_guards
 from lightning_osdp.state.state_dict import ShardedParameters
 
-_SHARDED: weakref.WeakSet[ShardedParameters] = weakref.WeakSet()
+_SHARDED: weakref.WeakKeyDictionary[ShardedParameters, None] = weakref.WeakKeyDictionary()
+"""Sharded parameters of all engines, in the same order on all ranks: their norms are collective."""
 
 _torch_total_norm = clip_grad._get_total_norm
 
 
 def patch_total_norm(sharded_parameters: ShardedParameters) -> None:
     """Have torch's total norm count all shards of these parameters' gradients, as long as the object lives."""
-    _SHARDED.add(sharded_parameters)
+    _SHARDED[sharded_parameters] = None
     clip_grad._get_total_norm = _compute_total_norm
 
 
@@ -35,19 +36,24 @@ def _compute_total_norm(
     foreach: bool | None = None,
 ) -> Tensor:
     gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    for shards in _SHARDED:
+    norms: list[Tensor] = []
+    rest = gradients
+    for shards in list(_SHARDED):
         with without_guards():
             owners = {id(parameter.grad): parameter for parameter in shards.parameters if parameter.grad is not None}
-        with_owners = [_find_owner(gradient, owners) for gradient in gradients]
-        if not any(owner in shards.parameters for owner, _ in with_owners):
-            continue
-        total = shards.compute_norm(with_owners, float(norm_type), gradients[0].device)
-        if error_if_nonfinite and not torch.isfinite(total):
-            raise RuntimeError(
-                f"the norm of the gradients over all ranks is {float(total)}: they can't be clipped by it"
-            )
-        return total
-    return _torch_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
+        with_owners = [_find_owner(gradient, owners) for gradient in rest]
+        own = [(owner, local) for owner, local in with_owners if owner in shards.parameters]
+        if own:
+            norms.append(shards.compute_norm(own, float(norm_type), gradients[0].device))
+            rest = [each for each, (owner, _) in zip(rest, with_owners, strict=True) if owner not in shards.parameters]
+    if not norms:
+        return _torch_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
+    replicated = [(None, gradient) for gradient in rest]
+    norms.append(ShardedParameters({}, None).compute_norm(replicated, float(norm_type), gradients[0].device))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(f"the norm of the gradients over all ranks is {float(total)}: they can't be clipped by it")
+    return total
 
 
 def _find_owner(gradient: Tensor, owners: Mapping[int, nn.Parameter]) -> tuple[nn.Parameter | None, Tensor]:

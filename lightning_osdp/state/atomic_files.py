@@ -52,6 +52,9 @@ _TEXT_STARTS = (b"{", b"<")
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
+_ATTEMPTS, _RETRY_S = 5, 0.02
+"""How often, and after how many seconds, a step is tried again that another process may be in the middle of."""
+
 
 def unfinished_path(target: Path) -> Path:
     """Return where this process writes what is to become ``target``."""
@@ -117,7 +120,11 @@ def restore(target: Path) -> None:
     if os.path.lexists(target):
         try_remove(previous)  # the process was killed after replacing it
     else:
-        os.rename(previous, target)
+        try:
+            os.rename(previous, target)
+        except OSError:
+            if not os.path.lexists(target):  # else another process was faster
+                raise
 
 
 def remove(path: Path) -> None:
@@ -152,11 +159,15 @@ def check_replaceable(target: Path) -> None:
     Raises:
         CheckpointError: there is something else than a checkpoint at ``target``.
     """
-    if foreign := find_foreign(target):
-        raise CheckpointError(
-            f"no checkpoint is written to {target}: {foreign}, and only checkpoints are replaced. Give another path, "
-            "or move it away"
-        )
+    for attempt in range(_ATTEMPTS):
+        if not (foreign := find_foreign(target)):
+            return
+        if attempt < _ATTEMPTS - 1:
+            time.sleep(_RETRY_S)  # another process may be replacing it, without an exchange
+    raise CheckpointError(
+        f"no checkpoint is written to {target}: {foreign}, and only checkpoints are replaced. Give another path, "
+        "or move it away"
+    )
 
 
 def find_foreign(path: Path) -> str:
@@ -229,22 +240,27 @@ def check_text_replaceable(path: Path, is_own: Callable[[str], bool]) -> None:
 def _replace_in_two_steps(complete: Path, target: Path) -> None:
     """Move ``target`` away first: the file system has no exchange. ``restore`` mends it after a kill in between."""
     previous = _previous_path(target)
-    for attempt in range(3):
-        if os.path.lexists(target):
-            if find_foreign(previous):
-                raise CheckpointError(f"{target} can't be replaced: {previous} is in the way, and is no checkpoint")
-            if os.path.lexists(previous):
-                remove(previous)  # left by a kill
-            os.rename(target, previous)
+    for attempt in range(_ATTEMPTS):
+        is_last = attempt == _ATTEMPTS - 1
+        if attempt:
+            time.sleep(_RETRY_S)  # another process replaces or restores it, too
+        try:
+            if os.path.lexists(target):
+                check_replaceable(previous)
+                try_remove(previous)  # left by a kill
+                os.rename(target, previous)
+        except OSError:
+            if is_last:
+                raise
+            continue
         try:
             os.rename(complete, target)
             break
         except OSError:
-            # A process that is about to load has restored the target; else it is ours to restore.
             if not os.path.lexists(target):
                 os.rename(previous, target)
                 raise
-            if attempt == 2:
+            if is_last:
                 raise
     try_remove(previous)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +35,7 @@ from lightning_osdp.state.deferred_tensor import DeferredTensor, DeferredTensors
 from lightning_osdp.state.folder_index import StoredChunk, format_checksums, read_checksums, read_index
 from lightning_osdp.state.opened_file import OpenedFile, verify_zip
 from lightning_osdp.state.shard_layout import ReplicatedLayout, TensorChunk
+from lightning_osdp.state.stored_tensor import defer_reading
 
 METADATA_FILE = ".metadata"
 """Name of the index of torch.distributed.checkpoint."""
@@ -264,6 +266,9 @@ class CheckpointFolder:
         self.checkpoint: dict[str, Any] = contents["checkpoint"]
         self._placeholders: dict[str, Tensor] = contents["tensors"]
         self._names = {id(placeholder): name for name, placeholder in self._placeholders.items()}
+        read = _reader(weakref.ref(self), path)
+        for placeholder in self._placeholders.values():
+            defer_reading(placeholder, read)
 
     def __del__(self) -> None:
         with suppress(AttributeError, OSError):
@@ -372,6 +377,18 @@ class CheckpointFolder:
         full_tensor = torch.empty(placeholder.shape, dtype=placeholder.dtype)
         self.fill([LoadTarget(ReplicatedLayout(placeholder.shape), full_tensor, placeholder)])
         return full_tensor
+
+
+def _reader(opened: weakref.ref[CheckpointFolder], path: Path) -> Callable[[Tensor], Tensor]:
+    """Return a function that reads a tensor while its folder is open."""
+
+    def read(placeholder: Tensor) -> Tensor:
+        folder = opened()
+        if folder is None:
+            raise CheckpointError(f"a tensor of the checkpoint {path} is used after the load: copy it in your hook")
+        return folder.read_full_tensor(placeholder)
+
+    return read
 
 
 def _find_overlap(chunk: StoredChunk, part: TensorChunk) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:

@@ -42,6 +42,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_osdp.errors import OSDPWarning, ShardingError
 from lightning_osdp.state.shard_layout import ShardLayout
+from lightning_osdp.state.stored_tensor import StoredTensor, read_values
 
 _GUARD = "_osdp_guard"
 """Attribute of a guarded parameter that holds its ``ShardGuard``."""
@@ -307,6 +308,8 @@ class _Dispatched:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See ``guarded_functions.dispatch``."""
+        if StoredTensor in types:
+            read_values(args, kwargs)
         if any(issubclass(kind, ValuesOnDemand) for kind in types):
             return NotImplemented
         with without_guards():

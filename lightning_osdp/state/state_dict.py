@@ -136,7 +136,12 @@ class ShardedParameters:
             gradients: pairs of a parameter, or None for one that is not sharded, and its local gradient.
             norm_type: p of the p-norm; may be inf.
             device: device of the result.
+
+        Raises:
+            ShardingError: the norm is none of a positive p.
         """
+        if not norm_type > 0:
+            raise ShardingError(f"norm_type={norm_type:g}: the norm over all ranks is that of a positive p, or of inf")
         by_group: dict[Any, list[Tensor]] = {group: [] for group in self._process_groups()}  # alike on every rank
         for parameter, local_gradient in gradients:
             for group, gradient in self._split_by_group(parameter, local_gradient.detach()):

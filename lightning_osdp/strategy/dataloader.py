@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
+from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,6 +25,9 @@ from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.profiling.tracing.isolation import restored
 from lightning_osdp.strategy.batch_size_change import Epoch, update_hyperparameters
 from lightning_osdp.strategy.read_batches import is_repeatable, read_first_batches
+
+MAX_BATCH_DEPTH = 6
+"""Levels of containers and objects in which a batch's tensors are looked for."""
 
 
 class TrainData:
@@ -144,12 +149,15 @@ class TrainData:
     ) -> BatchSizePolicy:
         """Restrict a search to what the length of the data allows; arguments as in ``batch_size_policy``."""
         epoch = self.epoch(ranks)
-        bounds = [user_requested.max_batch_size, epoch.largest_valid(loader_batch_size)]
+        bounds = [(user_requested.max_batch_size, "max_batch_size"), (epoch.largest_valid(loader_batch_size), "")]
         if user_requested.global_batch_size is None:
-            accumulation = user_requested.accumulation
-            bounds.append(epoch.largest_batch_size(loader_batch_size, accumulation, min_steps_per_epoch))
-        largest = min((bound for bound in bounds if bound is not None), default=None)
-        return replace(user_requested, max_batch_size=largest)
+            largest = epoch.largest_batch_size(loader_batch_size, user_requested.accumulation, min_steps_per_epoch)
+            bounds.append((largest, "min_steps_per_epoch"))
+        known = [(bound, setting) for bound, setting in bounds if bound is not None]
+        if not known:
+            return user_requested
+        bound, setting = min(known, key=lambda each: each[0])
+        return replace(user_requested, max_batch_size=bound, bounding_setting=setting)
 
     def evaluation_batch_size(self) -> int:
         """Return the largest batch size of the validation loaders.
@@ -228,8 +236,23 @@ def apply_batch_size(data: TrainData, batch_size: int, ranks: int) -> None:
 
 
 def batch_bytes(batch: Any) -> int:
-    """Return the size of all tensors in a batch."""
-    return sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    """Return the size of all tensors in a batch, which may be of a class of its own (``BatchEncoding``, a graph)."""
+    return sum(tensor.nbytes for tensor in _find_tensors(batch))
+
+
+def _find_tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif depth < MAX_BATCH_DEPTH and not isinstance(value, str | bytes | type | ModuleType):
+        inner: Iterable[Any] = ()
+        if isinstance(value, Mapping):
+            inner = value.values()
+        elif isinstance(value, Sequence):
+            inner = value
+        elif hasattr(value, "__dict__"):
+            inner = vars(value).values()
+        for each in inner:
+            yield from _find_tensors(each, depth + 1)
 
 
 def _datasets(source: Any) -> list[Any]:

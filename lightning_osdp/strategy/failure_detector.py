@@ -24,13 +24,14 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_osdp.backend.agree import is_lost_connection, meet
 from lightning_osdp.backend.blocked_thread import MutualWaits
 from lightning_osdp.backend.liveness import describe_process, is_dead
 from lightning_osdp.backend.rank_agreement import ADVICE, present_wait
 from lightning_osdp.errors import ConfigurationError, OSDPError
+from lightning_osdp.strategy.later_runs import check_reachable, store_of_run, wait_for_ranks
 
 HEARTBEAT_INTERVAL_S = 0.5
 """Seconds between two heartbeats."""
@@ -88,21 +89,6 @@ def _destroy_process_group_at_exit() -> None:
     time.sleep(EXIT_DELAY_S)
 
 
-def _check_reachable(store: Any) -> None:
-    """Raise if the store is gone with the first rank's process: a new connection would be tried until the time-out.
-
-    Raises:
-        OSDPError: an earlier run in this process has failed, and the first rank has ended.
-    """
-    try:
-        store.check([""])
-    except dist.DistError as error:
-        raise OSDPError(
-            "the process of the first rank has ended, after an earlier run in this process failed: ranks can't go on "
-            "without it, start the script anew"
-        ) from error
-
-
 class FailureDetector:
     """The view that one run on one rank has of the other ranks. All methods may be called by any thread.
 
@@ -122,9 +108,11 @@ class FailureDetector:
         self._rank, self._ranks, self._timeout_s = rank, ranks, timeout.total_seconds()
         # A connection of its own: the main thread may block in the usual one.
         connection: Any = _get_default_store()
-        _check_reachable(connection)
-        self._store = PrefixStore(f"lightning_osdp/{next(_run_ids)}", connection.clone())
+        check_reachable(connection)
+        run, connection = next(_run_ids), connection.clone()
+        self._store = store_of_run(connection, run)
         self._store.set(f"process/{rank}", describe_process())
+        wait_for_ranks(connection, run, ranks, self._timeout_s)
         self._batch_counts: dict[str, int] = {}
         self._causes: dict[int, str] = {}
         """What is known of other ranks' failures, also when the store is gone."""

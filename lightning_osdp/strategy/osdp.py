@@ -50,7 +50,7 @@ from lightning_osdp.strategy.dataloader import apply_batch_size
 from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
 from lightning_osdp.strategy.monitor import PredictionMonitor
 from lightning_osdp.strategy.plan_logging import write_and_log_plan
-from lightning_osdp.strategy.plan_resolution import RunRequest, replan, resolve_plan
+from lightning_osdp.strategy.plan_resolution import RunRequest, read_step_on_ranks, replan, resolve_plan
 from lightning_osdp.strategy.planning_options import PlanningOptions, check_and_read_plan
 from lightning_osdp.strategy.run_end import HandoverStrategy
 from lightning_osdp.strategy.run_warnings import RunWarnings
@@ -243,7 +243,7 @@ class OSDPStrategy(HandoverStrategy):
         self.model = self.precision_plugin.convert_module(module)
         with isolate_rng(), display:  # planning must not change the run's own random numbers
             budget.begin_stage("reading batches")
-            data, context = ranks.raise_on_all_ranks(lambda: self._options.read_step(trainer, self.root_device))
+            data, context = read_step_on_ranks(ranks, self._options, trainer, self.root_device)
             request = RunRequest(
                 self._options,
                 self.constraints,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import lightning.pytorch as pl
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_osdp.autotune import pipeline
+from lightning_osdp.autotune.coordinator import PlanRequest
 from lightning_osdp.autotune.pipeline import PlanningResult
-from lightning_osdp.autotune.ranks import current_cluster, ranks_sharing_memory_limit
+from lightning_osdp.autotune.ranks import RankGroup, current_cluster, ranks_sharing_memory_limit
 from lightning_osdp.autotune.startup_budget import StartupBudget
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
@@ -18,6 +20,7 @@ from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, CheckpointMemory, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.strategy.batch_agreement import agree_on_batches
 from lightning_osdp.strategy.dataloader import TrainData
 from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
 from lightning_osdp.strategy.planning_options import PlanningOptions, check_given_plan
@@ -43,6 +46,18 @@ class RunRequest:
     resumed_plan: ExecutionPlan | None
 
 
+def read_step_on_ranks(
+    ranks: RankGroup, options: PlanningOptions, trainer: pl.Trainer, device: torch.device
+) -> tuple[TrainData, TrialContext]:
+    """Return the training data, and the training step on the batches that all ranks plan with. Collective.
+
+    Raises:
+        ConfigurationError: there are no train data, or they can't be read.
+    """
+    data, context = ranks.raise_on_all_ranks(lambda: options.read_step(trainer, device))
+    return data, agree_on_batches(ranks, data, context)
+
+
 def resolve_plan(
     trainer: pl.Trainer,
     budget: StartupBudget,
@@ -55,7 +70,7 @@ def resolve_plan(
     ranks, options = budget.ranks, run.options
     non_training = NO_NON_TRAINING_WORK
     if given_plan is None:
-        evaluation_batch_size = data.evaluation_batch_size()
+        evaluation_batch_size = int(ranks.all_reduce_max([data.evaluation_batch_size()])[0])
         non_training = NonTrainingWork(
             checkpoint_memory=run.checkpoint_memory, evaluation_batch_size=evaluation_batch_size
         )
@@ -74,11 +89,21 @@ def resolve_plan(
     limit = options.limit_on(context.device, run.ranks_per_node, ranks_sharing_memory_limit(ranks))
     facts = (trainer, data, context.batch_size, ranks.world_size, limit, constraints, non_training)
     request = ranks.raise_on_all_ranks(lambda: options.request(*facts))
+    request = _agree_on_batch_sizes(request, ranks)
     resumed = pipeline.reuse_if_valid(run.resumed_plan, traced, ranks, request.policy, limit.current())
     if resumed is not None and not (resumed.update_in_backward and blocker):
         return PlanningResult(resumed.with_types_of(traced.model_profile))
     step = context if options.trial_steps else None
     return pipeline.autotune(traced, request, ranks, budget, cache=options.cache_folder, trial_context=step)
+
+
+def _agree_on_batch_sizes(request: PlanRequest, ranks: RankGroup) -> PlanRequest:
+    """Return a request for a batch size that the data of every rank allow: a loader of one alone may be fixed."""
+    policies = ranks.all_gather_object(request.policy)
+    fixed = [policy.batch_size for policy in policies if policy.batch_size is not None]
+    bounds = [policy.max_batch_size for policy in policies if policy.max_batch_size is not None]
+    agreed = replace(policies[0], batch_size=next(iter(fixed), None), max_batch_size=min(bounds, default=None))
+    return replace(request, policy=agreed)
 
 
 def replan(

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_osdp import OSDPStrategy
+from lightning_osdp import OSDPCallback, OSDPStrategy
 from lightning_osdp.errors import (
     ConfigurationError,
     InfeasibleError,
@@ -19,7 +19,9 @@ from lightning_osdp.errors import (
     ShardingError,
     TraceError,
 )
+from lightning_osdp.planning.spec.plan import ExecutionPlan
 from tests.support.modules import FixedLoader, GPTModule, LateParameter, loader, trainer
+from tests.support.plans import plan_for
 from tests.support.ranks import run_ranks
 
 
@@ -64,6 +66,10 @@ def try_fit(
     return "no error", "", True
 
 
+def plan_for_gpt() -> ExecutionPlan:
+    return plan_for(GPTModule(), next(iter(loader(4, 4))), 2, "dp", 4)
+
+
 def try_all_mistakes(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     """All mistakes, one after the other in the same processes: none may leave the ranks out of step."""
     made = trainer(folder, OSDPStrategy(cache=f"{folder}/cache", batch_size=4))
@@ -83,6 +89,7 @@ def try_all_mistakes(rank: int, ranks: int, folder: str) -> dict[str, Any]:
         return f"{folder}/{rank}-{name}.json"
 
     pruning = {"callbacks": [pl.callbacks.ModelPruning("l1_unstructured", amount=0.5)]}
+    sharded, replicated = ({"callbacks": [OSDPCallback(modes=mode)]} for mode in ("zdp", "dp"))
     return {
         "too little memory": try_fit(folder, GPTModule(), memory_limit="1MiB"),
         "not json": try_fit(folder, GPTModule(), plan=path("text")),
@@ -98,6 +105,8 @@ def try_all_mistakes(rank: int, ranks: int, folder: str) -> dict[str, Any]:
         "precision": try_fit(folder, GPTModule(), options={"precision": "64-true"}),
         "fixed batch size": try_fit(folder, FixedLoader(), batch_size=3),
         "global batch size": try_fit(folder, GPTModule(), global_batch_size=7),
+        "modes beside a plan": try_fit(folder, GPTModule(), options=sharded, plan=plan_for_gpt()),
+        "modes that don't fit": try_fit(folder, GPTModule(), options=replicated, memory_limit="1MiB"),
         "late parameter": try_fit(folder, LateParameter(), batch_size=4),
         "and then": try_fit(folder, GPTModule(), batch_size=4),
     }
@@ -124,6 +133,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("pruning", ConfigurationError, ["ModelPruning", "remove the callback"]),
         ("precision", ConfigurationError, ["64-true", "use '32-true', 'bf16-mixed'"]),
         ("fixed batch size", ConfigurationError, ["batch_size=3 can't be set", "uses 2"]),
+        (
+            "modes beside a plan",
+            ConfigurationError,
+            ["plan and OSDPCallback(modes=...) contradict each other: ", " is dp in the plan, zdp by modes. Leave one"],
+        ),
+        ("modes that don't fit", InfeasibleError, ["nothing fits with modes='dp': ", "the limit is 1 MiB"]),
         ("global batch size", ConfigurationError, ["global_batch_size=7 is not a multiple of the 2 ranks"]),
     ],
 )
@@ -160,6 +175,7 @@ def test_fit_after_failed_fits_in_same_process_succeeds(results: list[dict[str, 
         ({"memory_limit": "8 gigs"}, "8 gigs"),
         ({"memory_limit": -5}, "-5"),
         ({"batch_size": 0}, "batch_size=0 is not a positive whole number"),
+        ({"batch_size": "keep", "global_batch_size": "keep"}, "batch_size='keep' keeps the global batch size too: "),
         ({"batch_size": "some"}, "batch_size='some'"),
         ({"global_batch_size": 1.5}, "global_batch_size=1.5"),
         ({"engine": "deepspeed"}, "engine='deepspeed' is not known"),

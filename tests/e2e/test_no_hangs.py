@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from tests.support import failing
 from tests.support.ranks import start_scripts
 
 ROOT = Path(__file__).parents[2]
+BOUND_S = 10.0
+"""Seconds from the fault of one rank until both have ended."""
+
 LIMIT_S = 240.0
 """For a run: it takes seconds, a hang would take the process group's 30 minutes."""
 
@@ -27,14 +31,21 @@ def command(how: str, folder: Path) -> list[str]:
     return [sys.executable, "-m", "tests.support.failing", how, str(folder)]
 
 
-def run_two_ranks(how: str, folder: Path) -> list[tuple[int, str]]:
-    """Runs two ranks as torchrun starts them. Returns the exit status and the output of each."""
+def run_two_ranks(how: str, folder: Path) -> list[tuple[int, str, float]]:
+    """Runs two ranks as torchrun starts them.
+
+    Returns:
+        Exit status and output of each, and the seconds from the fault until then; 0 if the moment is not known.
+    """
     logs = [folder / f"err-{rank}" for rank in range(2)]
     processes = start_scripts(failing.main, 2, (how, str(folder)), logs)
+    ended_s = [0.0, 0.0]
     try:
         deadline = time.monotonic() + LIMIT_S
-        for process in processes:
-            process.join(max(0.1, deadline - time.monotonic()))
+        while not all(ended_s) and time.monotonic() < deadline:
+            wait([process.sentinel for process, ended in zip(processes, ended_s, strict=True) if not ended], 1.0)
+            for rank, process in enumerate(processes):
+                ended_s[rank] = ended_s[rank] or (0.0 if process.is_alive() else time.time())
         codes = [process.exitcode for process in processes]
     finally:
         for process in processes:
@@ -42,7 +53,10 @@ def run_two_ranks(how: str, folder: Path) -> list[tuple[int, str]]:
             process.join()
     assert None not in codes, f"not ended after {LIMIT_S:g} s"
     assert not [process.pid for process in processes if live_processes_in_session(process.pid)]
-    return [(code, log.read_text()) for code, log in zip(codes, logs, strict=True)]
+    fault = folder / "fault"
+    began_s = [fault.stat().st_mtime] * 2 if fault.exists() else ended_s
+    seconds = [ended - began for ended, began in zip(ended_s, began_s, strict=True)]
+    return [(code, log.read_text(), each) for code, log, each in zip(codes, logs, seconds, strict=True)]
 
 
 def live_processes_in_session(session: int) -> list[int]:
@@ -77,15 +91,21 @@ def live_processes_in_session(session: int) -> list[int]:
             "number of validation batches differs between",
         ),
         ("plan", 1, "the plan differs between ranks", "the plan differs between ranks"),
+        ("two SIGTERMs to 1", 1, "", "rank 1 was told to stop (SIGTERM)"),
+        ("SIGTERM to 0 in validate", 0, "", "rank 0 was told to stop (SIGTERM)"),
         ("swallow on 1", 1, None, "rank 0 is ended: rank 1 failed: ValueError: nobody ends this process"),
     ],
 )
 def test_failure_on_one_rank_ends_all_ranks_with_its_cause(
     tmp_path: Path, how: str, failed: int, cause: str | None, told: str
 ) -> None:
-    for rank, (code, text) in enumerate(run_two_ranks(how, tmp_path)):
+    for rank, (code, text, seconds) in enumerate(run_two_ranks(how, tmp_path)):
         if rank == failed and cause is None:
             assert code == 0, text  # it catches its error and goes on
+            continue
+        assert seconds < BOUND_S
+        if rank == failed and "SIGTERM" in how:
+            assert code == 0, text  # Lightning's SIGTERMException
             continue
         assert code != 0, text
         assert (cause if rank == failed else told) in text

@@ -34,7 +34,13 @@ class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         yield from ((row,) for row in self._rows)
         if self._is_killed and torch.distributed.is_initialized():
+            note_fault()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def note_fault() -> None:
+    """Write down when the fault comes."""
+    Path(os.environ["FAULT_FOLDER"], "fault").touch()
 
 
 class BadRows(TensorDataset):
@@ -42,6 +48,7 @@ class BadRows(TensorDataset):
 
     def __getitem__(self, index: int) -> Any:
         if index == 12:
+            note_fault()
             raise OSError("row 12 is unreadable")
         return super().__getitem__(index)
 
@@ -57,15 +64,28 @@ class Failing(GPTModule):
         loss = super().training_step(batch, batch_index)
         if self.trainer.global_step == 3 and not isinstance(loss, torch._subclasses.FakeTensor):
             if self.how in (f"raise on {self.global_rank}", f"checkpoint, raise on {self.global_rank}"):
+                note_fault()
                 raise ValueError("the third step is unlucky")
             if self.how == f"swallow on {self.global_rank}":
+                note_fault()
                 raise ValueError("nobody ends this process")
             if self.how == f"kill {self.global_rank}":
+                note_fault()
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == f"two SIGTERMs to {self.global_rank}":
+                note_fault()
+                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGTERM)
             Path(self.folder, f"step-3-of-rank-{self.global_rank}").touch()
         if self.how == "interrupt":
             time.sleep(0.02)
         return loss
+
+    def validation_step(self, batch: Any, batch_index: int) -> None:
+        super().validation_step(batch, batch_index)
+        if batch_index == 3 and self.how == f"SIGTERM to {self.global_rank} in validate":
+            note_fault()
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def train_dataloader(self) -> DataLoader[Any]:
         rank = self.global_rank
@@ -84,6 +104,7 @@ class Failing(GPTModule):
 
 
 def main(how: str, folder: str) -> None:
+    os.environ["FAULT_FOLDER"] = folder
     if how.startswith("swallow"):
         # The other rank is ended by it. Elsewhere it would hide what ends a rank by itself.
         failure_detector.FAILURE_GRACE_S = 2.0
@@ -97,10 +118,11 @@ def main(how: str, folder: str) -> None:
     checkpoints: dict[str, Any] = {}
     if how.startswith("checkpoint"):
         checkpoints = {"callbacks": [OnExceptionCheckpoint(folder, "after")], "enable_checkpointing": True}
-    validation = {"limit_val_batches": 1.0, "val_check_interval": 2} if how == "uneven validation" else {}
+    validates = "valid" in how
+    validation = {"limit_val_batches": 1.0, "val_check_interval": 2} if validates else {}
     fitting = trainer(folder, strategy, max_steps=STEPS, use_distributed_sampler=False, **validation, **checkpoints)
     try:
-        fitting.fit(module)
+        fitting.validate(module) if how.endswith("in validate") else fitting.fit(module)
     except ValueError:
         if how != f"swallow on {rank}":
             raise

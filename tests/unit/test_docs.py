@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from lightning_osdp.cli import fit, main
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+hooks = runpy.run_path(str(DOCS / "site" / "hooks.py"))
+"""What the site is made with."""
 README = ROOT / "README.md"
 GENERATED = {"benchmarks/runs.md", "gpu/benchmarks/runs.md", "paper.md", "accuracy.md"}
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -41,6 +44,19 @@ def commands(page: Path) -> list[str]:
 
 def make_targets() -> set[str]:
     return set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def test_each_row_of_compatibility_has_a_test_that_exists() -> None:
+    text = (DOCS / "compatibility.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if re.match(r"\|(?! situation| ---)", line)]
+    places, file = {"P": "parity", "E": "e2e", "U": "unit"}, ""
+    for row in rows:
+        cell = row.rstrip("| ").rpartition(" | ")[2]
+        named = re.findall(r"`(?:([PEU])/([\w/]+\.py)::)?(test_\w+)`", cell)
+        assert named or cell == "the same", row
+        for place, path, name in named:
+            file = f"{places[place]}/{path}" if path else file
+            assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), row
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +96,14 @@ def test_site_documents_every_public_name_setting_and_command(site: Path) -> Non
         documented = re.findall(r"^ {8}([a-z_]+): (?!set by the Trainer)", kind.__doc__ or "", re.MULTILINE)
         assert len(documented) >= 4
         assert all(f"<code>{name}</code>" in settings for name in documented), documented
+
+
+def test_tables_of_settings_in_pages_are_those_of_the_code() -> None:
+    pages = [page for page in PAGES if "<!-- settings of" in page.read_text(encoding="utf-8")]
+    assert len(pages) == 2
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        assert text == hooks["with_settings"](text), "run: python docs/site/hooks.py"
 
 
 def test_readme_is_at_most_120_lines_long() -> None:
@@ -138,7 +162,7 @@ def readme_plan(folder: Path) -> lightning_osdp.ExecutionPlan:
     """Run the README's block that plans a module of one's own, with the quickstart's in its place."""
     (block,) = [block for block in blocks(README, "python") if "lightning_osdp.plan(" in block]
     scope: dict[str, object] = {"__name__": "first"}
-    exec((DOCS / "site" / "first.py").read_text(encoding="utf-8"), scope)
+    exec(next(block for block in blocks(DOCS / "quickstart.md", "python") if "class Net" in block), scope)
     scope |= {"MyModule": scope["Net"], "my_data": scope["data"]}
     exec(block, scope)
     plan = scope["plan"]

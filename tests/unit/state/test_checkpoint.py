@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import os
 import resource
 import time
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from torch import nn
 from lightning_osdp.backend.cpu.malloc import configure_cpu_allocator
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.errors import OSDPError
+from lightning_osdp.state import atomic_files
 from lightning_osdp.state.checkpoint import CheckpointFormat, consolidate
 from lightning_osdp.state.shard_layout import TensorChunk
 from tests.support.models import hand_made_plan, modes_for
@@ -25,6 +28,7 @@ from tests.support.ranks import run_ranks
 
 WIDTH, LAYERS = 1024, 8
 LARGEST = 4 * WIDTH * WIDTH
+SAVES = 6
 SLACK = 6 << 20
 """Of the allocator, of buffers, and of modules that are imported while saving: a sixteenth of what is saved."""
 
@@ -95,8 +99,9 @@ def save_and_measure(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     for fault in FAULTS:
         for victim in range(ranks):
             kind, inject = FAULTS[fault]
-            began = time.monotonic()
             path = Path(folder, kind, "last.ckpt")
+            before, began = digest(path), time.monotonic()
+            dist.barrier()
             try:
                 with inject() if rank == victim else nullcontext():
                     save(kind, path)
@@ -105,13 +110,46 @@ def save_and_measure(rank: int, ranks: int, folder: str) -> dict[str, Any]:
                 message = f"{type(error).__name__}: {error}"
             found[fault, victim] = message, time.monotonic() - began
             dist.barrier()  # the group can still be used
+            found[fault, victim, "is earlier one"] = digest(path) == before
             found[fault, victim, "beside"] = [entry.name for entry in path.parent.iterdir()]
             dist.barrier()
+    found["as hosts"] = {kind: save_as_own_host(rank, ranks, Path(folder), kind) for kind in ("full", "sharded")}
     for kind in ("full", "sharded"):
         save(kind, Path(folder, kind, "last.ckpt"))
     state = engine.model_state()
     found["unchanged"] = all(torch.equal(state[key], value) for key, value in found["state"].items())
     return found
+
+
+def save_as_own_host(rank: int, ranks: int, folder: Path, kind: str) -> dict[str, Any]:
+    """Save as one of several runs on hosts of their own, all to the same paths; with an exchange of paths or without.
+
+    Returns:
+        What lies there in the end, and whether each file is of one save.
+    """
+    group = [dist.new_group([each]) for each in range(ranks)][rank]
+    own_host = replaced(atomic_files, "_host", lambda: f"host-{rank}")
+    no_exchange = replaced(atomic_files, "_exchange", lambda *_: False)
+    found: dict[str, Any] = {}
+    for name, exchange in (("exchanged", nullcontext()), ("in two steps", no_exchange)):
+        place = folder / f"hosts {name} {kind}"
+        with own_host, exchange:
+            for number in range(SAVES):
+                state = {"state_dict": {str(i): torch.full((100,), float(number + 1000 * rank)) for i in range(3)}}
+                for path in (place / "last.ckpt", place / f"own-{rank}.ckpt"):
+                    CheckpointFormat(kind).save(state, path, group)
+        dist.barrier()
+        values = CheckpointFormat(kind).load(place / "last.ckpt", True, group)["state_dict"]
+        found[name] = sorted(path.name for path in place.iterdir()), len({float(x) for v in values.values() for x in v})
+        dist.barrier()
+        own_host = replaced(atomic_files, "_host", lambda: f"host-{rank}")
+    return found
+
+
+def digest(path: Path) -> str:
+    """The content of a file, or of the files in a folder."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()
 
 
 @contextmanager
@@ -152,10 +190,60 @@ def read_only_place() -> Any:
         yield
 
 
+class FileOnFullDisk:
+    """A file that finds out that the disk is full when it is written to, or not before it is closed (NFS)."""
+
+    def __init__(self, file: Any, moment: str) -> None:
+        self._file, self._moment, self._size = file, moment, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> FileOnFullDisk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, data: Any) -> int:
+        self._size += len(data)
+        if self._moment == "write" and self._size > 1 << 16:
+            raise no_space()
+        return int(self._file.write(data))
+
+    def close(self) -> None:
+        self._file.close()
+        if self._moment == "close":
+            raise no_space()
+
+
+def no_space() -> OSError:
+    return OSError(errno.ENOSPC, "No space left on device")
+
+
+def full_disk(moment: str) -> Callable[[], Any]:
+    """At the first moment of this kind in a save."""
+
+    def refuse(*_: Any) -> None:
+        raise no_space()
+
+    def open_file(self: Path, mode: str = "r", *args: Any, **named: Any) -> Any:
+        file = original(self, mode, *args, **named)
+        return FileOnFullDisk(file, moment) if "w" in mode else file
+
+    original = Path.open
+    return lambda: replaced(os, "fsync", refuse) if moment == "fsync" else replaced(Path, "open", open_file)
+
+
 FAULTS = {
     "no memory for a full tensor": ("full", no_memory_for_full_tensor),
     "no memory for a chunk": ("sharded", no_memory_for_chunk),
     "read-only place": ("sharded", read_only_place),
+    **{
+        f"full disk at {moment}, {kind}": (kind, full_disk(moment))
+        for moment in ("write", "fsync", "close")
+        for kind in ("full", "sharded")
+    },
 }
 """Format, and what goes wrong on one rank while it is saved."""
 
@@ -177,12 +265,16 @@ def test_fault_of_one_rank_while_saving_raises_on_all_ranks_within_seconds(
 ) -> None:
     for result in results:
         message, seconds = result[fault, victim]
-        assert message.startswith("CheckpointError: ")
-        cause = "Read-only file system" if fault == "read-only place" else "can't allocate memory"
-        assert cause in message
-        assert "read-only" in fault or f"rank {victim}" in message
         assert seconds < 10
         assert fault == "read-only place" or result[fault, victim, "beside"] == ["last.ckpt"]
+        if fault.startswith("full disk") and fault.endswith("full") and victim:
+            assert message == "saved"  # the first rank writes the file
+            continue
+        assert message.startswith("CheckpointError: ")
+        causes = {"read-only place": "Read-only file system", "full disk": "No space left on device"}
+        assert next((text for start, text in causes.items() if fault.startswith(start)), "allocate memory") in message
+        assert not fault.startswith("no memory") or f"rank {victim}" in message
+        assert result[fault, victim, "is earlier one"]
     assert results[0]["unchanged"]
 
 
@@ -208,3 +300,13 @@ def test_save_on_full_disk_raises_on_all_ranks_and_keeps_old_checkpoint(results:
             assert "File too large" in result[f"{kind} on a full disk"]
             assert result[f"{kind} beside"] == ["last.ckpt"]
             assert result[f"{kind} still loads"] == 2 * LAYERS
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_runs_on_two_hosts_that_save_to_the_same_paths_leave_whole_checkpoints(
+    results: list[dict[str, Any]], kind: str
+) -> None:
+    for result in results:
+        for names, num_values in result["as hosts"][kind].values():
+            assert names == ["last.ckpt", "own-0.ckpt", "own-1.ckpt"]
+            assert num_values == 1

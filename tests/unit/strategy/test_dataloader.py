@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from collections import UserDict
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from lightning_osdp import ConfigurationError
+from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
-from lightning_osdp.strategy.dataloader import TrainData
+from lightning_osdp.strategy.dataloader import TrainData, batch_bytes
 from tests.support.modules import GPTModule
 
 ROWS = TensorDataset(torch.arange(12))
@@ -103,6 +106,22 @@ def test_loader_that_can_not_be_resized_says_why() -> None:
     assert "can't be made anew with another batch size" in data.fixed_batch_size_reason()
     with pytest.raises(ConfigurationError, match="batch_size=4 can't be set: the train dataloader can't be made anew"):
         data.batch_size_policy(3, BatchSizePolicy(batch_size=4), 1)
+
+
+def test_size_of_a_batch_counts_tensors_in_containers_and_objects_of_any_class() -> None:
+    class Rows(list[Tensor]):
+        pass
+
+    tensor = torch.zeros(3, 4)
+    for batch in (tensor, [tensor], Rows([tensor]), UserDict(x=tensor), {"a": (SimpleNamespace(y=tensor), "text", 1)}):
+        assert batch_bytes(batch) == 48
+
+
+def test_loader_with_a_sampler_of_batches_of_its_own_keeps_its_batch_size_and_says_so() -> None:
+    sampler = BatchSampler(WeightedRandomSampler([1.0] * 12, 12), 3, drop_last=False)
+    data = train_data(DataLoader(ROWS, batch_sampler=sampler))
+    with pytest.warns(OSDPWarning, match="the batch size stays 3: the train dataloader has a batch_sampler of its own"):
+        assert data.batch_size_policy(3, BatchSizePolicy(), 1).batch_size == 3
 
 
 @pytest.mark.parametrize(
