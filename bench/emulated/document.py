@@ -119,12 +119,22 @@ def page(cells: Sequence[Cell], results: Results) -> str:
     lines = [(Path(__file__).parent / "template.md").read_text().rstrip(), "", "## What it adds up to", ""]
     lines += [*summary(cells, results), ""]
     lines += [f"{missing} of {len(cells)} cells were not run." if missing else "All cells were run.", ""]
-    for ranks in sorted({cell.ranks for cell in cells}):
-        here = {place: rows for place, rows in places.items() if place[1] == ranks}
+    smallest = {cell.model: min(one.limit_mib for one in cells if one.model == cell.model) for cell in cells}
+    for ranks, has_more in sorted({(cell.ranks, cell.limit_mib > smallest[cell.model]) for cell in cells}):
+        here = {
+            place: rows
+            for place, rows in places.items()
+            if place[1] == ranks and (place[3] > smallest[place[0]]) == has_more
+        }
         if not here:
             continue
         models = [place[0] for place in here]
-        lines += [f"## {ranks} ranks", "", "Samples per second of all ranks, the batch size of a rank in brackets.", ""]
+        lines += [
+            f"## {ranks} ranks, {'more' if has_more else 'little'} memory",
+            "",
+            "Samples per second of all ranks, the batch size of a rank in brackets.",
+            "",
+        ]
         lines.append(f"| | {' | '.join(models)} |")
         lines.append("| --- |" + " ---: |" * len(models))
         lines.append(f"| limit of the model's memory | {' | '.join(f'{place[3]} MiB' for place in here)} |")

@@ -67,6 +67,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
 def test_queue_goes_on_where_it_ended(tmp_path: Path, ran: list[Cell]) -> None:
     every = cells([8], ["nd-small"], list(SYSTEMS))
     results = Results(tmp_path / "results.json")
+    assert {cell.limit_mib for cell in every[:10]} == {250}
     assert run_all(every[:3], results, {}, 60.0, lambda _: None) == 0
     assert run_all(every, Results(tmp_path / "results.json"), {}, 60.0, lambda _: None) == 0
     assert ran == every
@@ -75,7 +76,7 @@ def test_queue_goes_on_where_it_ended(tmp_path: Path, ran: list[Cell]) -> None:
 
 def test_queue_without_time_says_what_is_left(tmp_path: Path, ran: list[Cell]) -> None:
     every = cells([8], [], list(SYSTEMS))
-    assert run_all(every, Results(tmp_path / "results.json"), {}, -1.0, lambda _: None) == len(every) == 50
+    assert run_all(every, Results(tmp_path / "results.json"), {}, -1.0, lambda _: None) == len(every) == 100
     assert not ran
 
 
@@ -84,7 +85,7 @@ def test_page_shows_leads_and_what_was_not_run(tmp_path: Path, ran: list[Cell]) 
     results = Results(tmp_path / "results.json")
     run_all(every[: len(SYSTEMS)], results, {}, 60.0, lambda _: None)
     page = document.page(every, results)
-    assert "10 of 20 cells were not run." in page
+    assert "30 of 40 cells were not run." in page
     assert "OSDP beside the best of the others, 1 places: geometric mean 3.00" in page
     assert "N&D against FairScale per operator: 2.00 (paper: 1.22)" in page
     assert len(page.splitlines()) < 200
