@@ -96,7 +96,7 @@ def without_head(model: Any) -> None:
         (tied, r"^embed can't be tensor parallel: its weight is also head.weight$"),
         (narrow, r"^head can't be tensor parallel: 2 ranks can't share its 61 output features equally$"),
         (without_head, r"^the plan makes 'head' tensor parallel, which is not a submodule of this module$"),
-        (lambda model: model.mlp.up.register_forward_hook(hook), r"^mlp.up can't be .*: its forward is hooked$ hoo"),
+        (lambda model: model.mlp.up.register_forward_hook(hook), r"^mlp.up can't be .*: its forward is hooked$"),
     ],
 )
 def test_plan_that_a_module_does_not_allow_is_refused(change: Callable[[Any], object], message: str) -> None:
