@@ -277,7 +277,7 @@ class _Finder:
             (event.signature, renumber(event.read_storages), renumber(event.written_storages))
             for event in flow.events[start : row.stop]
         ]
-        prefix = f"{self._name(home)}." if home is not None else ""
+        prefix = self._name(home) if home is not None else ""
         members = (*columns, row, *([scope] if scope is not None else []))
         names = tuple(self._name(call).removeprefix(prefix) for call in members)
         kind = type(self._modules[self._name(home)]) if home is not None else None
