@@ -102,9 +102,13 @@ class UnitParameters:
         indices = [self.param_indices[p] for p in missing] if len(missing) < len(self.params) else ()
         self._context.order.before_gather(self._as_is_index if as_is else self._index, is_in_backward(), indices)
         self._context.prefetch_limiter.before_gather()
-        with self._use_stream("all_gather"):
-            tensors = ([], []) if is_started else self._outputs_and_shards(missing, as_is)
-            self._coalesced_gather.gather(*tensors)
+        try:
+            with self._use_stream("all_gather"):
+                tensors = ([], []) if is_started else self._outputs_and_shards(missing, as_is)
+                self._coalesced_gather.gather(*tensors)
+        except BaseException:  # what has no values must not count as gathered
+            super()._free_full_params(missing)  # type: ignore[misc]
+            raise
         self.has_full_params = True
         self._context.order.prefetch_next()
         return missing
