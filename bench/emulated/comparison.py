@@ -5,7 +5,7 @@
 One core stands for a device. Links have the paper's ratio of compute to communication (``links.py``): eight ranks on
 PCIe 3.0; 64 are eight such nodes over 10 Gbit/s. A cell is one system with one model; its result is kept in the JSON
 file, so that the next call goes on where one was stopped. ``--write`` makes docs/benchmarks/emulated.md of what is
-there, run or not.
+there, with the results of ``emulated-accuracy`` and ``emulated-real``; ``--minutes 0 --write`` runs nothing.
 """
 
 from __future__ import annotations
@@ -14,15 +14,27 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench.emulated import document
+from bench.emulated import accuracy, document, real
 from bench.emulated.links import machine_flops
 from bench.emulated.queue import Cell, Results, run_all
 
-LIMITS_MIB = {"nd-small": 250, "ws-small": 200, "ic-small": 260, "gpt2": 200, "llama": 260}
-QUICK_LIMITS_MIB = {"nd-quick": 120, "ws-quick": 100, "ic-quick": 100, "gpt2-quick": 110, "llama-quick": 110}
-MODELS = {8: LIMITS_MIB, 64: QUICK_LIMITS_MIB}
-"""By number of ranks: the models, and the memory limit of each (MiB), under which its replicated states of 16 bytes for
-each parameter do not fit. Over 10 Gbit/s a step of the larger ones would take minutes."""
+LARGE = {
+    "nd-small": (250, 700),
+    "ws-small": (200, 600),
+    "ic-small": (260, 800),
+    "gpt2": (200, 700),
+    "llama": (260, 800),
+}
+QUICK = {
+    "nd-quick": (100, 300),
+    "ws-quick": (100, 280),
+    "ic-quick": (100, 280),
+    "gpt2-quick": (110, 330),
+    "llama-quick": (110, 300),
+}
+MODELS = {8: LARGE, 64: QUICK}
+"""By number of ranks: the models, and two memory limits of each (MiB). Under the first, replicated states of 16 bytes
+for each parameter do not fit. Over 10 Gbit/s a step of the larger models would take minutes."""
 
 SYSTEMS = (
     "osdp",
@@ -40,11 +52,12 @@ FILE = Path("docs/benchmarks/emulated.json")
 
 
 def cells(ranks: list[int], models: list[str], systems: list[str]) -> list[Cell]:
-    """All cells, those of one model together."""
+    """All cells, those of one model and limit together; the small limits come first."""
     return [
-        Cell("compare", model, number, system, limit_mib=limit)
+        Cell("compare", model, number, system, limit_mib=limits[level])
+        for level in (0, 1)
         for number in ranks
-        for model, limit in MODELS[number].items()
+        for model, limits in MODELS[number].items()
         if not models or model in models
         for system in systems
     ]
@@ -61,7 +74,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the page of what is there")
     args = parser.parse_args()
     results = Results(args.json, args.fresh)
-    facts = {"flops": results.machine("flops", machine_flops)}
+    facts = {"flops": results.machine("flops", machine_flops)} if args.minutes > 0 else {}
 
     def show(cell: Cell) -> None:
         print(document.line(cell, results.get(cell) or {}), flush=True)
@@ -71,7 +84,8 @@ def main() -> None:
     print("\n".join(document.summary(every, results)))
     print(f"{left} cells are left.")
     if args.write:
-        args.json.with_suffix(".md").write_text(document.page(every, results))
+        text = document.page(every, results) + document.accuracy(accuracy.FILE) + document.real(real.FILE)
+        args.json.with_suffix(".md").write_text(text)
 
 
 if __name__ == "__main__":

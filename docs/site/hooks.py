@@ -15,7 +15,7 @@ from lightning_osdp.cli import fit, main
 from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = re.compile(r"^<!-- settings of ([\w.]+) -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- settings of ([\w.]+) -->\n.*?^<!-- end of settings -->$", re.MULTILINE | re.DOTALL)
 FROM_TRAINER = "set by the Trainer"
 
 
@@ -26,8 +26,24 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put a table in the place of each ``<!-- settings of NAME -->``."""
-    return MARK.sub(lambda found: settings_table(found[1]), markdown)
+    """Fill the tables of settings."""
+    return with_settings(markdown)
+
+
+def with_settings(markdown: str) -> str:
+    """Put the table of today's docstring after each ``<!-- settings of NAME -->``."""
+    return MARK.sub(
+        lambda found: f"<!-- settings of {found[1]} -->\n\n{settings_table(found[1])}\n\n<!-- end of settings -->",
+        markdown,
+    )
+
+
+def write_settings() -> None:
+    """Write the tables into the pages, which are also read where they are."""
+    for page in sorted(ROOT.joinpath("docs").rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if with_settings(text) != text:
+            page.write_text(with_settings(text), encoding="utf-8")
 
 
 def settings_table(name: str) -> str:
@@ -106,3 +122,7 @@ take the same file. Its settings are the arguments of `OSDPStrategy` ([all setti
 
 With `--json` the standard output is one JSON document and nothing else.
 """
+
+
+if __name__ == "__main__":
+    write_settings()

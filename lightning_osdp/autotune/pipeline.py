@@ -329,8 +329,9 @@ def _calibrate(
         log_info("tried the unsharded step: %s, in %s", sizes or "no", format_seconds(time.monotonic() - began_s))
         if calibration.unsharded:
             return profile
-    # No step was made, and each rank has run only its share of the kernels.
-    coordinator.ranks.raise_on_all_ranks(lambda: compute.warm_up(traced, coordinator.ranks.device))
+    # No step was made, and each of several ranks has run only its share of the kernels.
+    if not (coordinator.ranks.is_offline or coordinator.ranks.is_emulated):
+        coordinator.ranks.raise_on_all_ranks(lambda: compute.warm_up(traced, coordinator.ranks.device))
     return profile
 
 

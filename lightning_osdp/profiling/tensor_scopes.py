@@ -29,7 +29,7 @@ from lightning_osdp.planning.spec.model import Operator
 from lightning_osdp.planning.spec.tensor import TensorCandidate, TensorRole
 from lightning_osdp.profiling import tensor_proof
 from lightning_osdp.profiling.tensor_leaks import find_leak
-from lightning_osdp.profiling.tensor_operators import cut_size, is_linear, planned_columns, refusal
+from lightning_osdp.profiling.tensor_operators import cut_size, is_linear, planned_columns, refusal, size_refusal
 from lightning_osdp.profiling.tensor_proof import Cut, Trial
 from lightning_osdp.profiling.tensor_stage import Refusal, Scene, attribute_owners, call_module
 from lightning_osdp.profiling.tracing import stand_ins
@@ -124,7 +124,7 @@ class _Finder:
         self._degrees = sorted(degrees)
         self._modules = dict(traced.module.named_modules())
         self._names = {id(each): name for name, each in traced.fake.named_modules()}
-        self._refusals = {each.name: refusal(each, self._modules[each.name], degrees) for each in operators}
+        self._refusals = {each.name: refusal(each, self._modules[each.name]) for each in operators}
         self._refusals = {name: reason for name, reason in self._refusals.items() if reason}
         self._usable = {each.name for each in operators} - self._refusals.keys()
         kinds = (nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention)
@@ -152,8 +152,12 @@ class _Finder:
                 if (candidate := self._prove(group, with_scope)) is not None:
                     candidates.update(dict.fromkeys(names, candidate))
         for operator in self._operators:
-            if operator.name in self._usable and operator.name not in candidates and operator.name in self._calls:
-                candidates[operator.name] = self._single(operator)
+            name = operator.name
+            if name in self._usable and name not in candidates and name in self._calls:
+                if reason := size_refusal(self._modules[name], self._degrees):
+                    self._refusals[name] = reason
+                else:
+                    candidates[name] = self._single(operator)
         order = {operator.name: index for index, operator in enumerate(self._operators)}
         unique = {each.operators: each for each in candidates.values()}
         ordered = sorted(unique.values(), key=lambda each: min(order[name] for name in each.operators))
@@ -273,7 +277,7 @@ class _Finder:
             (event.signature, renumber(event.read_storages), renumber(event.written_storages))
             for event in flow.events[start : row.stop]
         ]
-        prefix = f"{self._name(home)}." if home is not None else ""
+        prefix = self._name(home) if home is not None else ""
         members = (*columns, row, *([scope] if scope is not None else []))
         names = tuple(self._name(call).removeprefix(prefix) for call in members)
         kind = type(self._modules[self._name(home)]) if home is not None else None

@@ -137,10 +137,8 @@ def _search_stop_text(plan: ExecutionPlan) -> str:
         needed = format_bytes(stop.needed_bytes or 0)
         limit = format_bytes(plan.memory_limit_bytes)
         return f"Batch size {stop.batch_size} does not fit: its smallest plan needs {needed} of {limit}"
-    if stop.reason == "maximum" and plan.retain_freed_memory:
-        return f"The largest tried with retained freed memory is {stop.batch_size}"
     if stop.reason == "maximum":
-        return f"The largest allowed is {stop.batch_size}"
+        return f"The largest allowed is {stop.batch_size}{f' (by {stop.setting})' * bool(stop.setting)}"
     return f"Larger ones than {largest} can't make the global batch size of {plan.global_batch_size}"
 
 
@@ -378,7 +376,6 @@ def _tradeoff_text(other: ChoiceDelta, price: float, available_bytes: int) -> st
     time, memory = format_seconds(abs(other.time_s)), format_bytes(abs(other.memory_bytes))
     worth, rate = price * abs(other.memory_bytes), f"{format_seconds(price * (1 << 20))} per MiB"
     under = f"at the price of memory under this limit ({rate})"
-    whole = f"by the price of memory alone ({rate}) that would pay, but {_INDIVISIBLE_TEXT}"
     if other.time_s >= 0 and other.memory_bytes > -_BYTES_TOLERANCE:
         more = f"take {memory} more" if other.memory_bytes >= _BYTES_TOLERANCE else "free no memory"
         return f"cost {time} a step more and {more}"
@@ -386,22 +383,17 @@ def _tradeoff_text(other: ChoiceDelta, price: float, available_bytes: int) -> st
         start = f"free {memory} but cost {time} a step"
         if not price:
             return f"{start}, and memory is not scarce"
-        return f"{start}; " + (
-            f"{under} that does not pay" if worth <= other.time_s * (1 + _VALUE_TOLERANCE) else whole
-        )
+        pays = worth > other.time_s * (1 + _VALUE_TOLERANCE)
+        return f"{start}; " + ("what else those bytes allow saves less" if pays else f"{under} that does not pay")
     if other.memory_bytes <= 0:
         return f"save {time} a step, but no plan with it was found to fit at its peak"
     start = f"save {time} a step but take {memory} more"
     if worth > -other.time_s * (1 + _VALUE_TOLERANCE):
         return f"{start}; {under} those bytes save more elsewhere"
-    return (
-        f"{start}, and {format_bytes(available_bytes)} are left"
-        if other.memory_bytes > available_bytes
-        else f"{start}; {whole}"
-    )
+    if other.memory_bytes > available_bytes:
+        return f"{start}, and {format_bytes(available_bytes)} are left"
+    return f"{start} at the peak; there is room for that, but not at another moment, or it was slower in trials"
 
-
-_INDIVISIBLE_TEXT = "operators change as a whole and no exchange of whole ones gains"
 
 _BYTES_TOLERANCE = 1 << 10
 """Differences below this many bytes come from rounding shards to whole elements."""

@@ -149,12 +149,15 @@ class TrainData:
     ) -> BatchSizePolicy:
         """Restrict a search to what the length of the data allows; arguments as in ``batch_size_policy``."""
         epoch = self.epoch(ranks)
-        bounds = [user_requested.max_batch_size, epoch.largest_valid(loader_batch_size)]
+        bounds = [(user_requested.max_batch_size, "max_batch_size"), (epoch.largest_valid(loader_batch_size), "")]
         if user_requested.global_batch_size is None:
-            accumulation = user_requested.accumulation
-            bounds.append(epoch.largest_batch_size(loader_batch_size, accumulation, min_steps_per_epoch))
-        largest = min((bound for bound in bounds if bound is not None), default=None)
-        return replace(user_requested, max_batch_size=largest)
+            largest = epoch.largest_batch_size(loader_batch_size, user_requested.accumulation, min_steps_per_epoch)
+            bounds.append((largest, "min_steps_per_epoch"))
+        known = [(bound, setting) for bound, setting in bounds if bound is not None]
+        if not known:
+            return user_requested
+        bound, setting = min(known, key=lambda each: each[0])
+        return replace(user_requested, max_batch_size=bound, bounding_setting=setting)
 
     def evaluation_batch_size(self) -> int:
         """Return the largest batch size of the validation loaders.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from lightning.pytorch.loggers import Logger
 from lightning_osdp.errors import ConfigurationError, OSDPWarning
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.state.atomic_files import write_text
+
+log = logging.getLogger(__name__)
 
 ARTIFACT_NAME = "osdp_plan"
 
@@ -31,6 +34,7 @@ def write_and_log_plan(plan: ExecutionPlan, file: Path, loggers: Sequence[Logger
     except (OSError, ConfigurationError) as error:
         warnings.warn(f"the plan can't be written to {file.parent}: {error}", OSDPWarning, stacklevel=3)
         return
+    log.info("the plan is in %s (osdp explain FILE says why it is what it is)", file)
     for logger in loggers:
         try:
             _log_to(logger, plan, file)

@@ -20,7 +20,7 @@ from tests.support.ranks import run_ranks
 from tests.support.split_plans import Split, split_plan
 
 OPERATORS = ("first", "block.op", "block.lin", "out")
-NUM_STEPS = 3
+NUM_STEPS = 2
 POLICIES = ("zdp", "zdp2", "mixed", "joined zdp", "joined zdp2", "recomputed zdp", "recomputed zdp2", "sliced")
 
 NOT_PLANNED = {

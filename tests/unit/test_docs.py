@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from lightning_osdp.cli import fit, main
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+hooks = runpy.run_path(str(DOCS / "site" / "hooks.py"))
+"""What the site is made with."""
 README = ROOT / "README.md"
 GENERATED = {"benchmarks/runs.md", "gpu/benchmarks/runs.md", "paper.md", "accuracy.md"}
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -95,6 +98,14 @@ def test_site_documents_every_public_name_setting_and_command(site: Path) -> Non
         assert all(f"<code>{name}</code>" in settings for name in documented), documented
 
 
+def test_tables_of_settings_in_pages_are_those_of_the_code() -> None:
+    pages = [page for page in PAGES if "<!-- settings of" in page.read_text(encoding="utf-8")]
+    assert len(pages) == 2
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        assert text == hooks["with_settings"](text), "run: python docs/site/hooks.py"
+
+
 def test_readme_is_at_most_120_lines_long() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 120
 
@@ -151,7 +162,7 @@ def readme_plan(folder: Path) -> lightning_osdp.ExecutionPlan:
     """Run the README's block that plans a module of one's own, with the quickstart's in its place."""
     (block,) = [block for block in blocks(README, "python") if "lightning_osdp.plan(" in block]
     scope: dict[str, object] = {"__name__": "first"}
-    exec((DOCS / "site" / "first.py").read_text(encoding="utf-8"), scope)
+    exec(next(block for block in blocks(DOCS / "quickstart.md", "python") if "class Net" in block), scope)
     scope |= {"MyModule": scope["Net"], "my_data": scope["data"]}
     exec(block, scope)
     plan = scope["plan"]

@@ -234,7 +234,9 @@ def variant_policy(variant: Problem, policy: BatchSizePolicy) -> BatchSizePolicy
     limit = variant.max_retained_batch_size
     if not variant.has_retained_heap or limit is None or policy.batch_size is not None:
         return policy
-    return replace(policy, max_batch_size=min(limit, policy.max_batch_size or limit))
+    if policy.max_batch_size is not None and policy.max_batch_size <= limit:
+        return policy
+    return replace(policy, max_batch_size=limit, bounding_setting="freed memory that is retained")
 
 
 @dataclass(frozen=True)

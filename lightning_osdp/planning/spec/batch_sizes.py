@@ -21,12 +21,14 @@ class BatchSizePolicy:
         max_batch_size: Upper end of the search.
         global_batch_size: If given, batch size x accumulation x ranks is exactly this number.
         accumulation: Micro-batches per optimizer step if ``global_batch_size`` does not decide it.
+        bounding_setting: What ``max_batch_size`` follows from, for ``explain``; empty if it was given.
     """
 
     batch_size: int | None = None
     max_batch_size: int | None = None
     global_batch_size: int | None = None
     accumulation: int = 1
+    bounding_setting: str = ""
 
     def candidates(self, ranks: int) -> Iterator[tuple[int, int]]:
         """Yield the pairs (batch size, accumulation) to try, by rising batch size.
@@ -52,7 +54,8 @@ class BatchSizePolicy:
             return SearchStop(reason="fixed")
         if self.global_batch_size is not None and self.max_batch_size is None:
             return SearchStop(reason="global_batch_size")
-        return SearchStop(reason="maximum", batch_size=self.max_batch_size or MAX_BATCH_SIZE)
+        largest = self.max_batch_size or MAX_BATCH_SIZE
+        return SearchStop(reason="maximum", batch_size=largest, setting=self.bounding_setting)
 
     def _candidates_for_global(self, total: int, ranks: int, max_batch_size: int) -> Iterator[tuple[int, int]]:
         if total % ranks:

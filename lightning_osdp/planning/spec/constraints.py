@@ -326,8 +326,18 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def _check_matches(argument: str, patterns: Iterable[str], names: Sequence[str], kind: str) -> None:
+    """Refuse patterns that match nothing, or only what one before them decides otherwise."""
+    earlier: dict[str, set[str]] = {}
     for pattern in patterns:
-        if not any(matches(pattern, name) for name in names):
+        found = {name for name in names if matches(pattern, name)}
+        if not found:
             close = difflib.get_close_matches(pattern, names, MAX_SUGGESTIONS, cutoff=0.3) or names[:MAX_SUGGESTIONS]
             hint = f"near names: {', '.join(close)}" if close else "this model has none"
             raise ConfigurationError(f"{argument}: {pattern!r} matches no {kind} ({hint})")
+        first = next((other for other, others in earlier.items() if found <= others), None)
+        if first is not None and isinstance(patterns, Mapping) and patterns[first] != patterns[pattern]:
+            raise ConfigurationError(
+                f"{argument}: {pattern!r} decides nothing, since {first!r} comes first and matches the same: the first "
+                "pattern that matches counts, so put it before"
+            )
+        earlier[pattern] = found

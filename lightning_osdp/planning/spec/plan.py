@@ -252,6 +252,8 @@ class SearchStop(FrozenModel):
     """``memory``: the first that does not fit; ``maximum``: the largest allowed."""
     needed_bytes: int | None = None
     """``memory``: the smallest possible peak at that batch size."""
+    setting: str = ""
+    """``maximum``: what allows no more, a setting of the user or memory that is retained; empty if it is neither."""
 
 
 class ExecutionPlan(FrozenModel):

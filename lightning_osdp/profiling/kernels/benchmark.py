@@ -49,6 +49,17 @@ COLD_BYTES, COLD_OPTIMIZER_BYTES = 1 << 25, 1 << 26
 MAX_COPIES = 16
 """Largest number of copies of a kernel's arguments."""
 
+MATMULS = (aten.mm.default, aten.addmm.default, aten.addmm_.default)
+CPU_ATTENTIONS = (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+"""Kernels whose time is that of their FLOPs."""
+
+MAX_FLOPS, SAMPLE_FLOPS = 1e10, 5e9
+"""FLOPs beyond which such a kernel is timed on a CPU by a smaller one, and that one's: a core makes some 1e11 in a
+second, and the products of a model of 7 B parameters have up to 5e12."""
+
 UNLIMITED_BYTES = 1 << 60
 """Available memory where it is unknown."""
 
@@ -232,6 +243,10 @@ def _time(kernel: Kernel, clock: Clock, budget_s: float) -> KernelTime:
     sample = _sample(kernel, clock.available_bytes)
     if sample is not kernel:
         return KernelTime(_time(sample, clock, budget_s).seconds * kernel.num_bytes / sample.num_bytes)
+    sample = sample_flops(kernel) if clock.device.type == "cpu" else kernel
+    if sample is not kernel:
+        timed, factor = _time(sample, clock, budget_s), kernel_flops(kernel) / kernel_flops(sample)
+        return KernelTime(timed.seconds * factor, int(timed.workspace_bytes * factor))
     start = time.perf_counter()
     args, kwargs = make_arguments(kernel, clock.device)
     first_s = clock.time_s(lambda: kernel.func(*args, **kwargs))
@@ -290,6 +305,54 @@ def _sample(kernel: Kernel, available_bytes: int = UNLIMITED_BYTES) -> Kernel:
     smallest = min(samples, key=lambda sample: sample.num_bytes)
     row_divisor = math.ceil(smallest.num_bytes / max_bytes)
     return replace(smallest, args=tuple(kernel_lists.sample_rows(arg, row_divisor) for arg in smallest.args))
+
+
+def kernel_flops(kernel: Kernel) -> float:
+    """Return the FLOPs of a product of two matrices or of an attention's forward; 0 of any other kernel."""
+    if kernel.func in MATMULS:
+        left, right = (spec for spec in kernel.args[-2:] if isinstance(spec, TensorSpec))
+        return 2.0 * left.shape[0] * left.shape[1] * right.shape[1]
+    if kernel.func in CPU_ATTENTIONS:
+        shapes = {spec.shape for spec in kernel.args[:3] if isinstance(spec, TensorSpec)}
+        if len(shapes) == 1:  # as many heads of keys as of queries, and as many tokens
+            samples, heads, tokens, width = shapes.pop()
+            return 4.0 * samples * heads * tokens**2 * width
+    return 0.0
+
+
+def sample_flops(kernel: Kernel) -> Kernel:
+    """Return a kernel of at most ``SAMPLE_FLOPS`` or so in the place of one with more than ``MAX_FLOPS``.
+
+    Matrices keep their proportions, an attention has fewer samples and heads.
+    """
+    flops = kernel_flops(kernel)
+    if flops <= MAX_FLOPS:
+        return kernel
+    shrink = SAMPLE_FLOPS / flops
+    if kernel.func in MATMULS:
+        return _resize(kernel, lambda shape: tuple(min(n, max(64, round(n * shrink ** (1 / 3)))) for n in shape))
+    query = kernel.args[0]
+    assert isinstance(query, TensorSpec)
+    samples, heads = query.shape[:2]
+    fewer_samples = max(1, round(samples * shrink))
+    fewer = {0: {samples: fewer_samples}, 1: {heads: max(1, round(heads * shrink * samples / fewer_samples))}}
+    return _resize(kernel, lambda shape: tuple(fewer.get(dim, {}).get(n, n) for dim, n in enumerate(shape)))
+
+
+def _resize(kernel: Kernel, resize: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Kernel:
+    """Return a kernel whose tensors have other sizes, and their dimensions in the same order in memory."""
+
+    def resized(spec: object) -> object:
+        if not isinstance(spec, TensorSpec):
+            return spec
+        shape, strides, step = resize(spec.shape), [0] * len(spec.shape), 1
+        for dim in sorted(range(len(shape)), key=lambda dim: (spec.stride[dim], -dim)):
+            if spec.stride[dim]:
+                strides[dim], step = step, step * shape[dim]
+        return TensorSpec(shape, tuple(strides), spec.dtype)
+
+    kwargs = tuple((name, resized(value)) for name, value in kernel.kwargs)
+    return replace(kernel, args=tuple(map(resized, kernel.args)), kwargs=kwargs)
 
 
 def _time_via_autograd(forward: Kernel, clock: Clock) -> KernelTime | None:

@@ -67,6 +67,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
 def test_queue_goes_on_where_it_ended(tmp_path: Path, ran: list[Cell]) -> None:
     every = cells([8], ["nd-small"], list(SYSTEMS))
     results = Results(tmp_path / "results.json")
+    assert {cell.limit_mib for cell in every[:10]} == {250}
     assert run_all(every[:3], results, {}, 60.0, lambda _: None) == 0
     assert run_all(every, Results(tmp_path / "results.json"), {}, 60.0, lambda _: None) == 0
     assert ran == every
@@ -75,7 +76,7 @@ def test_queue_goes_on_where_it_ended(tmp_path: Path, ran: list[Cell]) -> None:
 
 def test_queue_without_time_says_what_is_left(tmp_path: Path, ran: list[Cell]) -> None:
     every = cells([8], [], list(SYSTEMS))
-    assert run_all(every, Results(tmp_path / "results.json"), {}, -1.0, lambda _: None) == len(every) == 50
+    assert run_all(every, Results(tmp_path / "results.json"), {}, -1.0, lambda _: None) == len(every) == 100
     assert not ran
 
 
@@ -84,7 +85,7 @@ def test_page_shows_leads_and_what_was_not_run(tmp_path: Path, ran: list[Cell]) 
     results = Results(tmp_path / "results.json")
     run_all(every[: len(SYSTEMS)], results, {}, 60.0, lambda _: None)
     page = document.page(every, results)
-    assert "10 of 20 cells were not run." in page
+    assert "30 of 40 cells were not run." in page
     assert "OSDP beside the best of the others, 1 places: geometric mean 3.00" in page
     assert "N&D against FairScale per operator: 2.00 (paper: 1.22)" in page
     assert len(page.splitlines()) < 200
@@ -93,3 +94,30 @@ def test_page_shows_leads_and_what_was_not_run(tmp_path: Path, ran: list[Cell]) 
 def test_cell_is_known_by_all_that_it_is() -> None:
     one = Cell("compare", "nd-small", 8)
     assert all(str(value) in one.name for value in asdict(one).values())
+
+
+def test_page_sums_up_accuracy_by_ranks(tmp_path: Path) -> None:
+    results = Results(tmp_path / "accuracy.json")
+    for ranks, predicted in ((2, 1.0), (64, 1.2)):
+        figures = {"predicted_s": predicted, "step_s": 1.0, "predicted_bytes": 98, "peak_bytes": 100}
+        results.put(Cell("accuracy", "gptj", ranks), figures)
+    text = document.accuracy(tmp_path / "accuracy.json")
+    assert "| 2 | 1 | 0.0% | 1 | 1 | -2.0% | -2.0% |" in text
+    assert "| 64 | 1 | 20.0% | 0 | 1 | -2.0% | -2.0% |" in text
+    assert "not run yet" in document.accuracy(tmp_path / "nothing.json")
+
+
+def test_page_shows_how_far_emulated_is_from_real(tmp_path: Path) -> None:
+    results = Results(tmp_path / "real.json")
+    one, other = {"step_s": 1.0, "peak_bytes": 100}, {"step_s": 1.1, "peak_bytes": 99}
+    results.put(Cell("real", "gptj", 2, "zdp"), {"real": one, "emulated": other})
+    assert "| 2 | gptj | zdp | +10.0% | -1.0% |" in document.real(tmp_path / "real.json")
+
+
+def test_failed_cell_is_run_again_and_one_that_does_not_fit_is_not(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    failed, large = Cell("compare", "nd-small", 8), Cell("compare", "nd-small", 8, "ddp")
+    results.put(failed, {"error": "status 1"})
+    results.put(large, {"error": "does not fit"})
+    assert results.get(failed) is None
+    assert results.get(large) is not None

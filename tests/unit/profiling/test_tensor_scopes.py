@@ -306,18 +306,30 @@ class Stack(nn.Module):
         return x
 
 
-def test_blocks_that_do_the_same_are_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    trials: list[int] = []
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with each group that is played."""
+    counted: list[int] = []
 
     class Counted(Trial):
         def __init__(self, *args: Any) -> None:
-            trials.append(1)
+            counted.append(1)
             super().__init__(*args)
 
     monkeypatch.setattr(tensor_scopes, "Trial", Counted)
-    net = Stack(48)
+    return counted
+
+
+def test_blocks_that_do_the_same_are_proven_once(trials: list[int]) -> None:
+    net = Stack(24)
     net.layers[7].steps = ("silu times itself",)
-    assert len(groups(profile_of_net(net))) == 48
+    assert len(groups(profile_of_net(net))) == 24
+    assert len(trials) == 2
+
+
+def test_attentions_that_do_the_same_are_proven_once(trials: list[int]) -> None:
+    module = zoo.gpt2(layers=4)
+    assert len(groups(profile_of(module, module.batch(4)))) == 8
     assert len(trials) == 2
 
 

@@ -251,9 +251,17 @@ def test_infeasible_error_suggests_slicing_and_recompute_forbidden_by_constraint
             SearchConstraints("auto", ("blocks.7",)),
             r"activation_checkpointing: 'blocks\.7' matches no block that repeats",
         ),
+        (
+            SearchConstraints(modes={"blocks": "zdp", "blocks.0.up": "dp"}),
+            r"modes: 'blocks\.0\.up' decides nothing, since 'blocks' comes first and matches the same",
+        ),
+        (
+            SearchConstraints({"*": 2, "blocks.0": 4}),
+            r"slice_granularity: 'blocks\.0' decides nothing, since '\*' comes first",
+        ),
     ],
 )
-def test_plan_search_rejects_constraint_patterns_that_match_nothing(wishes: SearchConstraints, message: str) -> None:
+def test_plan_search_rejects_constraint_patterns_that_decide_nothing(wishes: SearchConstraints, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         PlanSearch(problem(wishes=wishes))
 

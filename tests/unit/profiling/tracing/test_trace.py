@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.errors import ConfigurationError, OSDPWarning, TraceError
 from lightning_osdp.planning.spec.model import UNATTRIBUTED, WHOLE_MODEL, ModelProfile, Operator
-from lightning_osdp.profiling.tracing.trace import _saturating_sizes
+from lightning_osdp.profiling.tracing.trace import _affordable_sizes, _saturating_sizes
 from tests.support.traced_models import Regression, TinyGPT, adamw, tokens, trace, trace_by_running
 
 CPU = torch.device("cpu")
@@ -565,6 +565,14 @@ def test_trace_clipping_adds_optimizer_kernels_and_changes_no_operators(algorith
     assert kernel in found
     assert clipped.model_profile.operators == plain.model_profile.operators
     assert clipped.model_profile.optimizer_step == plain.model_profile.optimizer_step
+
+
+@pytest.mark.parametrize(("live_gib", "sizes"), [(1, (2, 8)), (16, (2, 8)), (17, (2, 3))])
+def test_affordable_sizes_of_a_step_that_takes_gigabytes_lie_close_together(
+    live_gib: int, sizes: tuple[int, int]
+) -> None:
+    assert _affordable_sizes((2, 8), live_gib << 30) == sizes
+    assert _affordable_sizes((2,), live_gib << 30) == (2,)
 
 
 @pytest.mark.parametrize(("live_mib", "larger"), [(1, 64), (256, 64), (257, 32), (1024, 16), (2048, 8), (9999, 8)])

@@ -1,0 +1,190 @@
+"""What else happens to tensor parallel operators: other plans between steps, reads outside, copies, an end."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_osdp.engine.fairscale.engine import FairScaleEngine
+from lightning_osdp.errors import ShardingError
+from lightning_osdp.planning.spec.choices import Mode
+from lightning_osdp.state.guarded_parameter import is_guarded
+from tests.support.models import two_groups
+from tests.support.ranks import run_ranks
+from tests.support.tensor_models import SPLITS, Sample, Wide, loss_of, make_sample, tensor_plan
+
+EVERYTHING = dict.fromkeys(("embed", "tags", "sets", "mlp", "conv", "head"), 2)
+ZDP = {name: Mode.ZDP for name in SPLITS if name != "sets"}
+RANKS, STEPS = 2, 6
+
+
+def model_of(seed: int = 1) -> tuple[Wide, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Wide()
+    optimizer = two_groups(model, lr=3e-3)
+    for group in optimizer.param_groups:
+        group["eps"] = 1e-4
+    return model, optimizer
+
+
+def batch_of(step: int, rank: int) -> Sample:
+    return make_sample(100 * step + rank, 4, 6)
+
+
+def penalized_loss(model: Wide, sample: Sample) -> Tensor:
+    """Reads weights outside of their operators."""
+    weights = (model.embed.weight, model.mlp.down.weight, model.head.weight)
+    return loss_of(model, sample) + 0.01 * sum(weight.square().sum() for weight in weights)
+
+
+def step_of(engine: FairScaleEngine, model: Wide, optimizer: Any, sample: Sample, loss: Any = loss_of) -> None:
+    engine.before_forward()
+    optimizer.zero_grad()
+    loss(model, sample).backward()
+    engine.finish_backward()
+    engine.before_optimizer_step(optimizer)
+    optimizer.step()
+    engine.after_optimizer_step()
+
+
+def train_plain(loss: Any = loss_of) -> tuple[dict[str, Tensor], Any]:
+    model, optimizer = model_of()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        torch.stack([loss(model, batch_of(step, rank)) for rank in range(RANKS)]).mean().backward()
+        optimizer.step()
+    return model.state_dict(), optimizer.state_dict()
+
+
+def start(loss_steps: int, rank: int, **changes: Any) -> tuple[FairScaleEngine, Wide, torch.optim.Optimizer]:
+    model, optimizer = model_of()
+    engine = FairScaleEngine(torch.device("cpu"))
+    engine.apply(model, tensor_plan(EVERYTHING, RANKS, **changes), [optimizer])
+    for step in range(loss_steps):
+        step_of(engine, model, optimizer, batch_of(step, rank))
+    return engine, model, optimizer
+
+
+def change_plans(rank: int) -> Any:
+    """Each step under another plan, the last ones restored to a plain module."""
+    engine, model, optimizer = start(1, rank)
+    others = [
+        tensor_plan({}, RANKS, ZDP),
+        tensor_plan({"mlp": 2, "tags": 2}, RANKS, ZDP),
+        tensor_plan({}, RANKS),
+        tensor_plan(EVERYTHING, RANKS),
+    ]
+    for step, plan in enumerate(others, 1):
+        engine.apply_plan_change(plan, [optimizer])
+        step_of(engine, model, optimizer, batch_of(step, rank))
+    step_of(engine, model, optimizer, batch_of(STEPS - 1, rank))
+    engine.restore([optimizer])
+    assert not any(is_guarded(p) for p in model.parameters())
+    assert not any("forward" in vars(module) for module in model.modules())
+    return model.state_dict(), optimizer.state_dict()
+
+
+def read_outside(rank: int) -> Any:
+    engine, model, optimizer = start(0, rank)
+    for step in range(STEPS):
+        step_of(engine, model, optimizer, batch_of(step, rank), penalized_loss)
+    return engine.model_state(), engine.optimizer_state(optimizer)
+
+
+def look_at(rank: int) -> dict[str, Any]:
+    """Reads, copies and replaced weights of a model that is compared with a plain one of the same values."""
+    engine, model, _ = start(0, rank)
+    plain, _ = model_of()
+    sample, found = batch_of(3, 0), {}
+    with torch.no_grad():
+        expected = plain(sample)
+        found["evaluation"] = torch.equal(model(sample), model(sample)) and torch.allclose(
+            model(sample), expected, atol=1e-6
+        )
+        found["copy"] = torch.equal(copy.deepcopy(model)(sample), expected)
+        weights = {name: parameter.detach() * 1.0 for name, parameter in model.named_parameters()}
+        found["functional call"] = torch.equal(torch.func.functional_call(model, weights, (sample,)), expected)
+    found["values"] = all(torch.equal(weights[name], p) for name, p in plain.named_parameters())
+    found["shapes"] = [p.shape for p in model.parameters()] == [p.shape for p in plain.parameters()]
+    with engine.summon_full_params():
+        found["summoned"] = all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+        with torch.no_grad():
+            model.mlp.down.weight.mul_(2.0)
+            plain.mlp.down.weight.mul_(2.0)
+        found["run while summoned"] = error_of(lambda: model(sample))
+    with torch.no_grad():
+        found["written"] = torch.allclose(model(sample), plain(sample), atol=1e-6)
+        model.embed.weight[3] = 1.0
+        plain.embed.weight[3] = 1.0
+        found["changed in place"] = torch.allclose(model(sample), plain(sample), atol=1e-6)
+        found["row without columns"] = error_of(lambda: model.mlp.down(torch.zeros(2, 32)))
+    loss_of(model, sample).backward()
+    engine.finish_backward()
+    loss_of(plain, sample).backward()
+    gradients = zip(model.parameters(), plain.parameters(), strict=True)
+    found["gradients"] = all(torch.allclose(p.grad, q.grad, atol=1e-6) for p, q in gradients)
+    return found
+
+
+def error_of(run: Any) -> str:
+    try:
+        run()
+    except ShardingError as error:
+        return str(error)
+    return ""
+
+
+def build_on_meta(rank: int) -> Any:
+    states = []
+    for plan in (tensor_plan(EVERYTHING, RANKS), tensor_plan({}, RANKS)):
+        torch.manual_seed(7)
+        with torch.device("meta"):
+            model = nn.ModuleDict(
+                {name: module for name, module in Wide().named_children() if name not in ("conv", "norm")}
+            )
+        engine = FairScaleEngine(torch.device("cpu"))
+        operators = tuple(op for op in plan.operators if not op.name.startswith("conv"))
+        scopes = {name: needs for name, needs in plan.tensor_scopes.items() if name != "conv"}
+        engine.apply(model, plan.model_copy(update={"operators": operators, "tensor_scopes": scopes}))
+        states.append(engine.model_state())
+    return states
+
+
+def run_all(rank: int, ranks: int) -> dict[str, Any]:
+    return {work.__name__: work(rank) for work in (change_plans, read_outside, look_at, build_on_meta)}
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[dict[str, Any]]:
+    return run_ranks(run_all, RANKS)
+
+
+@pytest.mark.parametrize(("name", "loss"), [("change_plans", loss_of), ("read_outside", penalized_loss)])
+def test_weights_and_states_are_those_of_plain_training(runs: list[dict[str, Any]], name: str, loss: Any) -> None:
+    (weights, optimizer), (expected, expected_optimizer) = runs[0][name], train_plain(loss)
+    for key, weight in expected.items():
+        torch.testing.assert_close(weights[key], weight, rtol=1e-5, atol=1e-6)
+    for number, entries in expected_optimizer["state"].items():
+        torch.testing.assert_close(optimizer["state"][number]["exp_avg"], entries["exp_avg"], rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_between_steps_are_those_of_the_plain_module(runs: list[dict[str, Any]]) -> None:
+    for found in [run["look_at"] for run in runs]:
+        assert "its parameters are shown whole" in found.pop("run while summoned")
+        assert found.pop("row without columns") == (
+            "mlp.down is tensor parallel together with mlp.gate, mlp.up, but runs without: train without tensor "
+            "parallelism, OSDPCallback(tensor_parallel=False)"
+        )
+        assert found == dict.fromkeys(found, True)
+
+
+def test_values_of_a_module_built_on_the_meta_device_do_not_depend_on_tensor_parallelism(
+    runs: list[dict[str, Any]],
+) -> None:
+    cut, plain = runs[0]["build_on_meta"]
+    assert cut.keys() == plain.keys()
+    assert all(torch.equal(cut[name], plain[name]) for name in plain)
