@@ -115,9 +115,35 @@ def clip_two_modules(rank: int, ranks: int) -> list[float]:
     return found
 
 
+def run_after_failed_gather(ranks: int) -> list[Any]:
+    """What a run raises whose gather fails, and how far the next one is from the whole module's result."""
+    found: list[Any] = []
+    for mode in ("zdp", "zdp2"):
+        torch.manual_seed(1)
+        module, x = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 6)), torch.ones(2, 6)
+        expected, engine = module(x).detach(), FairScaleEngine(torch.device("cpu"))
+        engine.apply(module, hand_made_plan(modes_for(module, mode), ranks))
+        unit: Any = module[0].forward.func.__self__  # type: ignore[union-attr]
+        gather, unit._coalesced_gather.gather = unit._coalesced_gather.gather, find_no_memory
+        with pytest.raises(RuntimeError) as caught:
+            module(x)
+        unit._coalesced_gather.gather = gather
+        with torch.no_grad():
+            found.append((str(caught.value), float((module(x) - expected).abs().max())))
+        engine.close()
+    return found
+
+
+def find_no_memory(*_: Any) -> None:
+    raise RuntimeError("no memory")
+
+
 def run_all(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
-    return {policy: fit(folder, policy) for policy in ("ddp", *POLICIES)} | {"norms": clip_two_modules(rank, ranks)}
+    return {policy: fit(folder, policy) for policy in ("ddp", *POLICIES)} | {
+        "norms": clip_two_modules(rank, ranks),
+        "failed gather": run_after_failed_gather(ranks),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -154,3 +180,8 @@ def test_norm_over_modules_of_several_engines_counts_each_element_once(results: 
         norms = result["norms"]
         assert norms[5:] == pytest.approx(norms[:5], rel=1e-5)
         assert norms[-1] == pytest.approx(0.5, rel=1e-4)
+
+
+def test_run_after_a_gather_that_failed_gathers_anew(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["failed gather"] == [("no memory", 0.0)] * 2

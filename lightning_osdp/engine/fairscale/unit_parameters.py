@@ -115,7 +115,7 @@ class UnitParameters:
                 tensors = ([], []) if is_started else self._outputs_and_shards(missing, as_is)
                 self._coalesced_gather.gather(*tensors)
         except BaseException:  # what has no values must not count as gathered
-            super()._free_full_params(missing)  # type: ignore[misc]
+            self._free(missing)
             raise
         self._context.order.prefetch_next()
         return missing
@@ -187,6 +187,9 @@ class UnitParameters:
         if self._num_running or not params:
             return
         self._coalesced_gather.wait()
+        self._free(params)
+
+    def _free(self, params: Sequence[ShardedParameter]) -> None:
         for parameter in params:
             for as_is in (False, True):
                 if (parameter, as_is) in self._gathered:
