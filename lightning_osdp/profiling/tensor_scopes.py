@@ -25,6 +25,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_osdp.engine.tensor_parallel.check import has_hooks
 from lightning_osdp.planning.spec.model import Operator
 from lightning_osdp.planning.spec.tensor import TensorCandidate, TensorRole
 from lightning_osdp.profiling import tensor_proof
@@ -250,6 +251,9 @@ class _Finder:
         stacks = [row.stack[:-1], *(column.stack[:-1] for column in columns)]
         common = _common(stacks if scope is None else [row.stack[:-1], scope.stack])
         home = self._flow.calls[common[-1]] if common else None
+        for name, module in self._modules_between(columns, row, scope).items():
+            if has_hooks(module):
+                return f"{name} has hooks, which would see a slice"
         key = self._kind(columns, row, scope, home)
         known = self._proofs.get(key)
         if isinstance(known, _Proven) and scope is not None:
@@ -285,15 +289,11 @@ class _Finder:
 
     def _scene(self, columns: Sequence[Call], row: Call, scope: Call | None, home: Call | None) -> Scene:
         traced = self._traced
-        first = min(column.start for column in columns)
-        between = [call for call in self._flow.calls if first <= call.start < row.stop and call.stop <= row.stop]
-        members = {id(call) for call in (*columns, row)}
-        modules = {self._name(call): self._modules[self._name(call)] for call in between if id(call) not in members}
-        modules |= {self._name(call): self._modules[self._name(call)] for call in (scope,) if call is not None}
-        for name, module in modules.items():
-            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-                raise Refusal(f"{name} has hooks, which would see a slice")
+        modules = self._modules_between(columns, row, scope)
         hidden = _first_tensor(columns[0])
+        given = [] if scope is None else [t for t in _tensors((scope.args, scope.kwargs)) if t.dim() > 1]
+        if any(len(t) != len(hidden) for t in [t for t in given if t.is_floating_point()][:1]):
+            raise Refusal("its first argument has no row for each sample")
         scene = Scene(
             home=traced.module,
             args=(traced.batch,),
@@ -320,6 +320,16 @@ class _Finder:
             long_dim=0 if long_dim in sizes else long_dim,
             stateless=(*scene.stateless, module),
         )
+
+    def _modules_between(self, columns: Sequence[Call], row: Call, scope: Call | None) -> dict[str, nn.Module]:
+        """Return the scope and what runs until the row, which all see a slice."""
+        first = min(column.start for column in columns)
+        calls = [call for call in self._flow.calls if first <= call.start < row.stop and call.stop <= row.stop]
+        members = {id(call) for call in (*columns, row)}
+        names = [
+            self._name(call) for call in (*calls, *([scope] if scope is not None else ())) if id(call) not in members
+        ]
+        return {name: self._modules[name] for name in names}
 
     def _play(self, scene: Scene, columns: Sequence[Call]) -> _Proven:
         trial = self._start(scene, max(_tensors(call.output)[0].numel() for call in columns))
