@@ -6,6 +6,7 @@ import queue
 import random
 import resource
 import warnings
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -358,14 +359,21 @@ def test_trace_manual_optimization_records_its_own_backward_calls() -> None:
     assert changes == ["forward", "backward", "forward", "backward"]
 
 
-def test_trace_autocast_adds_weight_casts_to_live_bytes() -> None:
-    module = Regression(nn.Linear(64, 64, bias=False))
-    plain = trace(module, torch.ones(4, 64), 4, device=CPU).model_profile
-    mixed = trace(
-        module, torch.ones(4, 64), 4, device=CPU, step_context=lambda: torch.autocast("cpu", torch.bfloat16)
-    ).model_profile
-    assert mixed.operators[0].name == "net"
-    assert mixed.moments[0].live.fixed - plain.moments[0].live.fixed == 64 * 64 * 2
+def test_trace_autocast_leaves_weight_casts_to_the_plan_and_counts_others_as_live() -> None:
+    def live(net: nn.Module, autocast: bool) -> tuple[float, int]:
+        context = partial(torch.autocast, "cpu", torch.bfloat16, enabled=autocast)
+        profile = trace(Regression(net), torch.ones(4, 64), 4, device=CPU, step_context=context).model_profile
+        assert profile.operators[0].name == "net"
+        return profile.moments[0].live.fixed, profile.operators[0].parameters[0].cast_element_bytes
+
+    class ReadTwice(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.weight[0, 0]
+
+    product, twice = nn.Linear(64, 64, bias=False), ReadTwice(64, 64, bias=False)
+    assert live(product, True) == (live(product, False)[0], 2)
+    kept, cast_bytes = live(twice, True)
+    assert (kept - live(twice, False)[0], cast_bytes) == (64 * 64 * 2, 0)
 
 
 class ReadsItsTrainer(Regression):
