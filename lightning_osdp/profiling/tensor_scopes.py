@@ -309,15 +309,16 @@ class _Finder:
         if home is None:
             return scene
         module = self._modules[self._name(home)]
-        sizes = {hidden.shape[-1], *(_first_tensor(call).shape[-1] for call in (row, *columns)), hidden.shape[0]}
-        long_dim = hidden.shape[1] if hidden.dim() > 2 and hidden.shape[1] > LONG else 0
+        widths = {_first_tensor(call).shape[-1] for call in (row, *columns)}
+        long_dim = hidden.shape[1] if hidden.dim() > 2 and hidden.shape[1] > max(LONG, len(hidden)) else 0
         return replace(
             scene,
             home=module,
             args=home.args,
             kwargs=home.kwargs,
             run=call_module,
-            long_dim=0 if long_dim in sizes else long_dim,
+            long_dim=long_dim,
+            keeps_width=long_dim in widths,
             stateless=(*scene.stateless, module),
         )
 

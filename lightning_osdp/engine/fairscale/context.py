@@ -20,6 +20,7 @@ from lightning_osdp.engine.optimizer_in_backward import BackwardOptimizer
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.state.guarded_parameter import GuardContext, without_guards
+from lightning_osdp.state.refused_tracing import refuse_tracing
 
 REDUCE_DTYPES: dict[str, torch.dtype | None] = {"": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 """Types in which gradients are reduced, by their names in plans."""
@@ -101,8 +102,9 @@ class EngineContext:
         """Refuse to run a module that must not run now.
 
         Raises:
-            ShardingError: its run is over, its parameters are shown whole, or a CUDA graph is captured.
+            ShardingError: its run is over, its parameters are shown whole, it is traced, or a CUDA graph is captured.
         """
+        refuse_tracing()
         if self.why_no_runs:
             raise ShardingError(self.why_no_runs)
         if self.params_summoned:

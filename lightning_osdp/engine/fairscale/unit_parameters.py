@@ -110,9 +110,13 @@ class UnitParameters:
         indices = [self.param_indices[p] for p in missing] if len(missing) < len(self.params) else ()
         self._context.order.before_gather(self._as_is_index if as_is else self._index, is_in_backward(), indices)
         self._context.prefetch_limiter.before_gather()
-        with self._use_stream("all_gather"):
-            tensors = ([], []) if is_started else self._outputs_and_shards(missing, as_is)
-            self._coalesced_gather.gather(*tensors)
+        try:
+            with self._use_stream("all_gather"):
+                tensors = ([], []) if is_started else self._outputs_and_shards(missing, as_is)
+                self._coalesced_gather.gather(*tensors)
+        except BaseException:  # what has no values must not count as gathered
+            self._free(missing)
+            raise
         self._context.order.prefetch_next()
         return missing
 
@@ -183,6 +187,9 @@ class UnitParameters:
         if self._num_running or not params:
             return
         self._coalesced_gather.wait()
+        self._free(params)
+
+    def _free(self, params: Sequence[ShardedParameter]) -> None:
         for parameter in params:
             for as_is in (False, True):
                 if (parameter, as_is) in self._gathered:

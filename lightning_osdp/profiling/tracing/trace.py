@@ -264,7 +264,8 @@ def _record(
     """Run forward and, with ``autograd``, backward of ``module`` on one batch; free ``real`` gradients as they come."""
     batch = stand_ins.move_batch(module, batch, step.device)
     parameters = [parameter.tensor for parameter in named_parameters(module)]
-    recorder = Recorder(module, parameters, free_gradients=real)
+    # A step that optimizes by itself may look at the gradients.
+    recorder = Recorder(module, parameters, free_gradients=real and module.automatic_optimization)
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
             recorder.track(leaf)

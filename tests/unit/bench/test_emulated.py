@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from bench.emulated import document, queue
+from bench.comparison.models import next_byte_loss
+from bench.emulated import document, gpu, queue
 from bench.emulated.climb import LARGEST, Climb
 from bench.emulated.comparison import SYSTEMS, cells
 from bench.emulated.links import scaled_cluster
+from bench.emulated.models import Paper, tokens_of, vocabulary_of
 from bench.emulated.queue import Cell, Results, run_all
 
 
@@ -121,3 +124,18 @@ def test_failed_cell_is_run_again_and_one_that_does_not_fit_is_not(tmp_path: Pat
     results.put(large, {"error": "does not fit"})
     assert results.get(failed) is None
     assert results.get(large) is not None
+
+
+def test_papers_model_gives_a_loss_for_samples_of_many_sequences() -> None:
+    name = "W&S 2 x 6144"
+    tokens = torch.randint(0, vocabulary_of(name), (2, tokens_of(name) + 1))
+    logits = Paper((64, 64))(tokens[:, :-1])
+    assert logits.shape == (2, 96 * 6, vocabulary_of(name))
+    assert next_byte_loss(logits, tokens).isfinite()
+
+
+def test_gpu_queue_begins_with_the_papers_links_and_its_smaller_limit() -> None:
+    every = gpu.cells()
+    assert {(cell.links, cell.limit_mib) for cell in every[:40]} == {("titan-rtx-pcie3", 8 << 10)}
+    assert len(every) == 3 * 3 * 4 * len(SYSTEMS)
+    assert {cell.precision for cell in every if cell.model == gpu.LLAMA} == {"bf16-true"}

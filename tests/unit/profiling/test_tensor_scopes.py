@@ -416,6 +416,13 @@ def test_pair_on_the_meta_device_is_found() -> None:
     assert list(groups(profile_of_net(net))) == ["net.up net.down"]
 
 
+@pytest.mark.parametrize("tokens", [12, WIDTH])
+def test_pair_of_long_sequences_is_played_on_short_ones(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_scopes, "MAX_ELEMENTS", 0)
+    assert list(groups(profile_of_net(Between("gelu"), tokens, WIDTH))) == ["net.up net.down"]
+    assert not groups(profile_of_net(Between("gelu"), 3, WIDTH))
+
+
 def test_no_pair_is_claimed_if_there_is_no_time_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_scopes, "MAX_SECONDS", 0.0)
     profile = profile_of_net(Between("gelu"))
