@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="run again what is kept there")
     args = parser.parse_args()
     results = Results(args.json, args.fresh)
-    facts = {"flops": results.machine("flops", machine_flops)}
+    facts = {"flops": results.machine("flops", machine_flops)} if args.minutes > 0 else {}
     cells = [Cell("accuracy", model, ranks, links="scaled+200gbit") for ranks in args.ranks for model in args.models]
     print(HEAD)
 

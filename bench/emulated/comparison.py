@@ -5,7 +5,7 @@
 One core stands for a device. Links have the paper's ratio of compute to communication (``links.py``): eight ranks on
 PCIe 3.0; 64 are eight such nodes over 10 Gbit/s. A cell is one system with one model; its result is kept in the JSON
 file, so that the next call goes on where one was stopped. ``--write`` makes docs/benchmarks/emulated.md of what is
-there, run or not.
+there, with the results of ``emulated-accuracy`` and ``emulated-real``; ``--minutes 0 --write`` runs nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench.emulated import document
+from bench.emulated import accuracy, document, real
 from bench.emulated.links import machine_flops
 from bench.emulated.queue import Cell, Results, run_all
 
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the page of what is there")
     args = parser.parse_args()
     results = Results(args.json, args.fresh)
-    facts = {"flops": results.machine("flops", machine_flops)}
+    facts = {"flops": results.machine("flops", machine_flops)} if args.minutes > 0 else {}
 
     def show(cell: Cell) -> None:
         print(document.line(cell, results.get(cell) or {}), flush=True)
@@ -84,7 +84,8 @@ def main() -> None:
     print("\n".join(document.summary(every, results)))
     print(f"{left} cells are left.")
     if args.write:
-        args.json.with_suffix(".md").write_text(document.page(every, results))
+        text = document.page(every, results) + document.accuracy(accuracy.FILE) + document.real(real.FILE)
+        args.json.with_suffix(".md").write_text(text)
 
 
 if __name__ == "__main__":

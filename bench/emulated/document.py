@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -146,6 +147,50 @@ def page(cells: Sequence[Cell], results: Results) -> str:
         lines += [_plan(model, rows) for (model, *_), rows in here.items() if "predicted_s" in rows.get("osdp", {})]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def accuracy(file: Path) -> str:
+    """The section on predicted beside emulated figures, from the results of ``emulated-accuracy``."""
+    cells = [cell for cell in _cells_of(file) if "predicted_s" in cell]
+    head = (
+        "\n## Predicted beside emulated\n\nTen models of [the accuracy cases](../accuracy.md), planned by the search: "
+    )
+    if not cells:
+        return head + "not run yet (`python -m bench emulated-accuracy`).\n"
+    lines = [head + "`emulated-accuracy.json`.", ""]
+    lines += ["| ranks | models | time, median | within 10 % | memory within 3 % | least | most |"]
+    lines += ["| ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
+    for ranks in sorted({cell["ranks"] for cell in cells}):
+        own = [cell for cell in cells if cell["ranks"] == ranks]
+        times = [abs(cell["predicted_s"] / cell["step_s"] - 1) for cell in own]
+        memories = [cell["predicted_bytes"] / cell["peak_bytes"] - 1 for cell in own]
+        lines.append(
+            f"| {ranks} | {len(own)} | {statistics.median(times):.1%} | {sum(one <= 0.1 for one in times)} | "
+            f"{sum(abs(one) <= 0.03 for one in memories)} | {min(memories):+.1%} | {max(memories):+.1%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def real(file: Path) -> str:
+    """The section on emulated beside real figures, from the results of ``emulated-real``."""
+    cells = [cell for cell in _cells_of(file) if "real" in cell]
+    head = "\n## Emulated beside real\n\nThe same plans on gloo ranks of this machine and emulated with their links: "
+    if not cells:
+        return head + "not run yet (`python -m bench emulated-real`).\n"
+    lines = [
+        head + "`emulated-real.json`.",
+        "",
+        "| ranks | model | plan | time | memory |",
+        "| ---: | --- | --- | ---: | ---: |",
+    ]
+    for cell in cells:
+        apart = [cell["emulated"][name] / cell["real"][name] - 1 for name in ("step_s", "peak_bytes")]
+        lines.append(f"| {cell['ranks']} | {cell['model']} | {cell['system']} | {apart[0]:+.1%} | {apart[1]:+.1%} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cells_of(file: Path) -> list[dict[str, Any]]:
+    return list(json.loads(file.read_text())["cells"].values()) if file.exists() else []
 
 
 def _entry(result: dict[str, Any] | None) -> str:

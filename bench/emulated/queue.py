@@ -65,9 +65,9 @@ class Results:
         return self._data["machine"][name]
 
     def get(self, cell: Cell) -> dict[str, Any] | None:
-        """The result of a cell; None if it was not run, or failed."""
+        """The result of a cell; None if it was not run, or failed: perhaps it does not any more."""
         found: dict[str, Any] | None = self._data["cells"].get(cell.name)
-        return found
+        return found if found is not None and found.get("error") in (None, "does not fit") else None
 
     def put(self, cell: Cell, result: dict[str, Any]) -> None:
         """Keep a result."""
@@ -104,6 +104,10 @@ def run_all(
             seconds = time.monotonic() - began
             longest_s = max(longest_s, seconds)
             results.put(cell, result | {"cell_s": round(seconds, 1), "commit": current_commit()})
+            if results.get(cell) is None:
+                print(f"{cell.name}: {result['error']}", *result.get("log", []), sep="\n  ", flush=True)
+                left += 1
+                continue
         show(cell)
     return left
 

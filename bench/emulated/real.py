@@ -143,7 +143,8 @@ def main() -> None:
             for plan in PLANS:
                 cell = Cell("real", model, ranks, plan, links="gloo")
                 if results.get(cell) is None and time.monotonic() - start < args.minutes * 60:
-                    results.put(cell, run(cell))
+                    results.put(cell, found := run(cell))
+                    print("\n".join(found.get("log", [])), end="")
                 result = results.get(cell)
                 if result is not None:
                     print(row(cell, result), flush=True)

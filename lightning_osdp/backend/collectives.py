@@ -23,7 +23,7 @@ NATIVE_GATHER_BYTES = 2 << 20
 
 COALESCE_BYTES = {"cpu": NATIVE_GATHER_BYTES, "cuda": 16 << 20}
 """Tensors that are gathered together are copied into one up to this total size: the copies cost less than the
-latencies. Larger ones share a ring without being copied on a CPU, and are gathered one after the other on CUDA."""
+latencies. Larger ones share a ring without being copied on a CPU, and a call of NCCL on CUDA."""
 
 # torch 2.13 renamed these; the old names still work there but warn.
 _native_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -92,6 +92,10 @@ def all_gather_coalesced(outputs_flat: Sequence[Tensor], shards: Sequence[Tensor
     """
     device, total_bytes = shards[0].device.type, sum(output.nbytes for output in outputs_flat)
     is_large = total_bytes > COALESCE_BYTES[device]
+    if len(shards) > 1 and is_large and coalesces(group, shards[0].device):
+        with torch.no_grad():
+            _CoalescedWork(group, "allgather_into_tensor_coalesced", outputs_flat, shards).wait()
+        return
     if len(shards) == 1 or (is_large and not _uses_rings(group, shards[0])):
         for output, shard in zip(outputs_flat, shards, strict=True):
             all_gather(output, shard, group)
@@ -132,35 +136,39 @@ def reduce_scatter(output_shard: Tensor, full_flat: Tensor, group: dist.ProcessG
 def reduce_scatter_coalesced(
     output_shards: Sequence[Tensor], full_flats: Sequence[Tensor], group: dist.ProcessGroup
 ) -> None:
-    """Reduce-scatter several CPU tensors at the latency of one, to the same bits as ``reduce_scatter``.
+    """Reduce-scatter several tensors at the latency of one, to the same bits as ``reduce_scatter``.
 
-    Each rank sends every other its shards at once, which takes (N - 2) / N of the tensors besides the arguments.
+    On a CPU each rank sends every other its shards at once, which takes (N - 2) / N of the tensors besides arguments.
 
     Args:
         output_shards: as of ``reduce_scatter``, one for each of ``full_flats``.
         full_flats: as of ``reduce_scatter``; the same number and sizes on all ranks.
         group: the N ranks.
     """
-    reduce_scatter_async(output_shards, full_flats, group).wait()
+    if _uses_rings(group, full_flats[0]) or coalesces(group, full_flats[0].device):
+        reduce_scatter_async(output_shards, full_flats, group).wait()
+    else:
+        for output, full_flat in zip(output_shards, full_flats, strict=True):
+            reduce_scatter(output, full_flat, group)
 
 
 def all_gather_async(outputs_flat: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup) -> Work:
-    """Start ``all_gather_coalesced`` on CPU tensors; see ``ring.all_gather_async``."""
-    if not is_emulated(group):
+    """Start ``all_gather_coalesced``; on a CPU see ``ring.all_gather_async``."""
+    if _uses_rings(group, shards[0]):
         return ring.all_gather_async(outputs_flat, shards, group)
-    return _EmulatedWork(group, "allgather_into_tensor_coalesced", outputs_flat, shards)
+    return _CoalescedWork(group, "allgather_into_tensor_coalesced", outputs_flat, shards)
 
 
 def reduce_scatter_async(
     output_shards: Sequence[Tensor], full_flats: Sequence[Tensor], group: dist.ProcessGroup
 ) -> Work:
-    """Start ``reduce_scatter_coalesced`` on CPU tensors; see ``ring.reduce_scatter_async``."""
-    if not is_emulated(group):
+    """Start ``reduce_scatter_coalesced``; on a CPU see ``ring.reduce_scatter_async``."""
+    if _uses_rings(group, full_flats[0]):
         return ring.reduce_scatter_async(output_shards, full_flats, group)
-    return _EmulatedWork(group, "reduce_scatter_tensor_coalesced", output_shards, full_flats)
+    return _CoalescedWork(group, "reduce_scatter_tensor_coalesced", output_shards, full_flats)
 
 
-class _EmulatedWork:
+class _CoalescedWork:
     """A call for several tensors in flight, whose waiting counts as that of a ring does."""
 
     def __init__(self, group: Any, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -169,6 +177,11 @@ class _EmulatedWork:
     def wait(self) -> None:
         with COMM_WAIT.measure():
             self._work.wait()
+
+
+def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether one call of the backend gathers or reduces several tensors, without copies."""
+    return backend_of(group, device) in ("nccl", EMULATED)
 
 
 def _uses_rings(group: dist.ProcessGroup, tensor: Tensor) -> bool:

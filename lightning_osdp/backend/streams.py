@@ -1,8 +1,7 @@
-"""Streams for FairScale's units, and how many all-gathers may run ahead of compute."""
+"""Streams for FairScale's units, and when gathered memory is freed."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,41 +10,63 @@ import torch
 from lightning_osdp.backend.cpu.stub_streams import STUB_STREAM, patch_cuda_streams
 from lightning_osdp.backend.cpu.stub_streams import ModuleProxy as ModuleProxy
 
-MAX_GATHERS_IN_FLIGHT = 2
-"""Largest number of unsharded units on CUDA: the one in use and the next. FairScale sets no bound."""
-
 
 class PrefetchLimiter:
-    """Keeps the host from launching all-gathers whose memory can't be reused yet.
+    """Frees gathered memory in the order of streams, so that a gather overlaps compute and the host waits for nothing.
 
-    An all-gather may start if at most ``limit - 1`` earlier ones are not freed yet on the device's own clock. Without
-    this the host runs ahead of the device, and full parameters of many operators are allocated at once.
+    Gathered memory belongs to the stream of gathers. What compute has used waits to be freed until a gather starts
+    while more than ``max_bytes`` wait. Before it is freed, and so before anything can be gathered into it, that stream
+    waits for the compute. So no more than ``max_bytes`` beside what is in use are in memory, however far the host is
+    ahead, and a gather runs while the unit before computes.
 
     Args:
-        limit: None: no limit, and no events are recorded.
+        stream: of gathers; None: what is used is freed at once, since the host does not run ahead (CPU).
+
+    Attributes:
+        max_bytes: as large as the largest unit.
     """
 
-    def __init__(self, limit: int | None) -> None:
-        self._limit = limit
-        self._free_events: deque[Any] = deque()
+    def __init__(self, stream: Any = None) -> None:
+        self._stream, self.max_bytes = stream, 0
+        self._used: dict[int, tuple[Any, torch.UntypedStorage]] = {}
 
     def before_gather(self) -> None:
-        """Wait until few enough all-gathers are in flight."""
-        while self._limit is not None and len(self._free_events) >= self._limit:
-            self._free_events.popleft().synchronize()
+        """Free what compute has used, the oldest first, until no more than ``max_bytes`` wait for that."""
+        waiting = sum(storage.nbytes() for _, storage in self._used.values())
+        while waiting > self.max_bytes:
+            waiting -= self._free_oldest()
 
-    def after_free(self) -> None:
-        """Mark the point in the compute stream after which the memory is free."""
-        if self._limit is None:
+    def free(self, storage: torch.UntypedStorage) -> None:
+        """Free memory when the work of the current stream so far is done with it."""
+        if self._stream is None:
+            storage.resize_(0)
             return
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream())
-        self._free_events.append(event)
+        self._used[storage._cdata] = event, storage
+
+    def take_back(self, storage: torch.UntypedStorage) -> None:
+        """Have gathers write to this memory when compute is done with it, if it is not freed yet."""
+        event, _ = self._used.pop(storage._cdata, (None, storage))
+        if event is not None:
+            self._stream.wait_event(event)
+
+    def free_all(self) -> None:
+        """Free all that compute has used."""
+        while self._used:
+            self._free_oldest()
+
+    def _free_oldest(self) -> int:
+        event, storage = self._used.pop(next(iter(self._used)))
+        num_bytes = storage.nbytes()
+        self._stream.wait_event(event)
+        storage.resize_(0)
+        return num_bytes
 
 
-def create_prefetch_limiter(device: torch.device) -> PrefetchLimiter:
-    """Return the limiter of ``device``; on a CPU, where the host does not run ahead, it does nothing."""
-    return PrefetchLimiter(MAX_GATHERS_IN_FLIGHT if device.type == "cuda" else None)
+def create_prefetch_limiter(device: torch.device, stream: Any) -> PrefetchLimiter:
+    """Return the limiter of gathers on ``stream``."""
+    return PrefetchLimiter(stream if device.type == "cuda" else None)
 
 
 def create_streams(device: torch.device, names: Sequence[str], module: Any) -> dict[str, Any]:
@@ -57,6 +78,6 @@ def create_streams(device: torch.device, names: Sequence[str], module: Any) -> d
         module: the Python module that uses them; on a CPU its ``torch`` is replaced by one without CUDA.
     """
     if device.type == "cuda":
-        return {name: torch.cuda.Stream(device) for name in names}  # type: ignore[no-untyped-call]
+        return {name: torch.cuda.Stream(device, priority=-1) for name in names}  # type: ignore[no-untyped-call]
     patch_cuda_streams(module)
     return dict.fromkeys(names, STUB_STREAM)

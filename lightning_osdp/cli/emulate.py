@@ -212,8 +212,5 @@ def _plan(request: Request) -> tuple[ExecutionPlan, str]:
     if plan.predicted.max_memory_bytes > available:
         return plan, f"a rank takes {needed}, this device has {has}"
     if make_module.is_on_meta and 4 * plan.model.num_parameters > available:
-        return (
-            plan,
-            f"the module makes all of its parameters when it is built; in configure_model a rank makes {needed}",
-        )
+        return plan, "the module makes all of its parameters when it is built, not a rank's shards in configure_model"
     return plan, ""

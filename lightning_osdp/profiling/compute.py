@@ -12,9 +12,10 @@ import torch
 
 from lightning_osdp.planning.cost.trial_correction import fit_nonnegative_line
 from lightning_osdp.planning.spec.choices import slice_counts
-from lightning_osdp.planning.spec.cluster import ComputeTimes, KernelWorkspace, OperatorTime, SplitTime
+from lightning_osdp.planning.spec.cluster import ComputeTimes, KernelWorkspace, OperatorTime, SplitTime, TensorTime
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
-from lightning_osdp.planning.spec.model import UNATTRIBUTED, LinearInBatch, Phase
+from lightning_osdp.planning.spec.model import UNATTRIBUTED, LinearInBatch, Operator, Phase
+from lightning_osdp.planning.spec.tensor import TensorRole
 from lightning_osdp.profiling.kernels.benchmark import (
     UNLIMITED_BYTES,
     AutogradOverhead,
@@ -94,18 +95,50 @@ def _sum_by_operator(trace: TracedStep, splits: Sequence[_Split], summary: _Step
     operators, blocks = range(len(trace.model_profile.operators)), range(len(trace.model_profile.blocks))
     trainable_bytes = sum(p.gradient_bytes for operator in trace.model_profile.operators for p in operator.parameters)
     optimizer_s = summary.sum_s(trace.optimizer_kernels)
+    optimizer_s_per_byte = optimizer_s / trainable_bytes if trainable_bytes else 0.0
     return ComputeTimes(
         operators=tuple(
-            summary.operator_time(index, [split for split in splits if split.operator == index]) for index in operators
+            _with_tensor_times(
+                summary.operator_time(index, [split for split in splits if split.operator == index]),
+                trace.model_profile.operators[index],
+                optimizer_s_per_byte,
+            )
+            for index in operators
         ),
         unattributed=summary.operator_time(UNATTRIBUTED),
-        optimizer_s_per_byte=optimizer_s / trainable_bytes if trainable_bytes else 0.0,
+        optimizer_s_per_byte=optimizer_s_per_byte,
         blocks=tuple(summary.time(UNATTRIBUTED, "forward", index) for index in blocks),
         workspace=tuple(
             KernelWorkspace(forward=summary.workspace(index, "forward"), backward=summary.workspace(index, "backward"))
             for index in operators
         ),
     )
+
+
+def _with_tensor_times(time: OperatorTime, operator: Operator, s_per_byte: float) -> OperatorTime:
+    """Return the operator's time with those of its slices for the samples of a whole group: as many products.
+
+    A slice reads less of the weight, and writes less of its gradient. That is no more of the time that does not depend
+    on the batch size than passing over these bytes takes, as the optimizer does.
+    """
+    if operator.tensor is None:
+        return time
+    weight_bytes = sum(parameter.parameter_bytes for parameter in operator.parameters if len(parameter.shape) > 1)
+    reads_all = operator.tensor.role != TensorRole.EMBEDDING
+
+    def line_of_slice(line: LinearInBatch, passes: int, degree: int) -> LinearInBatch:
+        saved_s = (1 - 1 / degree) * min(max(0.0, line.fixed), passes * weight_bytes * s_per_byte)
+        return line.model_copy(update={"fixed": line.fixed - saved_s})
+
+    tensor = tuple(
+        TensorTime(
+            degree=degree,
+            forward=line_of_slice(time.forward, int(reads_all), degree),
+            backward=line_of_slice(time.backward, 2, degree),
+        )
+        for degree in operator.tensor.degrees
+    )
+    return time.model_copy(update={"tensor": tensor})
 
 
 def warm_up(trace: TracedStep, device: torch.device) -> None:

@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.profiling.tracing.dataflow import Call, Dataflow, Event
+from lightning_osdp.profiling.tracing.host_syncs import UnknownNumber
 
 aten = torch.ops.aten
 
@@ -62,6 +65,14 @@ def find_leak(flow: Dataflow, columns: Sequence[Call], row: Call, scope: Call | 
 
 def _scope_leak(found: _Followed, row: Call, scope: Call) -> str:
     flow, arguments = found.flow, found.arguments
+    leaves = tree_leaves((scope.args, scope.kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    rows = next((len(each) for each in tensors if each.dim() > 1 and each.is_floating_point()), 0)
+    others = [i for i, each in enumerate(tensors) if each.dim() == 0 or len(each) != rows]
+    if not flow.rank_specific.isdisjoint(scope.inputs[i] for i in others):
+        return "an argument without a row for each sample is each rank's own"
+    if any(isinstance(leaf, UnknownNumber) for leaf in leaves):
+        return "an argument is a number that .item() reads from a tensor"
     if not arguments.isdisjoint(scope.outputs):
         return "it returns its argument"
     if any(not arguments.isdisjoint(event.read_storages) for event in flow.events[row.stop : scope.stop]):

@@ -7,41 +7,33 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from lightning_osdp.engine.splittable import matrix_input_dim
+from lightning_osdp.engine.tensor_parallel.check import has_hooks, tensor_refusal
 from lightning_osdp.planning.spec.model import Operator
+from lightning_osdp.planning.spec.tensor import TensorRole
 
 
-def refusal(operator: Operator, module: nn.Module, degrees: Sequence[int]) -> str:
-    """Say to the user why the operator can't be tensor parallel at all; empty if it can."""
+def refusal(operator: Operator, module: nn.Module) -> str:
+    """Say to the user why the operator can't be tensor parallel, whatever its size; empty if it can."""
     if operator.replicated_reason:
         return operator.replicated_reason
     if isinstance(module, nn.MultiheadAttention):
         return "MultiheadAttention computes its projections by itself, all in one function"
-    if isinstance(module, nn.EmbeddingBag):
-        reason = _bag_refusal(module)
-    else:
-        reason = "" if operator.split_dims else operator.unsplittable_reason or "it is not a matrix"
-    if reason:
+    is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    if reason := tensor_refusal(module, TensorRole.EMBEDDING if is_table else TensorRole.LINEAR):
         return reason
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
-        return "scale_grad_by_freq counts indices, of which each rank has its own"
-    size = cut_size(module)
-    if not any(size % degree == 0 for degree in degrees):
-        return f"its {size} output features can't be divided by {' or '.join(map(str, degrees))}"
-    return ""
-
-
-def _bag_refusal(module: nn.EmbeddingBag) -> str:
-    if type(module).forward is not nn.EmbeddingBag.forward or "forward" in vars(module):
-        return f"{type(module).__name__} has a forward of its own"
-    if set(module._parameters) - {"weight"} or module._modules or module._parameters.get("weight") is None:
-        return "its weight is computed from others (parametrized, weight-normed or pruned)"
-    if module.weight._backward_hooks or getattr(module.weight, "_post_accumulate_grad_hooks", None):
-        return "there are hooks on its weight"
-    if module._forward_pre_hooks or module._forward_hooks:
+    if has_hooks(module):
         return "there are hooks on it, which may read its weight"
-    if module.max_norm is not None:
-        return "max_norm changes whole rows of the weight"
-    return "its gradients are sparse" if module.sparse else ""
+    if isinstance(module, nn.EmbeddingBag) or operator.split_dims:
+        return ""
+    return operator.unsplittable_reason or "it is not a matrix"
+
+
+def size_refusal(module: nn.Module, degrees: Sequence[int]) -> str:
+    """Say to the user why the operator can't be cut by itself over any number of ranks; empty if it can."""
+    size, numbers = cut_size(module), " or ".join(map(str, degrees))
+    is_divisible = any(size % degree == 0 for degree in degrees)
+    what = "output features" if is_linear(module) else "columns"
+    return "" if is_divisible else f"its {size} {what} can't be divided by {numbers}"
 
 
 def is_linear(module: nn.Module) -> bool:

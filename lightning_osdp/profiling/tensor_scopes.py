@@ -25,11 +25,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_osdp.engine.tensor_parallel.check import has_hooks
 from lightning_osdp.planning.spec.model import Operator
 from lightning_osdp.planning.spec.tensor import TensorCandidate, TensorRole
 from lightning_osdp.profiling import tensor_proof
 from lightning_osdp.profiling.tensor_leaks import find_leak
-from lightning_osdp.profiling.tensor_operators import cut_size, is_linear, planned_columns, refusal
+from lightning_osdp.profiling.tensor_operators import cut_size, is_linear, planned_columns, refusal, size_refusal
 from lightning_osdp.profiling.tensor_proof import Cut, Trial
 from lightning_osdp.profiling.tensor_stage import Refusal, Scene, attribute_owners, call_module
 from lightning_osdp.profiling.tracing import stand_ins
@@ -124,7 +125,7 @@ class _Finder:
         self._degrees = sorted(degrees)
         self._modules = dict(traced.module.named_modules())
         self._names = {id(each): name for name, each in traced.fake.named_modules()}
-        self._refusals = {each.name: refusal(each, self._modules[each.name], degrees) for each in operators}
+        self._refusals = {each.name: refusal(each, self._modules[each.name]) for each in operators}
         self._refusals = {name: reason for name, reason in self._refusals.items() if reason}
         self._usable = {each.name for each in operators} - self._refusals.keys()
         kinds = (nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention)
@@ -152,8 +153,12 @@ class _Finder:
                 if (candidate := self._prove(group, with_scope)) is not None:
                     candidates.update(dict.fromkeys(names, candidate))
         for operator in self._operators:
-            if operator.name in self._usable and operator.name not in candidates and operator.name in self._calls:
-                candidates[operator.name] = self._single(operator)
+            name = operator.name
+            if name in self._usable and name not in candidates and name in self._calls:
+                if reason := size_refusal(self._modules[name], self._degrees):
+                    self._refusals[name] = reason
+                else:
+                    candidates[name] = self._single(operator)
         order = {operator.name: index for index, operator in enumerate(self._operators)}
         unique = {each.operators: each for each in candidates.values()}
         ordered = sorted(unique.values(), key=lambda each: min(order[name] for name in each.operators))
@@ -246,6 +251,9 @@ class _Finder:
         stacks = [row.stack[:-1], *(column.stack[:-1] for column in columns)]
         common = _common(stacks if scope is None else [row.stack[:-1], scope.stack])
         home = self._flow.calls[common[-1]] if common else None
+        for name, module in self._modules_between(columns, row, scope).items():
+            if has_hooks(module):
+                return f"{name} has hooks, which would see a slice"
         key = self._kind(columns, row, scope, home)
         known = self._proofs.get(key)
         if isinstance(known, _Proven) and scope is not None:
@@ -273,7 +281,7 @@ class _Finder:
             (event.signature, renumber(event.read_storages), renumber(event.written_storages))
             for event in flow.events[start : row.stop]
         ]
-        prefix = f"{self._name(home)}." if home is not None else ""
+        prefix = self._name(home) if home is not None else ""
         members = (*columns, row, *([scope] if scope is not None else []))
         names = tuple(self._name(call).removeprefix(prefix) for call in members)
         kind = type(self._modules[self._name(home)]) if home is not None else None
@@ -281,15 +289,11 @@ class _Finder:
 
     def _scene(self, columns: Sequence[Call], row: Call, scope: Call | None, home: Call | None) -> Scene:
         traced = self._traced
-        first = min(column.start for column in columns)
-        between = [call for call in self._flow.calls if first <= call.start < row.stop and call.stop <= row.stop]
-        members = {id(call) for call in (*columns, row)}
-        modules = {self._name(call): self._modules[self._name(call)] for call in between if id(call) not in members}
-        modules |= {self._name(call): self._modules[self._name(call)] for call in (scope,) if call is not None}
-        for name, module in modules.items():
-            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-                raise Refusal(f"{name} has hooks, which would see a slice")
+        modules = self._modules_between(columns, row, scope)
         hidden = _first_tensor(columns[0])
+        given = [] if scope is None else [t for t in _tensors((scope.args, scope.kwargs)) if t.dim() > 1]
+        if any(len(t) != len(hidden) for t in [t for t in given if t.is_floating_point()][:1]):
+            raise Refusal("its first argument has no row for each sample")
         scene = Scene(
             home=traced.module,
             args=(traced.batch,),
@@ -305,17 +309,28 @@ class _Finder:
         if home is None:
             return scene
         module = self._modules[self._name(home)]
-        sizes = {hidden.shape[-1], *(_first_tensor(call).shape[-1] for call in (row, *columns)), hidden.shape[0]}
-        long_dim = hidden.shape[1] if hidden.dim() > 2 and hidden.shape[1] > LONG else 0
+        widths = {_first_tensor(call).shape[-1] for call in (row, *columns)}
+        long_dim = hidden.shape[1] if hidden.dim() > 2 and hidden.shape[1] > max(LONG, len(hidden)) else 0
         return replace(
             scene,
             home=module,
             args=home.args,
             kwargs=home.kwargs,
             run=call_module,
-            long_dim=0 if long_dim in sizes else long_dim,
+            long_dim=long_dim,
+            keeps_width=long_dim in widths,
             stateless=(*scene.stateless, module),
         )
+
+    def _modules_between(self, columns: Sequence[Call], row: Call, scope: Call | None) -> dict[str, nn.Module]:
+        """Return the scope and what runs until the row, which all see a slice."""
+        first = min(column.start for column in columns)
+        calls = [call for call in self._flow.calls if first <= call.start < row.stop and call.stop <= row.stop]
+        members = {id(call) for call in (*columns, row)}
+        names = [
+            self._name(call) for call in (*calls, *([scope] if scope is not None else ())) if id(call) not in members
+        ]
+        return {name: self._modules[name] for name in names}
 
     def _play(self, scene: Scene, columns: Sequence[Call]) -> _Proven:
         trial = self._start(scene, max(_tensors(call.output)[0].numel() for call in columns))

@@ -56,6 +56,8 @@ class Scene:
     """First dimension of tensors that are gathered."""
     long_dim: int = 0
     """Size of dimensions that are played shorter; 0 for none."""
+    keeps_width: bool = False
+    """Whether the last dimension of three is not, because features may be as many."""
     run: Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], Any] = call_module
     """Runs the copy of ``home``."""
     stateless: tuple[nn.Module, ...] = ()
@@ -193,6 +195,8 @@ class PlayedModule:
 
     def _argument(self, tensor: Tensor, rank: int, generator: torch.Generator) -> Tensor:
         shape = [SHORT if size == self.long_dim else size for size in tensor.shape]
+        if self.scene.keeps_width and tensor.dim() == 3:
+            shape[-1] = tensor.shape[-1]
         if tensor.dtype.is_floating_point:
             return self._random(*shape, generator=generator)
         if not _is_fake(tensor):

@@ -53,11 +53,25 @@ def plan_table(plan: ExecutionPlan, profiling_s: float | None = None, collective
     """
     parts: list[RenderableType] = [_heading(plan), _summary(plan, profiling_s, collectives), ""]
     parts += [_operator_table(operator_rows(plan)), "", _mode_table(plan.operators)]
+    parts += [Text(line) for line in _compiled_lines(plan)]
     if any(point.batch_size != plan.batch_size for point in plan.frontier):
         parts += ["", _frontier_table(plan)]
     if plan.baselines:
         parts += ["", baseline_table(plan)]
     return Group(*parts)
+
+
+def _compiled_lines(plan: ExecutionPlan) -> list[str]:
+    """Say which operators could not be sharded because they are compiled, where some others can be."""
+    found: dict[str, list[OperatorPlan]] = {}
+    for operator in plan.operators:
+        if operator.replicated_reason.startswith(("compiled", "scripted")):
+            found.setdefault(operator.replicated_reason, []).append(operator)
+    return [
+        f"Replicated as they are {reason}: {operators[0].name}"
+        + (f" and {len(operators) - 1} more" if len(operators) > 1 else "")
+        for reason, operators in found.items()
+    ]
 
 
 def baseline_table(plan: ExecutionPlan) -> Table:

@@ -25,6 +25,7 @@ from lightning_osdp.state.guarded_parameter import (
     opened,
     without_guards,
 )
+from lightning_osdp.state.refused_tracing import refuse_tracers
 
 
 def _names(text: str) -> frozenset[str]:
@@ -97,6 +98,7 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
         if name == "detach":
             return GuardedTensor.create(local_shard_of(first))
         if name in _REFUSED:
+            refuse_tracers()
             raise guard_behind(first).refusal(f"{name} needs its memory as a whole")
     elif name in _SHAPE_FUNCTIONS and isinstance(first, GatheredTensor):
         return func(*args, **kwargs)

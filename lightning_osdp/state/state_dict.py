@@ -172,7 +172,9 @@ def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) 
     """Return the sum of |g|^p over all elements, or the largest |g| for p = inf, in float32."""
     if not gradients:
         return torch.zeros((), device=device)
-    norms = torch.stack([torch.linalg.vector_norm(g, norm_type, dtype=torch.float32).to(device) for g in gradients])
+    # A few kernels on CUDA, not one for each.
+    each = torch._foreach_norm(gradients, norm_type, dtype=torch.float32)
+    norms = torch.stack([norm.to(device) for norm in each])
     return norms.max() if norm_type == float("inf") else norms.pow(norm_type).sum()
 
 

@@ -117,7 +117,7 @@ def test_step_that_cannot_be_right_is_refused_on_all_ranks(
 def test_tensor_that_outlived_its_run_says_so(results: list[dict[str, Any]], policy: str) -> None:
     for result in results:
         texts = result[f"held, {policy}"]
-        assert texts[0].startswith("ShardingError: this tensor is of weight")
+        assert texts[0].startswith("ShardingError: this tensor is of second.weight")
         assert "as it was sharded before the plan changed or the run ended: take it anew" in texts[0]
         assert texts[1:] == ["no error"] * 2 or all(text.startswith("ShardingError: this tensor") for text in texts[1:])
 

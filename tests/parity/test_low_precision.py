@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_osdp.backend.hierarchical import FlatCommunicator
 from lightning_osdp.engine.fairscale import unit_collectives
@@ -154,8 +156,47 @@ def odd(rank: int, ranks: int) -> dict[Any, Any]:
     }
 
 
-def run_all(rank: int, ranks: int) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    return train(rank, ranks), odd(rank, ranks)
+def losses_of(rank: int, way: str) -> list[float]:
+    """Losses of 50 steps: in float32, under autocast with gathered casts, and as ``fully_shard`` trains in bf16."""
+    torch.manual_seed(1)
+    model = TinyGPT()
+    engine, dtype = FairScaleEngine(CPU), torch.bfloat16
+    if way == "fully_shard":
+        mesh = init_device_mesh("cpu", (RANKS,))
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for block in (*model.blocks, model):
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+    optimizer = two_groups(model, lr=3e-3)
+    if way != "fully_shard":
+        plan = plan_of(model, "mixed", is_prefetched=False)
+        reduce_dtype = "bfloat16" if way == "reduced in bf16" else ""
+        plan = with_casts(plan, model).model_copy(update={"reduce_dtype": reduce_dtype})
+        engine.apply(model, plan, [optimizer])
+    losses, batches = [], gpt_batches(5, BATCH)
+    for step in range(50):
+        if way != "fully_shard":
+            engine.before_forward()
+        with torch.autocast("cpu", dtype, enabled="autocast" in way or "reduced" in way):
+            loss = gpt_loss(model, batches[step % 5, rank::RANKS])
+        loss.backward()
+        if way != "fully_shard":
+            engine.finish_backward()
+            engine.before_optimizer_step(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        if way != "fully_shard":
+            engine.after_optimizer_step()
+        losses.append(float(loss.detach()))
+    if way != "fully_shard":
+        engine.restore([optimizer])
+    return losses
+
+
+WAYS = ("float32", "autocast", "reduced in bf16", "fully_shard")
+
+
+def run_all(rank: int, ranks: int) -> tuple[Any, ...]:
+    return train(rank, ranks), odd(rank, ranks), {way: losses_of(rank, way) for way in WAYS}
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +206,7 @@ def all_runs() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def runs(all_runs: list[Any]) -> list[dict[Any, Any]]:
-    return [trained for trained, _ in all_runs]
+    return [trained for trained, *_ in all_runs]
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
@@ -182,12 +223,21 @@ def test_gathered_casts_train_to_the_same_bits_with_about_half_the_bytes(runs: l
 @pytest.mark.parametrize("mode", ["zdp", "zdp2"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_weight_read_in_other_ways_than_traced_has_its_own_values(all_runs: list[Any], layer: str, mode: str) -> None:
-    for _, run in all_runs:
+    for _, run, _ in all_runs:
         expected, found = run[layer, mode]
         assert all(torch.tensor(expected[0]).isfinite())
         assert found[0] == expected[0]
         assert_equal(found[1:], expected[1:])
         assert all(p.dtype == torch.float32 for p in found[2].values())
+
+
+def test_losses_of_50_steps_are_as_near_to_float32_as_those_of_fully_shard(all_runs: list[Any]) -> None:
+    """Ranks see other data, so their losses are averaged."""
+    mean = {way: torch.tensor([run[2][way] for run in all_runs]).mean(0) for way in WAYS}
+    away = {way: float((mean[way] - mean["float32"]).abs().mean()) for way in WAYS}
+    assert mean["float32"][-1] < 0.6 * mean["float32"][0]  # it learns
+    assert 0 < away["autocast"] <= 1.1 * away["fully_shard"], away
+    assert 0 < away["reduced in bf16"] <= 1.5 * away["fully_shard"], away
 
 
 def assert_equal(left: Any, right: Any) -> None:

@@ -121,6 +121,11 @@ def look_at(rank: int) -> dict[str, Any]:
         model.embed.weight[3] = 1.0
         plain.embed.weight[3] = 1.0
         found["changed in place"] = torch.allclose(model(sample), plain(sample), atol=1e-6)
+        seen: list[Tensor] = []
+        hook = model.mlp.up.register_forward_hook(lambda module, inputs, output: seen.append(output))
+        found["hooked"] = torch.allclose(model(sample), plain(sample), atol=1e-6)
+        found["seen by the hook"] = seen[0].shape == (4, 6, 32)
+        hook.remove()
         found["row without columns"] = error_of(lambda: model.mlp.down(torch.zeros(2, 32)))
     loss_of(model, sample).backward()
     engine.finish_backward()

@@ -112,7 +112,7 @@ class Attending(nn.Module):
     def forward(self, sample: Sample, skipped: Sequence[str] = ()) -> Tensor:
         """Returns logits (b, s, TOKENS), without what is ``skipped``."""
         tokens = sample["tokens"]
-        is_padding = (tokens < 4)[:, None, None]
+        is_padding = (tokens < 2)[:, None, None]
         mask = ~is_padding | torch.eye(tokens.shape[1], dtype=torch.bool) if is_padding.any() else None
         x = self.embed(tokens)
         if "attention" not in skipped:

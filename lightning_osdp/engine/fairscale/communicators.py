@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_osdp.backend.collectives import all_reduce_async
+from lightning_osdp.backend.collectives import all_reduce_async, coalesces
 from lightning_osdp.backend.hierarchical import (
     Communicator,
     FlatCommunicator,
@@ -63,7 +63,8 @@ class UnitCommunicators:
         reduce: runs reduce-scatters.
         inter_node_all_reduce: averages gradient shards between nodes; None if ``group`` is all ranks.
         prefetch_max_bytes: units up to this size are gathered and reduced while others compute.
-        coalesce_max_bytes: gradients of a unit are reduced together if they are no larger in all.
+        coalesce_max_bytes: gradients of a unit are reduced together if they are no larger in all, or if the backend
+            takes several tensors in a call.
     """
 
     group: Any
@@ -79,13 +80,15 @@ class UnitCommunicators:
 
     def select_reduce_communicator(self, parameters: Sequence[nn.Parameter]) -> Communicator | CoalescedReduceScatter:
         """Return what runs the reduce-scatters of a unit with these parameters, as ``planning.cost`` assumes it."""
-        if self.is_prefetched(parameters):
-            return FlatCommunicator(self.group, is_async=True)
+        is_prefetched = self.is_prefetched(parameters)
+        reduce = FlatCommunicator(self.group, is_async=True) if is_prefetched else self.reduce
         trainable_bytes = [parameter.nbytes for parameter in parameters if parameter.requires_grad]
-        if len(trainable_bytes) > 1 and sum(trainable_bytes) <= self.coalesce_max_bytes:
-            assert isinstance(self.reduce, FlatCommunicator)
-            return CoalescedReduceScatter(self.reduce, parameters)
-        return self.reduce
+        if not isinstance(reduce, FlatCommunicator) or len(trainable_bytes) < 2 or self.group.size() == 1:
+            return reduce
+        is_small = not is_prefetched and sum(trainable_bytes) <= self.coalesce_max_bytes
+        if is_small or coalesces(reduce.group, parameters[0].device):
+            return CoalescedReduceScatter(reduce, parameters)
+        return reduce
 
 
 class CommunicatorFactory:

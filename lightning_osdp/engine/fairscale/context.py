@@ -20,6 +20,7 @@ from lightning_osdp.engine.optimizer_in_backward import BackwardOptimizer
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.state.guarded_parameter import GuardContext, without_guards
+from lightning_osdp.state.refused_tracing import refuse_tracing
 
 REDUCE_DTYPES: dict[str, torch.dtype | None] = {"": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 """Types in which gradients are reduced, by their names in plans."""
@@ -95,15 +96,21 @@ class EngineContext:
         self.communicator_factory = CommunicatorFactory(group, device, choices, plan.cluster, self.sync)
         self.streams = create_streams(device, STREAM_NAMES, fairscale_module)
         self.backward_passes = _BackwardPasses(self.reducer, self.streams)
-        self.prefetch_limiter = create_prefetch_limiter(device)
+        self.gather_memory = self.prefetch_limiter = create_prefetch_limiter(device, self.streams["all_gather"])
 
     def check_run(self) -> None:
         """Refuse to run a module that must not run now.
 
         Raises:
-            ShardingError: its run is over, or its parameters are shown whole.
+            ShardingError: its run is over, its parameters are shown whole, it is traced, or a CUDA graph is captured.
         """
+        refuse_tracing()
         if self.why_no_runs:
             raise ShardingError(self.why_no_runs)
         if self.params_summoned:
             raise ShardingError("the model can't run while its parameters are shown whole: leave that context first")
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ShardingError(
+                "sharded operators can't be captured in a CUDA graph: what they gather has another place in each step. "
+                "Capture modules that stay replicated (OSDPCallback(modes=...)), or none"
+            )

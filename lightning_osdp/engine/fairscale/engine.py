@@ -290,6 +290,7 @@ class FairScaleEngine(Engine):
             undo()
         for unit in self._units:
             unit.reshard()
+        self._context.gather_memory.free_all()
         for operator in self._operators.values():
             operator.unshard(optimizers)
         self._mark_generation(False)
@@ -392,6 +393,7 @@ class FairScaleEngine(Engine):
             self._context.communicator_factory.inter_node_all_reduce.finish()
             for unit in self._units:
                 unit.reshard()  # whether or not the pass has reached it
+            self._context.gather_memory.free_all()
             for sliced in self._sliced_operators:
                 sliced.gather_slice_gradients()
         self._context.guards.add_outside_gradients()

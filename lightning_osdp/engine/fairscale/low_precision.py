@@ -134,14 +134,9 @@ class GatheredCast:
         self.storage = torch.UntypedStorage(0, device=shard.device)  # type: ignore[no-untyped-call]
         self.stand_in = shard.new_full((), float("nan")).expand(self._shape)
 
-    @property
-    def is_gathered(self) -> bool:
-        """Return whether its values are there, or on their way."""
-        return self.storage.nbytes() > 0
-
     def allocate(self) -> Tensor:
         """Return the flat tensor to gather into."""
-        if not self.is_gathered:
+        if not self.storage.nbytes():
             self.storage.resize_(self._numel * self._dtype.itemsize)
         return self._padded()
 
@@ -149,12 +144,6 @@ class GatheredCast:
         """Return the cast of this rank's shard."""
         shard: Tensor = self._parameter._fp32_shard.to(self._dtype)
         return shard
-
-    def free(self, stream: Any) -> None:
-        """Free the memory when the work of ``stream`` so far is done."""
-        if self.is_gathered:
-            self._padded().record_stream(stream)
-            self.storage.resize_(0)
 
     def read(self, on_read: Callable[[], None]) -> Tensor:
         """Return the cast, a function of the parameter where autograd records.

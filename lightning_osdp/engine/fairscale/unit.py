@@ -183,7 +183,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
         with without_guards():
             self._lazy_init()
         reads_casts, hidden = self._reads_casts(), [p for p in self.params if p not in self._shown_in_full]
-        gathered = self._gather(self.params, as_is=not reads_casts)
+        gathered = self._gather(self.params) if reads_casts else self._gather_as_is(self.params)
         if reads_casts:
             self._show_casts(hidden)
         self._use_full_params(hidden)
@@ -207,7 +207,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
                 hooks.pop()
             if self._num_running == 0:
                 self._keep_changes(versions, self._has_module_hooks())
-                gathered, self._gathered_as_is = gathered + self._gathered_as_is, []
+                gathered, self._read_as_is = gathered + self._read_as_is, []
             if self.reshard_after_forward or not with_grad:
                 self._free_full_params(gathered)
             self._use_fp32_param_shard(hidden)
@@ -244,7 +244,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
 
     def unshard_for_backward(self, values: GatheredValues) -> None:
         """Gather a parameter that a node needs though its gradient has come, or outside of a pass."""
-        self._gather([values.parameter], values.as_is)
+        (self._gather_as_is if values.as_is else self._gather)([values.parameter])
 
     def reshard_after_last_use(self, parameter: ShardedParameter) -> None:
         """See Note [frozen parameters]."""
@@ -260,7 +260,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
             set_gradient_aside(parameter)
         has_hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
         if has_hooks and self._weight_slice is None:
-            self._gather([parameter], as_is=True)  # the user's hooks may read it
+            self._gather_as_is([parameter])  # the user's hooks may read it
         self._use_full_params([parameter])
         self.training_state = TrainingState.BACKWARD_POST
 

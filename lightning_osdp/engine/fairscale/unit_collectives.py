@@ -94,7 +94,7 @@ class CoalescedReduceScatter(_RankedCommunicator[FlatCommunicator]):
     def enqueue(
         self, full_flat: Tensor, on_reduced: Callable[[Tensor], None], dtype: torch.dtype | None = None
     ) -> bool:
-        """Queue a gradient for the next ``flush``, which hands it on in ``dtype``, and return whether all have come."""
+        """Queue a gradient for the next ``start``, which hands it on in ``dtype``, and return whether all have come."""
         self._queued.append((full_flat, on_reduced, dtype or full_flat.dtype))
         return len(self._queued) >= sum(parameter.requires_grad for parameter in self._parameters)
 
@@ -103,15 +103,28 @@ class CoalescedReduceScatter(_RankedCommunicator[FlatCommunicator]):
         """Return what is called with each queued gradient once it is reduced."""
         return [on_reduced for _, on_reduced, _ in self._queued]
 
-    def flush(self) -> None:
-        """Reduce the queued gradients."""
+    @property
+    def is_async(self) -> bool:
+        """Return whether the reduction goes on while others compute."""
+        return self._communicator.is_async
+
+    def start(self) -> Callable[[], None]:
+        """Reduce the queued gradients, or begin to; return what waits for that and hands them on."""
         queued, self._queued = self._queued, []
         inputs, callbacks, dtypes = zip(*queued, strict=True)
         outputs = [full_flat.new_empty(full_flat.numel() // self.size()) for full_flat in inputs]
-        self.reduce_scatter_coalesced(outputs, inputs)
+        work = reduce_scatter_async(outputs, inputs, self._communicator.group) if self.is_async else None
+        if work is None:
+            self.reduce_scatter_coalesced(outputs, inputs)
         del queued, inputs  # the full gradients are freed before callbacks, which may update parameters
-        for on_reduced, output, dtype in zip(callbacks, outputs, dtypes, strict=True):
-            on_reduced(output.to(dtype))
+
+        def finish() -> None:
+            if work is not None:
+                work.wait()
+            for on_reduced, output, dtype in zip(callbacks, outputs, dtypes, strict=True):
+                on_reduced(output.to(dtype))
+
+        return finish
 
     def reduce_scatter_coalesced(self, outputs: Sequence[Tensor], full_flats: Sequence[Tensor]) -> None:
         """See ``collectives.reduce_scatter_coalesced``."""
@@ -177,8 +190,8 @@ class GradientReducer:
 
     def flush(self) -> None:
         """Complete all reductions."""
-        self._finish_pending()
         self._flush_queued()
+        self._finish_pending()
 
     def _finish_pending(self) -> None:
         pending, self._pending = self._pending, None
@@ -189,7 +202,12 @@ class GradientReducer:
         queued, self._queued_reduction = self._queued_reduction, None
         if queued is not None:
             self._before_reduction(queued.callbacks)
-            queued.flush()
+            finish = queued.start()
+            if queued.is_async:
+                self._finish_pending()
+                self._pending = finish
+            else:
+                finish()
 
     def discard(self) -> None:
         """Drop what a backward pass that raised has left unfinished."""

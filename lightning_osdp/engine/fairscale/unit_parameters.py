@@ -34,7 +34,6 @@ class UnitParameters:
     world_size: int
     rank: int
     reshard_after_forward: bool
-    has_full_params: bool
     param_indices: Any
     _context: Any
     _coalesced_gather: Any
@@ -54,10 +53,15 @@ class UnitParameters:
         self._unread_casts: dict[nn.Parameter, int] = {}
         self._shown_in_full: set[nn.Parameter] = set()
         self._shown_as_casts: set[nn.Parameter] = set()
-        self._gathered_as_is: list[ShardedParameter] = []
+        self._read_as_is: list[ShardedParameter] = []
+        self._gathered: set[tuple[nn.Parameter, bool]] = set()
+        """What is gathered or on its way: parameters, and whether in their own type."""
         self._saved: set[tuple[nn.Parameter, bool]] = set()
         self._values_by_storage: dict[int, GatheredValues] = {}
-        self._as_is_index = self._context.order.register(_AsIs(self)) if compute_dtypes else self._index
+        sizes = [p._orig_size.numel() * compute_dtypes.get(p, p.dtype).itemsize for p in self.params]
+        context = self._context
+        context.gather_memory.max_bytes = max(context.gather_memory.max_bytes, sum(sizes))
+        self._as_is_index = context.order.register(_AsIs(self)) if compute_dtypes else self._index
 
     def _init_param_attributes(self, p: ShardedParameter) -> None:
         if hasattr(p, "_fp32_shard"):
@@ -87,14 +91,18 @@ class UnitParameters:
         """Note that a backward pass will read these."""
         self._saved.add((values.parameter, values.as_is))
 
-    def _gather(self, params: Sequence[ShardedParameter], as_is: bool = False) -> list[ShardedParameter]:
-        """Gather those of the parameters that are not, as casts where there are casts of them, and return them.
+    def _gather(self, params: Sequence[ShardedParameter]) -> list[ShardedParameter]:
+        """Gather those of the parameters that are not, as casts where there are any, and return them. Collective."""
+        return self._gather_missing(params, as_is=False)
 
-        Collective. With ``as_is`` all are gathered in their own type.
-        """
-        as_is = as_is and bool(self._casts)
-        if as_is:
-            self._coalesced_gather.wait()  # casts may be on their way
+    def _gather_as_is(self, params: Sequence[ShardedParameter]) -> list[ShardedParameter]:
+        """Gather those of the parameters that are not, in their own type, and return them. Collective."""
+        if not self._casts:
+            return self._gather(params)
+        self._coalesced_gather.wait()  # casts may be on their way
+        return self._gather_missing(params, as_is=True)
+
+    def _gather_missing(self, params: Sequence[ShardedParameter], as_is: bool) -> list[ShardedParameter]:
         is_started = self._coalesced_gather.is_started
         missing = [p for p in params if is_started or not self._is_gathered(p, as_is)]
         if not missing or self.world_size == 1:
@@ -102,16 +110,18 @@ class UnitParameters:
         indices = [self.param_indices[p] for p in missing] if len(missing) < len(self.params) else ()
         self._context.order.before_gather(self._as_is_index if as_is else self._index, is_in_backward(), indices)
         self._context.prefetch_limiter.before_gather()
-        with self._use_stream("all_gather"):
-            tensors = ([], []) if is_started else self._outputs_and_shards(missing, as_is)
-            self._coalesced_gather.gather(*tensors)
-        self.has_full_params = True
+        try:
+            with self._use_stream("all_gather"):
+                tensors = ([], []) if is_started else self._outputs_and_shards(missing, as_is)
+                self._coalesced_gather.gather(*tensors)
+        except BaseException:  # what has no values must not count as gathered
+            self._free(missing)
+            raise
         self._context.order.prefetch_next()
         return missing
 
     def _is_gathered(self, parameter: ShardedParameter, as_is: bool) -> bool:
-        cast = None if as_is else self._casts.get(parameter)
-        return cast.is_gathered if cast is not None else _has_values(parameter)
+        return (parameter, as_is or parameter not in self._casts) in self._gathered
 
     @contextmanager
     def _use_stream(self, name: str) -> Iterator[None]:
@@ -124,10 +134,19 @@ class UnitParameters:
 
     def _outputs_and_shards(self, params: Sequence[ShardedParameter], as_is: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Return what to gather into, and what to gather."""
-        casts = [None if as_is else self._casts.get(p) for p in params]
-        pairs = zip(params, casts, strict=True)
-        outputs = [cast.allocate() if cast is not None else _allocate(p) for p, cast in pairs]
+        outputs = []
+        for p in params:
+            cast = None if as_is else self._casts.get(p)
+            self._context.gather_memory.take_back(self._storage_of(p, cast is None))
+            self._gathered.add((p, cast is None))
+            outputs.append(cast.allocate() if cast is not None else _allocate(p))
         return _of_one_type(outputs), self._shards(params, as_is)
+
+    def _storage_of(self, parameter: ShardedParameter, as_is: bool) -> torch.UntypedStorage:
+        if not as_is:
+            return self._casts[parameter].storage
+        full: Tensor = parameter._full_param_padded
+        return full.untyped_storage()
 
     def _shards(self, params: Sequence[ShardedParameter], as_is: bool) -> list[Tensor]:
         """Return this rank's parts of parameters, in the type in which they are gathered."""
@@ -150,7 +169,7 @@ class UnitParameters:
         self._use_full_params([p for p in read if p not in self._casts])
         as_is = [p for p in awaited if p in self._casts and (p, True) in self._saved]
         if as_is:
-            self._gather(as_is, as_is=True)
+            self._gather_as_is(as_is)
             self._use_full_params(as_is)
 
     def _reads_in_backward(self, parameter: ShardedParameter) -> bool:
@@ -161,23 +180,21 @@ class UnitParameters:
     @property
     def has_unsharded_params(self) -> bool:
         """Return whether any parameter is gathered now; after a backward pass, those that it did not reach are."""
-        return self.world_size > 1 and (
-            any(_has_values(parameter) for parameter in self.params)
-            or any(cast.is_gathered for cast in self._casts.values())
-        )
+        return bool(self._gathered)
 
     def _free_full_params(self, params: Any = None) -> None:
         params = self.params if params is None else params
         if self._num_running or not params:
             return
-        was_unsharded = self.has_full_params
         self._coalesced_gather.wait()
-        super()._free_full_params(params)  # type: ignore[misc]
+        self._free(params)
+
+    def _free(self, params: Sequence[ShardedParameter]) -> None:
         for parameter in params:
-            if parameter in self._casts:
-                self._casts[parameter].free(fairscale_module.torch.cuda.current_stream())
-        if was_unsharded:
-            self._context.prefetch_limiter.after_free()
+            for as_is in (False, True):
+                if (parameter, as_is) in self._gathered:
+                    self._gathered.discard((parameter, as_is))
+                    self._context.gather_memory.free(self._storage_of(parameter, as_is))
 
     # What parameters show
 
@@ -222,7 +239,7 @@ class UnitParameters:
     def read_as_is(self, parameter: ShardedParameter) -> None:
         """Gather the parameter in its own type, which it shows for the rest of the run."""
         with without_guards():
-            self._gathered_as_is += self._gather([parameter], as_is=True)
+            self._read_as_is += self._gather_as_is([parameter])
             self._shown_as_casts.discard(parameter)
             show_plain(parameter)
             parameter.data = parameter._full_view
@@ -277,7 +294,7 @@ class _AsIs:
     """The gathers of a unit's parameters in their own type, where it usually gathers casts, in the agreed order."""
 
     def __init__(self, unit: Any) -> None:
-        self._unit, self.join_reduction = unit, unit.join_reduction
+        self._unit, self.join_reduction, self.can_run = unit, unit.join_reduction, unit.can_run
 
     @property
     def label(self) -> str:
@@ -290,11 +307,6 @@ class _AsIs:
 
     def start_prefetch(self) -> None:
         """Start nothing: that casts are not enough is found when the parameter is read."""
-
-
-def _has_values(parameter: ShardedParameter) -> bool:
-    padded = getattr(parameter, "_full_param_padded", None)
-    return padded is not None and padded.untyped_storage().size() > 0
 
 
 def _allocate(parameter: ShardedParameter) -> Tensor:

@@ -123,7 +123,7 @@ class _Slice(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.scale, None
+        return gradient.mul_(ctx.scale), None  # nobody else has it: it comes from the product with the slice
 
 
 def read_whole(

@@ -106,7 +106,10 @@ def prefetch_bytes(units: list[ShardUnit], gathered: list[float], cluster: Clust
         return PrefetchBytes()
     next_unit = max(size for _, size in prefetched)
     # The parts that other ranks have sent are held, too, except for those of one rank.
-    largest = max(shard.gradient_bytes for unit, _ in prefetched for shard in unit.shards)
+    largest = max(
+        sum(unit.gradient_sizes) if unit.coalesces_gradients(cluster) else max(unit.gradient_sizes, default=0)
+        for unit, _ in prefetched
+    )
     inflight = largest * (1 + max(0, ranks - 2) / ranks)
     several = sum(unit.num_slices for unit in units) > 1
     is_freed = any(unit.mode == Mode.ZDP for unit, _ in prefetched)  # zdp2 slices count from the first one on
@@ -114,17 +117,18 @@ def prefetch_bytes(units: list[ShardUnit], gathered: list[float], cluster: Clust
         next_unit,
         inflight,
         next_unit if several and is_freed else 0.0,
-        inflight if several or len(units[0].shards) > 1 else 0.0,
+        inflight if several or (len(units[0].shards) > 1 and not units[0].coalesces_gradients(cluster)) else 0.0,
     )
 
 
-def coalesced_reduction_bytes(groups: Sequence[Sequence[ParamShard]], ranks: int) -> float:
+def coalesced_reduction_bytes(groups: Sequence[Sequence[ParamShard]], cluster: Cluster, ranks: int) -> float:
     """Return the largest memory of reducing gradients by one collective, on top of their gathered parameters.
 
-    All gradients are held until the last exists; then also their reduced parts and what other ranks have sent.
+    All gradients are held until the last exists; then also their reduced parts and what other ranks have sent on gloo.
 
     Args:
         groups: The shards whose gradients appear at the same time, in order.
+        cluster: The ranks.
         ranks: Ranks that they are sharded over.
     """
     largest = held = 0.0
@@ -133,7 +137,8 @@ def coalesced_reduction_bytes(groups: Sequence[Sequence[ParamShard]], ranks: int
         largest = max(largest, held + gradients)
         held += gradients - sum(shard.bytes_before_gradient for shard in group)
     total = sum(shard.gradient_bytes for group in groups for shard in group)
-    return max(largest, held + total * (1 + max(0, ranks - 2)) / ranks)
+    received = max(0, ranks - 2) if cluster.uses_ring_collectives else 0
+    return max(largest, held + total * (1 + received) / ranks)
 
 
 def prefetch_held(

@@ -182,7 +182,7 @@ def _transient_bytes(unit: ShardUnit, own_parts: float, cluster: Cluster, ranks:
     orders = sorted({shard.gradient_order for shard in unit.shards})
     groups = [[shard for shard in unit.shards if shard.gradient_order == order] for order in orders]
     if unit.coalesces_gradients(cluster):
-        return coalesced_reduction_bytes(groups, ranks)
+        return coalesced_reduction_bytes(groups, cluster, ranks)
     if len(groups) == 1:
         return _reduction_bytes(unit.shards, own_parts, cluster, ranks)
     largest = freed = 0.0

@@ -25,6 +25,9 @@ part, instead of N - 1 rounds of a ring. [M-cost-9]"""
 COALESCE_BYTES = 4 << 20
 """On CPUs, gradients of one unit up to this total are reduced by one collective once all exist. [M-cost-10]"""
 
+ANY_SIZE = 1 << 62
+"""The same where a backend reduces several tensors in one call (NCCL)."""
+
 
 class ScopeLinks(NamedTuple):
     """The collectives of a sharding scope."""
@@ -57,6 +60,18 @@ class ScopeLinks(NamedTuple):
     def inter_node_s(self, unsharded_bytes: float) -> float:
         """Return the seconds to average a gradient's parts between nodes; 0 if the scope is all ranks."""
         return self.inter_node.time_s(unsharded_bytes / self.ranks, self.nodes) if self.inter_node is not None else 0.0
+
+
+def coalesce_max_bytes(cluster: Cluster, *, is_prefetched: bool) -> int:
+    """Return up to which total a unit's gradients are reduced by one collective.
+
+    Args:
+        cluster: The ranks.
+        is_prefetched: Whether the unit's collectives run beside compute: rings do so gradient by gradient.
+    """
+    if cluster.backend in ("nccl", "emulated"):
+        return ANY_SIZE
+    return COALESCE_BYTES if cluster.coalesces_gradients and not is_prefetched else 0
 
 
 def sharding_ranks(cluster: Cluster, scope: ShardingScope) -> int:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lightning_osdp.planning.cost.sharding_scopes import COALESCE_BYTES
+from lightning_osdp.planning.cost.sharding_scopes import coalesce_max_bytes
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, slice_sizes
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import Operator, ParameterInfo
@@ -98,12 +98,8 @@ class ShardUnit(NamedTuple):
     def coalesces_gradients(self, cluster: Cluster) -> bool:
         """Return whether its gradients are reduced by one collective once all exist, and not one by one."""
         sizes = self.gradient_sizes
-        return (
-            cluster.coalesces_gradients
-            and len(sizes) > 1
-            and sum(sizes) <= COALESCE_BYTES
-            and not self.is_prefetched(cluster)
-        )
+        max_bytes = coalesce_max_bytes(cluster, is_prefetched=self.is_prefetched(cluster))
+        return len(sizes) > 1 and sum(sizes) <= max_bytes
 
 
 class OperatorShards(NamedTuple):

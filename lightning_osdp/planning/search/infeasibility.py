@@ -94,6 +94,7 @@ def _relaxed_problems(problem: Problem) -> Iterator[tuple[str, Problem]]:
     lifted: dict[str, Any] = {}
     for argument, words in (
         ("modes", "modes that the search chooses (modes='auto')"),
+        ("tensor_parallel", "operators cut over ranks as the search sees fit (tensor_parallel='auto')"),
         ("slice_granularity", "operators split as the search sees fit (slice_granularity='auto')"),
         ("activation_checkpointing", "blocks recomputed (activation_checkpointing='auto')"),
     ):

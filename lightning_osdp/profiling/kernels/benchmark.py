@@ -56,7 +56,7 @@ CPU_ATTENTIONS = (
 )
 """Kernels whose time is that of their FLOPs."""
 
-MAX_FLOPS, SAMPLE_FLOPS = 2e10, 1e10
+MAX_FLOPS, SAMPLE_FLOPS = 1e10, 5e9
 """FLOPs beyond which such a kernel is timed on a CPU by a smaller one, and that one's: a core makes some 1e11 in a
 second, and the products of a model of 7 B parameters have up to 5e12."""
 

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -21,6 +22,9 @@ from lightning_osdp.profiling.tracing.parameter_owners import OwnerScope, find_s
 from lightning_osdp.profiling.tracing.recorder import Recording
 from lightning_osdp.profiling.tracing.repeated_blocks import describe_blocks, find_blocks
 from lightning_osdp.profiling.tracing.weight_casts import find_compute_dtypes, leave_out_casts
+
+LOOKUPS = frozenset({torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag.default})
+"""What reads rows of a weight, and nothing of it in backward."""
 
 KernelsByBatchSize = dict[int, tuple[Kernel, ...]]
 
@@ -107,6 +111,9 @@ def _build_operators(
         dtypes: Types in which autocast reads parameters (``weight_casts``).
     """
     orders = _gradient_orders(scopes, step.recording.gradients)
+    # A product reads no weight either where its input needs no gradient, but another step may need it.
+    looked_up = {p for op in step.ops if op.func in LOOKUPS for p in op.used_parameters}
+    read = step.recording.read_in_backward | {i for scope in scopes for i in scope.parameters} - looked_up - set(dtypes)
     parameters = [
         ParameterInfo(
             name=parameter.names[0],
@@ -117,7 +124,7 @@ def _build_operators(
             optimizer_bytes=optimizer_trace.state_bytes[index],
             gradient_order=orders.get(index, 0),
             cast_element_bytes=2 if index in dtypes else 0,
-            read_in_backward=index in step.recording.read_in_backward,
+            read_in_backward=index in read,
         )
         for index, parameter in enumerate(named_parameters(module))
     ]

@@ -38,6 +38,10 @@ from lightning_osdp.profiling.tracing.parameter_owners import named_parameters
 from lightning_osdp.profiling.tracing.profile_builder import build_profile
 from lightning_osdp.profiling.tracing.recorder import Recorder, Recording
 
+MAX_TRACED_BYTES = 64 << 30
+"""Live bytes of the larger batch size's step beyond which it is traced at a smaller one on a CPU: kernels that are then
+timed take a part of that. The same on all machines, for ranks have to trace alike."""
+
 MAX_TRACE_BATCH_SIZE = 64
 """Largest batch size to trace at on CUDA, where kernels of few samples take as long as their launch. [M-trace-1]"""
 
@@ -160,8 +164,10 @@ class FakeTrace:
     def record_smaller_batch(self, optimizers: list[Any]) -> None:
         """Record the smaller batch size and the step of ``optimizers``."""
         self._record(self.sizes[0])
-        if self._step.device.type == "cuda":
-            live_bytes = max(self._recordings[self.sizes[0]].live_bytes())
+        live_bytes = max(self._recordings[self.sizes[0]].live_bytes())
+        if self._step.device.type != "cuda":
+            self.sizes = _affordable_sizes(self.sizes, live_bytes)
+        else:
             self.sizes = _saturating_sizes(self.sizes, live_bytes, allowed_bytes(self._step.device))
         parameters = [parameter.tensor for parameter in named_parameters(self._module)]
         clipping = Clipping.from_trainer(self._step.module._trainer)
@@ -234,6 +240,13 @@ def choose_batch_sizes(step: TrainingStep) -> tuple[int, ...]:
     return (step.batch_size,)
 
 
+def _affordable_sizes(sizes: tuple[int, ...], live_bytes: int) -> tuple[int, ...]:
+    """Return ``sizes`` with a smaller step between them where the larger one's kernels would take gigabytes each."""
+    if len(sizes) == 1 or sizes[1] / sizes[0] * live_bytes <= MAX_TRACED_BYTES:
+        return sizes
+    return (sizes[0], sizes[0] + 1)
+
+
 def _saturating_sizes(sizes: tuple[int, ...], live_bytes: int, device_bytes: int) -> tuple[int, ...]:
     """Return ``sizes`` with the larger one doubled as long as its step, of ``live_bytes`` at the smaller, would fit."""
     *smaller, larger = sizes
@@ -251,7 +264,8 @@ def _record(
     """Run forward and, with ``autograd``, backward of ``module`` on one batch; free ``real`` gradients as they come."""
     batch = stand_ins.move_batch(module, batch, step.device)
     parameters = [parameter.tensor for parameter in named_parameters(module)]
-    recorder = Recorder(module, parameters, free_gradients=real)
+    # A step that optimizes by itself may look at the gradients.
+    recorder = Recorder(module, parameters, free_gradients=real and module.automatic_optimization)
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
             recorder.track(leaf)

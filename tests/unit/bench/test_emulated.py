@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from bench.emulated import document, queue
+from bench.comparison.models import next_byte_loss
+from bench.emulated import document, gpu, queue
 from bench.emulated.climb import LARGEST, Climb
 from bench.emulated.comparison import SYSTEMS, cells
 from bench.emulated.links import scaled_cluster
+from bench.emulated.models import Paper, tokens_of, vocabulary_of
 from bench.emulated.queue import Cell, Results, run_all
 
 
@@ -94,3 +97,45 @@ def test_page_shows_leads_and_what_was_not_run(tmp_path: Path, ran: list[Cell]) 
 def test_cell_is_known_by_all_that_it_is() -> None:
     one = Cell("compare", "nd-small", 8)
     assert all(str(value) in one.name for value in asdict(one).values())
+
+
+def test_page_sums_up_accuracy_by_ranks(tmp_path: Path) -> None:
+    results = Results(tmp_path / "accuracy.json")
+    for ranks, predicted in ((2, 1.0), (64, 1.2)):
+        figures = {"predicted_s": predicted, "step_s": 1.0, "predicted_bytes": 98, "peak_bytes": 100}
+        results.put(Cell("accuracy", "gptj", ranks), figures)
+    text = document.accuracy(tmp_path / "accuracy.json")
+    assert "| 2 | 1 | 0.0% | 1 | 1 | -2.0% | -2.0% |" in text
+    assert "| 64 | 1 | 20.0% | 0 | 1 | -2.0% | -2.0% |" in text
+    assert "not run yet" in document.accuracy(tmp_path / "nothing.json")
+
+
+def test_page_shows_how_far_emulated_is_from_real(tmp_path: Path) -> None:
+    results = Results(tmp_path / "real.json")
+    one, other = {"step_s": 1.0, "peak_bytes": 100}, {"step_s": 1.1, "peak_bytes": 99}
+    results.put(Cell("real", "gptj", 2, "zdp"), {"real": one, "emulated": other})
+    assert "| 2 | gptj | zdp | +10.0% | -1.0% |" in document.real(tmp_path / "real.json")
+
+
+def test_failed_cell_is_run_again_and_one_that_does_not_fit_is_not(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    failed, large = Cell("compare", "nd-small", 8), Cell("compare", "nd-small", 8, "ddp")
+    results.put(failed, {"error": "status 1"})
+    results.put(large, {"error": "does not fit"})
+    assert results.get(failed) is None
+    assert results.get(large) is not None
+
+
+def test_papers_model_gives_a_loss_for_samples_of_many_sequences() -> None:
+    name = "W&S 2 x 6144"
+    tokens = torch.randint(0, vocabulary_of(name), (2, tokens_of(name) + 1))
+    logits = Paper((64, 64))(tokens[:, :-1])
+    assert logits.shape == (2, 96 * 6, vocabulary_of(name))
+    assert next_byte_loss(logits, tokens).isfinite()
+
+
+def test_gpu_queue_begins_with_the_papers_links_and_its_smaller_limit() -> None:
+    every = gpu.cells()
+    assert {(cell.links, cell.limit_mib) for cell in every[:40]} == {("titan-rtx-pcie3", 8 << 10)}
+    assert len(every) == 3 * 3 * 4 * len(SYSTEMS)
+    assert {cell.precision for cell in every if cell.model == gpu.LLAMA} == {"bf16-true"}

@@ -52,10 +52,10 @@ def counting() -> Iterator[Counter[str]]:
     found: Counter[str] = Counter()
     run = EmulatedGroup._run
 
-    def counted(group: Any, kind: str, copy: Any, results: Any, num_bytes: int | None = None) -> Any:
+    def counted(group: Any, kind: str, copy: Any, results: Any, num_bytes: Any = None, *rest: Any, **named: Any) -> Any:
         size = sum(result.nbytes for result in results) if num_bytes is None else num_bytes
         found.update({kind: size, "bytes": size, f"calls of {kind}": 1})
-        return run(group, kind, copy, results, num_bytes)
+        return run(group, kind, copy, results, num_bytes, *rest, **named)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EmulatedGroup, "_run", counted)

@@ -10,7 +10,7 @@ from lightning_osdp.engine import base
 from lightning_osdp.engine.base import create_engine, engine_capabilities, engines_of, find_engine, register_engine
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.planning.spec.capabilities import EngineCapabilities
+from lightning_osdp.planning.spec.capabilities import ALL_CAPABILITIES, EngineCapabilities
 from lightning_osdp.planning.spec.choices import Mode, ShardingScope, enumerate_choices
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import Operator, ParameterInfo
@@ -58,8 +58,8 @@ def test_engines_of_module_come_in_order_of_creation_whatever_their_modules_are(
     assert engines_of(own) == [engine for index, engine in enumerate(engines) if index % 4 != 1 and index != 3]
 
 
-def test_fairscale_prefetches_on_cpu_only() -> None:
-    assert engine_capabilities("fairscale", CPU) == EngineCapabilities()
+def test_fairscale_can_do_everything_but_prefetches_on_cpu_only() -> None:
+    assert engine_capabilities("fairscale", CPU) == ALL_CAPABILITIES
     assert not engine_capabilities("fairscale", torch.device("cuda")).prefetch
 
 

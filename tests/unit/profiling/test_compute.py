@@ -15,8 +15,9 @@ from lightning_osdp.backend.cpu.malloc import configure_cpu_allocator
 from lightning_osdp.backend.memory import trim
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.trial_correction import fit_nonnegative_line
-from lightning_osdp.planning.spec.cluster import KernelWorkspace
-from lightning_osdp.planning.spec.model import UNATTRIBUTED, LinearInBatch
+from lightning_osdp.planning.spec.cluster import KernelWorkspace, OperatorTime
+from lightning_osdp.planning.spec.model import UNATTRIBUTED, LinearInBatch, Operator, ParameterInfo
+from lightning_osdp.planning.spec.tensor import TensorRole, TensorUse
 from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.compute import measure_compute, measure_partition, warm_up
 from lightning_osdp.profiling.kernels import benchmark, synthetic_args
@@ -311,3 +312,27 @@ def test_sample_of_long_lists_covers_all_tensor_sizes(monkeypatch: pytest.Monkey
         monkeypatch.setattr(benchmark, "MAX_LIST_BYTES", math.ceil(kernel.num_bytes / every))
         sample = benchmark._sample(kernel)
         assert sample.args == ((bias,) * (20 // every) + (weight,) * (20 // every),) * 2
+
+
+@pytest.mark.parametrize(
+    ("role", "s_per_byte", "forward_s", "backward_s"),
+    [
+        (TensorRole.LINEAR, 1e-6, 10e-3 - 0.75 * 4e-3, 20e-3 - 0.75 * 8e-3),
+        (TensorRole.EMBEDDING, 1e-6, 10e-3, 20e-3 - 0.75 * 8e-3),
+        (TensorRole.COLUMN, 1.0, 10e-3 / 4, 20e-3 / 4),  # no more is saved than there is
+        (TensorRole.ROW, 0.0, 10e-3, 20e-3),
+    ],
+)
+def test_slice_of_tensor_parallel_operator_takes_less_by_its_share_of_passes_over_the_weight(
+    role: TensorRole, s_per_byte: float, forward_s: float, backward_s: float
+) -> None:
+    weight, bias = ParameterInfo(name="a.weight", shape=(10, 100)), ParameterInfo(name="a.bias", shape=(10,))
+    use = TensorUse(role=role, degrees=(4,), input_bytes=1, output_bytes=1)
+    operator = Operator(name="a", kind="Linear", parameters=(weight, bias), tensor=use)
+    whole = OperatorTime(
+        forward=LinearInBatch(fixed=10e-3, per_sample=1e-3), backward=LinearInBatch(fixed=20e-3, per_sample=2e-3)
+    )
+    (own,) = compute._with_tensor_times(whole, operator, s_per_byte).tensor
+    assert (own.degree, own.forward.per_sample, own.backward.per_sample) == (4, 1e-3, 2e-3)
+    assert (own.forward.fixed, own.backward.fixed) == (pytest.approx(forward_s), pytest.approx(backward_s))
+    assert compute._with_tensor_times(whole, operator.model_copy(update={"tensor": None}), 1.0) == whole

@@ -292,6 +292,61 @@ def test_pair_is_found_just_if_nothing_mixes_features_or_reads_them_elsewhere(
     assert bool(found) == is_right
 
 
+class Attention(nn.Module):
+    """Attention with divided heads, and something that must not be cut along."""
+
+    def __init__(self, flaw: str = "") -> None:
+        super().__init__()
+        self.flaw, self.heads = flaw, 4
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        heads = (t.view(len(x), -1, self.heads, WIDTH // 4).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        q, k, v = heads
+        scores = q @ k.transpose(-1, -2) / 2
+        if mask is not None:
+            scores = scores + mask
+        weights = scores.softmax(-1)
+        if self.flaw == "over heads":
+            weights = weights / weights.sum(1, keepdim=True)
+        if self.flaw == "buffer":
+            self.seen += weights.detach().mean()
+        if self.flaw == "rare":
+            weights = torch.where(weights > 1e6, weights.mean(1, keepdim=True), weights)
+        y = (weights @ v).transpose(1, 2).flatten(2)
+        y = self.out(y * x.mean(-1, keepdim=True) if self.flaw == "gate" else y)
+        if self.flaw == "residual":
+            return y + x
+        return (y, weights) if self.flaw == "weights" else (y, x) if self.flaw == "returns x" else y
+
+
+class AttentionBlock(nn.Module):
+    def __init__(self, flaw: str = "") -> None:
+        super().__init__()
+        self.attention, self.flaw = Attention(flaw), flaw
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.layer_norm(x, x.shape[-1:])
+        masks = {"own mask": h.mean((0, 2)), "own number": h.mean(), "sample mask": h.mean(-1)[:, None, None]}
+        mask = masks.get(self.flaw)
+        out = self.attention(h * self.scale, mask)
+        y, more = out if isinstance(out, tuple) else (out, None)
+        return x + y + (0 if more is None else more.mean())
+
+
+@pytest.mark.parametrize("flaw", ["", "gate", "sample mask"])
+def test_attention_whose_heads_can_be_divided_is_a_scope(flaw: str) -> None:
+    (found,) = groups(profile_of_net(AttentionBlock(flaw))).values()
+    assert (found.scope, found.attributes, found.parts) == ("net.attention", ("net.attention.heads",), (3, 1))
+
+
+@pytest.mark.parametrize("flaw", ["over heads", "buffer", "rare", "residual", "weights", "returns x", "own mask"])
+def test_attention_that_must_see_all_heads_or_its_own_samples_is_no_scope(flaw: str) -> None:
+    assert not groups(profile_of_net(AttentionBlock(flaw)))
+
+
 # -- how it is looked for ----------------------------------------------------------------------------------------------
 
 
@@ -306,18 +361,38 @@ class Stack(nn.Module):
         return x
 
 
-def test_blocks_that_do_the_same_are_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    trials: list[int] = []
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with each group that is played."""
+    counted: list[int] = []
 
     class Counted(Trial):
         def __init__(self, *args: Any) -> None:
-            trials.append(1)
+            counted.append(1)
             super().__init__(*args)
 
     monkeypatch.setattr(tensor_scopes, "Trial", Counted)
-    net = Stack(48)
+    return counted
+
+
+def test_blocks_that_do_the_same_are_proven_once(trials: list[int]) -> None:
+    net = Stack(24)
     net.layers[7].steps = ("silu times itself",)
-    assert len(groups(profile_of_net(net))) == 48
+    assert len(groups(profile_of_net(net))) == 24
+    assert len(trials) == 2
+
+
+def test_pair_with_a_hook_in_between_is_not_found_though_others_alike_are() -> None:
+    layers = [nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH)) for _ in range(3)]
+    _hooked(layers[1][1])
+    net = Stack(0)
+    net.layers.extend(layers)
+    assert list(groups(profile_of_net(net))) == ["net.layers.0.0 net.layers.0.2", "net.layers.2.0 net.layers.2.2"]
+
+
+def test_attentions_that_do_the_same_are_proven_once(trials: list[int]) -> None:
+    module = zoo.gpt2(layers=4)
+    assert len(groups(profile_of(module, module.batch(4)))) == 8
     assert len(trials) == 2
 
 
@@ -339,6 +414,13 @@ def test_pair_on_the_meta_device_is_found() -> None:
     with torch.device("meta"):
         net = Between("gelu", hidden=4096)
     assert list(groups(profile_of_net(net))) == ["net.up net.down"]
+
+
+@pytest.mark.parametrize("tokens", [12, WIDTH])
+def test_pair_of_long_sequences_is_played_on_short_ones(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_scopes, "MAX_ELEMENTS", 0)
+    assert list(groups(profile_of_net(Between("gelu"), tokens, WIDTH))) == ["net.up net.down"]
+    assert not groups(profile_of_net(Between("gelu"), 3, WIDTH))
 
 
 def test_no_pair_is_claimed_if_there_is_no_time_to_try(monkeypatch: pytest.MonkeyPatch) -> None:

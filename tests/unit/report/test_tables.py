@@ -98,6 +98,17 @@ def test_plan_table_summary_shows_every_number_with_its_unit() -> None:
     assert cells(text, "profiling") == ["profiling", "took 12.50 s"]
 
 
+def test_plan_table_says_what_is_replicated_because_it_is_compiled() -> None:
+    reasons = ["compiled by torch.compile"] * 2 + ["used by the whole model"]
+    compiled = [
+        operator(f"layer.{i}", Mode.DP).model_copy(update={"replicated_reason": reason})
+        for i, reason in enumerate(reasons)
+    ]
+    text = to_text(plan_table(make_plan((*compiled, operator("other", Mode.ZDP)))))
+    assert "Replicated as they are compiled by torch.compile: layer.0 and 1 more" in text.splitlines()
+    assert "Replicated as" not in to_text(plan_table(make_plan()))
+
+
 def test_plan_table_omits_unknown_values() -> None:
     text = to_text(plan_table(make_plan()))
     assert "collectives" not in text

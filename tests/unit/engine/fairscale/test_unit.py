@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,10 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_osdp.backend.streams import MAX_GATHERS_IN_FLIGHT, PrefetchLimiter
+from lightning_osdp.backend.streams import PrefetchLimiter
+from lightning_osdp.engine.fairscale.context import EngineContext
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.engine.fairscale.unit import FairScaleUnit
 from lightning_osdp.engine.fairscale.unit_collectives import merge_chunks
+from lightning_osdp.engine.gradient_buckets import BucketedAllReduce, GradientSync
+from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode
 from tests.support.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups
 from tests.support.ranks import run_ranks
@@ -20,16 +25,19 @@ from tests.support.split_plans import split_plan
 
 
 class Device:
-    """A CUDA device in slow motion: events happen when ``synchronize`` is asked for them."""
+    """A CUDA device: what is recorded and waited for on it, none of it by the host."""
 
     def __init__(self) -> None:
         self.waited: list[int] = []
         self.recorded = 0
 
+    def wait_event(self, event: Any) -> None:
+        self.waited.append(event.number)
+
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Stands in for torch.cuda's events."""
+    """Stands in for torch.cuda's events, which have no way here to hold the host."""
     device = Device()
 
     class Event:
@@ -37,29 +45,80 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
             self.number = device.recorded
             device.recorded += 1
 
-        def synchronize(self) -> None:
-            device.waited.append(self.number)
-
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     return device
 
 
-def test_prefetch_limiter_allows_two_gathers_before_waiting_for_frees(device: Device) -> None:
-    bound = PrefetchLimiter(MAX_GATHERS_IN_FLIGHT)
+def storages(count: int, size: int = 100) -> list[torch.UntypedStorage]:
+    return [torch.UntypedStorage(size) for _ in range(count)]
+
+
+def test_limiter_frees_a_unit_when_the_one_after_the_next_is_gathered(device: Device) -> None:
+    limiter, units = PrefetchLimiter(device), storages(5)
+    limiter.max_bytes = 100
     waits = []
-    for _ in range(5):  # five operators: gather, run, free, with the host far ahead of the device
-        bound.before_gather()
+    for unit in units:  # gather, run, free, with the host far ahead of the device
+        limiter.before_gather()
         waits.append(list(device.waited))
-        bound.after_free()
+        limiter.free(unit)
     assert waits == [[], [], [0], [0, 1], [0, 1, 2]]
+    assert [unit.nbytes() for unit in units] == [0, 0, 0, 100, 100]
+    limiter.free_all()
+    assert [unit.nbytes() for unit in units] == [0] * 5
+    assert device.waited == [0, 1, 2, 3, 4]
 
 
-def test_prefetch_limiter_without_frees_never_waits(device: Device) -> None:
-    bound = PrefetchLimiter(MAX_GATHERS_IN_FLIGHT)
+def test_limiter_bounds_bytes_and_not_numbers(device: Device) -> None:
+    """A shared unit is freed parameter by parameter in the backward: all of them count together."""
+    limiter, small = PrefetchLimiter(device), storages(8, 25)
+    limiter.max_bytes = 100
+    for unit in small:
+        limiter.free(unit)
+    limiter.before_gather()
+    assert [unit.nbytes() for unit in small] == [0] * 4 + [25] * 4
+
+
+def test_limiter_gives_memory_back_that_is_gathered_again_before_it_was_freed(device: Device) -> None:
+    limiter, (unit,) = PrefetchLimiter(device), storages(1)
+    limiter.max_bytes = 100
+    limiter.free(unit)
+    limiter.before_gather()
+    limiter.take_back(unit)
+    assert (unit.nbytes(), device.waited) == (100, [0])
+    limiter.free_all()
+    assert unit.nbytes() == 100
+
+
+def test_limiter_without_frees_never_waits_and_on_a_cpu_frees_at_once(device: Device) -> None:
+    limiter = PrefetchLimiter(device)
     for _ in range(10):  # zdp2: nothing is freed in the forward
-        bound.before_gather()
+        limiter.before_gather()
     assert device.waited == []
+    (unit,) = storages(1)
+    PrefetchLimiter().free(unit)
+    assert unit.nbytes() == 0
+
+
+@pytest.mark.parametrize(("device_type", "is_capturing"), [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_run_in_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch, device_type: str, is_capturing: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+    context: Any = SimpleNamespace(why_no_runs="", params_summoned=False, device=torch.device(device_type))
+    is_refused = device_type == "cuda" and is_capturing
+    with pytest.raises(ShardingError, match="can't be captured in a CUDA graph") if is_refused else nullcontext():
+        EngineContext.check_run(context)
+
+
+def test_flags_of_missing_gradients_are_made_without_a_copy_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(4)]
+    buckets = BucketedAllReduce(parameters, SimpleNamespace(size=lambda: 2), GradientSync(), lambda: None)
+    for index in (0, 3):
+        parameters[index].grad = torch.ones(3)
+    buckets._rebuild_buckets()
+    for owner, name in ((torch, "tensor"), (torch, "as_tensor"), (Tensor, "new_tensor"), (Tensor, "item")):
+        monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("a copy"))
+    flags = buckets._presence_flags(torch.zeros(2))
+    assert flags.tolist() == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_merge_chunks_of_adjacent_chunks_makes_no_copy() -> None:

@@ -269,3 +269,12 @@ def test_finalists_of_a_tensor_parallel_plan_are_the_best_without_and_simpler_on
     wished = replace(given_, constraints=replace(FREE, tensor_parallel={"*": 2}))
     forced = find_finalists(wished, policy, select_plan(wished, policy, ()))
     assert all(operator.choice.tensor_degree == 2 for plan in forced for operator in plan.operators)
+
+
+def test_infeasible_error_names_tensor_parallelism_that_the_user_has_switched_off() -> None:
+    """A table of which not even one whole copy fits, sharded or not."""
+    model = model_of(1, input_mib=0.0)
+    free = PlanSearch(problem_of(model)).min_memory_plan(1).peak.max_bytes
+    off = problem_of(model, limit_mib=free / MIB + 0.5, constraints=replace(FREE, tensor_parallel=False))
+    with pytest.raises(InfeasibleError, match=r"cut over ranks as the search sees fit \(tensor_parallel='auto'\)"):
+        make_plan(off, BatchSizePolicy(batch_size=1))

@@ -6,6 +6,7 @@ import queue
 import random
 import resource
 import warnings
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.errors import ConfigurationError, OSDPWarning, TraceError
 from lightning_osdp.planning.spec.model import UNATTRIBUTED, WHOLE_MODEL, ModelProfile, Operator
-from lightning_osdp.profiling.tracing.trace import _saturating_sizes
+from lightning_osdp.profiling.tracing.trace import _affordable_sizes, _saturating_sizes
 from tests.support.traced_models import Regression, TinyGPT, adamw, tokens, trace, trace_by_running
 
 CPU = torch.device("cpu")
@@ -358,14 +359,21 @@ def test_trace_manual_optimization_records_its_own_backward_calls() -> None:
     assert changes == ["forward", "backward", "forward", "backward"]
 
 
-def test_trace_autocast_adds_weight_casts_to_live_bytes() -> None:
-    module = Regression(nn.Linear(64, 64, bias=False))
-    plain = trace(module, torch.ones(4, 64), 4, device=CPU).model_profile
-    mixed = trace(
-        module, torch.ones(4, 64), 4, device=CPU, step_context=lambda: torch.autocast("cpu", torch.bfloat16)
-    ).model_profile
-    assert mixed.operators[0].name == "net"
-    assert mixed.moments[0].live.fixed - plain.moments[0].live.fixed == 64 * 64 * 2
+def test_trace_autocast_leaves_weight_casts_to_the_plan_and_counts_others_as_live() -> None:
+    def live(net: nn.Module, autocast: bool) -> tuple[float, int]:
+        context = partial(torch.autocast, "cpu", torch.bfloat16, enabled=autocast)
+        profile = trace(Regression(net), torch.ones(4, 64), 4, device=CPU, step_context=context).model_profile
+        assert profile.operators[0].name == "net"
+        return profile.moments[0].live.fixed, profile.operators[0].parameters[0].cast_element_bytes
+
+    class ReadTwice(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.weight[0, 0]
+
+    product, twice = nn.Linear(64, 64, bias=False), ReadTwice(64, 64, bias=False)
+    assert live(product, True) == (live(product, False)[0], 2)
+    kept, cast_bytes = live(twice, True)
+    assert (kept - live(twice, False)[0], cast_bytes) == (64 * 64 * 2, 0)
 
 
 class ReadsItsTrainer(Regression):
@@ -565,6 +573,14 @@ def test_trace_clipping_adds_optimizer_kernels_and_changes_no_operators(algorith
     assert kernel in found
     assert clipped.model_profile.operators == plain.model_profile.operators
     assert clipped.model_profile.optimizer_step == plain.model_profile.optimizer_step
+
+
+@pytest.mark.parametrize(("live_gib", "sizes"), [(1, (2, 8)), (16, (2, 8)), (17, (2, 3))])
+def test_affordable_sizes_of_a_step_that_takes_gigabytes_lie_close_together(
+    live_gib: int, sizes: tuple[int, int]
+) -> None:
+    assert _affordable_sizes((2, 8), live_gib << 30) == sizes
+    assert _affordable_sizes((2,), live_gib << 30) == (2,)
 
 
 @pytest.mark.parametrize(("live_mib", "larger"), [(1, 64), (256, 64), (257, 32), (1024, 16), (2048, 8), (9999, 8)])

@@ -1,0 +1,41 @@
+"""Refuse to be traced (``torch.export``, ``torch.jit.trace``, ``torch.compile``, ``make_fx``) while sharded."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
+
+from lightning_osdp.errors import ShardingError
+
+_TRACING_MODES = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY)
+_REFUSAL = (
+    "a sharded module can't be exported, compiled or traced, since it gathers its weights while it runs: do it after "
+    "the run, where the module is whole, or with one that load_from_checkpoint made"
+)
+_TRACERS = ("torch.export", "torch._export", "torch._dynamo")
+
+
+def refuse_tracing() -> None:
+    """Raise if code is being traced.
+
+    Raises:
+        ShardingError: says how to trace a module that was sharded.
+    """
+    modes = any(_get_dispatch_mode(key) is not None for key in _TRACING_MODES)
+    if modes or torch._C._is_tracing() or torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        raise ShardingError(_REFUSAL)
+
+
+def refuse_tracers() -> None:
+    """Raise as ``refuse_tracing`` does if a tracer calls that has not begun to trace; slow.
+
+    Raises:
+        ShardingError: as of ``refuse_tracing``.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith(_TRACERS):
+        frame = frame.f_back
+    if frame is not None:
+        raise ShardingError(_REFUSAL)
