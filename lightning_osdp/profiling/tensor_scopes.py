@@ -49,6 +49,9 @@ MAX_PARTS = 3
 MAX_ELEMENTS = 1 << 22
 """Largest tensor that is played at its full length."""
 
+MAX_MODULES = 256
+"""Modules of the largest module that is copied for a proof."""
+
 LONG = 8
 """Sequences that are longer than this are played shorter where they can be."""
 
@@ -197,7 +200,9 @@ class _Finder:
     # -- proofs -------------------------------------------------------------------------------------------------------
 
     def _prove(self, group: _Group, with_scope: bool) -> TensorCandidate | None:
-        """Return the group as a candidate if all its calls may be cut in the same way."""
+        """Return the group as a candidate if all its calls may be cut in the same way, and there is time to see."""
+        if time.process_time() > self._deadline_s:
+            return None
         proofs = set()
         scope_names = set()
         for columns, row in zip(group.column_calls, group.row_calls, strict=True):
@@ -289,6 +294,9 @@ class _Finder:
 
     def _scene(self, columns: Sequence[Call], row: Call, scope: Call | None, home: Call | None) -> Scene:
         traced = self._traced
+        whole = traced.module if home is None else self._modules[self._name(home)]
+        if sum(1 for _ in itertools.islice(whole.modules(), MAX_MODULES + 1)) > MAX_MODULES:
+            raise Refusal("the module that it is part of is too large to be tried")
         modules = self._modules_between(columns, row, scope)
         hidden = _first_tensor(columns[0])
         given = [] if scope is None else [t for t in _tensors((scope.args, scope.kwargs)) if t.dim() > 1]
