@@ -23,7 +23,7 @@ class Cell:
     """One run.
 
     Attributes:
-        work: the function of ``bench.emulated.worker`` that does it.
+        work: what is done, of ``bench.emulated.cell.WORK``.
         model: what is trained.
         ranks: how many are emulated.
         system: by which strategy.
@@ -118,7 +118,7 @@ def run(cell: Cell, facts: dict[str, Any]) -> dict[str, Any]:
         folder = Path(name)
         order = json.dumps({"cell": asdict(cell), "facts": facts, "folder": name})
         with (folder / "log").open("wb") as log:
-            command = [sys.executable, "-m", "bench.emulated.worker", order]
+            command = [sys.executable, "-m", "bench.emulated.cell", order]
             try:
                 status = subprocess.run(command, stdout=log, stderr=log, timeout=CELL_S, check=False).returncode
             except subprocess.TimeoutExpired:

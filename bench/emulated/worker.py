@@ -1,6 +1,6 @@
 """One cell in a process of its own: train as rank 0 of the emulated ranks, and write what came out.
 
-python -m bench.emulated.worker JSON
+python -m bench.emulated.cell JSON
 """
 
 from __future__ import annotations
@@ -300,24 +300,3 @@ def measured(strategy: Any, before: int) -> dict[str, Any]:
         "recomputed": len(plan.recomputed),
         "where": plan.peak.where if plan.peak is not None else "",
     }
-
-
-def accuracy(cell: Cell, facts: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A model of the accuracy cases under OSDP: predicted and emulated."""
-    from bench.emulated import accuracy_cases
-
-    return accuracy_cases.run(cell, facts, folder)
-
-
-def main() -> None:
-    order = json.loads(sys.argv[1])
-    warnings.simplefilter("ignore")
-    cell, folder = Cell(**order["cell"]), Path(order["folder"])
-    result = {"compare": compare, "accuracy": accuracy}[cell.work](cell, order["facts"], folder)
-    (folder / "result.json").write_text(json.dumps(result))
-    sys.stdout.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -191,11 +191,11 @@ class OneFails(Net):
     def training_step(self, batch: Any, batch_index: int) -> Any:
         if self.differs and self.global_step == 2:
             unit: Any = self.blocks[1].up.forward.func.__self__  # type: ignore[union-attr]
-            unit._allocate = _find_no_memory
+            unit._outputs_and_shards = _find_no_memory
         return super().training_step(batch, batch_index)
 
 
-def _find_no_memory(parameters: Any) -> Any:
+def _find_no_memory(*_: Any) -> Any:
     raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory")
 
 

@@ -138,6 +138,10 @@ class SearchConstraints:
             return next(((count,) for pattern, count in slices.items() if matches(pattern, operator)), None)
         return None if slices == "auto" else (slices,)
 
+    def _asks_for_slices(self, operator: str) -> bool:
+        """Return whether the user gives a number of slices above 1, which weights that are never gathered don't have."""
+        return self.slice_granularity != "auto" and self.allowed_slices(operator) not in (None, (1,))
+
     def allowed_scopes(self, cluster: Cluster) -> tuple[tuple[ShardingScope, bool], ...]:
         """Return the pairs (scope, hierarchical) that operators may be sharded with.
 
@@ -215,7 +219,8 @@ class SearchConstraints:
         degrees = tuple(degree for degree in candidate.degrees if degree in possible)
         is_required = requested[0] > 1 if requested else Mode.TP in modes
         if not is_required or Mode.TP not in self.capabilities.modes:
-            return () if requested or modes else degrees, False
+            is_decided = requested or modes or any(self._asks_for_slices(name) for name in names)
+            return () if is_decided else degrees, False
         if modes - {Mode.TP}:
             other = " and ".join(sorted(modes - {Mode.TP}))
             raise ConfigurationError(f"modes: {', '.join(names)} run together and can't be both tp and {other}")

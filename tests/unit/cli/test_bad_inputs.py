@@ -114,6 +114,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bad")
     config = yaml.safe_load(EXAMPLE.read_text())
     config["model"]["init_args"] |= {"width": 32, "depth": 2}
+    config["trainer"]["strategy"]["init_args"]["memory_limit"] = "90%"  # this process has run other tests
     (path / "fit.yaml").write_text(yaml.safe_dump(config))
     for name, change in CHANGES.items():
         trainer = config["trainer"] | change if isinstance(change, dict) else change

@@ -1,0 +1,29 @@
+"""Run one cell in a process of its own: ``python -m bench.emulated.cell JSON``, which names the cell and a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from bench.emulated import accuracy_cases, worker
+from bench.emulated.queue import Cell
+
+WORK = {"compare": worker.compare, "accuracy": accuracy_cases.run}
+"""What cells are about."""
+
+
+def main() -> None:
+    order = json.loads(sys.argv[1])
+    warnings.simplefilter("ignore")
+    cell, folder = Cell(**order["cell"]), Path(order["folder"])
+    result = WORK[cell.work](cell, order["facts"], folder)
+    (folder / "result.json").write_text(json.dumps(result))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
