@@ -5,9 +5,7 @@ python -m bench.emulated.cell JSON
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 import warnings
 from collections.abc import Iterator

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 
 from lightning_osdp.cli import error_block, main
@@ -106,6 +108,14 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     (("validate", "--config", "none.yaml"), "none.yaml"),
     (("predict", "--nothing"), "nothing"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _without_group() -> Iterator[None]:
+    """A run of one rank that fails leaves its process group, as Lightning does."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
