@@ -139,7 +139,7 @@ class SearchConstraints:
         return None if slices == "auto" else (slices,)
 
     def _asks_for_slices(self, operator: str) -> bool:
-        """Return whether the user gives a number of slices above 1, which weights that are never gathered don't have."""
+        """Return whether the user gives a number of slices above 1, which weights that stay cut don't have."""
         return self.slice_granularity != "auto" and self.allowed_slices(operator) not in (None, (1,))
 
     def allowed_scopes(self, cluster: Cluster) -> tuple[tuple[ShardingScope, bool], ...]:

@@ -39,6 +39,9 @@ class Blocks(nn.Module):
         return x
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # of fully_shard
+
+
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[None]:
     join(EmulatedLinks(some_cluster(RANKS, backend="emulated")))
