@@ -23,6 +23,7 @@ BENCHMARKS = {
     "search": ("bench.micro.search", "the exact search against a MILP solver and a dynamic programme"),
     "engine": ("bench.micro.engine", "all operators sharded through the Trainer against FairScale's own FSDP"),
     "collectives": ("bench.micro.collectives", "collectives of gloo against ours"),
+    "tensor-parallel": ("bench.micro.tensor_parallel", "wide layers and a table under each mode, in turns"),
     "splitting": ("bench.micro.splitting", "memory and time of split operators, predicted and measured"),
     "allocator": ("bench.micro.allocator", "the cost of returning freed memory to the system on a CPU"),
     "trace-7b": ("bench.micro.trace_7b", "seconds and memory that tracing a LLaMA of 7 B parameters takes"),

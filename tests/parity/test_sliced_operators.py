@@ -17,7 +17,7 @@ from tests.support.parity import engine_step, plain_step
 from tests.support.ranks import run_ranks
 from tests.support.split_plans import split_all, split_plan
 
-STEPS, BATCH = 6, 8
+STEPS, BATCH = 4, 8
 JOINED = 0
 KS = (JOINED, 1, 2, 3, 4, 8)
 """Numbers of slices; JOINED: whole, all operators of a block in one unit."""
