@@ -135,6 +135,19 @@ def look_at(rank: int) -> dict[str, Any]:
     return found
 
 
+def sum_of_squares(model: nn.Module, rank: int) -> Tensor:
+    """Of the logits of no sample on the first rank, and of three longer ones on the second."""
+    return model(make_sample(0, 3 * rank, 5 + rank)).square().sum()
+
+
+def run_without_samples(rank: int) -> dict[str, Tensor]:
+    engine, model, _ = start(0, rank)
+    engine.before_forward()
+    sum_of_squares(model, rank).backward()
+    engine.finish_backward()
+    return {name: p.grad * 1.0 for name, p in model.named_parameters() if p.grad is not None}
+
+
 def error_of(run: Any) -> str:
     try:
         run()
@@ -159,8 +172,11 @@ def build_on_meta(rank: int) -> Any:
     return states
 
 
+WORKS = (change_plans, read_outside, look_at, build_on_meta, run_without_samples)
+
+
 def run_all(rank: int, ranks: int) -> dict[str, Any]:
-    return {work.__name__: work(rank) for work in (change_plans, read_outside, look_at, build_on_meta)}
+    return {work.__name__: work(rank) for work in WORKS}
 
 
 @pytest.fixture(scope="module")
@@ -193,3 +209,11 @@ def test_values_of_a_module_built_on_the_meta_device_do_not_depend_on_tensor_par
     cut, plain = runs[0]["build_on_meta"]
     assert cut.keys() == plain.keys()
     assert all(torch.equal(cut[name], plain[name]) for name in plain)
+
+
+def test_gradients_are_those_of_plain_training_where_a_rank_has_no_samples(runs: list[dict[str, Any]]) -> None:
+    plain, _ = model_of()
+    (sum_of_squares(plain, 1) / RANKS).backward()
+    for found in [run["run_without_samples"] for run in runs]:
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-5)

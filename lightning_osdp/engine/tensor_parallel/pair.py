@@ -59,11 +59,10 @@ class PairUnit(TensorUnit):
         """Gather the rows (samples, ..., in) of all ranks."""
         self._end_run()
         x = cast_for_autocast(input)
-        num_rows = [len(x), x.shape[:-1].numel()]
-        run, (samples, rows) = self.start(num_rows, self._describe(x), int(x.requires_grad))
-        if isinstance(run, SlicedRun) and any(
-            n * samples[0] != rows[0] * b for n, b in zip(rows, samples, strict=True)
-        ):
+        numbers = [len(x), x.shape[1:-1].numel()]
+        run, (samples, lengths) = self.start(numbers, self._describe(x), int(x.requires_grad))
+        if isinstance(run, SlicedRun) and len(set(lengths)) > 1:
+            rows = [count * length for count, length in zip(samples, lengths, strict=True)]
             run, x, self._is_flat = replace(run, counts=rows), x.reshape(-1, x.shape[-1]), True
         self._run, self._input, self._gathered = run, input, run.gather(x)
 

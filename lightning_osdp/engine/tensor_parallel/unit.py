@@ -129,20 +129,20 @@ class TensorUnit:
 
     # Runs
 
-    def start(self, num_rows: Sequence[int], alike: str, needs_grad: int = 0) -> tuple[OperatorRun, list[list[int]]]:
-        """Start a run, and return it with the numbers of rows of all ranks. Collective; see Note [a run].
+    def start(self, numbers: Sequence[int], alike: str, needs_grad: int = 0) -> tuple[OperatorRun, list[list[int]]]:
+        """Start a run, and return it with the numbers of all ranks. Collective; see Note [a run].
 
         Args:
-            num_rows: this rank's numbers of rows, one or two; those of a run with slices are the first.
+            numbers: this rank's number of rows, and perhaps another one that ranks tell each other.
             alike: what has to be equal on all ranks for a run with slices; empty if nothing is.
             needs_grad: bit i is set if the rows that are gathered as number i need gradients.
         """
         self._context.check_run()
         self._announce(Phase.START if torch.is_grad_enabled() else Phase.START_WITHOUT_GRADIENTS)
         signature = crc32(alike.encode()) + 1 if alike else 0
-        own = (1, signature, needs_grad, *num_rows)
+        own = (1, signature, needs_grad, *numbers)
         answers = exchange_numbers(own + _ABSENT[len(own) :], self.groups.host)
-        counts = [[answer[3 + i] for answer in answers] for i in range(len(num_rows))]
+        counts = [[answer[3 + i] for answer in answers] for i in range(len(numbers))]
         if not signature or any(answer[:2] != [1, signature] for answer in answers):
             return WholeRun(self._read_whole()), counts
         self._context.order.prefetch_next()
