@@ -143,11 +143,14 @@ class TensorUnit:
         own = (1, signature, needs_grad, *numbers)
         answers = exchange_numbers(own + _ABSENT[len(own) :], self.groups.host)
         counts = [[answer[3 + i] for answer in answers] for i in range(len(numbers))]
-        if not signature or any(answer[:2] != [1, signature] for answer in answers):
-            return WholeRun(self._read_whole()), counts
-        self._context.order.prefetch_next()
-        needed = reduce(or_, (answer[2] for answer in answers))
-        return SlicedRun(counts[0], self.groups.slices, self._announce, needed), counts
+        run: OperatorRun
+        if signature and all(answer[:2] == [1, signature] for answer in answers):
+            needed = reduce(or_, (answer[2] for answer in answers))
+            run = SlicedRun(counts[0], self.groups.slices, self._announce, needed)
+        else:
+            run = WholeRun(self._read_whole())
+        self._context.order.prefetch_next()  # as the ranks of other groups do, whichever way they run it
+        return run, counts
 
     def _read_whole(self) -> dict[TensorOperator, Tensor]:
         weights = [operator.weight for operator in self.operators]
