@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_osdp.engine.sliced_operator import cast_for_autocast
 from lightning_osdp.engine.tensor_parallel.check import has_hooks
+from lightning_osdp.engine.tensor_parallel.exchange import Phase
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
 from lightning_osdp.engine.tensor_parallel.operator_run import OperatorRun, SlicedRun
 from lightning_osdp.engine.tensor_parallel.unit import TensorUnit
@@ -84,7 +85,7 @@ class PairUnit(TensorUnit):
         if isinstance(run, SlicedRun):
             if len(y) != sum(run.counts):
                 raise ShardingError(f"{operator.name} got {len(y)} rows, {sum(run.counts)} were gathered for it")
-            self.announce_output()
+            self._announce(Phase.OUTPUT)
         y = run.scatter(y)
         if operator.bias is not None:
             y = y + operator.bias.to(y.dtype)

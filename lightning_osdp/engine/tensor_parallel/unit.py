@@ -190,10 +190,6 @@ class TensorUnit:
         self.has_run |= phase == Phase.START
         self.has_new_gradients |= phase in (Phase.OUTPUT_GRADIENT, Phase.INPUT_GRADIENT)
 
-    def announce_output(self) -> None:
-        """Return when all ranks are about to sum and scatter outputs."""
-        self._announce(Phase.OUTPUT)
-
     def begin_step(self) -> None:
         """Forget runs of an earlier step, unless their gradients are still to be averaged."""
         self._has_whole_runs = False
