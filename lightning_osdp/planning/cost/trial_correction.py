@@ -42,7 +42,8 @@ from lightning_osdp.planning.spec.model import (
     OptimizerStep,
     Seconds,
 )
-from lightning_osdp.planning.spec.plan import BatchSizePoint, ExecutionPlan
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.search_record import BatchSizePoint
 from lightning_osdp.planning.spec.wrapping import WrappedModel
 
 TRIAL_RELATIVE_ERROR = 0.05
