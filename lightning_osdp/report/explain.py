@@ -14,7 +14,7 @@ from lightning_osdp.planning.search.batch_size_search import THROUGHPUT_TOLERANC
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
 from lightning_osdp.planning.spec.constraints import NO_TENSOR_KIND
 from lightning_osdp.planning.spec.formatting import format_bytes, format_seconds
-from lightning_osdp.planning.spec.model import FrozenModel
+from lightning_osdp.planning.spec.frozen import FrozenModel
 from lightning_osdp.planning.spec.plan import BlockPlan, ExecutionPlan
 from lightning_osdp.planning.spec.search_record import BatchSizePoint
 from lightning_osdp.report.baseline_text import describe_baseline

@@ -12,17 +12,8 @@ from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope, devices_of_each_node
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.files import describe_error, parse_json
-from lightning_osdp.planning.spec.model import (
-    ComputeDtype,
-    Count,
-    Finite,
-    FrozenModel,
-    ModelProfile,
-    NonNegative,
-    Operator,
-    ReduceDtype,
-    Size,
-)
+from lightning_osdp.planning.spec.frozen import Count, Finite, FrozenModel, NonNegative, Size
+from lightning_osdp.planning.spec.model import ComputeDtype, ModelProfile, Operator, ReduceDtype
 from lightning_osdp.planning.spec.plan_v1 import raise_negative_times, upgrade_plan
 from lightning_osdp.planning.spec.search_record import Baseline, BatchSizePoint, PeakMoment, SearchStop, TriedPlan
 from lightning_osdp.planning.spec.tensor import TensorScope, TensorSplit, check_splits

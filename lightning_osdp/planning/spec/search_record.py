@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from lightning_osdp.planning.spec.model import Count, Finite, FrozenModel, Size
+from lightning_osdp.planning.spec.frozen import Count, Finite, FrozenModel, Size
 
 
 class BatchSizePoint(FrozenModel):
