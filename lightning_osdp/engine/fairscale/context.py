@@ -85,7 +85,7 @@ class EngineContext:
         self.params_summoned = False
         self.why_no_runs = ""  # set when a run is over and the module stays sharded
         self.owner: object = None  # the engine, which lives as long as the module is sharded
-        self.update_in_backward, self.tensor_scopes = plan.update_in_backward, plan.tensor_scopes
+        self.update_in_backward = plan.update_in_backward
         self.sync = GradientSync()
         self.backward_optimizer = BackwardOptimizer(self.sync)
         self.order = CollectiveOrder(group)
