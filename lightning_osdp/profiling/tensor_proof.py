@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_osdp.profiling.tensor_stage import ATOMS, PlayedModule, Refusal, Scene, attribute_owners, map_tensors
+from lightning_osdp.engine.tensor_parallel.scope import map_tensors
+from lightning_osdp.profiling.tensor_stage import ATOMS, PlayedModule, Refusal, Scene, attribute_owners
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-5}
 """Largest difference from the module without a cut, relative to the largest number of a row. Modules compute some

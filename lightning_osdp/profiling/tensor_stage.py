@@ -233,18 +233,6 @@ def attribute_owners(scope: nn.Module) -> list[nn.Module]:
     return [each for each in scope.modules() if matrix_input_dim(each) is None]
 
 
-def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return nested arguments with every tensor replaced by ``function`` of it."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, list | tuple):
-        items = [map_tensors(each, function) for each in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if type(value) is dict:
-        return {key: map_tensors(each, function) for key, each in value.items()}
-    return value
-
-
 def _is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, torch._subclasses.FakeTensor) or tensor.is_meta
 
