@@ -28,7 +28,7 @@ ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.d
 
 
 class Refusal(Exception):
-    """The operators may not be cut, or nobody knows: the reason, in words for the user."""
+    """The operators may not be cut, or it can't be known; its text says why."""
 
 
 class _Reached(BaseException):
@@ -57,7 +57,7 @@ class Scene:
     long_dim: int = 0
     """Size of dimensions that are played shorter; 0 for none."""
     keeps_width: bool = False
-    """Whether the last dimension of three is not, because features may be as many."""
+    """Whether the last of three dimensions stays as it is, because there may be ``long_dim`` features."""
     run: Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], Any] = call_module
     """Runs the copy of ``home``."""
     stateless: tuple[nn.Module, ...] = ()
@@ -105,10 +105,7 @@ class PlayedModule:
         if self._scope is not None:
             self._scope_forward = self._scope.forward
             self._scope.forward = functools.wraps(self._scope_forward)(functools.partial(self._run_scope))
-        self._on_scope: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]] = lambda args, kwargs: (
-            args,
-            kwargs,
-        )
+        self._on_scope: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
         self._on_column: Callable[[int, Tensor], Tensor]
         self._reached: Tensor | None = None
 
