@@ -100,7 +100,7 @@ class _Proven:
     parts: int
     attributes: tuple[tuple[int, str], ...]
     values: tuple[int, ...]
-    """Of the attributes, where it was proven."""
+    """Values of the attributes in the module for which it was proven."""
 
 
 def find_tensor_candidates(
@@ -343,20 +343,15 @@ class _Finder:
     def _play(self, scene: Scene, columns: Sequence[Call]) -> _Proven:
         trial = self._start(scene, max(tensors_of(call.output)[0].numel() for call in columns))
         first = self._degrees[0]
-        reason = ""
-        for cut in self._cuts(scene, first):
-            try:
-                self._check_time()
-                trial.check(cut)
-            except Refusal as refusal:
-                reason = reason or str(refusal)
-                continue
-            degrees = (first, *(each for each in self._degrees[1:] if self._holds(trial, replace(cut, degree=each))))
-            values = () if scene.scope is None else _attribute_values(scene.scope, cut.attributes)
-            return _Proven(degrees, cut.parts, cut.attributes, values)
-        raise Refusal(reason)
+        cut = next((each for each in self._cuts(scene, first) if self._holds(trial, each)), None)
+        if cut is None:
+            raise Refusal("no cut gives what the module gives without one")
+        degrees = (first, *(each for each in self._degrees[1:] if self._holds(trial, replace(cut, degree=each))))
+        values = () if scene.scope is None else _attribute_values(scene.scope, cut.attributes)
+        return _Proven(degrees, cut.parts, cut.attributes, values)
 
     def _holds(self, trial: Trial, cut: Cut) -> bool:
+        """Return whether the cut was tried in time and gives what the module gives without it."""
         try:
             self._check_time()
             trial.check(cut)
