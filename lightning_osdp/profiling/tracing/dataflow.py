@@ -215,12 +215,8 @@ def _describe(leaf: Any) -> Any:
     return leaf if isinstance(leaf, int | float | str | bool | torch.dtype | type(None)) else str(type(leaf))
 
 
-RunStep = Callable[[], Any]
-"""Runs the forward of the step."""
-
-
-def record_dataflow(run_step: RunStep, products: Iterable[nn.Module], batch: Any) -> Dataflow:
-    """Return the dataflow of ``run_step()``, which gets ``batch``; arguments as of ``DataflowRecorder``."""
+def record_dataflow(run_step: Callable[[], Any], products: Iterable[nn.Module], batch: Any) -> Dataflow:
+    """Return the dataflow of ``run_step``, which runs a forward; arguments as of ``DataflowRecorder``."""
     recorder = DataflowRecorder(products, batch)
     with recorder.record():
         run_step()
