@@ -20,7 +20,6 @@ from lightning_osdp.planning.spec.tensor import TensorCandidate
 from lightning_osdp.profiling import tensor_scopes
 from lightning_osdp.profiling.tensor_proof import Trial
 from tests.support import families, zoo
-from tests.support.models import TinyGPT
 from tests.support.traced_models import Regression, trace
 
 WIDTH = 16
@@ -57,15 +56,6 @@ def neox() -> zoo.ZooModule:
     return zoo.ZooModule(transformers.GPTNeoXForCausalLM(config), zoo._tokens(64, 12))
 
 
-class GPTLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gpt = TinyGPT()
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.gpt(input_ids).flatten(0, 1), labels.flatten())
-
-
 def _gated(mlp: str) -> str:
     return f"{mlp}.gate_proj {mlp}.up_proj {mlp}.down_proj"
 
@@ -88,7 +78,7 @@ MODELS: dict[str, tuple[Callable[[], zoo.ZooModule], str]] = {
     ),
     "qwen2": (lambda: families.build("qwen2"), _gated("net.model.layers.{0}.mlp")),
     "mistral": (lambda: families.build("mistral"), _gated("net.model.layers.{0}.mlp")),
-    "TinyGPT": (lambda: zoo.ZooModule(GPTLoss(), zoo._tokens(61, 12)), "net.gpt.blocks.{0}.up net.gpt.blocks.{0}.down"),
+    "TinyGPT": (zoo.tiny_gpt, "net.gpt.blocks.{0}.up net.gpt.blocks.{0}.down"),
     "encoder": (zoo.encoder, "net.body.layers.{0}.linear1 net.body.layers.{0}.linear2"),
 }
 
