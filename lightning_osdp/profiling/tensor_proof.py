@@ -62,7 +62,7 @@ class PlayedRun:
     """Gradients of ``random_outputs``, of ``inputs`` and of the parameters."""
 
 
-class Trial(PlayedModule):
+class PlayedGroup(PlayedModule):
     """Plays the ranks of a group with cuts; arguments as of ``PlayedModule``."""
 
     def __init__(self, scene: Scene, dtype: torch.dtype, long_dim: int = 0, true_mask: bool = True) -> None:

@@ -31,7 +31,7 @@ from lightning_osdp.profiling import tensor_proof
 from lightning_osdp.profiling.kernels.benchmark import tensors_of
 from lightning_osdp.profiling.tensor_leaks import find_leak
 from lightning_osdp.profiling.tensor_operators import cut_size, is_linear, planned_columns, refusal, size_refusal
-from lightning_osdp.profiling.tensor_proof import Cut, Trial
+from lightning_osdp.profiling.tensor_proof import Cut, PlayedGroup
 from lightning_osdp.profiling.tensor_stage import Refusal, Scene, attribute_owners, call_module
 from lightning_osdp.profiling.tracing import stand_ins
 from lightning_osdp.profiling.tracing.dataflow import MANY_SOURCES, Call, Dataflow
@@ -341,20 +341,20 @@ class _Finder:
         return {name: self._modules[name] for name in names}
 
     def _play(self, scene: Scene, columns: Sequence[Call]) -> _Proven:
-        trial = self._start(scene, max(tensors_of(call.output)[0].numel() for call in columns))
+        played = self._start(scene, max(tensors_of(call.output)[0].numel() for call in columns))
         first = self._degrees[0]
-        cut = next((each for each in self._cuts(scene, first) if self._holds(trial, each)), None)
+        cut = next((each for each in self._cuts(scene, first) if self._holds(played, each)), None)
         if cut is None:
             raise Refusal("no cut gives what the module gives without one")
-        degrees = (first, *(each for each in self._degrees[1:] if self._holds(trial, replace(cut, degree=each))))
+        degrees = (first, *(each for each in self._degrees[1:] if self._holds(played, replace(cut, degree=each))))
         values = () if scene.scope is None else _attribute_values(scene.scope, cut.attributes)
         return _Proven(degrees, cut.parts, cut.attributes, values)
 
-    def _holds(self, trial: Trial, cut: Cut) -> bool:
+    def _holds(self, played: PlayedGroup, cut: Cut) -> bool:
         """Return whether the cut was tried in time and gives what the module gives without it."""
         try:
             self._check_time()
-            trial.check(cut)
+            played.check(cut)
         except Refusal:
             return False
         return True
@@ -367,15 +367,15 @@ class _Finder:
                 for each in parts:
                     yield Cut(degree, each, chosen)
 
-    def _start(self, scene: Scene, num_elements: int) -> Trial:
-        """Return a trial in which the scene runs without a cut."""
+    def _start(self, scene: Scene, num_elements: int) -> PlayedGroup:
+        """Return a group for the scene that has run without a cut, as short and precise as it can be."""
         lengths = [scene.long_dim] if scene.long_dim else []
         lengths += [0] if num_elements <= MAX_ELEMENTS else []
         reason = "it is too large to be tried"
         for length, dtype, true_mask in itertools.product(lengths, tensor_proof.TOLERANCES, (True, False)):
             self._check_time()
             try:
-                return Trial(scene, dtype, length, true_mask)
+                return PlayedGroup(scene, dtype, length, true_mask)
             except Refusal as refusal:
                 reason = str(refusal)
         raise Refusal(reason)

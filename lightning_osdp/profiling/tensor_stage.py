@@ -1,4 +1,4 @@
-"""A copied module on a stage: it runs up to one linear layer, with others that cost nothing and random inputs."""
+"""Runs a copy of a module up to one linear layer, with random inputs, and other linear layers that cost nothing."""
 
 from __future__ import annotations
 

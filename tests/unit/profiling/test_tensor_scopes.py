@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.tensor import TensorCandidate
 from lightning_osdp.profiling import tensor_scopes
-from lightning_osdp.profiling.tensor_proof import Trial
+from lightning_osdp.profiling.tensor_proof import PlayedGroup
 from tests.support import families, zoo
 from tests.support.traced_models import Regression, trace
 
@@ -352,24 +352,24 @@ class Stack(nn.Module):
 
 
 @pytest.fixture
-def trials(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def played_groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with each group that is played."""
     counted: list[int] = []
 
-    class Counted(Trial):
+    class Counted(PlayedGroup):
         def __init__(self, *args: Any) -> None:
             counted.append(1)
             super().__init__(*args)
 
-    monkeypatch.setattr(tensor_scopes, "Trial", Counted)
+    monkeypatch.setattr(tensor_scopes, "PlayedGroup", Counted)
     return counted
 
 
-def test_blocks_that_do_the_same_are_proven_once(trials: list[int]) -> None:
+def test_blocks_that_do_the_same_are_proven_once(played_groups: list[int]) -> None:
     net = Stack(24)
     net.layers[7].steps = ("silu times itself",)
     assert len(groups(profile_of_net(net))) == 24
-    assert len(trials) == 2
+    assert len(played_groups) == 2
 
 
 def test_pair_with_a_hook_in_between_is_not_found_though_others_alike_are() -> None:
@@ -380,10 +380,10 @@ def test_pair_with_a_hook_in_between_is_not_found_though_others_alike_are() -> N
     assert list(groups(profile_of_net(net))) == ["net.layers.0.0 net.layers.0.2", "net.layers.2.0 net.layers.2.2"]
 
 
-def test_attentions_that_do_the_same_are_proven_once(trials: list[int]) -> None:
+def test_attentions_that_do_the_same_are_proven_once(played_groups: list[int]) -> None:
     module = zoo.gpt2(layers=4)
     assert len(groups(profile_of(module, module.batch(4)))) == 8
-    assert len(trials) == 2
+    assert len(played_groups) == 2
 
 
 def test_finding_leaves_module_and_random_state_as_they_were() -> None:
