@@ -22,7 +22,7 @@ class Footprint(NamedTuple, Generic[T]):
     states: T
     """Parameters and optimizer states, and what units take besides tensors: always."""
     replicated_gradients: T
-    """From the operator's backward on."""
+    """Gradients of replicated parameters, from the operator's backward on."""
     sharded_gradients: T
     """A rank's parts, after the operator's backward; none if they are used up in the backward pass."""
     unsharded_between_passes: T

@@ -107,7 +107,7 @@ class OperatorShards(NamedTuple):
     """The shards of one operator by how they are stored."""
 
     replicated: list[ParamShard]
-    """Those that a rank holds for good: whole, or its slices of tensor parallel ones."""
+    """Shards that a rank holds for good: whole parameters, or its slices of tensor parallel ones."""
     sharded: list[ParamShard]
     units: list[ShardUnit]
     """The sharded ones, by the unit that they are in."""
