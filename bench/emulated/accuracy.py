@@ -72,14 +72,14 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="run again what is kept there")
     args = parser.parse_args()
     results = Results(args.json, args.fresh)
-    facts = {"flops": results.machine("flops", machine_flops)} if args.minutes > 0 else {}
+    machine = {"flops": results.machine("flops", machine_flops)} if args.minutes > 0 else {}
     cells = [Cell("accuracy", model, ranks, links="scaled+200gbit") for ranks in args.ranks for model in args.models]
     print(HEAD)
 
     def show(cell: Cell) -> None:
         print(row(cell, results.get(cell) or {}), flush=True)
 
-    left = run_all(cells, results, facts, args.minutes * 60, show)
+    left = run_all(cells, results, machine, args.minutes * 60, show)
     done = [result for cell in cells if (result := results.get(cell)) is not None and "error" not in result]
     print(f"\n{summary(done)} {left} cells are left.")
 

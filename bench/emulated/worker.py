@@ -150,11 +150,11 @@ class Steps(pl.Callback):
             trainer.should_stop = True
 
 
-def cluster_of(cell: Cell, facts: dict[str, Any]) -> Cluster:
+def cluster_of(cell: Cell, machine: dict[str, Any]) -> Cluster:
     """The links of a cell."""
     if cell.links.startswith("scaled"):
         _, _, network = cell.links.partition("+")
-        return scaled_cluster(cell.ranks, facts["flops"], network or "10gbit")
+        return scaled_cluster(cell.ranks, machine["flops"], network or "10gbit")
     return resolve_cluster(cell.links, cell.ranks)
 
 
@@ -178,16 +178,16 @@ def limits(cell: Cell, device: torch.device) -> tuple[int, int]:
     return before, before + LOADED_BYTES + (cell.limit_mib << 20)
 
 
-def compare(cell: Cell, facts: dict[str, Any], folder: Path) -> dict[str, Any]:
+def compare(cell: Cell, machine: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A system at its best batch size."""
     device = prepare(cell)
     job = EmulatedJob(
         "final", cell.model, str(cell.ranks), cell.system.replace("osdp-plain", "osdp"), (1,), device=cell.device
     )
     if job.how.base == "osdp":
-        return osdp(cell, facts, folder, device)
+        return osdp(cell, machine, folder, device)
     (expand_segments if device.type == "cuda" else fix_allocator)()
-    switch, environment = Switch(), EmulatedCluster(cluster_of(cell, facts))
+    switch, environment = Switch(), EmulatedCluster(cluster_of(cell, machine))
     before, limit = limits(cell, device)
     climb = Climb(limit - before)
     meter = Meter(climb, switch, device, before)
@@ -248,11 +248,11 @@ def train_fairscale(task: Task, job: Job, device: torch.device, meter: Meter, ce
             break
 
 
-def osdp(cell: Cell, facts: dict[str, Any], folder: Path, device: torch.device) -> dict[str, Any]:
+def osdp(cell: Cell, machine: dict[str, Any], folder: Path, device: torch.device) -> dict[str, Any]:
     """OSDP, with blocks recomputed as it chooses (``osdp``), never (``osdp-plain``) or all (``osdp+ckpt``)."""
     from lightning_osdp import InfeasibleError, OSDPCallback, OSDPStrategy
 
-    environment = EmulatedCluster(cluster_of(cell, facts))
+    environment = EmulatedCluster(cluster_of(cell, machine))
     before, limit = limits(cell, device)
     torch.manual_seed(1)
     task = Task(net_of(cell.model))

@@ -56,7 +56,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
     """The cells that were run; each gives a result that names it."""
     found: list[Cell] = []
 
-    def run(cell: Cell, facts: dict[str, Any]) -> dict[str, Any]:
+    def run(cell: Cell, machine: dict[str, Any]) -> dict[str, Any]:
         found.append(cell)
         speed = {"osdp": 3.0, "osdp-plain": 2.0}.get(cell.system, 1.0)
         result = {"batch_size": 4, "step_s": 1.0, "samples_per_s": speed, "peak_bytes": 100 << 20}
