@@ -27,7 +27,8 @@ from lightning_osdp.emulation.environment import describe_cluster, resolve_clust
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPError
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.formatting import format_bytes
-from lightning_osdp.planning.spec.plan import Baseline, ExecutionPlan
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.search_record import Baseline
 from lightning_osdp.report import tables
 from lightning_osdp.report.emulation import emulation_table
 from lightning_osdp.strategy import arguments, offline

@@ -22,17 +22,9 @@ from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import ModelProfile, Operator
-from lightning_osdp.planning.spec.plan import (
-    BatchSizePoint,
-    ExecutionPlan,
-    ModelIdentity,
-    OperatorPlan,
-    PeakMoment,
-    Prediction,
-    SearchStop,
-    planned_types,
-)
+from lightning_osdp.planning.spec.plan import ExecutionPlan, ModelIdentity, OperatorPlan, Prediction, planned_types
 from lightning_osdp.planning.spec.problem import Problem
+from lightning_osdp.planning.spec.search_record import BatchSizePoint, PeakMoment, SearchStop
 from lightning_osdp.planning.spec.tensor import TensorScope, index_candidates
 from lightning_osdp.planning.spec.wrapping import WrapAssignment, wrap_assignments
 

@@ -8,12 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from lightning_osdp.planning.spec.frozen import Count as Count
-from lightning_osdp.planning.spec.frozen import Finite as Finite
-from lightning_osdp.planning.spec.frozen import FrozenModel as FrozenModel
-from lightning_osdp.planning.spec.frozen import NonNegative as NonNegative
-from lightning_osdp.planning.spec.frozen import Seconds as Seconds
-from lightning_osdp.planning.spec.frozen import Size as Size
+from lightning_osdp.planning.spec.frozen import Count, Finite, FrozenModel, NonNegative, Size
 from lightning_osdp.planning.spec.tensor import TensorCandidate, TensorUse, index_candidates
 
 SMALL_PARAMETER_ELEMENTS = 1 << 14

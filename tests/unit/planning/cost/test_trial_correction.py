@@ -40,7 +40,8 @@ from lightning_osdp.planning.spec.cluster import (
     ModeOverhead,
 )
 from lightning_osdp.planning.spec.model import LinearInBatch, ModelProfile, Operator
-from lightning_osdp.planning.spec.plan import BatchSizePoint, ExecutionPlan
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.search_record import BatchSizePoint
 from tests.support.models import hand_made_plan, uniform_hierarchical_links, wrap_blocks
 from tests.support.small_models import MIB, RANKS, blocks_of_one, blocks_of_two, cluster, compute, compute_s, linear
 
