@@ -318,6 +318,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
                     parameter._shard_bwd_hook = (node, before, after)
 
     def _post_reduction_hook(self, param: ShardedParameter, reduced_grad: Tensor) -> None:
+        reduced_grad = reduced_grad.to(param._fp32_shard.dtype)  # the plan may have it reduced in another type
         if self._inter_node_all_reduce is None:
             super()._post_reduction_hook(param, reduced_grad)
             if self.world_size > 1:
