@@ -59,9 +59,9 @@ class UnitParameters:
         self._saved: set[tuple[nn.Parameter, bool]] = set()
         self._values_by_storage: dict[int, GatheredValues] = {}
         sizes = [p._orig_size.numel() * compute_dtypes.get(p, p.dtype).itemsize for p in self.params]
-        context = self._context
-        context.gather_memory.max_bytes = max(context.gather_memory.max_bytes, sum(sizes))
-        self._as_is_index = context.order.register(_AsIs(self)) if compute_dtypes else self._index
+        memory = self._context.gather_memory
+        memory.max_bytes = max(memory.max_bytes, sum(sizes))
+        self._as_is_index = self._context.order.register(_AsIs(self)) if compute_dtypes else self._index
 
     def _init_param_attributes(self, p: ShardedParameter) -> None:
         if hasattr(p, "_fp32_shard"):
@@ -109,7 +109,7 @@ class UnitParameters:
             return []
         indices = [self.param_indices[p] for p in missing] if len(missing) < len(self.params) else ()
         self._context.order.before_gather(self._as_is_index if as_is else self._index, is_in_backward(), indices)
-        self._context.prefetch_limiter.before_gather()
+        self._context.gather_memory.before_gather()
         try:
             with self._use_stream("all_gather"):
                 tensors = ([], []) if is_started else self._outputs_and_shards(missing, as_is)
