@@ -135,8 +135,8 @@ def count_gathers_per_step(rank: int, ranks: int, together: bool = False) -> dic
 def _count_gathers(unit: Any, name: str, counts: Counter[str]) -> None:
     gather = unit._gather
 
-    def counting(params: Any) -> Any:
-        gathered = gather(params)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        gathered = gather(*args, **kwargs)
         counts[name] += bool(gathered)
         return gathered
 

@@ -138,7 +138,7 @@ class GatheredCast:
         """Return the flat tensor to gather into."""
         if not self.storage.nbytes():
             self.storage.resize_(self._numel * self._dtype.itemsize)
-        return self._padded()
+        return self._view(torch.Size((self._numel,)))
 
     def cast_shard(self) -> Tensor:
         """Return the cast of this rank's shard."""
@@ -158,9 +158,6 @@ class GatheredCast:
             result: Tensor = _Cast.apply(self._parameter, cast, on_read)  # type: ignore[no-untyped-call]
         return result
 
-    def _padded(self) -> Tensor:
-        return self._view(torch.Size((self._numel,)))
-
     def _view(self, shape: torch.Size) -> Tensor:
         """Return the first values in this shape, in a tensor of their own: they may be gathered in inference mode.
 
@@ -178,7 +175,12 @@ def show_cast(parameter: nn.Parameter, unit: ReadUnit, gathered: GatheredCast) -
     parameter.__class__ = low_precision_class(type(parameter))
 
 
+def shows_cast(parameter: nn.Parameter) -> bool:
+    """Return whether the parameter hands out its gathered cast."""
+    return isinstance(parameter, _LowPrecisionParameter)
+
+
 def show_plain(parameter: nn.Parameter) -> None:
     """Give the parameter its own class again."""
-    if isinstance(parameter, _LowPrecisionParameter):
+    if shows_cast(parameter):
         parameter.__class__ = type(parameter).__bases__[1]

@@ -225,9 +225,9 @@ def train_frozen_units(rank: int, ranks: int, slices: int, recompute: bool) -> t
     engine.apply(ours, split_plan(names, ranks, ()))
     most, gather = 0, FairScaleUnit._gather
 
-    def noted(self: FairScaleUnit, *args: Any) -> Any:
+    def noted(self: FairScaleUnit, *args: Any, **kwargs: Any) -> Any:
         nonlocal most
-        found = gather(self, *args)
+        found = gather(self, *args, **kwargs)
         most = max(most, sum(unit.has_unsharded_params for unit in engine._units))
         return found
 
