@@ -6,7 +6,7 @@ states and checkpoints are of its own.
 
 Note [what reads a parameter]: while such a unit runs, its parameter has a class of its own, and no values. Functions
 that autocast would cast it for get the gathered cast instead, which is a function of the parameter to autograd. Any
-other that reads it, which the traced step had none of, first has the parameter itself gathered in its own type; so
+other function that reads it (the traced step had none) first has the parameter itself gathered in its own type; so
 what is computed is always what an unsharded module computes.
 """
 

@@ -32,8 +32,8 @@ ShardedParameter: TypeAlias = Any
 class UnitParameters:
     """The part of a unit that gathers its parameters, each as a cast or as it is; see ``low_precision``.
 
-    Backward passes gather what autograd has saved. Only where the traced backward reads a parameter, though nothing of
-    it is saved, is it gathered as well: an operation may keep it by itself.
+    Backward passes gather what autograd has saved. A parameter of which nothing is saved is gathered as well if the
+    traced backward reads it, since an operation may keep it by itself.
     """
 
     params: Any
