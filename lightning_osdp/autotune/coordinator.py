@@ -32,7 +32,8 @@ from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
 from lightning_osdp.planning.spec.formatting import format_seconds
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, ModelProfile, NonTrainingWork
-from lightning_osdp.planning.spec.plan import Baseline, ExecutionPlan
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.search_record import Baseline
 
 log_info = rank_zero_only(logging.getLogger(__name__).info)
 

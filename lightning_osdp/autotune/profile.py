@@ -19,7 +19,8 @@ from lightning_osdp.planning.spec.cluster import (
     HierarchicalLinks,
     Link,
 )
-from lightning_osdp.planning.spec.model import FrozenModel, ModelProfile
+from lightning_osdp.planning.spec.frozen import FrozenModel
+from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 
 TYPICAL_BYTES = 1 << 20

@@ -24,7 +24,8 @@ from lightning_osdp.planning.cost.run_correction import Correction
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.files import describe_error
-from lightning_osdp.planning.spec.model import FrozenModel, ModelProfile
+from lightning_osdp.planning.spec.frozen import FrozenModel
+from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.profiling.tracing.trace import TracedStep
 from lightning_osdp.state.atomic_files import write_text
 

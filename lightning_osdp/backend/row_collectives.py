@@ -79,17 +79,18 @@ def columns_to_rows(columns: Tensor, counts: Sequence[int], group: Any) -> Tenso
         counts: n of each rank.
         group: the N ranks.
     """
-    own, ranks = counts[group.rank()], len(counts)
-    received = columns.new_empty(ranks * own, columns.shape[1])
+    own, ranks, width = counts[group.rank()], len(counts), columns.shape[1]
+    received = columns.new_empty(ranks * own, width)
     _all_to_all(received, columns, [own] * ranks, counts, group)
-    return received.view(ranks, own, -1).transpose(0, 1).flatten(1)
+    return received.view(ranks, own, width).transpose(0, 1).flatten(1)
 
 
 def rows_to_columns(rows: Tensor, counts: Sequence[int], group: Any) -> Tensor:
     """Return this rank's columns of all rows: the inverse of ``columns_to_rows``."""
     own, ranks = counts[group.rank()], len(counts)
-    sent = rows.view(own, ranks, -1).transpose(0, 1).contiguous().flatten(0, 1)
-    received = rows.new_empty(sum(counts), rows.shape[1] // ranks)
+    width = rows.shape[1] // ranks
+    sent = rows.view(own, ranks, width).transpose(0, 1).contiguous().flatten(0, 1)
+    received = rows.new_empty(sum(counts), width)
     _all_to_all(received, sent, counts, [own] * ranks, group)
     return received
 

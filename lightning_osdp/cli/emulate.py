@@ -27,7 +27,8 @@ from lightning_osdp.emulation.environment import describe_cluster, resolve_clust
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPError
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.formatting import format_bytes
-from lightning_osdp.planning.spec.plan import Baseline, ExecutionPlan
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.search_record import Baseline
 from lightning_osdp.report import tables
 from lightning_osdp.report.emulation import emulation_table
 from lightning_osdp.strategy import arguments, offline
@@ -78,7 +79,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--strategy", choices=list(STRATEGIES), default="osdp", help="(default: %(default)s)")
     parser.add_argument("--compare", action="store_true", help="all strategies, each at its own best batch size")
     parser.add_argument("--plan-only", action="store_true", help="print OSDP's plan and train nothing")
-    parser.add_argument("--memory-limit", type=str, help="per device: 16GiB, or 90%% (default: what it has)")
+    parser.add_argument("--memory-limit", type=str, help="per device: 16GiB or 90% (default: what it has)")
     parser.add_argument("--batch-size", type=int, help="per device, for all (default: the best of each)")
     parser.add_argument("--max-batch-size", type=int, help="the largest that is considered")
     parser.add_argument("--global-batch-size", type=int, help="over all devices, made exactly")

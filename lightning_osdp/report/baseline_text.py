@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from lightning_osdp.planning.spec.formatting import format_bytes
-from lightning_osdp.planning.spec.plan import Baseline, ExecutionPlan
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.search_record import Baseline
 
 MAX_DRIFT = 0.1
 """Relative difference of measured and predicted throughput above which the machine is taken to have another speed than

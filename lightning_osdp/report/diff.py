@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.formatting import format_bytes, format_count, format_seconds
-from lightning_osdp.planning.spec.model import FrozenModel
+from lightning_osdp.planning.spec.frozen import FrozenModel
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan, Prediction
 from lightning_osdp.report.operator_runs import describe_operator_choice, group_runs
 

@@ -14,8 +14,9 @@ from lightning_osdp.planning.search.batch_size_search import THROUGHPUT_TOLERANC
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
 from lightning_osdp.planning.spec.constraints import NO_TENSOR_KIND
 from lightning_osdp.planning.spec.formatting import format_bytes, format_seconds
-from lightning_osdp.planning.spec.model import FrozenModel
-from lightning_osdp.planning.spec.plan import BatchSizePoint, BlockPlan, ExecutionPlan
+from lightning_osdp.planning.spec.frozen import FrozenModel
+from lightning_osdp.planning.spec.plan import BlockPlan, ExecutionPlan
+from lightning_osdp.planning.spec.search_record import BatchSizePoint
 from lightning_osdp.report.baseline_text import describe_baseline
 from lightning_osdp.report.choice_deltas import ChoiceDelta, choice_deltas, find_cost
 from lightning_osdp.report.operator_runs import (

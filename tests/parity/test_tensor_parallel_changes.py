@@ -12,10 +12,22 @@ from torch import Tensor, nn
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
+from lightning_osdp.planning.spec.plan import OperatorPlan
 from lightning_osdp.state.guarded_parameter import is_guarded
 from tests.support.models import two_groups
 from tests.support.ranks import run_ranks
-from tests.support.tensor_models import SPLITS, Sample, Wide, loss_of, make_sample, tensor_plan
+from tests.support.tensor_models import (
+    ATTENTION_SPLITS,
+    FEATURES,
+    SPLITS,
+    Attending,
+    Sample,
+    SelfAttention,
+    Wide,
+    loss_of,
+    make_sample,
+    tensor_plan,
+)
 
 EVERYTHING = dict.fromkeys(("embed", "tags", "sets", "mlp", "conv", "head"), 2)
 ZDP = {name: Mode.ZDP for name in SPLITS if name != "sets"}
@@ -41,7 +53,7 @@ def penalized_loss(model: Wide, sample: Sample) -> Tensor:
     return loss_of(model, sample) + 0.01 * sum(weight.square().sum() for weight in weights)
 
 
-def step_of(engine: FairScaleEngine, model: Wide, optimizer: Any, sample: Sample, loss: Any = loss_of) -> None:
+def step_of(engine: FairScaleEngine, model: nn.Module, optimizer: Any, sample: Sample, loss: Any = loss_of) -> None:
     engine.before_forward()
     optimizer.zero_grad()
     loss(model, sample).backward()
@@ -51,8 +63,8 @@ def step_of(engine: FairScaleEngine, model: Wide, optimizer: Any, sample: Sample
     engine.after_optimizer_step()
 
 
-def train_plain(loss: Any = loss_of) -> tuple[dict[str, Tensor], Any]:
-    model, optimizer = model_of()
+def train_plain(loss: Any = loss_of, make: Any = model_of) -> tuple[dict[str, Tensor], Any]:
+    model, optimizer = make()
     for step in range(STEPS):
         optimizer.zero_grad()
         torch.stack([loss(model, batch_of(step, rank)) for rank in range(RANKS)]).mean().backward()
@@ -84,6 +96,47 @@ def change_plans(rank: int) -> Any:
     step_of(engine, model, optimizer, batch_of(STEPS - 1, rank))
     engine.restore([optimizer])
     assert not any(is_guarded(p) for p in model.parameters())
+    assert not any("forward" in vars(module) for module in model.modules())
+    return model.state_dict(), optimizer.state_dict()
+
+
+class SelfAttentionWithScale(SelfAttention):
+    """Has a weight of its own beside its projections, so that a unit lies around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, FEATURES)[None])
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(hidden * self.scale, mask)
+
+
+def attending_model() -> tuple[Attending, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = Attending()
+    model.attention = SelfAttentionWithScale()
+    return model, torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
+
+
+SCOPE_PLANS = ((2, Mode.ZDP), (0, Mode.ZDP), (2, Mode.DP), (0, Mode.ZDP), (2, Mode.ZDP), (0, Mode.DP))
+"""Degree of an attention, and mode of its own weight: one step under each."""
+
+
+def change_units_of_a_scope(rank: int) -> Any:
+    """A unit and a scope around one module come and go."""
+    model, optimizer = attending_model()
+    engine = FairScaleEngine(torch.device("cpu"))
+    for step, (degree, mode) in enumerate(SCOPE_PLANS):
+        plan = tensor_plan({"attention": degree} if degree else {}, RANKS, splits=ATTENTION_SPLITS)
+        own = OperatorPlan(name="attention", slices=(mode,), num_parameters=0)
+        plan = plan.model_copy(update={"operators": (*plan.operators, own)})
+        if step:
+            engine.apply_plan_change(plan, [optimizer])
+        else:
+            engine.apply(model, plan, [optimizer])
+        step_of(engine, model, optimizer, batch_of(step, rank))
+    engine.apply_plan_change(tensor_plan({"attention": 2}, RANKS, splits=ATTENTION_SPLITS), [optimizer])
+    engine.restore([optimizer])
     assert not any("forward" in vars(module) for module in model.modules())
     return model.state_dict(), optimizer.state_dict()
 
@@ -135,6 +188,19 @@ def look_at(rank: int) -> dict[str, Any]:
     return found
 
 
+def sum_of_squares(model: nn.Module, rank: int) -> Tensor:
+    """Of the logits of no sample on the first rank, and of three longer ones on the second."""
+    return model(make_sample(0, 3 * rank, 5 + rank)).square().sum()
+
+
+def run_without_samples(rank: int) -> dict[str, Tensor]:
+    engine, model, _ = start(0, rank)
+    engine.before_forward()
+    sum_of_squares(model, rank).backward()
+    engine.finish_backward()
+    return {name: p.grad * 1.0 for name, p in model.named_parameters() if p.grad is not None}
+
+
 def error_of(run: Any) -> str:
     try:
         run()
@@ -159,8 +225,11 @@ def build_on_meta(rank: int) -> Any:
     return states
 
 
+WORKS = (change_plans, change_units_of_a_scope, read_outside, look_at, build_on_meta, run_without_samples)
+
+
 def run_all(rank: int, ranks: int) -> dict[str, Any]:
-    return {work.__name__: work(rank) for work in (change_plans, read_outside, look_at, build_on_meta)}
+    return {work.__name__: work(rank) for work in WORKS}
 
 
 @pytest.fixture(scope="module")
@@ -168,9 +237,18 @@ def runs() -> list[dict[str, Any]]:
     return run_ranks(run_all, RANKS)
 
 
-@pytest.mark.parametrize(("name", "loss"), [("change_plans", loss_of), ("read_outside", penalized_loss)])
-def test_weights_and_states_are_those_of_plain_training(runs: list[dict[str, Any]], name: str, loss: Any) -> None:
-    (weights, optimizer), (expected, expected_optimizer) = runs[0][name], train_plain(loss)
+@pytest.mark.parametrize(
+    ("name", "loss", "make"),
+    [
+        ("change_plans", loss_of, model_of),
+        ("read_outside", penalized_loss, model_of),
+        ("change_units_of_a_scope", loss_of, attending_model),
+    ],
+)
+def test_weights_and_states_are_those_of_plain_training(
+    runs: list[dict[str, Any]], name: str, loss: Any, make: Any
+) -> None:
+    (weights, optimizer), (expected, expected_optimizer) = runs[0][name], train_plain(loss, make)
     for key, weight in expected.items():
         torch.testing.assert_close(weights[key], weight, rtol=1e-5, atol=1e-6)
     for number, entries in expected_optimizer["state"].items():
@@ -193,3 +271,11 @@ def test_values_of_a_module_built_on_the_meta_device_do_not_depend_on_tensor_par
     cut, plain = runs[0]["build_on_meta"]
     assert cut.keys() == plain.keys()
     assert all(torch.equal(cut[name], plain[name]) for name in plain)
+
+
+def test_gradients_are_those_of_plain_training_where_a_rank_has_no_samples(runs: list[dict[str, Any]]) -> None:
+    plain, _ = model_of()
+    (sum_of_squares(plain, 1) / RANKS).backward()
+    for found in [run["run_without_samples"] for run in runs]:
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-5)

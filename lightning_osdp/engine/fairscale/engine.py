@@ -161,28 +161,32 @@ class FairScaleEngine(Engine):
             for optimizer in optimizers:
                 ShardedParameters(layouts, self._group).shard_existing_state(optimizer)
         for unit, operators in tensor_units(plan).items():
-            for name in self._overlapping_operators(previous, "", operators):
+            for name in self._overlapping_operators(previous, unit, operators):
                 previous.pop(name).unshard(optimizers)
             layouts = self._cut(unit, operators)
             for optimizer in optimizers:
                 ShardedParameters(layouts, self._group).shard_existing_state(optimizer)
-        for operator in previous.values():
+        for operator in reversed(previous.values()):
             operator.unshard(optimizers)
         self._finalize(plan)
         self._attach(optimizers)
 
     def _overlapping_operators(
-        self, previous: Mapping[str, ShardedOperator | TensorUnit], unit: str, operators: Iterable[OperatorPlan]
+        self, previous: dict[str, ShardedOperator | TensorUnit], unit: str, operators: Iterable[OperatorPlan]
     ) -> list[str]:
-        """Return the names of those ``previous`` operators whose module or parameters ``unit`` is to have."""
+        """Return the names of those ``previous`` operators whose modules or parameters ``unit`` is to have.
+
+        Several may have replaced the forward of one module: they come together, the last one first.
+        """
         wanted = {p for op in operators for p in own_parameters(self._module, op.name, self._nested_operators)}
-        return [name for name, old in previous.items() if name == unit or not wanted.isdisjoint(old.layouts)]
+        modules = {unit, *(old.label for old in previous.values() if not wanted.isdisjoint(old.layouts))}
+        return [name for name, old in reversed(previous.items()) if old.label in modules]
 
     def _check_unwrapped(self, plan: ExecutionPlan) -> None:
         """Check a plan for the module as its user knows it: full shapes and the user's own forwards."""
         with ExitStack() as stack:
             stack.enter_context(self.unsharded_shapes())
-            for operator in self._operators.values():
+            for operator in reversed(self._operators.values()):
                 stack.enter_context(operator.use_original_forward())
             self.check(self._module, plan)
 
@@ -291,7 +295,7 @@ class FairScaleEngine(Engine):
         for unit in self._units:
             unit.reshard()
         self._context.gather_memory.free_all()
-        for operator in self._operators.values():
+        for operator in reversed(self._operators.values()):
             operator.unshard(optimizers)
         self._mark_generation(False)
         self._operators, self._units, self._sliced_operators, self._undo_recompute = {}, [], [], []

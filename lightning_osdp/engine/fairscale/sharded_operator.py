@@ -101,7 +101,7 @@ class ShardedOperator:
         context: EngineContext,
         is_recomputed: bool,
     ) -> None:
-        self._module, parameters = module, list(plans)
+        self.label, self._module, parameters = name, module, list(plans)
         plan = plans[parameters[0]]
         self._original_forward = vars(module).get("forward")
         self._original_attributes = {parameter: set(vars(parameter)) for parameter in parameters}

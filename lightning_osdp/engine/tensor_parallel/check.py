@@ -106,19 +106,18 @@ def check_tensor_parallelism(module: nn.Module, plan: ExecutionPlan, ranks: int)
             reason = f"its weight is also {others[0]}"
         if reason:
             raise ShardingError(f"{name} can't be tensor parallel: {reason}")
+    units = tensor_units(plan)
     for scope, needs in plan.tensor_scopes.items():
-        _check_scope(
-            scope, needs, modules, [op for op in tensor_operators(plan) if op.tensor and op.tensor.scope == scope]
-        )
+        degrees = {operator.tensor.degree for operator in units.get(scope, ()) if operator.tensor is not None}
+        _check_scope(scope, needs, modules, max(degrees, default=1))
 
 
-def _check_scope(scope: str, needs: TensorScope, modules: dict[str, nn.Module], operators: list[OperatorPlan]) -> None:
+def _check_scope(scope: str, needs: TensorScope, modules: dict[str, nn.Module], degree: int) -> None:
     if scope not in modules:
         raise ShardingError(f"the plan runs operators in {scope!r} together, which is not a submodule of this module")
     for attribute in needs.attributes:
         owner, _, name = attribute.rpartition(".")
         value = getattr(modules.get(owner), name, None)
-        degree = operators[0].tensor.degree if operators and operators[0].tensor else 1
         if type(value) is not int or value % degree:
             raise ShardingError(
                 f"{scope} can't be tensor parallel: {attribute} is {value!r}, not divisible by {degree}"

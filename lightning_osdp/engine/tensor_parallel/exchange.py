@@ -17,8 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_osdp.backend import row_collectives
+from lightning_osdp.backend.row_collectives import columns_to_rows, gather_rows, rows_to_columns, scatter_rows
 from lightning_osdp.state.guarded_parameter import opened, without_guards
+
+Collective = Callable[[Tensor, Sequence[int], Any], Tensor]
+"""One of ``row_collectives``: takes rows, the counts of all ranks, and the group."""
 
 
 class Phase(IntEnum):
@@ -58,54 +61,35 @@ class RowExchange:
             and not rows.requires_grad
         ):
             rows = rows.detach().requires_grad_()  # the sum of gradients needs all ranks
-        return _Gathered.apply(rows, self)  # type: ignore[no-untyped-call, no-any-return]
+        return self._exchange(rows, gather_rows, scatter_rows, Phase.INPUT_GRADIENT)
 
     def scatter(self, rows: Tensor) -> Tensor:
         """Return the sum over the ranks of this rank's rows of (n of all ranks, ...)."""
-        return _Scattered.apply(rows, self)  # type: ignore[no-untyped-call, no-any-return]
+        return self._exchange(rows, scatter_rows, gather_rows, Phase.OUTPUT_GRADIENT)
 
     def to_rows(self, columns: Tensor) -> Tensor:
         """Return this rank's rows whole, where each rank has its columns (n of all ranks, c) of all rows."""
-        return _Exchanged.apply(columns, self)  # type: ignore[no-untyped-call, no-any-return]
+        return self._exchange(columns, columns_to_rows, rows_to_columns, Phase.OUTPUT_GRADIENT)
 
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, over: RowExchange) -> Tensor:
-        ctx.over = over
-        return row_collectives.gather_rows(rows, over.counts, over.group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.over.announce(Phase.INPUT_GRADIENT)
-        return row_collectives.scatter_rows(gradient, ctx.over.counts, ctx.over.group), None
-
-
-class _Scattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, over: RowExchange) -> Tensor:
-        ctx.over = over
-        return row_collectives.scatter_rows(rows, over.counts, over.group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.over.announce(Phase.OUTPUT_GRADIENT)
-        return row_collectives.gather_rows(gradient, ctx.over.counts, ctx.over.group), None
+    def _exchange(self, rows: Tensor, forward: Collective, backward: Collective, phase: Phase) -> Tensor:
+        return _Exchanged.apply(rows, self, forward, backward, phase)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Exchanged(torch.autograd.Function):
+    """Rows that a collective returns; another one returns their gradients, and is announced as a phase."""
+
     @staticmethod
-    def forward(ctx: Any, columns: Tensor, over: RowExchange) -> Tensor:
-        ctx.over = over
-        return row_collectives.columns_to_rows(columns, over.counts, over.group)
+    def forward(
+        ctx: Any, rows: Tensor, over: RowExchange, forward: Collective, backward: Collective, phase: Phase
+    ) -> Tensor:
+        ctx.over, ctx.collective, ctx.phase = over, backward, phase
+        return forward(rows, over.counts, over.group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.over.announce(Phase.OUTPUT_GRADIENT)
-        return row_collectives.rows_to_columns(gradient, ctx.over.counts, ctx.over.group), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.over.announce(ctx.phase)
+        return ctx.collective(gradient, ctx.over.counts, ctx.over.group), None, None, None, None
 
 
 def read_slice(parameter: nn.Parameter, ranks: int) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_osdp.engine.sliced_operator import cast_for_autocast
 from lightning_osdp.engine.splittable import matrix_input_dim
 from lightning_osdp.planning.spec.tensor import TensorRole
 from lightning_osdp.state.dim_slice_layout import DimSliceLayout
@@ -55,10 +54,6 @@ class TensorOperator:
     def bias_slice(self) -> Tensor | None:
         """The bias of this rank's output features."""
         return None if self.bias is None else self.layout.cut(self.bias, self.layout.shard_index, 0)
-
-    def to_rows(self, x: Tensor) -> Tensor:
-        """Return an input (..., in) as rows (n, in)."""
-        return cast_for_autocast(x.reshape(-1, x.shape[-1]))
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return x (..., in) times a weight, or some of its features."""

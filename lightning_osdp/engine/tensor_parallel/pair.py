@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_osdp.engine.sliced_operator import cast_for_autocast
 from lightning_osdp.engine.tensor_parallel.check import has_hooks
+from lightning_osdp.engine.tensor_parallel.exchange import Phase
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
 from lightning_osdp.engine.tensor_parallel.operator_run import OperatorRun, SlicedRun
 from lightning_osdp.engine.tensor_parallel.unit import TensorUnit
@@ -59,11 +60,10 @@ class PairUnit(TensorUnit):
         """Gather the rows (samples, ..., in) of all ranks."""
         self._end_run()
         x = cast_for_autocast(input)
-        num_rows = [len(x), x.shape[:-1].numel()]
-        run, (samples, rows) = self.start(num_rows, self._describe(x), int(x.requires_grad))
-        if isinstance(run, SlicedRun) and any(
-            n * samples[0] != rows[0] * b for n, b in zip(rows, samples, strict=True)
-        ):
+        numbers = [len(x), x.shape[1:-1].numel()]
+        run, (samples, lengths) = self.start(numbers, self._describe(x), int(x.requires_grad))
+        if isinstance(run, SlicedRun) and len(set(lengths)) > 1:
+            rows = [count * length for count, length in zip(samples, lengths, strict=True)]
             run, x, self._is_flat = replace(run, counts=rows), x.reshape(-1, x.shape[-1]), True
         self._run, self._input, self._gathered = run, input, run.gather(x)
 
@@ -85,7 +85,7 @@ class PairUnit(TensorUnit):
         if isinstance(run, SlicedRun):
             if len(y) != sum(run.counts):
                 raise ShardingError(f"{operator.name} got {len(y)} rows, {sum(run.counts)} were gathered for it")
-            self.announce_output()
+            self._announce(Phase.OUTPUT)
         y = run.scatter(y)
         if operator.bias is not None:
             y = y + operator.bias.to(y.dtype)

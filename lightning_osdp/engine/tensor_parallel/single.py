@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_osdp.backend.row_collectives import gather_rows
+from lightning_osdp.engine.sliced_operator import cast_for_autocast
 from lightning_osdp.engine.tensor_parallel.exchange import RowExchange
 from lightning_osdp.engine.tensor_parallel.operator import Bags
 from lightning_osdp.engine.tensor_parallel.operator_run import SlicedRun
@@ -26,7 +27,7 @@ class SingleUnit(TensorUnit):
     def _multiply(self, own: Any, input: Tensor) -> Tensor:
         """Return the product with x (..., in)."""
         (operator,) = self.operators
-        rows = operator.to_rows(input)
+        rows = cast_for_autocast(input.reshape(-1, input.shape[-1]))
         run, _ = self.start([len(rows)], str(rows.dtype), int(rows.requires_grad))
         y = operator.multiply(run.gather(rows), run.weight_of(operator), run.bias_of(operator))
         return run.to_rows(y).view(*input.shape[:-1], operator.out_features)

@@ -129,25 +129,28 @@ class TensorUnit:
 
     # Runs
 
-    def start(self, num_rows: Sequence[int], alike: str, needs_grad: int = 0) -> tuple[OperatorRun, list[list[int]]]:
-        """Start a run, and return it with the numbers of rows of all ranks. Collective; see Note [a run].
+    def start(self, numbers: Sequence[int], alike: str, needs_grad: int = 0) -> tuple[OperatorRun, list[list[int]]]:
+        """Start a run, and return it with the numbers of all ranks. Collective; see Note [a run].
 
         Args:
-            num_rows: this rank's numbers of rows, one or two; those of a run with slices are the first.
+            numbers: this rank's number of rows, and perhaps another one that ranks tell each other.
             alike: what has to be equal on all ranks for a run with slices; empty if nothing is.
             needs_grad: bit i is set if the rows that are gathered as number i need gradients.
         """
         self._context.check_run()
         self._announce(Phase.START if torch.is_grad_enabled() else Phase.START_WITHOUT_GRADIENTS)
         signature = crc32(alike.encode()) + 1 if alike else 0
-        own = (1, signature, needs_grad, *num_rows)
+        own = (1, signature, needs_grad, *numbers)
         answers = exchange_numbers(own + _ABSENT[len(own) :], self.groups.host)
-        counts = [[answer[3 + i] for answer in answers] for i in range(len(num_rows))]
-        if not signature or any(answer[:2] != [1, signature] for answer in answers):
-            return WholeRun(self._read_whole()), counts
-        self._context.order.prefetch_next()
-        needed = reduce(or_, (answer[2] for answer in answers))
-        return SlicedRun(counts[0], self.groups.slices, self._announce, needed), counts
+        counts = [[answer[3 + i] for answer in answers] for i in range(len(numbers))]
+        run: OperatorRun
+        if signature and all(answer[:2] == [1, signature] for answer in answers):
+            needed = reduce(or_, (answer[2] for answer in answers))
+            run = SlicedRun(counts[0], self.groups.slices, self._announce, needed)
+        else:
+            run = WholeRun(self._read_whole())
+        self._context.order.prefetch_next()  # as the ranks of other groups do, whichever way they run it
+        return run, counts
 
     def _read_whole(self) -> dict[TensorOperator, Tensor]:
         weights = [operator.weight for operator in self.operators]
@@ -186,10 +189,6 @@ class TensorUnit:
         """Note what any rank of any group does."""
         self.has_run |= phase == Phase.START
         self.has_new_gradients |= phase in (Phase.OUTPUT_GRADIENT, Phase.INPUT_GRADIENT)
-
-    def announce_output(self) -> None:
-        """Return when all ranks are about to sum and scatter outputs."""
-        self._announce(Phase.OUTPUT)
 
     def begin_step(self) -> None:
         """Forget runs of an earlier step, unless their gradients are still to be averaged."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_osdp.planning.cost.memory_timeline import Peak
 from lightning_osdp.planning.spec.formatting import format_bytes
-from lightning_osdp.planning.spec.plan import PeakMoment
+from lightning_osdp.planning.spec.search_record import PeakMoment
 
 
 def explain_peak(peak: Peak | PeakMoment) -> str:

@@ -9,7 +9,7 @@ from typing import TypeVar
 from pydantic import Field
 
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, ComputeTimes
-from lightning_osdp.planning.spec.model import FrozenModel
+from lightning_osdp.planning.spec.frozen import FrozenModel
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 
 FrozenValue = TypeVar("FrozenValue", bound=FrozenModel)

@@ -34,15 +34,10 @@ from lightning_osdp.planning.spec.cluster import (
     ComputeTimes,
     EngineOverhead,
 )
-from lightning_osdp.planning.spec.model import (
-    FrozenModel,
-    LinearInBatch,
-    ModelProfile,
-    Operator,
-    OptimizerStep,
-    Seconds,
-)
-from lightning_osdp.planning.spec.plan import BatchSizePoint, ExecutionPlan
+from lightning_osdp.planning.spec.frozen import FrozenModel, Seconds
+from lightning_osdp.planning.spec.model import LinearInBatch, ModelProfile, Operator, OptimizerStep
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.search_record import BatchSizePoint
 from lightning_osdp.planning.spec.wrapping import WrappedModel
 
 TRIAL_RELATIVE_ERROR = 0.05

@@ -30,8 +30,9 @@ from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, legal_modes
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import Operator
-from lightning_osdp.planning.spec.plan import Baseline, ExecutionPlan
+from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.spec.problem import Problem
+from lightning_osdp.planning.spec.search_record import Baseline
 from lightning_osdp.planning.spec.wrapping import WrapAssignment, WrappedModel, wrap_assignments
 
 

@@ -29,7 +29,8 @@ from lightning_osdp.planning.search.batch_size_search import (
 )
 from lightning_osdp.planning.search.plan_selection import repredict, select_plan, variant_of_plan
 from lightning_osdp.planning.spec.choices import Mode
-from lightning_osdp.planning.spec.plan import ExecutionPlan, TriedPlan
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.search_record import TriedPlan
 
 PREDICTION_RELATIVE_ERROR = 0.15
 """Largest usual error of a predicted step time that no trial has checked."""

@@ -24,7 +24,8 @@ from lightning_osdp.planning.search.batch_size_search import (
     to_plan,
 )
 from lightning_osdp.planning.spec.constraints import SearchConstraints
-from lightning_osdp.planning.spec.model import FrozenModel, NonTrainingWork
+from lightning_osdp.planning.spec.frozen import FrozenModel
+from lightning_osdp.planning.spec.model import NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 
 BUDGET_TOLERANCE, BUDGET_TOLERANCE_BYTES = 0.1, 12 << 20

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.planning.spec.plan import SearchStop
+from lightning_osdp.planning.spec.search_record import SearchStop
 
 MAX_BATCH_SIZE = 4096
 """Largest batch size tried unless the user gives another; memory usually ends the search earlier."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode, ShardingScope
-from lightning_osdp.planning.spec.model import FrozenModel
+from lightning_osdp.planning.spec.frozen import FrozenModel
 
 DEFAULT_ENGINE = "fairscale"
 """Name of the engine that is used if the user names none."""

@@ -9,17 +9,8 @@ from typing import Annotated, TypeVar
 from pydantic import AfterValidator, Field, model_validator
 
 from lightning_osdp.planning.spec.files import parse_json
-from lightning_osdp.planning.spec.model import (
-    UNATTRIBUTED,
-    Count,
-    FrozenModel,
-    LinearInBatch,
-    ModelProfile,
-    Moment,
-    NonNegative,
-    Seconds,
-    Size,
-)
+from lightning_osdp.planning.spec.frozen import Count, FrozenModel, NonNegative, Seconds, Size
+from lightning_osdp.planning.spec.model import UNATTRIBUTED, LinearInBatch, ModelProfile, Moment
 from lightning_osdp.planning.spec.plan_v1 import raise_negative_times, upgrade_cluster
 
 MAX_CORRECTION = 3.0

@@ -12,18 +12,10 @@ from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope, devices_of_each_node
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.files import describe_error, parse_json
-from lightning_osdp.planning.spec.model import (
-    ComputeDtype,
-    Count,
-    Finite,
-    FrozenModel,
-    ModelProfile,
-    NonNegative,
-    Operator,
-    ReduceDtype,
-    Size,
-)
+from lightning_osdp.planning.spec.frozen import Count, Finite, FrozenModel, NonNegative, Size
+from lightning_osdp.planning.spec.model import ComputeDtype, ModelProfile, Operator, ReduceDtype
 from lightning_osdp.planning.spec.plan_v1 import raise_negative_times, upgrade_plan
+from lightning_osdp.planning.spec.search_record import Baseline, BatchSizePoint, PeakMoment, SearchStop, TriedPlan
 from lightning_osdp.planning.spec.tensor import TensorScope, TensorSplit, check_splits
 
 PLAN_FORMAT = "lightning_osdp.plan"
@@ -178,82 +170,6 @@ class Prediction(FrozenModel):
     def max_memory_bytes(self) -> int:
         """Largest memory in steps and between them; the limit applies to it."""
         return max(self.peak_memory_bytes, self.saving_memory_bytes, self.evaluation_memory_bytes)
-
-
-class BatchSizePoint(FrozenModel):
-    """The best plan at one batch size."""
-
-    batch_size: Count
-    samples_per_s: Finite
-    peak_memory_bytes: Size
-
-
-class PeakMoment(FrozenModel):
-    """The moment of a step with the largest memory, and its parts in bytes (``cost.memory_timeline.Peak``)."""
-
-    where: str
-    states: int
-    gradients: int
-    gathered: int
-    transient: int
-    activations: int
-    overhead: int
-    heap: int = 0
-    """What a heap that retains freed tensors takes in addition to live ones."""
-
-    @property
-    def heap_growth(self) -> float:
-        """``heap`` as a fraction of the tensors that are freed within a step."""
-        freed = self.gradients + self.gathered + self.transient + self.activations
-        return self.heap / freed if freed else 0.0
-
-
-class TriedPlan(FrozenModel):
-    """What a plan took that was tried before one was taken; times are of an optimizer step."""
-
-    name: str
-    """What it does, in words."""
-    batch_size: int
-    step_time_s: float
-    samples_per_s: float
-    spread_s: float
-    """By how much its rounds differ."""
-    num_rounds: int
-    is_chosen: bool = False
-
-
-class Baseline(FrozenModel):
-    """What a plan that treats all operators alike would do instead, at its own best batch size under the same limit."""
-
-    name: str
-    """``DDP``, ``ZeRO-2``, ``FSDP per operator`` or ``FSDP per block``, and whether blocks are recomputed."""
-    fits: bool
-    batch_size: Count
-    """The smallest one if it does not fit."""
-    samples_per_s: Finite = 0.0
-    """Throughput over all ranks, as predicted, or as measured if it was tried; 0 if it does not fit."""
-    peak_memory_bytes: Size
-    missing_bytes: Size = 0
-    """By how much it exceeds the limit."""
-    is_tried: bool = False
-    is_plan: bool = False
-    """Whether the plan itself is this one."""
-    is_uncertain: bool = False
-    """Whether it is predicted to be no slower than the plan, which was tried, but was not tried itself:
-    ``samples_per_s`` is the plan's then."""
-
-
-class SearchStop(FrozenModel):
-    """Why no larger batch size was tried."""
-
-    reason: Literal["memory", "maximum", "fixed", "global_batch_size"]
-    """The next one does not fit, the largest allowed was reached, or the user gave the (global) batch size."""
-    batch_size: int | None = None
-    """``memory``: the first that does not fit; ``maximum``: the largest allowed."""
-    needed_bytes: int | None = None
-    """``memory``: the smallest possible peak at that batch size."""
-    setting: str = ""
-    """``maximum``: what allows no more, a setting of the user or memory that is retained; empty if it is neither."""
 
 
 class ExecutionPlan(FrozenModel):

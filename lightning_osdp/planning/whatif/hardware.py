@@ -24,7 +24,7 @@ from pydantic import Field, ValidationError
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, HierarchicalLinks, Link, ShardingLink
 from lightning_osdp.planning.spec.files import MAX_NUMBER, describe_error
-from lightning_osdp.planning.spec.model import Count, FrozenModel, Seconds
+from lightning_osdp.planning.spec.frozen import Count, FrozenModel, Seconds
 
 NODE_COUNTS = (2, 8)
 """Numbers of nodes that ``list_names`` lists; ``load`` takes any number."""

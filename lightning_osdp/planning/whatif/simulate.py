@@ -24,8 +24,10 @@ from lightning_osdp.planning.search.plan_search import Candidate, PlanSearch
 from lightning_osdp.planning.search.plan_selection import select_plan
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope, legal_modes
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
-from lightning_osdp.planning.spec.model import FrozenModel, ModelProfile
-from lightning_osdp.planning.spec.plan import Baseline, ExecutionPlan
+from lightning_osdp.planning.spec.frozen import FrozenModel
+from lightning_osdp.planning.spec.model import ModelProfile
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.search_record import Baseline
 from lightning_osdp.planning.whatif.hardware import Hardware, build_cluster
 from lightning_osdp.planning.whatif.roofline import compute_times
 

@@ -12,7 +12,7 @@ from lightning_osdp.cli.emulate_worker import StrategyName, StrategyResult
 from lightning_osdp.cli.main import main
 from lightning_osdp.emulation.environment import resolve_cluster
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planning.spec.plan import Baseline
+from lightning_osdp.planning.spec.search_record import Baseline
 from tests.support.models import hand_made_plan
 
 GIB = 1 << 30

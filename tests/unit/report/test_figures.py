@@ -14,7 +14,8 @@ from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, make_plan
 from lightning_osdp.planning.spec.choices import Mode, ShardingScope
 from lightning_osdp.planning.spec.model import ModelProfile
-from lightning_osdp.planning.spec.plan import Baseline, ExecutionPlan
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.search_record import Baseline
 from lightning_osdp.planning.whatif.hardware import load
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint, simulate, sweep_memory_limits
 from lightning_osdp.report import figures

@@ -11,15 +11,8 @@ from hypothesis import strategies as st
 from lightning_osdp.planning.cost.run_correction import MeasuredStep
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, Link
-from lightning_osdp.planning.spec.plan import (
-    Baseline,
-    BatchSizePoint,
-    ExecutionPlan,
-    ModelIdentity,
-    OperatorPlan,
-    Prediction,
-    TriedPlan,
-)
+from lightning_osdp.planning.spec.plan import ExecutionPlan, ModelIdentity, OperatorPlan, Prediction
+from lightning_osdp.planning.spec.search_record import Baseline, BatchSizePoint, TriedPlan
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint, SimulatedResult
 from lightning_osdp.report.explain import build_explanation, explain
 from lightning_osdp.report.operator_runs import describe_tried, group_runs

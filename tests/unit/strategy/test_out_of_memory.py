@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_osdp.errors import OutOfMemoryError, ShardingError
-from lightning_osdp.planning.spec.plan import BatchSizePoint, PeakMoment
+from lightning_osdp.planning.spec.search_record import BatchSizePoint, PeakMoment
 from lightning_osdp.strategy import out_of_memory
 from tests.support.ranks import run_ranks
 from tests.unit.report.test_tables import make_plan

@@ -40,7 +40,8 @@ from lightning_osdp.planning.spec.cluster import (
     ModeOverhead,
 )
 from lightning_osdp.planning.spec.model import LinearInBatch, ModelProfile, Operator
-from lightning_osdp.planning.spec.plan import BatchSizePoint, ExecutionPlan
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.search_record import BatchSizePoint
 from tests.support.models import hand_made_plan, uniform_hierarchical_links, wrap_blocks
 from tests.support.small_models import MIB, RANKS, blocks_of_one, blocks_of_two, cluster, compute, compute_s, linear
 
@@ -71,7 +72,7 @@ PLAIN: ComputeTimes = compute(blocks_of_one(3, 2))
 
 
 def overhead_s(choices: list[ShardingChoice], hardware: Cluster, operators: tuple[Operator, ...] = OPERATORS) -> float:
-    """Of collectives and the engine."""
+    """Seconds of collectives and of the engine."""
     pairs = list(zip(operators, choices, strict=True))
     return sum(
         sum(part(*pair, hardware)) for pair in pairs for part in (communication_time, engine_time, calibration_time)
@@ -147,7 +148,7 @@ def make_plan_or_reject(model: ModelProfile, limit_mib: int, hardware: Cluster) 
 def test_predict_trial_equals_planner_prediction(
     count: int, several: bool, limit_mib: int, latency_ms: float, overlap: float
 ) -> None:
-    """With slices, units that operators share, and blocks that are recomputed, whatever the search takes."""
+    """The plan has what the search takes: slices, units that operators share, blocks that are recomputed."""
     model = blocks_of_two(count) if several else blocks_of_one(count, 2)
     hardware = cluster(latency_ms=latency_ms).model_copy(update={"engine": PARTS.engine, "overlap": overlap})
     plan = make_plan_or_reject(model, limit_mib, hardware)

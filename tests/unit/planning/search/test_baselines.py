@@ -21,7 +21,8 @@ from lightning_osdp.planning.search.plan_selection import select_plan
 from lightning_osdp.planning.spec.capabilities import EngineCapabilities
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, legal_modes
 from lightning_osdp.planning.spec.constraints import SearchConstraints
-from lightning_osdp.planning.spec.plan import Baseline, ExecutionPlan
+from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.search_record import Baseline
 from lightning_osdp.planning.spec.wrapping import wrap_assignments
 from tests.support.small_models import MIB, blocks_of_two, cluster, compute
 
