@@ -1,4 +1,4 @@
-"""Runs functions in processes of their own, forked from one that has imported what they need."""
+"""Runs functions in processes of their own, forked from one that has imported what they need; makes these ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import multiprocessing
 import os
 import signal
+import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -43,3 +44,19 @@ def run_processes(
         for process in processes:
             process.kill()
     return all(process.exitcode == 0 for process in processes)
+
+
+def write_log(file: str) -> None:
+    """Send what this process prints to a file, without warnings."""
+    log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    warnings.simplefilter("ignore")
+
+
+def become_rank(rank: int, ranks: int, port: int, folder: str) -> None:
+    """Make this process a rank as torchrun does, on one node; its log is ``rank<number>.log``."""
+    write_log(f"{folder}/rank{rank}.log")
+    names = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
+    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "bench"}
+    os.environ.update({name: str(value) for name, value in names.items()})

@@ -6,7 +6,6 @@ import json
 import os
 import statistics
 import time
-import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from bench.micro.operators import OPERATORS
+from bench.processes import become_rank, write_log
 from lightning_osdp import OSDPCallback, OSDPStrategy, plan
 from lightning_osdp.autotune import coordinator, finalists, pipeline, profile_cache
 from lightning_osdp.autotune.calibration import Calibration
@@ -164,10 +164,7 @@ class Order:
 
 def work(rank: int, order: Order) -> None:
     """One rank, in a process of its own, which ends here: with 0 if all went well."""
-    write_log(f"{order.folder}/rank{rank}.log")
-    names = {"WORLD_SIZE": order.ranks, "LOCAL_WORLD_SIZE": order.ranks, "RANK": rank, "LOCAL_RANK": rank}
-    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": order.port, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "accuracy"}
-    os.environ.update({name: str(value) for name, value in names.items()})
+    become_rank(rank, order.ranks, order.port, order.folder)
     torch.set_num_threads(1)
     note_allowances()
     if order.plan == "searched":
@@ -185,14 +182,6 @@ def work(rank: int, order: Order) -> None:
     tell(strategy, order, (before_s, after_s))
     dist.barrier()
     os._exit(0)  # gloo's threads may abort a process that ends in the usual way
-
-
-def write_log(file: str) -> None:
-    """Send what this process prints to a file."""
-    log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    warnings.simplefilter("ignore")
 
 
 def make_forced(order: Order) -> OSDPStrategy:

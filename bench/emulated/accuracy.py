@@ -1,6 +1,6 @@
 """Predicted beside emulated step time and peak memory, for up to 512 ranks that are not there.
 
-    python -m bench emulated-accuracy [--ranks 2 4 8 64 512] [--models NAME ...] [--minutes 60] [--write PAGE]
+    python -m bench emulated-accuracy [--ranks 2 4 8 64 512] [--models NAME ...] [--minutes 60]
 
 Ten of the models of ``python -m bench accuracy``, under the batch sizes and limits that are drawn there. Links are
 PCIe 3.0 in nodes of eight and 200 Gbit/s between them, scaled to this machine's compute (``links.py``). A cell's result
@@ -16,22 +16,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.emulated.document import MEMORY_TOLERANCE, TIME_TOLERANCE, errors
 from bench.emulated.links import machine_flops
 from bench.emulated.queue import Cell, Results, run_all
 
 RANKS = (2, 4, 8, 64, 512)
 MODELS = 10
-TIME_TOLERANCE, MEMORY_TOLERANCE = 0.10, 0.03
 FILE = Path("docs/benchmarks/emulated-accuracy.json")
 HEAD = (
     "| model | ranks | plan | predicted | emulated | time | predicted | emulated | memory | machine |\n"
     "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
 )
-
-
-def errors(result: dict[str, Any]) -> tuple[float, float]:
-    """Relative, of time and of memory; above 0: predicted too much."""
-    return (result["predicted_s"] / result["step_s"] - 1, result["predicted_bytes"] / result["peak_bytes"] - 1)
 
 
 def row(cell: Cell, result: dict[str, Any]) -> str:
@@ -72,14 +67,14 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="run again what is kept there")
     args = parser.parse_args()
     results = Results(args.json, args.fresh)
-    facts = {"flops": results.machine("flops", machine_flops)} if args.minutes > 0 else {}
+    machine = {"flops": results.machine("flops", machine_flops)} if args.minutes > 0 else {}
     cells = [Cell("accuracy", model, ranks, links="scaled+200gbit") for ranks in args.ranks for model in args.models]
     print(HEAD)
 
     def show(cell: Cell) -> None:
         print(row(cell, results.get(cell) or {}), flush=True)
 
-    left = run_all(cells, results, facts, args.minutes * 60, show)
+    left = run_all(cells, results, machine, args.minutes * 60, show)
     done = [result for cell in cells if (result := results.get(cell)) is not None and "error" not in result]
     print(f"\n{summary(done)} {left} cells are left.")
 

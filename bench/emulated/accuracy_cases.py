@@ -32,11 +32,11 @@ def limit_mib(cell: Cell, folder: Path) -> int:
     return int(bounds["least"] + share * (bounds["replicated"] - bounds["least"])) >> 20
 
 
-def run(cell: Cell, facts: dict[str, Any], folder: Path) -> dict[str, Any]:
+def run(cell: Cell, machine: dict[str, Any], folder: Path) -> dict[str, Any]:
     """What was predicted, and what came out."""
     torch.set_num_threads(1)
     subject = cases.SUBJECTS[cell.model]
-    environment = EmulatedCluster(cluster_of(cell, facts))
+    environment = EmulatedCluster(cluster_of(cell, machine))
     _, limit = limits(replace(cell, limit_mib=limit_mib(cell, folder)), torch.device("cpu"))
     cases.note_allowances()
     module, rows = cases.subject_of(_order(cell, folder))

@@ -19,7 +19,7 @@ def main() -> None:
     order = json.loads(sys.argv[1])
     warnings.simplefilter("ignore")
     cell, folder = Cell(**order["cell"]), Path(order["folder"])
-    result = WORK[cell.work](cell, order["facts"], folder)
+    result = WORK[cell.work](cell, order["machine"], folder)
     (folder / "result.json").write_text(json.dumps(result))
     sys.stdout.flush()
     os._exit(0)

@@ -10,14 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 
+from bench.comparison.batch_probe import is_flat
+
 LARGEST = 64
 """Samples of a rank."""
 
-FLAT = 1.02
-"""A larger batch size that makes less than this many times the samples is no better."""
-
 SLOW_STEP_S = 6.0
 """Beyond steps that compute for so long no larger batch size is tried."""
+
+MOST_TRIES = 12
+"""Of larger batch sizes."""
 
 
 @dataclass
@@ -60,6 +62,12 @@ class Climb:
         self._steps = 0
         return self._choose()
 
+    def after_out_of_memory(self) -> bool:
+        """Take in that memory ran out at ``size``; return whether a smaller one is left for a new run to time."""
+        self.compute_s.pop(self.size, None)
+        self._steps, self._tries, self.final_s, self.final_peak = 0, MOST_TRIES, [], 0
+        return self._choose()
+
     def rate(self, size: int) -> float:
         """Samples per second, if communication is not hidden."""
         return size / (self.compute_s[size] + self.link_s())
@@ -69,7 +77,8 @@ class Climb:
         if not lived:
             return False
         largest, died = lived[-1], min((size for size in self.compute_s if size not in lived), default=LARGEST + 1)
-        if not self._is_flat(lived) and self.compute_s[largest] < SLOW_STEP_S and self._tries < 12:
+        flat = is_flat([self.rate(size) for size in lived])
+        if not flat and self.compute_s[largest] < SLOW_STEP_S and self._tries < MOST_TRIES:
             fits = min(self._estimate(), died - 1, LARGEST, 2 * largest)
             if fits > largest * 1.1:
                 self.size, self._tries = fits, self._tries + 1
@@ -77,9 +86,6 @@ class Climb:
         self.best = self.size = max(lived, key=self.rate)
         self.has_links = True
         return True
-
-    def _is_flat(self, lived: list[int]) -> bool:
-        return len(lived) > 2 and max(map(self.rate, lived[-2:])) < FLAT * max(map(self.rate, lived[:-2]))
 
     def _estimate(self) -> int:
         """The largest size whose peak should fit, by the line through the two largest that are known."""

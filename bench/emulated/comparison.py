@@ -74,12 +74,12 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the page of what is there")
     args = parser.parse_args()
     results = Results(args.json, args.fresh)
-    facts = {"flops": results.machine("flops", machine_flops)} if args.minutes > 0 else {}
+    machine = {"flops": results.machine("flops", machine_flops)} if args.minutes > 0 else {}
 
     def show(cell: Cell) -> None:
         print(document.line(cell, results.get(cell) or {}), flush=True)
 
-    left = run_all(cells(args.ranks, args.models, args.systems), results, facts, args.minutes * 60, show)
+    left = run_all(cells(args.ranks, args.models, args.systems), results, machine, args.minutes * 60, show)
     every = cells(list(MODELS), [], list(SYSTEMS))
     print("\n".join(document.summary(every, results)))
     print(f"{left} cells are left.")

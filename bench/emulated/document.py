@@ -8,17 +8,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.comparison.models import MODELS, N_AND_D, PAPERS_FAMILIES, W_AND_S
+from bench.comparison.models import MODELS, PAPERS_FAMILIES
 from bench.comparison.systems import BASES, parse
 from bench.emulated.queue import Cell, Results
 
 MIB = 1 << 20
 PLAIN, FAIRSCALE = "osdp-plain", "fairscale-op"
-PAPERS_FIGURES = {N_AND_D: 1.22, W_AND_S: 1.50, "I&C": 1.24}
+PAPERS_FIGURES = dict(zip(PAPERS_FAMILIES, (1.22, 1.50, 1.24), strict=True))
 PAPERS_RECOMPUTED = 1.53
+
+TIME_TOLERANCE, MEMORY_TOLERANCE = 0.10, 0.03
 
 Place = tuple[str, int, str, int]
 """Model, ranks, links, limit."""
+
+
+def errors(result: dict[str, Any]) -> tuple[float, float]:
+    """Relative, of a plan's time and memory; above 0: predicted too much."""
+    return (result["predicted_s"] / result["step_s"] - 1, result["predicted_bytes"] / result["peak_bytes"] - 1)
+
+
+def apart(result: dict[str, Any], name: str) -> float:
+    """By how much emulated is more than real."""
+    return float(result["emulated"][name] / result["real"][name] - 1)
 
 
 def line(cell: Cell, result: dict[str, Any]) -> str:
@@ -88,11 +100,11 @@ def summary(cells: Sequence[Cell], results: Results) -> list[str]:
         lines += [_against_fairscale(family, own, PLAIN, FAIRSCALE, PAPERS_FIGURES[family])]
     papers = [rows for (model, *_), rows in places.items() if family_of(model) in PAPERS_FAMILIES]
     lines += [_against_fairscale("All three, recomputed", papers, "osdp", FAIRSCALE + "+ckpt", PAPERS_RECOMPUTED)]
-    known = [row for rows in places.values() for row in rows.values() if "predicted_s" in row]
-    times = [abs(row["predicted_s"] / row["step_s"] - 1) for row in known]
-    memories = [row["predicted_bytes"] / row["peak_bytes"] - 1 for row in known]
+    known = [errors(row) for rows in places.values() for row in rows.values() if "predicted_s" in row]
+    times, memories = zip(*known, strict=True)
+    middle = statistics.median(map(abs, times))
     lines.append(
-        f"- Predicted beside emulated, {len(known)} plans: time {statistics.median(times):.1%} apart in the median, "
+        f"- Predicted beside emulated, {len(known)} plans: time {middle:.1%} apart in the median, "
         f"memory {min(memories):+.1%} to {max(memories):+.1%}."
     )
     return lines
@@ -161,12 +173,11 @@ def accuracy(file: Path) -> str:
     lines += ["| ranks | models | time, median | within 10 % | memory within 3 % | least | most |"]
     lines += ["| ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
     for ranks in sorted({cell["ranks"] for cell in cells}):
-        own = [cell for cell in cells if cell["ranks"] == ranks]
-        times = [abs(cell["predicted_s"] / cell["step_s"] - 1) for cell in own]
-        memories = [cell["predicted_bytes"] / cell["peak_bytes"] - 1 for cell in own]
+        times, memories = zip(*(errors(cell) for cell in cells if cell["ranks"] == ranks), strict=True)
         lines.append(
-            f"| {ranks} | {len(own)} | {statistics.median(times):.1%} | {sum(one <= 0.1 for one in times)} | "
-            f"{sum(abs(one) <= 0.03 for one in memories)} | {min(memories):+.1%} | {max(memories):+.1%} |"
+            f"| {ranks} | {len(times)} | {statistics.median(map(abs, times)):.1%} | "
+            f"{sum(abs(one) <= TIME_TOLERANCE for one in times)} | "
+            f"{sum(abs(one) <= MEMORY_TOLERANCE for one in memories)} | {min(memories):+.1%} | {max(memories):+.1%} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -184,8 +195,8 @@ def real(file: Path) -> str:
         "| ---: | --- | --- | ---: | ---: |",
     ]
     for cell in cells:
-        apart = [cell["emulated"][name] / cell["real"][name] - 1 for name in ("step_s", "peak_bytes")]
-        lines.append(f"| {cell['ranks']} | {cell['model']} | {cell['system']} | {apart[0]:+.1%} | {apart[1]:+.1%} |")
+        time, memory = (apart(cell, name) for name in ("step_s", "peak_bytes"))
+        lines.append(f"| {cell['ranks']} | {cell['model']} | {cell['system']} | {time:+.1%} | {memory:+.1%} |")
     return "\n".join(lines) + "\n"
 
 

@@ -49,7 +49,7 @@ class Cell:
 
 
 class Results:
-    """A JSON file: facts about the machine, and one result for each cell."""
+    """A JSON file: what was measured of the machine, and one result for each cell."""
 
     def __init__(self, file: Path, fresh: bool = False) -> None:
         self._file = file
@@ -82,14 +82,14 @@ class Results:
 
 
 def run_all(
-    cells: Sequence[Cell], results: Results, facts: dict[str, Any], budget_s: float, show: Callable[[Cell], None]
+    cells: Sequence[Cell], results: Results, machine: dict[str, Any], budget_s: float, show: Callable[[Cell], None]
 ) -> int:
     """Run what has no result yet, until the time is over; return how many cells are left.
 
     Args:
         cells: in this order.
         results: where they are kept.
-        facts: about the machine, for the cells' processes.
+        machine: about the machine, for the cells' processes.
         budget_s: no cell begins later than so many seconds from now, if it is like those before.
         show: is told of each cell that has a result, in order.
     """
@@ -100,7 +100,7 @@ def run_all(
             if began - start + longest_s > budget_s:
                 left += 1
                 continue
-            result = run(cell, facts)
+            result = run(cell, machine)
             seconds = time.monotonic() - began
             longest_s = max(longest_s, seconds)
             results.put(cell, result | {"cell_s": round(seconds, 1), "commit": current_commit()})
@@ -112,11 +112,11 @@ def run_all(
     return left
 
 
-def run(cell: Cell, facts: dict[str, Any]) -> dict[str, Any]:
+def run(cell: Cell, machine: dict[str, Any]) -> dict[str, Any]:
     """Run a cell in a process of its own; what it wrote, or ``error``."""
     with tempfile.TemporaryDirectory(prefix="emulated-") as name:
         folder = Path(name)
-        order = json.dumps({"cell": asdict(cell), "facts": facts, "folder": name})
+        order = json.dumps({"cell": asdict(cell), "machine": machine, "folder": name})
         with (folder / "log").open("wb") as log:
             command = [sys.executable, "-m", "bench.emulated.cell", order]
             try:

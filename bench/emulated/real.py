@@ -18,7 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.emulated.document import apart
 from bench.emulated.queue import Cell, Results
+from bench.processes import become_rank, run_processes, write_log
+from tests.support.ports import free_port
 
 MODELS = ("gptj", "qwen2", "roberta")
 PLANS = ("searched", "zdp", "zdp2", "dp")
@@ -30,22 +33,16 @@ STEPS = 12
 
 def real_rank(rank: int, folder: str, cell: Cell, port: int) -> None:
     """One real rank: plans, trains, and writes its plan, its links and its figures."""
-    from bench.accuracy import cases
-
-    cases.write_log(f"{folder}/rank{rank}.log")
-    names = {"WORLD_SIZE": cell.ranks, "LOCAL_WORLD_SIZE": cell.ranks, "RANK": rank, "LOCAL_RANK": rank}
-    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "real"}
-    os.environ.update({name: str(value) for name, value in names.items()})
+    become_rank(rank, cell.ranks, port, folder)
     _train(cell, folder, plan=None, ranks=cell.ranks, plugins=[], is_writer=rank == 0)
 
 
 def emulated_rank(folder: str, cell: Cell) -> None:
     """The same plan, with the links that were measured."""
-    from bench.accuracy import cases
     from lightning_osdp.emulation import EmulatedCluster
     from lightning_osdp.planning.spec.cluster import Cluster
 
-    cases.write_log(f"{folder}/emulated.log")
+    write_log(f"{folder}/emulated.log")
     cluster = Cluster.model_validate_json((Path(folder) / "cluster.json").read_text())
     environment = EmulatedCluster(cluster)
     _train(cell, folder, plan=f"{folder}/plan.json", ranks=1, plugins=[environment], is_writer=True)
@@ -96,9 +93,6 @@ def _train(cell: Cell, folder: str, plan: str | None, ranks: int, plugins: list[
 
 def run(cell: Cell) -> dict[str, Any]:
     """Both, one after the other."""
-    from bench.processes import run_processes
-    from tests.support.ports import free_port
-
     with tempfile.TemporaryDirectory() as folder:
         port, preloaded = free_port(), "bench.accuracy.cases"
         real = [(real_rank, (rank, folder, cell, port)) for rank in range(cell.ranks)]
@@ -107,11 +101,6 @@ def run(cell: Cell) -> dict[str, Any]:
                 logs = sorted(Path(folder).glob("*.log"))
                 return {"error": "failed", "log": [line for log in logs for line in log.read_text().splitlines()[-6:]]}
         return {kind: json.loads((Path(folder) / f"{kind}.json").read_text()) for kind in ("real", "emulated")}
-
-
-def apart(result: dict[str, Any], name: str) -> float:
-    """By how much emulated is more than real."""
-    return float(result["emulated"][name] / result["real"][name] - 1)
 
 
 def row(cell: Cell, result: dict[str, Any]) -> str:

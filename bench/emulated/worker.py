@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from bench.comparison.jobs import Job, Setting
 from bench.comparison.models import Task, adamw, next_byte_loss
 from bench.comparison.worker import expand_segments, fix_allocator
 from bench.emulated.climb import LARGEST, Climb
-from bench.emulated.links import scaled_cluster
+from bench.emulated.links import NETWORK, scaled_cluster
 from bench.emulated.models import net_of, tokens_of, vocabulary_of
 from bench.emulated.queue import Cell
 from lightning_osdp.backend import memory
@@ -150,11 +151,11 @@ class Steps(pl.Callback):
             trainer.should_stop = True
 
 
-def cluster_of(cell: Cell, facts: dict[str, Any]) -> Cluster:
+def cluster_of(cell: Cell, machine: dict[str, Any]) -> Cluster:
     """The links of a cell."""
     if cell.links.startswith("scaled"):
         _, _, network = cell.links.partition("+")
-        return scaled_cluster(cell.ranks, facts["flops"], network or "10gbit")
+        return scaled_cluster(cell.ranks, machine["flops"], network or NETWORK)
     return resolve_cluster(cell.links, cell.ranks)
 
 
@@ -178,37 +179,28 @@ def limits(cell: Cell, device: torch.device) -> tuple[int, int]:
     return before, before + LOADED_BYTES + (cell.limit_mib << 20)
 
 
-def compare(cell: Cell, facts: dict[str, Any], folder: Path) -> dict[str, Any]:
+def compare(cell: Cell, machine: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A system at its best batch size."""
     device = prepare(cell)
     job = EmulatedJob(
         "final", cell.model, str(cell.ranks), cell.system.replace("osdp-plain", "osdp"), (1,), device=cell.device
     )
     if job.how.base == "osdp":
-        return osdp(cell, facts, folder, device)
+        return osdp(cell, machine, folder, device)
     (expand_segments if device.type == "cuda" else fix_allocator)()
-    switch, environment = Switch(), EmulatedCluster(cluster_of(cell, facts))
+    switch, environment = Switch(), EmulatedCluster(cluster_of(cell, machine))
     before, limit = limits(cell, device)
     climb = Climb(limit - before)
     meter = Meter(climb, switch, device, before)
-    torch.manual_seed(1)
-    kind = lightning_loop.ShardedTask if job.how.base.startswith("shard") else Task
-    task = kind(net_of(cell.model))
-    try:
-        if job.how.base.startswith("fairscale"):
-            train_fairscale(task, job, device, meter, cell)
-        else:
-            trainer = pl.Trainer(
-                accelerator=cell.device,
-                precision=cell.precision,
-                strategy=lightning_loop.strategy(job, task, folder),
-                plugins=[environment],
-                callbacks=[Steps(meter)],
-                **QUIET,
-            )
-            trainer.fit(task, loader(cell, climb))
-    except torch.OutOfMemoryError:
-        pass  # what lived before counts
+    goes_on = True
+    while goes_on:
+        try:
+            train_peer(cell, job, device, environment, meter, folder)
+            goes_on = False
+        except torch.OutOfMemoryError:  # on CUDA, where a size took more than the line through smaller ones said
+            traceback.print_exc()
+            goes_on = climb.after_out_of_memory()
+        memory.trim(device)  # before another module is made
     if not climb.final_s:
         least = min(climb.peaks.values(), default=0)
         return {"error": "does not fit", "needed_bytes": least, "limit_bytes": limit - before}
@@ -222,6 +214,27 @@ def compare(cell: Cell, facts: dict[str, Any], folder: Path) -> dict[str, Any]:
         "peaks": climb.peaks,
         "link_s": climb.link_s(),
     }
+
+
+def train_peer(
+    cell: Cell, job: Job, device: torch.device, environment: EmulatedCluster, meter: Meter, folder: Path
+) -> None:
+    """Train a new module until the climb has seen enough."""
+    torch.manual_seed(1)
+    kind = lightning_loop.ShardedTask if job.how.base.startswith("shard") else Task
+    task = kind(net_of(cell.model))
+    if job.how.base.startswith("fairscale"):
+        train_fairscale(task, job, device, meter, cell)
+        return
+    trainer = pl.Trainer(
+        accelerator=cell.device,
+        precision=cell.precision,  # type: ignore[arg-type]
+        strategy=lightning_loop.strategy(job, task, folder),
+        plugins=[environment],
+        callbacks=[Steps(meter)],
+        **QUIET,
+    )
+    trainer.fit(task, loader(cell, meter.climb))
 
 
 def loader(cell: Cell, climb: Climb) -> DataLoader[torch.Tensor]:
@@ -248,11 +261,11 @@ def train_fairscale(task: Task, job: Job, device: torch.device, meter: Meter, ce
             break
 
 
-def osdp(cell: Cell, facts: dict[str, Any], folder: Path, device: torch.device) -> dict[str, Any]:
+def osdp(cell: Cell, machine: dict[str, Any], folder: Path, device: torch.device) -> dict[str, Any]:
     """OSDP, with blocks recomputed as it chooses (``osdp``), never (``osdp-plain``) or all (``osdp+ckpt``)."""
     from lightning_osdp import InfeasibleError, OSDPCallback, OSDPStrategy
 
-    environment = EmulatedCluster(cluster_of(cell, facts))
+    environment = EmulatedCluster(cluster_of(cell, machine))
     before, limit = limits(cell, device)
     torch.manual_seed(1)
     task = Task(net_of(cell.model))

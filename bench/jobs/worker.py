@@ -6,7 +6,6 @@ import json
 import os
 import statistics
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
+from bench.processes import become_rank
 from tests.support.jobs import JOBS, build, loader
 
 RANKS, SKIPPED_STEPS, TRAIN_S = 2, 5, 2.0
@@ -45,13 +45,7 @@ class Clock(pl.Callback):
 
 def train(rank: int, name: str, strategy: str, batch_size: int | str, folder: str, port: int) -> None:
     """One rank of a run; the first one writes what it took."""
-    log = os.open(f"{folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    warnings.simplefilter("ignore")
-    names = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
-    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "jobs"}
-    os.environ.update({key: str(value) for key, value in names.items()})
+    become_rank(rank, RANKS, port, folder)
     torch.set_num_threads(1)
     made: Any = DDPStrategy(find_unused_parameters=name == "gan")
     own = JOBS[name].batch_size

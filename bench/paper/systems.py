@@ -40,19 +40,19 @@ System = Callable[[Problem, BatchSizePolicy], Result | None]
 
 def fsdp_per_operator(problem: Problem, rule: BatchSizePolicy, *, recomputed: bool = False) -> Result | None:
     """Every operator a unit of its own, gathered for forward and for backward (and for the recomputation between)."""
-    desk = PlanSearch(replace(problem, constraints=BASELINE_CONSTRAINTS))
+    search = PlanSearch(replace(problem, constraints=BASELINE_CONSTRAINTS))
     choices = tuple(map(_sharded, problem.model.operators))
     names = tuple(block.name for block in problem.model.blocks) if recomputed else ()
-    return _best(problem, rule, lambda batch_size: desk.evaluate_choices(choices, batch_size, 1, names))
+    return _best(problem, rule, lambda batch_size: search.evaluate_choices(choices, batch_size, 1, names))
 
 
 def fsdp_per_block(problem: Problem, rule: BatchSizePolicy, *, recomputed: bool = False) -> Result | None:
     """Every block a unit. Where blocks are recomputed, a unit is around that: one gather serves both."""
     units = wrap_assignments(problem.model, BASELINE_CONSTRAINTS)[-1]
-    desk = PlanSearch(replace(problem, constraints=BASELINE_CONSTRAINTS), units)
+    search = PlanSearch(replace(problem, constraints=BASELINE_CONSTRAINTS), units)
     choices = tuple(map(_sharded, problem.model.operators))
     names = tuple(block.name for block in problem.model.blocks) if recomputed else ()
-    return _best(problem, rule, lambda batch_size: desk.evaluate_choices(choices, batch_size, 1, names))
+    return _best(problem, rule, lambda batch_size: search.evaluate_choices(choices, batch_size, 1, names))
 
 
 def osdp(problem: Problem, rule: BatchSizePolicy, *, wishes: SearchConstraints) -> Result | None:

@@ -93,7 +93,7 @@ def _names(action: argparse.Action) -> str:
 
 
 def _meaning(action: argparse.Action) -> str:
-    words = (action.help or "") % {"default": action.default, "prog": "osdp"}
+    words = (action.help or "").replace("%(default)s", str(action.default))
     choices = f" One of {', '.join(f'`{choice}`' for choice in action.choices)}." if action.choices else ""
     needed = " Required." if action.required and action.option_strings else ""
     words = words.replace("|", "\\|")

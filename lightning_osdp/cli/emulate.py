@@ -79,7 +79,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--strategy", choices=list(STRATEGIES), default="osdp", help="(default: %(default)s)")
     parser.add_argument("--compare", action="store_true", help="all strategies, each at its own best batch size")
     parser.add_argument("--plan-only", action="store_true", help="print OSDP's plan and train nothing")
-    parser.add_argument("--memory-limit", type=str, help="per device: 16GiB, or 90%% (default: what it has)")
+    parser.add_argument("--memory-limit", type=str, help="per device: 16GiB or 90% (default: what it has)")
     parser.add_argument("--batch-size", type=int, help="per device, for all (default: the best of each)")
     parser.add_argument("--max-batch-size", type=int, help="the largest that is considered")
     parser.add_argument("--global-batch-size", type=int, help="over all devices, made exactly")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
 import os
 import signal
 import sys
@@ -31,8 +30,7 @@ from lightning_osdp.engine.fairscale import engine
 from lightning_osdp.profiling import engine_overhead, network
 from lightning_osdp.strategy import failure_detector, osdp, planning_options
 from tests.support.modules import GPTModule, trainer
-from tests.support.ports import free_port
-from tests.support.ranks import PRELOADED, _exit_with_parent, _set_environment, _shorten_measurements
+from tests.support.ranks import _shorten_measurements, start_scripts
 
 RANKS = 2
 LIMIT_S = 120.0
@@ -185,12 +183,9 @@ def start_and_catch(faults: Sequence[tuple[str, str, int, int]]) -> tuple[list[E
 
 
 def _start(folder: Path, run: Any, arguments: Sequence[tuple[Any, ...]], stopped: int | None) -> list[Ending]:
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, "tests.support.faults"])
-    port = free_port()
-    processes = [context.Process(target=run, args=(rank, port, str(folder), *arguments[rank])) for rank in range(RANKS)]
-    for process in processes:
-        process.start()
+    """Run ``run(rank, folder, *arguments[rank])`` on each rank; return how they end."""
+    logs = [folder / f"err-{rank}" for rank in range(RANKS)]
+    processes = start_scripts(_run_prepared, RANKS, (run, str(folder), arguments), logs)
     try:
         return _wait(processes, folder, stopped)
     finally:
@@ -219,18 +214,15 @@ def _wait(processes: list[Any], folder: Path, stopped: int | None) -> list[Endin
     ]
 
 
-def _prepare_rank(rank: int, port: int, folder: str) -> None:
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _set_environment(rank, RANKS)
-    os.environ |= {"MASTER_PORT": str(port), "FAULT_FOLDER": folder}
-    os.dup2(os.open(f"{folder}/err-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
-    os.dup2(2, 1)
-    torch.set_num_threads(1)
+def _run_prepared(run: Any, folder: str, arguments: Sequence[tuple[Any, ...]]) -> None:
+    os.environ["FAULT_FOLDER"] = folder
     _shorten_measurements()
     warnings.simplefilter("ignore")
     _instrument()
     failure_detector.SILENCE_TIMEOUT_S = 3.0
     osdp.StartupBudget = partial(StartupBudget, total_s=600.0)  # type: ignore[misc, assignment]
+    rank = int(os.environ["RANK"])
+    run(rank, folder, *arguments[rank])
 
 
 def _fit(folder: str, cache: str, options: dict[str, Any]) -> int:
@@ -243,9 +235,8 @@ def _fit(folder: str, cache: str, options: dict[str, Any]) -> int:
     return fitting.global_step
 
 
-def _run_rank(rank: int, port: int, folder: str, armed: tuple[str, str, int] | None, options: dict[str, Any]) -> None:
+def _run_rank(rank: int, folder: str, armed: tuple[str, str, int] | None, options: dict[str, Any]) -> None:
     global _armed
-    _prepare_rank(rank, port, folder)
     _armed = armed
     try:
         _fit(folder, f"{folder}/cache-{rank}", options)
@@ -255,9 +246,8 @@ def _run_rank(rank: int, port: int, folder: str, armed: tuple[str, str, int] | N
         sys.exit(1)
 
 
-def _run_and_catch(rank: int, port: int, folder: str, faults: Sequence[tuple[str, str, int, int]]) -> None:
+def _run_and_catch(rank: int, folder: str, faults: Sequence[tuple[str, str, int, int]]) -> None:
     global _armed, _fault_file, engine_is_made
-    _prepare_rank(rank, port, folder)
     _fit(folder, "", {})  # what it loads would be loaded while the other rank waits
     caught = []
     for index, (stage, fault, failing, after) in enumerate(faults):

@@ -44,6 +44,25 @@ def test_climb_without_any_size_that_fits_has_no_figures() -> None:
     assert climb.peaks == {1: 101}
 
 
+def test_climb_that_runs_out_of_memory_times_the_best_size_that_did_not() -> None:
+    climb = Climb(1 << 40)
+    while climb.size < 8:
+        assert climb.after_step(0.01 * climb.size + 1.0, climb.size)
+    assert climb.after_out_of_memory()
+    assert (climb.best, climb.has_links) == (4, True)
+    assert climb.after_out_of_memory()
+    assert (climb.size, climb.final_s) == (2, [])
+    while climb.after_step(1.5, 2):
+        pass
+    assert (climb.best, climb.step_s, climb.final_peak) == (2, 1.5, 2)
+
+
+def test_climb_that_runs_out_of_memory_at_its_first_size_has_no_figures() -> None:
+    climb = Climb(1 << 40)
+    assert not climb.after_out_of_memory()
+    assert not climb.final_s
+
+
 def test_links_of_scaled_cluster_keep_compute_over_communication() -> None:
     here, paper = scaled_cluster(8, 16.3e9), scaled_cluster(8, 16.3e12, width_ratio=1)
     assert here.link.all_gather.s_per_byte == pytest.approx(1000 * paper.link.all_gather.s_per_byte)
@@ -56,7 +75,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
     """The cells that were run; each gives a result that names it."""
     found: list[Cell] = []
 
-    def run(cell: Cell, facts: dict[str, Any]) -> dict[str, Any]:
+    def run(cell: Cell, machine: dict[str, Any]) -> dict[str, Any]:
         found.append(cell)
         speed = {"osdp": 3.0, "osdp-plain": 2.0}.get(cell.system, 1.0)
         result = {"batch_size": 4, "step_s": 1.0, "samples_per_s": speed, "peak_bytes": 100 << 20}
