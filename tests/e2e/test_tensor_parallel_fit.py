@@ -111,7 +111,7 @@ def run_all(rank: int, ranks: int, folder: str) -> dict[str, Any]:
             "state": {key: value.clone() for key, value in module.state_dict().items()},
             "is whole": not any(is_guarded(p) for p in module.parameters()),
             "local": getattr(module, "num_local", None),
-            "optimizer": fitted.strategy.optimizer_state(fitted.optimizers[0]) if name == "tp" else None,
+            "optimizer": fitted.strategy.optimizer_state(fitted.optimizers[0]) if name in ("ddp", "tp") else None,
         }
 
     note("ddp", DDPStrategy(), save="ddp")
@@ -173,5 +173,12 @@ def test_checkpoint_goes_on_under_another_plan_as_if_nothing_had_been(runs: list
             torch.testing.assert_close(found[name]["state"][key], weight, rtol=1e-5, atol=1e-6)
 
 
-def test_each_rank_holds_half_of_what_is_tensor_parallel_and_its_states(runs: list[dict[str, Any]]) -> None:
+def test_optimizer_states_after_a_run_are_those_of_ddp(runs: list[dict[str, Any]]) -> None:
+    states, expected = (runs[0][name]["optimizer"]["state"] for name in ("tp", "ddp"))
+    assert states.keys() == expected.keys()
+    for number, entries in expected.items():
+        torch.testing.assert_close(states[number]["exp_avg"], entries["exp_avg"], rtol=1e-5, atol=1e-6)
+
+
+def test_each_rank_holds_half_of_what_is_tensor_parallel(runs: list[dict[str, Any]]) -> None:
     assert [found["tp"]["local"] for found in runs] == [128 * 32 // RANKS] * RANKS
