@@ -67,9 +67,14 @@ class PairUnit(TensorUnit):
             run, x, self._is_flat = replace(run, counts=rows), x.reshape(-1, x.shape[-1]), True
         self._run, self._input, self._gathered = run, input, run.gather(x)
 
+    @property
+    def _has_hooks(self) -> bool:
+        """Whether hooks would see slices."""
+        return any(has_hooks(operator.module) for operator in self.operators)
+
     def _describe(self, x: Tensor) -> str:
         """Return what has to be equal on all ranks, or nothing where each has to run with whole weights."""
-        if x.dim() < 2 or any(has_hooks(operator.module) for operator in self.operators):
+        if x.dim() < 2 or self._has_hooks:
             return ""
         return f"{x.dtype} {x.dim()} {x.shape[2:-1]}"
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_osdp.engine.sliced_operator import cast_for_autocast
-from lightning_osdp.engine.tensor_parallel.check import has_hooks
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
 from lightning_osdp.engine.tensor_parallel.operator_run import SlicedRun
 from lightning_osdp.engine.tensor_parallel.pair import PairUnit
@@ -73,7 +72,7 @@ class ScopeUnit(PairUnit):
 
     def _describe_call(self, first: Tensor | None, gathered: Sequence[Tensor], value: Any) -> str:
         """Return what has to be equal on all ranks, or nothing if arguments can't be told apart."""
-        if first is None or any(has_hooks(operator.module) for operator in self.operators):
+        if first is None or self._has_hooks:
             return ""
         samples = len(first)
         is_ambiguous = samples == 1 or samples in first.shape[1:]
