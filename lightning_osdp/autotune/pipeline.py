@@ -102,11 +102,17 @@ def profile_model(
     Raises:
         TraceError: the step can't be traced in either way.
     """
-    module, evaluation = context.module, non_training.has_own_evaluation_batch_size
+    module = context.module
     allow_depth_of(module)
-    facts = (module, context.batch, context.batch_size, context.device)
-    step = TrainingStep(*facts, step_context=context.step_context, evaluation=evaluation)
-    step = replace(step, tensor_degrees=context.tensor_degrees)
+    step = TrainingStep(
+        module,
+        context.batch,
+        context.batch_size,
+        context.device,
+        step_context=context.step_context,
+        evaluation=non_training.has_own_evaluation_batch_size,
+        tensor_degrees=context.tensor_degrees,
+    )
     typical_key, _, largest_key = key.partition(KEY_SEPARATOR)
     try:
         traced = _trace_or_load(step, cache, typical_key)

@@ -93,8 +93,7 @@ def all_gather_coalesced(outputs_flat: Sequence[Tensor], shards: Sequence[Tensor
     device, total_bytes = shards[0].device.type, sum(output.nbytes for output in outputs_flat)
     is_large = total_bytes > COALESCE_BYTES[device]
     if len(shards) > 1 and is_large and coalesces(group, shards[0].device):
-        with torch.no_grad():
-            _CoalescedWork(group, "allgather_into_tensor_coalesced", outputs_flat, shards).wait()
+        all_gather_async(outputs_flat, shards, group).wait()
         return
     if len(shards) == 1 or (is_large and not _uses_rings(group, shards[0])):
         for output, shard in zip(outputs_flat, shards, strict=True):
@@ -172,7 +171,8 @@ class _CoalescedWork:
     """A call for several tensors in flight, whose waiting counts as that of a ring does."""
 
     def __init__(self, group: Any, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        self._work: Work = getattr(group, name)(list(outputs), list(inputs))
+        with torch.no_grad():
+            self._work: Work = getattr(group, name)(list(outputs), list(inputs))
 
     def wait(self) -> None:
         with COMM_WAIT.measure():

@@ -11,7 +11,7 @@ from lightning_osdp.backend.cpu.stub_streams import STUB_STREAM, patch_cuda_stre
 from lightning_osdp.backend.cpu.stub_streams import ModuleProxy as ModuleProxy
 
 
-class PrefetchLimiter:
+class GatherMemory:
     """Frees gathered memory in the order of streams, so that a gather overlaps compute and the host waits for nothing.
 
     Gathered memory belongs to the stream of gathers. What compute has used waits to be freed until a gather starts
@@ -62,11 +62,6 @@ class PrefetchLimiter:
         self._stream.wait_event(event)
         storage.resize_(0)
         return num_bytes
-
-
-def create_prefetch_limiter(device: torch.device, stream: Any) -> PrefetchLimiter:
-    """Return the limiter of gathers on ``stream``."""
-    return PrefetchLimiter(stream if device.type == "cuda" else None)
 
 
 def create_streams(device: torch.device, names: Sequence[str], module: Any) -> dict[str, Any]:

@@ -116,10 +116,11 @@ def _sum_by_operator(trace: TracedStep, splits: Sequence[_Split], summary: _Step
 
 
 def _with_tensor_times(time: OperatorTime, operator: Operator, s_per_byte: float) -> OperatorTime:
-    """Return the operator's time with those of its slices for the samples of a whole group: as many products.
+    """Return the operator's time with those of its slices if it may be tensor parallel.
 
-    A slice reads less of the weight, and writes less of its gradient. That is no more of the time that does not depend
-    on the batch size than passing over these bytes takes, as the optimizer does.
+    One of t slices makes 1 / t of the products for the samples of t ranks: what depends on the batch size stays. It
+    reads less of the weight, and writes less of its gradient. That saves no more of the time that does not depend on
+    the batch size than passing over these bytes takes the optimizer.
     """
     if operator.tensor is None:
         return time

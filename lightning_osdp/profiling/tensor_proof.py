@@ -12,14 +12,15 @@ hide behind zeros; and dropout multiplies by its mean.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_osdp.profiling.tensor_stage import ATOMS, PlayedModule, Refusal, Scene, attribute_owners, map_tensors
+from lightning_osdp.engine.tensor_parallel.scope import map_tensors
+from lightning_osdp.profiling.tensor_stage import ATOMS, PlayedModule, Refusal, Scene, attribute_owners
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-5}
 """Largest difference from the module without a cut, relative to the largest number of a row. Modules compute some
@@ -58,10 +59,10 @@ class PlayedRun:
     column_inputs: list[Tensor]
     cotangent: Tensor | None = None
     gradients: list[Tensor | None] = field(default_factory=list)
-    """Of ``random_outputs``, of ``inputs`` and of the parameters."""
+    """Gradients of ``random_outputs``, of ``inputs`` and of the parameters."""
 
 
-class Trial(PlayedModule):
+class PlayedGroup(PlayedModule):
     """Plays the ranks of a group with cuts; arguments as of ``PlayedModule``."""
 
     def __init__(self, scene: Scene, dtype: torch.dtype, long_dim: int = 0, true_mask: bool = True) -> None:
@@ -77,15 +78,10 @@ class Trial(PlayedModule):
         generator = torch.Generator().manual_seed(77 + 1000 * seed + rank)
         random_outputs: list[Tensor] = []
         column_inputs: list[Tensor] = []
-        leaves: dict[int, tuple[Tensor, Tensor]] = {}
-
-        def leaf_of(tensor: Tensor) -> Tensor:
-            if id(tensor) not in leaves:
-                leaves[id(tensor)] = (tensor, _leaf(tensor))
-            return leaves[id(tensor)][1]
+        leaves = _Replacements(_leaf)
 
         def on_column(index: int, x: Tensor) -> Tensor:
-            x = x if self._scope is not None else leaf_of(x)
+            x = x if self._scope is not None else leaves.get(x)
             _, right = self._columns[index]._vectors
             product = self._random(*x.shape[:-1], len(right), generator=generator)
             if seed == NUM_INPUTS - 1:
@@ -95,9 +91,9 @@ class Trial(PlayedModule):
             return self._product(index, x, right) + random_outputs[-1]
 
         self._on_column = on_column
-        self._on_scope = lambda args, kwargs: map_tensors((args, kwargs), leaf_of)
+        self._on_scope = lambda args, kwargs: map_tensors((args, kwargs), leaves.get)
         before = [_state_of(each) for each in self._stateless]
-        run = PlayedRun(self._run(rank, seed), random_outputs, [leaf for _, leaf in leaves.values()], column_inputs)
+        run = PlayedRun(self._run(rank, seed), random_outputs, leaves.values, column_inputs)
         for each, state in zip(self._stateless, before, strict=True):
             if _state_of(each) != state:
                 raise Refusal(f"{type(each).__name__} changes its own state")
@@ -190,23 +186,20 @@ class Trial(PlayedModule):
         own = plain[rank % len(plain)]
         slices: list[Tensor] = []
         gathered = [self._gather_input([run.inputs[i] for run in plain], is_flat) for i in range(len(own.inputs))]
-        leaves = dict(zip(map(id, own.inputs), gathered, strict=True))
-        order: dict[int, Tensor] = {}
-        numbers = iter(own.inputs)
+        unused = iter(gathered)
 
-        def leaf_of(tensor: Tensor) -> Tensor:
-            if id(tensor) not in order:
-                order[id(tensor)] = leaves[id(next(numbers))]
-                keep.append(tensor)
-            return order[id(tensor)]
+        def next_input(_: Tensor) -> Tensor:
+            for tensor in unused:
+                return tensor
+            raise Refusal("it is called in different ways")
 
-        keep: list[Tensor] = []
+        leaves = _Replacements(next_input)
 
         def on_column(index: int, x: Tensor) -> Tensor:
             if len(slices) >= len(random_outputs):
                 raise Refusal("it runs more than once")
             if self._scope is None:
-                x = leaf_of(x)
+                x = leaves.get(x)
             else:
                 self._compare(x, torch.cat([run.column_inputs[len(slices)] for run in plain]), False, plain)
             _, right = self._columns[index]._vectors
@@ -214,12 +207,9 @@ class Trial(PlayedModule):
             return self._product(index, x, _slice(right, rank, cut.degree, cut.parts)) + slices[-1]
 
         self._on_column = on_column
-        self._on_scope = lambda args, kwargs: map_tensors((args, kwargs), leaf_of)
-        try:
-            with _DividedAttributes(self.attribute_owners, cut):
-                reached = self._run(rank % len(plain), seed)
-        except StopIteration:
-            raise Refusal("it is called in different ways") from None
+        self._on_scope = lambda args, kwargs: map_tensors((args, kwargs), leaves.get)
+        with _DividedAttributes(self.attribute_owners, cut):
+            reached = self._run(rank % len(plain), seed)
         return PlayedRun(reached, slices, gathered, [])
 
     def _gather_input(self, tensors: Sequence[Tensor], is_flat: bool) -> Tensor:
@@ -246,6 +236,25 @@ class Trial(PlayedModule):
         if not (difference <= limit).all():
             error = float((difference / size.clamp(min=1e-300)).max())
             raise Refusal(f"the ranks' parts differ from the whole by {error:.1e}")
+
+
+class _Replacements:
+    """What takes the place of tensors: the same for a tensor that is seen again."""
+
+    def __init__(self, replace: Callable[[Tensor], Tensor]) -> None:
+        self._replace = replace
+        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}  # the tensor as well: no other gets its id while it lives
+
+    def get(self, tensor: Tensor) -> Tensor:
+        """Return what takes the place of ``tensor``."""
+        if id(tensor) not in self._pairs:
+            self._pairs[id(tensor)] = (tensor, self._replace(tensor))
+        return self._pairs[id(tensor)][1]
+
+    @property
+    def values(self) -> list[Tensor]:
+        """All that took the place of a tensor, in the order of the tensors."""
+        return [new for _, new in self._pairs.values()]
 
 
 class _DividedAttributes:

@@ -23,15 +23,15 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.engine.tensor_parallel.check import has_hooks
 from lightning_osdp.planning.spec.model import Operator
 from lightning_osdp.planning.spec.tensor import TensorCandidate, TensorRole
 from lightning_osdp.profiling import tensor_proof
+from lightning_osdp.profiling.kernels.benchmark import tensors_of
 from lightning_osdp.profiling.tensor_leaks import find_leak
 from lightning_osdp.profiling.tensor_operators import cut_size, is_linear, planned_columns, refusal, size_refusal
-from lightning_osdp.profiling.tensor_proof import Cut, Trial
+from lightning_osdp.profiling.tensor_proof import Cut, PlayedGroup
 from lightning_osdp.profiling.tensor_stage import Refusal, Scene, attribute_owners, call_module
 from lightning_osdp.profiling.tracing import stand_ins
 from lightning_osdp.profiling.tracing.dataflow import MANY_SOURCES, Call, Dataflow
@@ -100,7 +100,7 @@ class _Proven:
     parts: int
     attributes: tuple[tuple[int, str], ...]
     values: tuple[int, ...]
-    """Of the attributes, where it was proven."""
+    """Values of the attributes in the module for which it was proven."""
 
 
 def find_tensor_candidates(
@@ -229,8 +229,8 @@ class _Finder:
         for calls in group.column_calls:
             stack = self._scope_of(calls) if with_scope else calls[0]
             assert stack is not None
-            inputs += sum(each.nbytes for each in _tensors((stack.args, stack.kwargs)) if self._has_rows(each, calls))
-        outputs = sum(each.nbytes for call in group.row_calls for each in _tensors(call.output))
+            inputs += sum(each.nbytes for each in tensors_of((stack.args, stack.kwargs)) if self._has_rows(each, calls))
+        outputs = sum(each.nbytes for call in group.row_calls for each in tensors_of(call.output))
         return TensorCandidate(
             operators=(*group.columns, group.row),
             roles=(*[TensorRole.COLUMN] * len(group.columns), TensorRole.ROW),
@@ -299,7 +299,7 @@ class _Finder:
             raise Refusal("the module that it is part of is too large to be tried")
         modules = self._modules_between(columns, row, scope)
         hidden = _first_tensor(columns[0])
-        given = [] if scope is None else [t for t in _tensors((scope.args, scope.kwargs)) if t.dim() > 1]
+        given = [] if scope is None else [t for t in tensors_of((scope.args, scope.kwargs)) if t.dim() > 1]
         if any(len(t) != len(hidden) for t in [t for t in given if t.is_floating_point()][:1]):
             raise Refusal("its first argument has no row for each sample")
         scene = Scene(
@@ -341,25 +341,20 @@ class _Finder:
         return {name: self._modules[name] for name in names}
 
     def _play(self, scene: Scene, columns: Sequence[Call]) -> _Proven:
-        trial = self._start(scene, max(_tensors(call.output)[0].numel() for call in columns))
+        played = self._start(scene, max(tensors_of(call.output)[0].numel() for call in columns))
         first = self._degrees[0]
-        reason = ""
-        for cut in self._cuts(scene, first):
-            try:
-                self._check_time()
-                trial.check(cut)
-            except Refusal as refusal:
-                reason = reason or str(refusal)
-                continue
-            degrees = (first, *(each for each in self._degrees[1:] if self._holds(trial, replace(cut, degree=each))))
-            values = () if scene.scope is None else _attribute_values(scene.scope, cut.attributes)
-            return _Proven(degrees, cut.parts, cut.attributes, values)
-        raise Refusal(reason)
+        cut = next((each for each in self._cuts(scene, first) if self._holds(played, each)), None)
+        if cut is None:
+            raise Refusal("no cut gives what the module gives without one")
+        degrees = (first, *(each for each in self._degrees[1:] if self._holds(played, replace(cut, degree=each))))
+        values = () if scene.scope is None else _attribute_values(scene.scope, cut.attributes)
+        return _Proven(degrees, cut.parts, cut.attributes, values)
 
-    def _holds(self, trial: Trial, cut: Cut) -> bool:
+    def _holds(self, played: PlayedGroup, cut: Cut) -> bool:
+        """Return whether the cut was tried in time and gives what the module gives without it."""
         try:
             self._check_time()
-            trial.check(cut)
+            played.check(cut)
         except Refusal:
             return False
         return True
@@ -372,15 +367,15 @@ class _Finder:
                 for each in parts:
                     yield Cut(degree, each, chosen)
 
-    def _start(self, scene: Scene, num_elements: int) -> Trial:
-        """Return a trial in which the scene runs without a cut."""
+    def _start(self, scene: Scene, num_elements: int) -> PlayedGroup:
+        """Return a group for the scene that has run without a cut, as short and precise as it can be."""
         lengths = [scene.long_dim] if scene.long_dim else []
         lengths += [0] if num_elements <= MAX_ELEMENTS else []
         reason = "it is too large to be tried"
         for length, dtype, true_mask in itertools.product(lengths, tensor_proof.TOLERANCES, (True, False)):
             self._check_time()
             try:
-                return Trial(scene, dtype, length, true_mask)
+                return PlayedGroup(scene, dtype, length, true_mask)
             except Refusal as refusal:
                 reason = str(refusal)
         raise Refusal(reason)
@@ -393,8 +388,8 @@ class _Finder:
 
     def _single(self, operator: Operator) -> TensorCandidate:
         module, calls = self._modules[operator.name], [self._flow.calls[each] for each in self._calls[operator.name]]
-        inputs = sum(each.nbytes for call in calls for each in _tensors((call.args, call.kwargs)))
-        outputs = sum(each.nbytes for call in calls for each in _tensors(call.output))
+        inputs = sum(each.nbytes for call in calls for each in tensors_of((call.args, call.kwargs)))
+        outputs = sum(each.nbytes for call in calls for each in tensors_of(call.output))
         return TensorCandidate(
             operators=(operator.name,),
             roles=(TensorRole.LINEAR if is_linear(module) else TensorRole.EMBEDDING,),
@@ -412,11 +407,7 @@ def _common(stacks: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def _first_tensor(call: Call) -> Tensor:
-    return _tensors((call.args, call.kwargs))[0]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return tensors_of((call.args, call.kwargs))[0]
 
 
 def _attribute_values(scope: nn.Module, attributes: Sequence[tuple[int, str]]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""A copied module on a stage: it runs up to one linear layer, with others that cost nothing and random inputs."""
+"""Runs a copy of a module up to one linear layer, with random inputs, and other linear layers that cost nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.d
 
 
 class Refusal(Exception):
-    """The operators may not be cut, or nobody knows: the reason, in words for the user."""
+    """The operators may not be cut, or it can't be known; its text says why."""
 
 
 class _Reached(BaseException):
@@ -57,7 +57,7 @@ class Scene:
     long_dim: int = 0
     """Size of dimensions that are played shorter; 0 for none."""
     keeps_width: bool = False
-    """Whether the last dimension of three is not, because features may be as many."""
+    """Whether the last of three dimensions stays as it is, because there may be ``long_dim`` features."""
     run: Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], Any] = call_module
     """Runs the copy of ``home``."""
     stateless: tuple[nn.Module, ...] = ()
@@ -105,10 +105,7 @@ class PlayedModule:
         if self._scope is not None:
             self._scope_forward = self._scope.forward
             self._scope.forward = functools.wraps(self._scope_forward)(functools.partial(self._run_scope))
-        self._on_scope: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]] = lambda args, kwargs: (
-            args,
-            kwargs,
-        )
+        self._on_scope: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
         self._on_column: Callable[[int, Tensor], Tensor]
         self._reached: Tensor | None = None
 
@@ -231,18 +228,6 @@ class _MeanDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def attribute_owners(scope: nn.Module) -> list[nn.Module]:
     """Return the modules whose whole numbers may have to be divided, the scope first."""
     return [each for each in scope.modules() if matrix_input_dim(each) is None]
-
-
-def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return nested arguments with every tensor replaced by ``function`` of it."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, list | tuple):
-        items = [map_tensors(each, function) for each in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if type(value) is dict:
-        return {key: map_tensors(each, function) for key, each in value.items()}
-    return value
 
 
 def _is_fake(tensor: Tensor) -> bool:

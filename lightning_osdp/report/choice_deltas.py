@@ -25,9 +25,9 @@ class ChoiceDelta(NamedTuple):
 def choice_deltas(plan: ExecutionPlan, run: OperatorRun) -> list[ChoiceDelta]:
     """Return what each other choice would change if the whole run took it; empty if the plan does not say."""
     first = run.operators[0]
-    names = {name for operator in run.operators for name in operator.tensor_group}
-    members = names | {operator.name for operator in run.operators}
-    partners = [op for op in plan.operators if op.name in names and op.name not in {own.name for own in run.operators}]
+    own_names = {operator.name for operator in run.operators}
+    members = own_names.union(*(operator.tensor_group for operator in run.operators))
+    partners = [operator for operator in plan.operators if operator.name in members - own_names]
     if any(find_cost(operator, operator.choice) is None for operator in (*run.operators, *partners)):
         return []
     other_transient = max((cost.transient_bytes for cost in _chosen_costs(plan.operators, members)), default=0)

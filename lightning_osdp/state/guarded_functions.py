@@ -26,20 +26,14 @@ from lightning_osdp.state.guarded_parameter import (
     without_guards,
 )
 from lightning_osdp.state.refused_tracing import refuse_tracers
+from lightning_osdp.state.stored_tensor import SHAPE_FUNCTIONS, VALUE_PROPERTIES
 
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_VALUE_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 _SHAPE_PROPERTIES = frozenset({"shape", "ndim", "nbytes"})
-
-_SHAPE_FUNCTIONS = _names(
-    "size dim numel nelement ndimension stride is_contiguous storage_offset dim_order is_non_overlapping_and_dense "
-    "__len__"
-)
-"""Functions that ask for the shape alone: answered for the full tensor."""
 
 _PLAIN_FUNCTIONS = _names(
     "requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad is_floating_point is_complex "
@@ -87,7 +81,7 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
         refuse_collective([args, kwargs])
     if is_guarded(first):
-        if name in _SHAPE_FUNCTIONS:
+        if name in SHAPE_FUNCTIONS:  # answered for the full tensor
             return _ask_for_shape(func, name, args, kwargs)
         if name in _FACTORIES:
             return func(full_shaped(local_shard_of(first)), *args[1:], **kwargs)
@@ -100,7 +94,7 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
         if name in _REFUSED:
             refuse_tracers()
             raise guard_behind(first).refusal(f"{name} needs its memory as a whole")
-    elif name in _SHAPE_FUNCTIONS and isinstance(first, GatheredTensor):
+    elif name in SHAPE_FUNCTIONS and isinstance(first, GatheredTensor):
         return func(*args, **kwargs)
     elif name in _LIKE_OTHER and len(args) == 2 and is_guarded(args[1]):
         return func(first, full_shaped(local_shard_of(args[1])))
@@ -171,7 +165,7 @@ def _access_property(func: Any, name: str, args: Any) -> Any:
             return _get_gradient(tensor)
         if attribute in _SHAPE_PROPERTIES:
             return _ask_for_shape(func, attribute, args, {})
-        if attribute in _VALUE_PROPERTIES:
+        if attribute in VALUE_PROPERTIES:
             return run_on_full(func, attribute, args, {})
     elif name == "__set__" and attribute == "data":
         return _assign_data(tensor, args[1])
@@ -185,7 +179,7 @@ def _access_property(func: Any, name: str, args: Any) -> Any:
 def _access_property_of_gathered(func: Any, name: str, attribute: str, args: Any) -> Any:
     if name == "__set__" and attribute == "data":
         return run_on_full(Tensor.copy_, "copy_", args, {})
-    if name == "__get__" and (attribute == "data" or attribute in _VALUE_PROPERTIES):
+    if name == "__get__" and (attribute == "data" or attribute in VALUE_PROPERTIES):
         return run_on_full(func, attribute, args, {})
     return func(*args)
 

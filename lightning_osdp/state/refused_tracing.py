@@ -29,7 +29,9 @@ def refuse_tracing() -> None:
 
 
 def refuse_tracers() -> None:
-    """Raise as ``refuse_tracing`` does if a tracer calls that has not begun to trace; slow.
+    """Raise as ``refuse_tracing`` does if the caller is a tracer that still prepares to trace.
+
+    It looks at all frames of the stack, which is slow: for what is about to fail anyway.
 
     Raises:
         ShardingError: as of ``refuse_tracing``.

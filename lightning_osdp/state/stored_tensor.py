@@ -13,13 +13,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-_VALUE_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+VALUE_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+"""Properties that are tensors of the same values."""
 
-_SHAPE_FUNCTIONS = frozenset(
-    {"size", "dim", "numel", "nelement", "ndimension", "stride", "is_contiguous", "storage_offset", "element_size"}
-    | {"is_floating_point", "is_complex", "is_signed", "get_device", "__len__", "__hash__"}
+SHAPE_FUNCTIONS = frozenset(
+    {"size", "dim", "numel", "nelement", "ndimension", "stride", "is_contiguous", "storage_offset", "dim_order"}
+    | {"is_non_overlapping_and_dense", "__len__"}
 )
-"""Functions that need no values."""
+"""Functions that ask for the shape alone."""
+
+_VALUELESS_FUNCTIONS = SHAPE_FUNCTIONS.union(
+    ("element_size", "is_floating_point", "is_complex", "is_signed", "get_device", "__hash__")
+)
 
 
 class StoredTensor(Tensor):
@@ -31,7 +36,8 @@ class StoredTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch, with the values of the arguments if it needs them."""
         name, attribute = func.__name__, getattr(getattr(func, "__self__", None), "__name__", "")
-        if name in _SHAPE_FUNCTIONS or (name == "__get__" and attribute not in _VALUE_PROPERTIES):
+        is_valueless_get = name == "__get__" and attribute != "data" and attribute not in VALUE_PROPERTIES
+        if is_valueless_get or name in _VALUELESS_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         read_values(args, kwargs)

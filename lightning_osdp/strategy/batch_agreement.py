@@ -23,27 +23,28 @@ def agree_on_batches(ranks: RankGroup, data: TrainData, context: TrialContext) -
     sizes = ranks.all_gather_object((*map(batch_bytes, batches), context.batch_size))
     if len(set(sizes)) == 1:
         return context
-    numbers = range(len(sizes))
-    largest_on = max(numbers, key=lambda rank: sizes[rank][0])
-    typical_on = sorted(numbers, key=lambda rank: sizes[rank][1])[len(sizes) // 2]
-    if sizes[typical_on][2] != sizes[largest_on][2]:  # of another number of samples
+    largest_bytes, typical_bytes, num_samples = zip(*sizes, strict=True)
+    largest_on = max(range(len(sizes)), key=largest_bytes.__getitem__)
+    typical_on = sorted(range(len(sizes)), key=typical_bytes.__getitem__)[len(sizes) // 2]
+    if num_samples[typical_on] != num_samples[largest_on]:
         typical_on = largest_on
-    data.bytes_per_sample = sizes[largest_on][0] / sizes[largest_on][2]
-    is_same = sizes[largest_on][0] == sizes[typical_on][1]
+    data.bytes_per_sample = largest_bytes[largest_on] / num_samples[largest_on]
+    is_same = largest_bytes[largest_on] == typical_bytes[typical_on]
     sent = [_send(ranks, batches[0], largest_on)] + ([] if is_same else [_send(ranks, batches[1], typical_on)])
     errors = [error for _, error in sent if error]
     if errors:
         if ranks.is_rank_zero:
             warnings.warn(
-                f"the ranks' batches differ in size, from {format_bytes(min(sizes)[0])} to "
-                f"{format_bytes(max(sizes)[0])}, and can't be sent to the other ranks ({errors[0]}): each plans with "
-                "its own. Give OSDPStrategy a sample_batch as large as any",
+                f"the ranks' batches differ in size, from {format_bytes(min(largest_bytes))} to "
+                f"{format_bytes(max(largest_bytes))}, and can't be sent to the other ranks ({errors[0]}): each plans "
+                "with its own. Give OSDPStrategy a sample_batch as large as any",
                 OSDPWarning,
                 stacklevel=2,
             )
         return context
     largest, typical = sent[0][0], sent[-1][0]
-    return replace(context, batch=typical, largest_batch=None if is_same else largest, batch_size=sizes[largest_on][2])
+    batch_size = num_samples[largest_on]
+    return replace(context, batch=typical, largest_batch=None if is_same else largest, batch_size=batch_size)
 
 
 def _send(ranks: RankGroup, batch: Any, source: int) -> tuple[Any, str]:

@@ -35,7 +35,7 @@ def check_reachable(store: Any) -> None:
 
 
 def wait_for_ranks(store: Any, run: int, ranks: int, timeout_s: float) -> None:
-    """Wait until all ranks have begun a run, if an earlier one in these processes was together with them.
+    """Wait until all ranks have begun a run, unless it is the first one in these processes.
 
     Args:
         store: the group's store, in which each rank has described its process.
@@ -46,11 +46,12 @@ def wait_for_ranks(store: Any, run: int, ranks: int, timeout_s: float) -> None:
     Raises:
         OSDPError: a rank's process has ended since the run before.
     """
-    deadline = time.monotonic() + timeout_s
-    for rank in range(ranks) if run else ():
-        key = f"process/{rank}"
-        while not store_of_run(store, run).check([key]) and time.monotonic() < deadline:
-            before = store_of_run(store, run - 1)
+    present, before = store_of_run(store, run), store_of_run(store, run - 1)
+    keys, deadline = [f"process/{rank}" for rank in range(ranks)], time.monotonic() + timeout_s
+    if not run or present.check(keys):
+        return
+    for rank, key in enumerate(keys):
+        while not present.check([key]) and time.monotonic() < deadline:
             if before.check([key]) and is_dead(before.get(key).decode()):
                 raise OSDPError(f"the process of rank {rank} has ended, {_ADVICE}")
             time.sleep(POLL_S)

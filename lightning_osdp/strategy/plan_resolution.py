@@ -101,8 +101,9 @@ def _agree_on_batch_sizes(request: PlanRequest, ranks: RankGroup) -> PlanRequest
     """Return a request for a batch size that the data of every rank allow: a loader of one alone may be fixed."""
     policies = ranks.all_gather_object(request.policy)
     fixed = [policy.batch_size for policy in policies if policy.batch_size is not None]
-    bounds = [policy.max_batch_size for policy in policies if policy.max_batch_size is not None]
-    agreed = replace(policies[0], batch_size=next(iter(fixed), None), max_batch_size=min(bounds, default=None))
+    bounds = [(each.max_batch_size, each.bounding_setting) for each in policies if each.max_batch_size is not None]
+    bound, setting = min(bounds, key=lambda each: each[0], default=(None, ""))
+    agreed = replace(policies[0], batch_size=next(iter(fixed), None), max_batch_size=bound, bounding_setting=setting)
     return replace(request, policy=agreed)
 
 

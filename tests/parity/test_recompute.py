@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_osdp.backend.streams import GatherMemory
 from lightning_osdp.engine.activation_checkpointing import checkpoint_block
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.planning.spec.choices import Mode
@@ -134,25 +135,24 @@ def count_gathers_per_step(rank: int, ranks: int, together: bool = False) -> dic
 def _count_gathers(unit: Any, name: str, counts: Counter[str]) -> None:
     gather = unit._gather
 
-    def counting(params: Any) -> Any:
-        gathered = gather(params)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        gathered = gather(*args, **kwargs)
         counts[name] += bool(gathered)
         return gathered
 
     unit._gather = counting
 
 
-class WholeAtOnce:
-    """Stands where gathers are bounded, and notes how many parameters are whole when another gather starts."""
+class WholeAtOnce(GatherMemory):
+    """Notes how many parameters are whole when another gather starts."""
 
     def __init__(self, engine: FairScaleEngine) -> None:
+        super().__init__()
         self.engine, self.most, self.gathers = engine, 0, 0
 
     def before_gather(self) -> None:
         self.gathers += 1
         self.most = max(self.most, self._whole())
-
-    def after_free(self) -> None: ...
 
     def _whole(self) -> int:
         parameters = [p for unit in self.engine._units for p in unit.params if hasattr(p, "_full_param_padded")]
@@ -168,10 +168,10 @@ def measure_unsharded_elements(rank: int, ranks: int) -> dict[str, tuple[int, in
             engine = FairScaleEngine(torch.device("cpu"))
             splits = {"0.0": ((Mode.ZDP,) * 4, dim), "0.2": ((Mode.ZDP,) * 4, dim)}
             engine.apply(model, split_plan(splits, ranks, recomputed))
-            engine._context.prefetch_limiter = WholeAtOnce(engine)
+            engine._context.gather_memory = noted = WholeAtOnce(engine)
             model(torch.randn(3, 16)).sum().backward()
             engine.finish_backward()
-            found[f"{name}, {dim}"] = (engine._context.prefetch_limiter.gathers, engine._context.prefetch_limiter.most)
+            found[f"{name}, {dim}"] = (noted.gathers, noted.most)
     return found
 
 

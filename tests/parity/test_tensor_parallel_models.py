@@ -16,26 +16,12 @@ from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.spec.tensor import TensorRole
 from tests.support import families, zoo
-from tests.support.models import TinyGPT
 from tests.support.ranks import run_ranks
 from tests.support.tensor_plans import plan_of_candidates
 
 STEPS, ROWS, MAX_NORM = 10, 2, 0.5
 
 Batch = dict[str, Tensor]
-
-
-class GPTLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gpt = TinyGPT()
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.gpt(input_ids).flatten(0, 1), labels.flatten())
-
-
-def tiny_gpt() -> zoo.ZooModule:
-    return zoo.ZooModule(GPTLoss(), zoo._tokens(61, 12))
 
 
 class DLRM(nn.Module):
@@ -90,13 +76,9 @@ class Case:
 
 
 CASES = {
-    "TinyGPT": Case(tiny_gpt, "mixed"),
-    "TinyGPT, other lengths": Case(tiny_gpt, "zdp", shortened),
-    "TinyGPT, recomputed": Case(
-        lambda: zoo.ZooModule(GPTLoss(), zoo._tokens(61, 12)),
-        "zdp",
-        recomputed=("net.gpt.blocks.0", "net.gpt.blocks.1"),
-    ),
+    "TinyGPT": Case(zoo.tiny_gpt, "mixed"),
+    "TinyGPT, other lengths": Case(zoo.tiny_gpt, "zdp", shortened),
+    "TinyGPT, recomputed": Case(zoo.tiny_gpt, "zdp", recomputed=("net.gpt.blocks.0", "net.gpt.blocks.1")),
     "GPT-2": Case(zoo.gpt2, "zdp", units=4),
     "LLaMA": Case(lambda: zoo.llama(num_attention_heads=4, num_key_value_heads=2), "zdp2", units=4),
     "LLaMA, other lengths": Case(zoo.llama, "dp", shortened, units=4),

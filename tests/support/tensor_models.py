@@ -86,7 +86,7 @@ class SelfAttention(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """As in GPT-2: a fused projection, whose width is an attribute; the row operator is outside of the scope."""
+    """Attention as in GPT-2: a fused projection, whose width is an attribute; the row operator is outside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def loss_of(model: nn.Module, sample: Sample, skipped: Sequence[str] = ()) -> Te
 
 
 def make_sample(seed: int, rows: int, length: int) -> Sample:
-    """So many samples of so many tokens, each with 0 to 3 tags."""
+    """Samples of ``length`` tokens and 0 to 3 tags each."""
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randint(0, 4, (rows,), generator=generator)
     return {
@@ -140,7 +140,7 @@ def make_sample(seed: int, rows: int, length: int) -> Sample:
 
 
 def split_sample(sample: Sample, num_parts: int) -> list[Sample]:
-    """Micro-batches of equally many samples."""
+    """Micro-batches of equally many samples, from one."""
     rows = len(sample["tokens"]) // num_parts
     parts = []
     for first in range(0, num_parts * rows, rows):
@@ -179,7 +179,7 @@ SCOPES = {
     "attention": TensorScope(attributes=("attention.heads",), needs_agreement=True),
     "fused": TensorScope(attributes=("fused.split_size", "fused.heads"), needs_agreement=True),
 }
-"""What scopes need besides."""
+"""What the scopes of ``Attending`` need while they run tensor parallel."""
 
 PARTS = {"fused.c_attn": 3}
 """Parts of fused projections."""

@@ -11,7 +11,10 @@ from tests.support.small_models import MIB, blocks_of_two, cluster, compute
 FREE = SearchConstraints(activation_checkpointing=False)
 
 
-def mlp(scope: str, input_mib: float = 0.25, degrees: tuple[int, ...] = (2, 4)) -> TensorCandidate:
+def mlp(
+    scope: str, input_mib: float = 0.25, degrees: tuple[int, ...] = (2, 4), output_mib: float | None = None
+) -> TensorCandidate:
+    """The operators of a block of ``blocks_of_two``; what they give is as large as what they take if not said."""
     return TensorCandidate(
         operators=(f"{scope}.up", f"{scope}.down"),
         roles=(TensorRole.COLUMN, TensorRole.ROW),
@@ -19,7 +22,7 @@ def mlp(scope: str, input_mib: float = 0.25, degrees: tuple[int, ...] = (2, 4)) 
         attributes=(f"{scope}.width",),
         degrees=degrees,
         input_bytes=input_mib * MIB,
-        output_bytes=input_mib * MIB,
+        output_bytes=(input_mib if output_mib is None else output_mib) * MIB,
     )
 
 

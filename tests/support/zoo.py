@@ -15,7 +15,7 @@ import transformers
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from tests.support.models import Block
+from tests.support.models import LENGTH, VOCABULARY, Block, TinyGPT
 
 OptimizerOf = Callable[[LightningModule], Any]
 Batch = dict[str, Tensor]
@@ -74,6 +74,22 @@ def _images(size: int, classes: int) -> Callable[[int, torch.Generator], Batch]:
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------
+
+
+class GPTLoss(nn.Module):
+    """The shared ``TinyGPT`` and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = TinyGPT()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.gpt(input_ids).flatten(0, 1), labels.flatten())
+
+
+def tiny_gpt() -> ZooModule:
+    """Blocks of plain torch, each with a fused projection of query, key and value."""
+    return ZooModule(GPTLoss(), _tokens(VOCABULARY, LENGTH))
 
 
 def gpt2(width: int = 32, layers: int = 2, vocabulary: int = 96, length: int = 12) -> ZooModule:

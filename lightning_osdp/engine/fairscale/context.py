@@ -10,7 +10,7 @@ import torch
 from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_module
 
 from lightning_osdp.backend.hierarchical import cached_group_copy
-from lightning_osdp.backend.streams import create_prefetch_limiter, create_streams
+from lightning_osdp.backend.streams import GatherMemory, create_streams
 from lightning_osdp.engine.fairscale.collective_order import CollectiveOrder
 from lightning_osdp.engine.fairscale.communicators import CommunicatorFactory, sharded_operators
 from lightning_osdp.engine.fairscale.joinable_unit import before_reduction
@@ -85,7 +85,7 @@ class EngineContext:
         self.params_summoned = False
         self.why_no_runs = ""  # set when a run is over and the module stays sharded
         self.owner: object = None  # the engine, which lives as long as the module is sharded
-        self.update_in_backward, self.tensor_scopes = plan.update_in_backward, plan.tensor_scopes
+        self.update_in_backward = plan.update_in_backward
         self.sync = GradientSync()
         self.backward_optimizer = BackwardOptimizer(self.sync)
         self.order = CollectiveOrder(group)
@@ -96,7 +96,7 @@ class EngineContext:
         self.communicator_factory = CommunicatorFactory(group, device, choices, plan.cluster, self.sync)
         self.streams = create_streams(device, STREAM_NAMES, fairscale_module)
         self.backward_passes = _BackwardPasses(self.reducer, self.streams)
-        self.gather_memory = self.prefetch_limiter = create_prefetch_limiter(device, self.streams["all_gather"])
+        self.gather_memory = GatherMemory(self.streams["all_gather"] if device.type == "cuda" else None)
 
     def check_run(self) -> None:
         """Refuse to run a module that must not run now.

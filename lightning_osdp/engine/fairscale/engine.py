@@ -127,7 +127,7 @@ class FairScaleEngine(Engine):
             for operator in operators:
                 initializer.fill(module.get_submodule(operator.name))
                 values.move_to_device(module.get_parameter(f"{operator.name}.weight"))
-            self._cut(name, operators)
+            self._cut(name, operators, plan)
         initializer.fill(module)
         sharded = {parameter for operator in self._operators.values() for parameter in operator.layouts}
         for tensor in [p for p in module.parameters() if p not in sharded] + list(module.buffers()):
@@ -154,18 +154,13 @@ class FairScaleEngine(Engine):
             undo()
         self._set_plan(plan)
         previous, self._operators = self._operators, {}
-        for unit, operators in sharded_units(plan).items():
-            for name in self._overlapping_operators(previous, unit, operators):
-                previous.pop(name).unshard(optimizers)
-            layouts = self._shard(unit, operators, plan)
-            for optimizer in optimizers:
-                ShardedParameters(layouts, self._group).shard_existing_state(optimizer)
-        for unit, operators in tensor_units(plan).items():
-            for name in self._overlapping_operators(previous, unit, operators):
-                previous.pop(name).unshard(optimizers)
-            layouts = self._cut(unit, operators)
-            for optimizer in optimizers:
-                ShardedParameters(layouts, self._group).shard_existing_state(optimizer)
+        for shard, units in ((self._shard, sharded_units(plan)), (self._cut, tensor_units(plan))):
+            for unit, operators in units.items():
+                for name in self._overlapping_operators(previous, unit, operators):
+                    previous.pop(name).unshard(optimizers)
+                layouts = shard(unit, operators, plan)
+                for optimizer in optimizers:
+                    ShardedParameters(layouts, self._group).shard_existing_state(optimizer)
         for operator in reversed(previous.values()):
             operator.unshard(optimizers)
         self._finalize(plan)
@@ -214,10 +209,12 @@ class FairScaleEngine(Engine):
         )
         return operator.layouts
 
-    def _cut(self, name: str, operators: Sequence[OperatorPlan]) -> Mapping[nn.Parameter, ShardLayout]:
+    def _cut(
+        self, name: str, operators: Sequence[OperatorPlan], plan: ExecutionPlan
+    ) -> Mapping[nn.Parameter, ShardLayout]:
         """Cut the weights of operators that are tensor parallel together, which are in full on the device."""
         context = UnitContext(self._context.order, self._context.check_run)
-        needs = self._context.tensor_scopes.get(name)
+        needs = plan.tensor_scopes.get(name)
         unit = make_unit(name, self._module, operators, needs, self._group, self._device, context)
         self._operators[f"{name} (tensor parallel)"] = unit
         return unit.layouts

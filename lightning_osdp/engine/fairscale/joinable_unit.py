@@ -48,7 +48,7 @@ class JoinableUnit:
             self._coalesced_gather.gather_and_free(self._shards(params, as_is))
 
     def can_run(self, ranks: Collection[int], indices: Sequence[int]) -> bool:
-        """Return that any ranks are enough: others take part with zeros."""
+        """Return True: any ranks are enough, since others take part with zeros."""
         return True
 
     def join_reduction(self, indices: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ states and checkpoints are of its own.
 
 Note [what reads a parameter]: while such a unit runs, its parameter has a class of its own, and no values. Functions
 that autocast would cast it for get the gathered cast instead, which is a function of the parameter to autograd. Any
-other that reads it, which the traced step had none of, first has the parameter itself gathered in its own type; so
+other function that reads it (the traced step had none) first has the parameter itself gathered in its own type; so
 what is computed is always what an unsharded module computes.
 """
 
@@ -138,7 +138,7 @@ class GatheredCast:
         """Return the flat tensor to gather into."""
         if not self.storage.nbytes():
             self.storage.resize_(self._numel * self._dtype.itemsize)
-        return self._padded()
+        return self._view(torch.Size((self._numel,)))
 
     def cast_shard(self) -> Tensor:
         """Return the cast of this rank's shard."""
@@ -158,9 +158,6 @@ class GatheredCast:
             result: Tensor = _Cast.apply(self._parameter, cast, on_read)  # type: ignore[no-untyped-call]
         return result
 
-    def _padded(self) -> Tensor:
-        return self._view(torch.Size((self._numel,)))
-
     def _view(self, shape: torch.Size) -> Tensor:
         """Return the first values in this shape, in a tensor of their own: they may be gathered in inference mode.
 
@@ -178,7 +175,12 @@ def show_cast(parameter: nn.Parameter, unit: ReadUnit, gathered: GatheredCast) -
     parameter.__class__ = low_precision_class(type(parameter))
 
 
+def shows_cast(parameter: nn.Parameter) -> bool:
+    """Return whether the parameter hands out its gathered cast."""
+    return isinstance(parameter, _LowPrecisionParameter)
+
+
 def show_plain(parameter: nn.Parameter) -> None:
     """Give the parameter its own class again."""
-    if isinstance(parameter, _LowPrecisionParameter):
+    if shows_cast(parameter):
         parameter.__class__ = type(parameter).__bases__[1]

@@ -111,11 +111,12 @@ class ShardedOperator:
 
         def make_unit(stage: nn.Module | ForwardStage, parameters: list[nn.Parameter], mode: Mode) -> None:
             label = name if len(plan.slices) == 1 else f"{name} (slice {len(self.units) + 1})"
-            read = {p: plans.get(p, plan) for p in parameters if not isinstance(stage, ForwardStage) or p not in plans}
+            # How a weight is read holds for its slices; what else is read beside a slice is taken as it is.
+            read = plans if stage is module else {p: plan for p in parameters if p not in plans}
             dtypes = {p: DTYPES[own.compute_dtype] for p, own in read.items() if own.compute_dtype in DTYPES}
             unread = {p for p, own in read.items() if not own.gathers_in_backward}
-            facts = (mode, communicators, context, is_recomputed, label, dtypes, unread)
-            self.units.append(FairScaleUnit(stage, parameters, *facts))
+            unit = FairScaleUnit(stage, parameters, mode, communicators, context, is_recomputed, label, dtypes, unread)
+            self.units.append(unit)
 
         if len(plan.slices) == 1:
             make_unit(module, parameters, Mode(plan.slices[0]))

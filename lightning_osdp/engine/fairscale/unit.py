@@ -54,6 +54,7 @@ from lightning_osdp.engine.fairscale.body import UnitBody, find_places, reinterp
 from lightning_osdp.engine.fairscale.communicators import UnitCommunicators
 from lightning_osdp.engine.fairscale.context import EngineContext
 from lightning_osdp.engine.fairscale.joinable_unit import JoinableUnit, set_gradient_aside, show_gradient
+from lightning_osdp.engine.fairscale.low_precision import shows_cast
 from lightning_osdp.engine.fairscale.saved_tensors import (
     NO_PASS,
     GatheredValues,
@@ -183,10 +184,8 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
         with without_guards():
             self._lazy_init()
         reads_casts, hidden = self._reads_casts(), [p for p in self.params if p not in self._shown_in_full]
-        gathered = self._gather(self.params) if reads_casts else self._gather_as_is(self.params)
-        if reads_casts:
-            self._show_casts(hidden)
-        self._use_full_params(hidden)
+        gathered = self._gather(self.params, as_is=not reads_casts)
+        self._use_full_params(hidden, as_casts=reads_casts)
         versions = [parameter._version for parameter in self.params]
         casts_of_outer_run, self._casts_of_run = self._casts_of_run, {}
         hooks = SavedTensorHooks(self, self._pending_uses) if with_grad else None
@@ -222,7 +221,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
     def _read_slice(self) -> Tensor:
         """Return what the product of a slice reads."""
         (parameter,) = self.params
-        return self.cast_of(parameter) if parameter in self._shown_as_casts else parameter
+        return self.cast_of(parameter) if shows_cast(parameter) else parameter
 
     # The backward pass
 
@@ -244,7 +243,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
 
     def unshard_for_backward(self, values: GatheredValues) -> None:
         """Gather a parameter that a node needs though its gradient has come, or outside of a pass."""
-        (self._gather_as_is if values.as_is else self._gather)([values.parameter])
+        self._gather([values.parameter], values.as_is)
 
     def reshard_after_last_use(self, parameter: ShardedParameter) -> None:
         """See Note [frozen parameters]."""
@@ -260,7 +259,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
             set_gradient_aside(parameter)
         has_hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
         if has_hooks and self._weight_slice is None:
-            self._gather_as_is([parameter])  # the user's hooks may read it
+            self._gather([parameter], as_is=True)  # the user's hooks may read it
         self._use_full_params([parameter])
         self.training_state = TrainingState.BACKWARD_POST
 
@@ -318,6 +317,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
                     parameter._shard_bwd_hook = (node, before, after)
 
     def _post_reduction_hook(self, param: ShardedParameter, reduced_grad: Tensor) -> None:
+        reduced_grad = reduced_grad.to(param._fp32_shard.dtype)  # the plan may have it reduced in another type
         if self._inter_node_all_reduce is None:
             super()._post_reduction_hook(param, reduced_grad)
             if self.world_size > 1:

@@ -89,19 +89,17 @@ class CoalescedReduceScatter(_RankedCommunicator[FlatCommunicator]):
     def __init__(self, communicator: FlatCommunicator, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(communicator)
         self._parameters = parameters
-        self._queued: list[tuple[Tensor, Callable[[Tensor], None], torch.dtype]] = []
+        self._queued: list[tuple[Tensor, Callable[[Tensor], None]]] = []
 
-    def enqueue(
-        self, full_flat: Tensor, on_reduced: Callable[[Tensor], None], dtype: torch.dtype | None = None
-    ) -> bool:
-        """Queue a gradient for the next ``start``, which hands it on in ``dtype``, and return whether all have come."""
-        self._queued.append((full_flat, on_reduced, dtype or full_flat.dtype))
+    def enqueue(self, full_flat: Tensor, on_reduced: Callable[[Tensor], None]) -> bool:
+        """Queue a gradient for the next ``start`` and return whether all have come."""
+        self._queued.append((full_flat, on_reduced))
         return len(self._queued) >= sum(parameter.requires_grad for parameter in self._parameters)
 
     @property
     def callbacks(self) -> list[Callable[[Tensor], None]]:
         """Return what is called with each queued gradient once it is reduced."""
-        return [on_reduced for _, on_reduced, _ in self._queued]
+        return [on_reduced for _, on_reduced in self._queued]
 
     @property
     def is_async(self) -> bool:
@@ -111,7 +109,7 @@ class CoalescedReduceScatter(_RankedCommunicator[FlatCommunicator]):
     def start(self) -> Callable[[], None]:
         """Reduce the queued gradients, or begin to; return what waits for that and hands them on."""
         queued, self._queued = self._queued, []
-        inputs, callbacks, dtypes = zip(*queued, strict=True)
+        inputs, callbacks = zip(*queued, strict=True)
         outputs = [full_flat.new_empty(full_flat.numel() // self.size()) for full_flat in inputs]
         work = reduce_scatter_async(outputs, inputs, self._communicator.group) if self.is_async else None
         if work is None:
@@ -121,8 +119,8 @@ class CoalescedReduceScatter(_RankedCommunicator[FlatCommunicator]):
         def finish() -> None:
             if work is not None:
                 work.wait()
-            for on_reduced, output, dtype in zip(callbacks, outputs, dtypes, strict=True):
-                on_reduced(output.to(dtype))
+            for on_reduced, output in zip(callbacks, outputs, strict=True):
+                on_reduced(output)
 
         return finish
 
@@ -140,7 +138,7 @@ class GradientReducer:
 
     Args:
         before_reduction: called before a reduction with the callbacks of those gradients that it reduces.
-        dtype: the type in which gradients are reduced; None for their own.
+        dtype: the type in which gradients are reduced and handed on; None for their own.
     """
 
     def __init__(self, before_reduction: Callable[[Sequence[Any]], None], dtype: torch.dtype | None = None) -> None:
@@ -159,34 +157,29 @@ class GradientReducer:
         That happens at once, when the next reduction has started, or when the last gradient of the unit has come.
         """
         full_flat = merge_chunks(input_list)
-        own_dtype = full_flat.dtype
-        full_flat = full_flat.to(self.dtype or own_dtype)
-
-        def finish(output: Tensor) -> None:
-            callback_fn(output.to(own_dtype))
-
+        full_flat = full_flat.to(self.dtype or full_flat.dtype)
         if self._queued_reduction is not group:
             self._flush_queued()  # of a unit that this pass did not reach in full; there is never more than one
         if isinstance(group, CoalescedReduceScatter):
             self._queued_reduction = group
-            if group.enqueue(full_flat, callback_fn, own_dtype):
+            if group.enqueue(full_flat, callback_fn):
                 self._flush_queued()
             return
         self._before_reduction([callback_fn])
         output = full_flat.new_empty(full_flat.numel() // len(input_list))
         if not (isinstance(group, FlatCommunicator) and group.is_async):
             group.reduce_scatter(output, full_flat)
-            del full_flat
-            finish(output)
+            del full_flat  # before the callback, which may update parameters
+            callback_fn(output)
             return
         work = reduce_scatter_async([output], [full_flat], group.group)
 
-        def wait_and_finish() -> None:
+        def finish() -> None:
             work.wait()
-            finish(output)
+            callback_fn(output)
 
         self._finish_pending()
-        self._pending = wait_and_finish
+        self._pending = finish
 
     def flush(self) -> None:
         """Complete all reductions."""
@@ -231,7 +224,7 @@ def reduce_zeros(
         dtype: the type in which gradients are reduced; None for their own.
 
     Returns:
-        The shards of the other ranks' gradients.
+        The shards of the other ranks' gradients, in the type in which they are reduced.
     """
     zeros = [shard.new_zeros(shard.numel() * group.size(), dtype=dtype or shard.dtype) for shard in shards]
     outputs = [shard.new_empty(shard.numel(), dtype=dtype or shard.dtype) for shard in shards]
@@ -239,7 +232,7 @@ def reduce_zeros(
         group.reduce_scatter_coalesced(outputs, zeros)
     else:
         group.reduce_scatter(outputs[0], zeros[0])
-    return [output.to(shard.dtype) for output, shard in zip(outputs, shards, strict=True)]
+    return outputs
 
 
 def merge_chunks(chunks: list[Tensor]) -> Tensor:

@@ -15,7 +15,13 @@ import torch
 from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_module
 from torch import Tensor, nn
 
-from lightning_osdp.engine.fairscale.low_precision import GatheredCast, is_autocast_to, show_cast, show_plain
+from lightning_osdp.engine.fairscale.low_precision import (
+    GatheredCast,
+    is_autocast_to,
+    show_cast,
+    show_plain,
+    shows_cast,
+)
 from lightning_osdp.engine.fairscale.saved_tensors import GatheredValues, is_in_backward
 from lightning_osdp.state.guarded_parameter import guard_of, opened, without_guards
 
@@ -26,8 +32,8 @@ ShardedParameter: TypeAlias = Any
 class UnitParameters:
     """The part of a unit that gathers its parameters, each as a cast or as it is; see ``low_precision``.
 
-    Backward passes gather what autograd has saved. Only where the traced backward reads a parameter, though nothing of
-    it is saved, is it gathered as well: an operation may keep it by itself.
+    Backward passes gather what autograd has saved. A parameter of which nothing is saved is gathered as well if the
+    traced backward reads it, since an operation may keep it by itself.
     """
 
     params: Any
@@ -52,16 +58,15 @@ class UnitParameters:
         self._casts_of_run: dict[tuple[nn.Parameter, bool], Tensor] = {}
         self._unread_casts: dict[nn.Parameter, int] = {}
         self._shown_in_full: set[nn.Parameter] = set()
-        self._shown_as_casts: set[nn.Parameter] = set()
         self._read_as_is: list[ShardedParameter] = []
         self._gathered: set[tuple[nn.Parameter, bool]] = set()
         """What is gathered or on its way: parameters, and whether in their own type."""
         self._saved: set[tuple[nn.Parameter, bool]] = set()
         self._values_by_storage: dict[int, GatheredValues] = {}
         sizes = [p._orig_size.numel() * compute_dtypes.get(p, p.dtype).itemsize for p in self.params]
-        context = self._context
-        context.gather_memory.max_bytes = max(context.gather_memory.max_bytes, sum(sizes))
-        self._as_is_index = context.order.register(_AsIs(self)) if compute_dtypes else self._index
+        memory = self._context.gather_memory
+        memory.max_bytes = max(memory.max_bytes, sum(sizes))
+        self._as_is_index = self._context.order.register(_AsIs(self)) if compute_dtypes else self._index
 
     def _init_param_attributes(self, p: ShardedParameter) -> None:
         if hasattr(p, "_fp32_shard"):
@@ -91,25 +96,22 @@ class UnitParameters:
         """Note that a backward pass will read these."""
         self._saved.add((values.parameter, values.as_is))
 
-    def _gather(self, params: Sequence[ShardedParameter]) -> list[ShardedParameter]:
-        """Gather those of the parameters that are not, as casts where there are any, and return them. Collective."""
-        return self._gather_missing(params, as_is=False)
+    def _gather(self, params: Sequence[ShardedParameter], as_is: bool = False) -> list[ShardedParameter]:
+        """Gather those of the parameters that are not, and return them. Collective.
 
-    def _gather_as_is(self, params: Sequence[ShardedParameter]) -> list[ShardedParameter]:
-        """Gather those of the parameters that are not, in their own type, and return them. Collective."""
-        if not self._casts:
-            return self._gather(params)
-        self._coalesced_gather.wait()  # casts may be on their way
-        return self._gather_missing(params, as_is=True)
-
-    def _gather_missing(self, params: Sequence[ShardedParameter], as_is: bool) -> list[ShardedParameter]:
+        Args:
+            params: parameters of the unit.
+            as_is: whether all are gathered in their own type, and not as casts where there are any.
+        """
+        if as_is and self._casts:
+            self._coalesced_gather.wait()  # casts may be on their way
         is_started = self._coalesced_gather.is_started
         missing = [p for p in params if is_started or not self._is_gathered(p, as_is)]
         if not missing or self.world_size == 1:
             return []
         indices = [self.param_indices[p] for p in missing] if len(missing) < len(self.params) else ()
         self._context.order.before_gather(self._as_is_index if as_is else self._index, is_in_backward(), indices)
-        self._context.prefetch_limiter.before_gather()
+        self._context.gather_memory.before_gather()
         try:
             with self._use_stream("all_gather"):
                 tensors = ([], []) if is_started else self._outputs_and_shards(missing, as_is)
@@ -166,11 +168,10 @@ class UnitParameters:
         awaited = [p for p in self.params if p not in self._finished]
         read = [p for p in awaited if self._reads_in_backward(p)]
         self._gather(read)
-        self._use_full_params([p for p in read if p not in self._casts])
-        as_is = [p for p in awaited if p in self._casts and (p, True) in self._saved]
-        if as_is:
-            self._gather_as_is(as_is)
-            self._use_full_params(as_is)
+        read_as_is = [p for p in awaited if p in self._casts and (p, True) in self._saved]
+        if read_as_is:
+            self._gather(read_as_is, as_is=True)
+        self._use_full_params([p for p in read if p not in self._casts] + read_as_is)
 
     def _reads_in_backward(self, parameter: ShardedParameter) -> bool:
         if parameter in self._casts:
@@ -207,18 +208,7 @@ class UnitParameters:
         """Return whether a run that begins now reads casts; a run within one that does not reads what that one does."""
         if not self._casts or not self.is_in_autocast or torch._C._functorch.peek_interpreter_stack() is not None:
             return False
-        return not any(p in self._shown_in_full and p not in self._shown_as_casts for p in self._casts)
-
-    def _show_casts(self, params: Sequence[ShardedParameter]) -> None:
-        """Have the parameters hand out their casts."""
-        for parameter in params:
-            if parameter in self._casts and parameter not in self._shown_in_full:
-                self._shown_in_full.add(parameter)
-                self._shown_as_casts.add(parameter)
-                guard = guard_of(parameter)
-                if guard is not None:
-                    guard.open()
-                show_cast(parameter, self, self._casts[parameter])
+        return not any(p in self._shown_in_full and not shows_cast(p) for p in self._casts)
 
     def cast_of(self, parameter: ShardedParameter) -> Tensor:
         """Return the gathered cast, for the run of the unit."""
@@ -239,20 +229,22 @@ class UnitParameters:
     def read_as_is(self, parameter: ShardedParameter) -> None:
         """Gather the parameter in its own type, which it shows for the rest of the run."""
         with without_guards():
-            self._read_as_is += self._gather_as_is([parameter])
-            self._shown_as_casts.discard(parameter)
+            self._read_as_is += self._gather([parameter], as_is=True)
             show_plain(parameter)
             parameter.data = parameter._full_view
 
-    def _use_full_params(self, params: Sequence[ShardedParameter] | None = None) -> None:
-        """Show the full shape of parameters, and their values if they are gathered."""
+    def _use_full_params(self, params: Sequence[ShardedParameter] | None = None, as_casts: bool = False) -> None:
+        """Show the full shape of parameters, and their values if they are gathered; or have them hand out casts."""
         for parameter in self.params if params is None else params:
             if parameter not in self._shown_in_full:
                 self._shown_in_full.add(parameter)
                 guard = guard_of(parameter)
                 if guard is not None:
                     guard.open()
-                parameter.data = parameter._full_view
+                if as_casts and parameter in self._casts:
+                    show_cast(parameter, self, self._casts[parameter])
+                else:
+                    parameter.data = parameter._full_view
 
     def _use_fp32_param_shard(self, params: Sequence[ShardedParameter] | None = None) -> None:
         """Show this rank's part of parameters, unless the unit is running."""
@@ -261,7 +253,6 @@ class UnitParameters:
         for parameter in self.params if params is None else params:
             if parameter in self._shown_in_full:
                 self._shown_in_full.discard(parameter)
-                self._shown_as_casts.discard(parameter)
                 show_plain(parameter)
                 guard = guard_of(parameter)
                 if guard is None:
@@ -272,7 +263,7 @@ class UnitParameters:
     def _keep_changes(self, versions: Sequence[int], has_hooks: bool) -> None:
         """Write this rank's part of parameters back that a hook or the operator itself has changed."""
         for parameter, version in zip(self.params, versions, strict=True):
-            if parameter in self._shown_as_casts:
+            if shows_cast(parameter):
                 continue  # nothing has asked for its memory
             full = parameter._full_view
             is_assigned = parameter.data_ptr() != full.data_ptr()

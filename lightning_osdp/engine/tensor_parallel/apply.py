@@ -69,30 +69,32 @@ def finish_gradients(units: Sequence[TensorUnit], has_pass: bool, is_synced: boo
         is_synced: whether gradients are used, not accumulated on each rank.
     """
     has_pass |= any(unit.has_new_gradients for unit in units)
-    works: list[Work] = []
-    with torch.no_grad():
-        for unit in [unit for unit in units if unit.has_run]:
-            with opened(unit.layouts):
-                if has_pass:
-                    unit.reduce_whole_gradients()
-                    unit.is_unsynced = True
-                if is_synced and unit.is_unsynced:
-                    works += _start_average(unit)
-                    unit.is_unsynced = False
-            unit.has_new_gradients = False
+    units = [unit for unit in units if unit.has_run]
+    with torch.no_grad(), opened([weight for unit in units for weight in unit.layouts]):
+        for unit in units if has_pass else ():
+            unit.reduce_whole_gradients()
+            unit.is_unsynced = True
+        unsynced: dict[TensorGroups, list[nn.Parameter]] = {}
+        for unit in units if is_synced else ():
+            if unit.is_unsynced:
+                weights = [weight for weight in unit.layouts if weight.requires_grad]
+                unsynced.setdefault(unit.groups, []).extend(weights)
+                unit.is_unsynced = False
+        works = [work for groups, weights in unsynced.items() for work in _start_average(weights, groups)]
         for work in works:
             work.wait()
+    for unit in units:
+        unit.has_new_gradients = False
 
 
-def _start_average(unit: TensorUnit) -> list[Work]:
+def _start_average(weights: Sequence[nn.Parameter], groups: TensorGroups) -> list[Work]:
     """Start to average gradients; where no rank has one, there is none."""
-    if unit.groups.replicas.size() == 1:
+    if groups.replicas.size() == 1 or not weights:
         return []
     works = []
-    trainable = [weight for weight in unit.layouts if weight.requires_grad]
-    answers = exchange_numbers([int(weight.grad is not None) for weight in trainable], unit.groups.replica_hosts)
-    for weight, is_there in zip(trainable, zip(*answers, strict=True), strict=True):
+    answers = exchange_numbers([int(weight.grad is not None) for weight in weights], groups.replica_hosts)
+    for weight, is_there in zip(weights, zip(*answers, strict=True), strict=True):
         if any(is_there):
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.contiguous()
-            works.append(all_reduce_async(weight.grad.detach(), unit.groups.replicas))
+            works.append(all_reduce_async(weight.grad.detach(), groups.replicas))
     return works

@@ -67,7 +67,7 @@ class ScopeUnit(PairUnit):
         if not isinstance(run, SlicedRun):
             return own(*args, **kwargs)
         by_id = {id(tensor): run.gather(tensor, index) for index, tensor in enumerate(gathered)}
-        args, kwargs = _map_tensors((args, kwargs), lambda tensor: by_id.get(id(tensor), tensor))
+        args, kwargs = map_tensors((args, kwargs), lambda tensor: by_id.get(id(tensor), tensor))
         with self._divided_attributes():
             return own(*args, **kwargs)
 
@@ -125,12 +125,13 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(each)
 
 
-def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return nested arguments with every tensor replaced by ``function`` of it."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, list | tuple):
-        items = [_map_tensors(each, function) for each in value]
+        items = [map_tensors(each, function) for each in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if type(value) is dict:
-        return {key: _map_tensors(each, function) for key, each in value.items()}
+        return {key: map_tensors(each, function) for key, each in value.items()}
     return value

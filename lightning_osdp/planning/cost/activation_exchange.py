@@ -61,10 +61,11 @@ class ActivationBytes(NamedTuple):
     """Bytes per sample that a slice adds to the traced operator's activations."""
 
     between_passes: float
-    """Gathered inputs, from its forward to its backward."""
+    """Bytes of gathered inputs, from its forward to its backward."""
     forward: float
-    """Beyond these, while it runs forward."""
+    """Further bytes while it runs forward."""
     backward: float
+    """Further bytes while it runs backward."""
 
 
 NO_ACTIVATIONS = ActivationBytes(0.0, 0.0, 0.0)

@@ -22,7 +22,7 @@ class Footprint(NamedTuple, Generic[T]):
     states: T
     """Parameters and optimizer states, and what units take besides tensors: always."""
     replicated_gradients: T
-    """From the operator's backward on."""
+    """Gradients of replicated parameters, from the operator's backward on."""
     sharded_gradients: T
     """A rank's parts, after the operator's backward; none if they are used up in the backward pass."""
     unsharded_between_passes: T
@@ -30,13 +30,13 @@ class Footprint(NamedTuple, Generic[T]):
     unsharded_while_running: T
     """Unsharded parameters while it runs forward (zdp)."""
     unsharded_in_backward: T
-    """Those that it gathers again to run backward."""
+    """Unsharded parameters that it gathers again to run backward (zdp)."""
     transient: T
     """Unsharded gradients and buffers of their reduction, while it runs backward."""
     forward_per_sample: T
     """Bytes per sample that splitting, or tensor parallelism, adds to the traced operator's forward."""
     backward_per_sample: T
-    """Bytes per sample that these add to its backward."""
+    """Bytes per sample that splitting, or tensor parallelism, adds to its backward."""
     gathered_per_sample: T
     """Bytes per sample of inputs gathered from other ranks, from its forward to its backward (tp)."""
     bucketed: T

@@ -26,7 +26,7 @@ COALESCE_BYTES = 4 << 20
 """On CPUs, gradients of one unit up to this total are reduced by one collective once all exist. [M-cost-10]"""
 
 ANY_SIZE = 1 << 62
-"""The same where a backend reduces several tensors in one call (NCCL)."""
+"""``coalesce_max_bytes`` where a backend reduces several tensors of any size in one call (NCCL)."""
 
 
 class ScopeLinks(NamedTuple):

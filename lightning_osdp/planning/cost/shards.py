@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 from lightning_osdp.planning.cost.sharding_scopes import coalesce_max_bytes
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, slice_sizes
@@ -18,11 +19,11 @@ class ParamShard(NamedTuple):
     mode: Mode
     parameter_bytes: int
     gathered_bytes: int
-    """In the type in which it is gathered, that of autocast's casts of it if there are any."""
+    """Its bytes in the type in which it is gathered, that of autocast's casts of it if there are any."""
     gradient_bytes: int
     """0 if it is frozen."""
     reduced_bytes: int
-    """Of its gradient in the type in which it is reduced; 0 if it is frozen."""
+    """Bytes of its gradient in the type in which it is reduced; 0 if it is frozen."""
     optimizer_bytes: int
     num_slices: int = 1
     gradient_order: int = 0
@@ -106,7 +107,7 @@ class OperatorShards(NamedTuple):
     """The shards of one operator by how they are stored."""
 
     replicated: list[ParamShard]
-    """Those that a rank holds for good: whole, or its slices of tensor parallel ones."""
+    """Shards that a rank holds for good: whole parameters, or its slices of tensor parallel ones."""
     sharded: list[ParamShard]
     units: list[ShardUnit]
     """The sharded ones, by the unit that they are in."""
@@ -120,17 +121,7 @@ def shards_of(operator: Operator, choice: ShardingChoice) -> OperatorShards:
     mode = next((mode for mode in choice.slices if mode != Mode.DP), Mode.DP)
     split = operator.weight if choice.split_dim is not None else None
     shards = [
-        ParamShard(
-            Mode.DP if p.is_small else mode,
-            p.parameter_bytes,
-            p.gathered_bytes,
-            p.gradient_bytes,
-            p.reduced_bytes,
-            p.optimizer_bytes,
-            gradient_order=p.gradient_order,
-            has_casts=bool(p.cast_element_bytes),
-            read_in_backward=p.read_in_backward,
-        )
+        _make_shard(p, Mode.DP if p.is_small else mode, lambda size: size, gradient_order=p.gradient_order)
         for p in operator.parameters
         if p is not split
     ]
@@ -150,16 +141,7 @@ def shards_of(operator: Operator, choice: ShardingChoice) -> OperatorShards:
 def _tensor_shard(parameter: ParameterInfo, degree: int) -> ParamShard:
     """Return what one rank holds of a parameter: a slice of the weight, the whole bias."""
     cut = degree if len(parameter.shape) > 1 else 1
-    return ParamShard(
-        Mode.DP,
-        -(-parameter.parameter_bytes // cut),
-        -(-parameter.gathered_bytes // cut),
-        -(-parameter.gradient_bytes // cut),
-        -(-parameter.reduced_bytes // cut),
-        -(-parameter.optimizer_bytes // cut),
-        tensor_degree=cut,
-        has_casts=bool(parameter.cast_element_bytes),
-    )
+    return _make_shard(parameter, Mode.DP, lambda size: -(-size // cut), tensor_degree=cut)
 
 
 def _slice_shards(weight: ParameterInfo, choice: ShardingChoice) -> Iterator[ParamShard]:
@@ -167,18 +149,27 @@ def _slice_shards(weight: ParameterInfo, choice: ShardingChoice) -> Iterator[Par
     length = weight.shape[choice.split_dim]
     counts = Counter(zip(choice.slices, slice_sizes(length, len(choice.slices)), strict=True))
     for (mode, size), count in counts.items():
-        yield ParamShard(
-            mode,
-            weight.parameter_bytes * size // length,
-            weight.gathered_bytes * size // length,
-            weight.gradient_bytes * size // length,
-            weight.reduced_bytes * size // length,
-            weight.optimizer_bytes * size // length,
-            count,
-            is_slice=True,
-            has_casts=bool(weight.cast_element_bytes),
-            read_in_backward=weight.read_in_backward,
-        )
+        part_of = partial(_scale, numerator=size, denominator=length)
+        yield _make_shard(weight, mode, part_of, num_slices=count, is_slice=True)
+
+
+def _scale(num_bytes: int, numerator: int, denominator: int) -> int:
+    return num_bytes * numerator // denominator
+
+
+def _make_shard(parameter: ParameterInfo, mode: Mode, part_of: Callable[[int], int], **fields: Any) -> ParamShard:
+    """Return a shard with a part of all bytes of a parameter."""
+    return ParamShard(
+        mode,
+        part_of(parameter.parameter_bytes),
+        part_of(parameter.gathered_bytes),
+        part_of(parameter.gradient_bytes),
+        part_of(parameter.reduced_bytes),
+        part_of(parameter.optimizer_bytes),
+        has_casts=bool(parameter.cast_element_bytes),
+        read_in_backward=parameter.read_in_backward,
+        **fields,
+    )
 
 
 def num_sharded_elements(operator: Operator, choice: ShardingChoice) -> float:

@@ -222,9 +222,10 @@ def forward_backward_time(operator_time: OperatorTime, choice: ShardingChoice) -
 
 
 def _slice_time(operator_time: OperatorTime, degree: int) -> tuple[LinearInBatch, LinearInBatch]:
-    """Return the seconds of a slice for the samples of its group: as many products, but a part of the weight.
+    """Return the seconds of one of ``degree`` slices for the samples of its group: as many products as undivided.
 
-    What does not depend on the batch size is to read the weight and to write its gradient.
+    If that was not measured, what does not depend on the batch size counts as reading the weight and writing its
+    gradient, of which a slice has its part.
     """
     measured = next((time for time in operator_time.tensor if time.degree == degree), None)
     if measured is not None:

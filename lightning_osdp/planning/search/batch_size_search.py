@@ -25,7 +25,7 @@ from lightning_osdp.planning.spec.model import ModelProfile, Operator
 from lightning_osdp.planning.spec.plan import ExecutionPlan, ModelIdentity, OperatorPlan, Prediction, planned_types
 from lightning_osdp.planning.spec.problem import Problem
 from lightning_osdp.planning.spec.search_record import BatchSizePoint, PeakMoment, SearchStop
-from lightning_osdp.planning.spec.tensor import TensorScope, index_candidates
+from lightning_osdp.planning.spec.tensor import TensorCandidate, TensorScope, index_candidates
 from lightning_osdp.planning.spec.wrapping import WrapAssignment, wrap_assignments
 
 __all__ = [
@@ -286,6 +286,7 @@ def _build_operator_plans(
     """Return the operators' plans; of operators that share a unit, the first has the alternatives."""
     model, wrapped_index = plan_search.problem.model, plan_search.wrapped_model.wrapped_index
     recomputed = {i for block in model.blocks if block.name in chosen.recomputed for i in block.operators}
+    candidates = index_candidates(model.tensor_candidates)
     return tuple(
         OperatorPlan(
             name=operator.name,
@@ -293,7 +294,8 @@ def _build_operator_plans(
             split_dim=choice.split_dim,
             sharding_group=choice.scope,
             hierarchical=choice.hierarchical,
-            **_tensor_fields(model, operator, choice.tensor_degree, chosen.batch_size),
+            **_tensor_fields(candidates.get(operator.name), operator, choice.tensor_degree, chosen.batch_size),
+            tensor_refusal=model.tensor_refusals.get(operator.name, "") if operator.tensor is None else "",
             unit=chosen.wrap_assignment[index],
             is_recomputed=index in recomputed,
             num_parameters=operator.num_parameters,
@@ -313,11 +315,20 @@ def _requested_mode(constraints: SearchConstraints, operator: Operator) -> Mode 
     return Mode.TP if is_cut else constraints.requested_mode(operator.name)
 
 
-def _tensor_fields(model: ModelProfile, operator: Operator, degree: int, batch_size: int) -> dict[str, Any]:
-    """Return the fields of an operator's plan that are about tensor parallelism."""
-    if operator.tensor is None:
-        return {"tensor_refusal": model.tensor_refusals.get(operator.name, "")}
-    candidate, index = index_candidates(model.tensor_candidates)[operator.name]
+def _tensor_fields(
+    place: tuple[TensorCandidate, int] | None, operator: Operator, degree: int, batch_size: int
+) -> dict[str, Any]:
+    """Return the fields of an operator's plan that say how it is, or could be, tensor parallel.
+
+    Args:
+        place: The operator's candidate and its position there; None if it has none.
+        operator: The operator.
+        degree: Number of ranks that it is cut over.
+        batch_size: Samples of each rank in a micro-batch.
+    """
+    if operator.tensor is None or place is None:
+        return {}
+    candidate, index = place
     fields: dict[str, Any] = {"tensor_group": candidate.operators if len(candidate.operators) > 1 else ()}
     if degree > 1:
         fields |= {

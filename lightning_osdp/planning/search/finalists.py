@@ -51,7 +51,7 @@ def find_finalists(problem: Problem, policy: BatchSizePolicy, found: ExecutionPl
     parallel operators, the best plan without is tried too: while activations are exchanged, nothing else goes on.
     """
     plans = [found, *_find_with_retained_heap(problem, policy, found)]
-    if any(operator.tensor is not None for operator in found.operators):
+    if is_tensor_parallel(found):
         plans += _find_without_tensor_parallelism(problem, policy)
     for find in (_find_replicated, _find_with_shared_units):
         with suppress(InfeasibleError):
@@ -159,8 +159,12 @@ def pick_finalist(finalists: Sequence[Finalist]) -> Finalist:
 def complexity(plan: ExecutionPlan) -> int:
     """Return how many of sharding, recomputing, splitting and tensor parallelism a plan uses."""
     is_split = any(len(op.slices) > 1 for op in plan.operators)
-    has_exchanges = any(op.tensor is not None for op in plan.operators)
-    return is_sharded(plan) + bool(plan.recomputed) + is_split + has_exchanges
+    return is_sharded(plan) + bool(plan.recomputed) + is_split + is_tensor_parallel(plan)
+
+
+def is_tensor_parallel(plan: ExecutionPlan) -> bool:
+    """Return whether any operator of a plan is cut over ranks that exchange activations."""
+    return any(operator.tensor is not None for operator in plan.operators)
 
 
 def is_sharded(plan: ExecutionPlan) -> bool:
@@ -191,7 +195,7 @@ def _describe(finalist: Finalist, is_chosen: bool) -> TriedPlan:
         name = "all replicated, blocks recomputed" if plan.recomputed else "all replicated"
     else:
         name = "sharded per block" if any(op.unit for op in plan.operators) else "sharded per operator"
-    name += ", partly tensor parallel" if any(op.tensor is not None for op in plan.operators) else ""
+    name += ", partly tensor parallel" if is_tensor_parallel(plan) else ""
     name += ", freed memory retained" if plan.retain_freed_memory else ""
     return TriedPlan(
         name=name,

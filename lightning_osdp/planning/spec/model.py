@@ -127,7 +127,7 @@ class Operator(FrozenModel):
     unsplittable_reason: str = ""
     """Why it can't be split, in words for the user; empty if it can, or if that was not looked at."""
     output_dims: tuple[Size, ...] = ()
-    """Those of ``split_dims`` that slice its output; the others slice its input."""
+    """Dimensions of ``split_dims`` that slice its output; the others slice its input."""
     input_per_sample: NonNegative = 0.0
     """Bytes per sample of the gradient of its input; known if it can be split."""
     output_per_sample: NonNegative = 0.0
@@ -250,7 +250,7 @@ class ModelProfile(FrozenModel):
     fingerprint: str
     """Hash of the operators and of the parameters' names, shapes and dtypes; a plan must have the same."""
     operators: tuple[Operator, ...]
-    """In the order of their first use; every parameter is in exactly one."""
+    """Operators in the order of their first use; every parameter is in exactly one."""
     moments: tuple[Moment, ...]
     buffer_bytes: Size = 0
     optimizer_step: OptimizerStep = OptimizerStep()

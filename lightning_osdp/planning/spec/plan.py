@@ -135,7 +135,7 @@ class OperatorPlan(_Choice):
         if (Mode.TP in self.slices) != (self.tensor is not None):
             has = "none" if self.tensor is None else "one"
             raise ValueError(f"{self.name}: an operator has a tensor split if its mode is tp; this one has {has}")
-        if self.tensor is not None and self.choice[:4] != ShardingChoice((Mode.TP,))[:4]:
+        if self.tensor is not None and self.choice != ShardingChoice((Mode.TP,), tensor_degree=self.tensor.degree):
             raise ValueError(f"{self.name}: with mode tp, slices is one, and split_dim and sharding_group say nothing")
         if self.tensor is not None and self.unit:
             raise ValueError(f"{self.name}: with mode tp, it can't share the unit of {self.unit}")
@@ -333,8 +333,8 @@ class ExecutionPlan(FrozenModel):
         if nodes is not None and uses_nodes and nodes != self.cluster.nodes:
             raise refuse(f"shards operators inside {self.cluster.nodes} nodes, this run has {nodes}")
         degrees = {operator.tensor.degree for operator in self.operators if operator.tensor is not None}
-        if nodes is not None and any((ranks // nodes) % degree for degree in degrees):
-            raise refuse(f"cuts operators over {max(degrees)} ranks, this run has {ranks // nodes} in a node")
+        if nodes is not None and (wrong := [degree for degree in degrees if (ranks // nodes) % degree]):
+            raise refuse(f"cuts operators over {max(wrong)} ranks, this run has {ranks // nodes} in a node")
         if self.model.num_parameters != model.num_parameters:
             counts = f"{self.model.num_parameters:,} parameters, this one has {model.num_parameters:,}"
             raise refuse(f"is for a model of {counts}")

@@ -44,7 +44,7 @@ class TriedPlan(FrozenModel):
     step_time_s: float
     samples_per_s: float
     spread_s: float
-    """By how much its rounds differ."""
+    """Seconds of a step by which its rounds differ."""
     num_rounds: int
     is_chosen: bool = False
 
@@ -56,12 +56,12 @@ class Baseline(FrozenModel):
     """``DDP``, ``ZeRO-2``, ``FSDP per operator`` or ``FSDP per block``, and whether blocks are recomputed."""
     fits: bool
     batch_size: Count
-    """The smallest one if it does not fit."""
+    """The best batch size that fits; the smallest one if none does."""
     samples_per_s: Finite = 0.0
     """Throughput over all ranks, as predicted, or as measured if it was tried; 0 if it does not fit."""
     peak_memory_bytes: Size
     missing_bytes: Size = 0
-    """By how much it exceeds the limit."""
+    """Bytes by which its peak exceeds the limit."""
     is_tried: bool = False
     is_plan: bool = False
     """Whether the plan itself is this one."""
@@ -76,8 +76,8 @@ class SearchStop(FrozenModel):
     reason: Literal["memory", "maximum", "fixed", "global_batch_size"]
     """The next one does not fit, the largest allowed was reached, or the user gave the (global) batch size."""
     batch_size: int | None = None
-    """``memory``: the first that does not fit; ``maximum``: the largest allowed."""
+    """First batch size that does not fit (``memory``), or the largest allowed (``maximum``)."""
     needed_bytes: int | None = None
-    """``memory``: the smallest possible peak at that batch size."""
+    """Smallest possible peak at that batch size (``memory``)."""
     setting: str = ""
-    """``maximum``: what allows no more, a setting of the user or memory that is retained; empty if it is neither."""
+    """Setting of the user, or retained memory, that allows no more (``maximum``); empty if it is neither."""

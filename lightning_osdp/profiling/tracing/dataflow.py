@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_osdp.profiling.kernels.benchmark import tensors_of
 from lightning_osdp.profiling.tracing import fake_kernels
 from lightning_osdp.profiling.tracing.host_syncs import UnknownNumber
 
@@ -128,7 +129,7 @@ class DataflowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         number, flow = len(self.flow.calls), self.flow
         self._stack.append(number)
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_of((args, kwargs))
         storages = tuple(self._serial(tensor) for tensor in tensors)
         key: tuple[Any, ...] = ()
         if tensors:
@@ -191,7 +192,7 @@ class DataflowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _storages(self, value: Any) -> tuple[int, ...]:
-        return tuple(self._serial(tensor) for tensor in _tensors(value))
+        return tuple(self._serial(tensor) for tensor in tensors_of(value))
 
     def _serial(self, tensor: Tensor) -> int:
         """Return a number of the tensor's storage; a sparse tensor counts as one of its own."""
@@ -201,10 +202,6 @@ class DataflowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             serial = self._serials[key] = len(self._serials)
             self._alive.append(tensor)
         return serial
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _is_strided(tensor: Tensor) -> bool:
@@ -218,12 +215,8 @@ def _describe(leaf: Any) -> Any:
     return leaf if isinstance(leaf, int | float | str | bool | torch.dtype | type(None)) else str(type(leaf))
 
 
-RunStep = Callable[[], Any]
-"""Runs the forward of the step."""
-
-
-def record_dataflow(run_step: RunStep, products: Iterable[nn.Module], batch: Any) -> Dataflow:
-    """Return the dataflow of ``run_step()``, which gets ``batch``; arguments as of ``DataflowRecorder``."""
+def record_dataflow(run_step: Callable[[], Any], products: Iterable[nn.Module], batch: Any) -> Dataflow:
+    """Return the dataflow of ``run_step``, which runs a forward; arguments as of ``DataflowRecorder``."""
     recorder = DataflowRecorder(products, batch)
     with recorder.record():
         run_step()

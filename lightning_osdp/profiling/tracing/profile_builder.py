@@ -104,7 +104,7 @@ def _build_operators(
     Args:
         module: The module.
         scopes: Its operators' scopes.
-        flops_per_sample: Of each of them.
+        flops_per_sample: FLOPs per sample of each scope, and of what is in none.
         step: The recorded step.
         batch_size: Number of samples in it.
         optimizer_trace: The optimizers' step.

@@ -41,11 +41,11 @@ def trace_with_store(step: TrainingStep, store: ModelProfileStore, key: str = ""
         ConfigurationError: If nothing in the module is trainable.
         TraceError: If the step does not run on fake tensors; the cause is chained.
     """
-    sizes = choose_batch_sizes(step)
+    sizes, retrace = choose_batch_sizes(step), partial(trace, replace(step, tensor_degrees=()))
     stored = store.load(key) if key else None
     if stored is not None and stored.fingerprint == fingerprint(step.module, stored.operators):
         sizes = (*sizes[:-1], int(key.rsplit("-", 1)[1]))
-        return TracedStep(stored, {}, (), sizes, partial(trace, replace(step, tensor_degrees=())), key)
+        return TracedStep(stored, {}, (), sizes, retrace, key)
     with start_fake_trace(step, sizes) as started:
         smaller = started.result()
         key = _step_key(step, started.sizes, smaller)
@@ -54,7 +54,6 @@ def trace_with_store(step: TrainingStep, store: ModelProfileStore, key: str = ""
             started.record_larger_batch()
             traced = started.result()
     if stored is not None:
-        retrace = partial(trace, replace(step, tensor_degrees=()))
         return replace(smaller, model_profile=stored, batch_sizes=started.sizes, retrace=retrace, key=key)
     store.save(key, traced.model_profile)
     return traced

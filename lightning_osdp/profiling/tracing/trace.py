@@ -53,7 +53,7 @@ class TrainingStep:
     module: LightningModule
     """Left as it is; its trainer, if it has one, is only read."""
     batch: Any
-    """As the data loader gives it. Tensors with ``batch_size`` rows are taken to grow with the batch size."""
+    """A batch as the data loader gives it. Tensors with ``batch_size`` rows are taken to grow with the batch size."""
     batch_size: int
     """Number of samples in ``batch``."""
     device: torch.device

@@ -31,14 +31,15 @@ OWN = EngineOverhead(
 
 
 def engine_time_s(operator: Operator, mode: Mode, cluster: Cluster, accumulation: int = 1) -> float:
-    """In one optimizer step."""
+    """Seconds of the engine in one optimizer step."""
     once, each = engine_time(operator, ShardingChoice((mode,)), cluster)
     return once + accumulation * each
 
 
 def measure(rank: int, ranks: int, shared: bool = False) -> tuple[EngineOverhead, EngineOverhead]:
-    """With collectives that are said to take nothing, and with some that are said to take an hour; whether ranks share
-    cores."""
+    """Measure with collectives that are said to take nothing, and with some that are said to take an hour.
+
+    ``shared`` says that ranks share cores."""
     CORE_SHARING.is_shared = shared
     dear = CollectiveFit(latency_s=3600.0, s_per_byte=0.0)
     clusters = (
@@ -70,7 +71,7 @@ def test_measure_with_shared_cores_adds_calibration() -> None:
 
 
 def measured_widths(rank: int, ranks: int, rooms: list[int | None]) -> list[tuple[str, int]]:
-    """Of the weights that are measured, when rank 0 has each of ``rooms`` and the others have any."""
+    """Widths of the weights that are measured if rank 0 has each of ``rooms`` bytes and the others have any number."""
     seen: list[tuple[str, int]] = []
     engine_overhead.NUM_OPERATORS = 6  # which tests change in their ranks
     engine_overhead._measure_per_operator_s = lambda mode, width, *_: seen.append((mode.value, width)) or 1.0

@@ -157,7 +157,7 @@ def test_fit_all_tolerates_one_slow_collective(
 
 
 def overlap_fractions_on_rank(rank: int, world_size: int) -> list[float]:
-    """Of collectives that go on by themselves, that need the processor for half of their time, or for all of it."""
+    """Fractions for collectives that go on by themselves, that need the processor half of their time, or all of it."""
     clock = Clock()
     network.time = clock
     found, timer = [], network.LinkTimer(dist.group.WORLD, CPU)

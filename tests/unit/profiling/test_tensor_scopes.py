@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.tensor import TensorCandidate
 from lightning_osdp.profiling import tensor_scopes
-from lightning_osdp.profiling.tensor_proof import Trial
+from lightning_osdp.profiling.tensor_proof import PlayedGroup
 from tests.support import families, zoo
-from tests.support.models import TinyGPT
 from tests.support.traced_models import Regression, trace
 
 WIDTH = 16
@@ -57,15 +56,6 @@ def neox() -> zoo.ZooModule:
     return zoo.ZooModule(transformers.GPTNeoXForCausalLM(config), zoo._tokens(64, 12))
 
 
-class GPTLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gpt = TinyGPT()
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.gpt(input_ids).flatten(0, 1), labels.flatten())
-
-
 def _gated(mlp: str) -> str:
     return f"{mlp}.gate_proj {mlp}.up_proj {mlp}.down_proj"
 
@@ -88,7 +78,7 @@ MODELS: dict[str, tuple[Callable[[], zoo.ZooModule], str]] = {
     ),
     "qwen2": (lambda: families.build("qwen2"), _gated("net.model.layers.{0}.mlp")),
     "mistral": (lambda: families.build("mistral"), _gated("net.model.layers.{0}.mlp")),
-    "TinyGPT": (lambda: zoo.ZooModule(GPTLoss(), zoo._tokens(61, 12)), "net.gpt.blocks.{0}.up net.gpt.blocks.{0}.down"),
+    "TinyGPT": (zoo.tiny_gpt, "net.gpt.blocks.{0}.up net.gpt.blocks.{0}.down"),
     "encoder": (zoo.encoder, "net.body.layers.{0}.linear1 net.body.layers.{0}.linear2"),
 }
 
@@ -362,24 +352,24 @@ class Stack(nn.Module):
 
 
 @pytest.fixture
-def trials(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def played_groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with each group that is played."""
     counted: list[int] = []
 
-    class Counted(Trial):
+    class Counted(PlayedGroup):
         def __init__(self, *args: Any) -> None:
             counted.append(1)
             super().__init__(*args)
 
-    monkeypatch.setattr(tensor_scopes, "Trial", Counted)
+    monkeypatch.setattr(tensor_scopes, "PlayedGroup", Counted)
     return counted
 
 
-def test_blocks_that_do_the_same_are_proven_once(trials: list[int]) -> None:
+def test_blocks_that_do_the_same_are_proven_once(played_groups: list[int]) -> None:
     net = Stack(24)
     net.layers[7].steps = ("silu times itself",)
     assert len(groups(profile_of_net(net))) == 24
-    assert len(trials) == 2
+    assert len(played_groups) == 2
 
 
 def test_pair_with_a_hook_in_between_is_not_found_though_others_alike_are() -> None:
@@ -390,10 +380,10 @@ def test_pair_with_a_hook_in_between_is_not_found_though_others_alike_are() -> N
     assert list(groups(profile_of_net(net))) == ["net.layers.0.0 net.layers.0.2", "net.layers.2.0 net.layers.2.2"]
 
 
-def test_attentions_that_do_the_same_are_proven_once(trials: list[int]) -> None:
+def test_attentions_that_do_the_same_are_proven_once(played_groups: list[int]) -> None:
     module = zoo.gpt2(layers=4)
     assert len(groups(profile_of(module, module.batch(4)))) == 8
-    assert len(trials) == 2
+    assert len(played_groups) == 2
 
 
 def test_finding_leaves_module_and_random_state_as_they_were() -> None:

@@ -11,7 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_osdp.autotune.coordinator import PlanRequest
 from lightning_osdp.autotune.trial_step import TrialContext
+from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
+from lightning_osdp.strategy import plan_resolution
 from lightning_osdp.strategy.batch_agreement import agree_on_batches
 from lightning_osdp.strategy.dataloader import batch_bytes
 
@@ -86,3 +89,14 @@ def test_batches_of_other_numbers_of_samples_are_planned_by_the_largest_alone() 
     agreed = agree_on_batches(ranks, data, contexts[1])  # type: ignore[arg-type]
     assert ranks.sent == [1]
     assert (agreed.batch_size, shape(agreed.batch), agreed.largest_batch) == (3, (3, 40), None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_search_is_bounded_by_the_data_that_allow_least_and_says_by_which_argument(rank: int) -> None:
+    policies = [
+        BatchSizePolicy(max_batch_size=size, bounding_setting=name) for size, name in ((40, "one"), (12, "two"))
+    ]
+    ranks: Any = SimpleNamespace(all_gather_object=lambda _: policies)
+    limit: Any = None
+    agreed = plan_resolution._agree_on_batch_sizes(PlanRequest(policies[rank], limit, 0), ranks)
+    assert agreed.policy == policies[1]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_osdp.backend.streams import PrefetchLimiter
+from lightning_osdp.backend.streams import GatherMemory
 from lightning_osdp.engine.fairscale.context import EngineContext
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.engine.fairscale.unit import FairScaleUnit
@@ -54,49 +54,49 @@ def storages(count: int, size: int = 100) -> list[torch.UntypedStorage]:
     return [torch.UntypedStorage(size) for _ in range(count)]
 
 
-def test_limiter_frees_a_unit_when_the_one_after_the_next_is_gathered(device: Device) -> None:
-    limiter, units = PrefetchLimiter(device), storages(5)
-    limiter.max_bytes = 100
+def test_gather_memory_frees_a_unit_when_the_one_after_the_next_is_gathered(device: Device) -> None:
+    memory, units = GatherMemory(device), storages(5)
+    memory.max_bytes = 100
     waits = []
     for unit in units:  # gather, run, free, with the host far ahead of the device
-        limiter.before_gather()
+        memory.before_gather()
         waits.append(list(device.waited))
-        limiter.free(unit)
+        memory.free(unit)
     assert waits == [[], [], [0], [0, 1], [0, 1, 2]]
     assert [unit.nbytes() for unit in units] == [0, 0, 0, 100, 100]
-    limiter.free_all()
+    memory.free_all()
     assert [unit.nbytes() for unit in units] == [0] * 5
     assert device.waited == [0, 1, 2, 3, 4]
 
 
-def test_limiter_bounds_bytes_and_not_numbers(device: Device) -> None:
+def test_gather_memory_bounds_bytes_and_not_numbers(device: Device) -> None:
     """A shared unit is freed parameter by parameter in the backward: all of them count together."""
-    limiter, small = PrefetchLimiter(device), storages(8, 25)
-    limiter.max_bytes = 100
+    memory, small = GatherMemory(device), storages(8, 25)
+    memory.max_bytes = 100
     for unit in small:
-        limiter.free(unit)
-    limiter.before_gather()
+        memory.free(unit)
+    memory.before_gather()
     assert [unit.nbytes() for unit in small] == [0] * 4 + [25] * 4
 
 
-def test_limiter_gives_memory_back_that_is_gathered_again_before_it_was_freed(device: Device) -> None:
-    limiter, (unit,) = PrefetchLimiter(device), storages(1)
-    limiter.max_bytes = 100
-    limiter.free(unit)
-    limiter.before_gather()
-    limiter.take_back(unit)
+def test_gather_memory_gives_memory_back_that_is_gathered_again_before_it_was_freed(device: Device) -> None:
+    memory, (unit,) = GatherMemory(device), storages(1)
+    memory.max_bytes = 100
+    memory.free(unit)
+    memory.before_gather()
+    memory.take_back(unit)
     assert (unit.nbytes(), device.waited) == (100, [0])
-    limiter.free_all()
+    memory.free_all()
     assert unit.nbytes() == 100
 
 
-def test_limiter_without_frees_never_waits_and_on_a_cpu_frees_at_once(device: Device) -> None:
-    limiter = PrefetchLimiter(device)
+def test_gather_memory_without_frees_never_waits_and_on_a_cpu_frees_at_once(device: Device) -> None:
+    memory = GatherMemory(device)
     for _ in range(10):  # zdp2: nothing is freed in the forward
-        limiter.before_gather()
+        memory.before_gather()
     assert device.waited == []
     (unit,) = storages(1)
-    PrefetchLimiter().free(unit)
+    GatherMemory().free(unit)
     assert unit.nbytes() == 0
 
 
@@ -225,9 +225,9 @@ def train_frozen_units(rank: int, ranks: int, slices: int, recompute: bool) -> t
     engine.apply(ours, split_plan(names, ranks, ()))
     most, gather = 0, FairScaleUnit._gather
 
-    def noted(self: FairScaleUnit, *args: Any) -> Any:
+    def noted(self: FairScaleUnit, *args: Any, **kwargs: Any) -> Any:
         nonlocal most
-        found = gather(self, *args)
+        found = gather(self, *args, **kwargs)
         most = max(most, sum(unit.has_unsharded_params for unit in engine._units))
         return found
 

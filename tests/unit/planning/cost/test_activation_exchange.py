@@ -31,6 +31,7 @@ from lightning_osdp.planning.spec.cluster import (
 from lightning_osdp.planning.spec.model import LinearInBatch, Moment, NonTrainingWork, Operator, ParameterInfo
 from lightning_osdp.planning.spec.tensor import TensorCandidate, TensorRole
 from tests.support.small_models import MIB, blocks_of_two, compute, mib
+from tests.support.tensor_problems import mlp
 
 GATHER, SCATTER, SWAP, REDUCE = 1e-3, 2e-3, 4e-3, 8e-3
 """Seconds per MiB of the collectives."""
@@ -191,16 +192,7 @@ def test_footprint_has_what_is_gathered_from_other_ranks_per_sample(
 
 
 def test_timeline_holds_gathered_inputs_from_forward_to_backward_and_not_while_their_block_is_away() -> None:
-    model = blocks_of_two(2)
-    candidate = TensorCandidate(
-        operators=("blocks.0.up", "blocks.0.down"),
-        roles=PAIR,
-        scope="blocks.0",
-        degrees=(4,),
-        input_bytes=MIB,
-        output_bytes=0,
-    )
-    model = model.with_tensor_candidates([candidate])
+    model = blocks_of_two(2).with_tensor_candidates([mlp("blocks.0", input_mib=1, output_mib=0)])
     timeline = Timeline(model, cluster(), 0)
     plain, exchanged = [ShardingChoice()] * 4, [cut(4), cut(4), *[ShardingChoice()] * 2]
     added = (timeline.curves(exchanged, 2)["activations"] - timeline.curves(plain, 2)["activations"]) / MIB
@@ -213,17 +205,9 @@ def test_timeline_holds_gathered_inputs_from_forward_to_backward_and_not_while_t
 
 
 def test_evaluation_counts_what_is_gathered() -> None:
-    model = blocks_of_two(1)
     evaluation = (Moment(phase="forward", operator=0, live=mib(1)), Moment(phase="forward", operator=1, live=mib(1)))
-    candidate = TensorCandidate(
-        operators=("blocks.0.up", "blocks.0.down"),
-        roles=PAIR,
-        scope="blocks.0",
-        degrees=(4,),
-        input_bytes=MIB,
-        output_bytes=2 * MIB,
-    )
-    model = model.model_copy(update={"evaluation": evaluation}).with_tensor_candidates([candidate])
+    model = blocks_of_two(1).model_copy(update={"evaluation": evaluation})
+    model = model.with_tensor_candidates([mlp("blocks.0", input_mib=1, output_mib=2)])
     timeline = Timeline(model, cluster(), 0, NonTrainingWork(evaluation_batch_size=3))
     states = sum(footprint(operator, cut(4), cluster()).states for operator in model.operators)
     assert timeline.peak([cut(4)] * 2, 1).evaluation_bytes == states + 3 * MIB * (1 + 4 * 2)

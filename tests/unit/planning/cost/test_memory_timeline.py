@@ -178,7 +178,7 @@ def test_timeline_copying_reduce_scatter_counts_beyond_freed_parameter() -> None
 
 @pytest.mark.parametrize(("ranks", "most", "extra"), [(2, 8, 0), (3, 8, 4 / 3), (4, 8, 2), (4, 1, 1)])
 def test_footprint_reduction_buffers_depend_on_ranks_and_buffer_size(ranks: int, most: int, extra: float) -> None:
-    """Of a slice of 4 MiB, which is freed before its gradient is made; with 3 ranks one part, with more of them two."""
+    """A slice of 4 MiB is freed before its gradient is made; 3 ranks hold one received part of it, more ranks two."""
     cluster = some_cluster(ranks, reduce_scatter_copy_factor=0.0, reduce_scatter_buffer_bytes=most * MIB)
     found = footprint(operator("one", 8), ShardingChoice((Mode.ZDP, Mode.ZDP), 0), cluster)
     assert found.transient / MIB == pytest.approx(8 / ranks + extra)
@@ -242,7 +242,7 @@ def test_footprint_in_backward_keeps_slice_gradients_until_weight_is_complete() 
 
 @pytest.mark.parametrize(("most", "extra"), [(0, 0), (3, 3), (100, 6)])
 def test_timeline_all_reduce_buffers_count_while_in_flight(most: int, extra: int) -> None:
-    """Of 12 MiB of gradients on two ranks 6 at most."""
+    """Two ranks hold at most 6 of 12 MiB of gradients in buffers."""
     cluster = {"all_reduce_buffer_bytes": most * MIB}
     assert curves([Mode.DP, Mode.DP], cluster=cluster)["transient"] == [0, 0, 0, 0, extra, 0]
     assert curves([Mode.ZDP, Mode.ZDP], cluster=cluster) == curves([Mode.ZDP, Mode.ZDP])

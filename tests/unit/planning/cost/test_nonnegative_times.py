@@ -58,14 +58,14 @@ SIZES = (1 << 14, 1 << 20, 1 << 25)
 
 @st.composite
 def fits(draw: st.DrawFn) -> CollectiveFit:
-    """Of times at three sizes, of which one may be an outlier."""
+    """Fits of times at three sizes, of which one may be an outlier."""
     fit = fit_collective(SIZES, [draw(POSITIVE) for _ in SIZES], RANKS)
     return fit.model_copy(update={"overlap_fraction": draw(FACTORS)})
 
 
 @st.composite
 def clusters(draw: st.DrawFn) -> Cluster:
-    """With an engine that is what is left of absurd times."""
+    """Clusters whose engine's overhead was fitted to absurd times."""
     link = Link(all_reduce=draw(fits()), all_gather=draw(fits()), reduce_scatter=draw(fits()))
     own = {}
     for mode in WEIGHT_MODES:

@@ -18,7 +18,7 @@ LARGE = 1 << 30
 
 
 def link(reduce: float, gather: float, scatter: float) -> Link:
-    """Of 1 s for an all-reduce of 4 MiB on two ranks, half for the others; the shares are hidden."""
+    """A link with 1 s for an all-reduce of 4 MiB on two ranks, and half for the others; these shares are hidden."""
 
     def fit(seconds: float, share: float) -> CollectiveFit:
         return CollectiveFit(latency_s=0.0, s_per_byte=seconds / (2 * MIB), overlap_fraction=share)
@@ -95,7 +95,7 @@ def test_overlapped_time_per_microbatch_is_zero_where_ranks_share_node_link() ->
     ("slices", "sharded"), [((Mode.ZDP,), 1.0), ((Mode.ZDP2,) * 2, 1.0), ((Mode.DP, Mode.ZDP), 0.5)]
 )
 def test_overlapped_time_includes_inter_node_all_reduce_of_node_scope(slices: tuple[Mode, ...], sharded: float) -> None:
-    """Of 4 MiB, parts of 2 MiB are reduced on two nodes: half a second, of which 0.8 go on."""
+    """Parts of 2 MiB of 4 MiB are reduced on two nodes: half a second, of which compute hides 0.8."""
     here, choice = two_nodes_of_two_ranks(), ShardingChoice(slices, None if len(slices) == 1 else 1, ShardingScope.NODE)
     replicated_s = 0.8 * here.link.all_reduce.time_s(4 * MIB, 4) * (1 - sharded)
     found = overlapped_time(linear("one"), choice, here)

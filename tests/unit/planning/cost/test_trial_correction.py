@@ -72,7 +72,7 @@ PLAIN: ComputeTimes = compute(blocks_of_one(3, 2))
 
 
 def overhead_s(choices: list[ShardingChoice], hardware: Cluster, operators: tuple[Operator, ...] = OPERATORS) -> float:
-    """Of collectives and the engine."""
+    """Seconds of collectives and of the engine."""
     pairs = list(zip(operators, choices, strict=True))
     return sum(
         sum(part(*pair, hardware)) for pair in pairs for part in (communication_time, engine_time, calibration_time)
@@ -148,7 +148,7 @@ def make_plan_or_reject(model: ModelProfile, limit_mib: int, hardware: Cluster) 
 def test_predict_trial_equals_planner_prediction(
     count: int, several: bool, limit_mib: int, latency_ms: float, overlap: float
 ) -> None:
-    """With slices, units that operators share, and blocks that are recomputed, whatever the search takes."""
+    """The plan has what the search takes: slices, units that operators share, blocks that are recomputed."""
     model = blocks_of_two(count) if several else blocks_of_one(count, 2)
     hardware = cluster(latency_ms=latency_ms).model_copy(update={"engine": PARTS.engine, "overlap": overlap})
     plan = make_plan_or_reject(model, limit_mib, hardware)

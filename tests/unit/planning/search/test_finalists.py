@@ -101,7 +101,7 @@ def test_pick_finalist_ignores_absurd_times(drawn: list[tuple[ExecutionPlan, tup
 
 
 def sharded_plan(problem: Problem = ROOMY) -> ExecutionPlan:
-    """As if a poisoned measurement had found it."""
+    """A sharded plan, as a wrong measurement might have let the search find it."""
     forced = replace(problem.constraints, modes="zdp2", activation_checkpointing=True)
     return make_plan(replace(problem, constraints=forced), UP_TO_FOUR)
 

@@ -254,7 +254,7 @@ ONE = BatchSizePolicy(batch_size=1)
 
 
 def separable_problem(limit_mib: int, allowed: bool = True) -> Problem:
-    """Of a model whose parameters may be updated one by one."""
+    """A problem of a model whose parameters may be updated one by one."""
     model = FLAT.model_copy(update={"optimizer_step": OptimizerStep(per_parameter=True)})
     wishes = SearchConstraints(update_in_backward=allowed)
     return Problem(model, cluster(latency_ms=5.0), compute(model), limit_mib * MIB, 0, wishes)
@@ -337,7 +337,7 @@ def test_select_plan_keeps_fast_trialled_plan_with_optimizer_in_backward() -> No
 
 
 def overlappable_problem(limit_mib: int, hidden: float, gather_ms: float = 8.0) -> Problem:
-    """Of a model that has to be sharded, over a link of which compute may hide a share."""
+    """A problem of a model that has to be sharded, over a link of which compute may hide a share."""
     slow = cluster(all_reduce_ms=2 * gather_ms, gather_ms=gather_ms, scatter_ms=gather_ms)
     fits = {
         name: getattr(slow.link, name).model_copy(update={"overlap_fraction": hidden})

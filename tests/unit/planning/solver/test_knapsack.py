@@ -265,7 +265,7 @@ def test_solve_equal_gain_per_byte_proves_optimality(seed: int, operators: int) 
 
 
 def test_solve_identical_operators_uses_fast_option_as_often_as_fits() -> None:
-    """Of 1000 alike, as many are fast as fit: (3500 - 1000) // 7 of them."""
+    """1000 operators are alike; as many are fast as fit: (3500 - 1000) // 7 of them."""
     menus = [[Option(1.0, 8, 0), Option(3.0, 1, 0)]] * 1000
     solution = solve(menus, 3500)
     assert solution.optimal

@@ -28,9 +28,9 @@ def cluster_of(devices: int, nodes: int = 1, by_node: tuple[int, ...] = ()) -> C
     )
 
 
-def tensor_plan(ranks: int = 4, degree: int = 2) -> ExecutionPlan:
+def tensor_plan(ranks: int = 4, degree: int = 2, table_degree: int = 4) -> ExecutionPlan:
     splits = {
-        "table": TensorSplit(degree=ranks, role=TensorRole.EMBEDDING),
+        "table": TensorSplit(degree=table_degree, role=TensorRole.EMBEDDING),
         "mlp.up": TensorSplit(degree=degree, role=COLUMN, scope="mlp"),
         "mlp.down": TensorSplit(degree=degree, role=ROW, scope="mlp"),
     }
@@ -85,16 +85,20 @@ def test_plan_with_wrong_tensor_field_is_refused_by_its_name(
         ExecutionPlan.from_json(json.dumps(data))
 
 
-def test_check_of_a_run_with_fewer_ranks_in_a_node_refuses_the_degree() -> None:
-    plan, operators = tensor_plan(ranks=4, degree=4), []
+@pytest.mark.parametrize(("ranks", "degree", "table_degree", "refused"), [(4, 4, 4, 4), (6, 2, 3, 2)])
+def test_check_of_a_run_with_fewer_ranks_in_a_node_refuses_the_degree(
+    ranks: int, degree: int, table_degree: int, refused: int
+) -> None:
+    plan, operators = tensor_plan(ranks, degree, table_degree), []
     for operator in plan.operators:
         parameter = ParameterInfo(name=f"{operator.name}.weight", shape=(operator.num_parameters,))
         operators.append(Operator(name=operator.name, kind="Linear", parameters=(parameter,)))
     model = ModelProfile(fingerprint="", operators=tuple(operators), moments=(), batch_size=1)
     plan = plan.model_copy(update={"model": plan.model.model_copy(update={"num_parameters": model.num_parameters})})
-    plan.check(model, 4, 1)
-    with pytest.raises(PlanMismatchError, match="cuts operators over 4 ranks, this run has 2 in a node"):
-        plan.check(model, 4, 2)
+    plan.check(model, ranks, 1)
+    message = f"cuts operators over {refused} ranks, this run has {ranks // 2} in a node"
+    with pytest.raises(PlanMismatchError, match=message):
+        plan.check(model, ranks, 2)
 
 
 @pytest.mark.parametrize("name", ["multi_node_scopes.json", "recomputed_blocks.json", "user_wishes.json"])

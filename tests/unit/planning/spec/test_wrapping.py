@@ -26,7 +26,7 @@ from tests.support.small_models import MIB, RANKS, blocks_of_two, cluster, compu
 
 ZDP = ShardingChoice((Mode.ZDP,))
 GATHER_MS = 1.0
-"""Of a tensor of 4 MiB, latency apart."""
+"""Milliseconds to gather a tensor of 4 MiB, without latency."""
 
 
 def problem(
@@ -181,7 +181,7 @@ def test_plan_with_wrapped_units_round_trips_explains_and_validates() -> None:
 def test_best_candidate_with_and_without_wrapping_matches_brute_force(
     limit_mib: int, latency_ms: float, saved_mib: int, sizes: tuple[int, int]
 ) -> None:
-    """Of those in which alike blocks are joined all or none, and the earliest recomputed, which are all looked at."""
+    """Brute force tries all plans in which alike blocks are joined all or none, and the earliest are recomputed."""
     given_ = problem(limit_mib, cluster_with_latency(latency_ms), blocks_of_two(2, saved_mib, sizes))
     best = min(
         (one for one in _every_plan(given_) if one.peak.total_bytes <= given_.memory_limit_bytes),

@@ -146,7 +146,7 @@ def local_batch(module: ZooModule, step: int, rank: int) -> dict[str, Tensor]:
 
 
 def train(rank: int, ranks: int, cases: list[tuple[str, dict[str, Mode]]]) -> list[dict[str, Tensor]]:
-    """The same on one of several ranks, one case after the other in the same processes."""
+    """Train on one of several ranks, one case after the other in the same processes."""
     warnings.simplefilter("error")
     states = []
     for name, modes in cases:
