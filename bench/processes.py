@@ -12,6 +12,9 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+LOADED_BYTES = 48 << 20
+"""What a process loads and keeps between its beginning and its first step, about: beside the limit."""
+
 
 @functools.cache
 def _forkserver(preloaded: str) -> ForkServerContext:

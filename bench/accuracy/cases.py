@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from bench.micro.operators import OPERATORS
-from bench.processes import become_rank, write_log
+from bench.processes import LOADED_BYTES, become_rank, write_log
 from lightning_osdp import OSDPCallback, OSDPStrategy, plan
 from lightning_osdp.autotune import coordinator, finalists, pipeline, profile_cache
 from lightning_osdp.autotune.calibration import Calibration
@@ -45,9 +45,6 @@ SHARES = {"ample": None, "middle": 0.6, "tight": 0.25}
 
 PACE_S = 0.5
 """How long the matrix product is timed."""
-
-LOADED_BYTES = 48 << 20
-"""What a process loads and keeps between its beginning and its first step, about: beside the limit."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +212,7 @@ def scout(order: Order) -> None:
     hardware = guessed(order.ranks)
     module, rows = subject_of(order)
     options: dict[str, Any] = {"cluster": hardware, "trial_steps": False, "batch_size": order.batch_size, "cache": ""}
-    data = DataLoader(rows[:64], batch_size=order.batch_size, collate_fn=_collated)
+    data = DataLoader(rows[:64], batch_size=order.batch_size, collate_fn=collate)
     try:
         plan(module, data, memory_limit=1, **options)
     except InfeasibleError as error:
@@ -344,8 +341,8 @@ def train(strategy: OSDPStrategy, order: Order) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(rows, batch_size=order.batch_size, collate_fn=_collated))
+    trainer.fit(module, DataLoader(rows, batch_size=order.batch_size, collate_fn=collate))
 
 
-def _collated(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}

@@ -43,7 +43,7 @@ def run(cell: Cell, machine: dict[str, Any], folder: Path) -> dict[str, Any]:
     strategy = OSDPStrategy(batch_size=subject.batch_size, memory_limit=limit, cache=str(folder))
     trainer = pl.Trainer(accelerator="cpu", strategy=strategy, plugins=[environment], max_steps=STEPS, **QUIET)
     pace_before = cases.pace_s()
-    trainer.fit(module, DataLoader(rows, batch_size=subject.batch_size, collate_fn=cases._collated))
+    trainer.fit(module, DataLoader(rows, batch_size=subject.batch_size, collate_fn=cases.collate))
     plan = strategy.execution_plan
     assert plan is not None
     baseline = plan.predicted.overhead_bytes - cases.ALLOWANCES[-1]

@@ -77,7 +77,7 @@ def _train(cell: Cell, folder: str, plan: str | None, ranks: int, plugins: list[
         callbacks=[OSDPCallback(modes=modes, progress_bar=False)],
         **QUIET | {"devices": ranks},
     )
-    trainer.fit(module, DataLoader(rows, batch_size=size, collate_fn=cases._collated))
+    trainer.fit(module, DataLoader(rows, batch_size=size, collate_fn=cases.collate))
     if is_writer:
         made = strategy.execution_plan
         assert made is not None

@@ -28,14 +28,12 @@ from bench.emulated.climb import LARGEST, Climb
 from bench.emulated.links import NETWORK, scaled_cluster
 from bench.emulated.models import net_of, tokens_of, vocabulary_of
 from bench.emulated.queue import Cell
+from bench.processes import LOADED_BYTES
 from lightning_osdp.backend import memory
 from lightning_osdp.emulation import EmulatedCluster
 from lightning_osdp.emulation.environment import resolve_cluster
 from lightning_osdp.emulation.links import EmulatedLinks
 from lightning_osdp.planning.spec.cluster import Cluster
-
-LOADED_BYTES = 48 << 20
-"""What a process loads and keeps between its beginning and its first step, about: beside the limit."""
 
 WARM_UP, TIMED = 3, 5
 """Steps of OSDP, which chooses its batch size itself."""

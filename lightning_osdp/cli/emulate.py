@@ -71,17 +71,26 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.add_argument("--config", type=str, required=True, help="the YAML that LightningCLI trains from")
     parser.add_argument(
-        "--hardware", type=str, required=True, help="a name, such as h100-80gb-nvlink, a hardware or a cluster file"
+        "--hardware",
+        type=str,
+        required=True,
+        help="a name (h100-80gb-nvlink), or the path of a hardware or cluster file",
     )
-    parser.add_argument("--devices", type=int, help="how many there are in all (default: those of the hardware)")
-    parser.add_argument("--nodes", type=int, help="how many nodes they are spread over (default: as few as possible)")
+    parser.add_argument("--devices", type=int, help="devices in all (default: all that the hardware has)")
+    parser.add_argument(
+        "--nodes", type=int, help="nodes that the devices are spread over (default: as few as possible)"
+    )
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps that are timed (default: %(default)s)")
-    parser.add_argument("--strategy", choices=list(STRATEGIES), default="osdp", help="(default: %(default)s)")
-    parser.add_argument("--compare", action="store_true", help="all strategies, each at its own best batch size")
+    parser.add_argument(
+        "--strategy", choices=list(STRATEGIES), default="osdp", help="what to train under (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="all strategies in turn, each at its own best batch size"
+    )
     parser.add_argument("--plan-only", action="store_true", help="print OSDP's plan and train nothing")
     parser.add_argument("--memory-limit", type=str, help="per device: 16GiB or 90% (default: what it has)")
-    parser.add_argument("--batch-size", type=int, help="per device, for all (default: the best of each)")
-    parser.add_argument("--max-batch-size", type=int, help="the largest that is considered")
+    parser.add_argument("--batch-size", type=int, help="per device, for all strategies (default: the best of each)")
+    parser.add_argument("--max-batch-size", type=int, help="the largest batch size that OSDP considers")
     parser.add_argument("--global-batch-size", type=int, help="over all devices, made exactly")
     parser.add_argument("--cache", type=str, help="folder of measurements (default: the user's; '': none)")
     parser.add_argument("--html", type=str, help="file for a page with the plan's pictures")

@@ -33,6 +33,19 @@ def check_parts(name: str, whole: Tensor, part: Tensor, ranks: int) -> None:
         )
 
 
+def check_alike(name: str, given: Tensor, other: Tensor) -> None:
+    """Refuse to copy a tensor into one of another size or data type.
+
+    Raises:
+        ConfigurationError: they differ.
+    """
+    if given.numel() != other.numel() or given.dtype != other.dtype:
+        raise ConfigurationError(
+            f"{name}: a tensor of its list has {given.numel()} elements of {given.dtype}, the tensor given with it "
+            f"{other.numel()} of {other.dtype}"
+        )
+
+
 def check_list(name: str, tensors: Sequence[Tensor], part: Tensor | None, ranks: int) -> None:
     """Refuse a list that has not one tensor for each rank, each like ``part`` if that is given.
 
@@ -43,7 +56,7 @@ def check_list(name: str, tensors: Sequence[Tensor], part: Tensor | None, ranks:
         raise ConfigurationError(f"{name} over {ranks} ranks: its list has {len(tensors)} tensors, not one for each")
     if part is not None:
         for tensor in tensors:
-            check_parts(name, tensor, part, 1)
+            check_alike(name, tensor, part)
 
 
 def check_split(name: str, tensor: Tensor, sizes: Sequence[int] | None, ranks: int) -> None:

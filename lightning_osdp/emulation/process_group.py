@@ -17,7 +17,14 @@ from torch import Tensor
 
 from lightning_osdp.backend.emulated import BACKEND
 from lightning_osdp.emulation.absent_ranks_store import AbsentRanksStore
-from lightning_osdp.emulation.argument_checks import check_known, check_list, check_parts, check_rank, check_split
+from lightning_osdp.emulation.argument_checks import (
+    check_alike,
+    check_known,
+    check_list,
+    check_parts,
+    check_rank,
+    check_split,
+)
 from lightning_osdp.emulation.link_clock import LinkClock
 from lightning_osdp.emulation.links import Collective, EmulatedLinks
 from lightning_osdp.errors import ConfigurationError
@@ -260,7 +267,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def _own_parts(self, name: str, outputs: Sequence[Tensor], input_lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         for output, tensors in zip(outputs, input_lists, strict=True):
             check_list(name, tensors, None, self.size())
-            check_parts(name, tensors[self._rank], output, 1)
+            check_alike(name, tensors[self._rank], output)
         return [tensors[self._rank] for tensors in input_lists]
 
     def gather(self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:

@@ -159,7 +159,7 @@ REFUSED = {
     ),
     "parts of another size": (
         lambda: dist.reduce_scatter(torch.zeros(1), [torch.ones(2)] * RANKS),
-        "reduce_scatter over 1 ranks: the tensor of all ranks has 2 elements",
+        "reduce_scatter: a tensor of its list has 2 elements of torch.float32, the tensor given with it 1 of torch",
     ),
     "an all-to-all that can't be divided": (
         lambda: dist.all_to_all_single(torch.zeros(17), torch.ones(17)),
