@@ -19,7 +19,7 @@ class TensorGroups:
         slices: t consecutive ranks, each of which holds another slice.
         replicas: the ranks that hold the same slice as this one.
         host: the ranks of ``slices``, for numbers on the host.
-        replica_hosts: those of ``replicas``.
+        replica_hosts: those of ``replicas``. Averages that not all of them have started yet don't delay their numbers.
     """
 
     degree: int
@@ -32,5 +32,7 @@ class TensorGroups:
     def create(cls, world: Any, degree: int, device: torch.device) -> TensorGroups:
         """Return the groups among all ranks. Collective."""
         groups = cached_node_groups(world, world.size() // degree, "tensor parallelism")
-        hosts = groups if device.type == "cpu" else cached_node_groups(world, world.size() // degree, "hosts", "gloo")
+        hosts = groups
+        if device.type != "cpu" or degree < world.size():
+            hosts = cached_node_groups(world, world.size() // degree, "hosts", "gloo")
         return cls(degree, groups.intra_node, groups.inter_node, hosts.intra_node, hosts.inter_node)
