@@ -10,13 +10,15 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
 from lightning_osdp.backend.emulated import is_emulated
 
+_NAME = "distributed_sampler_kwargs"
+
 
 def divide_samples_over_all_ranks() -> None:
-    """Make distributed samplers of all Trainers take rank 0's samples while the process group is emulated. Idempotent."""
+    """Have samplers of all Trainers take rank 0's samples while the process group is emulated. Idempotent."""
     for owner in (DDPStrategy, FSDPStrategy):
-        original: Any = vars(owner)["distributed_sampler_kwargs"].fget
+        original: Any = vars(owner)[_NAME].fget
         if not getattr(original, "counts_emulated_ranks", False):
-            owner.distributed_sampler_kwargs = property(_count_emulated_ranks(original))  # type: ignore[method-assign,assignment]
+            setattr(owner, _NAME, property(_count_emulated_ranks(original)))
 
 
 def _count_emulated_ranks(original: Any) -> Any:
