@@ -134,7 +134,7 @@ def _measure_tensor_parallel(
 class _TensorStep(NamedTuple):
     """What tells a tensor parallel step from others."""
 
-    rows: int
+    num_rows: int
     degree: int
 
 
@@ -214,7 +214,7 @@ def _make_operators(
     count: int, width: int, device: torch.device, tensor: _TensorStep | None
 ) -> tuple[nn.Sequential, Tensor]:
     """Return square operators and an input that takes ``FLOPS_PER_OPERATOR``, or has the rows that are given."""
-    rows = tensor.rows if tensor is not None else FLOPS_PER_OPERATOR.get(device.type, 0) // (2 * width * width)
+    rows = tensor.num_rows if tensor is not None else FLOPS_PER_OPERATOR.get(device.type, 0) // (2 * width * width)
     operators = (nn.Linear(width, width, bias=False, device=device) for _ in range(count))
     return nn.Sequential(*operators), torch.ones(max(1, rows), width, device=device)
 
