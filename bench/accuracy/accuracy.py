@@ -43,7 +43,7 @@ TIME_TOLERANCE, MEMORY_TOLERANCE = 0.10, 0.03
 
 PRELOADED = "bench.accuracy.cases"
 
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 """Of one case."""
 
 

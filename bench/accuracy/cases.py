@@ -77,8 +77,8 @@ def draw(seed: int, count: int) -> dict[str, Subject]:
     for name in random.sample(sorted(set(FAMILIES) - {"hf-resnet"}), count):  # the zoo has a ResNet
         pictures = any(part in FAMILIES[name].model for part in ("Image", "CLIP"))
         sizes = {
-            "width": random.choice((128, 192) if pictures else (256, 384)),
-            "layers": random.choice((2, 3, 4)),
+            "width": random.choice((192, 256) if pictures else (384, 512)),
+            "layers": random.choice((3, 4)),
             "vocabulary": random.choice((4096, 8192)),
             "tokens": random.choice((32, 48)),
             "pixels": 64,
