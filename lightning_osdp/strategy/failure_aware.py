@@ -20,7 +20,6 @@ from lightning_osdp.backend.emulated import is_emulated
 from lightning_osdp.engine.base import Engine
 from lightning_osdp.errors import InfeasibleError, OSDPError
 from lightning_osdp.strategy.failure_detector import FailureDetector, SynchronizedDataLoader, assert_equal_on_ranks
-from lightning_osdp.strategy.worker_signals import keep_workers
 
 
 class FailureAwareStrategy(ParallelStrategy):
@@ -62,7 +61,6 @@ class FailureAwareStrategy(ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Wrap data of unknown length, so that it ends at the same batch on all ranks."""
-        keep_workers(dataloader)
         self._num_dataloaders += 1
         if self._failure_detector is None or self.world_size == 1 or sized_len(dataloader) is not None:
             return dataloader

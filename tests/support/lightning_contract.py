@@ -76,11 +76,11 @@ def rows(count: int, seed: int = 0) -> TensorDataset:
     return TensorDataset(points, torch.randint(0, CLASSES, (count,), generator=generator))
 
 
-def batches(count: int, size: int, seed: int = 0, workers: int = 0) -> DataLoader[Any]:
+def batches(count: int, size: int, seed: int = 0) -> DataLoader[Any]:
     """In order: rank r of N gets rows r, r + N, ... ``world_size`` batches of ``size`` for each rank."""
     data = rows(count * size * RANKS, seed)
     sampler = DistributedSampler(data, shuffle=False) if torch.distributed.is_initialized() else None
-    return DataLoader(data, batch_size=size, sampler=sampler, num_workers=workers)
+    return DataLoader(data, batch_size=size, sampler=sampler)
 
 
 def build_seeded(module_class: Any, *args: Any, **options: Any) -> Any:
