@@ -64,7 +64,7 @@ MAX_TEXT = 1000
 EXIT_STATUS = 1
 """Exit status of a process that is ended because another rank has failed; the command line has another one."""
 
-_KILLED = "it was killed (out of memory?), or its host is down"
+_KILLED = "it was killed (out of memory?), it called os._exit, or its host is down"
 
 _LIBRARY_FOLDERS = (
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
