@@ -9,19 +9,17 @@ something that will never come is ended after a grace period by its heartbeat th
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import multiprocessing
 import os
 import sys
-import sysconfig
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.util import Finalize
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -33,6 +31,7 @@ from lightning_osdp.backend.blocked_thread import MutualWaits
 from lightning_osdp.backend.liveness import describe_process, is_dead
 from lightning_osdp.backend.rank_agreement import ADVICE, present_wait
 from lightning_osdp.errors import ConfigurationError, OSDPError, message_of
+from lightning_osdp.strategy.error_text import describe_error
 from lightning_osdp.strategy.later_runs import check_reachable, store_of_run, wait_for_ranks
 
 HEARTBEAT_INTERVAL_S = 0.5
@@ -58,22 +57,16 @@ to end: after a failure some never do."""
 TOLD_WAIT_S = 10.0
 """Seconds that a rank waits until the first one has told the user of a failure, after what callbacks do then."""
 
-MAX_TEXT = 1000
-"""Characters of an error's message that are repeated: some libraries quote whole files."""
-
 EXIT_STATUS = 1
 """Exit status of a process that is ended because another rank has failed; the command line has another one."""
 
 _KILLED = "it was killed (out of memory?), it called os._exit, or its host is down"
 
-_LIBRARY_FOLDERS = (
-    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    f"{Path(__file__).parents[1]}{os.sep}",
-)
-"""Folders of code that is not the user's."""
-
 _run_ids = itertools.count()
 """Numbers the runs in this process; every rank counts the same runs."""
+
+
+_exiting, _destroyed = threading.Event(), threading.Event()
 
 
 def _destroy_process_group_at_exit() -> None:
@@ -84,11 +77,24 @@ def _destroy_process_group_at_exit() -> None:
     """
     if not dist.is_initialized() or dist.get_backend() != "gloo":
         return
-    # Another thread: destroying waits for pending collectives.
-    thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
-    thread.start()
-    thread.join(EXIT_TIMEOUT_S)
+    _exiting.set()
+    _destroyed.wait(EXIT_TIMEOUT_S)
     time.sleep(EXIT_DELAY_S)
+
+
+@functools.cache
+def _prepare_exit() -> None:
+    """Start the thread that destroys the process group at the exit: from Python 3.12 on, none can be started then.
+
+    Destroying waits for pending collectives, so it is not for the main thread.
+    """
+
+    def destroy() -> None:
+        _exiting.wait()
+        dist.destroy_process_group()
+        _destroyed.set()
+
+    threading.Thread(target=destroy, daemon=True, name="osdp-exit").start()
 
 
 class FailureDetector:
@@ -128,6 +134,7 @@ class FailureDetector:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run_heartbeat, daemon=True, name="osdp-failure-detector")
         self._thread.start()
+        _prepare_exit()
         atexit.unregister(_destroy_process_group_at_exit)
         atexit.register(_destroy_process_group_at_exit)
 
@@ -407,36 +414,6 @@ def _set(exception: BaseException, name: str, value: Any) -> None:
     """Set an attribute of an exception, whose class may be frozen."""
     with suppress(Exception):
         object.__setattr__(exception, name, value)
-
-
-def describe_error(exception: BaseException) -> str:
-    """Return the error in one line: its kind, its message, and the line of the user's code that raised it.
-
-    Where a library raises its own error from the user's, the user's is described.
-    """
-    error: BaseException | None = exception
-    while error is not None:
-        if place := describe_place(error):
-            return f"{type(error).__name__}: {_to_one_line(error)}{place}"
-        error = error.__cause__
-    return f"{type(exception).__name__}: {_to_one_line(exception)}"
-
-
-def describe_place(exception: BaseException) -> str:
-    """Return the innermost line of the traceback that is the user's, in brackets; nothing if there is none."""
-    for frame in reversed(traceback.extract_tb(exception.__traceback__)):
-        if not frame.filename.startswith((*_LIBRARY_FOLDERS, "<")):
-            return f" ({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
-    return ""
-
-
-def _to_one_line(exception: BaseException) -> str:
-    """Return the message, shortened: of an error with a worker's traceback the first line and the worker's error."""
-    text = message_of(exception).strip() or "no message"
-    if "Traceback (most recent call last)" in text:
-        text = f"{text.splitlines()[0]} ... {text.splitlines()[-1]}"
-    text = " ".join(text.split())
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
 
 
 def _format_causes(causes: dict[int, str]) -> str:

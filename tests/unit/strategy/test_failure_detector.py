@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_osdp.backend.liveness import describe_process
 from lightning_osdp.errors import OSDPError
-from lightning_osdp.strategy import failure_detector, later_runs
+from lightning_osdp.strategy import error_text, failure_detector, later_runs
 from tests.support.odd_errors import ODD_ERRORS
 
 SERVER = """
@@ -92,7 +92,7 @@ def test_report_of_any_error_is_published(detector: failure_detector.FailureDete
     detector.report_failure(error)
     published = detector._store.get("cause/0").decode()
     assert published.startswith(f"rank 0 failed: {said}")
-    assert len(published) < 2 * failure_detector.MAX_TEXT
+    assert len(published) < 2 * error_text.MAX_TEXT
     assert failure_detector.detector_that_reported(error) is detector
 
 
@@ -112,3 +112,25 @@ def test_noted_failure_is_dropped_when_the_run_ends(detector: failure_detector.F
     assert detector._report_at_exit is not None
     detector._report_at_exit()
     assert not detector._store.check(["cause/0"])
+
+
+def test_process_group_is_destroyed_at_exit_without_starting_a_thread_then() -> None:
+    """From Python 3.12 on, a thread that is started while the interpreter ends is an error."""
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "destroyed\n", "")
+
+
+ENDING = """
+import atexit, threading
+from datetime import timedelta
+import torch.distributed as dist
+from lightning_osdp.strategy.failure_detector import FailureDetector
+
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+atexit.register(lambda: dist.is_initialized() or print("destroyed"))
+FailureDetector(0, 1, timedelta(seconds=60)).stop()
+atexit.register(lambda: setattr(threading.Thread, "start", refuse))
+"""
