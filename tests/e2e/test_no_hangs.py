@@ -80,6 +80,7 @@ def live_processes_in_session(session: int) -> list[int]:
     [
         ("raise on 1", 1, "ValueError: the third step is unlucky", "rank 1 failed: ValueError: the third step is"),
         ("raise on 0", 0, "ValueError: the third step is unlucky", "rank 0 "),
+        ("exit on 0", 0, "", "rank 0 failed: SystemExit: 3"),
         ("kill 1", 1, "", "rank 1 ended without an error: it was killed"),
         ("worker 1", 1, "row 12 is unreadable", "OSError: row 12 is unreadable"),
         ("worker 0", 0, "row 12 is unreadable", "OSError: row 12 is unreadable"),

@@ -78,6 +78,9 @@ class Failing(GPTModule):
             if self.how == f"swallow on {self.global_rank}":
                 note_fault()
                 raise ValueError("nobody ends this process")
+            if self.how == f"exit on {self.global_rank}":
+                note_fault()
+                sys.exit(3)
             if self.how == f"kill {self.global_rank}":
                 note_fault()
                 os.kill(os.getpid(), signal.SIGKILL)
