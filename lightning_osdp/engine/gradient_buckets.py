@@ -8,6 +8,9 @@ Note [parameters without a gradient]: a rank on which a parameter took no part c
 gradient must be known to all, since an optimizer treats "none" and "zero" differently (momentum, weight decay). Each
 rank's answers travel as extra elements of the last bucket. Only a rank that lacks a gradient reads them, so the usual
 step waits for nothing.
+
+Note [gradients in flight]: once packed, a gradient is freed, and its parameter has none until it is averaged. Only
+where a hook on the parameter may read it does it stay; who changes it then does so in vain, and that is an error.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +27,12 @@ from torch import Tensor, nn
 from lightning_osdp.backend.collectives import all_reduce_async
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.cluster import BUCKET_BYTES, UNBUCKETED_BYTES
+
+CHANGED_IN_FLIGHT = (
+    "a hook has changed the gradient of a replicated parameter of shape {} while it was being averaged over the ranks, "
+    "so the change would be lost: register hooks that change gradients before training (in __init__ or "
+    "configure_model), or change gradients in on_before_optimizer_step"
+)
 
 
 @dataclass(eq=False)
@@ -33,6 +43,10 @@ class _Bucket:
     unbucketed: bool
     """Whether this is one large gradient that is reduced in place."""
     missing: set[nn.Parameter] = field(default_factory=set)
+    present: set[nn.Parameter] = field(default_factory=set)
+    """Parameters that had a gradient when it was launched."""
+    shown: dict[nn.Parameter, tuple[Tensor, int]] = field(default_factory=dict)
+    """Gradients that hooks may read while they are reduced, and their versions."""
     is_launched: bool = False
     work: Any = None
     buffer: Tensor | None = None
@@ -94,7 +108,9 @@ class BucketedAllReduce:
     def refresh(self) -> None:
         """Include parameters that were unfrozen. Cheap enough for every forward."""
         for parameter in [p for p in self._unhooked if p.requires_grad]:
-            hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            # Where a hook of the user's own returns something, torch hands that on, and says later that it must not.
+            on_gradient = partial(self._on_gradient, parameter)
+            hook = parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
             self._unhooked.discard(parameter)
 
@@ -132,7 +148,7 @@ class BucketedAllReduce:
     def _trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self._parameters if p.requires_grad]
 
-    def _on_gradient(self, parameter: nn.Parameter) -> None:
+    def _on_gradient(self, parameter: nn.Parameter, *_: object) -> None:
         if not self._sync.is_on or self._world_size == 1:
             return
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
@@ -166,28 +182,35 @@ class BucketedAllReduce:
 
     def _launch(self, bucket: _Bucket) -> None:
         bucket.is_launched = True
-        if bucket.unbucketed:
-            (parameter,) = bucket.parameters
-            buffer = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-        else:
-            buffer = self._pack(bucket)
-        bucket.buffer = buffer.detach().to(self._dtype or buffer.dtype)
+        bucket.present = {parameter for parameter in bucket.parameters if parameter.grad is not None}
+        bucket.buffer = self._pack(bucket)
+        shown = {p: p.grad for p in bucket.present if p.grad is not None and _has_own_hooks(p)}
+        for parameter in bucket.present - shown.keys():
+            parameter.grad = None
         bucket.work = all_reduce_async(bucket.buffer, self._group)
+        bucket.shown = {parameter: (gradient, gradient._version) for parameter, gradient in shown.items()}
 
     def _pack(self, bucket: _Bucket) -> Tensor:
+        """Return the gradients in one flat tensor; a large one as it is, if it is reduced in its own type."""
+        first = bucket.parameters[0]
+        dtype = self._dtype or first.dtype
+        if bucket.unbucketed:
+            gradient = torch.zeros_like(first) if first.grad is None else first.grad
+            return gradient.detach().contiguous().to(dtype)
         parts = [
             torch.zeros_like(p).flatten() if p.grad is None else p.grad.detach().flatten() for p in bucket.parameters
         ]
         if bucket is self._buckets[-1]:
             parts.append(self._presence_flags(parts[0]))
-        return torch.cat(parts)
+        buffer = parts[0].new_empty(sum(part.numel() for part in parts), dtype=dtype)
+        return torch.cat(parts, out=buffer)
 
     def _presence_flags(self, like: Tensor) -> Tensor:
         """Return 1 for each parameter that has a gradient and 0 for others, made on the device: copies would wait."""
-        parameters = [p for bucket in self._buckets for p in bucket.parameters]
-        flags = like.new_ones(len(parameters))
-        for index, parameter in enumerate(parameters):
-            if parameter.grad is None:
+        has_gradient = [p in bucket.present for bucket in self._buckets for p in bucket.parameters]
+        flags = like.new_ones(len(has_gradient))
+        for index, is_present in enumerate(has_gradient):
+            if not is_present:
                 flags[index].zero_()
         return flags
 
@@ -202,9 +225,21 @@ class BucketedAllReduce:
                 parameter.grad = None
 
 
+def _has_own_hooks(parameter: nn.Parameter) -> bool:
+    return len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1  # ours is one of them
+
+
 def _wait_and_unpack(bucket: _Bucket) -> None:
     """Wait for the reduction and make each parameter's part of the buffer its gradient, without a copy."""
+    changed = [
+        parameter
+        for parameter, (gradient, version) in bucket.shown.items()
+        if parameter.grad is not gradient or gradient._version != version
+    ]
+    bucket.shown.clear()
     bucket.work.wait()
+    if changed:
+        raise ShardingError(CHANGED_IN_FLIGHT.format(tuple(changed[0].shape)))
     assert bucket.buffer is not None
     bucket.buffer = bucket.buffer.to(bucket.parameters[0].dtype)
     if bucket.unbucketed:
