@@ -134,7 +134,7 @@ def spread(losses: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("way", [*POLICIES, "planned"])
 def test_losses_of_50_steps_are_within_the_spread_of_fsdp(losses: dict[str, Tensor], way: str) -> None:
     assert len(losses[way]) == STEPS
-    assert losses["fsdp 0"][-1] < 0.6 * losses["fsdp 0"][0]  # it learns
+    assert losses["fsdp 0"][-1] < 0.7 * losses["fsdp 0"][0]  # it learns
     assert distance(losses[way], losses["fsdp 0"]) <= spread(losses)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_osdp.autotune.calibration import run_calibration_trials
 from lightning_osdp.autotune.trials import run_plan_trials
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
+from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.profiling import compute
 from tests.support.leaks import leaked_parameter_bytes
 from tests.support.ranks import run_ranks
@@ -59,22 +60,24 @@ class Short(Module):
 def run(kind: str, setup: Any, times: Any) -> int:
     """How many trials came to an end."""
     if kind == "plan":
-        return len(run_plan_trials(setup, lambda _: times, [mixed_plan(RANKS)], 0.0))
+        plan = mixed_plan(RANKS).model_copy(update={"batch_size": 6})
+        return len(run_plan_trials(setup, lambda _: times, [plan], 0.0))
     return len(run_calibration_trials(setup, times).unsharded)
 
 
 def run_all(rank: int, ranks: int) -> dict[Any, Any]:
     module = Short()
     traced = trace(module, BATCH, 4, device=CPU)
-    times = [compute.measure_compute(traced, CPU, time_budget_s=0.0)] * ranks
+    constraints = SearchConstraints(slice_granularity={"net.3": 2})
+    times = [compute.measure_compute(traced, CPU, time_budget_s=0.0, constraints=constraints)] * ranks
     dist.all_gather_object(times, times[rank])
-    setup, apply, found = make_trial_setup(module, traced), FairScaleEngine.apply, {}
+    setup, set_plan, found = make_trial_setup(module, traced), FairScaleEngine._set_plan, {}
 
-    def apply_or_fail(self: FairScaleEngine, copy: Any, *args: Any) -> None:
-        copy.reach("engine")
-        apply(self, copy, *args)
+    def set_or_fail(self: FairScaleEngine, plan: Any) -> None:
+        set_plan(self, plan)
+        module.reach("engine")
 
-    FairScaleEngine.apply = apply_or_fail  # type: ignore[method-assign]
+    FairScaleEngine._set_plan = set_or_fail  # type: ignore[method-assign]
     before = {name: value.clone() for name, value in module.state_dict().items()}
     for kind, place in CASES:
         with warnings.catch_warnings(record=True) as caught:
