@@ -103,7 +103,7 @@ class ReductionMemory(_Bound):
         while self._read and self._num_bytes + num_bytes > self.max_bytes:
             self._free_oldest()
 
-    def hold(self, tensors: Sequence[Tensor]) -> None:
+    def retain(self, tensors: Sequence[Tensor]) -> None:
         """Keep tensors until the work of the current stream so far, that of reductions, is done with them."""
         if self._stream is not None:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -112,11 +112,11 @@ class CoalescedReduceScatter(_RankedCommunicator[FlatCommunicator]):
         """Return whether the reduction goes on while others compute."""
         return self._communicator.is_async
 
-    def start(self, hold: Callable[[Sequence[Tensor]], None]) -> Callable[[], None]:
+    def start(self, retain: Callable[[Sequence[Tensor]], None]) -> Callable[[], None]:
         """Reduce the queued gradients, or begin to; return what waits for that and hands them on.
 
         Args:
-            hold: keeps gradients that a stream reads until it has done so.
+            retain: keeps gradients that a stream reads until it has done so.
         """
         queued, self._queued = self._queued, []
         inputs, callbacks = zip(*queued, strict=True)
@@ -124,7 +124,7 @@ class CoalescedReduceScatter(_RankedCommunicator[FlatCommunicator]):
         work = reduce_scatter_async(outputs, inputs, self._communicator.group) if self.is_async else None
         if work is None:
             self.reduce_scatter_coalesced(outputs, inputs)
-            hold(inputs)
+            retain(inputs)
         del queued, inputs  # the full gradients are freed before callbacks, which may update parameters
 
         def finish() -> None:
@@ -188,7 +188,7 @@ class GradientReducer:
         full_flat = _pad(gradient[0], group.size())
         full_flat = full_flat.to(self.dtype or full_flat.dtype)
         if full_flat.data_ptr() != gradient[0].data_ptr():
-            self.memory.hold([gradient[0]])
+            self.memory.retain([gradient[0]])
         gradient.clear()
         if self._queued_reduction is not group:
             self._flush_queued()  # of a unit that this pass did not reach in full; there is never more than one
@@ -201,7 +201,7 @@ class GradientReducer:
         output = full_flat.new_empty(full_flat.numel() // group.size())
         if not (isinstance(group, FlatCommunicator) and group.is_async):
             group.reduce_scatter(output, full_flat)
-            self.memory.hold([full_flat])
+            self.memory.retain([full_flat])
             del full_flat  # before the callback, which may update parameters
             callback_fn(output)
             return
@@ -228,7 +228,7 @@ class GradientReducer:
         queued, self._queued_reduction = self._queued_reduction, None
         if queued is not None:
             self._before_reduction(queued.callbacks)
-            finish = queued.start(self.memory.hold)
+            finish = queued.start(self.memory.retain)
             if queued.is_async:
                 self._finish_pending()
                 self._pending = finish

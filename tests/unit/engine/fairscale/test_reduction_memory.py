@@ -64,7 +64,7 @@ def test_reduction_memory_frees_the_oldest_only_as_far_as_its_bound_demands(monk
         waits.append(list(device.waited))
         tensor = gradient(size)
         kept.append(StorageWeakRef(tensor.untyped_storage()))
-        memory.hold([tensor])
+        memory.retain([tensor])
         del tensor
     assert waits == [[], [], [0], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3]]  # the largest is on its way by itself
     assert [one.expired() for one in kept] == [True] * 4 + [False] * 2
@@ -76,7 +76,7 @@ def test_reduction_memory_frees_the_oldest_only_as_far_as_its_bound_demands(monk
 def test_reduction_memory_on_a_cpu_keeps_nothing() -> None:
     memory, tensor = ReductionMemory(), gradient(8)
     kept = StorageWeakRef(tensor.untyped_storage())
-    memory.hold([tensor])
+    memory.retain([tensor])
     del tensor
     assert kept.expired()
 
@@ -104,13 +104,13 @@ def step(policy: str, reduce_dtype: str, device: Any) -> tuple[list[Tensor], int
     memory, most = engine._context.reducer.memory, [0]
     if device is not None:
         memory._stream = device
-        hold = memory.hold
+        retain = memory.retain
 
         def noting(tensors: Any) -> None:
-            hold(tensors)
+            retain(tensors)
             most.append(memory._num_bytes)
 
-        memory.hold = noting  # type: ignore[method-assign]
+        memory.retain = noting  # type: ignore[method-assign]
     x = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(2))
     for _ in range(2):
         engine.before_forward()

@@ -123,7 +123,7 @@ def simulate(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
             run(at)
             gradients.append(reductions._num_bytes + sizes[at])
             reductions.before_reduction(sizes[at])
-            reductions.hold([torch.empty(sizes[at], dtype=torch.uint8)])
+            reductions.retain([torch.empty(sizes[at], dtype=torch.uint8)])
     return gathered, gradients
 
 
