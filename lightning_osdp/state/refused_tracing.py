@@ -10,7 +10,7 @@ from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from lightning_osdp.errors import ShardingError
 
 _TRACING_MODES = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY)
-_REFUSAL = (
+TRACING_REFUSED = (
     "a sharded module can't be exported, compiled or traced, since it gathers its weights while it runs: do it after "
     "the run, where the module is whole, or with one that load_from_checkpoint made"
 )
@@ -25,7 +25,7 @@ def refuse_tracing() -> None:
     """
     modes = any(_get_dispatch_mode(key) is not None for key in _TRACING_MODES)
     if modes or torch._C._is_tracing() or torch.compiler.is_compiling() or torch.compiler.is_exporting():
-        raise ShardingError(_REFUSAL)
+        raise ShardingError(TRACING_REFUSED)
 
 
 def refuse_tracers() -> None:
@@ -40,4 +40,4 @@ def refuse_tracers() -> None:
     while frame is not None and not str(frame.f_globals.get("__name__")).startswith(_TRACERS):
         frame = frame.f_back
     if frame is not None:
-        raise ShardingError(_REFUSAL)
+        raise ShardingError(TRACING_REFUSED)

@@ -13,13 +13,17 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 import torch.utils.dlpack
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch import eager_transforms, vmap
+from torch._functorch import utils as functorch_utils
 from torch.jit import _builtins as jit_builtins
+from torch.jit import _recursive as jit_compiler
 from torch.utils import _device
 
+from lightning_osdp.errors import ShardingError
 from lightning_osdp.state.guarded_functions import gather_for_transform, refuse_collective, run_on_full
 from lightning_osdp.state.guarded_parameter import ValuesOnDemand, _Dispatched, guard_behind, is_guarded, without_guards
+from lightning_osdp.state.refused_tracing import TRACING_REFUSED
 
 _is_prepared = False
 
@@ -51,6 +55,8 @@ def ask_guarded_classes() -> None:
         (vmap, "_add_batch_dim"),
     ):
         setattr(module, name, _on_gathered_first(getattr(module, name)))
+    functorch_utils.unwrap_dead_wrappers = _on_gathered_all(functorch_utils.unwrap_dead_wrappers)
+    jit_compiler.create_script_module = _of_whole_modules(jit_compiler.create_script_module)
     c10d._check_single_tensor = _without_collectives(c10d._check_single_tensor)
     c10d._check_tensor_list = _without_collectives(c10d._check_tensor_list)
 
@@ -96,6 +102,19 @@ def _on_gathered_first(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _on_gathered_all(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what prepares the arguments of ``torch.autograd.Function.apply``, which asks no class."""
+
+    @wraps(prepare)
+    def run(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        args = prepare(args)
+        if not any(isinstance(value, _Dispatched) for value in args):
+            return args
+        return tuple(gather_for_transform(value) if isinstance(value, _Dispatched) else value for value in args)
+
+    return run
+
+
 def _without_collectives(check: Callable[..., None]) -> Callable[..., None]:
     def check_and_refuse(param: Any, param_name: str) -> None:
         _show_values([param] if isinstance(param, Tensor) else param)
@@ -103,3 +122,13 @@ def _without_collectives(check: Callable[..., None]) -> Callable[..., None]:
         check(param, param_name)
 
     return check_and_refuse
+
+
+def _of_whole_modules(create: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(create)
+    def run(nn_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if any(map(is_guarded, nn_module.parameters())):
+            raise ShardingError(TRACING_REFUSED)
+        return create(nn_module, *args, **kwargs)
+
+    return run

@@ -63,7 +63,8 @@ def reject_unsupported(trainer: pl.Trainer, plugin: Precision) -> None:
 
     Raises:
         ConfigurationError: a callback replaces weights, the precision is not supported, the whole module is compiled,
-            gradients are sparse, or batch norms are to be synchronised where they can't be.
+            a module in it is wrapped for data parallelism, gradients are sparse, or batch norms are to be synchronised
+            where they can't be.
     """
     module = trainer.lightning_module
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -78,12 +79,7 @@ def reject_unsupported(trainer: pl.Trainer, plugin: Precision) -> None:
             f"{type(module).__name__} is compiled as a whole, and no part of it could be sharded: compile submodules "
             "instead, which then stay replicated"
         )
-    for name, inner in module.named_modules():
-        if isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.sparse and inner.weight.requires_grad:
-            raise ConfigurationError(
-                f"{name} ({type(inner).__name__}) has sparse=True: sparse gradients, which SparseAdam takes, are not "
-                "reduced over shards. Set sparse=False, with an optimizer for dense gradients"
-            )
+    _reject_layers(module)
     norms = [name for name, inner in module.named_modules() if isinstance(inner, nn.modules.batchnorm._BatchNorm)]
     on_cpu = trainer.strategy.root_device.type == "cpu"
     if norms and on_cpu and getattr(trainer.strategy, "_layer_sync", None) is not None:
@@ -91,6 +87,25 @@ def reject_unsupported(trainer: pl.Trainer, plugin: Precision) -> None:
             f"sync_batchnorm=True: PyTorch synchronises batch norms ({norms[0]}) on GPUs only. Remove it to train on "
             "the CPU, where each rank then normalises by its own batch"
         )
+
+
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "ShardedDataParallel")
+"""Names of classes, of torch and of FairScale, that reduce the gradients of the modules in them."""
+
+
+def _reject_layers(module: nn.Module) -> None:
+    for name, inner in module.named_modules():
+        wrapper = next((kind.__name__ for kind in type(inner).__mro__ if kind.__name__ in WRAPPERS), "")
+        if wrapper:
+            raise ConfigurationError(
+                f"{name or type(inner).__name__} is wrapped in {wrapper}, which reduces its gradients by itself: take "
+                "the wrapper off, since OSDPStrategy does that for the whole module"
+            )
+        if isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.sparse and inner.weight.requires_grad:
+            raise ConfigurationError(
+                f"{name} ({type(inner).__name__}) has sparse=True: sparse gradients, which SparseAdam takes, are not "
+                "reduced over shards. Set sparse=False, with an optimizer for dense gradients"
+            )
 
 
 GRADIENT_HOOKS = (

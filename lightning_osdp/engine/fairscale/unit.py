@@ -198,7 +198,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
             hooks.push()
         self._num_running += 1
         try:
-            outputs = function(*args, **kwargs)
+            outputs = self._copy_views(function(*args, **kwargs))
         finally:
             self._num_running -= 1
             self._casts_of_run = casts_of_outer_run

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_module
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_osdp.engine.fairscale.low_precision import (
     GatheredCast,
@@ -22,7 +23,7 @@ from lightning_osdp.engine.fairscale.low_precision import (
     show_plain,
     shows_cast,
 )
-from lightning_osdp.engine.fairscale.saved_tensors import GatheredValues, is_in_backward
+from lightning_osdp.engine.fairscale.saved_tensors import GatheredValues, is_in_backward, storage_of
 from lightning_osdp.state.guarded_parameter import guard_of, opened, without_guards
 
 ShardedParameter: TypeAlias = Any
@@ -91,6 +92,17 @@ class UnitParameters:
     def find_values(self, storage: int) -> GatheredValues | None:
         """Return what has this storage if it is gathered by the unit."""
         return self._values_by_storage.get(storage)
+
+    def _copy_views(self, results: Any) -> Any:
+        """Return the results of a run, with copies of views of gathered memory, which does not outlive the run."""
+        if self._num_running > 1:
+            return results
+        with without_guards():
+            views = {id(t) for t in tree_leaves(results) if isinstance(t, Tensor) and self._is_view(t)}
+            return tree_map(lambda leaf: leaf.clone() if id(leaf) in views else leaf, results) if views else results
+
+    def _is_view(self, tensor: Tensor) -> bool:
+        return tensor not in self.param_indices and storage_of(tensor) in self._values_by_storage
 
     def note_saved(self, values: GatheredValues) -> None:
         """Note that a backward pass will read these."""
