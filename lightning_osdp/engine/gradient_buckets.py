@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,13 +99,15 @@ class BucketedAllReduce:
     def refresh(self) -> None:
         """Include parameters that were unfrozen. Cheap enough for every forward."""
         for parameter in [p for p in self._unhooked if p.requires_grad]:
-            hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-            self._hooks.append(hook)
+            with torch.enable_grad():
+                node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            # On the node, which has to be held: there it comes after all hooks on the parameter, whenever they are made.
+            self._hooks.append((node, node.register_hook(partial(self._on_gradient, parameter))))
             self._unhooked.discard(parameter)
 
     def detach(self) -> None:
         """Stop averaging gradients, until ``refresh``."""
-        for hook in self._hooks:
+        for _, hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._unhooked = set(self._parameters)
@@ -136,7 +139,7 @@ class BucketedAllReduce:
     def _trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self._parameters if p.requires_grad]
 
-    def _on_gradient(self, parameter: nn.Parameter) -> None:
+    def _on_gradient(self, parameter: nn.Parameter, *_: object) -> None:
         if not self._sync.is_on or self._world_size == 1:
             return
         if parameter.grad is not None and parameter.grad.layout != torch.strided:

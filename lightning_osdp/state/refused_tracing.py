@@ -41,3 +41,20 @@ def refuse_tracers() -> None:
         frame = frame.f_back
     if frame is not None:
         raise ShardingError(TRACING_REFUSED)
+
+
+def refuse_wrappers(depth: int) -> None:
+    """Raise if what uses a parameter is code of torch that would reduce its gradients or shard it.
+
+    Args:
+        depth: how many frames above the caller of this function that code is.
+
+    Raises:
+        ShardingError: says what to do instead.
+    """
+    name = str(sys._getframe(depth + 1).f_globals.get("__name__"))
+    if name.startswith(_WRAPPERS) and not name.endswith("grad_scaler"):
+        raise ShardingError(
+            f"a sharded module can't be wrapped again ({name}), since its strategy gathers its weights and reduces its "
+            "gradients already: use it as it is, or wrap it after the run, where the module is whole"
+        )

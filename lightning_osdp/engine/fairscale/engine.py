@@ -250,6 +250,7 @@ class FairScaleEngine(Engine):
         )
         self._context.order.join_replicated = self._join_replicated
         self._context.backward_passes.on_end = self._show_slice_gradients
+        self._context.guards.before_update = self._finish_unseen_backward
         self._managed_parameters = self._sharded_parameters.parameters.union(replicated)
         self._mark_generation(bool(layouts))
 
@@ -370,13 +371,16 @@ class FairScaleEngine(Engine):
             sliced.sync_requires_grad()
         self._bucketed_all_reduce.refresh()
         self._context.backward_optimizer.refresh()
-        if self._context.order.has_backward:  # the last step had none on this rank; others wait in theirs
-            self.finish_backward()
+        self._finish_unseen_backward()  # the last step had none on this rank; others wait in theirs
         for tensor_unit in self._tensor_units:
             tensor_unit.begin_step()
         self._context.reducer.discard()
         self._context.backward_passes.discard()
         self._context.order.begin_step()
+
+    def _finish_unseen_backward(self) -> None:
+        if self._context.order.has_backward:
+            self.finish_backward()
 
     @override
     def no_sync(self) -> AbstractContextManager[None]:
