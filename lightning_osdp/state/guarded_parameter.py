@@ -65,7 +65,7 @@ class GuardContext:
         self.before_access: Callable[[str], None] = lambda name: None
         """Called with a parameter's name before its values are gathered or replaced outside of its operator."""
         self.before_update: Callable[[], None] = lambda: None
-        """Called before an optimizer's step: completes the gradients of a backward pass that the strategy did not see."""
+        """Called before an optimizer's step, to complete gradients of a backward pass that the strategy has not seen."""
         self.num_updates = {False: 0, True: 0}
         """Number of changes to all parameters, and to all gradients."""
         self.optimizer_classes: set[type] = set()

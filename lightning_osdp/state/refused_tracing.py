@@ -1,8 +1,9 @@
-"""Refuse to be traced (``torch.export``, ``torch.jit.trace``, ``torch.compile``, ``make_fx``) while sharded."""
+"""Refuse to be traced (``torch.export``, ``torch.jit``, ``torch.compile``, ``make_fx``) or wrapped while sharded."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 
 import torch
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
@@ -15,6 +16,7 @@ TRACING_REFUSED = (
     "the run, where the module is whole, or with one that load_from_checkpoint made"
 )
 _TRACERS = ("torch.export", "torch._export", "torch._dynamo")
+_WRAPPERS = ("torch.nn.parallel", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed._composable")
 
 
 def refuse_tracing() -> None:

@@ -29,8 +29,12 @@ from tests.support.ranks import run_ranks
 POLICIES = ("zdp", "zdp2", "mixed")
 TRACERS = ("torch.export", "torch.jit.trace", "torch.jit.script", "torch.fx make_fx")
 WRAPPERS: tuple[Any, ...] = (DistributedDataParallel, FullyShardedDataParallel, fully_shard)
-NOT_TRACED = "a sharded module can't be exported, compiled or traced, since it gathers its weights while it runs: do it "
-NOT_WRAPPED = r"a sharded module can't be wrapped again \(torch\.\S+\), since its strategy .* or wrap it after the run, "
+NOT_TRACED = (
+    "a sharded module can't be exported, compiled or traced, since it gathers its weights while it runs: do it "
+)
+NOT_WRAPPED = (
+    r"a sharded module can't be wrapped again \(torch\.\S+\), since its strategy .* or wrap it after the run, "
+)
 
 
 class Language(pl.LightningModule):
