@@ -115,8 +115,14 @@ def refuse_all(policy: str) -> dict[str, str]:
     return told
 
 
-ABOUT_SLICES = {("FastWeights", "slices"): "autograd knows its slices alone, so its gradient can't be asked for"}
-"""Uses that a plan with slices refuses; the search never splits such weights."""
+ABOUT_SLICES = {
+    ("FastWeights", "slices"): "autograd knows its slices alone, so its gradient can't be asked for",
+    (
+        "ForwardMode",
+        "slices",
+    ): "forward-mode differentiation can't transform what a sharded module does: an operator runs",
+}
+"""Uses that a plan with slices refuses; the search never splits weights whose gradient a step asks for."""
 
 
 @pytest.fixture(scope="module")
