@@ -37,7 +37,6 @@ from lightning_osdp.planning.spec.plan import OperatorPlan
 from lightning_osdp.state.flat_layout import FlatPaddedLayout
 from lightning_osdp.state.guarded_parameter import opened, without_guards
 
-
 OWN_FUNCTIONS_LACK = frozenset({TransformType.Grad, TransformType.Vmap, TransformType.Jvp})
 """Transforms that an autograd function of ours does not take part in."""
 

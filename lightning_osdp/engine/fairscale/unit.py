@@ -41,6 +41,7 @@ ranks must gather the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -181,7 +182,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
             return function(*args, **kwargs)  # others have been put in their place, as ``functional_call`` does
         if with_grad:
             refuse_transforms("there are hooks on what autograd saves", {TransformType.Grad})
-        with without_guards():
+        with without_guards(), torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             self._lazy_init()
         reads_casts, hidden = self._reads_casts(), [p for p in self.params if p not in self._shown_in_full]
         gathered = self._gather(self.params, as_is=not reads_casts)
