@@ -6,11 +6,13 @@ a guarded tensor's stand-in for its values, which is NaN, or exchange a part for
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed.distributed_c10d as c10d
 import torch.utils.dlpack
 from torch import Tensor, nn
@@ -56,7 +58,14 @@ def ask_guarded_classes() -> None:
     ):
         setattr(module, name, _on_gathered_first(getattr(module, name)))
     functorch_utils.unwrap_dead_wrappers = _on_gathered_all(functorch_utils.unwrap_dead_wrappers)
-    jit_compiler.create_script_module = _of_whole_modules(jit_compiler.create_script_module)
+    for module, name in (
+        (jit_compiler, "create_script_module"),
+        (torch._dynamo, "export"),
+        (sys.modules.get("torch._dynamo.functional_export"), "dynamo_graph_capture_for_export"),
+        (sys.modules.get("torch._dynamo.functional_export"), "_dynamo_graph_capture_for_export"),
+    ):
+        if hasattr(module, name):  # not in all releases
+            setattr(module, name, _of_whole_modules(getattr(module, name)))
     c10d._check_single_tensor = _without_collectives(c10d._check_single_tensor)
     c10d._check_tensor_list = _without_collectives(c10d._check_tensor_list)
 
@@ -125,10 +134,12 @@ def _without_collectives(check: Callable[..., None]) -> Callable[..., None]:
 
 
 def _of_whole_modules(create: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what makes a program of a module without running it as it is."""
+
     @wraps(create)
-    def run(nn_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if any(map(is_guarded, nn_module.parameters())):
+    def run(target: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(target, nn.Module) and any(map(is_guarded, target.parameters())):
             raise ShardingError(TRACING_REFUSED)
-        return create(nn_module, *args, **kwargs)
+        return create(target, *args, **kwargs)
 
     return run
