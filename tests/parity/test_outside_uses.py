@@ -117,6 +117,7 @@ def refuse_all(policy: str) -> dict[str, str]:
 
 
 ABOUT_SLICES = {
+    ("LateHooks", "slices"): "it runs in slices, which call no hooks of it",
     ("FastWeights", "slices"): "autograd knows its slices alone, so its gradient can't be asked for",
     (
         "ForwardMode",
