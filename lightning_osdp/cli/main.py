@@ -395,7 +395,7 @@ def _write_page(path: str, plan: ExecutionPlan, problem: Problem | None, points:
 
 
 def _emulate(options: Namespace) -> None:
-    _check_output(options.html, _is_page)
+    _check_page(options.html)
     emulate.run(options, lambda path, plan: _write_page(path, plan, None))
 
 

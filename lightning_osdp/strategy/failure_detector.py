@@ -9,6 +9,7 @@ something that will never come is ended after a grace period by its heartbeat th
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import os
 import sys
@@ -74,6 +75,9 @@ _run_ids = itertools.count()
 """Numbers the runs in this process; every rank counts the same runs."""
 
 
+_exiting, _destroyed = threading.Event(), threading.Event()
+
+
 def _destroy_process_group_at_exit() -> None:
     """Destroy the process group before the interpreter ends, and give its threads the time to notice.
 
@@ -82,11 +86,24 @@ def _destroy_process_group_at_exit() -> None:
     """
     if not dist.is_initialized() or dist.get_backend() != "gloo":
         return
-    # Another thread: destroying waits for pending collectives.
-    thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
-    thread.start()
-    thread.join(EXIT_TIMEOUT_S)
+    _exiting.set()
+    _destroyed.wait(EXIT_TIMEOUT_S)
     time.sleep(EXIT_DELAY_S)
+
+
+@functools.cache
+def _prepare_exit() -> None:
+    """Start the thread that destroys the process group at the exit: from Python 3.12 on, none can be started then.
+
+    Destroying waits for pending collectives, so it is not for the main thread.
+    """
+
+    def destroy() -> None:
+        _exiting.wait()
+        dist.destroy_process_group()
+        _destroyed.set()
+
+    threading.Thread(target=destroy, daemon=True, name="osdp-exit").start()
 
 
 class FailureDetector:
@@ -125,6 +142,7 @@ class FailureDetector:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run_heartbeat, daemon=True, name="osdp-failure-detector")
         self._thread.start()
+        _prepare_exit()
         atexit.unregister(_destroy_process_group_at_exit)
         atexit.register(_destroy_process_group_at_exit)
 

@@ -272,6 +272,20 @@ def test_make_arguments_match_strides_and_index_range_of_kernel() -> None:
     assert synthetic_args.clone_with_strides(expanded).data_ptr() != expanded.data_ptr()
 
 
+def test_workspace_of_convolutions_is_measured_however_small_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        benchmark.Clock,
+        "measure_time_and_workspace",
+        lambda clock, call: benchmark.KernelTime(1.0, 9 << 20 if call() is not None else 0),
+    )
+    net = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Flatten(), nn.Linear(128, 4))
+    depthwise, linear = measure_compute(
+        trace(Regression(net), torch.ones(4, 8, 4, 4), 4, device=CPU), CPU, time_budget_s=0.1
+    ).workspace
+    assert depthwise.forward.value_at(2) == depthwise.backward.value_at(2) == 9 << 20
+    assert linear.forward.value_at(2) == linear.backward.value_at(2) == 0
+
+
 def test_kernel_workspace_excludes_result_of_the_call() -> None:
     configure_cpu_allocator()
     trim(CPU)  # a hole that other tests have left in the heap would take the tensor, and nothing be new

@@ -66,3 +66,25 @@ def test_later_run_waits_for_a_rank_that_is_late() -> None:
     start = time.monotonic()
     later_runs.wait_for_ranks(store, 1, 2, 60.0)
     assert 0.2 < time.monotonic() - start < 10
+
+
+def test_process_group_is_destroyed_at_exit_without_starting_a_thread_then() -> None:
+    """From Python 3.12 on, a thread that is started while the interpreter ends is an error."""
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "destroyed\n", "")
+
+
+ENDING = """
+import atexit, threading
+from datetime import timedelta
+import torch.distributed as dist
+from lightning_osdp.strategy.failure_detector import FailureDetector
+
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+atexit.register(lambda: dist.is_initialized() or print("destroyed"))
+FailureDetector(0, 1, timedelta(seconds=60)).stop()
+atexit.register(lambda: setattr(threading.Thread, "start", refuse))
+"""
