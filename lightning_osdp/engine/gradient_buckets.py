@@ -100,7 +100,7 @@ class BucketedAllReduce:
         """Include parameters that were unfrozen. Cheap enough for every forward."""
         for parameter in [p for p in self._unhooked if p.requires_grad]:
             with torch.enable_grad():
-                node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+                node: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
             # On the node, which has to be held: there it comes after all hooks on the parameter, however late.
             self._hooks.append((node, node.register_hook(partial(self._on_gradient, parameter))))
             self._unhooked.discard(parameter)

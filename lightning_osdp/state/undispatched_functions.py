@@ -58,14 +58,12 @@ def ask_guarded_classes() -> None:
     ):
         setattr(module, name, _on_gathered_first(getattr(module, name)))
     functorch_utils.unwrap_dead_wrappers = _on_gathered_all(functorch_utils.unwrap_dead_wrappers)
-    for module, name in (
-        (jit_compiler, "create_script_module"),
-        (torch._dynamo, "export"),
-        (sys.modules.get("torch._dynamo.functional_export"), "dynamo_graph_capture_for_export"),
-        (sys.modules.get("torch._dynamo.functional_export"), "_dynamo_graph_capture_for_export"),
-    ):
-        if hasattr(module, name):  # not in all releases
-            setattr(module, name, _of_whole_modules(getattr(module, name)))
+    capture = sys.modules.get("torch._dynamo.functional_export")  # not in all releases
+    makers = ("create_script_module", "export", "dynamo_graph_capture_for_export", "_dynamo_graph_capture_for_export")
+    for maker in (jit_compiler, torch._dynamo, capture):
+        for name in makers:
+            if hasattr(maker, name):
+                setattr(maker, name, _of_whole_modules(getattr(maker, name)))
     c10d._check_single_tensor = _without_collectives(c10d._check_single_tensor)
     c10d._check_tensor_list = _without_collectives(c10d._check_tensor_list)
 
