@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_osdp.backend import collectives
-from lightning_osdp.backend.emulated import is_emulated
 from lightning_osdp.backend.work import COMM_WAIT
 
 
@@ -25,8 +24,6 @@ def exchange_numbers(numbers: Sequence[int], group: Any) -> list[list[int]]:
         numbers: as many on each rank.
         group: ranks with a backend for CPU tensors.
     """
-    if is_emulated(group):
-        return [list(numbers)] * int(group.size())
     own = torch.tensor(numbers, dtype=torch.int64)
     everyone = own.new_empty(group.size() * len(numbers))
     collectives.all_gather(everyone, own, group)

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from lightning_osdp.backend.collectives import all_reduce_async
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.cluster import BUCKET_BYTES, UNBUCKETED_BYTES
+from lightning_osdp.planning.spec.model import NOT_USED
+from lightning_osdp.planning.spec.plan import OperatorPlan
 
 
 @dataclass(eq=False)
@@ -208,6 +210,24 @@ class BucketedAllReduce:
         for parameter in absent:
             if num_present[parameter] == 0.0:
                 parameter.grad = None
+
+
+def parameters_in_order_of_use(module: nn.Module, operators: Sequence[OperatorPlan]) -> list[nn.Parameter]:
+    """Return the parameters as the operators, which are in the order of their first use, use them.
+
+    A module may list them in another order, and then gradients that come late would hold those up that come early.
+    Parameters that are not used come first, so that nothing waits for their gradients.
+    """
+    used = [operator.name for operator in operators if operator.replicated_reason != NOT_USED]
+    positions = {name: index for index, name in enumerate(used)}
+
+    def position(name: str) -> int:
+        while name and name not in positions:
+            name = name.rpartition(".")[0]
+        return positions.get(name, -1)
+
+    named = sorted(module.named_parameters(), key=lambda pair: position(pair[0]))
+    return [parameter for _, parameter in named]
 
 
 def _wait_and_unpack(bucket: _Bucket) -> None:

@@ -28,7 +28,7 @@ from lightning_osdp.engine.fairscale.sharded_operator import (
 )
 from lightning_osdp.engine.fairscale.unit import UNIT_DTYPES, FairScaleUnit
 from lightning_osdp.engine.grad_norm import patch_total_norm
-from lightning_osdp.engine.gradient_buckets import BucketedAllReduce
+from lightning_osdp.engine.gradient_buckets import BucketedAllReduce, parameters_in_order_of_use
 from lightning_osdp.engine.guards import OptimizerGuard, close_opened_guards, install_guards
 from lightning_osdp.engine.meta_init import MetaInitializer, check_initializable
 from lightning_osdp.engine.sliced_operator import SlicedOperator
@@ -237,7 +237,7 @@ class FairScaleEngine(Engine):
         slices = {sliced.full_parameter: sliced.replicated_weights for sliced in self._sliced_operators}
         replicated = [
             weight
-            for parameter in self._module.parameters()
+            for parameter in parameters_in_order_of_use(self._module, plan.operators)
             for weight in slices.get(parameter, [parameter] if parameter not in layouts else [])
         ]
         self._bucketed_all_reduce = BucketedAllReduce(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lightning_osdp.backend.emulated import is_emulated
 from lightning_osdp.backend.hierarchical import cached_node_groups
 
 
@@ -32,5 +33,6 @@ class TensorGroups:
     def create(cls, world: Any, degree: int, device: torch.device) -> TensorGroups:
         """Return the groups among all ranks. Collective."""
         groups = cached_node_groups(world, world.size() // degree, "tensor parallelism")
-        hosts = groups if device.type == "cpu" else cached_node_groups(world, world.size() // degree, "hosts", "gloo")
+        is_shared = device.type == "cpu" or is_emulated(world)  # ranks that are not there send numbers by any group
+        hosts = groups if is_shared else cached_node_groups(world, world.size() // degree, "hosts", "gloo")
         return cls(degree, groups.intra_node, groups.inter_node, hosts.intra_node, hosts.inter_node)

@@ -188,12 +188,14 @@ def _tensor_all_reduces_s(shards: OperatorShards, cluster: Cluster) -> float:
     """Return the time to average gradients over the ranks that hold the same slice, after the backward pass."""
     links, total_s = cluster.hierarchical_links, 0.0
     for shard in shards.replicated:
-        if shard.tensor_degree == 1:
+        degree = shard.tensor_degree
+        if degree == 1:
             continue
-        if cluster.is_hierarchical and links is not None and shard.tensor_degree == cluster.devices_per_node:
+        if cluster.is_hierarchical and links is not None and degree == cluster.devices_per_node:
             total_s += links.inter_node.time_s(shard.gradient_bytes, cluster.nodes)
-        else:
-            total_s += cluster.link.all_reduce.time_s(shard.gradient_bytes, cluster.ranks // shard.tensor_degree)
+        else:  # the groups of all slices share the adapter of a node
+            num_bytes = shard.gradient_bytes * (degree if cluster.is_hierarchical else 1)
+            total_s += cluster.link.all_reduce.time_s(num_bytes, cluster.ranks // degree)
     return total_s
 
 

@@ -17,6 +17,9 @@ SMALL_PARAMETER_ELEMENTS = 1 << 14
 WHOLE_MODEL = ""
 """Name of the operator that is the LightningModule itself."""
 
+NOT_USED = "not used in the traced step"
+"""Why parameters that no operator reads are replicated."""
+
 UNATTRIBUTED = -1
 """``Moment.operator`` of work that belongs to no operator (attention, activations, the loss)."""
 
