@@ -30,7 +30,7 @@ from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.profiling.tracing.trace import TracedStep
 from lightning_osdp.state.atomic_files import write_text
 
-CACHE_VERSION = 15
+CACHE_VERSION = 16
 """Version of the cached measurements. Raise it when a field changes its name or meaning: older files are ignored."""
 
 _CHECKSUM = re.compile(r',\s*"checksum":\s*"([0-9a-f]{64})"\s*}\s*$')
