@@ -59,10 +59,16 @@ def ask_guarded_classes() -> None:
         setattr(module, name, _on_gathered_first(getattr(module, name)))
     functorch_utils.unwrap_dead_wrappers = _on_gathered_all(functorch_utils.unwrap_dead_wrappers)
     capture = sys.modules.get("torch._dynamo.functional_export")  # not in all releases
-    makers = ("create_script_module", "export", "dynamo_graph_capture_for_export", "_dynamo_graph_capture_for_export")
-    for maker in (jit_compiler, torch._dynamo, capture):
+    makers = (
+        "create_script_module",
+        "compile",
+        "export",
+        "dynamo_graph_capture_for_export",
+        "_dynamo_graph_capture_for_export",
+    )
+    for maker in (torch, jit_compiler, torch._dynamo, capture):
         for name in makers:
-            if hasattr(maker, name):
+            if hasattr(maker, name) and callable(getattr(maker, name)):
                 setattr(maker, name, _of_whole_modules(getattr(maker, name)))
     c10d._check_single_tensor = _without_collectives(c10d._check_single_tensor)
     c10d._check_tensor_list = _without_collectives(c10d._check_tensor_list)
@@ -135,9 +141,12 @@ def _of_whole_modules(create: Callable[..., Any]) -> Callable[..., Any]:
     """Return what makes a program of a module without running it as it is."""
 
     @wraps(create)
-    def run(target: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        target = args[0] if args else kwargs.get("model")
+        target = getattr(target, "__wrapped__", target)
+        target = getattr(target, "__self__", target)  # the module of a method
         if isinstance(target, nn.Module) and any(map(is_guarded, target.parameters())):
             raise ShardingError(TRACING_REFUSED)
-        return create(target, *args, **kwargs)
+        return create(*args, **kwargs)
 
     return run

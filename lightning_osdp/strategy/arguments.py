@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect
 from collections.abc import Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelPruning
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.cluster import Cluster
@@ -80,6 +83,7 @@ def reject_unsupported(trainer: pl.Trainer, plugin: Precision) -> None:
             "instead, which then stay replicated"
         )
     _reject_layers(module)
+    _reject_shared_memory(module)
     norms = [name for name, inner in module.named_modules() if isinstance(inner, nn.modules.batchnorm._BatchNorm)]
     on_cpu = trainer.strategy.root_device.type == "cpu"
     if norms and on_cpu and getattr(trainer.strategy, "_layer_sync", None) is not None:
@@ -106,6 +110,26 @@ def _reject_layers(module: nn.Module) -> None:
                 f"{name} ({type(inner).__name__}) has sparse=True: sparse gradients, which SparseAdam takes, are not "
                 "reduced over shards. Set sparse=False, with an optimizer for dense gradients"
             )
+
+
+def _reject_shared_memory(module: nn.Module) -> None:
+    """Refuse tensors in the memory of a parameter: a change of one is a change of the other only while both are whole."""
+    parameters = [(n, p) for n, p in module.named_parameters() if type(p) is nn.Parameter and _has_memory(p)]
+    places = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in parameters)
+    buffers = [(name, buffer) for name, buffer in module.named_buffers() if _has_memory(buffer)]
+    for name, tensor in (*parameters, *buffers):
+        begin, end, other = (
+            places[max(0, bisect(places, (tensor.data_ptr(), sys.maxsize)) - 1)] if places else (0, 0, "")
+        )
+        if begin <= tensor.data_ptr() < end and other != name:
+            raise ConfigurationError(
+                f"{other} and {name} lie in the same memory, which sharding would part: use one parameter under both "
+                "names (module.one.weight = module.other.weight), or a copy"
+            )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_meta and tensor.numel() > 0 and 0 not in tensor.stride()
 
 
 GRADIENT_HOOKS = (

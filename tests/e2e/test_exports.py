@@ -72,7 +72,7 @@ class Exporter(pl.Callback):
         module.model.save_pretrained(f"{self.folder}/saved", is_main_process=trainer.is_global_zero)
         if "ddp" in self.folder:
             return
-        for name in (*TRACERS, "torch.export, strict"):
+        for name in (*TRACERS, "torch.export, strict", "torch.compile"):
             with pytest.raises(ShardingError) as caught:
                 trace(name, module.layers)
             self.refusals[name] = str(caught.value)
@@ -84,6 +84,8 @@ class Exporter(pl.Callback):
 
 def trace(name: str, layers: nn.Module) -> Tensor:
     example = (torch.ones(2, 4),)
+    if name == "torch.compile":
+        return torch.compile(layers, backend="eager")(*example)  # type: ignore[no-any-return]
     if name == "torch.jit.script":
         return torch.jit.script(layers)(*example)  # type: ignore[no-any-return]
     if name == "torch.fx make_fx":
@@ -187,7 +189,7 @@ def test_tracing_or_wrapping_a_sharded_module_is_refused_and_changes_nothing(
 ) -> None:
     for result in results:
         refusals = result[policy]["refusals"]
-        assert len(refusals) == len(TRACERS) + 1 + len(WRAPPERS)
+        assert len(refusals) == len(TRACERS) + 2 + len(WRAPPERS)
         for name, text in refusals.items():
             assert re.match(NOT_TRACED if name.startswith("torch.") else NOT_WRAPPED, text), text
         torch.testing.assert_close(result[policy]["weights"], result["ddp"]["weights"], rtol=1e-5, atol=1e-6)

@@ -430,6 +430,8 @@ def refusals(folder: str) -> dict[str, str]:
     """What can't work, and says so."""
     in_place = build_seeded(Net)
     in_place.compile(backend="eager")
+    shared = build_seeded(Net)
+    shared.register_buffer("shadow", shared.second.weight.data[1:])
     wrapped = build_seeded(Net)
     wrapped.second = nn.parallel.DistributedDataParallel(wrapped.second)
     return {
@@ -438,6 +440,7 @@ def refusals(folder: str) -> dict[str, str]:
         "sync_batchnorm": catch_fit_error(folder, build_seeded(Normalised), sync_batchnorm=True),
         "64-true": catch_fit_error(folder, build_seeded(Net), precision="64-true"),
         "wrapped": catch_fit_error(folder, wrapped),
+        "shared memory": catch_fit_error(folder, shared),
     }
 
 
@@ -615,6 +618,10 @@ def test_transformers_gradient_checkpointing_matches_plain_training(results: lis
         (
             "wrapped",
             "ConfigurationError: second is wrapped in DistributedDataParallel, which reduces its gradients by itself: ",
+        ),
+        (
+            "shared memory",
+            "ConfigurationError: second.weight and shadow lie in the same memory, which sharding would part: ",
         ),
     ],
 )

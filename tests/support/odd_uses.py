@@ -151,6 +151,23 @@ class Replaced(Use):
             self.note(copy.copy(self.model.items)(torch.tensor([1, 2])))
 
 
+class KeptViews(Use):
+    """A hook keeps views of a weight, which are read when the run is over."""
+
+    def after_step(self, step: int) -> None:
+        if step == 0:
+            self.model.items.register_forward_hook(self.keep)
+        with torch.no_grad():
+            self.model.items(torch.tensor([0, 1]))
+        self.note(self.model.loss(ROWS))
+        for view in self.kept:
+            self.note(view)
+
+    def keep(self, module: nn.Embedding, args: Any, output: Tensor) -> None:
+        if not torch.is_grad_enabled():
+            self.kept = [module.weight[1:], module.weight.T, module.weight.detach()]
+
+
 class FailedRuns(Use):
     """Runs of operators that raise, which the step catches."""
 
@@ -209,6 +226,6 @@ ODD_USES: dict[str, Callable[[Model], Use]] = {
     use.__name__: use
     for use in (
         OwnSteps, OwnOptimizer, SharpnessAware, LossScaled, LateHooks, LateModuleHooks, Tied, Assigned, PrunedByTorch,
-        Replaced, FailedRuns, GradientsReplaced, Cast,
+        Replaced, KeptViews, FailedRuns, GradientsReplaced, Cast,
     )
 }  # fmt: skip

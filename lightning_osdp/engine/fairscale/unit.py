@@ -190,6 +190,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
         versions = [parameter._version for parameter in self.params]
         casts_of_outer_run, self._casts_of_run = self._casts_of_run, {}
         hooks = SavedTensorHooks(self, self._pending_uses) if with_grad else None
+        num_uses = [] if with_grad or self._in_graph else self._count_uses()
         first_node = torch._C._autograd._get_sequence_nr()
         if hooks is not None:
             self._in_graph = True
@@ -207,6 +208,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
                 hooks.pop()
             if self._num_running == 0:
                 self._keep_changes(versions, self._has_module_hooks())
+                self._leave_views(num_uses)
                 gathered, self._read_as_is = gathered + self._read_as_is, []
             if self.reshard_after_forward or not with_grad:
                 self._free_full_params(gathered)

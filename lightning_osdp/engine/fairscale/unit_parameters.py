@@ -76,16 +76,19 @@ class UnitParameters:
             super()._init_param_attributes(p)  # type: ignore[misc]
         if not p._is_sharded:
             return
-        storage = p._full_param_padded.untyped_storage()
-        storage.resize_(p._full_param_padded.nbytes)
-        p._full_view = p._full_param_padded[: p._orig_size.numel()].view(p._orig_size)
-        storage.resize_(0)
-        self._values_by_storage[storage._cdata] = GatheredValues(p, as_is=True)
+        self._view_memory(p)
         if p in self._compute_dtypes:
             cast = self._casts[p] = GatheredCast(p, self._compute_dtypes[p], self.world_size)
             stand_in = cast.stand_in.untyped_storage()
             self._values_by_storage[cast.storage._cdata] = GatheredValues(p, as_is=False)
             self._values_by_storage[stand_in._cdata] = GatheredValues(p, as_is=True, is_stand_in=True)
+
+    def _view_memory(self, p: ShardedParameter) -> None:
+        storage = p._full_param_padded.untyped_storage()
+        storage.resize_(p._full_param_padded.nbytes)
+        p._full_view = p._full_param_padded[: p._orig_size.numel()].view(p._orig_size)
+        storage.resize_(0)
+        self._values_by_storage[storage._cdata] = GatheredValues(p, as_is=True)
 
     # What is gathered
 
@@ -103,6 +106,27 @@ class UnitParameters:
 
     def _is_view(self, tensor: Tensor) -> bool:
         return tensor not in self.param_indices and storage_of(tensor) in self._values_by_storage
+
+    def _count_uses(self) -> list[int]:
+        """Return how many tensors share the memory of each gathered parameter."""
+        return [torch._C._storage_Use_Count(self._storage_of(p, as_is=True)._cdata) for p in self.params]
+
+    def _leave_views(self, num_uses: Sequence[int]) -> None:
+        """Leave gathered memory to views that outlive a run without gradients, as an attribute: it is never freed then.
+
+        Args:
+            num_uses: of each parameter as the run began; nothing where views are gathered again, or don't matter.
+        """
+        for parameter, before, now in zip(self.params, num_uses, self._count_uses() if num_uses else (), strict=False):
+            if now > before:
+                padded: Tensor = parameter._full_param_padded
+                if padded.is_cuda:
+                    padded.record_stream(torch.cuda.current_stream())
+                del self._values_by_storage[padded.untyped_storage()._cdata]
+                self._gathered.discard((parameter, True))
+                with torch.inference_mode(False):
+                    parameter._full_param_padded = torch.empty_like(padded)
+                    self._view_memory(parameter)
 
     def note_saved(self, values: GatheredValues) -> None:
         """Note that a backward pass will read these."""
