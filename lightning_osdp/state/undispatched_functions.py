@@ -59,15 +59,9 @@ def ask_guarded_classes() -> None:
         setattr(module, name, _on_gathered_first(getattr(module, name)))
     functorch_utils.unwrap_dead_wrappers = _on_gathered_all(functorch_utils.unwrap_dead_wrappers)
     capture = sys.modules.get("torch._dynamo.functional_export")  # not in all releases
-    makers = (
-        "create_script_module",
-        "compile",
-        "export",
-        "dynamo_graph_capture_for_export",
-        "_dynamo_graph_capture_for_export",
-    )
+    captures = ("dynamo_graph_capture_for_export", "_dynamo_graph_capture_for_export")
     for maker in (torch, jit_compiler, torch._dynamo, capture):
-        for name in makers:
+        for name in ("create_script_module", "compile", "export", *captures):
             if hasattr(maker, name) and callable(getattr(maker, name)):
                 setattr(maker, name, _of_whole_modules(getattr(maker, name)))
     c10d._check_single_tensor = _without_collectives(c10d._check_single_tensor)

@@ -113,7 +113,7 @@ def _reject_layers(module: nn.Module) -> None:
 
 
 def _reject_shared_memory(module: nn.Module) -> None:
-    """Refuse tensors in the memory of a parameter: a change of one is a change of the other only while both are whole."""
+    """Refuse tensors in a parameter's memory: a change of one is a change of the other only while both are whole."""
     parameters = [(n, p) for n, p in module.named_parameters() if type(p) is nn.Parameter and _has_memory(p)]
     places = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in parameters)
     buffers = [(name, buffer) for name, buffer in module.named_buffers() if _has_memory(buffer)]
