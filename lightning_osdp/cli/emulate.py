@@ -134,7 +134,7 @@ def _read_request(options: Namespace) -> Request:
         arguments.validate_positive(name, options[name])
     names = ("memory_limit", "max_batch_size", "global_batch_size", "cache")
     return Request(
-        config=Path(options.config),
+        config=offline_plan.load_config(Path(options.config)).path,  # refused here if it can't be used
         cluster=resolve_cluster(options.hardware, options.devices, options.nodes),
         strategies=STRATEGIES if options.compare else (options.strategy,),
         num_steps=options.steps,
