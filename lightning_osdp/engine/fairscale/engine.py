@@ -33,8 +33,9 @@ from lightning_osdp.engine.guards import OptimizerGuard, close_opened_guards, in
 from lightning_osdp.engine.meta_init import MetaInitializer, check_initializable
 from lightning_osdp.engine.sliced_operator import SlicedOperator
 from lightning_osdp.engine.starting_values import StartingValues
-from lightning_osdp.engine.tensor_parallel.apply import finish_gradients, make_unit
+from lightning_osdp.engine.tensor_parallel.apply import make_unit
 from lightning_osdp.engine.tensor_parallel.check import check_tensor_parallelism, tensor_units
+from lightning_osdp.engine.tensor_parallel.slice_averages import SliceAverages
 from lightning_osdp.engine.tensor_parallel.unit import TensorUnit, UnitContext
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.capabilities import EngineCapabilities
@@ -61,6 +62,7 @@ class FairScaleEngine(Engine):
     _context: EngineContext
     _nested_operators: NestedOperators
     _bucketed_all_reduce: BucketedAllReduce
+    _slice_averages: SliceAverages
 
     def __init__(self, device: torch.device, group: Any = None, broadcast: bool = True) -> None:
         super().__init__(device, group, broadcast)
@@ -143,10 +145,12 @@ class FairScaleEngine(Engine):
     def apply_plan_change(self, plan: ExecutionPlan, optimizers: Iterable[Optimizer]) -> None:
         # One unit after the other, so that only one operator at a time is there in full.
         self._bucketed_all_reduce.detach()
+        self._slice_averages.detach()
         try:
             self._check_unwrapped(plan)
         except ShardingError:
             self._bucketed_all_reduce.refresh()
+            self._slice_averages.refresh()
             raise
         optimizers = list(optimizers)
         self._remove_guards()
@@ -228,6 +232,7 @@ class FairScaleEngine(Engine):
         operators = self._operators.values()
         self._units = [unit for operator in operators for unit in operator.units]
         self._sliced_operators = [op.sliced_operator for op in operators if op.sliced_operator is not None]
+        self._slice_averages = SliceAverages(self._tensor_units, self._context.sync)
         layouts = {parameter: layout for operator in operators for parameter, layout in operator.layouts.items()}
         names = {parameter: name for name, parameter in self._module.named_parameters()}
         self._guards = [g for operator in operators for g in operator.create_guards(names, self._context.guards)]
@@ -287,6 +292,7 @@ class FairScaleEngine(Engine):
         optimizers = list(optimizers)
         self._remove_guards()
         self._bucketed_all_reduce.detach()
+        self._slice_averages.detach()
         for undo in self._undo_recompute:
             undo()
         for unit in self._units:
@@ -355,6 +361,7 @@ class FairScaleEngine(Engine):
         for sliced in self._sliced_operators:
             sliced.sync_requires_grad()
         self._bucketed_all_reduce.refresh()
+        self._slice_averages.refresh()
         self._context.backward_optimizer.refresh()
         if self._context.order.has_backward:  # the last step had none on this rank; others wait in theirs
             self.finish_backward()
@@ -390,7 +397,7 @@ class FairScaleEngine(Engine):
                 for unit in self._units:
                     unit.show_gradients()
                     unit.show_joined_gradients()
-            finish_gradients(self._tensor_units, has_pass, self._context.sync.is_on)
+            self._slice_averages.finish(has_pass, self._context.sync.is_on)
             self._context.communicator_factory.inter_node_all_reduce.finish()
             for unit in self._units:
                 unit.reshard()  # whether or not the pass has reached it

@@ -104,7 +104,7 @@ def engine_time(
     return PerStepTime(
         sum(shard.num_slices * overhead.time_s(size) for shard, size in zip(replicated, packed, strict=True)),
         sum(unit.num_slices * _unit_engine_s(unit, cluster, recomputed=recomputed) for unit in shards.units)
-        + (choice.tensor_degree > 1) * cluster.engine.tp.fixed_s * (RECOMPUTE_OVERHEAD if recomputed else 1.0),
+        + _tensor_engine_s(operator, choice, cluster, recomputed=recomputed),
     )
 
 
@@ -205,6 +205,14 @@ def _unit_engine_s(unit: ShardUnit, cluster: Cluster, *, recomputed: bool) -> fl
     seconds = overhead.time_s(unit.parameter_bytes)
     seconds += EXTRA_PARAM_OVERHEAD * (len(unit.shards) - 1) * overhead.fixed_s
     return seconds * (RECOMPUTE_OVERHEAD if recomputed else 1.0)
+
+
+def _tensor_engine_s(operator: Operator, choice: ShardingChoice, cluster: Cluster, *, recomputed: bool) -> float:
+    """Return its part of the engine's time for the operators that are tensor parallel together."""
+    if choice.tensor_degree == 1:
+        return 0.0
+    num_operators = operator.tensor.num_operators if operator.tensor is not None else 1
+    return cluster.engine.tp.fixed_s / num_operators * (RECOMPUTE_OVERHEAD if recomputed else 1.0)
 
 
 def forward_backward_time(operator_time: OperatorTime, choice: ShardingChoice) -> tuple[LinearInBatch, LinearInBatch]:
