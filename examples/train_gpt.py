@@ -34,6 +34,8 @@ import lightning_osdp
 
 BYTES = 256  # the first tokens are the bytes
 
+PAIR = 40503  # spreads pairs of tokens over the rows of their table
+
 FIRST_STEPS_BYTES = 32 << 20  # what libraries take besides at the first steps
 
 LIMIT_VARIABLE = "TRAIN_GPT_MEMORY_LIMIT"  # tells the processes that are started the limit of the first
@@ -61,14 +63,25 @@ class Block(nn.Module):
 
 
 class GPT(L.LightningModule):
-    """Decoder-only language model with learned positions and an untied head (Radford et al., 2019)."""
+    """Decoder-only language model with learned positions and an untied head (Radford et al., 2019).
+
+    With ``pairs``, a table of so many rows gives each token what it means after the one before it: many parameters,
+    and hardly any work.
+    """
 
     def __init__(
-        self, layers: int, width: int, block_size: int, learning_rate: float = 1e-3, vocabulary: int = BYTES
+        self,
+        layers: int,
+        width: int,
+        block_size: int,
+        learning_rate: float = 1e-3,
+        vocabulary: int = BYTES,
+        pairs: int = 0,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.tokens = nn.Embedding(vocabulary, width)
+        self.pairs = nn.Embedding(pairs, width) if pairs else None
         self.positions = nn.Embedding(block_size, width)
         self.blocks = nn.ModuleList(Block(width, heads=width // 64) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
@@ -84,6 +97,9 @@ class GPT(L.LightningModule):
     def forward(self, tokens: Tensor) -> Tensor:
         position = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
         x = self.tokens(tokens) + self.positions(position)  # (B, T, C)
+        if self.pairs is not None:
+            before = F.pad(tokens, (1, 0))[:, :-1]  # (B, T)
+            x = x + self.pairs((before * PAIR + tokens) % self.pairs.num_embeddings)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))  # (B, T, vocabulary)
@@ -106,12 +122,17 @@ class GPT(L.LightningModule):
         self.print(f"step {self.global_step:>4}: validation loss {loss:.3f} nats per token")
 
     def configure_optimizers(self) -> dict[str, object]:
-        decayed, plain = [], []
+        rate = self.hparams.learning_rate
+        tables, matrices, others = [], [], []
         for name, parameter in self.named_parameters():
-            is_matrix = parameter.dim() >= 2 and not name.startswith(("tokens.", "positions."))
-            (decayed if is_matrix else plain).append(parameter)
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=self.hparams.learning_rate, betas=(0.9, 0.95))
+            is_table = name.startswith(("tokens.", "pairs.", "positions."))
+            (tables if is_table else matrices if parameter.dim() >= 2 else others).append(parameter)
+        groups = [
+            {"params": tables, "weight_decay": 0.0, "lr": 3 * rate},  # of whose rows a batch reads a few
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))
         steps = self.trainer.estimated_stepping_batches
         warm_up = max(1, steps // 10)
 
@@ -124,21 +145,25 @@ class GPT(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     @torch.no_grad()
-    def generate(self, prompt: list[int], count: int, banned: list[int], temperature: float = 0.6) -> list[int]:
-        """``prompt`` and ``count`` tokens more, sampled one by one, without the ``banned`` ones."""
+    def generate(self, prompt: list[int], count: int, likeliest: int = 5, temperature: float = 0.8) -> list[int]:
+        """``prompt`` and ``count`` tokens more, each drawn from the ``likeliest`` ones."""
         tokens = torch.tensor([prompt])  # (1, T)
         for _ in range(count):
-            logits = self(tokens[:, -self.hparams.block_size :])[:, -1]  # (1, vocabulary)
-            logits[:, banned] = -math.inf
+            logits, choices = self(tokens[:, -self.hparams.block_size :])[:, -1].topk(likeliest)  # (1, likeliest)
             drawn = torch.multinomial((logits / temperature).softmax(-1), num_samples=1)  # (1, 1)
-            tokens = torch.cat([tokens, drawn], dim=1)
+            tokens = torch.cat([tokens, choices.gather(1, drawn)], dim=1)
         return tokens[0].tolist()
 
 
 class Words:
-    """Tokens of Python: its most frequent words, with the blanks before them, and single bytes for all the rest."""
+    """Tokens of Python: its most frequent words, with the blanks before them, and single bytes.
+
+    A short run can't learn rare words: such a name is written as a frequent one, chosen by its length, a number as 0.
+    """
 
     PIECE = re.compile(rb"\n[ ]*| ?[A-Za-z_]+| ?[0-9]+| ?[^A-Za-z_0-9 \n]+| +")
+    RARE = re.compile(rb"([A-Za-z_]+)|([0-9]+)|^(\n(?: {4}){0,6}) *$|^( ) *$")
+    NAMES = (b"name", b"value", b"key", b"data", b"path", b"text", b"index", b"line", b"args", b"result")
 
     def __init__(self, text: bytes, vocabulary: int) -> None:
         pieces = Counter(match[0] for match in self.PIECE.finditer(text))
@@ -149,8 +174,15 @@ class Words:
     def encode(self, text: bytes) -> array[int]:
         numbers = array("h")
         for match in self.PIECE.finditer(text):
-            numbers.extend([self.number[match[0]]] if match[0] in self.number else match[0])
+            piece = match[0]
+            if piece not in self.number and len(self.words) > BYTES:
+                piece = self.RARE.sub(self.stand_in, piece)
+            numbers.extend([self.number[piece]] if piece in self.number else piece)
         return numbers
+
+    def stand_in(self, match: re.Match[bytes]) -> bytes:
+        name, number, *blanks = match.groups()
+        return self.NAMES[len(name) % len(self.NAMES)] if name else b"0" if number else blanks[0] or blanks[1]
 
     def decode(self, tokens: list[int]) -> str:
         return b"".join(self.words[token] for token in tokens).decode(errors="replace")
@@ -174,10 +206,16 @@ class Crops(Dataset[Tensor]):
 
 
 class StandardLibrary(L.LightningDataModule):
-    """The source of Python's standard library, a few MB that every machine has; every tenth file is held out.
+    """The code of Python's standard library, a few MB that every machine has; every tenth file is held out.
 
     Tokens are bytes, or with a larger ``vocabulary`` frequent words as well.
     """
+
+    NO_CODE = re.compile(
+        rb"""^[ ]*[rR]?("{3}|'{3}).*?\1[ ]*\n|^[ ]*#.*?\n|[ ]{2,}#[^\n]*|(?<=\n)[ ]*\n(?=[ ]*\n)""",
+        re.DOTALL | re.MULTILINE,
+    )
+    """Docstrings, comments, and all blank lines but one: a short run should learn code."""
 
     def __init__(self, block_size: int, batch_size: int = 8, vocabulary: int = BYTES) -> None:
         super().__init__()
@@ -186,10 +224,14 @@ class StandardLibrary(L.LightningDataModule):
         self.batch_size = batch_size  # the strategy sets it when it is asked to choose
 
     def setup(self, stage: str) -> None:
+        if hasattr(self, "words"):
+            return
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         held_out = files[::10]
-        train = b"".join(file.read_bytes() for file in files if file not in held_out)
-        validation = b"".join(file.read_bytes() for file in held_out)
+        train, validation = (
+            self.NO_CODE.sub(b"", b"".join(file.read_bytes() for file in files if (file in held_out) is is_held_out))
+            for is_held_out in (False, True)
+        )
         self.words = Words(train, self.vocabulary)
         length = self.block_size + 1
         self.train = Crops(self.words.encode(train), length, count=1 << 16, seed=1)
@@ -231,10 +273,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--memory-limit", help="per process: 700MiB, auto; default: less than DDP needs, by prediction")
     parser.add_argument("--batch-size", default="4", help="per process; auto: what trains fastest within the limit")
     parser.add_argument("--devices", type=int, default=2, help="number of processes")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--vocabulary", type=int, default=4096)
-    parser.add_argument("--max-steps", type=int, default=50)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--vocabulary", type=int, default=3072)
+    parser.add_argument("--pairs", type=int, default=1 << 15, help="rows of the table of pairs of tokens")
+    parser.add_argument("--max-steps", type=int, default=300)
     parser.add_argument("--out", type=Path, default=Path("runs/train_gpt"))
     return parser.parse_args()
 
@@ -270,6 +313,21 @@ def strategy(args: argparse.Namespace, limit: str) -> Strategy:
     return lightning_osdp.OSDPStrategy(memory_limit=limit, batch_size=batch_size, max_batch_size=8)
 
 
+def sample(plain: GPT, words: Words) -> str:
+    """Some lines of Python."""
+    return words.decode(plain.generate(list(words.encode(b"\nclass")), count=150)).strip().rpartition("\n")[0]
+
+
+def write_page(plan: lightning_osdp.ExecutionPlan, folder: Path) -> str:
+    """Write the page of the plan, and return its path, or what is missing."""
+    try:
+        page = plan.to_html()
+    except lightning_osdp.ConfigurationError as error:
+        return str(error)
+    (folder / "osdp_plan.html").write_text(page, encoding="utf-8")
+    return str(folder / "osdp_plan.html")
+
+
 def main() -> None:
     """Train, then use the result without any of it."""
     args = arguments()
@@ -277,7 +335,7 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     L.seed_everything(1)
     data = StandardLibrary(block_size=128, vocabulary=args.vocabulary)
-    model = GPT(args.layers, args.width, block_size=128, vocabulary=args.vocabulary)
+    model = GPT(args.layers, args.width, 128, learning_rate=3e-3, vocabulary=args.vocabulary, pairs=args.pairs)
     if args.batch_size != "auto":
         data.batch_size = int(args.batch_size)
     checkpoint = ModelCheckpoint(args.out, "best", monitor="val_loss", enable_version_counter=False)
@@ -288,7 +346,7 @@ def main() -> None:
         devices=args.devices,
         strategy=strategy(args, limit),
         max_steps=args.max_steps,
-        val_check_interval=min(25, args.max_steps),
+        val_check_interval=min(50, args.max_steps),
         num_sanity_val_steps=0,
         gradient_clip_val=1.0,
         callbacks=[checkpoint, curve, *([callback()] if is_osdp else ())],
@@ -304,15 +362,10 @@ def main() -> None:
         loss = plain.loss(torch.stack(list(data.validation)))
     print(f"\n{curve.draw()}\n")
     print(f"validation loss in training {checkpoint.best_model_score:.4f}, of the plain model {loss:.4f}\n")
-    print("What the plain model writes:\n")
-    spelled = [
-        byte for byte in range(BYTES) if chr(byte).isalnum() or chr(byte) == "_"
-    ]  # after so short a training, whole words alone
-    print(data.words.decode(plain.generate(list(data.words.encode(b"\ndef")), count=150, banned=spelled)))
+    print(f"What the plain model writes:\n\n{sample(plain, data.words)}")
     if is_osdp:
-        page = args.out / "osdp_plan.html"
-        page.write_text(trainer.strategy.execution_plan.to_html(), encoding="utf-8")
-        print(f"\nThe plan with pictures: {page}\nWhy it is so:           osdp explain {args.out / 'osdp_plan.json'}")
+        print(f"\nThe plan with pictures: {write_page(trainer.strategy.execution_plan, args.out)}")
+        print(f"Why it is so:           osdp explain {args.out / 'osdp_plan.json'}")
 
 
 if __name__ == "__main__":

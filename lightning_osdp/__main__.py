@@ -1,4 +1,4 @@
-"""``python -m lightning_osdp`` is ``run_osdp``."""
+"""Run the command ``osdp`` as ``python -m lightning_osdp``."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from bench.micro.operators import OPERATORS
-from bench.processes import LOADED_BYTES, become_rank, write_log
+from bench.processes import become_rank, write_log
 from lightning_osdp import OSDPCallback, OSDPStrategy, plan
 from lightning_osdp.autotune import coordinator, finalists, pipeline, profile_cache
 from lightning_osdp.autotune.calibration import Calibration
@@ -42,6 +42,10 @@ SEED, NUM_MODELS = 50, 22
 
 SHARES = {"ample": None, "middle": 0.6, "tight": 0.25}
 """Where the memory limit lies between the least that trains and what replicated training takes."""
+
+LOADED_BYTES = 96 << 20
+"""What a forked rank takes more, about, when it plans than when it begins: modules that it loads, and its own copies of
+pages that it shared. It is added to the limit of the model."""
 
 PACE_S = 0.5
 """How long the matrix product is timed."""
@@ -165,6 +169,7 @@ def work(rank: int, order: Order) -> None:
     torch.set_num_threads(1)
     note_allowances()
     if order.plan == "searched":
+        wait_for_all_ranks(rank, order)  # a core's pace is another one while its neighbour idles
         before_s = pace_s()
         limit = memory_in_use(torch.device("cpu")) + LOADED_BYTES + order.limit_bytes if order.limit_bytes else "auto"
         strategy = OSDPStrategy(batch_size=order.batch_size, memory_limit=limit, cache=order.folder)
@@ -193,13 +198,21 @@ def make_forced(order: Order) -> OSDPStrategy:
     return strategy
 
 
+def wait_for_all_ranks(rank: int, order: Order) -> None:
+    """Returns when each rank has come here; there is no process group yet."""
+    folder = Path(order.folder)
+    (folder / f"ready-{rank}").touch()
+    while len(list(folder.glob("ready-*"))) < order.ranks:
+        time.sleep(0.01)
+
+
 def pace_s() -> float:
-    """Seconds of a fixed matrix product: the machine's own pace, with all ranks at work."""
-    a = torch.ones(384, 384)
+    """Seconds of a fixed matrix product: the machine's own pace, with all ranks at work. Nothing is allocated in it."""
+    a, product = torch.ones(384, 384), torch.empty(384, 384)
     seconds = []
     end = time.perf_counter() + PACE_S
     while (start := time.perf_counter()) < end:
-        a @ a
+        torch.mm(a, a, out=product)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
 

@@ -20,6 +20,9 @@ from lightning_osdp.emulation import EmulatedCluster
 
 STEPS, SCOUT_S = 15, 120.0
 
+MEMORY_STEPS = 5
+"""Where the memory alone counts."""
+
 
 def limit_mib(cell: Cell, folder: Path) -> int:
     """Memory limit of the model: between the least that trains and what replicated training takes; 0: none."""
@@ -35,13 +38,14 @@ def limit_mib(cell: Cell, folder: Path) -> int:
 def run(cell: Cell, machine: dict[str, Any], folder: Path) -> dict[str, Any]:
     """What was predicted, and what came out."""
     torch.set_num_threads(1)
+    steps = MEMORY_STEPS if cell.work == "memory" else STEPS
     subject = cases.SUBJECTS[cell.model]
     environment = EmulatedCluster(cluster_of(cell, machine))
     _, limit = limits(replace(cell, limit_mib=limit_mib(cell, folder)), torch.device("cpu"))
     cases.note_allowances()
     module, rows = cases.subject_of(_order(cell, folder))
     strategy = OSDPStrategy(batch_size=subject.batch_size, memory_limit=limit, cache=str(folder))
-    trainer = pl.Trainer(accelerator="cpu", strategy=strategy, plugins=[environment], max_steps=STEPS, **QUIET)
+    trainer = pl.Trainer(accelerator="cpu", strategy=strategy, plugins=[environment], max_steps=steps, **QUIET)
     pace_before = cases.pace_s()
     trainer.fit(module, DataLoader(rows, batch_size=subject.batch_size, collate_fn=cases.collate))
     plan = strategy.execution_plan
@@ -51,6 +55,8 @@ def run(cell: Cell, machine: dict[str, Any], folder: Path) -> dict[str, Any]:
         "plan": cases.named(plan),
         "pace_change": cases.pace_s() / pace_before - 1,
         "limit": subject.limit,
+        "allowance_bytes": cases.ALLOWANCES[-1],
+        "is_tried": bool(plan.tried),
     }
 
 

@@ -1,22 +1,33 @@
 """OSDP beside its peers, each at its best batch size under the same memory limit, on ranks that are not there.
 
-    python -m bench emulated [--ranks 8 64] [--models NAME ...] [--systems NAME ...] [--minutes 60] [--write]
+    python -m bench emulated [--ranks 8 64] [--models NAME ...] [--systems NAME ...] [--minutes 60] [--jobs 2] [--write]
 
-One core stands for a device. Links have the paper's ratio of compute to communication (``links.py``): eight ranks on
-PCIe 3.0; 64 are eight such nodes over 10 Gbit/s. A cell is one system with one model; its result is kept in the JSON
-file, so that the next call goes on where one was stopped. ``--write`` makes docs/benchmarks/emulated.md of what is
-there, with the results of ``emulated-accuracy`` and ``emulated-real``; ``--minutes 0 --write`` runs nothing.
+One core stands for a device; waiting for links takes no time (``warp.py``). Links have the paper's ratio of compute to
+communication (``links.py``): eight ranks on PCIe 3.0; 64 are eight such nodes over 10 Gbit/s. A cell is one system with
+one model, and runs beside as many others as there are jobs, on a core of its own. All systems of a model are a group:
+with ``--minutes`` none is begun that can not be ended. Results are kept in the JSON file, so that the next call goes on
+where one was stopped. ``--write`` makes docs/benchmarks/emulated.md of what is there, with the results of
+``emulated-accuracy`` and ``emulated-real``; ``--minutes 0 --write`` runs nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import chain
 from pathlib import Path
 
+import torch
+
+from bench.comparison.models import MODELS as MODELS_BUILT
+from bench.comparison.models import PAPERS_FAMILIES
 from bench.emulated import accuracy, document, real
+from bench.emulated.document import PLAIN
 from bench.emulated.links import machine_flops
-from bench.emulated.queue import Cell, Results, run_all
+from bench.emulated.queue import Cell, Queue, Results
 
 LARGE = {
     "nd-small": (250, 700),
@@ -48,19 +59,41 @@ SYSTEMS = (
     "fairscale-op",
     "fairscale-op+ckpt",
 )
+REPLICATED_BYTES = 16
+"""Of a parameter in fp32: it, its gradient and the two states of AdamW."""
+
 FILE = Path("docs/benchmarks/emulated.json")
 
 
-def cells(ranks: list[int], models: list[str], systems: list[str]) -> list[Cell]:
-    """All cells, those of one model and limit together; the small limits come first."""
+def systems_of(model: str, systems: Sequence[str] = SYSTEMS) -> list[str]:
+    """The systems of a model's group. OSDP without recomputing is compared with the paper's figures alone."""
+    return [system for system in systems if system != PLAIN or MODELS_BUILT[model].family in PAPERS_FAMILIES]
+
+
+def groups(ranks: list[int], models: list[str], systems: Sequence[str] = SYSTEMS) -> list[list[Cell]]:
+    """The cells of each model and limit; the small limits come first."""
     return [
-        Cell("compare", model, number, system, limit_mib=limits[level])
+        [Cell("compare", model, number, system, limit_mib=limits[level]) for system in systems_of(model, systems)]
         for level in (0, 1)
         for number in ranks
         for model, limits in MODELS[number].items()
         if not models or model in models
-        for system in systems
     ]
+
+
+def put_what_can_not_fit(cells: Iterable[Cell], results: Results) -> None:
+    """Note that DDP does not fit where its states alone are larger than the limit: nothing has to be run for that."""
+    for cell in cells:
+        needed = REPLICATED_BYTES * num_parameters(cell.model)
+        if cell.system.startswith("ddp") and needed > cell.limit_mib << 20 and results.get(cell) is None:
+            results.put(cell, {"error": "does not fit", "needed_bytes": needed, "limit_bytes": cell.limit_mib << 20})
+
+
+@cache
+def num_parameters(model: str) -> int:
+    """Its parameters, tied ones once."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in MODELS_BUILT[model].build().parameters())
 
 
 def main() -> None:
@@ -69,6 +102,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=[])
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no cell that would end later")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="cells at the same time (default: all cores)")
     parser.add_argument("--json", type=Path, default=FILE)
     parser.add_argument("--fresh", action="store_true", help="run again what is kept there")
     parser.add_argument("--write", action="store_true", help="write the page of what is there")
@@ -79,8 +113,11 @@ def main() -> None:
     def show(cell: Cell) -> None:
         print(document.line(cell, results.get(cell) or {}), flush=True)
 
-    left = run_all(cells(args.ranks, args.models, args.systems), results, machine, args.minutes * 60, show)
-    every = cells(list(MODELS), [], list(SYSTEMS))
+    asked = groups(args.ranks, args.models, args.systems)
+    if args.minutes > 0:
+        put_what_can_not_fit(chain(*asked), results)
+    left = Queue(results, machine, args.minutes * 60, args.jobs).run(asked, show)
+    every = list(chain(*groups(list(MODELS), [])))
     print("\n".join(document.summary(every, results)))
     print(f"{left} cells are left.")
     if args.write:

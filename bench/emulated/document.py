@@ -55,13 +55,18 @@ def label(system: str) -> str:
     return BASES[one.base] + ", recomputed" * one.checkpointing
 
 
+def place_of(cell: Cell) -> Place:
+    """Where its result is compared with others."""
+    return (cell.model, cell.ranks, cell.links, cell.limit_mib)
+
+
 def by_place(cells: Sequence[Cell], results: Results) -> dict[Place, dict[str, dict[str, Any]]]:
     """Place -> system -> result, as far as there are any."""
     found: dict[Place, dict[str, dict[str, Any]]] = {}
     for cell in cells:
         result = results.get(cell)
         if result is not None:
-            found.setdefault((cell.model, cell.ranks, cell.links, cell.limit_mib), {})[cell.system] = result
+            found.setdefault(place_of(cell), {})[cell.system] = result
     return found
 
 
@@ -77,15 +82,23 @@ def best_peer(rows: dict[str, dict[str, Any]]) -> tuple[str, float]:
     return system, speed
 
 
-def is_complete(rows: dict[str, dict[str, Any]], systems: set[str]) -> bool:
-    """Whether all systems were run there."""
-    return systems <= set(rows)
+def complete(cells: Sequence[Cell], results: Results) -> dict[Place, dict[str, dict[str, Any]]]:
+    """Of ``by_place``, where all that is to be compared was run."""
+    wanted = systems_by_place(cells)
+    return {place: rows for place, rows in by_place(cells, results).items() if wanted[place] <= set(rows)}
+
+
+def systems_by_place(cells: Sequence[Cell]) -> dict[Place, set[str]]:
+    """What is to be compared at each place."""
+    wanted: dict[Place, set[str]] = {}
+    for cell in cells:
+        wanted.setdefault(place_of(cell), set()).add(cell.system)
+    return wanted
 
 
 def summary(cells: Sequence[Cell], results: Results) -> list[str]:
     """What it adds up to, over the places where all systems were run."""
-    systems = {cell.system for cell in cells}
-    places = {place: rows for place, rows in by_place(cells, results).items() if is_complete(rows, systems)}
+    places = complete(cells, results)
     leads = [
         rate(rows, "osdp") / best_peer(rows)[1] for rows in places.values() if best_peer(rows)[1] and rate(rows, "osdp")
     ]
@@ -128,6 +141,7 @@ def _against_fairscale(
 def page(cells: Sequence[Cell], results: Results) -> str:
     """docs/benchmarks/emulated.md."""
     places, systems = by_place(cells, results), list(dict.fromkeys(cell.system for cell in cells))
+    wanted = systems_by_place(cells)
     missing = sum(results.get(cell) is None for cell in cells)
     lines = [(Path(__file__).parent / "template.md").read_text().rstrip(), "", "## What it adds up to", ""]
     lines += [*summary(cells, results), ""]
@@ -152,7 +166,8 @@ def page(cells: Sequence[Cell], results: Results) -> str:
         lines.append("| --- |" + " ---: |" * len(models))
         lines.append(f"| limit of the model's memory | {' | '.join(f'{place[3]} MiB' for place in here)} |")
         for system in systems:
-            lines.append(f"| {label(system)} | {' | '.join(_entry(rows.get(system)) for rows in here.values())} |")
+            entries = (_entry(rows.get(system)) if system in wanted[place] else "" for place, rows in here.items())
+            lines.append(f"| {label(system)} | {' | '.join(entries)} |")
         lines.append(f"| **OSDP / best other** | {' | '.join(map(_lead, here.values()))} |")
         lines += ["", "OSDP's plans, predicted beside emulated:", ""]
         lines += ["| model | parameters by mode | recomputed | step | memory |", "| --- | --- | ---: | ---: | ---: |"]
@@ -163,10 +178,8 @@ def page(cells: Sequence[Cell], results: Results) -> str:
 
 def accuracy(file: Path) -> str:
     """The section on predicted beside emulated figures, from the results of ``emulated-accuracy``."""
-    cells = [cell for cell in _cells_of(file) if "predicted_s" in cell]
-    head = (
-        "\n## Predicted beside emulated\n\nTen models of [the accuracy cases](../accuracy.md), planned by the search: "
-    )
+    cells = [cell for cell in _cells_of(file) if "predicted_s" in cell and cell["work"] == "accuracy"]
+    head = (Path(__file__).parent / "accuracy_template.md").read_text().rstrip() + " "
     if not cells:
         return head + "not run yet (`python -m bench emulated-accuracy`).\n"
     lines = [head + "`emulated-accuracy.json`.", ""]

@@ -1,14 +1,17 @@
-"""Runs cells one after the other, each in a process of its own, and keeps what came out: a stopped queue goes on."""
+"""Runs cells, each in a process of its own, and keeps what came out: a stopped queue goes on."""
 
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +57,7 @@ class Results:
     def __init__(self, file: Path, fresh: bool = False) -> None:
         self._file = file
         self._data: dict[str, Any] = {"machine": {}, "cells": {}}
+        self._lock = threading.Lock()
         if file.exists() and not fresh:
             self._data = json.loads(file.read_text())
 
@@ -71,8 +75,9 @@ class Results:
 
     def put(self, cell: Cell, result: dict[str, Any]) -> None:
         """Keep a result."""
-        self._data["cells"][cell.name] = asdict(cell) | result
-        self._write()
+        with self._lock:
+            self._data["cells"][cell.name] = asdict(cell) | result
+            self._write()
 
     def _write(self) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -84,32 +89,62 @@ class Results:
 def run_all(
     cells: Sequence[Cell], results: Results, machine: dict[str, Any], budget_s: float, show: Callable[[Cell], None]
 ) -> int:
-    """Run what has no result yet, until the time is over; return how many cells are left.
+    """Run what has no result yet, each by itself, until the time is over; return how many cells are left."""
+    return Queue(results, machine, budget_s).run([[cell] for cell in cells], show)
 
-    Args:
-        cells: in this order.
+
+@dataclass
+class Queue:
+    """Cells that are run one after the other, or some at a time.
+
+    Attributes:
         results: where they are kept.
         machine: about the machine, for the cells' processes.
         budget_s: no cell begins later than so many seconds from now, if it is like those before.
-        show: is told of each cell that has a result, in order.
+        jobs: cells at the same time: for each there is a core.
     """
-    start, longest_s, left = time.monotonic(), 0.0, 0
-    for cell in cells:
-        if results.get(cell) is None:
-            began = time.monotonic()
-            if began - start + longest_s > budget_s:
-                left += 1
-                continue
-            result = run(cell, machine)
-            seconds = time.monotonic() - began
-            longest_s = max(longest_s, seconds)
-            results.put(cell, result | {"cell_s": round(seconds, 1), "commit": current_commit()})
-            if results.get(cell) is None:
-                print(f"{cell.name}: {result['error']}", *result.get("log", []), sep="\n  ", flush=True)
-                left += 1
-                continue
-        show(cell)
-    return left
+
+    results: Results
+    machine: dict[str, Any]
+    budget_s: float
+    jobs: int = 1
+    _start_s: float = field(default_factory=lambda: time.monotonic())
+    _seconds: list[float] = field(default_factory=list)
+
+    def run(self, groups: Sequence[Sequence[Cell]], show: Callable[[Cell], None]) -> int:
+        """Run what has no result yet; return how many cells are left.
+
+        Args:
+            groups: cells that say something only together, in this order. None begins that can't be ended in time.
+            show: is told of each cell that has a result.
+        """
+        left = 0
+        with ThreadPoolExecutor(self.jobs) as pool:
+            for cells in groups:
+                missing = [cell for cell in cells if self.results.get(cell) is None]
+                if missing and self._has_time(len(missing)):
+                    list(pool.map(self._run_one, missing))
+                for cell in cells:
+                    if self.results.get(cell) is not None:
+                        show(cell)
+                left += sum(self.results.get(cell) is None for cell in cells)
+        return left
+
+    def _has_time(self, count: int) -> bool:
+        """Whether so many cells more can be ended in time."""
+        typical_s, longest_s = (work(self._seconds or [0.0]) for work in (statistics.fmean, max))
+        needed_s = max(longest_s, count * typical_s / self.jobs)
+        return time.monotonic() - self._start_s + needed_s <= self.budget_s
+
+    def _run_one(self, cell: Cell) -> None:
+        if not self._has_time(1):
+            return
+        began_s = time.monotonic()
+        result = run(cell, self.machine)
+        self._seconds.append(time.monotonic() - began_s)
+        self.results.put(cell, result | {"cell_s": round(self._seconds[-1], 1), "commit": current_commit()})
+        if self.results.get(cell) is None:
+            print(f"{cell.name}: {result['error']}", *result.get("log", []), sep="\n  ", flush=True)
 
 
 def run(cell: Cell, machine: dict[str, Any]) -> dict[str, Any]:

@@ -58,10 +58,19 @@ def _train(cell: Cell, folder: str, plan: str | None, ranks: int, plugins: list[
     from bench.emulated.worker import QUIET, measured
     from lightning_osdp import OSDPCallback, OSDPStrategy
     from lightning_osdp.autotune import coordinator
-    from lightning_osdp.backend.memory import memory_in_use
+    from lightning_osdp.backend.memory import memory_in_use, trim
+
+    class BeforeModel(pl.Callback):
+        """What the process takes besides the model when training begins: planning has loaded a lot in real ranks."""
+
+        num_bytes = 0
+
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            trim(torch.device("cpu"))
+            self.num_bytes = memory_in_use(torch.device("cpu")) - resting_bytes(strategy.execution_plan)
 
     torch.set_num_threads(1)
-    before, size = memory_in_use(torch.device("cpu")), 4
+    before, size = BeforeModel(), 4
     clusters: list[Any] = []
     original = coordinator.resolve_cluster
     cases.instead(coordinator, "resolve_cluster", lambda *args: clusters.append(original(*args)) or clusters[-1])
@@ -74,7 +83,7 @@ def _train(cell: Cell, folder: str, plan: str | None, ranks: int, plugins: list[
         strategy=strategy,
         plugins=plugins,
         max_steps=STEPS,
-        callbacks=[OSDPCallback(modes=modes, progress_bar=False)],
+        callbacks=[OSDPCallback(modes=modes, progress_bar=False), before],
         **QUIET | {"devices": ranks},
     )
     trainer.fit(module, DataLoader(rows, batch_size=size, collate_fn=cases.collate))
@@ -85,10 +94,21 @@ def _train(cell: Cell, folder: str, plan: str | None, ranks: int, plugins: list[
         if clusters:
             (Path(folder) / "cluster.json").write_text(clusters[-1].model_dump_json())
             (Path(folder) / "plan.json").write_text(made.to_json())
-        (Path(folder) / f"{kind}.json").write_text(json.dumps(measured(strategy, before)))
+        (Path(folder) / f"{kind}.json").write_text(json.dumps(measured(strategy, before.num_bytes)))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
+
+
+def resting_bytes(plan: Any) -> int:
+    """What a rank holds of the parameters between steps, before there are optimizer states."""
+    ranks = plan.cluster.ranks
+    parts = (
+        4 * operator.num_parameters * (1 if mode == "dp" else 1 / ranks) / len(operator.slices)
+        for operator in plan.operators
+        for mode in operator.slices
+    )
+    return round(sum(parts))
 
 
 def run(cell: Cell) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_osdp.autotune.profile import ClusterProfile, MeasuredCluster, Profile, max_ratio
 from lightning_osdp.autotune.profile_cache import ProfileCache
-from lightning_osdp.autotune.ranks import RankGroup, current_cluster
+from lightning_osdp.autotune.ranks import RankGroup, current_cluster, described_links
+from lightning_osdp.backend.emulated import without_link_time
 from lightning_osdp.backend.hierarchical import NodeGroups
 from lightning_osdp.planning.spec.capabilities import ALL_CAPABILITIES, EngineCapabilities
 from lightning_osdp.planning.spec.cluster import Cluster, ComputeTimes, HierarchicalLinks, Link
@@ -84,6 +85,8 @@ def load_or_measure_cluster(
     """
     if cluster is not None:
         return ClusterProfile(link=cluster.link, hierarchical_links=cluster.hierarchical_links, engine=cluster.engine)
+    if ranks.is_emulated:
+        return _describe_cluster(ranks, available_bytes, capabilities)
     stored = cache.load_cluster()
     if (
         stored is not None
@@ -166,6 +169,16 @@ def _measure_cluster(ranks: RankGroup, available_bytes: int, capabilities: Engin
     return ClusterProfile(link=link, hierarchical_links=hierarchical, engine=engine)
 
 
+def _describe_cluster(ranks: RankGroup, available_bytes: int, capabilities: EngineCapabilities) -> ClusterProfile:
+    """Return the links that are described, and the engine's overhead as measured where they take no time."""
+    known, cluster = described_links(ranks), current_cluster(ranks)
+    with without_link_time(ranks.group):
+        engine = engine_overhead.measure_engine_overhead(
+            ranks.group, ranks.device, cluster, available_bytes, capabilities
+        )
+    return known.model_copy(update={"engine": engine})
+
+
 def measure_links(ranks: RankGroup, available_bytes: int) -> tuple[Link, HierarchicalLinks | None]:
     """Measure the link of all ranks, and those inside and between nodes if there are several nodes of several ranks."""
     max_bytes = available_bytes // LARGEST_TENSOR_DIVISOR
@@ -217,7 +230,7 @@ def is_cache_valid(cluster_profile: ClusterProfile, ranks: RankGroup, spread: fl
     """
     if ranks.is_hierarchical and cluster_profile.hierarchical_links is None:
         return False
-    if ranks.world_size == 1:
+    if ranks.world_size == 1 or ranks.is_emulated:  # whose links are a part of the key
         return True
     predicted_s = cluster_profile.link.all_gather.time_s(PROBE_BYTES, ranks.world_size)
     for _ in range(PROBE_ATTEMPTS):

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 import platformdirs
 import torch
 
-from lightning_osdp.autotune.profile import MeasuredCluster, Profile
-from lightning_osdp.autotune.ranks import RankGroup, current_cluster
+from lightning_osdp.autotune.profile import ClusterProfile, MeasuredCluster, Profile
+from lightning_osdp.autotune.ranks import NO_LINK, RankGroup, current_cluster, described_links
+from lightning_osdp.backend.emulated import BACKEND as EMULATED
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.run_correction import Correction
 from lightning_osdp.planning.spec.cluster import Cluster
@@ -29,7 +30,7 @@ from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.profiling.tracing.trace import TracedStep
 from lightning_osdp.state.atomic_files import write_text
 
-CACHE_VERSION = 15
+CACHE_VERSION = 16
 """Version of the cached measurements. Raise it when a field changes its name or meaning: older files are ignored."""
 
 _CHECKSUM = re.compile(r',\s*"checksum":\s*"([0-9a-f]{64})"\s*}\s*$')
@@ -93,7 +94,8 @@ class ProfileCache:
         if ranks.is_offline and cluster is not None:
             offline = (cache_key(traced, ranks.device, cluster, constraints, offline) for offline in (False, True))
             return cls(ranks, tuple(folder / f"{key}.json" for key in offline), model=traced.model_profile)
-        cluster = current_cluster(ranks)
+        known = described_links(ranks) if ranks.is_emulated else ClusterProfile(link=NO_LINK)
+        cluster = current_cluster(ranks, known.link, known.hierarchical_links)
         fields = _key_fields(ranks.device, cluster, constraints)
         key = cache_key(traced, ranks.device, cluster, constraints)
         return cls(ranks, (folder / f"{key}.json",), folder / f"ranks-{_hash(fields)}.json", traced.model_profile)
@@ -162,7 +164,7 @@ def cache_key(
     Args:
         traced: the step of the model.
         device: the device that is measured.
-        cluster: the cluster, whose number of ranks and backend count; its links do not.
+        cluster: the cluster, whose number of ranks and backend count; its links do if they are emulated.
         constraints: the constraints, which say how many slices are measured, and of which engine.
         offline: whether a single process measures, while no other rank uses the machine.
     """
@@ -181,7 +183,7 @@ def _key_fields(device: torch.device, cluster: Cluster, constraints: SearchConst
     name = platform.processor() or platform.machine()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    return {
+    fields: dict[str, Any] = {
         "host": platform.node(),
         "device": name,
         "ranks": [cluster.ranks, cluster.nodes, *cluster.devices_by_node],
@@ -191,6 +193,9 @@ def _key_fields(device: torch.device, cluster: Cluster, constraints: SearchConst
         "engine": constraints.capabilities.engine,
         "format": CACHE_VERSION,
     }
+    if cluster.backend == EMULATED:  # whose links are described, and may be others at each start
+        fields["links"] = cluster.model_dump_json(include={"link", "hierarchical_links"})
+    return fields
 
 
 def _hash(fields: dict[str, Any]) -> str:
@@ -206,6 +211,7 @@ def read(file: Path, kind: type[FrozenT], is_usable: Callable[[FrozenT], bool] =
         is_usable: returns whether the value belongs where it is looked for.
     """
     try:
+        _refuse_special(file)
         text = file.read_text(encoding="utf-8")
         if (checksum := _CHECKSUM.search(text)) is not None:
             text = text[: checksum.start()] + "}"
@@ -229,9 +235,16 @@ def read(file: Path, kind: type[FrozenT], is_usable: Callable[[FrozenT], bool] =
 def write(file: Path, text: str) -> None:
     """Write a JSON object to ``file``, completely or not at all, with its checksum; warn if the disk refuses."""
     try:
+        _refuse_special(file)
         write_text(file, f'{text[:-1]},"checksum":"{_sha256(text)}"}}', is_own=None)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # the latter for names that no file can have
         warnings.warn(f"measurements can't be kept in {file.parent}: {error}", OSDPWarning, stacklevel=2)
+
+
+def _refuse_special(file: Path) -> None:
+    """Raise where there is a pipe, which would wait for its other end, a device or a folder."""
+    if file.exists() and not file.is_file():
+        raise OSError(f"{file} is not an ordinary file")
 
 
 def _sha256(text: str) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
+from typing_extensions import Self
 
 log = logging.getLogger(__name__)
 

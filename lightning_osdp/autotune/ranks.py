@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from lightning_osdp.autotune.profile import ClusterProfile
 from lightning_osdp.backend import agree, collectives
-from lightning_osdp.backend.emulated import is_emulated
+from lightning_osdp.backend.emulated import described_cluster, is_emulated
 from lightning_osdp.backend.hierarchical import detect_node_layout
 from lightning_osdp.backend.memory import UNIT_BYTES, control_group
+from lightning_osdp.backend.work import is_driven_by_host
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.spec.cluster import (
     NO_ENGINE_OVERHEAD,
@@ -24,6 +25,7 @@ from lightning_osdp.planning.spec.cluster import (
     EngineOverhead,
     HierarchicalLinks,
     Link,
+    ShardingLink,
 )
 
 Result = TypeVar("Result")
@@ -173,6 +175,25 @@ def current_cluster(
         unit_bytes=UNIT_BYTES.get(kind, 0),
         engine=engine,
     )
+
+
+def described_links(ranks: RankGroup) -> ClusterProfile:
+    """Return the links of an emulated cluster, which are described: nothing has to be measured.
+
+    What a CPU starts and waits for later goes on beside its compute in full.
+    """
+    cluster = described_cluster(ranks.group)
+    overlap = {"overlap_fraction": 1.0 if is_driven_by_host(ranks.device) else 0.0}
+    flat = {name: fit.model_copy(update=overlap) for name, fit in cluster.link}
+    flat["all_to_all"] = cluster.link.all_to_all
+    link, levels = Link(**flat), cluster.hierarchical_links
+    if not ranks.is_hierarchical:
+        return ClusterProfile(link=link)
+    if levels is None:  # one link for all
+        alike = ShardingLink(**{name: flat[name] for name in ShardingLink.model_fields})
+        levels = HierarchicalLinks(intra_node=alike, inter_node=link.all_reduce, hierarchical=alike)
+    inter_node = levels.inter_node.model_copy(update=overlap)
+    return ClusterProfile(link=link, hierarchical_links=levels.model_copy(update={"inter_node": inter_node}))
 
 
 def resolve_cluster(ranks: RankGroup, given_cluster: Cluster | None, cluster_profile: ClusterProfile) -> Cluster:

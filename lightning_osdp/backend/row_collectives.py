@@ -6,7 +6,7 @@ nothing is copied; otherwise shorter ones are padded on the way. Every rank know
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_osdp.backend import collectives
-from lightning_osdp.backend.emulated import is_emulated
 from lightning_osdp.backend.work import COMM_WAIT
 
 
@@ -25,12 +24,23 @@ def exchange_numbers(numbers: Sequence[int], group: Any) -> list[list[int]]:
         numbers: as many on each rank.
         group: ranks with a backend for CPU tensors.
     """
-    if is_emulated(group):
-        return [list(numbers)] * int(group.size())
     own = torch.tensor(numbers, dtype=torch.int64)
     everyone = own.new_empty(group.size() * len(numbers))
     collectives.all_gather(everyone, own, group)
     return everyone.view(group.size(), -1).tolist()
+
+
+def start_exchange(numbers: Sequence[int], group: Any) -> Callable[[], list[list[int]]]:
+    """Start ``exchange_numbers``; returns what waits for the numbers."""
+    own = torch.tensor(numbers, dtype=torch.int64)
+    everyone = own.new_empty(group.size() * len(numbers))
+    work = collectives.all_gather_async([everyone], [own], group)
+
+    def finish() -> list[list[int]]:
+        work.wait()
+        return everyone.view(group.size(), -1).tolist()
+
+    return finish
 
 
 def gather_rows(rows: Tensor, counts: Sequence[int], group: Any) -> Tensor:

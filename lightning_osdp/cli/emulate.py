@@ -38,6 +38,9 @@ STRATEGIES: tuple[StrategyName, ...] = ("osdp", "ddp", "fsdp", "fsdp2")
 UNSHARDED_COPIES = 4
 """Weights, gradients and optimizer states: a larger module can't make a step here, so its values are of no use."""
 
+LARGEST_MADE_BYTES = 1 << 30
+"""Of the parameters of a module that is made to be planned: its step takes several times that; a plan needs shapes."""
+
 _FSDP = ("FSDP per block", "FSDP per operator")
 
 BASELINES: dict[str, tuple[str, ...]] = {"ddp": ("DDP",), "fsdp": _FSDP, "fsdp2": _FSDP}
@@ -131,7 +134,7 @@ def _read_request(options: Namespace) -> Request:
         arguments.validate_positive(name, options[name])
     names = ("memory_limit", "max_batch_size", "global_batch_size", "cache")
     return Request(
-        config=Path(options.config),
+        config=offline_plan.load_config(Path(options.config)).path,  # refused here if it can't be used
         cluster=resolve_cluster(options.hardware, options.devices, options.nodes),
         strategies=STRATEGIES if options.compare else (options.strategy,),
         num_steps=options.steps,
@@ -215,7 +218,7 @@ def _plan(request: Request) -> tuple[ExecutionPlan, str]:
     fixed: dict[str, Any] = {} if request.batch_size is None else {"batch_size": request.batch_size}
     if "memory_limit" not in config.planning_args:
         fixed["memory_limit"] = available
-    make_module = ModuleMaker(available // UNSHARDED_COPIES, is_for_planning=True)
+    make_module = ModuleMaker(min(available // UNSHARDED_COPIES, LARGEST_MADE_BYTES), is_for_planning=True)
     config = replace(config, make_module=make_module)
     plan = offline_plan.plan_from_config(config, None, cluster=cluster, **fixed | request.planning_args).plan
     needed, has = format_bytes(plan.predicted.max_memory_bytes), format_bytes(available)

@@ -239,6 +239,12 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
 def _plan(options: Namespace) -> None:
     _check_output(options.out, ExecutionPlan.is_plan)
     _check_page(options.html)
+    if (
+        options.out is not None
+        and options.html is not None
+        and Path(options.out).resolve() == Path(options.html).resolve()
+    ):
+        raise ConfigurationError(f"--out and --html can't both write {options.out}")
     config = _load_config(options)
     devices = arguments.validate_positive("devices", options.devices)
     result = offline_plan.plan_from_config(
@@ -395,7 +401,7 @@ def _write_page(path: str, plan: ExecutionPlan, problem: Problem | None, points:
 
 
 def _emulate(options: Namespace) -> None:
-    _check_output(options.html, _is_page)
+    _check_page(options.html)
     emulate.run(options, lambda path, plan: _write_page(path, plan, None))
 
 

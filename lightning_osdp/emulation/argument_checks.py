@@ -33,6 +33,16 @@ def check_parts(name: str, whole: Tensor, part: Tensor, ranks: int) -> None:
         )
 
 
+def check_contiguous(name: str, whole: Tensor) -> None:
+    """Refuse to fill a tensor whose elements do not lie one after the other.
+
+    Raises:
+        ConfigurationError: they do not.
+    """
+    if not whole.is_contiguous():
+        raise ConfigurationError(f"{name}: the tensor of all ranks is not contiguous")
+
+
 def check_alike(name: str, given: Tensor, other: Tensor) -> None:
     """Refuse to copy a tensor into one of another size or data type.
 

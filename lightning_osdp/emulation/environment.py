@@ -12,10 +12,14 @@ from typing_extensions import override
 from lightning_osdp.emulation.checkpoints import forbid_checkpoints
 from lightning_osdp.emulation.links import EmulatedLinks
 from lightning_osdp.emulation.process_group import join
+from lightning_osdp.emulation.samplers import divide_samples_over_all_ranks
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.whatif import hardware as hardware_files
 from lightning_osdp.strategy import arguments
+
+MAX_RANKS = 1 << 16
+"""Process groups list their ranks."""
 
 
 class EmulatedCluster(ClusterEnvironment):
@@ -38,6 +42,7 @@ class EmulatedCluster(ClusterEnvironment):
         self.cluster = resolve_cluster(hardware, devices, nodes)
         join(EmulatedLinks(self.cluster))
         forbid_checkpoints()
+        divide_samples_over_all_ranks()
         rank_zero_info(describe_cluster(self.cluster))
 
     @property
@@ -116,8 +121,15 @@ def resolve_cluster(hardware: str | Path | Cluster, devices: int | None, nodes: 
         nodes: number of nodes that they are spread over; None for as few as possible.
 
     Raises:
-        ConfigurationError: the hardware does not have so many, or they can't be spread evenly.
+        ConfigurationError: the hardware does not have so many, they can't be spread evenly, or are too many.
     """
+    cluster = _find_cluster(hardware, devices, nodes)
+    if cluster.ranks > MAX_RANKS:
+        raise ConfigurationError(f"{cluster.ranks:,} ranks can't be emulated: {MAX_RANKS:,} at most")
+    return cluster
+
+
+def _find_cluster(hardware: str | Path | Cluster, devices: int | None, nodes: int | None) -> Cluster:
     for name, value in (("devices", devices), ("nodes", nodes)):
         arguments.validate_positive(name, value)
     if not isinstance(hardware, Cluster) and _is_cluster_file(Path(hardware)):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import Literal
 
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit
 
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 NODE, NETWORK = "node", "network"
 """Names of the two links: that of the devices of one node, and that of the nodes."""
@@ -40,7 +44,7 @@ class EmulatedLinks:
         """
         if len(ranks) == 1:
             return 0.0
-        per_node = self._ranks_per_node(ranks)
+        per_node = _ranks_per_node(self.node_sizes, tuple(ranks))
         links = self.cluster.hierarchical_links
         if links is None or len(ranks) == self.cluster.ranks:
             fit: CollectiveFit = getattr(self.cluster.link, collective)
@@ -61,16 +65,16 @@ class EmulatedLinks:
 
     def occupied(self, ranks: Sequence[int]) -> tuple[str, ...]:
         """Return the links that a collective of these ranks occupies: two collectives on a link wait for each other."""
-        per_node = self._ranks_per_node(ranks)
+        per_node = _ranks_per_node(self.node_sizes, tuple(ranks))
         return ((NODE,) if max(per_node) > 1 else ()) + ((NETWORK,) if len(per_node) > 1 else ())
 
-    def _ranks_per_node(self, ranks: Sequence[int]) -> list[int]:
-        """Return how many of the ranks are on each node that has any."""
-        counts, first = [], 0
-        for size in self.node_sizes:
-            counts.append(sum(first <= rank < first + size for rank in ranks))
-            first += size
-        return [count for count in counts if count]
+
+@lru_cache(maxsize=256)
+def _ranks_per_node(node_sizes: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Return how many of the ranks are on each node that has any."""
+    ends = list(accumulate(node_sizes))
+    counts = Counter(bisect_right(ends, rank) for rank in ranks)
+    return tuple(counts[node] for node in sorted(counts))
 
 
 def _inside_node_s(link: object, collective: Collective, num_bytes: int, ranks: int, tensors: int) -> float:

@@ -7,6 +7,7 @@ it as they use NCCL or gloo. Values mean nothing: a gathered weight is N copies 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_osdp.backend.emulated import BACKEND
 from lightning_osdp.emulation.absent_ranks_store import AbsentRanksStore
 from lightning_osdp.emulation.argument_checks import (
     check_alike,
+    check_contiguous,
     check_known,
     check_list,
     check_parts,
@@ -28,6 +30,7 @@ from lightning_osdp.emulation.argument_checks import (
 from lightning_osdp.emulation.link_clock import LinkClock
 from lightning_osdp.emulation.links import Collective, EmulatedLinks
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planning.spec.cluster import Cluster
 
 _UNCHANGED = {dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.BAND, dist.ReduceOp.BOR}
 """Reductions of N equal values that give this value."""
@@ -157,6 +160,15 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._group_desc
 
     @property
+    def cluster(self) -> Cluster:
+        """The cluster that the process stands for."""
+        return self._links.cluster
+
+    def without_link_time(self) -> AbstractContextManager[None]:
+        """Let collectives of all groups take no time of their links within a context."""
+        return self._clock.paused()
+
+    @property
     def node_sizes(self) -> tuple[int, ...]:
         """Number of ranks on each node of the cluster."""
         return self._links.node_sizes
@@ -219,6 +231,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         """Fill each output with N copies of its input."""
         for target, source in zip(outputs, inputs, strict=True):
             check_parts("all_gather", target, source, self.size())
+            check_contiguous("all_gather", target)
 
         def copy() -> None:
             for target, source in zip(outputs, inputs, strict=True):
@@ -286,7 +299,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         check_split("all_to_all", output, output_sizes, ranks)
         parts = torch.split(input, input_sizes) if input_sizes else input.chunk(ranks)
         targets = torch.split(output, output_sizes) if output_sizes else output.chunk(ranks)
-        return self.alltoall(targets, parts) if parts and targets else self._run("all_gather", lambda: None, [output])
+        return self.alltoall(targets, parts) if parts and targets else self._run("all_to_all", lambda: None, [output])
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Fill each output with the input that is for this rank, or with zeros where the sizes differ."""
@@ -301,7 +314,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
                 else:
                     target.zero_()
 
-        return self._run("all_gather", copy, outputs)
+        return self._run("all_to_all", copy, outputs)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait as long as an empty all-reduce takes."""
@@ -364,16 +377,12 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         self.bytes_sent[kind] = self.bytes_sent.get(kind, 0) + num_bytes
         seconds = self._links.seconds(kind, num_bytes, self._ranks, tensors)
 
-        def copy_without_grad() -> None:
-            with torch.no_grad():
-                copy()
-
-        return self._clock.start(copy_without_grad, results, seconds, self._occupied)
+        return self._clock.start(torch.no_grad()(copy), results, seconds, self._occupied)
 
     def _message(self, tensors: Sequence[Tensor], copy: Callable[[], None], peer: int) -> dist.Work:
         pair = (self._ranks[self._rank], self._ranks[peer])
         seconds = self._links.message_s(_total_bytes(tensors), pair)
-        return self._clock.start(copy, tensors, seconds, self._links.occupied(pair))
+        return self._clock.start(torch.no_grad()(copy), tensors, seconds, self._links.occupied(pair))
 
     def _scatter(
         self,
@@ -398,11 +407,12 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
             ConfigurationError: the reduction is not emulated.
         """
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        numbers = [tensor for tensor in tensors if tensor.dtype != torch.bool]  # a sum of truths is the same truth
         if op == dist.ReduceOp.SUM:
-            for tensor in tensors:
+            for tensor in numbers:
                 tensor.mul_(self.size())
         elif op == dist.ReduceOp.PRODUCT:
-            for tensor in tensors:
+            for tensor in numbers:
                 tensor.pow_(self.size())
         elif not any(op == unchanged for unchanged in _UNCHANGED):
             name = getattr(op, "op", op)
@@ -433,4 +443,7 @@ for _name in _UNAVAILABLE:
 
 
 def _total_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+    dense = [
+        part for tensor in tensors for part in ([tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor])
+    ]
+    return sum(tensor.nbytes for tensor in dense)

@@ -9,8 +9,7 @@ gradient must be known to all, since an optimizer treats "none" and "zero" diffe
 rank's answers travel as extra elements of the last bucket. Only a rank that lacks a gradient reads them, so the usual
 step waits for nothing.
 
-Note [gradients in flight]: once packed, a gradient is freed, and its parameter has none until it is averaged. Only
-where a hook on the parameter may read it does it stay; who changes it then does so in vain, and that is an error.
+Note [gradients in flight]: once packed, a gradient is freed, and its parameter has none until it is averaged.
 """
 
 from __future__ import annotations
@@ -27,12 +26,8 @@ from torch import Tensor, nn
 from lightning_osdp.backend.collectives import all_reduce_async
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.cluster import BUCKET_BYTES, UNBUCKETED_BYTES
-
-CHANGED_IN_FLIGHT = (
-    "a hook has changed the gradient of a replicated parameter of shape {} while it was being averaged over the ranks, "
-    "so the change would be lost: register hooks that change gradients before training (in __init__ or "
-    "configure_model), or change gradients in on_before_optimizer_step"
-)
+from lightning_osdp.planning.spec.model import NOT_USED
+from lightning_osdp.planning.spec.plan import OperatorPlan
 
 
 @dataclass(eq=False)
@@ -45,8 +40,6 @@ class _Bucket:
     missing: set[nn.Parameter] = field(default_factory=set)
     present: set[nn.Parameter] = field(default_factory=set)
     """Parameters that had a gradient when it was launched."""
-    shown: dict[nn.Parameter, tuple[Tensor, int]] = field(default_factory=dict)
-    """Gradients that hooks may read while they are reduced, and their versions."""
     is_launched: bool = False
     work: Any = None
     buffer: Tensor | None = None
@@ -76,6 +69,7 @@ class BucketedAllReduce:
         group: the process group to average over.
         sync: while it is paused, each rank accumulates its own gradients.
         before_finish: called before what is left of a backward pass is reduced.
+        on_pass_end: called when the gradients of a backward pass are reduced at its end.
         dtype: the type in which gradients are reduced; None for their own.
     """
 
@@ -85,16 +79,19 @@ class BucketedAllReduce:
         group: Any,
         sync: GradientSync,
         before_finish: Callable[[], None],
+        on_pass_end: Callable[[], None],
         dtype: torch.dtype | None = None,
     ) -> None:
         self._dtype = dtype
         self._group, self._sync, self._before_finish = group, sync, before_finish
+        self._after_pass = on_pass_end
         self._world_size: int = group.size()
         self._parameters = list(parameters)
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._next_bucket = 0
-        self._is_active = False
+        self.is_active = False
+        """Whether a backward pass has come to gradients that are not reduced yet."""
         self._unhooked = set(self._parameters)
         self._hooks: list[Any] = []
         self.refresh()
@@ -108,33 +105,33 @@ class BucketedAllReduce:
     def refresh(self) -> None:
         """Include parameters that were unfrozen. Cheap enough for every forward."""
         for parameter in [p for p in self._unhooked if p.requires_grad]:
-            # Where a hook of the user's own returns something, torch hands that on, and says later that it must not.
-            on_gradient = partial(self._on_gradient, parameter)
-            hook = parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
-            self._hooks.append(hook)
+            with torch.enable_grad():
+                node: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            # On the node, which has to be held: there it comes after all hooks on the parameter, however late.
+            self._hooks.append((node, node.register_hook(partial(self._on_gradient, parameter))))
             self._unhooked.discard(parameter)
 
     def detach(self) -> None:
         """Stop averaging gradients, until ``refresh``."""
-        for hook in self._hooks:
+        for _, hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._unhooked = set(self._parameters)
 
     def join(self) -> None:
         """Take part in the reduction of gradients that other ranks have, with what is here."""
-        if not self._is_active:
+        if not self.is_active:
             self._rebuild_buckets()
         self._finish()
 
     def finish(self) -> None:
         """Reduce what is left of the backward pass that just ended, and wait for all of it."""
-        if self._is_active:
+        if self.is_active:
             self._before_finish()
             self._finish()
 
     def _finish(self) -> None:
-        self._is_active = False
+        self.is_active = False
         absent = [p for bucket in self._buckets for p in bucket.missing if p.grad is None]
         for bucket in self._buckets[self._next_bucket :]:
             self._launch(bucket)
@@ -153,7 +150,7 @@ class BucketedAllReduce:
             return
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ShardingError("sparse gradients are not supported: build the embedding with sparse=False")
-        if not self._is_active:
+        if not self.is_active:
             self._rebuild_buckets()
             torch.autograd.Variable._execution_engine.queue_callback(self._on_pass_end)
         bucket = self._bucket_of[parameter]
@@ -173,22 +170,21 @@ class BucketedAllReduce:
         self._buckets = _make_buckets(self._trainable_parameters())
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._next_bucket = 0
-        self._is_active = True
+        self.is_active = True
 
     def _on_pass_end(self) -> None:
         """Finish when the pass is over: a step may have several. A checkpoint's within another one is a part of it."""
         if torch._C._current_autograd_node() is None:
             self.finish()
+            self._after_pass()
 
     def _launch(self, bucket: _Bucket) -> None:
         bucket.is_launched = True
         bucket.present = {parameter for parameter in bucket.parameters if parameter.grad is not None}
         bucket.buffer = self._pack(bucket)
-        shown = {p: p.grad for p in bucket.present if p.grad is not None and _has_own_hooks(p)}
-        for parameter in bucket.present - shown.keys():
+        for parameter in bucket.present:
             parameter.grad = None
         bucket.work = all_reduce_async(bucket.buffer, self._group)
-        bucket.shown = {parameter: (gradient, gradient._version) for parameter, gradient in shown.items()}
 
     def _pack(self, bucket: _Bucket) -> Tensor:
         """Return the gradients in one flat tensor; a large one as it is, if it is reduced in its own type."""
@@ -225,21 +221,27 @@ class BucketedAllReduce:
                 parameter.grad = None
 
 
-def _has_own_hooks(parameter: nn.Parameter) -> bool:
-    return len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1  # ours is one of them
+def parameters_in_order_of_use(module: nn.Module, operators: Sequence[OperatorPlan]) -> list[nn.Parameter]:
+    """Return the parameters as the operators, which are in the order of their first use, use them.
+
+    A module may list them in another order, and then gradients that come late would hold those up that come early.
+    Parameters that are not used come first, so that nothing waits for their gradients.
+    """
+    used = [operator.name for operator in operators if operator.replicated_reason != NOT_USED]
+    positions = {name: index for index, name in enumerate(used)}
+
+    def position(name: str) -> int:
+        while name and name not in positions:
+            name = name.rpartition(".")[0]
+        return positions.get(name, -1)
+
+    named = sorted(module.named_parameters(), key=lambda pair: position(pair[0]))
+    return [parameter for _, parameter in named]
 
 
 def _wait_and_unpack(bucket: _Bucket) -> None:
     """Wait for the reduction and make each parameter's part of the buffer its gradient, without a copy."""
-    changed = [
-        parameter
-        for parameter, (gradient, version) in bucket.shown.items()
-        if parameter.grad is not gradient or gradient._version != version
-    ]
-    bucket.shown.clear()
     bucket.work.wait()
-    if changed:
-        raise ShardingError(CHANGED_IN_FLIGHT.format(tuple(changed[0].shape)))
     assert bucket.buffer is not None
     bucket.buffer = bucket.buffer.to(bucket.parameters[0].dtype)
     if bucket.unbucketed:

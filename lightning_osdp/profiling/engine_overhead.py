@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from lightning_osdp.backend import agree
 from lightning_osdp.backend.timer import CORE_SHARING, synchronize, typical_time_s
 from lightning_osdp.engine.base import create_engine
+from lightning_osdp.planning.cost.activation_exchange import exchange_s, handled_bytes
 from lightning_osdp.planning.cost.step_time import communication_time
 from lightning_osdp.planning.cost.trial_correction import fit_nonnegative_line
 from lightning_osdp.planning.spec.capabilities import ALL_CAPABILITIES, EngineCapabilities
-from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, tensor_degrees
 from lightning_osdp.planning.spec.cluster import (
     NO_ENGINE_OVERHEAD,
     CalibrationFactors,
@@ -34,9 +35,13 @@ from lightning_osdp.planning.spec.cluster import (
 )
 from lightning_osdp.planning.spec.model import Operator, ParameterInfo
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
+from lightning_osdp.planning.spec.tensor import TensorRole, TensorSplit, TensorUse
 
 WIDTHS = {Mode.DP: (128, 448), Mode.ZDP2: (128, 768), Mode.ZDP: (128, 768)}
 """Widths of the square weights: 64 KiB, and 784 KiB (small enough for a bucket when replicated) or 2.25 MiB."""
+
+TENSOR_WIDTH, TENSOR_ROWS = 256, (32, 768)
+"""Width of the weights that are tensor parallel, and rows of each rank: their activations have 32 KiB, and 768 KiB."""
 
 MAX_LIVE_COPIES, MEMORY_FRACTION = 5, 0.8
 """How often all weights are in memory at most (gradients, plain modules and shards included), and the fraction of the
@@ -102,9 +107,45 @@ def measure_engine_overhead(
         ]
         line = fit_nonnegative_line(list(zip((4 * width * width for width in widths), own_s, strict=True)))
         fits[mode] = ModeOverhead(fixed_s=line.fixed, s_per_byte=line.per_sample)
+    if Mode.TP in capabilities.modes:
+        fits[Mode.TP] = _measure_tensor_parallel(group, device, cluster, capabilities.engine)
     factor = SHARED_CORES_CALIBRATION if CORE_SHARING.is_shared else 0.0
     calibration = CalibrationFactors(dp=factor, zdp2=factor, zdp=factor, tp=factor)
-    return EngineOverhead(dp=fits[Mode.DP], zdp2=fits[Mode.ZDP2], zdp=fits[Mode.ZDP], calibration=calibration)
+    return EngineOverhead(**{mode.value: fit for mode, fit in fits.items()}, calibration=calibration)
+
+
+def _measure_tensor_parallel(
+    group: dist.ProcessGroup, device: torch.device, cluster: Cluster, engine: str
+) -> ModeOverhead:
+    """Return the engine's own time of a run of tensor parallel operators, and per byte of its collectives."""
+    degree, points = max(tensor_degrees(cluster), default=1), []
+    if degree == 1:
+        return ModeOverhead()
+    for rows in TENSOR_ROWS:
+        operator = _operator_of(TENSOR_WIDTH, _tensor_use(rows, degree))
+        own_s = _measure_per_operator_s(Mode.TP, TENSOR_WIDTH, group, device, engine, _TensorStep(rows, degree))
+        own_s -= sum(communication_time(operator, ShardingChoice((Mode.TP,), tensor_degree=degree), cluster))
+        own_s -= exchange_s(operator, degree, cluster, recomputed=False).value_at(1)
+        points.append((round(handled_bytes(_tensor_use(rows, degree), degree)), own_s))
+    line = fit_nonnegative_line(points)
+    return ModeOverhead(fixed_s=line.fixed, s_per_byte=line.per_sample)
+
+
+class _TensorStep(NamedTuple):
+    """What tells a tensor parallel step from others."""
+
+    num_rows: int
+    degree: int
+
+
+def _tensor_use(rows: int, degree: int) -> TensorUse:
+    num_bytes = 4 * rows * TENSOR_WIDTH
+    return TensorUse(role=TensorRole.LINEAR, degrees=(degree,), input_bytes=num_bytes, output_bytes=num_bytes)
+
+
+def _operator_of(width: int, use: TensorUse | None = None) -> Operator:
+    weight = ParameterInfo(name="weight", shape=(width, width))
+    return Operator(name="operator", kind="Linear", parameters=(weight,), tensor=use)
 
 
 def warm_up(
@@ -130,13 +171,16 @@ def _max_width(group: dist.ProcessGroup, device: torch.device, available_bytes: 
 
 def _predicted_communication_s(mode: Mode, width: int, cluster: Cluster) -> float:
     """Return what the planner predicts for the collectives of such an operator."""
-    weight = ParameterInfo(name="weight", shape=(width, width))
-    operator = Operator(name="operator", kind="Linear", parameters=(weight,))
-    return sum(communication_time(operator, ShardingChoice((mode,)), cluster))
+    return sum(communication_time(_operator_of(width), ShardingChoice((mode,)), cluster))
 
 
 def _measure_per_operator_s(
-    mode: Mode, width: int, group: dist.ProcessGroup, device: torch.device, engine: str
+    mode: Mode,
+    width: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    engine: str,
+    tensor: _TensorStep | None = None,
 ) -> float:
     """Return what the mode adds to an operator's compute on the slowest rank."""
     count = NUM_OPERATORS_SHARED_CORES if CORE_SHARING.is_shared else NUM_OPERATORS
@@ -144,8 +188,8 @@ def _measure_per_operator_s(
     fewer = count // 2 if mode == Mode.DP else 0
     steps: list[EngineStep] = []
     for number in (count, fewer) if fewer else (count,):
-        steps.append(_make_engine_step(mode, number, width, group, device, engine))
-        steps.append(_make_plain_step(number, width, device))
+        steps.append(_make_engine_step(mode, number, width, group, device, engine, tensor))
+        steps.append(_make_plain_step(number, width, device, tensor))
     first_s = sum(agree.all_reduce_max([_time_once_s(step, group, device) for step in steps], group, device))
     num_repeats = min(MAX_REPEATS, max(MIN_REPEATS, int(TIMING_BUDGET_S / first_s)))
     times_s = [[_time_once_s(step, group, device) for step in steps] for _ in range(num_repeats)]
@@ -166,19 +210,30 @@ def _time_once_s(step: EngineStep, group: dist.ProcessGroup, device: torch.devic
     return time.perf_counter() - start
 
 
-def _make_operators(count: int, width: int, device: torch.device) -> tuple[nn.Sequential, Tensor]:
-    """Return square operators and an input that takes ``FLOPS_PER_OPERATOR``."""
-    rows = FLOPS_PER_OPERATOR.get(device.type, 0) // (2 * width * width)
+def _make_operators(
+    count: int, width: int, device: torch.device, tensor: _TensorStep | None
+) -> tuple[nn.Sequential, Tensor]:
+    """Return square operators and an input that takes ``FLOPS_PER_OPERATOR``, or has the rows that are given."""
+    rows = tensor.num_rows if tensor is not None else FLOPS_PER_OPERATOR.get(device.type, 0) // (2 * width * width)
     operators = (nn.Linear(width, width, bias=False, device=device) for _ in range(count))
     return nn.Sequential(*operators), torch.ones(max(1, rows), width, device=device)
 
 
 def _make_engine_step(
-    mode: Mode, count: int, width: int, group: dist.ProcessGroup, device: torch.device, engine_name: str
+    mode: Mode,
+    count: int,
+    width: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    engine_name: str,
+    tensor: _TensorStep | None = None,
 ) -> EngineStep:
-    model, sample = _make_operators(count, width, device)
+    model, sample = _make_operators(count, width, device, tensor)
     engine = create_engine(engine_name, device, group)
-    operators = [OperatorPlan(name=str(index), slices=(mode,), num_parameters=0) for index in range(len(model))]
+    split = None if tensor is None else TensorSplit(degree=tensor.degree, role=TensorRole.LINEAR)
+    operators = [
+        OperatorPlan(name=str(index), slices=(mode,), num_parameters=0, tensor=split) for index in range(len(model))
+    ]
     engine.apply(model, ExecutionPlan.minimal(operators, _minimal_cluster(group.size())))
 
     def run() -> None:
@@ -191,8 +246,8 @@ def _make_engine_step(
     return EngineStep(run, engine.close)
 
 
-def _make_plain_step(count: int, width: int, device: torch.device) -> EngineStep:
-    model, sample = _make_operators(count, width, device)
+def _make_plain_step(count: int, width: int, device: torch.device, tensor: _TensorStep | None) -> EngineStep:
+    model, sample = _make_operators(count, width, device, tensor)
 
     def run() -> None:
         model(sample).sum().backward()

@@ -84,7 +84,7 @@ def _scope_leak(found: _Followed, row: Call, scope: Call) -> str:
             and event.written_storages.isdisjoint(row.inputs)
         )
         if is_lost and event.written_storages.isdisjoint(flow.last_reads):
-            return f"nothing uses the result of {event.func}"
+            return f"nothing uses the result of {_function_name(event)}"
     return ""
 
 
@@ -122,18 +122,23 @@ class _Followed:
         if event.func.overloadpacket in READS_VALUES or event.reads_numbers:
             return "numbers are read from it"
         if not self.flow.rank_specific.isdisjoint(event.read_storages - own):
-            return f"{event.func} combines it with what each rank has of its own"
+            return f"{_function_name(event)} combines it with what each rank has of its own"
         if any(self.flow.made.get(each, -1) < self.start for each in event.changes - own):
-            return f"{event.func} writes it to what was there before"
+            return f"{_function_name(event)} writes it to what was there before"
         if self.scope is None and not _is_rowwise(event):
-            return f"{event.func} computes with several numbers of a row"
+            return f"{_function_name(event)} in between computes with several features of a row"
         if (
             self.scope is not None
             and event.func.overloadpacket in COMPARES
             and not self.cut.isdisjoint(event.read_storages)
         ):
-            return f"{event.func} decides by its numbers"
+            return f"{_function_name(event)} decides by its numbers"
         return ""
+
+
+def _function_name(event: Event) -> str:
+    """Return a function's name in torch."""
+    return str(event.func.overloadpacket).partition(".")[2]
 
 
 def _is_rowwise(event: Event) -> bool:

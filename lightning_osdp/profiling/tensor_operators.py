@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from itertools import takewhile
 
 from torch import Tensor, nn
 
@@ -28,6 +29,21 @@ def refusal(operator: Operator, module: nn.Module) -> str:
     return operator.unsplittable_reason or "it is not a matrix"
 
 
+def explain_unknown_dataflow(operators: Sequence[Operator], modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Say why operators of a kind that can be tensor parallel are not, where the step could not be followed."""
+    refusals = {each.name: refusal(each, modules[each.name]) for each in operators}
+    return {
+        name: reason or "the training step can't be followed on fake tensors"
+        for name, reason in refusals.items()
+        if has_tensor_kind(modules[name])
+    }
+
+
+def has_tensor_kind(module: nn.Module) -> bool:
+    """Return whether a module is of a kind of which some are tensor parallel, or looks like it."""
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag | nn.MultiheadAttention) or is_linear(module)
+
+
 def size_refusal(module: nn.Module, degrees: Sequence[int]) -> str:
     """Say to the user why the operator can't be cut by itself over any number of ranks; empty if it can."""
     size, numbers = cut_size(module), " or ".join(map(str, degrees))
@@ -46,6 +62,33 @@ def cut_size(module: nn.Module) -> int:
     assert isinstance(module.weight, Tensor)
     input_dim = matrix_input_dim(module)
     return int(module.weight.shape[1 if input_dim is None else 1 - input_dim])
+
+
+def count_heads(module: nn.Module) -> dict[str, int]:
+    """Return the numbers of heads of an attention, as its attributes say, to explain why they can't be divided."""
+    found = {name: value for each in module.modules() for name, value in vars(each).items() if "head" in name}
+    return {name: value for name, value in found.items() if type(value) is int and value > 1 and "dim" not in name}
+
+
+def describe_refused_groups(refused: Mapping[tuple[str, ...], str], accepted: Container[str]) -> dict[str, str]:
+    """Say of each operator with which others it can't be tensor parallel, and why.
+
+    Args:
+        refused: Reasons by the names of what would run together.
+        accepted: Operators that are tensor parallel together with others.
+    """
+    found: dict[str, tuple[int, str]] = {}
+    for names, reason in refused.items():
+        paths = [name.split(".") for name in names]
+        blocks = {tuple(part for part in path[:-1] if part.isdecimal()) for path in paths}
+        if not reason or len(blocks) > 1 or any(name in accepted for name in names):
+            continue  # that one block's output feeds the next one is no MLP
+        depth = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, zip(*paths, strict=False)))
+        for path, name in zip(paths, names, strict=True):
+            others = [".".join(other[min(depth, len(other) - 1) :]) for other in paths if other is not path]
+            text = f"together with {', '.join(others)}: {reason}"
+            found[name] = max(found.get(name, (0, "")), (depth, text), key=lambda each: each[0])
+    return {name: text for name, (_, text) in found.items()}
 
 
 def planned_columns(modules: Mapping[str, nn.Module]) -> set[str]:

@@ -25,12 +25,22 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_osdp.engine.tensor_parallel.check import has_hooks
+from lightning_osdp.errors import message_of
 from lightning_osdp.planning.spec.model import Operator
 from lightning_osdp.planning.spec.tensor import TensorCandidate, TensorRole
 from lightning_osdp.profiling import tensor_proof
 from lightning_osdp.profiling.kernels.benchmark import tensors_of
 from lightning_osdp.profiling.tensor_leaks import find_leak
-from lightning_osdp.profiling.tensor_operators import cut_size, is_linear, planned_columns, refusal, size_refusal
+from lightning_osdp.profiling.tensor_operators import (
+    count_heads,
+    cut_size,
+    describe_refused_groups,
+    has_tensor_kind,
+    is_linear,
+    planned_columns,
+    refusal,
+    size_refusal,
+)
 from lightning_osdp.profiling.tensor_proof import Cut, PlayedGroup
 from lightning_osdp.profiling.tensor_stage import Refusal, Scene, attribute_owners, call_module
 from lightning_osdp.profiling.tracing import stand_ins
@@ -52,6 +62,9 @@ MAX_ELEMENTS = 1 << 22
 MAX_MODULES = 256
 """Modules of the largest module that is copied for a proof."""
 
+NO_TIME, NO_CUT = "there was no time to try it", "no way to cut them gives what the module gives"
+"""Reasons of refusals."""
+
 LONG = 8
 """Sequences that are longer than this are played shorter where they can be."""
 
@@ -63,6 +76,8 @@ class TensorFindings:
     candidates: tuple[TensorCandidate, ...] = ()
     refusals: Mapping[str, str] = field(default_factory=dict)
     """Reasons by operator, in words for the user."""
+    group_refusals: Mapping[str, str] = field(default_factory=dict)
+    """With which others an operator may not be, and why."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +146,8 @@ class _Finder:
         self._refusals = {each.name: refusal(each, self._modules[each.name]) for each in operators}
         self._refusals = {name: reason for name, reason in self._refusals.items() if reason}
         self._usable = {each.name for each in operators} - self._refusals.keys()
-        kinds = (nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention)
         self._refusals = {
-            name: reason
-            for name, reason in self._refusals.items()
-            if isinstance(self._modules[name], kinds) or is_linear(self._modules[name])
+            name: reason for name, reason in self._refusals.items() if has_tensor_kind(self._modules[name])
         }
         self._operators = operators
         self._calls: dict[str, list[int]] = defaultdict(list)
@@ -148,24 +160,31 @@ class _Finder:
     def find_candidates(self) -> TensorFindings:
         """Find pairs first, then attentions, then single operators."""
         candidates: dict[str, TensorCandidate] = {}
+        refused: dict[tuple[str, ...], str] = {}
         for with_scope in (False, True):
             for group in self._groups():
                 names = (*group.columns, group.row)
                 if not candidates.keys().isdisjoint(names):
                     continue
-                if (candidate := self._prove(group, with_scope)) is not None:
-                    candidates.update(dict.fromkeys(names, candidate))
+                found = self._prove(group, with_scope)
+                if isinstance(found, TensorCandidate):
+                    candidates.update(dict.fromkeys(names, found))
+                elif names not in refused or found not in ("", NO_CUT):
+                    refused[names] = found
+        group_refusals = describe_refused_groups(refused, set(candidates))
         for operator in self._operators:
             name = operator.name
-            if name in self._usable and name not in candidates and name in self._calls:
-                if reason := size_refusal(self._modules[name], self._degrees):
+            if name in self._usable and name not in candidates:
+                if name not in self._calls:
+                    self._refusals[name] = "the training step does not call it"
+                elif reason := size_refusal(self._modules[name], self._degrees):
                     self._refusals[name] = reason
                 else:
                     candidates[name] = self._single(operator)
         order = {operator.name: index for index, operator in enumerate(self._operators)}
         unique = {each.operators: each for each in candidates.values()}
         ordered = sorted(unique.values(), key=lambda each: min(order[name] for name in each.operators))
-        return TensorFindings(tuple(ordered), self._refusals)
+        return TensorFindings(tuple(ordered), self._refusals, group_refusals)
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
@@ -199,27 +218,27 @@ class _Finder:
 
     # -- proofs -------------------------------------------------------------------------------------------------------
 
-    def _prove(self, group: _Group, with_scope: bool) -> TensorCandidate | None:
-        """Return the group as a candidate if all its calls may be cut in the same way, and there is time to see."""
+    def _prove(self, group: _Group, with_scope: bool) -> TensorCandidate | str:
+        """Return the group as a candidate if all its calls may be cut in the same way, or why it is none."""
         if time.process_time() > self._deadline_s:
-            return None
+            return NO_TIME
         proofs = set()
         scope_names = set()
         for columns, row in zip(group.column_calls, group.row_calls, strict=True):
             scope = self._scope_of(columns) if with_scope else None
             if with_scope and (scope is None or self._name(scope) in ("", group.row)):
-                return None
+                return ""
             if not with_scope and len({column.input_key for column in columns}) > 1:
-                return None
-            if find_leak(self._flow, columns, row, scope):
-                return None
+                return "they read different inputs"
+            if leak := find_leak(self._flow, columns, row, scope):
+                return leak
             proven = self._prove_once(columns, row, scope)
             if isinstance(proven, str):
-                return None
+                return proven
             proofs.add(proven)
             scope_names.add(group.row if scope is None else self._name(scope))
         if len(proofs) != 1 or len(scope_names) != 1:
-            return None
+            return "its calls differ"
         return self._candidate(group, proofs.pop(), scope_names.pop(), with_scope)
 
     def _candidate(self, group: _Group, proven: _Proven, scope: str, with_scope: bool) -> TensorCandidate:
@@ -270,7 +289,7 @@ class _Finder:
             except Refusal as refusal:
                 known = str(refusal)
             except Exception as error:  # The user's code runs here and may give anything.
-                known = f"{type(error).__name__}: {error}"
+                known = f"{type(error).__name__}: {message_of(error)}"
             self._proofs[key] = known
         return known
 
@@ -342,13 +361,20 @@ class _Finder:
 
     def _play(self, scene: Scene, columns: Sequence[Call]) -> _Proven:
         played = self._start(scene, max(tensors_of(call.output)[0].numel() for call in columns))
-        first = self._degrees[0]
-        cut = next((each for each in self._cuts(scene, first) if self._holds(played, each)), None)
-        if cut is None:
-            raise Refusal("no cut gives what the module gives without one")
-        degrees = (first, *(each for each in self._degrees[1:] if self._holds(played, replace(cut, degree=each))))
-        values = () if scene.scope is None else _attribute_values(scene.scope, cut.attributes)
-        return _Proven(degrees, cut.parts, cut.attributes, values)
+        for at, first in enumerate(self._degrees):
+            if any(first % smaller == 0 for smaller in self._degrees[:at]):
+                continue  # what can't be cut in two can't be cut in four
+            cut = next((each for each in self._cuts(scene, first) if self._holds(played, each)), None)
+            if cut is not None:
+                later = (each for each in self._degrees[at + 1 :] if self._holds(played, replace(cut, degree=each)))
+                values = () if scene.scope is None else _attribute_values(scene.scope, cut.attributes)
+                return _Proven((first, *later), cut.parts, cut.attributes, values)
+        self._check_time()
+        counts = {} if scene.scope is None else count_heads(scene.scope)
+        counts |= {"features": tensors_of(columns[0].output)[0].shape[-1]}
+        indivisible = (f"{name} = {count}" for name, count in counts.items() if count % self._degrees[0])
+        name = next(indivisible, "")
+        raise Refusal(f"{self._degrees[0]} does not divide {name}" if name else NO_CUT)
 
     def _holds(self, played: PlayedGroup, cut: Cut) -> bool:
         """Return whether the cut was tried in time and gives what the module gives without it."""
@@ -382,7 +408,7 @@ class _Finder:
 
     def _check_time(self) -> None:
         if time.process_time() > self._deadline_s:
-            raise Refusal("there was no time to try it")
+            raise Refusal(NO_TIME)
 
     # -- single operators ---------------------------------------------------------------------------------------------
 

@@ -350,11 +350,12 @@ def _tensor_text(
     first = run.operators[0]
     if first.tensor_refusal:
         return f" Not tensor parallel: {first.tensor_refusal}."
+    refusal = f" Not tensor parallel {first.tensor_group_refusal}." if first.tensor_group_refusal else ""
     cut = [other for other in others if other.choice.tensor_degree > 1]
     if first.tensor is not None or not cut or reported.choice.tensor_degree > 1:
-        return ""
-    best = min(cut, key=lambda other: other.loss_s(price))
-    return f" As {_describe_choice_and_mode(best.choice)}, it would {_tradeoff_text(best, price, available_bytes)}."
+        return refusal
+    best, trade = min(cut, key=lambda other: other.loss_s(price)), (price, available_bytes)
+    return f" As {_describe_choice_and_mode(best.choice)}, it would {_tradeoff_text(best, *trade)}.{refusal}"
 
 
 def _role_text(run: OperatorRun) -> str:

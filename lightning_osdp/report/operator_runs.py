@@ -113,7 +113,8 @@ def describe_tried(plan: ExecutionPlan) -> str:
     texts = []
     for one in sorted(plan.tried, key=lambda one: one.is_chosen):
         name = one.name if not one.is_chosen else "this plan"
-        if one.is_chosen and not any(mode != Mode.DP for op in plan.operators for mode in op.slices):
+        modes = {mode for operator in plan.operators for mode in operator.slices}
+        if one.is_chosen and (Mode.TP in modes or modes <= {Mode.DP}):
             name = f"this plan ({one.name})"
         size = f" at batch size {one.batch_size}" if one.batch_size != plan.batch_size else ""
         texts.append(f"{name} {format_seconds(one.step_time_s)}{size}")

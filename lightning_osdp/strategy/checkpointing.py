@@ -241,7 +241,7 @@ class CheckpointingStrategy(FailureAwareStrategy):
     def _can_all_ranks_save(self) -> bool:
         """Return whether all ranks come to save after an error: some may be gone or wait for something else."""
         return self._failure_detector is not None and self._failure_detector.can_meet_after_failure(
-            sys.exception(), SAVE_WAIT_S
+            sys.exc_info()[1], SAVE_WAIT_S
         )
 
 

@@ -149,7 +149,10 @@ class TrainData:
     ) -> BatchSizePolicy:
         """Restrict a search to what the length of the data allows; arguments as in ``batch_size_policy``."""
         epoch = self.epoch(ranks)
-        bounds = [(user_requested.max_batch_size, "max_batch_size"), (epoch.largest_valid(loader_batch_size), "")]
+        bounds = [
+            (user_requested.max_batch_size, "max_batch_size"),
+            (epoch.largest_valid(loader_batch_size), "the length of the data"),
+        ]
         if user_requested.global_batch_size is None:
             largest = epoch.largest_batch_size(loader_batch_size, user_requested.accumulation, min_steps_per_epoch)
             bounds.append((largest, "min_steps_per_epoch"))

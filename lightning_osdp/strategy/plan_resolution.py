@@ -82,7 +82,7 @@ def resolve_plan(
     assert_equal_on_ranks(ranks.group, "the model (fingerprint)", traced.model_profile.fingerprint[:12])
     blocker = options.in_backward_blocker(trainer, traced)
     constraints = options.constraints(run.constraints, blocker, context.device)
-    ranks.raise_on_all_ranks(lambda: constraints.check(traced.model_profile))
+    ranks.raise_on_all_ranks(lambda: constraints.check(traced.model_profile, current_cluster(ranks)))
     if given_plan is not None:
         ranks.raise_on_all_ranks(lambda: check_given_plan(given_plan, traced, ranks, blocker, constraints))
         return PlanningResult(given_plan.with_types_of(traced.model_profile))

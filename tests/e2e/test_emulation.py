@@ -116,13 +116,7 @@ def test_sharded_plan_of_many_ranks_trains_and_sends_what_its_mode_says(
 
 def test_search_for_two_nodes_of_eight_shards_inside_nodes() -> None:
     with emulated("2xa100-80gb-nvlink+10gbit", 16) as environment:
-        strategy = OSDPStrategy(
-            cluster=environment.cluster.model_copy(update={"device": "cpu", "backend": "emulated"}),
-            batch_size=BATCH_SIZE,
-            sharding_group="node",
-            trial_steps=False,
-            cache="",
-        )
+        strategy = OSDPStrategy(batch_size=BATCH_SIZE, sharding_group="node", trial_steps=False, cache="")
         fit(strategy, environment, callbacks=[OSDPCallback(modes="zdp")])
         plan = strategy.execution_plan
         assert plan is not None
@@ -176,16 +170,27 @@ def test_real_training_in_the_same_process_saves_again(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*.ckpt"))
 
 
-@pytest.mark.parametrize(("hardware", "ranks"), [("a100-80gb-nvlink", 7), ("3xa100-80gb-nvlink+200gbit", 15)])
-def test_rank_count_that_divides_nothing_is_planned_and_trained(hardware: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("hardware", "ranks", "nodes"),
+    [
+        ("a100-80gb-nvlink", 7, 1),
+        ("3xa100-80gb-nvlink+200gbit", 15, 3),
+        ("8xa100-80gb-nvlink+200gbit", 64, 8),
+        ("64xh100-80gb-nvlink+200gbit", 512, 64),
+    ],
+)
+def test_search_for_any_number_of_ranks_predicts_and_trains_their_shards(hardware: str, ranks: int, nodes: int) -> None:
     with emulated(hardware, ranks) as environment:
-        cluster = environment.cluster.model_copy(update={"device": "cpu", "backend": "emulated"})
-        strategy = OSDPStrategy(cluster=cluster, batch_size=BATCH_SIZE, trial_steps=False, cache="")
+        strategy = OSDPStrategy(batch_size=BATCH_SIZE, sharding_group="world", trial_steps=False, cache="")
         trainer = fit(strategy, environment, callbacks=[OSDPCallback(modes="zdp")])
         plan = strategy.execution_plan
         assert plan is not None
-        assert plan.cluster.ranks == ranks
-        assert {mode for operator in plan.operators for mode in operator.slices} >= {"zdp"}
+        assert (plan.cluster.ranks, plan.cluster.nodes) == (ranks, nodes)
+        assert {mode for operator in plan.operators for mode in operator.slices} == {"zdp"}
+        assert {operator.sharding_group for operator in plan.operators} == {ShardingScope.WORLD}
+        shards, biases, units = 4 * -(-WIDTH * WIDTH // ranks) * 4, 4 * WIDTH * 4, 4 * plan.cluster.unit_bytes
+        assert plan.peak is not None
+        assert plan.peak.states == pytest.approx(3 * (shards + biases) + units, rel=0.02)  # AdamW has two states
         assert trainer.global_step == STEPS
 
 

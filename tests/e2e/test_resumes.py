@@ -157,7 +157,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 @pytest.mark.parametrize("case", CASES)
 def test_resumed_run_has_the_weights_of_ddp(results: list[dict[Any, Any]], case: str, way: tuple[str, str]) -> None:
     for result in results:
-        got, expected = result[case, *way], result[case, "ddp", "full"]
+        got, expected = result[(case, *way)], result[case, "ddp", "full"]
         assert not isinstance(got, str), got
         assert not isinstance(expected, str), expected
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)

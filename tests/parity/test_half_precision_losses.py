@@ -126,7 +126,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 def spread(losses: dict[str, Tensor]) -> float:
-    """How far the losses of FSDP, with rows in several orders, and of DDP are apart; a fourth more on other processors."""
+    """How far losses of FSDP, with rows in several orders, and of DDP are apart; a fourth more on other processors."""
     runs = [losses["ddp"], *(losses[f"fsdp {order}"] for order in range(ORDERS))]
     return 1.25 * max(distance(one, other) for one, other in itertools.combinations(runs, 2))
 

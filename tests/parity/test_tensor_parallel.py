@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
+from lightning_osdp.engine.tensor_parallel.exchange import Phase
 from lightning_osdp.engine.tensor_parallel.operator_run import SlicedRun
+from lightning_osdp.engine.tensor_parallel.run_start import RunStarts
 from lightning_osdp.engine.tensor_parallel.unit import TensorUnit
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.state.guarded_parameter import local_data
-from tests.support.models import two_groups
+from tests.support.models import some_cluster, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.tensor_models import (
     ATTENTION_SPLITS,
@@ -49,10 +51,16 @@ class Case:
     """Ranks have batches of other sizes and lengths, in each step others."""
     skipped: tuple[str, ...] = ()
     """What the last rank does not run in every second step."""
+    steady: int = 0
+    """First steps in which all ranks do the same."""
+    is_prefetched: bool = False
+    """Whether what is sharded is gathered while others compute."""
     frozen: tuple[str, ...] = ()
     attention: bool = False
     """Of the model with attentions, some of whose ranks have masks and others none."""
 
+
+ZDP_AROUND_MLP = {"tags": Mode.ZDP, "sets": Mode.ZDP, "conv.c_fc": Mode.ZDP, "conv.c_proj": Mode.ZDP2, "head": Mode.ZDP}
 
 CASES = {
     "embedding": Case({"embed": 0}),
@@ -79,6 +87,19 @@ CASES = {
     "attentions, other lengths": Case(dict.fromkeys((*ATTENTIONS, "head"), 0), ragged=True, attention=True),
     "attentions recomputed": Case(dict.fromkeys(ATTENTIONS, 2), recomputed=("attention", "fused"), attention=True),
     "attentions that a rank skips": Case(dict.fromkeys(ATTENTIONS, 2), skipped=ATTENTIONS, attention=True),
+    "steady, then batches that differ": Case(dict.fromkeys(EVERYTHING, 0), ragged=True, steady=2),
+    "steady, then skipped": Case(dict.fromkeys(EVERYTHING, 2), {}, skipped=("mlp", "tags", "embed"), steady=3),
+    "steady attentions, then skipped": Case(dict.fromkeys(ATTENTIONS, 2), skipped=ATTENTIONS, attention=True, steady=3),
+    "prefetched": Case({"mlp": 0, "embed": 0}, ZDP_AROUND_MLP, is_prefetched=True),
+    "prefetched and accumulated": Case({"mlp": 2}, ZDP_AROUND_MLP, accumulation=2, is_prefetched=True),
+    "prefetched and recomputed": Case({"mlp": 0}, ZDP_AROUND_MLP, recomputed=("mlp", "conv"), is_prefetched=True),
+    "prefetched, then skipped": Case({"mlp": 2}, ZDP_AROUND_MLP, skipped=("mlp",), steady=2, is_prefetched=True),
+    "prefetched attentions": Case(
+        {"attention": 0},
+        {"fused.c_attn": Mode.ZDP, "c_proj": Mode.ZDP, "head": Mode.ZDP2},
+        attention=True,
+        is_prefetched=True,
+    ),
     "frozen": Case(dict.fromkeys(EVERYTHING, 2), frozen=("embed", "mlp.up", "head")),
 }
 
@@ -87,13 +108,14 @@ def samples_of(case: Case, ranks: int) -> list[list[Sample]]:
     """Each rank's batch of each step."""
 
     def size(step: int, rank: int) -> tuple[int, int]:
-        return (2 + 2 * ((step + rank) % 3), 5 + (step * rank) % 4) if case.ragged else (4, 6)
+        is_ragged = case.ragged and step >= case.steady
+        return (2 + 2 * ((step + rank) % 3), 5 + (step * rank) % 4) if is_ragged else (4, 6)
 
     return [[make_sample(100 * step + rank, *size(step, rank)) for rank in range(ranks)] for step in range(STEPS)]
 
 
 def skipped_by(case: Case, step: int, rank: int, ranks: int) -> tuple[str, ...]:
-    return case.skipped if step % 2 and rank == ranks - 1 else ()
+    return case.skipped if step % 2 and step >= case.steady and rank == ranks - 1 else ()
 
 
 def make_model(case: Case, seed: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -135,8 +157,8 @@ def count_sliced_runs(engine: FairScaleEngine) -> Counter[str]:
     counts: Counter[str] = Counter()
 
     def counting(unit: TensorUnit, start: Any) -> Any:
-        def count(*args: Any) -> Any:
-            run, numbers = start(*args)
+        def count(*args: Any, **kwargs: Any) -> Any:
+            run, numbers = start(*args, **kwargs)
             counts[unit.label] += isinstance(run, SlicedRun)
             return run, numbers
 
@@ -147,15 +169,36 @@ def count_sliced_runs(engine: FairScaleEngine) -> Counter[str]:
     return counts
 
 
+def gathers_early(starts: RunStarts) -> bool:
+    return starts._is_expected and starts._rows is not None
+
+
+def note_early_averages(engine: FairScaleEngine) -> list[int]:
+    """Grows with the number of gradients whose average was started before the backward pass was over."""
+    noted: list[int] = []
+
+    def noting(queue: Any, finish: Any) -> Any:
+        def note(weights: Any) -> None:
+            noted.append(queue.num_early)
+            finish(weights)
+
+        return note
+
+    for queue in engine._slice_averages._queues.values():
+        queue.finish = noting(queue, queue.finish)
+    return noted
+
+
 def train_tensor_parallel(rank: int, ranks: int, case: Case) -> dict[str, Any]:
     model, optimizer = make_model(case, seed=1 + rank)
     identities = {name: id(parameter) for name, parameter in model.named_parameters()}
     degrees = {name: degree or ranks for name, degree in case.degrees.items()}
     engine = FairScaleEngine(torch.device("cpu"))
     splits = ATTENTION_SPLITS if case.attention else SPLITS
-    plan = tensor_plan(degrees, ranks, case.others, splits, recomputed=case.recomputed)
+    cluster = some_cluster(ranks, prefetch_max_bytes=(1 << 30) * case.is_prefetched)
+    plan = tensor_plan(degrees, ranks, case.others, splits, recomputed=case.recomputed, cluster=cluster)
     engine.apply(model, plan, [optimizer])
-    num_sliced = count_sliced_runs(engine)
+    num_sliced, early_averages = count_sliced_runs(engine), note_early_averages(engine)
     local = {name: local_data(p).numel() for name, p in model.named_parameters()}
     losses, norms = [], []
     for step, by_rank in enumerate(samples_of(case, ranks)):
@@ -184,6 +227,8 @@ def train_tensor_parallel(rank: int, ranks: int, case: Case) -> dict[str, Any]:
         "logits": logits,
         "local": local,
         "num_sliced": {name: num_sliced[name] for name in sorted(num_sliced)},
+        "early averages": early_averages,
+        "expected": {unit.label for unit in engine._tensor_units if gathers_early(unit._starts[Phase.START])},
     }
 
 
@@ -195,6 +240,9 @@ AT_FOUR = (
     "batches that differ, degree 2",
     "a pair that a rank skips",
     "skipped and accumulated",
+    "steady, then skipped",
+    "prefetched and accumulated",
+    "prefetched, then skipped",
     "attentions and more",
     "attentions that a rank skips",
 )
@@ -250,6 +298,22 @@ def test_ranks_that_run_the_same_run_it_with_slices(ranks: int, name: str) -> No
         if CASES[name].skipped and rank // 2 == 1:  # the group of the rank that skips
             assert counts.pop("mlp") == STEPS + 1 - STEPS // 2
         assert counts == dict.fromkeys(counts, STEPS + 1)
+
+
+def test_gradients_of_slices_are_averaged_during_the_backward_pass_from_the_second_step_on() -> None:
+    for result in results_of(4, "all of degree 2"):
+        assert result["early averages"] == [0, *[len(SPLITS)] * (STEPS - 1)]
+    for rank, result in enumerate(results_of(4, "a pair that a rank skips")):
+        first, second, *_ = result["early averages"]
+        assert (first, 0 < second < len(SPLITS)) == (0, rank // 2 == 1)  # where the whole weights of the pair were
+
+
+def test_rows_are_gathered_while_ranks_tell_each_other_what_they_have_if_they_had_the_same_before() -> None:
+    units = {"embed", "mlp", "conv", "head"}  # bags are gathered in other ways
+    for name, expected in (("all", units), ("frozen", units), ("batches that differ", set())):
+        assert all(result["expected"] == expected for result in results_of(2, name))
+    assert all("mlp" not in result["expected"] for result in results_of(4, "steady, then skipped")[2:])
+    assert all("head" in result["expected"] for result in results_of(4, "steady, then skipped"))
 
 
 def test_attention_runs_with_slices_where_all_ranks_have_a_mask_or_none_has() -> None:

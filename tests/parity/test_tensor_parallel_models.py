@@ -17,9 +17,9 @@ from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.spec.tensor import TensorRole
 from tests.support import families, zoo
 from tests.support.ranks import run_ranks
-from tests.support.tensor_plans import plan_of_candidates
+from tests.support.tensor_plans import OTHER_SLICES, plan_of_candidates
 
-STEPS, ROWS, MAX_NORM = 10, 2, 0.5
+STEPS, ROWS, MAX_NORM = 20, 2, 0.5
 
 Batch = dict[str, Tensor]
 
@@ -63,6 +63,12 @@ def shortened(batch: Batch, step: int, rank: int) -> Batch:
     return {name: value[:, : 12 - (step + rank) % 4] for name, value in batch.items()}
 
 
+def ragged(batch: Batch, step: int, rank: int) -> Batch:
+    """Sequences of another length on each rank, and in the last steps other numbers of them."""
+    rows = ROWS if step < STEPS - 4 else 1 + (step + rank) % ROWS
+    return {name: value[:rows] for name, value in shortened(batch, step // 3, rank).items()}
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, the mode of what is not tensor parallel, and how batches differ between ranks."""
@@ -73,13 +79,21 @@ class Case:
     recomputed: tuple[str, ...] = ()
     units: int = 2
     """Least number of pairs and scopes."""
+    max_degree: int = 0
+    """Ranks over which operators are cut at most; all if 0."""
+    dtype: torch.dtype = torch.float32
 
 
 CASES = {
     "TinyGPT": Case(zoo.tiny_gpt, "mixed"),
     "TinyGPT, other lengths": Case(zoo.tiny_gpt, "zdp", shortened),
     "TinyGPT, recomputed": Case(zoo.tiny_gpt, "zdp", recomputed=("net.gpt.blocks.0", "net.gpt.blocks.1")),
+    "TinyGPT, everything": Case(
+        lambda: zoo.tiny_gpt(layers=3), "everything", ragged, ("net.gpt.blocks.1",), max_degree=2
+    ),
+    "TinyGPT, bfloat16": Case(zoo.tiny_gpt, "mixed", dtype=torch.bfloat16),
     "GPT-2": Case(zoo.gpt2, "zdp", units=4),
+    "GPT-2, degree 2": Case(zoo.gpt2, "mixed", units=4, max_degree=2),
     "LLaMA": Case(lambda: zoo.llama(num_attention_heads=4, num_key_value_heads=2), "zdp2", units=4),
     "LLaMA, other lengths": Case(zoo.llama, "dp", shortened, units=4),
     "BERT, padded": Case(zoo.bert, "mixed", padded, units=4),
@@ -87,13 +101,14 @@ CASES = {
     "T5": Case(zoo.t5, "zdp", units=4),
     "OPT": Case(lambda: families.build("opt", dropout=0.0), "dp", units=4),
     "DLRM": Case(lambda: zoo.ZooModule(DLRM(), clicks), "zdp"),
+    "DLRM, degree 2": Case(lambda: zoo.ZooModule(DLRM(), clicks), "dp", max_degree=2),
     "nn.TransformerEncoder": Case(zoo.encoder, "zdp2"),
 }
 
 
 def make_model(case: Case) -> tuple[zoo.ZooModule, torch.optim.Optimizer]:
     torch.manual_seed(1)
-    module = case.make()
+    module = case.make().to(case.dtype)
     groups = [
         {"params": [p for p in module.parameters() if p.dim() > 1], "weight_decay": 0.1, "lr": 2e-3},
         {"params": [p for p in module.parameters() if p.dim() < 2], "weight_decay": 0.0, "lr": 1e-3},
@@ -150,7 +165,7 @@ def runs(request: pytest.FixtureRequest) -> tuple[int, dict[str, ExecutionPlan],
     for name, case in CASES.items():
         module, _ = make_model(case)
         batch = batch_of(case, module, 0, request.param - 1)
-        plans[name] = plan_of_candidates(module, batch, request.param, case.rest, case.recomputed)
+        plans[name] = plan_of_candidates(module, batch, request.param, case.rest, case.recomputed, case.max_degree)
     return request.param, plans, run_ranks(train_all, request.param, plans)
 
 
@@ -162,15 +177,18 @@ def test_tensor_parallel_model_has_the_losses_and_weights_of_plain_training(
     losses, weights = train_plain(CASES[name], ranks)
     cut = [operator for operator in plans[name].operators if operator.slices == (Mode.TP,)]
     assert len(plans[name].tensor_scopes) >= CASES[name].units
-    assert {operator.tensor.degree for operator in cut if operator.tensor is not None} >= {ranks}
+    assert {op.tensor.degree for op in cut if op.tensor is not None} >= {min(ranks, CASES[name].max_degree or ranks)}
+    if CASES[name].rest == "everything":
+        assert {op.slices for op in plans[name].operators} == {(Mode.TP,), *OTHER_SLICES}
     if name == "DLRM":
         roles = {operator.tensor.role for operator in cut if operator.tensor is not None}
         assert {TensorRole.EMBEDDING, TensorRole.COLUMN, TensorRole.ROW} <= roles
     averages = torch.tensor([each[name][0] for each in results]).mean(0)
-    torch.testing.assert_close(averages, torch.tensor(losses), rtol=1e-5, atol=0)
+    tolerance = 1e-5 if CASES[name].dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(averages, torch.tensor(losses), rtol=tolerance, atol=0)
     for found in (each[name][1] for each in results[:1]):
         assert found.keys() == weights.keys()
         for key, weight in weights.items():
             torch.testing.assert_close(
-                found[key], weight, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
+                found[key], weight, rtol=tolerance, atol=tolerance / 10, msg=lambda text, key=key: f"{key}: {text}"
             )

@@ -6,6 +6,7 @@ process, and most tests need two to four.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import socket
@@ -121,6 +122,7 @@ def _run_script(
     fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, environment: dict[str, str], log: str
 ) -> None:
     os.setsid()
+    gc.freeze()
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
@@ -171,6 +173,7 @@ def _run_rank(
     environment: dict[str, str],
     sender: Connection,
 ) -> None:
+    gc.freeze()  # the libraries' million objects: each of the many collections would take 0.4 s
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ.update(environment)  # the server's is that of the first call
     _set_environment(rank, world_size)

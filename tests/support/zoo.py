@@ -79,17 +79,17 @@ def _images(size: int, classes: int) -> Callable[[int, torch.Generator], Batch]:
 class GPTLoss(nn.Module):
     """The shared ``TinyGPT`` and its loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
-        self.gpt = TinyGPT()
+        self.gpt = TinyGPT(layers)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.gpt(input_ids).flatten(0, 1), labels.flatten())
 
 
-def tiny_gpt() -> ZooModule:
+def tiny_gpt(layers: int = 2) -> ZooModule:
     """Blocks of plain torch, each with a fused projection of query, key and value."""
-    return ZooModule(GPTLoss(), _tokens(VOCABULARY, LENGTH))
+    return ZooModule(GPTLoss(layers), _tokens(VOCABULARY, LENGTH))
 
 
 def gpt2(width: int = 32, layers: int = 2, vocabulary: int = 96, length: int = 12) -> ZooModule:

@@ -1,9 +1,12 @@
 """Retention of freed tensors in the heap from one training step to the next, as far as memory allows.
 
 How far a heap grows can't be predicted exactly, and exceeding a limit ends the process. So the heap starts with the
-memory that the limit leaves besides a step that releases everything, which is safe however it is used, and is enlarged
-as long as steps take less than the limit. A step that takes more, because batches or the model's paths differ or the
+memory that its bound leaves besides a step that releases everything, which is safe however it is used, and is enlarged
+as long as steps take less than the bound. A step that takes more, because batches or the model's paths differ or the
 heap has holes of the wrong sizes, shrinks it by a quarter for good.
+
+The bound is the plan's predicted peak, or what a step that releases everything takes and the growth that was planned,
+if that is more; in any case the memory limit.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import torch
 
 from lightning_osdp.backend.cpu.malloc import HEAP
 from lightning_osdp.backend.cpu.process_memory import peak_resident_bytes, resident_bytes
+from lightning_osdp.planning.cost.cpu_effects import HEAP_GROWTH
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 
 WARMUP_STEPS = 2
@@ -27,9 +31,6 @@ SHRINK_FACTOR = 0.75
 MIN_ADJUSTMENT_BYTES = 4 << 20
 """Smallest change of the heap's size that is worth making."""
 
-MAX_GROWTH = 2.0
-"""Largest size of the heap, as a multiple of what a step frees."""
-
 
 class HeapController:
     """The size of the heap during training with one plan. It does nothing on CUDA, or if the plan retains nothing.
@@ -42,7 +43,8 @@ class HeapController:
     def __init__(self, plan: ExecutionPlan, device: torch.device) -> None:
         self._is_enabled = plan.retain_freed_memory and device.type == "cpu"
         self._limit_bytes = int((1 - LIMIT_MARGIN) * plan.memory_limit_bytes)
-        self._max_peak_bytes = self._limit_bytes - plan.predicted.heap_headroom_bytes
+        self._headroom_bytes = plan.predicted.heap_headroom_bytes
+        self._bound_bytes = min(self._limit_bytes, plan.predicted.peak_memory_bytes)
         self._num_steps, self._peak_bytes, self._idle_bytes = 0, 0, 0
         self._target_bytes, self._retained_bytes, self._max_target_bytes = 0, 0, 0
 
@@ -74,12 +76,16 @@ class HeapController:
             self._retained_bytes = 0
 
     def _adjust(self) -> None:
-        left_bytes = self._max_peak_bytes - self._peak_bytes
         if self._num_steps == WARMUP_STEPS:
-            freed_bytes = self._peak_bytes - self._idle_bytes
-            self._max_target_bytes = min(self._max_peak_bytes - self._idle_bytes, int(MAX_GROWTH * freed_bytes))
-        if self._peak_bytes > self._limit_bytes:
+            self._bound_bytes = min(self._limit_bytes, max(self._bound_bytes, self._planned_peak_bytes()))
+            self._max_target_bytes = self._bound_bytes - self._headroom_bytes - self._idle_bytes
+        left_bytes = self._bound_bytes - self._headroom_bytes - self._peak_bytes
+        if self._peak_bytes > self._bound_bytes:
             smaller_bytes = int(SHRINK_FACTOR * self._target_bytes)
             self._target_bytes = self._max_target_bytes = smaller_bytes if smaller_bytes >= MIN_ADJUSTMENT_BYTES else 0
         elif left_bytes >= MIN_ADJUSTMENT_BYTES:
             self._target_bytes = min(self._target_bytes + left_bytes, self._max_target_bytes)
+
+    def _planned_peak_bytes(self) -> int:
+        """Return the peak with the growth that was planned for, after a step that has released everything."""
+        return self._peak_bytes + int(HEAP_GROWTH * (self._peak_bytes - self._idle_bytes)) + self._headroom_bytes

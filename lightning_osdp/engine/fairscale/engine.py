@@ -28,13 +28,14 @@ from lightning_osdp.engine.fairscale.sharded_operator import (
 )
 from lightning_osdp.engine.fairscale.unit import UNIT_DTYPES, FairScaleUnit
 from lightning_osdp.engine.grad_norm import patch_total_norm
-from lightning_osdp.engine.gradient_buckets import BucketedAllReduce
+from lightning_osdp.engine.gradient_buckets import BucketedAllReduce, parameters_in_order_of_use
 from lightning_osdp.engine.guards import OptimizerGuard, close_opened_guards, install_guards
 from lightning_osdp.engine.meta_init import MetaInitializer, check_initializable
 from lightning_osdp.engine.sliced_operator import SlicedOperator
 from lightning_osdp.engine.starting_values import StartingValues
-from lightning_osdp.engine.tensor_parallel.apply import finish_gradients, make_unit
+from lightning_osdp.engine.tensor_parallel.apply import make_unit
 from lightning_osdp.engine.tensor_parallel.check import check_tensor_parallelism, tensor_units
+from lightning_osdp.engine.tensor_parallel.slice_averages import SliceAverages
 from lightning_osdp.engine.tensor_parallel.unit import TensorUnit, UnitContext
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.capabilities import EngineCapabilities
@@ -61,6 +62,7 @@ class FairScaleEngine(Engine):
     _context: EngineContext
     _nested_operators: NestedOperators
     _bucketed_all_reduce: BucketedAllReduce
+    _slice_averages: SliceAverages
 
     def __init__(self, device: torch.device, group: Any = None, broadcast: bool = True) -> None:
         super().__init__(device, group, broadcast)
@@ -143,10 +145,12 @@ class FairScaleEngine(Engine):
     def apply_plan_change(self, plan: ExecutionPlan, optimizers: Iterable[Optimizer]) -> None:
         # One unit after the other, so that only one operator at a time is there in full.
         self._bucketed_all_reduce.detach()
+        self._slice_averages.detach()
         try:
             self._check_unwrapped(plan)
         except ShardingError:
             self._bucketed_all_reduce.refresh()
+            self._slice_averages.refresh()
             raise
         optimizers = list(optimizers)
         self._remove_guards()
@@ -228,6 +232,7 @@ class FairScaleEngine(Engine):
         operators = self._operators.values()
         self._units = [unit for operator in operators for unit in operator.units]
         self._sliced_operators = [op.sliced_operator for op in operators if op.sliced_operator is not None]
+        self._slice_averages = SliceAverages(self._tensor_units, self._context.sync)
         layouts = {parameter: layout for operator in operators for parameter, layout in operator.layouts.items()}
         names = {parameter: name for name, parameter in self._module.named_parameters()}
         self._guards = [g for operator in operators for g in operator.create_guards(names, self._context.guards)]
@@ -237,7 +242,7 @@ class FairScaleEngine(Engine):
         slices = {sliced.full_parameter: sliced.replicated_weights for sliced in self._sliced_operators}
         replicated = [
             weight
-            for parameter in self._module.parameters()
+            for parameter in parameters_in_order_of_use(self._module, plan.operators)
             for weight in slices.get(parameter, [parameter] if parameter not in layouts else [])
         ]
         self._bucketed_all_reduce = BucketedAllReduce(
@@ -245,9 +250,12 @@ class FairScaleEngine(Engine):
             self._context.replica_group,
             self._context.sync,
             self._before_replicated,
+            self._show_slice_gradients,
             self._context.reducer.dtype,
         )
         self._context.order.join_replicated = self._join_replicated
+        self._context.backward_passes.on_end = self._show_slice_gradients
+        self._context.guards.before_update = self._finish_unseen_backward
         self._managed_parameters = self._sharded_parameters.parameters.union(replicated)
         self._mark_generation(bool(layouts))
 
@@ -270,6 +278,18 @@ class FairScaleEngine(Engine):
         for sliced in self._sliced_operators:
             sliced.bind_remaining_gradients()
 
+    def _show_slice_gradients(self) -> None:
+        """Give sliced weights their gradients when a backward pass is over: replicated slices' may come last."""
+        passes, is_updated = self._context.backward_passes, self._context.update_in_backward
+        if not (is_updated or passes.is_running or self._bucketed_all_reduce.is_active):
+            self._gather_slice_gradients()
+
+    def _gather_slice_gradients(self) -> None:
+        with without_guards():
+            for sliced in self._sliced_operators:
+                sliced.gather_slice_gradients()
+        self._context.guards.num_updates[True] += 1
+
     def _remove_guards(self) -> None:
         close_opened_guards()
         for guard in self._guards:
@@ -287,6 +307,7 @@ class FairScaleEngine(Engine):
         optimizers = list(optimizers)
         self._remove_guards()
         self._bucketed_all_reduce.detach()
+        self._slice_averages.detach()
         for undo in self._undo_recompute:
             undo()
         for unit in self._units:
@@ -355,14 +376,18 @@ class FairScaleEngine(Engine):
         for sliced in self._sliced_operators:
             sliced.sync_requires_grad()
         self._bucketed_all_reduce.refresh()
+        self._slice_averages.refresh()
         self._context.backward_optimizer.refresh()
-        if self._context.order.has_backward:  # the last step had none on this rank; others wait in theirs
-            self.finish_backward()
+        self._finish_unseen_backward()  # the last step had none on this rank; others wait in theirs
         for tensor_unit in self._tensor_units:
             tensor_unit.begin_step()
         self._context.reducer.discard()
         self._context.backward_passes.discard()
         self._context.order.begin_step()
+
+    def _finish_unseen_backward(self) -> None:
+        if self._context.order.has_backward:
+            self.finish_backward()
 
     @override
     def no_sync(self) -> AbstractContextManager[None]:
@@ -390,15 +415,13 @@ class FairScaleEngine(Engine):
                 for unit in self._units:
                     unit.show_gradients()
                     unit.show_joined_gradients()
-            finish_gradients(self._tensor_units, has_pass, self._context.sync.is_on)
+            self._slice_averages.finish(has_pass, self._context.sync.is_on)
             self._context.communicator_factory.inter_node_all_reduce.finish()
             for unit in self._units:
                 unit.reshard()  # whether or not the pass has reached it
             self._context.gather_memory.free_all()
-            for sliced in self._sliced_operators:
-                sliced.gather_slice_gradients()
+        self._gather_slice_gradients()
         self._context.guards.add_outside_gradients()
-        self._context.guards.num_updates[True] += 1
         self._context.backward_optimizer.finish_backward()
 
     @override

@@ -1,4 +1,4 @@
-"""Make units of the tensor parallel operators of a plan, and complete their gradients."""
+"""Makes units of the tensor parallel operators of a plan."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from lightning_osdp.backend.collectives import all_reduce_async
-from lightning_osdp.backend.row_collectives import exchange_numbers
-from lightning_osdp.backend.work import Work
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator, cut_dim
 from lightning_osdp.engine.tensor_parallel.pair import PairUnit
 from lightning_osdp.engine.tensor_parallel.process_groups import TensorGroups
@@ -19,7 +16,6 @@ from lightning_osdp.engine.tensor_parallel.unit import TensorUnit, UnitContext
 from lightning_osdp.planning.spec.plan import OperatorPlan
 from lightning_osdp.planning.spec.tensor import TensorScope
 from lightning_osdp.state.dim_slice_layout import DimSliceLayout
-from lightning_osdp.state.guarded_parameter import opened
 
 
 def make_unit(
@@ -58,43 +54,3 @@ def make_unit(
     owners = [attribute.rpartition(".") for attribute in needs.attributes]
     attributes = [(root.get_submodule(owner), attribute) for owner, _, attribute in owners]
     return ScopeUnit(name, operators, groups, context, root.get_submodule(name), attributes)
-
-
-def finish_gradients(units: Sequence[TensorUnit], has_pass: bool, is_synced: bool) -> None:
-    """Average the gradients of slices over the ranks that hold the same one, when a backward pass is over. Collective.
-
-    Args:
-        units: in the same order on all ranks.
-        has_pass: whether there was a pass of any rank since the last call.
-        is_synced: whether gradients are used, not accumulated on each rank.
-    """
-    has_pass |= any(unit.has_new_gradients for unit in units)
-    units = [unit for unit in units if unit.has_run]
-    with torch.no_grad(), opened([weight for unit in units for weight in unit.layouts]):
-        for unit in units if has_pass else ():
-            unit.reduce_whole_gradients()
-            unit.is_unsynced = True
-        unsynced: dict[TensorGroups, list[nn.Parameter]] = {}
-        for unit in units if is_synced else ():
-            if unit.is_unsynced:
-                weights = [weight for weight in unit.layouts if weight.requires_grad]
-                unsynced.setdefault(unit.groups, []).extend(weights)
-                unit.is_unsynced = False
-        works = [work for groups, weights in unsynced.items() for work in _start_average(weights, groups)]
-        for work in works:
-            work.wait()
-    for unit in units:
-        unit.has_new_gradients = False
-
-
-def _start_average(weights: Sequence[nn.Parameter], groups: TensorGroups) -> list[Work]:
-    """Start to average gradients; where no rank has one, there is none."""
-    if groups.replicas.size() == 1 or not weights:
-        return []
-    works = []
-    answers = exchange_numbers([int(weight.grad is not None) for weight in weights], groups.replica_hosts)
-    for weight, is_there in zip(weights, zip(*answers, strict=True), strict=True):
-        if any(is_there):
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.contiguous()
-            works.append(all_reduce_async(weight.grad.detach(), groups.replicas))
-    return works

@@ -9,7 +9,7 @@ Note [order]: every collective is announced (``CollectiveOrder``), those of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -44,13 +44,17 @@ class RowExchange:
         counts: rows of each rank.
         group: the ranks.
         announce: called before each collective of the backward pass.
+        prefetch: called after each of them.
         needs_grad: bit i is set if any rank needs gradients of the rows that are gathered as number i.
+        early: the rows of all ranks that are gathered as number 0, if they were gathered before; for one use.
     """
 
     counts: Sequence[int]
     group: Any
     announce: Callable[[Phase], None]
+    prefetch: Callable[[], None]
     needs_grad: int
+    early: list[Tensor] = field(default_factory=list)
 
     def gather(self, rows: Tensor, index: int = 0) -> Tensor:
         """Return the rows (n, ...) of all ranks, which are gathered as number ``index``."""
@@ -61,7 +65,9 @@ class RowExchange:
             and not rows.requires_grad
         ):
             rows = rows.detach().requires_grad_()  # the sum of gradients needs all ranks
-        return self._exchange(rows, gather_rows, scatter_rows, Phase.INPUT_GRADIENT)
+        early = self.early.pop() if index == 0 and self.early else None
+        forward = gather_rows if early is None else lambda *_: early
+        return self._exchange(rows, forward, scatter_rows, Phase.INPUT_GRADIENT)
 
     def scatter(self, rows: Tensor) -> Tensor:
         """Return the sum over the ranks of this rank's rows of (n of all ranks, ...)."""
@@ -89,7 +95,9 @@ class _Exchanged(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ctx.over.announce(ctx.phase)
-        return ctx.collective(gradient, ctx.over.counts, ctx.over.group), None, None, None, None
+        gradient = ctx.collective(gradient, ctx.over.counts, ctx.over.group)
+        ctx.over.prefetch()
+        return gradient, None, None, None, None
 
 
 def read_slice(parameter: nn.Parameter, ranks: int) -> Tensor:

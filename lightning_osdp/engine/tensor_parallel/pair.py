@@ -61,7 +61,7 @@ class PairUnit(TensorUnit):
         self._end_run()
         x = cast_for_autocast(input)
         numbers = [len(x), x.shape[1:-1].numel()]
-        run, (samples, lengths) = self.start(numbers, self._describe(x), int(x.requires_grad))
+        run, (samples, lengths) = self.start(numbers, self._describe(x), int(x.requires_grad), x)
         if isinstance(run, SlicedRun) and len(set(lengths)) > 1:
             rows = [count * length for count, length in zip(samples, lengths, strict=True)]
             run, x, self._is_flat = replace(run, counts=rows), x.reshape(-1, x.shape[-1]), True
@@ -92,6 +92,8 @@ class PairUnit(TensorUnit):
                 raise ShardingError(f"{operator.name} got {len(y)} rows, {sum(run.counts)} were gathered for it")
             self._announce(Phase.OUTPUT)
         y = run.scatter(y)
+        if isinstance(run, SlicedRun):
+            run.prefetch()
         if operator.bias is not None:
             y = y + operator.bias.to(y.dtype)
         return y.view(*first.shape[:-1], operator.out_features) if is_flat and first is not None else y

@@ -61,7 +61,8 @@ class ScopeUnit(PairUnit):
         samples = 0 if first is None else len(first)
         gathered = list({id(t): t for t in tensors if t.dim() and len(t) == samples}.values())
         needed = sum(1 << index for index, tensor in enumerate(gathered) if tensor.requires_grad)
-        run, _ = self.start([samples], self._describe_call(first, gathered, (args, kwargs)), needed)
+        alike, rows = self._describe_call(first, gathered, (args, kwargs)), gathered[0] if gathered else None
+        run, _ = self.start([samples], alike, needed, rows)
         self._run, self._input = run, first
         if not isinstance(run, SlicedRun):
             return own(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor, nn
 
 from lightning_osdp.backend.row_collectives import gather_rows
 from lightning_osdp.engine.sliced_operator import cast_for_autocast
-from lightning_osdp.engine.tensor_parallel.exchange import RowExchange
 from lightning_osdp.engine.tensor_parallel.operator import Bags
 from lightning_osdp.engine.tensor_parallel.operator_run import SlicedRun
 from lightning_osdp.engine.tensor_parallel.unit import TensorUnit
@@ -28,7 +28,7 @@ class SingleUnit(TensorUnit):
         """Return the product with x (..., in)."""
         (operator,) = self.operators
         rows = cast_for_autocast(input.reshape(-1, input.shape[-1]))
-        run, _ = self.start([len(rows)], str(rows.dtype), int(rows.requires_grad))
+        run, _ = self.start([len(rows)], str(rows.dtype), int(rows.requires_grad), rows)
         y = operator.multiply(run.gather(rows), run.weight_of(operator), run.bias_of(operator))
         return run.to_rows(y).view(*input.shape[:-1], operator.out_features)
 
@@ -36,7 +36,7 @@ class SingleUnit(TensorUnit):
         """Return the rows of the table for indices (...)."""
         (operator,) = self.operators
         ids = input.reshape(-1)
-        run, _ = self.start([len(ids)], str(ids.dtype))
+        run, _ = self.start([len(ids)], str(ids.dtype), rows=ids)
         values = operator.look_up(run.gather(ids), run.weight_of(operator))
         return run.to_rows(values).view(*input.shape, operator.out_features)
 
@@ -57,7 +57,7 @@ class SingleUnit(TensorUnit):
             starts = torch.split(gather_rows(bags.starts, num_bags, group), num_bags)
             first = [sum(num_ids[:rank]) for rank in range(len(num_ids))]
             if weights is not None:
-                weights = RowExchange(num_ids, group, self._announce, run.needs_grad).gather(weights)
+                weights = replace(run, counts=num_ids).gather(weights)
             shifted = torch.cat([part + begin for part, begin in zip(starts, first, strict=True)])
             bags = Bags(gather_rows(bags.ids, num_ids, group), shifted, weights)
         rows = run.to_rows(operator.look_up_bags(bags, run.weight_of(operator)))

@@ -25,24 +25,21 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import TransformType
 from torch.optim import Optimizer
 
 from lightning_osdp.backend.row_collectives import exchange_numbers
 from lightning_osdp.engine.replaced_method import replace_method
-from lightning_osdp.engine.sliced_operator import refuse_transforms
+from lightning_osdp.engine.sliced_operator import OWN_FUNCTIONS_LACK, refuse_transforms
 from lightning_osdp.engine.tensor_parallel.exchange import Phase, read_whole
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
 from lightning_osdp.engine.tensor_parallel.operator_run import OperatorRun, SlicedRun, WholeRun
 from lightning_osdp.engine.tensor_parallel.process_groups import TensorGroups
+from lightning_osdp.engine.tensor_parallel.run_start import ABSENT, RunStarts
 from lightning_osdp.planning.spec.tensor import TensorRole
 from lightning_osdp.state.guarded_parameter import GuardContext, ShardGuard, local_data, without_guards
 from lightning_osdp.state.state_dict import ShardedParameters
 
 _STARTS = (Phase.START, Phase.START_WITHOUT_GRADIENTS)
-
-_ABSENT = (0, 0, 0, 0, 0)
-"""What a rank says at the start of a run in which it only joins: is present, signature, needs gradients, two counts."""
 
 
 class UnitOrder(Protocol):
@@ -95,7 +92,8 @@ class TensorUnit:
         self._index = context.order.register(self, is_grouped=True)
         self._own_forwards = [(module, vars(module).get("forward")) for module in self._replaced_modules()]
         self._whole_gradients: dict[nn.Parameter, Tensor] = {}
-        self._has_whole_runs = False
+        self._starts = {phase: RunStarts(groups) for phase in _STARTS}
+        self.has_whole_runs = False
         self.has_run = self.has_new_gradients = self.is_unsynced = False
         self.layouts = {operator.weight: operator.layout for operator in operators}
         for weight, layout in self.layouts.items():
@@ -116,7 +114,7 @@ class TensorUnit:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not all(operator.has_own_weights for operator in self.operators):
                 return own(*args, **kwargs)  # others have been put in their place, as ``functional_call`` does
-            refuse_transforms("an operator is tensor parallel", {TransformType.Grad, TransformType.Vmap})
+            refuse_transforms("an operator is tensor parallel", OWN_FUNCTIONS_LACK)
             return forward(own, *args, **kwargs)
 
         replace_method(module, "forward", run)
@@ -129,24 +127,30 @@ class TensorUnit:
 
     # Runs
 
-    def start(self, numbers: Sequence[int], alike: str, needs_grad: int = 0) -> tuple[OperatorRun, list[list[int]]]:
+    def start(
+        self, numbers: Sequence[int], alike: str, needs_grad: int = 0, rows: Tensor | None = None
+    ) -> tuple[OperatorRun, list[list[int]]]:
         """Start a run, and return it with the numbers of all ranks. Collective; see Note [a run].
 
         Args:
             numbers: this rank's number of rows, and perhaps another one that ranks tell each other.
             alike: what has to be equal on all ranks for a run with slices; empty if nothing is.
             needs_grad: bit i is set if the rows that are gathered as number i need gradients.
+            rows: those that are gathered as number 0, if their number is the first of ``numbers``, and with a second
+                number that is equal on all ranks they are alike but for it.
         """
         self._context.check_run()
-        self._announce(Phase.START if torch.is_grad_enabled() else Phase.START_WITHOUT_GRADIENTS)
+        phase = Phase.START if torch.is_grad_enabled() else Phase.START_WITHOUT_GRADIENTS
+        self._announce(phase)
         signature = crc32(alike.encode()) + 1 if alike else 0
         own = (1, signature, needs_grad, *numbers)
-        answers = exchange_numbers(own + _ABSENT[len(own) :], self.groups.host)
+        answers, gathered = self._starts[phase].exchange(own + ABSENT[len(own) :], rows)
         counts = [[answer[3 + i] for answer in answers] for i in range(len(numbers))]
         run: OperatorRun
         if signature and all(answer[:2] == [1, signature] for answer in answers):
             needed = reduce(or_, (answer[2] for answer in answers))
-            run = SlicedRun(counts[0], self.groups.slices, self._announce, needed)
+            early, prefetch = [] if gathered is None else [gathered], self._context.order.prefetch_next
+            run = SlicedRun(counts[0], self.groups.slices, self._announce, prefetch, needed, early)
         else:
             run = WholeRun(self._read_whole())
         self._context.order.prefetch_next()  # as the ranks of other groups do, whichever way they run it
@@ -158,7 +162,7 @@ class TensorUnit:
         return dict(zip(self.operators, full, strict=True))
 
     def _gather_whole(self) -> list[Tensor]:
-        self._has_whole_runs = True
+        self.has_whole_runs = True
         self._context.order.expect_differences()
         return [layout.unshard(local_data(weight)) for weight, layout in self.layouts.items()]
 
@@ -169,7 +173,7 @@ class TensorUnit:
 
     def reduce_whole_gradients(self) -> None:
         """Add the slices of full gradients of all ranks of the group when a pass is over. Collective."""
-        if not self._has_whole_runs:
+        if not self.has_whole_runs:
             return
         trainable = {weight: layout for weight, layout in self.layouts.items() if weight.requires_grad}
         answers = exchange_numbers([int(weight in self._whole_gradients) for weight in trainable], self.groups.host)
@@ -192,7 +196,7 @@ class TensorUnit:
 
     def begin_step(self) -> None:
         """Forget runs of an earlier step, unless their gradients are still to be averaged."""
-        self._has_whole_runs = False
+        self.has_whole_runs = False
         self._whole_gradients.clear()
         self.has_run &= self.is_unsynced
 
@@ -204,7 +208,8 @@ class TensorUnit:
         self._note(phase)
         if phase in _STARTS:
             with without_guards(), torch.no_grad():
-                if any(is_present for is_present, *_ in exchange_numbers(_ABSENT, self.groups.host)):
+                answers, _ = self._starts[phase].exchange(ABSENT)
+                if any(is_present for is_present, *_ in answers):
                     self._gather_whole()
 
     def can_run(self, ranks: Collection[int], indices: Sequence[int]) -> bool:

@@ -77,7 +77,8 @@ def exchange_s(operator: Operator, degree: int, cluster: Cluster, *, recomputed:
     if use is None:
         return ExchangeTime(0.0, 0.0)
     forwards, links = 2 if recomputed else 1, _group_links(cluster)
-    exchanged = _sum_times([*_BACKWARD[use.role], *forwards * _FORWARD[use.role]], use, degree, links)
+    exchanges = [*_BACKWARD[use.role], *forwards * _FORWARD[use.role]]
+    exchanged = _sum_times(exchanges, use, degree, links, cluster.engine.tp.s_per_byte)
     start_s = forwards * links.all_gather.time_s(0, degree) / use.num_operators
     return exchanged._replace(fixed_s=exchanged.fixed_s + start_s)
 
@@ -89,17 +90,27 @@ def _group_links(cluster: Cluster) -> Link | ShardingLink:
 
 
 def _sum_times(
-    exchanges: Iterable[_ExchangeStep], use: TensorUse, degree: int, links: Link | ShardingLink
+    exchanges: Iterable[_ExchangeStep], use: TensorUse, degree: int, links: Link | ShardingLink, engine_s: float
 ) -> ExchangeTime:
+    """Return the seconds of collectives, and the engine's own of each byte."""
     fixed_s = per_sample_s = 0.0
     for exchange in exchanges:
         fit: CollectiveFit = getattr(links, exchange.collective)
-        moved = use.input_bytes if exchange.moves_input else use.output_bytes
-        whole = moved if exchange == _SWAP else degree * moved
-        latency_s = fit.time_s(0, degree)
+        whole, latency_s = _whole_bytes(exchange, use, degree), fit.time_s(0, degree)
         fixed_s += use.share * latency_s
-        per_sample_s += fit.time_s(whole, degree) - latency_s
+        per_sample_s += fit.time_s(whole, degree) - latency_s + engine_s * whole
     return ExchangeTime(fixed_s, per_sample_s)
+
+
+def _whole_bytes(exchange: _ExchangeStep, use: TensorUse, degree: int) -> float:
+    """Return the bytes per sample that a collective makes, or takes, on each rank."""
+    moved = use.input_bytes if exchange.moves_input else use.output_bytes
+    return moved if exchange == _SWAP else degree * moved
+
+
+def handled_bytes(use: TensorUse, degree: int) -> float:
+    """Return the bytes per sample of all collectives of a forward and a backward, which the engine handles."""
+    return sum(_whole_bytes(exchange, use, degree) for exchange in (*_FORWARD[use.role], *_BACKWARD[use.role]))
 
 
 def exchanged_bytes(use: TensorUse, degree: int) -> float:

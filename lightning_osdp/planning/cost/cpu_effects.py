@@ -108,12 +108,13 @@ def prefetch_bytes(units: list[ShardUnit], gathered: list[float], cluster: Clust
     if not prefetched:
         return PrefetchBytes()
     next_unit = max(size for _, size in prefetched)
-    # The parts that other ranks have sent are held, too, except for those of one rank.
+    # A ring holds the parts that other ranks have sent, too, except for those of one rank.
+    received = max(0, ranks - 2) / ranks if cluster.uses_ring_collectives else 0.0
     largest = max(
         sum(unit.gradient_sizes) if unit.coalesces_gradients(cluster) else max(unit.gradient_sizes, default=0)
         for unit, _ in prefetched
     )
-    inflight = largest * (1 + max(0, ranks - 2) / ranks)
+    inflight = largest * (1 + received)
     several = sum(unit.num_slices for unit in units) > 1
     is_freed = any(unit.mode == Mode.ZDP for unit, _ in prefetched)  # zdp2 slices count from the first one on
     return PrefetchBytes(

@@ -166,7 +166,7 @@ def engine_time(
     return PerStepTime(
         sum(shard.num_slices * overhead.time_s(size) for shard, size in zip(replicated, packed, strict=True)),
         sum(unit.num_slices * _unit_engine_s(unit, cluster, recomputed, host_only) for unit in shards.units)
-        + (choice.tensor_degree > 1) * cluster.engine.tp.fixed_s * (RECOMPUTE_OVERHEAD if recomputed else 1.0),
+        + _tensor_engine_s(operator, choice, cluster, recomputed=recomputed),
     )
 
 
@@ -257,12 +257,14 @@ def _tensor_all_reduces_s(shards: OperatorShards, cluster: Cluster) -> float:
     """Return the time to average gradients over the ranks that hold the same slice, after the backward pass."""
     links, total_s = cluster.hierarchical_links, 0.0
     for shard in shards.replicated:
-        if shard.tensor_degree == 1:
+        degree = shard.tensor_degree
+        if degree == 1:
             continue
-        if cluster.is_hierarchical and links is not None and shard.tensor_degree == cluster.devices_per_node:
+        if cluster.is_hierarchical and links is not None and degree == cluster.devices_per_node:
             total_s += links.inter_node.time_s(shard.gradient_bytes, cluster.nodes)
-        else:
-            total_s += cluster.link.all_reduce.time_s(shard.gradient_bytes, cluster.ranks // shard.tensor_degree)
+        else:  # the groups of all slices share the adapter of a node
+            num_bytes = shard.gradient_bytes * (degree if cluster.is_hierarchical else 1)
+            total_s += cluster.link.all_reduce.time_s(num_bytes, cluster.ranks // degree)
     return total_s
 
 
@@ -272,6 +274,14 @@ def _unit_engine_s(unit: ShardUnit, cluster: Cluster, recomputed: bool, host_onl
     seconds = overhead.time_s(0 if host_only else unit.parameter_bytes)
     seconds += EXTRA_PARAM_OVERHEAD * (len(unit.shards) - 1) * overhead.fixed_s
     return seconds * (RECOMPUTE_OVERHEAD if recomputed else 1.0)
+
+
+def _tensor_engine_s(operator: Operator, choice: ShardingChoice, cluster: Cluster, *, recomputed: bool) -> float:
+    """Return its part of the engine's time for the operators that are tensor parallel together."""
+    if choice.tensor_degree == 1:
+        return 0.0
+    num_operators = operator.tensor.num_operators if operator.tensor is not None else 1
+    return cluster.engine.tp.fixed_s / num_operators * (RECOMPUTE_OVERHEAD if recomputed else 1.0)
 
 
 def forward_backward_time(operator_time: OperatorTime, choice: ShardingChoice) -> tuple[LinearInBatch, LinearInBatch]:

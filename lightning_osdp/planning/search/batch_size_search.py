@@ -296,6 +296,7 @@ def _build_operator_plans(
             hierarchical=choice.hierarchical,
             **_tensor_fields(candidates.get(operator.name), operator, choice.tensor_degree, chosen.batch_size),
             tensor_refusal=model.tensor_refusals.get(operator.name, "") if operator.tensor is None else "",
+            tensor_group_refusal=model.tensor_group_refusals.get(operator.name, ""),
             unit=chosen.wrap_assignment[index],
             is_recomputed=index in recomputed,
             num_parameters=operator.num_parameters,

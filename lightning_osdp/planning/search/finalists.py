@@ -31,6 +31,7 @@ from lightning_osdp.planning.search.plan_selection import repredict, select_plan
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.spec.search_record import TriedPlan
+from lightning_osdp.planning.spec.tensor import TensorRole
 
 PREDICTION_RELATIVE_ERROR = 0.15
 """Largest usual error of a predicted step time that no trial has checked."""
@@ -168,8 +169,8 @@ def is_tensor_parallel(plan: ExecutionPlan) -> bool:
 
 
 def is_sharded(plan: ExecutionPlan) -> bool:
-    """Return whether any operator is sharded."""
-    return any(mode != Mode.DP for op in plan.operators for mode in op.slices)
+    """Return whether any operator is sharded, so that its weights or gradients travel."""
+    return any(mode in (Mode.ZDP2, Mode.ZDP) for op in plan.operators for mode in op.slices)
 
 
 def spread_s(rounds_s: Sequence[float]) -> float:
@@ -189,13 +190,32 @@ def _spread_s(finalist: Finalist) -> float:
     return spread_s(finalist.rounds_s) / finalist.plan.global_batch_size
 
 
+def _count_tensor_parallel(plan: ExecutionPlan) -> str:
+    """Return what is tensor parallel, as ``4 embeddings and 2 MLPs``."""
+    cut = [operator.tensor for operator in plan.operators if operator.tensor is not None]
+    roles = [split.role for split in cut]
+    scopes = [plan.tensor_scopes[scope] for scope in {split.scope for split in cut if split.scope is not None}]
+    num_attentions = sum(scope.needs_agreement for scope in scopes)
+    counts = {
+        "embedding": roles.count(TensorRole.EMBEDDING),
+        "linear layer": roles.count(TensorRole.LINEAR),
+        "MLP": len(scopes) - num_attentions,
+        "attention": num_attentions,
+    }
+    texts = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items() if count]
+    return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
+
+
 def _describe(finalist: Finalist, is_chosen: bool) -> TriedPlan:
     plan = finalist.plan
-    if not is_sharded(plan):
-        name = "all replicated, blocks recomputed" if plan.recomputed else "all replicated"
-    else:
+    name = "replicated"
+    if is_sharded(plan):
         name = "sharded per block" if any(op.unit for op in plan.operators) else "sharded per operator"
-    name += ", partly tensor parallel" if is_tensor_parallel(plan) else ""
+    if is_tensor_parallel(plan):
+        name = f"{_count_tensor_parallel(plan)} tensor parallel, the rest {name}"
+    elif not is_sharded(plan):
+        name = "all replicated"
+    name += ", blocks recomputed" if plan.recomputed and not is_sharded(plan) else ""
     name += ", freed memory retained" if plan.retain_freed_memory else ""
     return TriedPlan(
         name=name,

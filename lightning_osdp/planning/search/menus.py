@@ -1,7 +1,9 @@
 """Menus of the knapsack: one for each kind of operator, and one for each kind of scope.
 
 The operators of a scope are tensor parallel together or not at all, so their choices are one choice for the solver:
-seconds and resident bytes add up, and of transient bytes the largest counts, as they do between any operators.
+seconds and resident bytes add up, and of transient bytes the largest counts, as they do between any operators. Where
+each way to cut a scope is matched or bettered in everything by choices that don't cut it, no plan needs to cut it: its
+operators have menus of their own then, which are far shorter than that of all their combinations.
 """
 
 from __future__ import annotations
@@ -67,20 +69,27 @@ class Menus:
             codes: a number for each operator, equal for those with equal options, (operators,).
             rows_of: the options of the operators with a code.
         """
-        self._num_operators = len(codes)
+        self._num_operators, degrees = len(codes), space.option_degrees
         self._rows: list[OptionRows] = []
         self._members: list[Ints] = []
-        alone = np.flatnonzero(space.scope_of < 0)
-        distinct, inverse, counts = np.unique(codes[alone], return_inverse=True, return_counts=True)
-        members = np.split(alone[np.argsort(inverse, kind="stable")], np.cumsum(counts)[:-1])
         known = {code: rows_of(code) for code in np.unique(codes).tolist()}
-        for code, operators in zip(distinct.tolist(), members, strict=False):
-            self._add(known[code].pareto(), operators[:, None])
         scopes: dict[tuple[int, ...], list[Ints]] = {}
         for scope in space.scopes:
             scopes.setdefault(tuple(codes[scope].tolist()), []).append(scope)
+        combined = {kinds: _combine_scope([known[code] for code in kinds], degrees) for kinds in scopes}
+        is_together = {kinds: bool((degrees[rows.options] > 1).any()) for kinds, rows in combined.items()}
+        singles: dict[tuple[int, bool], list[int]] = {}
+        for operator in np.flatnonzero(space.scope_of < 0).tolist():
+            singles.setdefault((int(codes[operator]), True), []).append(operator)
         for kinds, equal in scopes.items():
-            self._add(_combine_scope([known[code] for code in kinds], space.option_degrees), np.array(equal))
+            for operator in () if is_together[kinds] else np.concatenate(equal).tolist():
+                singles.setdefault((int(codes[operator]), False), []).append(operator)
+        for (code, may_be_cut), operators in sorted(singles.items()):
+            rows = known[code] if may_be_cut else known[code].of_degree(1, degrees)
+            self._add(rows.pareto(), np.sort(np.array(operators))[:, None])
+        for kinds, equal in scopes.items():
+            if is_together[kinds]:
+                self._add(combined[kinds], np.array(equal))
         self.counts = [len(members) for members in self._members]
         self.menus = [
             [Option(*row) for row in zip(*(column.tolist() for column in rows[1:]), strict=True)] for rows in self._rows

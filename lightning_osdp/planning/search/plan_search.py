@@ -104,7 +104,7 @@ class PlanSearch:
     """
 
     def __init__(self, problem: Problem, wrap_assignment: WrapAssignment | None = None) -> None:
-        problem.constraints.check(problem.model)
+        problem.constraints.check(problem.model, problem.cluster)
         self.problem = problem
         self.wrap_assignment = wrap_assignment or ("",) * len(problem.model.operators)
         self.wrapped_model = WrappedModel.from_assignment(problem.model, self.wrap_assignment)

@@ -21,7 +21,7 @@ class BatchSizePolicy:
         max_batch_size: Upper end of the search.
         global_batch_size: If given, batch size x accumulation x ranks is exactly this number.
         accumulation: Micro-batches per optimizer step if ``global_batch_size`` does not decide it.
-        bounding_setting: The argument that ``max_batch_size`` follows from, for ``explain``; empty if there is none.
+        bounding_setting: What ``max_batch_size`` follows from, such as an argument, for ``explain``; empty if unknown.
     """
 
     batch_size: int | None = None

@@ -7,16 +7,16 @@ matters; choices with all slices replicated are left out, because splitting brin
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from enum import StrEnum
 from math import gcd
 from typing import NamedTuple
 
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.cluster import Cluster
+from lightning_osdp.planning.spec.frozen import TextEnum
 from lightning_osdp.planning.spec.model import Operator
 
 
-class Mode(StrEnum):
+class Mode(TextEnum):
     """How the states of one slice are stored (the paper has DP and ZDP; zdp2 is what its figure 1 draws as DP)."""
 
     DP = "dp"
@@ -33,7 +33,7 @@ WEIGHT_MODES = (Mode.DP, Mode.ZDP2, Mode.ZDP)
 """Modes that move weights and gradients instead of activations, from the most memory to the least."""
 
 
-class ShardingScope(StrEnum):
+class ShardingScope(TextEnum):
     """The ranks that an operator is sharded over."""
 
     WORLD = "world"

@@ -131,6 +131,7 @@ class EngineOverhead(FrozenModel):
     zdp2: ModeOverhead = ModeOverhead()
     zdp: ModeOverhead = ModeOverhead()
     tp: ModeOverhead = ModeOverhead()
+    """Overhead of operators that are tensor parallel together, and per byte of their collectives."""
     calibration: CalibrationFactors = CalibrationFactors()
 
 

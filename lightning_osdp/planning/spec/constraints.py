@@ -96,8 +96,9 @@ class SearchConstraints:
 
     def _check_degrees(self) -> None:
         degrees = self.tensor_parallel
-        counts = degrees.values() if isinstance(degrees, Mapping) else [1 if degrees in ("auto", False) else 0]
-        if any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in counts):
+        is_word = degrees is False or (isinstance(degrees, str) and degrees == "auto")
+        pairs = degrees.items() if isinstance(degrees, Mapping) else [("*", 1 if is_word else 0)]
+        if not all(isinstance(pattern, str) and type(count) is int and count > 0 for pattern, count in pairs):
             raise ConfigurationError(
                 "tensor_parallel has to be 'auto', False, or whole numbers of ranks from 1 on by pattern of operator "
                 f"names, not {degrees!r}"
@@ -214,13 +215,16 @@ class SearchConstraints:
         if len(set(requested) - {1}) > 1:
             raise ConfigurationError(
                 f"tensor_parallel: {', '.join(names)} run together and need one number of ranks, not "
-                f"{' and '.join(map(str, sorted(set(requested))))}"
+                f"{' and '.join(map(str, sorted(set(requested) - {1})))}"
             )
         degrees = tuple(degree for degree in candidate.degrees if degree in possible)
         is_required = requested[0] > 1 if requested else Mode.TP in modes
         if not is_required or Mode.TP not in self.capabilities.modes:
             is_decided = requested or modes or any(self._asks_for_slices(name) for name in names)
             return () if is_decided else degrees, False
+        sliced = [name for name in names if self._asks_for_slices(name)]
+        if sliced and isinstance(self.slice_granularity, Mapping):
+            raise ConfigurationError(f"slice_granularity: {sliced[0]} is to be tensor parallel, and is not split then")
         if modes - {Mode.TP}:
             other = " and ".join(sorted(modes - {Mode.TP}))
             raise ConfigurationError(f"modes: {', '.join(names)} run together and can't be both tp and {other}")
@@ -229,7 +233,7 @@ class SearchConstraints:
             raise ConfigurationError(_degree_error(candidate, requested[0], cluster))
         return wanted, bool(wanted)
 
-    def check(self, model: ModelProfile) -> None:
+    def check(self, model: ModelProfile, cluster: Cluster) -> None:
         """Refuse patterns that match nothing in ``model``, and modes that none of the operators asked for can take.
 
         Raises:
@@ -237,7 +241,7 @@ class SearchConstraints:
                 a block that can't be recomputed.
         """
         self._check_modes(model)
-        self._check_tensor_parallel(model)
+        self._check_tensor_parallel(model, cluster)
         if isinstance(self.slice_granularity, Mapping):
             operators = [operator.name for operator in model.operators]
             _check_matches("slice_granularity", self.slice_granularity, operators, "operator")
@@ -266,7 +270,7 @@ class SearchConstraints:
                     f"modes: {refused.name or 'the module itself'} can't be {mode}: {mode_blocker(refused)}"
                 )
 
-    def _check_tensor_parallel(self, model: ModelProfile) -> None:
+    def _check_tensor_parallel(self, model: ModelProfile, cluster: Cluster) -> None:
         names = [operator.name for operator in model.operators]
         _check_matches("tensor_parallel", self._degrees_by_pattern, names, "operator")
         for pattern, degree in self._degrees_by_pattern.items():
@@ -276,12 +280,18 @@ class SearchConstraints:
                 raise ConfigurationError(
                     f"tensor_parallel: the engine {self.capabilities.engine} can't cut operators over ranks"
                 )
+            if not tensor_degrees(cluster):
+                raise ConfigurationError(
+                    f"tensor_parallel: {pattern!r} can't be cut over {degree} ranks: a node has one device"
+                )
             matching = [operator for operator in model.operators if matches(pattern, operator.name)]
             _check_any_candidate("tensor_parallel", matching, model)
 
 
 def _check_any_candidate(argument: str, operators: Sequence[Operator], model: ModelProfile) -> None:
-    """Refuse operators of which none can be tensor parallel."""
+    """Refuse operators of which none can be tensor parallel, if that is known."""
+    if not model.knows_tensor_parallelism:
+        return
     candidates = {name for candidate in model.tensor_candidates for name in candidate.operators}
     if operators and candidates.isdisjoint(operator.name for operator in operators):
         largest = max(operators, key=lambda operator: operator.num_parameters)

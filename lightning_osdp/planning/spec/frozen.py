@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -28,3 +29,9 @@ class FrozenModel(BaseModel):
     """An immutable, comparable value with JSON in and out; unknown fields, infinities and NaN are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class TextEnum(str, Enum):
+    """An enumeration whose members are text, as the StrEnum of Python 3.11 and later."""
+
+    __str__ = str.__str__

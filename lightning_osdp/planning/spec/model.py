@@ -17,6 +17,9 @@ SMALL_PARAMETER_ELEMENTS = 1 << 14
 WHOLE_MODEL = ""
 """Name of the operator that is the LightningModule itself."""
 
+NOT_USED = "not used in the traced step"
+"""Why parameters that no operator reads are replicated."""
+
 UNATTRIBUTED = -1
 """``Moment.operator`` of work that belongs to no operator (attention, activations, the loss)."""
 
@@ -266,8 +269,13 @@ class ModelProfile(FrozenModel):
     """Moments of the same forward without autograd; empty if they are not known."""
     tensor_candidates: tuple[TensorCandidate, ...] = ()
     """What may be tensor parallel. An operator is in one of them at most."""
+    knows_tensor_parallelism: bool = False
+    """Whether it was looked for what may be tensor parallel."""
     tensor_refusals: dict[str, str] = Field(default_factory=dict)
     """Why operators can't be tensor parallel, in words for the user, by name; for those of a kind that can be."""
+    tensor_group_refusals: dict[str, str] = Field(default_factory=dict)
+    """Why operators can't be tensor parallel with those that they feed or that feed them, by name: the others, and why
+    not with them."""
     checksum: str = Field(default="", exclude=True, repr=False)
     """Checksum of the file that it was read from; the cache checks and removes it before."""
 
@@ -296,13 +304,17 @@ class ModelProfile(FrozenModel):
         return self.model_copy(update={"operators": operators, "reduce_dtype": dtype})
 
     def with_tensor_candidates(
-        self, candidates: Iterable[TensorCandidate], refusals: Mapping[str, str] | None = None
+        self,
+        candidates: Iterable[TensorCandidate],
+        refusals: Mapping[str, str] | None = None,
+        group_refusals: Mapping[str, str] | None = None,
     ) -> ModelProfile:
         """Return a copy whose operators may be tensor parallel as ``candidates`` say.
 
         Args:
             candidates: What may be tensor parallel.
             refusals: Why other operators can't be, by name.
+            group_refusals: Why operators can't be together with others, by name.
 
         Raises:
             ValueError: A candidate's operator is none of this model, or is in two of them.
@@ -314,7 +326,13 @@ class ModelProfile(FrozenModel):
             for operator in self.operators
             for place in (places.get(operator.name),)
         )
-        changes = {"tensor_candidates": candidates, "tensor_refusals": dict(refusals or {}), "operators": operators}
+        changes = {
+            "tensor_candidates": candidates,
+            "knows_tensor_parallelism": True,
+            "tensor_refusals": dict(refusals or {}),
+            "tensor_group_refusals": dict(group_refusals or {}),
+            "operators": operators,
+        }
         return ModelProfile.model_validate(dict(self) | changes)
 
     def has_moments_of(self, other: ModelProfile) -> bool:

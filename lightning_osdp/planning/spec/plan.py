@@ -106,6 +106,8 @@ class OperatorPlan(_Choice):
     """How it is cut if its mode is ``tp``, else None."""
     tensor_refusal: str = ""
     """Why it can't be tensor parallel; empty if it can, or if the plan does not say."""
+    tensor_group_refusal: str = ""
+    """With which others it can't be tensor parallel, and why; empty if there are none, or if the plan does not say."""
     tensor_group: tuple[str, ...] = ()
     """All operators that can be tensor parallel only together with it; empty if there are none."""
     activation_bytes: Size = 0

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from lightning_osdp.planning.spec.frozen import Count, FrozenModel, NonNegative
+from lightning_osdp.planning.spec.frozen import Count, FrozenModel, NonNegative, TextEnum
 
 Degree = Annotated[int, Field(ge=2, le=1 << 20)]
 """Number of ranks that hold one slice each, t."""
 
 
-class TensorRole(StrEnum):
+class TensorRole(TextEnum):
     """How an operator is cut."""
 
     EMBEDDING = "embedding"

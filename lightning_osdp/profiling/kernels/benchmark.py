@@ -56,6 +56,9 @@ CPU_ATTENTIONS = (
 )
 """Kernels whose time is that of their FLOPs."""
 
+CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
+"""Kernels whose library takes a workspace of a size that their arguments do not tell."""
+
 MAX_FLOPS, SAMPLE_FLOPS = 1e10, 5e9
 """FLOPs beyond which such a kernel is timed on a CPU by a smaller one, and that one's: a core makes some 1e11 in a
 second, and the products of a model of 7 B parameters have up to 5e12."""
@@ -250,7 +253,7 @@ def _time(kernel: Kernel, clock: Clock, budget_s: float) -> KernelTime:
     start = time.perf_counter()
     args, kwargs = make_arguments(kernel, clock.device)
     first_s = clock.time_s(lambda: kernel.func(*args, **kwargs))
-    if kernel.num_bytes >= MIN_WORKSPACE_BYTES:
+    if _may_take_workspace(kernel, clock.device):
         second_s, workspace = clock.measure_time_and_workspace(lambda: kernel.func(*args, **kwargs))
     else:
         second_s, workspace = clock.time_s(lambda: kernel.func(*args, **kwargs)), 0
@@ -271,6 +274,15 @@ def _time(kernel: Kernel, clock: Clock, budget_s: float) -> KernelTime:
     remaining_s = budget_s - (time.perf_counter() - start)
     repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(remaining_s / max(second_s, 1e-6))))
     return KernelTime(typical_time_s([time_next_s() for _ in range(repeats)]), workspace)
+
+
+def _may_take_workspace(kernel: Kernel, device: torch.device) -> bool:
+    """Return whether a kernel may take a workspace that can be measured; on a CPU each measurement takes milliseconds.
+
+    Few kernels take more than their arguments. A depthwise convolution's backward takes hundreds of times as much.
+    """
+    is_convolution = kernel.func.overloadpacket in CONVOLUTIONS
+    return device.type == "cuda" or is_convolution or kernel.num_bytes >= MIN_WORKSPACE_BYTES
 
 
 def _num_copies(kernel: Kernel, arguments: object, clock: Clock) -> int:

@@ -1,4 +1,4 @@
-"""Derives the kernels that a split operator would run instead of its one product, as the engine does.
+"""Derives the kernels that a split or tensor parallel operator would run instead of its one product.
 
 An operator's kernels tell the sizes: (rows x inputs) times (inputs x outputs), or rows looked up in a table. Each slice
 multiplies by a part of the inputs and adds to one output, or by a part of the outputs, which are concatenated.
@@ -19,6 +19,7 @@ aten = torch.ops.aten
 
 MATMUL_FUNCTIONS = (aten.mm.default, aten.addmm.default)
 EMBEDDING_FUNCTIONS = (aten.embedding.default, aten.embedding_dense_backward.default)
+BAG_FUNCTIONS = (aten._embedding_bag.default, aten._embedding_bag_backward.default)
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,66 @@ class MatmulKernels:
         gradient = TensorSpec(part.shape, strides, table.dtype)
         backward = [replace(each, args=(gradient, *each.args[1:]), count=k * each.count) for each in self.backward]
         return forward, backward
+
+    def cut(self, degree: int, *, cuts_outputs: bool) -> tuple[list[Kernel], list[Kernel]]:
+        """Return the kernels of forward and backward of one of ``degree`` slices, for the rows of as many ranks."""
+        if self.is_embedding:
+            return self._cut_embedding(degree)
+        left, right = self._operands
+        (m, c), n, dtype = left.shape, right.shape[1], left.dtype
+        m, c, n = (degree * m, c, n // degree) if cuts_outputs else (degree * m, c // degree, n)
+        transposed = right.stride[0] == 1
+        x, g, weight = _matrix(m, c, dtype), _matrix(m, n, dtype), _right_operand(c, n, dtype, transposed)
+        forward = _kernel(aten.mm.default, x, weight)
+        if cuts_outputs and self.forward.func is aten.addmm.default:
+            forward = _kernel(aten.addmm.default, TensorSpec.contiguous((n,), dtype), x, weight)
+        backward = [_kernel(aten.mm.default, *_weight_gradient_operands(x, g, transposed))]
+        if self.has_input_gradient:
+            backward.append(_kernel(aten.mm.default, g, _transposed(weight)))
+        return [forward], backward
+
+    def _cut_embedding(self, degree: int) -> tuple[list[Kernel], list[Kernel]]:
+        table, ids = self._operands
+        rows, width = table.shape
+        gathered = TensorSpec.contiguous((degree * math.prod(ids.shape),), ids.dtype)
+        gradient = _matrix(gathered.shape[0], width // degree, table.dtype)
+        slice_ = _matrix(rows, width // degree, table.dtype)
+        forward = replace(self.forward, args=(slice_, gathered, *self.forward.args[2:]))
+        return [forward], [replace(each, args=(gradient, gathered, *each.args[2:])) for each in self.backward]
+
+
+@dataclass(frozen=True)
+class BagKernels:
+    """The one lookup of bags of an operator, as traced at one batch size."""
+
+    forward: Kernel
+    backward: tuple[Kernel, ...]
+
+    def cut(self, degree: int, *, cuts_outputs: bool = True) -> tuple[list[Kernel], list[Kernel]]:
+        """See ``MatmulKernels.cut``."""
+
+        def cut_args(kernel: Kernel, rows_factor: int) -> Kernel:
+            (values, *rest) = kernel.args
+            assert isinstance(values, TensorSpec)
+            cut = _matrix(rows_factor * values.shape[0], values.shape[1] // degree, values.dtype)
+            return replace(kernel, args=(cut, *(_repeat_rows(each, degree) for each in rest)))
+
+        return [cut_args(self.forward, 1)], [cut_args(each, degree) for each in self.backward]
+
+
+def _repeat_rows(spec: object, times: int) -> object:
+    if not isinstance(spec, TensorSpec) or not spec.shape:
+        return spec
+    return TensorSpec.contiguous((times * spec.shape[0], *spec.shape[1:]), spec.dtype)
+
+
+def find_bag(kernels: Sequence[Kernel]) -> BagKernels | None:
+    """Return the lookup of bags among an operator's kernels at one batch size; None if it has not exactly one."""
+    found = [kernel for kernel in kernels if kernel.func in BAG_FUNCTIONS]
+    forward = [kernel for kernel in found if kernel.phase == "forward"]
+    if len(forward) != 1 or forward[0].count != 1:
+        return None
+    return BagKernels(forward[0], tuple(kernel for kernel in found if kernel.phase == "backward"))
 
 
 def find_matmul(kernels: Sequence[Kernel]) -> MatmulKernels | None:

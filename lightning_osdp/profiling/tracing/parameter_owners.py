@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_osdp.planning.spec.model import WHOLE_MODEL
+from lightning_osdp.planning.spec.model import NOT_USED, WHOLE_MODEL
 from lightning_osdp.profiling.tracing.recorder import Recording
 
 Site = tuple[str, ...]
@@ -82,7 +82,7 @@ def find_scopes(
         encloses = bool(inner[name]) or not name
         tied = _format_ties(parameters[index] for index in groups[name]) if encloses and not reason else ""
         scopes.append(OwnerScope(name, tuple(sorted(groups[name] + own_unused)), reason, encloses, tied))
-    scopes += [OwnerScope(name, tuple(own), "not used in the traced step", True) for name, own in unused.items()]
+    scopes += [OwnerScope(name, tuple(own), NOT_USED, True) for name, own in unused.items()]
     return tuple(scopes)
 
 

@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.backend.memory import allowed_bytes
 from lightning_osdp.engine.splittable import matrix_input_dim
-from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, TraceError
+from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, TraceError, message_of
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.profiling.kernels.kernel import Kernel
+from lightning_osdp.profiling.tensor_operators import explain_unknown_dataflow
 from lightning_osdp.profiling.tensor_scopes import TracedModule, find_tensor_candidates
 from lightning_osdp.profiling.tracing import host_syncs, stand_ins
 from lightning_osdp.profiling.tracing.dataflow import Dataflow, record_dataflow
@@ -65,7 +66,7 @@ class TrainingStep:
     evaluation: bool = False
     """Whether the memory of evaluation is read as well; ignored by ``trace_by_running``."""
     tensor_degrees: tuple[int, ...] = ()
-    """Numbers of ranks that operators may be cut over, to find out which; ignored by ``trace_by_running``."""
+    """Numbers of ranks that operators may be cut over, to find out which; ``trace_by_running`` finds none."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def trace_by_running(step: TrainingStep) -> TracedStep:
         copies, fakes = fake_optimizers(optimizers, fake_mode, step.device)
         parameters = [fakes.get(id(parameter.tensor)) for parameter in named_parameters(module)]
         optimizer_trace = trace_optimizers(copies, parameters, fake_mode, Clipping.from_trainer(step.module._trainer))
-    return _build_result(step, recordings, optimizer_trace, {})
+    return _without_dataflow(_build_result(step, recordings, optimizer_trace, {}), step)
 
 
 class FakeTrace:
@@ -188,12 +189,12 @@ class FakeTrace:
         """Return what the recordings so far show."""
         traced = _build_result(self._step, self._recordings, self._optimizer_trace, self._evaluation_recordings)
         if self._dataflow is None:
-            return traced
+            return _without_dataflow(traced, self._step)
         size, step = self.sizes[0], self._step
         batch = stand_ins.real_batch(step.batch, step.batch_size, size)
         played = TracedModule(step.module, self._module, self._dataflow, size, batch)
         found = find_tensor_candidates(played, traced.model_profile.operators, step.tensor_degrees)
-        profile = traced.model_profile.with_tensor_candidates(found.candidates, found.refusals)
+        profile = traced.model_profile.with_tensor_candidates(found.candidates, found.refusals, found.group_refusals)
         return replace(traced, model_profile=profile)
 
     def _record(self, size: int) -> None:
@@ -305,6 +306,15 @@ def _record_dataflow(step: TrainingStep, module: LightningModule, batch: Any) ->
             parameter.grad = None
 
 
+def _without_dataflow(traced: TracedStep, step: TrainingStep) -> TracedStep:
+    """Return the step with the reason why nothing can be tensor parallel, if that was to be found out."""
+    if not step.tensor_degrees:
+        return traced
+    modules, model = dict(step.module.named_modules()), traced.model_profile
+    refusals = explain_unknown_dataflow(model.operators, modules)
+    return replace(traced, model_profile=model.with_tensor_candidates((), refusals))
+
+
 def _record_evaluation(step: TrainingStep, module: LightningModule, batches: Mapping[int, Any]) -> dict[int, Recording]:
     """Record the forward of the training step without gradients, by batch size; return {} where it needs gradients.
 
@@ -342,7 +352,7 @@ def _guard_tracing(step: TrainingStep) -> Iterator[None]:
         except OSDPError:
             raise
         except Exception as error:  # The user's code or a fake kernel may raise anything.
-            reason = str(error).strip().split("\n")[0]
+            reason = message_of(error).strip().split("\n")[0]
             name = type(step.module).__name__
             raise TraceError(
                 f"the training step of {name} can't be traced: {type(error).__name__}: {reason}"

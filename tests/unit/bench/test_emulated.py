@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,10 @@ import torch
 from bench.comparison.models import next_byte_loss
 from bench.emulated import document, gpu, queue
 from bench.emulated.climb import LARGEST, Climb
-from bench.emulated.comparison import SYSTEMS, cells
+from bench.emulated.comparison import SYSTEMS, groups, put_what_can_not_fit
 from bench.emulated.links import scaled_cluster
 from bench.emulated.models import Paper, tokens_of, vocabulary_of
-from bench.emulated.queue import Cell, Results, run_all
+from bench.emulated.queue import Cell, Queue, Results, run_all
 
 
 def climbed(limit: int, fixed: int, per_sample: int, compute_s: float = 0.01, link_s: float = 1.0) -> Climb:
@@ -87,7 +90,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
 
 
 def test_queue_goes_on_where_it_ended(tmp_path: Path, ran: list[Cell]) -> None:
-    every = cells([8], ["nd-small"], list(SYSTEMS))
+    every = list(chain(*groups([8], ["nd-small"])))
     results = Results(tmp_path / "results.json")
     assert {cell.limit_mib for cell in every[:10]} == {250}
     assert run_all(every[:3], results, {}, 60.0, lambda _: None) == 0
@@ -97,13 +100,13 @@ def test_queue_goes_on_where_it_ended(tmp_path: Path, ran: list[Cell]) -> None:
 
 
 def test_queue_without_time_says_what_is_left(tmp_path: Path, ran: list[Cell]) -> None:
-    every = cells([8], [], list(SYSTEMS))
-    assert run_all(every, Results(tmp_path / "results.json"), {}, -1.0, lambda _: None) == len(every) == 100
+    every = list(chain(*groups([8], [])))
+    assert run_all(every, Results(tmp_path / "results.json"), {}, -1.0, lambda _: None) == len(every) == 96
     assert not ran
 
 
 def test_page_shows_leads_and_what_was_not_run(tmp_path: Path, ran: list[Cell]) -> None:
-    every = cells([8], ["nd-small", "ws-small"], list(SYSTEMS))
+    every = list(chain(*groups([8], ["nd-small", "ws-small"])))
     results = Results(tmp_path / "results.json")
     run_all(every[: len(SYSTEMS)], results, {}, 60.0, lambda _: None)
     page = document.page(every, results)
@@ -158,3 +161,66 @@ def test_gpu_queue_begins_with_the_papers_links_and_its_smaller_limit() -> None:
     assert {(cell.links, cell.limit_mib) for cell in every[:40]} == {("titan-rtx-pcie3", 8 << 10)}
     assert len(every) == 3 * 3 * 4 * len(SYSTEMS)
     assert {cell.precision for cell in every if cell.model == gpu.LLAMA} == {"bf16-true"}
+
+
+def test_group_that_can_not_be_ended_in_time_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, begun = [0.0], []
+
+    def run(cell: Cell, machine: dict[str, Any]) -> dict[str, Any]:
+        now[0] += 10.0
+        begun.append(cell)
+        return {"samples_per_s": 1.0}
+
+    monkeypatch.setattr(queue, "run", run)
+    monkeypatch.setattr(queue.time, "monotonic", lambda: now[0])
+    two = [
+        [Cell("compare", model, 8, system) for system in ("osdp", "ddp", "shard")] for model in ("one", "two", "three")
+    ]
+    left = Queue(Results(tmp_path / "results.json"), {}, 65.0).run(two, lambda _: None)
+    assert [cell.model for cell in begun] == ["one"] * 3 + ["two"] * 3
+    assert left == 3
+
+
+def test_ddp_is_not_run_where_its_states_alone_do_not_fit(tmp_path: Path) -> None:
+    results, every = Results(tmp_path / "results.json"), list(chain(*groups([8], ["nd-small"])))
+    put_what_can_not_fit(every, results)
+    found = {(cell.limit_mib, cell.system) for cell in every if results.get(cell) is not None}
+    assert found == {(250, "ddp"), (250, "ddp+ckpt")}
+    result = results.get(Cell("compare", "nd-small", 8, "ddp", limit_mib=250))
+    assert result is not None
+    assert result["error"] == "does not fit"
+    assert result["needed_bytes"] == pytest.approx(16 * 19e6, rel=0.05)
+
+
+CLOCK = """
+import threading, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from bench.emulated.warp import JumpingClock
+from lightning_osdp.emulation.links import EmulatedLinks
+from lightning_osdp.emulation.process_group import join
+from tests.support.models import some_cluster
+from lightning_osdp.planning.spec.cluster import CollectiveFit, Link
+
+real = time.perf_counter
+JumpingClock().install()
+slow = CollectiveFit(latency_s=100.0, s_per_byte=0.0)
+join(EmulatedLinks(some_cluster(2, link=Link(all_reduce=slow, all_gather=slow, reduce_scatter=slow))))
+began, really = time.perf_counter(), real()
+works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3)]
+works[1].wait()
+first = time.perf_counter() - began
+works[2].wait()
+second = time.perf_counter() - began
+module = DistributedDataParallel(nn.Linear(2, 2))
+before = time.perf_counter()
+module(torch.ones(1, 2)).sum().backward()
+print(round(first), round(second), round(time.perf_counter() - before), real() - really < 30)
+"""
+
+
+def test_clocks_jump_over_what_is_waited_for_on_links() -> None:
+    done = subprocess.run([sys.executable, "-c", CLOCK], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["200", "300", "100", "True"], done.stderr

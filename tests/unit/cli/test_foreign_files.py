@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.cli import SaveConfigCallback
 
-from lightning_osdp.cli import fit
-from lightning_osdp.cli.main import main
+from lightning_osdp.cli import fit, main
 
 
 @pytest.mark.parametrize(
@@ -19,6 +18,7 @@ from lightning_osdp.cli.main import main
         ["plan", "--config", "none.yaml", "--out"],
         ["plan", "--config", "none.yaml", "--html"],
         ["simulate", "--config", "none.yaml", "--hardware", "h100-80gb-nvlink", "--html"],
+        ["emulate", "--config", "none.yaml", "--hardware", "h100-80gb-nvlink", "--html"],
         ["profile", "--devices", "1", "--accelerator", "cpu", "--out"],
     ],
 )
@@ -30,7 +30,7 @@ def test_command_refuses_output_of_another_kind_before_any_work(
     if as_folder:
         path.mkdir()
     (path / "model.py" if as_folder else path).write_text("import torch")
-    assert main([*command, str(path)]) == 2
+    assert main.main([*command, str(path)]) == 2
     error = capsys.readouterr().err
     assert (
         "mine can't be written: it is a folder" if as_folder else "mine is not replaced: it holds something"
@@ -50,7 +50,7 @@ def test_command_refuses_output_of_another_kind_before_any_work(
 def test_code_in_yaml_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     config = tmp_path / "fit.yaml"
     config.write_text(text.format(trace=tmp_path / "trace"))
-    assert main(["plan", "--config", str(config)]) == 2
+    assert main.main(["plan", "--config", str(config)]) == 2
     assert "fit.yaml can't be read" in capsys.readouterr().err
     assert not (tmp_path / "trace").exists()
 
@@ -75,3 +75,22 @@ def test_osdp_fit_saves_configuration_over_one_of_lightning_cli_only(
             callback.setup(trainer, parts, "fit")
     assert saved == ["fit"] * is_saved
     assert (tmp_path / "config.yaml").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "--config", "none.yaml"],
+        ["simulate", "--config", "none.yaml", "--hardware", "nothing"],
+        ["explain", "none.json"],
+        ["emulate", "--config", "none.yaml", "--hardware", "nothing"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_page_without_matplotlib_is_refused_before_any_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    monkeypatch.setattr(main, "util", SimpleNamespace(find_spec=lambda name: None))
+    assert main.main([*command, "--html", str(tmp_path / "page.html")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("pip install 'lightning-osdp[pictures]'")

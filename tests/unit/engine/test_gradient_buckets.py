@@ -1,4 +1,4 @@
-"""Replicated gradients on their way to be averaged: freed once packed, right in every type, not changed meanwhile."""
+"""Replicated gradients are reduced in the order in which they come, whatever order a module lists its parameters in."""
 
 from __future__ import annotations
 
@@ -9,150 +9,90 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_osdp.emulation.links import EmulatedLinks
 from lightning_osdp.emulation.process_group import join
-from lightning_osdp.engine import gradient_buckets
-from lightning_osdp.engine.gradient_buckets import BucketedAllReduce, GradientSync
-from lightning_osdp.errors import ShardingError
-from tests.support.models import some_cluster
+from lightning_osdp.engine.fairscale.engine import FairScaleEngine
+from lightning_osdp.engine.gradient_buckets import parameters_in_order_of_use
+from lightning_osdp.planning.spec.choices import Mode
+from lightning_osdp.planning.spec.model import NOT_USED
+from lightning_osdp.planning.spec.plan import OperatorPlan
+from tests.support.models import hand_made_plan, some_cluster
 
-RANKS, WIDTH, LAYERS = 8, 32, 6
-ONE = WIDTH * WIDTH * 4
-"""Bytes of a gradient."""
+WIDTH = 512  # 1 MiB each: reduced in place
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    join(EmulatedLinks(some_cluster(RANKS, backend="emulated")))
-    yield
+class Unordered(nn.Module):
+    """Lists its layers in another order than it runs them; one of them it does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.third = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second = nn.ModuleDict({"inner": nn.Linear(WIDTH, WIDTH, bias=False)})
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second["inner"](self.first(x * self.scale)))
+
+
+NAMES = ("", "first", "second.inner", "third")
+
+
+def operators() -> list[OperatorPlan]:
+    used = [OperatorPlan(name=name, slices=(Mode.DP,), num_parameters=0) for name in NAMES]
+    return [*used, OperatorPlan(name="unused", slices=(Mode.DP,), num_parameters=0, replicated_reason=NOT_USED)]
+
+
+def names_of(module: nn.Module, plan: list[OperatorPlan]) -> list[str]:
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    return [names[parameter] for parameter in parameters_in_order_of_use(module, plan)]
+
+
+def test_parameters_come_as_operators_use_them_and_unused_ones_first() -> None:
+    expected = ["unused.weight", "scale", "first.weight", "second.inner.weight", "third.weight"]
+    found = names_of(Unordered(), operators())
+    assert set(found[:2]) == set(expected[:2])
+    assert found[2:] == expected[2:]
+
+
+def test_parameters_of_operators_that_no_plan_names_keep_their_order() -> None:
+    module = Unordered()
+    assert names_of(module, []) == [name for name, _ in module.named_parameters()]
+
+
+def test_tied_parameter_comes_with_the_operator_that_holds_all_its_uses() -> None:
+    module = nn.Module()
+    module.head, module.body, module.embed = nn.Linear(4, 4, bias=False), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+    module.head.weight = module.embed.weight
+    plan = [OperatorPlan(name=name, slices=(Mode.DP,), num_parameters=0) for name in ("", "body")]
+    assert names_of(module, plan)[0] == "head.weight"
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    join(EmulatedLinks(some_cluster(2, backend="emulated")))
+    yield dist.group.WORLD
     dist.destroy_process_group()
 
 
-@pytest.fixture(autouse=True)
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two gradients to a bucket."""
-    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 2 * ONE)
-
-
-class Stack(nn.Module):
-    """Layers in a row; ``unused`` takes no part."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
-        self.unused = nn.Parameter(torch.zeros(3))
-        self.to(dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().sum()
-
-
-def averaged(model: nn.Module, dtype: torch.dtype | None = None) -> BucketedAllReduce:
-    return BucketedAllReduce(list(model.parameters()), dist.group.WORLD, GradientSync(), lambda: None, dtype)
-
-
-def inputs(dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2)).to(dtype)
-
-
-def plain_gradients(dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
-    model = Stack(dtype)
-    model(inputs(dtype)).backward()
-    return [parameter.grad for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize("limit", [1 << 20, ONE], ids=["packed", "one by one"])
-@pytest.mark.parametrize(
-    ("own", "reduced"),
-    [(torch.float32, None), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.bfloat16, None)],
-    ids=str,
-)
-def test_gradients_are_freed_once_packed_and_end_as_those_of_plain_pytorch(
-    monkeypatch: pytest.MonkeyPatch, limit: int, own: torch.dtype, reduced: torch.dtype | None
+def test_gradient_is_reduced_while_those_of_earlier_operators_are_computed(
+    group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(gradient_buckets.UNBUCKETED_BYTES, "cpu", limit)
-    model = Stack(own)
-    reducer, start, packed, freed = averaged(model, reduced), gradient_buckets.all_reduce_async, [], []
-    pack = BucketedAllReduce._pack
-
-    def noting_pack(self: BucketedAllReduce, bucket: Any) -> Tensor:
-        packed[:] = [StorageWeakRef(p.grad.untyped_storage()) for p in bucket.parameters if p.grad is not None]
-        return pack(self, bucket)
-
-    def noting_start(buffer: Tensor, group: Any) -> Any:
-        assert buffer.dtype == (reduced or own)
-        freed.extend(gradient.expired() or gradient.cdata == buffer.untyped_storage()._cdata for gradient in packed)
-        return start(buffer, group)
-
-    monkeypatch.setattr(BucketedAllReduce, "_pack", noting_pack)
-    monkeypatch.setattr(gradient_buckets, "all_reduce_async", noting_start)
-    in_flight: list[list[bool]] = []
-    model.layers[1].register_full_backward_hook(
-        lambda *_: in_flight.append([layer.weight.grad is None for layer in model.layers])
-    )
-    model(inputs(own)).backward()
-    reducer.finish()
-    assert freed == [True] * LAYERS
-    assert in_flight[0][2:] == [True] * (LAYERS - 2)  # on their way, while the others wait for their bucket to be full
-    for parameter, expected in zip(model.parameters(), plain_gradients(own), strict=True):
-        if expected is None:
-            assert parameter.grad is None
-        else:
-            rough = torch.bfloat16 in (own, reduced)
-            torch.testing.assert_close(parameter.grad, expected, rtol=2**-7 if rough else 1e-6, atol=0)
-
-
-def test_hook_that_comes_after_packing_reads_the_gradient_of_its_own_rank() -> None:
-    model, read = Stack(), []
-    reducer = averaged(model)
-    for layer in model.layers:
-        layer.weight.register_post_accumulate_grad_hook(lambda p: read.append(float(p.grad.norm())))
-    model(inputs()).backward()
-    reducer.finish()
-    expected = [float(gradient.norm()) for gradient in plain_gradients() if gradient is not None]
-    assert read == pytest.approx(expected[::-1])
-
-
-def zero_in_place(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.zero_()
-
-
-def double_in_place(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.mul_(2.0)
-
-
-def take_away(parameter: Tensor) -> None:
-    parameter.grad = None
-
-
-@pytest.mark.parametrize("limit", [1 << 20, ONE], ids=["packed", "one by one"])
-@pytest.mark.parametrize("change", [zero_in_place, take_away])
-def test_hook_that_changes_a_gradient_in_flight_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, limit: int, change: Any
-) -> None:
-    monkeypatch.setitem(gradient_buckets.UNBUCKETED_BYTES, "cpu", limit)
-    model = Stack()
-    averaged(model)
-    model.layers[2].weight.register_post_accumulate_grad_hook(change)
-    # The bucket of its layer is full when its own gradient comes: by 5 and 4, 3 and 2.
-    with pytest.raises(ShardingError, match=r"a hook has changed the gradient of a replicated parameter .*\(32, 32\)"):
-        model(inputs()).backward()
-
-
-def test_hook_from_before_training_changes_what_is_averaged() -> None:
-    model = Stack()
-    for layer in model.layers:
-        layer.weight.register_post_accumulate_grad_hook(double_in_place)
-    reducer = averaged(model)
-    model(inputs()).backward()
-    reducer.finish()
-    for parameter, expected in zip(model.parameters(), plain_gradients(), strict=True):
-        if expected is not None:
-            torch.testing.assert_close(parameter.grad, 2 * expected)
+    begun: list[str] = []
+    seconds = EmulatedLinks.seconds
+    monkeypatch.setattr(EmulatedLinks, "seconds", lambda *args: begun.append("reduction") or seconds(*args))
+    module, engine = Unordered(), FairScaleEngine(torch.device("cpu"), broadcast=False)
+    plan = hand_made_plan({}, 2).model_copy(update={"operators": tuple(operators())})
+    engine.apply(module, plan)
+    for name, parameter in module.named_parameters():
+        parameter.register_hook(lambda grad, name=name: begun.append(name))
+    engine.before_forward()
+    begun.clear()
+    module(torch.ones(2, WIDTH)).sum().backward()
+    engine.finish_backward()
+    engine.close()
+    layers = ["third.weight", "reduction", "second.inner.weight", "reduction", "first.weight", "reduction"]
+    # At the end the one that is not used, and the small one, with what says which gradients there are.
+    assert begun == [*layers, "scale", "reduction", "reduction"]

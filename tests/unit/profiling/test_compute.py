@@ -21,7 +21,8 @@ from lightning_osdp.planning.spec.tensor import TensorRole, TensorUse
 from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.compute import measure_compute, measure_partition, warm_up
 from lightning_osdp.profiling.kernels import benchmark, synthetic_args
-from lightning_osdp.profiling.kernels.kernel import Kernel, KernelPhase, TensorSpec, spec_of
+from lightning_osdp.profiling.kernels.kernel import Kernel, KernelPhase, TensorSpec, spec_of, tensor_specs
+from lightning_osdp.profiling.kernels.lookup_gradients import limit_growth
 from lightning_osdp.profiling.tracing.trace import TracedStep
 from tests.support.small_models import blocks_of_one
 from tests.support.small_models import compute as times_of
@@ -272,6 +273,20 @@ def test_make_arguments_match_strides_and_index_range_of_kernel() -> None:
     assert synthetic_args.clone_with_strides(expanded).data_ptr() != expanded.data_ptr()
 
 
+def test_workspace_of_convolutions_is_measured_however_small_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        benchmark.Clock,
+        "measure_time_and_workspace",
+        lambda clock, call: benchmark.KernelTime(1.0, 9 << 20 if call() is not None else 0),
+    )
+    net = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Flatten(), nn.Linear(128, 4))
+    depthwise, linear = measure_compute(
+        trace(Regression(net), torch.ones(4, 8, 4, 4), 4, device=CPU), CPU, time_budget_s=0.1
+    ).workspace
+    assert depthwise.forward.value_at(2) == depthwise.backward.value_at(2) == 9 << 20
+    assert linear.forward.value_at(2) == linear.backward.value_at(2) == 0
+
+
 def test_kernel_workspace_excludes_result_of_the_call() -> None:
     configure_cpu_allocator()
     trim(CPU)  # a hole that other tests have left in the heap would take the tensor, and nothing be new
@@ -332,7 +347,93 @@ def test_slice_of_tensor_parallel_operator_takes_less_by_its_share_of_passes_ove
     whole = OperatorTime(
         forward=LinearInBatch(fixed=10e-3, per_sample=1e-3), backward=LinearInBatch(fixed=20e-3, per_sample=2e-3)
     )
-    (own,) = compute._with_tensor_times(whole, operator, s_per_byte).tensor
+    (own,) = compute._with_tensor_times(whole, operator, s_per_byte, {}).tensor
     assert (own.degree, own.forward.per_sample, own.backward.per_sample) == (4, 1e-3, 2e-3)
     assert (own.forward.fixed, own.backward.fixed) == (pytest.approx(forward_s), pytest.approx(backward_s))
-    assert compute._with_tensor_times(whole, operator.model_copy(update={"tensor": None}), 1.0) == whole
+    assert compute._with_tensor_times(whole, operator.model_copy(update={"tensor": None}), 1.0, {}) == whole
+    slower = {4: {"forward": {2: 12e-3 + 1.0, 8: 18e-3 + 1.0}, "backward": {2: 0.0, 8: 0.0}}}
+    (measured,) = compute._with_tensor_times(whole, operator, s_per_byte, slower).tensor
+    assert measured.forward.value_at(4) == pytest.approx(14e-3 + 1.0)  # what was measured
+    assert measured.backward.value_at(4) == pytest.approx(28e-3 / 4)  # no less than its part
+
+
+@pytest.mark.parametrize(("rows", "expected_s"), [(100_000, 1.0 + 4 * 4 * 6 / 100_000), (10, 9.0)])
+def test_gradient_of_a_table_takes_longer_by_no_more_than_the_rows_that_are_added(rows: int, expected_s: float) -> None:
+    """Of 4 tokens a sample; a kernel that is measured to take much longer with 8 samples than with 2, by chance."""
+    net = nn.Sequential(nn.Embedding(rows, 8), nn.Linear(8, 8))
+    found = trace(Regression(net), torch.zeros(4, 4, dtype=torch.int64), 4, device=CPU)
+    kernels = {
+        size: next(k for k in found.kernels[size] if k.func is aten.embedding_dense_backward.default) for size in (2, 8)
+    }
+    times = {
+        kernels[2].name: benchmark.KernelTime(1.0),
+        kernels[8].name: benchmark.KernelTime(9.0, 5),
+        "other": benchmark.KernelTime(7.0),
+    }
+    limited = limit_growth([*found.kernels[2], *found.kernels[8]], times)
+    assert limited[kernels[8].name] == (pytest.approx(expected_s), 5)
+    assert limited[kernels[2].name] == times[kernels[2].name]
+    assert limited["other"] == times["other"]
+
+
+def test_slices_of_tensor_parallel_operators_are_timed_at_the_rows_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A table, two layers of an MLP and a head, cut over two ranks: as many products, of other shapes."""
+
+    def seconds(kernel: Kernel, clock: object, share_s: float) -> benchmark.KernelTime:
+        return benchmark.KernelTime(10.0 if spec_shapes(kernel) & expected else 1.0)
+
+    def spec_shapes(kernel: Kernel) -> set[tuple[object, ...]]:
+        return {tuple(spec.shape for spec in tensor_specs(kernel.args))}
+
+    monkeypatch.setattr(benchmark, "_time", seconds)
+    monkeypatch.setattr(compute, "measure_autograd_overhead", lambda clock: benchmark.AutogradOverhead(0.0, 0.0))
+    net = nn.Sequential(
+        nn.Embedding(50, 8), nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8), nn.LayerNorm(8), nn.Linear(8, 6)
+    )
+    found = trace(Regression(net), torch.zeros(4, 3, dtype=torch.int64), 4, device=CPU, tensor_degrees=(2,))
+    rows = {size: 3 * size for size in found.kernels}
+    expected = {
+        shapes
+        for m in rows.values()
+        for shapes in (
+            ((50, 4), (2 * m,)),  # looked up
+            ((2 * m, 4), (2 * m,)),  # and its gradient
+            ((16,), (2 * m, 8), (8, 16)),  # up, with its bias
+            ((16, 2 * m), (2 * m, 8)),
+            ((2 * m, 16), (16, 8)),  # up's input; and down, without its bias
+            ((8, 2 * m), (2 * m, 16)),
+            ((2 * m, 8), (8, 16)),
+            ((3,), (2 * m, 8), (8, 3)),  # head
+            ((3, 2 * m), (2 * m, 8)),
+            ((2 * m, 3), (3, 8)),
+        )
+    }
+    bag = trace(
+        Regression(nn.EmbeddingBag(50, 8, mode="sum")),
+        torch.zeros(4, 3, dtype=torch.int64),
+        4,
+        device=CPU,
+        tensor_degrees=(2,),
+    )
+    expected |= {
+        shapes
+        for m in (2, 8)
+        for shapes in (
+            ((50, 4), (2 * 3 * m,), (2 * m,)),
+            ((2 * m, 4), (2 * 3 * m,), (2 * m,), (0,), (2 * m,), (2 * m,)),
+        )
+    }
+    (of_bags,) = measure_compute(bag, CPU).operators
+    (own,) = of_bags.tensor
+    assert own.forward.value_at(4) == pytest.approx(of_bags.forward.value_at(4) + 9)
+    assert own.backward.value_at(4) == pytest.approx(of_bags.backward.value_at(4) + 9)
+    times = {
+        each.name: time
+        for each, time in zip(found.model_profile.operators, measure_compute(found, CPU).operators, strict=True)
+    }
+    for name, forward, backward in (("net.0", 1, 1), ("net.1", 1, 2), ("net.3", 1, 2), ("net.5", 1, 2)):
+        (own,) = times[name].tensor
+        assert own.forward.value_at(4) == pytest.approx(times[name].forward.value_at(4) + 9 * forward)
+        assert own.backward.value_at(4) == pytest.approx(times[name].backward.value_at(4) + 9 * backward)

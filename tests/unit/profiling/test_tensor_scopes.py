@@ -285,14 +285,14 @@ def test_pair_is_found_just_if_nothing_mixes_features_or_reads_them_elsewhere(
 class Attention(nn.Module):
     """Attention with divided heads, and something that must not be cut along."""
 
-    def __init__(self, flaw: str = "") -> None:
+    def __init__(self, flaw: str = "", heads: int = 4) -> None:
         super().__init__()
-        self.flaw, self.heads = flaw, 4
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.flaw, self.heads = flaw, heads
+        self.qkv, self.out = nn.Linear(WIDTH, 12 * heads), nn.Linear(4 * heads, WIDTH)
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
-        heads = (t.view(len(x), -1, self.heads, WIDTH // 4).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        heads = (t.view(len(x), -1, self.heads, 4).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         q, k, v = heads
         scores = q @ k.transpose(-1, -2) / 2
         if mask is not None:
@@ -312,9 +312,9 @@ class Attention(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    def __init__(self, flaw: str = "") -> None:
+    def __init__(self, flaw: str = "", heads: int = 4) -> None:
         super().__init__()
-        self.attention, self.flaw = Attention(flaw), flaw
+        self.attention, self.flaw = Attention(flaw, heads), flaw
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -335,6 +335,66 @@ def test_attention_whose_heads_can_be_divided_is_a_scope(flaw: str) -> None:
 @pytest.mark.parametrize("flaw", ["over heads", "buffer", "rare", "residual", "weights", "returns x", "own mask"])
 def test_attention_that_must_see_all_heads_or_its_own_samples_is_no_scope(flaw: str) -> None:
     assert not groups(profile_of_net(AttentionBlock(flaw)))
+
+
+GROUPS_REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, str]] = {
+    "norm": (
+        lambda: Between("layer norm"),
+        (2,),
+        "net.up",
+        "together with down: native_layer_norm in between computes with several features of a row",
+    ),
+    "state": (lambda: Between("state"), (2,), "net.down", "together with up: Between changes its own state"),
+    "used again": (
+        lambda: Between("gelu", after="hidden mean"),
+        (2,),
+        "net.up",
+        "together with down: it is used again later",
+    ),
+    "features": (
+        lambda: Between("gelu", hidden=27),
+        (2,),
+        "net.down",
+        "together with up: 2 does not divide features = 27",
+    ),
+    "heads": (
+        lambda: AttentionBlock(heads=3),
+        (2,),
+        "net.attention.qkv",
+        "together with out: 2 does not divide heads = 3",
+    ),
+    "over heads": (
+        lambda: AttentionBlock("over heads"),
+        (2,),
+        "net.attention.out",
+        "together with qkv: bmm in between computes with several features of a row",
+    ),
+    "residual": (
+        lambda: AttentionBlock("residual"),
+        (2,),
+        "net.attention.out",
+        "together with qkv: its arguments are used after the row",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GROUPS_REFUSED)
+def test_reason_why_operators_do_not_run_together_is_kept_for_each(case: str) -> None:
+    make, degrees, operator, reason = GROUPS_REFUSED[case]
+    profile = profile_of_net(make(), degrees=degrees)
+    assert profile.tensor_group_refusals[operator] == reason
+    assert not profile_of_net(Between("gelu")).tensor_group_refusals
+
+
+def test_heads_that_the_smallest_degree_does_not_divide_are_cut_by_another_one() -> None:
+    (found,) = groups(profile_of_net(AttentionBlock(heads=3), degrees=(2, 3, 6))).values()
+    assert found.degrees == (3,)
+
+
+def test_block_after_block_is_no_refused_pair() -> None:
+    net = Stack(2)
+    net.layers[0].steps = ("layer norm",)
+    assert set(profile_of_net(net).tensor_group_refusals) == {"net.layers.0.up", "net.layers.0.down"}
 
 
 # -- how it is looked for ----------------------------------------------------------------------------------------------

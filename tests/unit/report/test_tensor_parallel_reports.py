@@ -33,6 +33,10 @@ def test_explanation_says_what_is_exchanged_instead_of_what_and_why_not() -> Non
     assert "As tp over 2 ranks (cut, activations exchanged instead of weights), it would free 32.0 MiB" in large
     refused = blocks_of_two(2).with_tensor_candidates([], {"blocks.0.up": "its forward is hooked"})
     assert "Not tensor parallel: its forward is hooked." in explain(make_plan(problem_of(refused), ONE))
+    reason = "together with down: native_layer_norm in between computes with several features of a row"
+    refused = blocks_of_two(2).with_tensor_candidates([], {}, {f"blocks.{i}.up": reason for i in range(2)})
+    text = explain(make_plan(problem_of(refused), ONE))
+    assert text.count(f" Not tensor parallel {reason}.") == 1
     wished = replace(FREE, tensor_parallel={"blocks.0": 2, "blocks.1": 1})
     text = explain(make_plan(problem_of(model, constraints=wished), ONE))
     assert "blocks.0.up: tp over 2 ranks. As you wished: OSDPCallback asks for it. Exchanges activations (" in text

@@ -125,12 +125,17 @@ def test_loader_with_a_sampler_of_batches_of_its_own_keeps_its_batch_size_and_sa
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "loader_batch_size", "min_steps", "given", "largest"),
-    [(1000, 2, 100, None, 5), (1000, 2, 1000, None, 2), (1000, 2, 100, 3, 3), (1000, 2, 1, None, 500)],
+    ("num_rows", "loader_batch_size", "min_steps", "given", "largest", "setting"),
+    [
+        (1000, 2, 100, None, 5, "min_steps_per_epoch"),
+        (1000, 2, 1000, None, 2, "min_steps_per_epoch"),
+        (1000, 2, 100, 3, 3, "max_batch_size"),
+        (1000, 2, 1, None, 500, "the length of the data"),
+    ],
 )
-def test_bounded_policy_leaves_an_epoch_its_steps(
-    num_rows: int, loader_batch_size: int, min_steps: int, given: int | None, largest: int
+def test_bounded_policy_leaves_an_epoch_its_steps_and_says_what_bounds_it(
+    num_rows: int, loader_batch_size: int, min_steps: int, given: int | None, largest: int, setting: str
 ) -> None:
     data = train_data(DataLoader(TensorDataset(torch.zeros(num_rows)), batch_size=loader_batch_size))
     policy = data.bounded_policy(loader_batch_size, BatchSizePolicy(max_batch_size=given), 2, min_steps)
-    assert policy.max_batch_size == largest
+    assert (policy.max_batch_size, policy.bounding_setting) == (largest, setting)

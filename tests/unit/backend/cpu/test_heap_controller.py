@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_osdp.backend.cpu import heap_controller
 from lightning_osdp.backend.cpu.heap_controller import LIMIT_MARGIN, MIN_ADJUSTMENT_BYTES, WARMUP_STEPS, HeapController
+from lightning_osdp.planning.cost.cpu_effects import HEAP_GROWTH
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from tests.support.models import hand_made_plan
@@ -43,9 +44,9 @@ class Machine:
         return self.live + round(in_heap * self.waste / (1 + self.waste))
 
 
-def make_plan(retains: bool = True, spare: int = 0) -> ExecutionPlan:
+def make_plan(retains: bool = True, spare: int = 0, peak: int = LIMIT) -> ExecutionPlan:
     made = hand_made_plan({"one": Mode.DP}, 2)
-    predicted = made.predicted.model_copy(update={"heap_headroom_bytes": spare})
+    predicted = made.predicted.model_copy(update={"heap_headroom_bytes": spare, "peak_memory_bytes": peak})
     update = {"memory_limit_bytes": LIMIT, "retain_freed_memory": retains, "predicted": predicted}
     return made.model_copy(update=update)
 
@@ -82,6 +83,22 @@ def test_heap_controller_keeps_every_step_within_limit(
     changes = len(machine.told)
     run_step(kept)
     assert len(machine.told) == changes  # it comes to rest
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    live=st.integers(500, 900), waste=st.floats(0.0, 1.0), spare=st.integers(0, 100), predicted=st.integers(450, 1000)
+)
+def test_heap_controller_keeps_predicted_peak_or_what_was_planned_beyond_the_step(
+    live: int, waste: float, spare: int, predicted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(live * MIB, waste)
+    patch_machine(machine, monkeypatch)
+    kept = HeapController(make_plan(spare=spare * MIB, peak=predicted * MIB), CPU)
+    planned = machine.live + HEAP_GROWTH * (machine.live - RESTING) + spare * MIB
+    for _ in range(50):
+        run_step(kept)
+        assert machine.peak <= max(predicted * MIB, planned)
 
 
 def test_heap_controller_leaves_planned_spare_memory_free(monkeypatch: pytest.MonkeyPatch) -> None:

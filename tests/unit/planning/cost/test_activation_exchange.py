@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_osdp.planning.cost.activation_exchange import exchanged_bytes
+from lightning_osdp.planning.cost.activation_exchange import exchanged_bytes, handled_bytes
 from lightning_osdp.planning.cost.footprint import Footprint, footprint
 from lightning_osdp.planning.cost.memory_timeline import Timeline
 from lightning_osdp.planning.cost.shards import num_sharded_elements
 from lightning_osdp.planning.cost.step_time import (
+    RECOMPUTE_OVERHEAD,
     communication_time,
     engine_time,
     exchange_time,
@@ -24,6 +25,7 @@ from lightning_osdp.planning.spec.cluster import (
     EngineOverhead,
     HierarchicalLinks,
     Link,
+    ModeOverhead,
     OperatorTime,
     ShardingLink,
     TensorTime,
@@ -131,6 +133,23 @@ def test_gradients_of_slices_are_averaged_over_ranks_with_the_same_slice_and_not
     overlapping = cluster().link.model_copy(update={"all_reduce": hidden})
     assert overlapped_time(weight, cut(2), cluster(link=overlapping)) == (0.0, 0.0, 0.0)
     assert engine_time(weight, cut(2), cluster()) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("roles", [(TensorRole.LINEAR,), PAIR, GATED])
+def test_engine_takes_as_long_for_operators_that_run_together_as_for_one_and_by_the_bytes_of_collectives(
+    roles: tuple[TensorRole, ...],
+) -> None:
+    own = cluster(engine=EngineOverhead(tp=ModeOverhead(fixed_s=3.0, s_per_byte=0.5 / MIB)))
+    together, use = operators(roles), [op.tensor for op in operators(roles) if op.tensor is not None]
+    assert sum(engine_time(op, cut(4), own).per_microbatch_s for op in together) == pytest.approx(3.0)
+    again = sum(engine_time(op, cut(4), own, recomputed=True).per_microbatch_s for op in together)
+    assert again == pytest.approx(3.0 * RECOMPUTE_OVERHEAD)
+    added = sum(
+        exchange_time(op, cut(4), own).value_at(5) - exchange_time(op, cut(4), cluster()).value_at(5) for op in together
+    )
+    handled = 2 * 4 * (1 + 3) if len(roles) > 1 else 2 * (4 * 1 + 3)
+    assert sum(handled_bytes(each, 4) for each in use) == pytest.approx(handled * MIB)
+    assert added == pytest.approx(5 * 0.5 * handled)
 
 
 def test_slice_takes_its_part_of_what_does_not_depend_on_the_batch_unless_measured() -> None:

@@ -157,6 +157,11 @@ def test_footprint_inflight_gradient_includes_parts_received_from_ranks() -> Non
     assert found.inflight_gradient == 8 * MIB * (1 + 2 / 4)
 
 
+def test_footprint_inflight_gradient_is_the_gradient_alone_where_no_ring_receives_parts() -> None:
+    cluster = some_cluster(64, backend="emulated", reduce_scatter_copy_factor=0.0, **AHEAD)
+    assert footprint(operator("one", 8), ShardingChoice((Mode.ZDP,)), cluster).inflight_gradient == 8 * MIB
+
+
 def test_footprint_has_no_prefetch_where_ranks_share_a_node_link() -> None:
     pair = Cluster.model_validate(some_cluster(4, **AHEAD).model_dump() | {"nodes": 2, "devices_per_node": 2})
     zdp = (Mode.ZDP,)

@@ -321,9 +321,9 @@ def test_forced_mode_of_operator_that_cannot_have_it_is_the_next_weaker_one() ->
     twice = tuple(one.model_copy(update={"calls": 2}) for one in problem().model.operators)
     model = problem().model.model_copy(update={"operators": twice})
     with pytest.raises(ConfigurationError, match=r"blocks\.0\.up can't be zdp: it runs 2 times in a step"):
-        SearchConstraints(modes={"blocks.0": "zdp"}).check(model)
+        SearchConstraints(modes={"blocks.0": "zdp"}).check(model, cluster())
     with pytest.raises(ConfigurationError, match="the engine fairscale can't carry out zdp2"):
-        replace(no_zdp2, modes={"blocks.0": "zdp2"}).check(problem().model)
+        replace(no_zdp2, modes={"blocks.0": "zdp2"}).check(problem().model, cluster())
 
 
 def test_search_space_first_option_of_each_group_is_replicated() -> None:

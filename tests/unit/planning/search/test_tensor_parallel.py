@@ -13,20 +13,22 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
-from lightning_osdp.planning.cost.trial_correction import plan_key
+from lightning_osdp.planning.cost.trial_correction import plan_key, predict_trial
 from lightning_osdp.planning.search.baselines import find_baselines
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, make_plan
-from lightning_osdp.planning.search.finalists import complexity, find_finalists
+from lightning_osdp.planning.search.finalists import choose_tried_plan, complexity, find_finalists, is_sharded
 from lightning_osdp.planning.search.menus import Menus, OptionRows
 from lightning_osdp.planning.search.plan_search import MIN_IMPROVEMENT, Candidate, PlanSearch
 from lightning_osdp.planning.search.plan_selection import select_plan
+from lightning_osdp.planning.search.subproblem import KnapsackSubproblem
 from lightning_osdp.planning.solver import solve
 from lightning_osdp.planning.spec.capabilities import ALL_CAPABILITIES, EngineCapabilities
 from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode, ShardingChoice
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.spec.tensor import TensorRole, TensorScope, TensorSplit
-from tests.support.small_models import MIB, blocks_of_two
+from lightning_osdp.report.operator_runs import describe_tried
+from tests.support.small_models import MIB, blocks_of_two, cluster
 from tests.support.tensor_problems import FREE, mlp, model_of, problem_of
 
 
@@ -134,6 +136,18 @@ def test_knapsack_with_pairs_matches_highs(seed: int, share: float) -> None:
     assert found.time_s == pytest.approx(best_s, rel=1e-9)
 
 
+@pytest.mark.parametrize(("input_mib", "num_together"), [(100.0, 1), (0.01, 2)])
+def test_scope_that_no_plan_would_cut_is_no_menu_of_combinations(input_mib: float, num_together: int) -> None:
+    """A pair has one menu, or if it would cost too much to cut it, one for each of its operators."""
+    search = PlanSearch(problem_of(model_of(input_mib=input_mib)))
+    costs = search.for_batch_size(1)
+    menus = KnapsackSubproblem(costs, search.recompute_mask(()), search.min_memory_plan(1).peak)._menus
+    assert {rows.options.shape[1] for rows in menus._rows} == {num_together}
+    assert sum(menus.counts) == 4 // num_together
+    degrees = search.space.option_degrees[np.concatenate([rows.options.ravel() for rows in menus._rows])]
+    assert (degrees.max() > 1) == (num_together == 2)
+
+
 def test_search_takes_pairs_where_activations_are_smaller_and_not_where_they_are_larger() -> None:
     def modes(input_mib: float) -> set[tuple[Mode, ...]]:
         plan = make_plan(problem_of(model_of(input_mib=input_mib), latency_ms=0.0), BatchSizePolicy(batch_size=1))
@@ -155,6 +169,18 @@ def test_plan_says_split_scope_and_refusal_of_each_operator() -> None:
     refused = blocks_of_two(2).with_tensor_candidates([], {"blocks.0.up": "its forward is hooked"})
     plan = make_plan(problem_of(refused), BatchSizePolicy(batch_size=1))
     assert plan.operators[0].tensor_refusal == "its forward is hooked"
+
+
+def test_tried_plan_says_what_is_tensor_parallel_in_it() -> None:
+    given_, policy = problem_of(model_of(input_mib=0.01), latency_ms=0.0), BatchSizePolicy(batch_size=1)
+    found = make_plan(given_, policy)
+    expected = predict_trial(given_.model, given_.compute, given_.cluster, found, 1)
+    trial = expected.model_copy(update={"measured_s": expected.predicted_s, "plan": found})
+    chosen = choose_tried_plan(given_, policy, [found], [trial])
+    assert chosen is not None
+    assert [one.name for one in chosen.tried] == ["2 MLPs tensor parallel, the rest replicated"]
+    assert describe_tried(chosen).startswith("this plan (2 MLPs tensor parallel, the rest replicated) ")
+    assert not is_sharded(found)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +225,24 @@ def test_search_obeys_degrees_that_the_user_gives(changes: dict[str, Any], degre
         ({"tensor_parallel": {"*": 0}}, "tensor_parallel has to be 'auto', False, or whole numbers of ranks"),
         ({"tensor_parallel": {"*": True}}, "tensor_parallel has to be 'auto', False, or whole numbers of ranks"),
         ({"tensor_parallel": {"*": 2.0}}, "tensor_parallel has to be 'auto', False, or whole numbers of ranks"),
+        ({"tensor_parallel": {"*": -2}}, "tensor_parallel has to be 'auto', False, or whole numbers of ranks"),
+        ({"tensor_parallel": {"*": None}}, "tensor_parallel has to be 'auto', False, or whole numbers of ranks"),
+        ({"tensor_parallel": {1: 2}}, "tensor_parallel has to be 'auto', False, or whole numbers of ranks"),
+        ({"tensor_parallel": 0}, "tensor_parallel has to be 'auto', False, or whole numbers of ranks"),
+        ({"tensor_parallel": ["blocks"]}, "tensor_parallel has to be 'auto', False, or whole numbers of ranks"),
+        ({"tensor_parallel": {"*": 8}}, "blocks.0.down can't be cut over 8 ranks: .* the 4 devices .*2 or 4"),
+        (
+            {"tensor_parallel": {"blocks.1.up": 2, "blocks.1": 4, "*": 1}},
+            "run together and need one number of ranks, not 2 and 4",
+        ),
+        (
+            {"tensor_parallel": {"blocks.1": 2, "blocks.1.up": 4}},
+            "'blocks.1.up' decides nothing, since 'blocks.1' comes first",
+        ),
+        (
+            {"tensor_parallel": {"blocks.1": 2}, "slice_granularity": {"blocks.1.up": 4}},
+            "slice_granularity: blocks.1.up is to be tensor parallel, and is not split then",
+        ),
         ({"tensor_parallel": {"blokcs.0": 2}}, "tensor_parallel: 'blokcs.0' matches no operator .*blocks.0"),
         ({"tensor_parallel": {"*": 3}}, "blocks.0.down can't be cut over 3 ranks: .* the 4 devices .*2 or 4"),
         (
@@ -217,6 +261,16 @@ def test_search_obeys_degrees_that_the_user_gives(changes: dict[str, Any], degre
 def test_wishes_that_can_not_be_had_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make_plan(problem_of(constraints=replace(FREE, **changes)), BatchSizePolicy(batch_size=1))
+
+
+def test_degree_on_nodes_of_one_device_is_refused() -> None:
+    model = blocks_of_two(1)  # nothing is looked for there
+    one = replace(problem_of(model), cluster=cluster().model_copy(update={"devices_per_node": 1, "nodes": 4}))
+    wished = replace(one, constraints=replace(FREE, tensor_parallel={"blocks.0": 2}))
+    with pytest.raises(ConfigurationError, match=r"'blocks.0' can't be cut over 2 ranks: a node has one"):
+        make_plan(wished, BatchSizePolicy(batch_size=1))
+    off = replace(one, constraints=replace(FREE, tensor_parallel={"blocks.0": 1}))
+    assert make_plan(off, BatchSizePolicy(batch_size=1)).tensor_scopes == {}
 
 
 def test_degree_for_operators_that_can_not_be_cut_names_the_reason() -> None:
@@ -265,7 +319,7 @@ def test_finalists_of_a_tensor_parallel_plan_are_the_best_without_and_simpler_on
     assert cut == [True, *[False] * (len(plans) - 1)]
     without = select_plan(replace(given_, constraints=replace(FREE, tensor_parallel=False)), policy, ())
     assert plan_key(without) in {plan_key(plan) for plan in plans}
-    assert complexity(found) == 2
+    assert complexity(found) == 1
     wished = replace(given_, constraints=replace(FREE, tensor_parallel={"*": 2}))
     forced = find_finalists(wished, policy, select_plan(wished, policy, ()))
     assert all(operator.choice.tensor_degree == 2 for plan in forced for operator in plan.operators)
