@@ -19,6 +19,8 @@ from tests.support.models import Block, hand_made_plan, modes_for, some_cluster,
 
 RANKS, WIDTH, LAYERS = 8, 32, 4
 
+pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[None]:
