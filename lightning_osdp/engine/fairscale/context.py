@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -41,6 +41,8 @@ class _BackwardPasses:
     def __init__(self, reducer: GradientReducer, streams: Mapping[str, Any]) -> None:
         self._reducer, self._streams = reducer, streams
         self._units: dict[int, list[_Unit]] = {}
+        self.on_end: Callable[[], None] = lambda: None
+        """Called when no pass is running any more."""
 
     def join(self, number: int, unit: _Unit) -> None:
         """Call ``unit.finish_pass`` at the end of the pass that is running, which has this number."""
@@ -57,6 +59,13 @@ class _BackwardPasses:
             cuda.current_stream().wait_stream(self._streams["post_backward"])
             for unit in self._units.pop(number):
                 unit.finish_pass()
+            if not self.is_running and torch._C._current_autograd_node() is None:
+                self.on_end()
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether a pass that has reached a unit is not over."""
+        return bool(self._units)
 
     def discard(self) -> None:
         """End passes that an exception has ended."""

@@ -41,6 +41,7 @@ ranks must gather the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -181,7 +182,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
             return function(*args, **kwargs)  # others have been put in their place, as ``functional_call`` does
         if with_grad:
             refuse_transforms("there are hooks on what autograd saves", {TransformType.Grad})
-        with without_guards():
+        with without_guards(), torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             self._lazy_init()
         reads_casts, hidden = self._reads_casts(), [p for p in self.params if p not in self._shown_in_full]
         gathered = self._gather(self.params, as_is=not reads_casts)
@@ -189,6 +190,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
         versions = [parameter._version for parameter in self.params]
         casts_of_outer_run, self._casts_of_run = self._casts_of_run, {}
         hooks = SavedTensorHooks(self, self._pending_uses) if with_grad else None
+        num_uses = [] if with_grad or self._in_graph else self._count_uses()
         first_node = torch._C._autograd._get_sequence_nr()
         if hooks is not None:
             self._in_graph = True
@@ -198,7 +200,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
             hooks.push()
         self._num_running += 1
         try:
-            outputs = function(*args, **kwargs)
+            outputs = self._copy_views(function(*args, **kwargs))
         finally:
             self._num_running -= 1
             self._casts_of_run = casts_of_outer_run
@@ -206,6 +208,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
                 hooks.pop()
             if self._num_running == 0:
                 self._keep_changes(versions, self._has_module_hooks())
+                self._leave_views(num_uses)
                 gathered, self._read_as_is = gathered + self._read_as_is, []
             if self.reshard_after_forward or not with_grad:
                 self._free_full_params(gathered)

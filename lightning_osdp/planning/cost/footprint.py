@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
+
+from typing_extensions import NamedTuple
 
 from lightning_osdp.planning.cost.activation_exchange import activation_bytes
 from lightning_osdp.planning.cost.cpu_effects import PrefetchBytes, coalesced_reduction_bytes, prefetch_bytes

@@ -111,7 +111,7 @@ def test_run_in_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch, device_
 
 def test_flags_of_missing_gradients_are_made_without_a_copy_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = [nn.Parameter(torch.zeros(3)) for _ in range(4)]
-    buckets = BucketedAllReduce(parameters, SimpleNamespace(size=lambda: 2), GradientSync(), lambda: None)
+    buckets = BucketedAllReduce(parameters, SimpleNamespace(size=lambda: 2), GradientSync(), lambda: None, lambda: None)
     for index in (0, 3):
         parameters[index].grad = torch.ones(3)
     buckets._rebuild_buckets()
