@@ -36,8 +36,9 @@ class Failing(GPTModule):
         super().__init__(batch_size=4, rows=400)
         self.kind, self.failing = kind, failing
 
-    def setup(self, stage: str) -> None:
+    def train_dataloader(self) -> Any:
         self._fail_at("setup")
+        return super().train_dataloader()
 
     def training_step(self, batch: Any, batch_index: int) -> Tensor:
         loss = super().training_step(batch, batch_index)
