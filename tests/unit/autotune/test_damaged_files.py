@@ -168,7 +168,7 @@ def test_file_that_cannot_be_read_is_measured_anew_or_an_error_of_ours(
     use = kinds[kind][1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(OSDPError):
+        with pytest.raises(OSDPError, match=r"folder\.json|measured anew"):
             use(folder)
 
 
