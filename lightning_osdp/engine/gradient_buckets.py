@@ -8,6 +8,8 @@ Note [parameters without a gradient]: a rank on which a parameter took no part c
 gradient must be known to all, since an optimizer treats "none" and "zero" differently (momentum, weight decay). Each
 rank's answers travel as extra elements of the last bucket. Only a rank that lacks a gradient reads them, so the usual
 step waits for nothing.
+
+Note [gradients in flight]: once packed, a gradient is freed, and its parameter has none until it is averaged.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ class _Bucket:
     unbucketed: bool
     """Whether this is one large gradient that is reduced in place."""
     missing: set[nn.Parameter] = field(default_factory=set)
+    present: set[nn.Parameter] = field(default_factory=set)
+    """Parameters that had a gradient when it was launched."""
     is_launched: bool = False
     work: Any = None
     buffer: Tensor | None = None
@@ -176,28 +180,33 @@ class BucketedAllReduce:
 
     def _launch(self, bucket: _Bucket) -> None:
         bucket.is_launched = True
-        if bucket.unbucketed:
-            (parameter,) = bucket.parameters
-            buffer = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-        else:
-            buffer = self._pack(bucket)
-        bucket.buffer = buffer.detach().to(self._dtype or buffer.dtype)
+        bucket.present = {parameter for parameter in bucket.parameters if parameter.grad is not None}
+        bucket.buffer = self._pack(bucket)
+        for parameter in bucket.present:
+            parameter.grad = None
         bucket.work = all_reduce_async(bucket.buffer, self._group)
 
     def _pack(self, bucket: _Bucket) -> Tensor:
+        """Return the gradients in one flat tensor; a large one as it is, if it is reduced in its own type."""
+        first = bucket.parameters[0]
+        dtype = self._dtype or first.dtype
+        if bucket.unbucketed:
+            gradient = torch.zeros_like(first) if first.grad is None else first.grad
+            return gradient.detach().contiguous().to(dtype)
         parts = [
             torch.zeros_like(p).flatten() if p.grad is None else p.grad.detach().flatten() for p in bucket.parameters
         ]
         if bucket is self._buckets[-1]:
             parts.append(self._presence_flags(parts[0]))
-        return torch.cat(parts)
+        buffer = parts[0].new_empty(sum(part.numel() for part in parts), dtype=dtype)
+        return torch.cat(parts, out=buffer)
 
     def _presence_flags(self, like: Tensor) -> Tensor:
         """Return 1 for each parameter that has a gradient and 0 for others, made on the device: copies would wait."""
-        parameters = [p for bucket in self._buckets for p in bucket.parameters]
-        flags = like.new_ones(len(parameters))
-        for index, parameter in enumerate(parameters):
-            if parameter.grad is None:
+        has_gradient = [p in bucket.present for bucket in self._buckets for p in bucket.parameters]
+        flags = like.new_ones(len(has_gradient))
+        for index, is_present in enumerate(has_gradient):
+            if not is_present:
                 flags[index].zero_()
         return flags
 

@@ -425,6 +425,13 @@ class FairScaleEngine(Engine):
         self._context.backward_optimizer.finish_backward()
 
     @override
+    def leave_step(self) -> None:
+        self._context.reducer.discard()
+        self._context.backward_passes.discard()
+        if self._context.order.has_backward:
+            self.finish_backward()
+
+    @override
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         self.finish_backward()
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):

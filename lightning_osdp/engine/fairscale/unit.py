@@ -48,6 +48,7 @@ from typing import Any
 
 import torch
 from fairscale.nn.data_parallel import FullyShardedDataParallel, TrainingState
+from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_module
 from torch import Tensor, nn
 from torch._C._functorch import TransformType
 
@@ -274,7 +275,27 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
             )
         self._finished.add(param)
         with without_guards():
-            super()._post_backward_hook(param)
+            if self.world_size == 1:
+                super()._post_backward_hook(param)
+            elif param.grad is not None:
+                self._reduce_gradient(param)
+
+    def _reduce_gradient(self, param: ShardedParameter) -> None:
+        """Free a parameter and begin to reduce its gradient, which nothing holds longer than that takes.
+
+        FairScale does the same, but has the allocator find out when streams are done with the gradient.
+        """
+        self.training_state = TrainingState.BACKWARD_POST
+        self._free_full_params([param])
+        self._use_fp32_param_shard([param])
+        gradient, param.grad = [param.grad.data], None
+        cuda, group = fairscale_module.torch.cuda, self.process_group_reduce_scatter
+        self._reducer.bound_memory(gradient[0], group)
+        self._streams["post_backward"].wait_stream(cuda.current_stream())
+        with cuda.stream(self._streams["post_backward"]):
+            if self.gradient_predivide_factor > 1:
+                gradient[0].div_(self.gradient_predivide_factor)
+            self._reducer.reduce(gradient, group, partial(self._post_reduction_hook, param))
 
     def finish_pass(self) -> None:
         """Hand out gradients when a backward pass is over, and free what is gathered for it."""

@@ -64,10 +64,17 @@ class UnitParameters:
         """What is gathered or on its way: parameters, and whether in their own type."""
         self._saved: set[tuple[nn.Parameter, bool]] = set()
         self._values_by_storage: dict[int, GatheredValues] = {}
-        sizes = [p._orig_size.numel() * compute_dtypes.get(p, p.dtype).itemsize for p in self.params]
-        memory = self._context.gather_memory
-        memory.max_bytes = max(memory.max_bytes, sum(sizes))
+        self._context.gather_memory.add_unit(
+            sum(p._orig_size.numel() * compute_dtypes.get(p, p.dtype).itemsize for p in self.params)
+        )
+        self._context.reducer.memory.add_unit(sum(map(self._reduced_bytes, self.params)))
         self._as_is_index = self._context.order.register(_AsIs(self)) if compute_dtypes else self._index
+
+    def _reduced_bytes(self, parameter: ShardedParameter) -> int:
+        """Return the bytes of a gradient while it is reduced: its own, and those of a copy in another type."""
+        dtype = self._context.reducer.dtype or parameter.dtype
+        sizes = {parameter.dtype: parameter.dtype.itemsize, dtype: dtype.itemsize}
+        return int(parameter._orig_size.numel() * sum(sizes.values())) if parameter.requires_grad else 0
 
     def _init_param_attributes(self, p: ShardedParameter) -> None:
         if hasattr(p, "_fp32_shard"):
@@ -147,7 +154,6 @@ class UnitParameters:
             return []
         indices = [self.param_indices[p] for p in missing] if len(missing) < len(self.params) else ()
         self._context.order.before_gather(self._as_is_index if as_is else self._index, is_in_backward(), indices)
-        self._context.gather_memory.before_gather()
         try:
             with self._use_stream("all_gather"):
                 tensors = ([], []) if is_started else self._outputs_and_shards(missing, as_is)
