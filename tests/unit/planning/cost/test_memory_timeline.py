@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_osdp.planning.cost.footprint import footprint
+from lightning_osdp.planning.cost.footprint import TENSOR_PARALLEL_UNITS, footprint
 from lightning_osdp.planning.cost.memory_timeline import Timeline
 from lightning_osdp.planning.cost.peak_text import explain_peak
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
@@ -195,6 +195,13 @@ def test_footprint_counts_what_each_unit_takes_besides_tensors(choice: tuple[Mod
     counted = plain.model_copy(update={"unit_bytes": 1000})
     slices, one = ShardingChoice(choice, 0 if len(choice) > 1 else None), operator("one", 12)
     assert footprint(one, slices, counted).states - footprint(one, slices, plain).states == units * 1000
+
+
+def test_footprint_counts_what_a_tensor_parallel_operator_takes_besides_tensors() -> None:
+    plain, cut = some_cluster(2), ShardingChoice((Mode.TP,), tensor_degree=2)
+    counted = plain.model_copy(update={"unit_bytes": 1000})
+    before, after = (footprint(operator("one", 12), cut, cluster).states for cluster in (plain, counted))
+    assert after - before == TENSOR_PARALLEL_UNITS * 1000
 
 
 def test_timeline_accumulation_keeps_gradients_throughout() -> None:
