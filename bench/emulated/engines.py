@@ -36,6 +36,8 @@ PAGE = Path("docs/engines.md")
 TIMEOUT_S = 300.0
 MIB = 1 << 20
 
+Applied = tuple[Callable[[], None], Callable[[Any], None], Any]
+
 
 def run_cell(order: dict[str, Any]) -> dict[str, Any]:
     """Train under one engine and plan, with links and without."""
@@ -57,8 +59,11 @@ def run_cell(order: dict[str, Any]) -> dict[str, Any]:
     sent = _count_collectives()
     before = memory.memory_in_use(device)
     task, is_mixed = build(order["model"]), order["precision"] == "bf16-mixed"
-    begin, end = _apply(order["engine"], order["plan"], task, is_mixed)
-    optimizer = torch.optim.AdamW(task.parameters(), lr=3e-4, foreach=False)
+
+    def make_optimizer() -> Any:
+        return torch.optim.AdamW(task.parameters(), lr=3e-4, foreach=False)
+
+    begin, end, optimizer = _apply(order["engine"], order["plan"], task, is_mixed, make_optimizer)
     tokens = torch.randint(0, 256, (order["batch_size"], _tokens(order["model"]) + 1))
     autocast = is_mixed and order["engine"] != "fully_shard"
 
@@ -128,23 +133,21 @@ def _mode_of(plan: str, name: str, blocks: list[str]) -> tuple[str, str]:
     return "zdp", block if plan == "block" else ""
 
 
-def _apply(engine: str, plan: str, task: Any, is_mixed: bool) -> tuple[Callable[[], None], Callable[[Any], None]]:
-    """Apply a plan; return what begins a step, and what ends its backward."""
+def _apply(engine: str, plan: str, task: Any, is_mixed: bool, make_optimizer: Callable[[], Any]) -> Applied:
+    """Apply a plan; return what begins a step, what ends its backward, and the optimizer."""
     from torch import nn
 
     blocks = _blocks(task)
     operators = [name for name, module in task.named_modules() if isinstance(module, nn.Linear | nn.Embedding)]
     modes = {name: _mode_of(plan, name, blocks) for name in operators}
     if engine == "units":
-        return _apply_units(task, modes, is_mixed)
+        return _apply_units(task, modes, is_mixed, make_optimizer())
     if engine == "fully_shard":
         _apply_fully_shard(task, modes, is_mixed)
-    return lambda: None, lambda _: None
+    return lambda: None, lambda _: None, make_optimizer()
 
 
-def _apply_units(
-    task: Any, modes: dict[str, tuple[str, str]], is_mixed: bool
-) -> tuple[Callable[[], None], Callable[[Any], None]]:
+def _apply_units(task: Any, modes: dict[str, tuple[str, str]], is_mixed: bool, optimizer: Any) -> Applied:
     import torch
     from torch import nn
 
@@ -169,14 +172,14 @@ def _apply_units(
     cluster = Cluster(devices_per_node=RANKS, device="cpu", backend="emulated", link=link, prefetch_max_bytes=1 << 30)
     plan = ExecutionPlan.minimal((operator(name, *own) for name, own in modes.items()), cluster)
     engine = FairScaleEngine(torch.device("cpu"), broadcast=False)
-    engine.apply(task, plan)
+    engine.apply(task, plan, [optimizer])
     task.engine_of_the_benchmark = [engine]  # it lives as long as the module
 
     def end(optimizer: Any) -> None:
         engine.before_optimizer_step(optimizer)
         engine.after_optimizer_step()
 
-    return engine.before_forward, end
+    return engine.before_forward, end, optimizer
 
 
 def _apply_fully_shard(task: Any, modes: dict[str, tuple[str, str]], is_mixed: bool) -> None:
