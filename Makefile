@@ -11,7 +11,7 @@ PYTHON ?= $(shell \
 	done)
 
 .PHONY: help train test test-fast lint format clean docs docs-serve
-.PHONY: test-limit test-limit-wide test-slurm test-kill test-many test-gpu dist-test lab
+.PHONY: test-limit test-limit-wide test-slurm test-kill test-caught test-many test-gpu dist-test lab
 .PHONY: bench bench-quick bench-gpu bench-search bench-paper bench-emulated plan-7b accuracy
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make test-limit-wide  a wide model trains under a hard limit that kills FairScale FSDP (root, cgroup v1)"
 	@echo "make test-slurm       preempts and resumes a run on a real two-node SLURM on this machine (root, slurm-wlm, munge)"
 	@echo "make test-kill        ten runs killed at random moments go on from their last checkpoint to the same loss"
+	@echo "make test-caught      twelve scripts that catch a failure of one rank end with their own status on all ranks"
 	@echo "make test-many        1,000 small layers train within a limit that replicating them does not fit (minutes)"
 	@echo "make dist-test        wheel and sdist, each installed into an empty environment, train and explain there"
 	@echo "make test-gpu         the tests that need a GPU (one is enough)"
@@ -38,7 +39,7 @@ help:
 	@echo "make bench-quick      the same for small models, some minutes; make bench-gpu   the same on CUDA"
 	@echo "make bench-search     the exact search against a MILP solver"
 	@echo "make bench-paper      plans the settings of the OSDP paper on its machine and writes docs/paper.md (minutes)"
-	@echo "make bench-emulated   on 8 and 64 ranks that are not there (goes on where it was stopped; some hours)"
+	@echo "make bench-emulated   on 8 and 64 ranks that are not there (goes on where it was stopped; some hours on one core)"
 	@echo "make plan-7b          a LLaMA of 7 B parameters planned for 64 emulated ranks in under 4 GB and 90 s"
 	@echo "make accuracy         predicted beside measured, for many models and plans: writes docs/accuracy.md"
 
@@ -76,6 +77,9 @@ test-slurm: $(INSTALLED)
 
 test-kill: $(INSTALLED)
 	$(BIN)/python -m tests.system.kills 10
+
+test-caught: $(INSTALLED)
+	$(BIN)/python -m tests.system.caught_failures 12
 
 test-many: $(INSTALLED)
 	$(BIN)/python -m tests.system.many_modules

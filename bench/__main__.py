@@ -16,6 +16,7 @@ BENCHMARKS = {
     "emulated": ("bench.emulated.comparison", "OSDP beside its peers on 8 and 64 ranks that are not there"),
     "emulated-accuracy": ("bench.emulated.accuracy", "predicted beside emulated, for 2 to 512 ranks"),
     "emulated-real": ("bench.emulated.real", "emulated beside real gloo ranks, with the links that were measured"),
+    "engines": ("bench.emulated.engines", "the same plans under our units and under fully_shard, on emulated ranks"),
     "emulated-gpu": ("bench.emulated.gpu", "OSDP beside its peers on one GPU that stands for eight"),
     "plan-7b": ("bench.emulated.plan_7b", "seconds and memory that a plan of LLaMA 7 B for 64 emulated ranks takes"),
     "jobs": ("bench.jobs", "jobs as users have them (BERT, ResNet, ViT, LoRA, DLRM, GAN) in turns with DDP"),

@@ -277,7 +277,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--vocabulary", type=int, default=3072)
     parser.add_argument("--pairs", type=int, default=1 << 15, help="rows of the table of pairs of tokens")
-    parser.add_argument("--max-steps", type=int, default=300)
+    parser.add_argument("--max-steps", type=int, default=250)
     parser.add_argument("--out", type=Path, default=Path("runs/train_gpt"))
     return parser.parse_args()
 

@@ -15,6 +15,9 @@ Warnings: OSDPWarning (UserWarning).
 
 from __future__ import annotations
 
+MAX_MESSAGE = 20_000
+"""Characters of a message that other ranks are told: some libraries quote whole files."""
+
 
 class OSDPError(Exception):
     """Base of all errors of this package."""
@@ -73,3 +76,14 @@ class OSDPWarning(UserWarning):
 
 def _rebuild_infeasible(message: str, needed_bytes: int, budget_bytes: int, largest: int) -> InfeasibleError:
     return InfeasibleError(message, needed_bytes=needed_bytes, budget_bytes=budget_bytes, largest=largest)
+
+
+def message_of(error: BaseException) -> str:
+    """Return an error's message, whatever its class does: raise in ``__str__``, or quote bytes that are no text."""
+    try:
+        text = str(error)
+    except Exception as failure:  # the user's class may raise anything
+        return f"its message can't be read, {type(failure).__name__} is raised"
+    if len(text) > MAX_MESSAGE:
+        text = f"{text[:MAX_MESSAGE]}..."
+    return text.encode(errors="backslashreplace").decode()

@@ -1,7 +1,7 @@
 """Which batch size comes next while a system looks for its best one under a limit, in one process. Pure.
 
-Sizes double while the next one should fit; then the largest that should is tried. Meanwhile links take no time, for
-peaks do not depend on them. At the end the best size is timed with links.
+Sizes double until three are known; then the largest that should fit is tried, until no larger one should. Meanwhile
+links take no time, for peaks do not depend on them. At the end the best size is timed with links.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ LARGEST = 64
 
 SLOW_STEP_S = 6.0
 """Beyond steps that compute for so long no larger batch size is tried."""
+
+WARM_UP, KNOWN = 3, 3
+"""Steps of the first size, and sizes whose peaks tell those of all others."""
 
 MOST_TRIES = 12
 """Of larger batch sizes."""
@@ -36,7 +39,7 @@ class Climb:
 
     limit_bytes: int
     link_s: Callable[[], float] = lambda: 0.0
-    timed: int = 4
+    timed: int = 3
     size: int = 1
     has_links: bool = False
     peaks: dict[int, int] = field(default_factory=dict)
@@ -56,7 +59,7 @@ class Climb:
             self.final_peak = max(self.final_peak, peak_bytes)
             return len(self.final_s) < self.timed
         self.peaks[self.size] = max(peak_bytes, self.peaks.get(self.size, 0))
-        if self._steps < (3 if len(self.peaks) == 1 else 2):
+        if self._steps < (WARM_UP if len(self.peaks) == 1 else 1):
             return True
         self.compute_s[self.size] = seconds
         self._steps = 0
@@ -79,7 +82,8 @@ class Climb:
         largest, died = lived[-1], min((size for size in self.compute_s if size not in lived), default=LARGEST + 1)
         flat = is_flat([self.rate(size) for size in lived])
         if not flat and self.compute_s[largest] < SLOW_STEP_S and self._tries < MOST_TRIES:
-            fits = min(self._estimate(), died - 1, LARGEST, 2 * largest)
+            highest = 2 * largest if len(self.peaks) < KNOWN else LARGEST
+            fits = min(self._estimate(), died - 1, highest)
             if fits > largest * 1.1:
                 self.size, self._tries = fits, self._tries + 1
                 return True

@@ -178,10 +178,8 @@ def page(cells: Sequence[Cell], results: Results) -> str:
 
 def accuracy(file: Path) -> str:
     """The section on predicted beside emulated figures, from the results of ``emulated-accuracy``."""
-    cells = [cell for cell in _cells_of(file) if "predicted_s" in cell]
-    head = (
-        "\n## Predicted beside emulated\n\nTen models of [the accuracy cases](../accuracy.md), planned by the search: "
-    )
+    cells = [cell for cell in _cells_of(file) if "predicted_s" in cell and cell["work"] == "accuracy"]
+    head = (Path(__file__).parent / "accuracy_template.md").read_text().rstrip() + " "
     if not cells:
         return head + "not run yet (`python -m bench emulated-accuracy`).\n"
     lines = [head + "`emulated-accuracy.json`.", ""]

@@ -1,11 +1,12 @@
 """All-zdp through OSDPStrategy against FairScale's own FSDP around the same operators: step time, ratio.
 
-    python -m bench engine [--rounds 3] [--ranks 2] [--layers 6] [--width 384] [--batch-size 8]
+    python -m bench engine [--rounds 3] [--ranks 2] [--layers 6] [--width 384] [--batch-size 8] [--against unchecked]
 
 Both sides train the example's GPT with AdamW on the CPU over gloo, one thread a rank, with the same allocator setting.
 The baseline is FairScale as its documentation has it: every Linear and Embedding wrapped, an outer wrap for the rest,
 trained in a plain loop, so that Lightning's own overhead counts against OSDP. Sides take turns; the medians of each
-round and their ratio are printed.
+round and their ratio are printed. Against ``unchecked``, which is OSDPStrategy without guards of its sharded parameters
+and without the ranks' agreement on the order of collectives, the ratio is what those cost.
 """
 
 from __future__ import annotations
@@ -144,6 +145,29 @@ def osdp_side(args: argparse.Namespace) -> float:
     return strategy.measured_step.step_time_s
 
 
+def switch_checks_off() -> None:
+    """Guard no parameter, and take all ranks to run the same collectives in the same order, as they do here."""
+    from lightning_osdp.backend.rank_agreement import Decision
+    from lightning_osdp.engine.fairscale import collective_order
+    from lightning_osdp.engine.fairscale.sharded_operator import ShardedOperator
+
+    class Unchecked:
+        def __init__(self, *args: Any) -> None:
+            pass
+
+        def advance(self, event: str) -> bool:
+            return True
+
+        def ask(self, request: Any) -> Decision:
+            return Decision(request.event)
+
+        def close(self) -> None:
+            pass
+
+    collective_order.RankAgreement = Unchecked  # type: ignore[misc,assignment]
+    ShardedOperator.create_guards = lambda self, names, context: []  # type: ignore[method-assign]
+
+
 def write_plan(args: argparse.Namespace, file: Path) -> None:
     """An all-zdp plan for this model: what the planner would make, with its modes replaced."""
     import torch
@@ -195,25 +219,29 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--side", choices=["fairscale", "osdp"], help=argparse.SUPPRESS)
+    parser.add_argument("--against", choices=["fairscale", "unchecked"], default="fairscale")
+    parser.add_argument("--side", choices=["fairscale", "unchecked", "osdp"], help=argparse.SUPPRESS)
     parser.add_argument("--plan", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
         from lightning_osdp.backend.cpu.malloc import configure_cpu_allocator
 
         configure_cpu_allocator()
+        if args.side == "unchecked":
+            switch_checks_off()
         seconds = fairscale_side(args) if args.side == "fairscale" else osdp_side(args)
         print(json.dumps({"median_s": seconds}))
         return
+    name = "FairScale FSDP" if args.against == "fairscale" else "without checks"
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.json"
         write_plan(args, plan)
         ratios = []
         for number in range(args.rounds):
-            ours, theirs = run_side("osdp", args, plan), run_side("fairscale", args, plan)
+            ours, theirs = run_side("osdp", args, plan), run_side(args.against, args, plan)
             ratios.append(ours / theirs)
             print(
-                f"round {number + 1}: OSDPStrategy {ours * 1e3:7.1f} ms, FairScale FSDP {theirs * 1e3:7.1f} ms, "
+                f"round {number + 1}: OSDPStrategy {ours * 1e3:7.1f} ms, {name} {theirs * 1e3:7.1f} ms, "
                 f"ratio {ratios[-1]:.3f}"
             )
     print(f"median ratio {statistics.median(ratios):.3f} (below 1: OSDPStrategy is faster)")

@@ -211,6 +211,7 @@ def read(file: Path, kind: type[FrozenT], is_usable: Callable[[FrozenT], bool] =
         is_usable: returns whether the value belongs where it is looked for.
     """
     try:
+        _refuse_special(file)
         text = file.read_text(encoding="utf-8")
         if (checksum := _CHECKSUM.search(text)) is not None:
             text = text[: checksum.start()] + "}"
@@ -234,9 +235,16 @@ def read(file: Path, kind: type[FrozenT], is_usable: Callable[[FrozenT], bool] =
 def write(file: Path, text: str) -> None:
     """Write a JSON object to ``file``, completely or not at all, with its checksum; warn if the disk refuses."""
     try:
+        _refuse_special(file)
         write_text(file, f'{text[:-1]},"checksum":"{_sha256(text)}"}}', is_own=None)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # the latter for names that no file can have
         warnings.warn(f"measurements can't be kept in {file.parent}: {error}", OSDPWarning, stacklevel=2)
+
+
+def _refuse_special(file: Path) -> None:
+    """Raise where there is a pipe, which would wait for its other end, a device or a folder."""
+    if file.exists() and not file.is_file():
+        raise OSError(f"{file} is not an ordinary file")
 
 
 def _sha256(text: str) -> str:

@@ -17,6 +17,9 @@ from lightning_osdp.autotune.ranks import RankGroup
 STARTUP_BUDGET_S = 30.0
 """Time of a start, from the beginning of ``setup`` to the first step."""
 
+EMULATED_STARTUP_BUDGET_S = 60.0
+"""The same where one process stands for a cluster: nobody else waits, and plans that are tried are predicted better."""
+
 APPLY_RESERVE_S = 3.0
 """Reservation for applying the plan. [M-autotune-1]"""
 
@@ -66,6 +69,12 @@ class StartupBudget:
     began_s: float
     total_s: float = STARTUP_BUDGET_S
     display: StageDisplay = field(default_factory=StageDisplay)
+
+    @classmethod
+    def for_ranks(cls, ranks: RankGroup, began_s: float, display: StageDisplay) -> StartupBudget:
+        """Return the budget of a start before training."""
+        total_s = EMULATED_STARTUP_BUDGET_S if ranks.is_emulated else STARTUP_BUDGET_S
+        return cls(ranks, began_s, total_s, display)
 
     @classmethod
     def unlimited(cls, ranks: RankGroup) -> StartupBudget:

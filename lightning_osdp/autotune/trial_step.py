@@ -7,6 +7,7 @@ and has no optimizer states.
 from __future__ import annotations
 
 import statistics
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from lightning_osdp.backend.memory import growth_reserve, trim
 from lightning_osdp.backend.timer import elapsed_s, record_event, synchronize
 from lightning_osdp.backend.work import COMM_WAIT
 from lightning_osdp.engine.base import Engine, create_engine
-from lightning_osdp.errors import RecoverableError
+from lightning_osdp.errors import RecoverableError, message_of
 from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling.tracing.isolation import isolated
@@ -201,8 +202,9 @@ def _raise_trial_error(errors: tuple[type[Exception], ...] = (Exception,)) -> It
     except errors as error:
         if is_lost_connection(error):
             raise  # another rank is gone: there is nothing to go on with
+        traceback.clear_frames(error.__traceback__)  # they hold tensors, and there may be no memory
         failed = f"rank {dist.get_rank()} failed: " if dist.is_initialized() else ""
-        raise TrialError(f"{failed}{type(error).__name__}: {error}") from error
+        raise TrialError(f"{failed}{type(error).__name__}: {message_of(error)}") from error
 
 
 class _NoOpOptimizer(Optimizer):
@@ -230,13 +232,10 @@ def _copied_steps(
     schedulers: list[Any] = []
     try:
         with isolated(trial_context.module), _raise_trial_error(_ENGINE_ERRORS):
-            _put_on_device(module_copy, device, engine, plan)
+            ranks.raise_on_all_ranks(partial(_put_on_device, module_copy, device, engine, plan))
             with detached_from_trainer(module_copy, optimizers, schedulers), torch.compiler.set_stance("force_eager"):
-                with engine.unsharded_shapes() if engine is not None else nullcontext(), _raise_trial_error():
-                    optimizers[:], schedulers[:] = build_optimizers(module_copy)
-                batches = (real_batch(trial_context.batch, trial_context.batch_size, size) for size in sizes)
-                with _raise_trial_error():
-                    moved = [move_batch(module_copy, batch, device) for batch in batches]
+                optimizers[:], schedulers[:] = ranks.raise_on_all_ranks(partial(_build_optimizers, module_copy, engine))
+                moved = ranks.raise_on_all_ranks(partial(_move_batches, trial_context, module_copy, sizes))
                 steps += [partial(_forward_backward, trial_context, module_copy, batch, engine) for batch in moved]
                 moved.clear()
                 yield steps
@@ -250,6 +249,17 @@ def _copied_steps(
         trim(device, GC_GENERATION)
 
 
+def _build_optimizers(module_copy: LightningModule, engine: Engine | None) -> tuple[list[Any], list[Any]]:
+    with engine.unsharded_shapes() if engine is not None else nullcontext(), _raise_trial_error():
+        return build_optimizers(module_copy)
+
+
+def _move_batches(trial_context: TrialContext, module_copy: LightningModule, sizes: Sequence[int]) -> list[Any]:
+    with _raise_trial_error():
+        batches = (real_batch(trial_context.batch, trial_context.batch_size, size) for size in sizes)
+        return [move_batch(module_copy, batch, trial_context.device) for batch in batches]
+
+
 def _put_on_device(
     module_copy: LightningModule, device: torch.device, engine: Engine | None, plan: ExecutionPlan | None
 ) -> None:
@@ -257,13 +267,32 @@ def _put_on_device(
         with _raise_trial_error():
             module_copy.to(device)
         return
-    engine.apply(module_copy, plan, [_NoOpOptimizer(module_copy.parameters())] if plan.update_in_backward else [])
+    with _raise_trial_error(_ENGINE_ERRORS):
+        engine.apply(module_copy, plan, [_NoOpOptimizer(module_copy.parameters())] if plan.update_in_backward else [])
 
 
 def _forward_backward(
     trial_context: TrialContext, module_copy: LightningModule, batch: Any, engine: Engine | None
 ) -> Any:
-    """Run forward and backward and free the gradients; return the event between the passes."""
+    """Run forward and backward and free the gradients; return the event between the passes.
+
+    Where that fails on this rank, others may be in the middle of the same step, with collectives that need this rank.
+    """
+    try:
+        with _raise_trial_error(_ENGINE_ERRORS):
+            event = _run_passes(trial_context, module_copy, batch, engine)
+    except TrialError:
+        with _raise_trial_error():
+            module_copy.zero_grad(set_to_none=True)
+        if engine is not None:
+            engine.leave_step()
+        raise
+    with _raise_trial_error():
+        module_copy.zero_grad(set_to_none=True)
+    return event
+
+
+def _run_passes(trial_context: TrialContext, module_copy: LightningModule, batch: Any, engine: Engine | None) -> Any:
     if engine is not None:
         engine.before_forward()
     with _raise_trial_error():
@@ -274,8 +303,6 @@ def _forward_backward(
     if engine is not None:
         engine.finish_backward()
         engine.after_optimizer_step()
-    with _raise_trial_error():
-        module_copy.zero_grad(set_to_none=True)
     return event
 
 
@@ -321,16 +348,22 @@ def _time_slow_on_cpu(
 
 
 def _time_each_once(steps: Sequence[StepFunction], ranks: RankGroup, device: torch.device) -> list[StepTiming]:
+    """Time each step on this rank; raise an error of one rank on all, which go on together then."""
     timings = []
     for step in steps:
         synchronize(device)
         ranks.barrier()
-        start, waited_s = record_event(device), COMM_WAIT.seconds
+        timings.append(ranks.raise_on_all_ranks(partial(_time_once, step, device)))
+    return timings
+
+
+def _time_once(step: StepFunction, device: torch.device) -> StepTiming:
+    start, waited_s = record_event(device), COMM_WAIT.seconds
+    with _raise_trial_error(_ENGINE_ERRORS):
         middle = step()
         synchronize(device)
-        end = record_event(device)
-        timings.append(StepTiming(elapsed_s(start, end), COMM_WAIT.seconds - waited_s, elapsed_s(start, middle)))
-    return timings
+    end = record_event(device)
+    return StepTiming(elapsed_s(start, end), COMM_WAIT.seconds - waited_s, elapsed_s(start, middle))
 
 
 def _max_over_ranks(timings: Sequence[StepTiming], ranks: RankGroup) -> list[StepTiming]:

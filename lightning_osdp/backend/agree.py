@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from lightning_osdp.backend.emulated import is_emulated
-from lightning_osdp.errors import OSDPError, RecoverableError
+from lightning_osdp.errors import OSDPError, RecoverableError, message_of
 
 Result = TypeVar("Result")
 
@@ -72,8 +72,8 @@ def raise_on_all_ranks(group: Any, work: Callable[[], Result]) -> Result:
     except Exception as error:  # whatever it is, the other ranks must hear of it; it is raised below
         own_error = error
     shared_error = own_error
-    if own_error is not None and not isinstance(own_error, OSDPError):
-        shared_error = OSDPError(f"{type(own_error).__name__}: {own_error}")
+    if own_error is not None and not _can_be_shared(own_error):
+        shared_error = OSDPError(f"{type(own_error).__name__}: {message_of(own_error)}")
     store: Any = _get_process_group_store(group)
     name = f"agreement/{next(_agreement_numbers[group.group_name])}"
     try:
@@ -93,6 +93,21 @@ def raise_on_all_ranks(group: Any, work: Callable[[], Result]) -> Result:
         if other_error is not None:
             raise _error_of_rank(rank, other_error)
     return result  # type: ignore[return-value]
+
+
+class _LostRankError(OSDPError):
+    """Another rank has failed, maybe because it has lost a third one."""
+
+
+def _can_be_shared(error: Exception) -> bool:
+    """Return whether other ranks can raise an error as it is: it is ours, and can be sent."""
+    if not isinstance(error, OSDPError):
+        return False
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # it may hold anything
+        return False
+    return True
 
 
 def meet(store: Any, name: str, ranks: int, timeout_s: float | None) -> bool:
@@ -121,22 +136,22 @@ def meet(store: Any, name: str, ranks: int, timeout_s: float | None) -> bool:
 
 def is_lost_connection(error: BaseException | None) -> bool:
     """Return whether an error only says that another rank is not there."""
-    if isinstance(error, dist.DistError):
+    if isinstance(error, dist.DistError | _LostRankError):
         return True
-    return isinstance(error, RuntimeError) and any(pattern in str(error) for pattern in LOST_CONNECTION_PATTERNS)
+    return isinstance(error, RuntimeError) and any(pattern in message_of(error) for pattern in LOST_CONNECTION_PATTERNS)
 
 
 def _separating_error(store: Any, name: str, group: Any, own_error: Exception | None) -> Exception:
     """Return the error to raise where ranks did not meet, and so can't go on together."""
     if own_error is None or is_lost_connection(own_error):
-        for rank in range(group.size()):
-            key = f"{name}/error/{rank}"
-            if rank != group.rank() and store.check([key]):
-                error, is_lost = pickle.loads(store.get(key))
-                if not is_lost:
-                    return _error_of_rank(rank, error, can_go_on=False)
-    if own_error is None:
-        return OSDPError("another rank has failed")
+        keys = {rank: f"{name}/error/{rank}" for rank in range(group.size()) if rank != group.rank()}
+        others = {rank: pickle.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+        for rank, (error, is_lost) in others.items():
+            if not is_lost:
+                return _error_of_rank(rank, error, can_go_on=False)
+        if own_error is None:  # an error of the user may look like a lost connection, too
+            texts = [f"rank {rank} failed: {error}" for rank, (error, _) in others.items()]
+            return _LostRankError("; ".join(texts) or "another rank has failed")
     if isinstance(own_error, RecoverableError) and isinstance(own_error.__cause__, Exception):
         return own_error.__cause__
     return own_error

@@ -148,8 +148,10 @@ def can_reset_peak(device: torch.device) -> bool:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the largest ``memory_in_use`` since ``reset_peak``."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else process_memory.peak_resident_bytes()
+    """Return the largest ``memory_in_use`` since ``reset_peak``; on CUDA with what is freed but waits for a stream."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_stats(device)["active_bytes.all.peak"])
+    return process_memory.peak_resident_bytes()
 
 
 def peak_reserved(device: torch.device) -> int:

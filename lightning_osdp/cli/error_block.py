@@ -11,7 +11,8 @@ import traceback
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.strategy.failure_detector import describe_error, describe_place, detector_that_reported
+from lightning_osdp.strategy.error_text import describe_error, describe_place
+from lightning_osdp.strategy.failure_detector import detector_that_reported
 
 TRACEBACK_VARIABLE = "OSDP_TRACEBACK"
 """Environment variable that does what ``--verbose`` does, for ``osdp`` inside of other scripts."""

@@ -27,7 +27,7 @@ from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import CheckpointMemory
 from lightning_osdp.strategy import arguments, offline
-from lightning_osdp.strategy.failure_detector import describe_error
+from lightning_osdp.strategy.error_text import describe_error
 from lightning_osdp.strategy.planning_options import PlanningOptions
 
 CONFIG_SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")

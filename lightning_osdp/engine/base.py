@@ -156,6 +156,10 @@ class Engine(ABC):
     def finish_backward(self) -> None:
         """Complete the reductions of the backward pass that just ended. Idempotent."""
 
+    def leave_step(self) -> None:
+        """End a step that failed on this rank; where the engine can, take part in what other ranks still run of it."""
+        return
+
     @abstractmethod
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Make sure that gradients are complete and that the engine knows every parameter of the optimizer.

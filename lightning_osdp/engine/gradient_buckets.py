@@ -8,6 +8,8 @@ Note [parameters without a gradient]: a rank on which a parameter took no part c
 gradient must be known to all, since an optimizer treats "none" and "zero" differently (momentum, weight decay). Each
 rank's answers travel as extra elements of the last bucket. Only a rank that lacks a gradient reads them, so the usual
 step waits for nothing.
+
+Note [gradients in flight]: once packed, a gradient is freed, and its parameter has none until it is averaged.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +38,8 @@ class _Bucket:
     unbucketed: bool
     """Whether this is one large gradient that is reduced in place."""
     missing: set[nn.Parameter] = field(default_factory=set)
+    present: set[nn.Parameter] = field(default_factory=set)
+    """Parameters that had a gradient when it was launched."""
     is_launched: bool = False
     work: Any = None
     buffer: Tensor | None = None
@@ -64,6 +69,7 @@ class BucketedAllReduce:
         group: the process group to average over.
         sync: while it is paused, each rank accumulates its own gradients.
         before_finish: called before what is left of a backward pass is reduced.
+        on_pass_end: called when the gradients of a backward pass are reduced at its end.
         dtype: the type in which gradients are reduced; None for their own.
     """
 
@@ -73,16 +79,19 @@ class BucketedAllReduce:
         group: Any,
         sync: GradientSync,
         before_finish: Callable[[], None],
+        on_pass_end: Callable[[], None],
         dtype: torch.dtype | None = None,
     ) -> None:
         self._dtype = dtype
         self._group, self._sync, self._before_finish = group, sync, before_finish
+        self._after_pass = on_pass_end
         self._world_size: int = group.size()
         self._parameters = list(parameters)
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._next_bucket = 0
-        self._is_active = False
+        self.is_active = False
+        """Whether a backward pass has come to gradients that are not reduced yet."""
         self._unhooked = set(self._parameters)
         self._hooks: list[Any] = []
         self.refresh()
@@ -96,31 +105,33 @@ class BucketedAllReduce:
     def refresh(self) -> None:
         """Include parameters that were unfrozen. Cheap enough for every forward."""
         for parameter in [p for p in self._unhooked if p.requires_grad]:
-            hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-            self._hooks.append(hook)
+            with torch.enable_grad():
+                node: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            # On the node, which has to be held: there it comes after all hooks on the parameter, however late.
+            self._hooks.append((node, node.register_hook(partial(self._on_gradient, parameter))))
             self._unhooked.discard(parameter)
 
     def detach(self) -> None:
         """Stop averaging gradients, until ``refresh``."""
-        for hook in self._hooks:
+        for _, hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._unhooked = set(self._parameters)
 
     def join(self) -> None:
         """Take part in the reduction of gradients that other ranks have, with what is here."""
-        if not self._is_active:
+        if not self.is_active:
             self._rebuild_buckets()
         self._finish()
 
     def finish(self) -> None:
         """Reduce what is left of the backward pass that just ended, and wait for all of it."""
-        if self._is_active:
+        if self.is_active:
             self._before_finish()
             self._finish()
 
     def _finish(self) -> None:
-        self._is_active = False
+        self.is_active = False
         absent = [p for bucket in self._buckets for p in bucket.missing if p.grad is None]
         for bucket in self._buckets[self._next_bucket :]:
             self._launch(bucket)
@@ -134,12 +145,12 @@ class BucketedAllReduce:
     def _trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self._parameters if p.requires_grad]
 
-    def _on_gradient(self, parameter: nn.Parameter) -> None:
+    def _on_gradient(self, parameter: nn.Parameter, *_: object) -> None:
         if not self._sync.is_on or self._world_size == 1:
             return
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ShardingError("sparse gradients are not supported: build the embedding with sparse=False")
-        if not self._is_active:
+        if not self.is_active:
             self._rebuild_buckets()
             torch.autograd.Variable._execution_engine.queue_callback(self._on_pass_end)
         bucket = self._bucket_of[parameter]
@@ -159,37 +170,43 @@ class BucketedAllReduce:
         self._buckets = _make_buckets(self._trainable_parameters())
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._next_bucket = 0
-        self._is_active = True
+        self.is_active = True
 
     def _on_pass_end(self) -> None:
         """Finish when the pass is over: a step may have several. A checkpoint's within another one is a part of it."""
         if torch._C._current_autograd_node() is None:
             self.finish()
+            self._after_pass()
 
     def _launch(self, bucket: _Bucket) -> None:
         bucket.is_launched = True
-        if bucket.unbucketed:
-            (parameter,) = bucket.parameters
-            buffer = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-        else:
-            buffer = self._pack(bucket)
-        bucket.buffer = buffer.detach().to(self._dtype or buffer.dtype)
+        bucket.present = {parameter for parameter in bucket.parameters if parameter.grad is not None}
+        bucket.buffer = self._pack(bucket)
+        for parameter in bucket.present:
+            parameter.grad = None
         bucket.work = all_reduce_async(bucket.buffer, self._group)
 
     def _pack(self, bucket: _Bucket) -> Tensor:
+        """Return the gradients in one flat tensor; a large one as it is, if it is reduced in its own type."""
+        first = bucket.parameters[0]
+        dtype = self._dtype or first.dtype
+        if bucket.unbucketed:
+            gradient = torch.zeros_like(first) if first.grad is None else first.grad
+            return gradient.detach().contiguous().to(dtype)
         parts = [
             torch.zeros_like(p).flatten() if p.grad is None else p.grad.detach().flatten() for p in bucket.parameters
         ]
         if bucket is self._buckets[-1]:
             parts.append(self._presence_flags(parts[0]))
-        return torch.cat(parts)
+        buffer = parts[0].new_empty(sum(part.numel() for part in parts), dtype=dtype)
+        return torch.cat(parts, out=buffer)
 
     def _presence_flags(self, like: Tensor) -> Tensor:
         """Return 1 for each parameter that has a gradient and 0 for others, made on the device: copies would wait."""
-        parameters = [p for bucket in self._buckets for p in bucket.parameters]
-        flags = like.new_ones(len(parameters))
-        for index, parameter in enumerate(parameters):
-            if parameter.grad is None:
+        has_gradient = [p in bucket.present for bucket in self._buckets for p in bucket.parameters]
+        flags = like.new_ones(len(has_gradient))
+        for index, is_present in enumerate(has_gradient):
+            if not is_present:
                 flags[index].zero_()
         return flags
 

@@ -80,8 +80,10 @@ def _open_for_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str
 
     An optimizer of another class than those of the plan may mix the elements of a tensor: it gets full tensors.
     """
-    guards = [guard for guard in _closed_guards(optimizer) if type(optimizer) in guard.context.optimizer_classes]
+    closed = _closed_guards(optimizer)
+    guards = [guard for guard in closed if type(optimizer) in guard.context.optimizer_classes]
     if not guards:
+        _complete_gradients(closed)
         return None
     guard_states(optimizer)
     states = optimizer.state
@@ -89,6 +91,7 @@ def _open_for_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
 
     def open_guards() -> None:
+        _complete_gradients(guards)
         for guard in guards:
             guard.add_outside_gradient()
             guard.open()
@@ -106,6 +109,11 @@ def _open_for_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str
         open_guards()
         return None
     return args[:1], {**kwargs, "closure": run_closure}
+
+
+def _complete_gradients(guards: Iterable[ShardGuard]) -> None:
+    for context in {guard.context: None for guard in guards}:
+        context.before_update()
 
 
 def _close_after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch.autograd import forward_ad
 
 from lightning_osdp.engine import sliced_matmul
 from lightning_osdp.engine.replaced_method import replace_method
@@ -35,6 +36,9 @@ from lightning_osdp.planning.spec.model import SMALL_PARAMETER_ELEMENTS
 from lightning_osdp.planning.spec.plan import OperatorPlan
 from lightning_osdp.state.flat_layout import FlatPaddedLayout
 from lightning_osdp.state.guarded_parameter import opened, without_guards
+
+OWN_FUNCTIONS_LACK = frozenset({TransformType.Grad, TransformType.Vmap, TransformType.Jvp})
+"""Transforms that an autograd function of ours does not take part in."""
 
 
 class ForwardStage:
@@ -207,7 +211,7 @@ class SlicedOperator:
         own = self._own_parameters
         if own.get("weight") is not self.full_parameter or own.get("bias") is not self._bias_parameter:
             return self._unsliced_forward(*args, **kwargs)  # type: ignore[no-any-return]
-        refuse_transforms("an operator runs in slices", {TransformType.Grad, TransformType.Vmap})
+        refuse_transforms("an operator runs in slices", OWN_FUNCTIONS_LACK)
         (x,) = (*args, *kwargs.values())
         self.sync_requires_grad()
         return self._forward(x)
@@ -273,11 +277,14 @@ class SlicedOperator:
 
 def refuse_transforms(reason: str, kinds: Collection[TransformType]) -> None:
     """Refuse to run in a transform of ``torch.func`` that does not allow what gathers a sharded operator's weights."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return
-    if any(transform.key() in kinds for transform in retrieve_all_functorch_interpreters()):
+    has_transforms = torch._C._functorch.peek_interpreter_stack() is not None
+    is_refused = TransformType.Jvp in kinds and forward_ad._current_level >= 0
+    if has_transforms and not is_refused:
+        is_refused = any(transform.key() in kinds for transform in retrieve_all_functorch_interpreters())
+    if is_refused:
+        what = "torch.func" if has_transforms else "forward-mode differentiation"
         raise ShardingError(
-            f"torch.func can't transform what a sharded module does: {reason}. Give it the weights, as in "
+            f"{what} can't transform what a sharded module does: {reason}. Give it the weights, as in "
             "torch.func.functional_call(module, {name: p.detach() for name, p in module.named_parameters()}, inputs)"
         )
 

@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 DEFAULT_SIZES_BYTES = (16 << 10, 128 << 10, 1 << 20, 4 << 20, 32 << 20)
 """Sizes of the unsharded tensor: from a small layer's weights to a large embedding's."""
 
+LARGE_SIZES_BYTES = {"nccl": (128 << 20, 512 << 20)}
+"""Further sizes by backend: NCCL reaches its bandwidth late."""
+
 WARMUP_REPEATS, MIN_REPEATS, MAX_REPEATS = 2, 3, 15
 """Untimed and timed repeats of one collective at one size."""
 
@@ -51,6 +54,9 @@ OVERLAP_ALTERNATIONS, OVERLAP_DURATION_S, OVERLAP_MIN_CALLS = 4, 0.016, 2
 
 COMPUTE_MATRIX_SIZE, COMPUTE_MATMULS = 192, 16
 """Matrix products of a stretch of compute: some milliseconds on one core, like a small layer."""
+
+DEVICE_MATRIX_SIZE = 1024
+"""Size of the product that stands for compute beside a collective on CUDA: it takes all of a device for 0.1 ms."""
 
 Call = Callable[[], None]
 AsyncCall = Callable[[], Work]
@@ -77,7 +83,7 @@ def measure_links(
     group: dist.ProcessGroup,
     device: torch.device,
     *,
-    sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES,
+    sizes_bytes: Sequence[int] | None = None,
     max_bytes: int | None = None,
 ) -> Link:
     """Time every collective of ``backend.collectives`` on ``group`` and fit its latency and bandwidth.
@@ -87,7 +93,7 @@ def measure_links(
     Args:
         group: The ranks that will share states.
         device: Device of the tensors.
-        sizes_bytes: Sizes of the unsharded float32 tensor, each rounded up to equal shards.
+        sizes_bytes: Sizes of the unsharded float32 tensor, each rounded up to equal shards; None for the usual ones.
         max_bytes: Largest size, but the two smallest are always measured: a fit needs two. The largest size s takes up
             to 2 s of memory on each rank. The smallest value of any rank counts.
 
@@ -102,7 +108,7 @@ def measure_links(
     benchmarks = {"all_reduce": _all_reduce_benchmark(group, device)}
     benchmarks |= _sharding_benchmarks("", FlatCommunicator(group), group, device)
     benchmarks["all_to_all"] = _all_to_all_benchmark(group, device)
-    sizes = _affordable_sizes(sizes_bytes, max_bytes, group, device)
+    sizes = _affordable_sizes(_sizes_for(group, device, sizes_bytes), max_bytes, group, device)
     return Link(**_fit_all(benchmarks, sizes, LinkTimer(group, device)))
 
 
@@ -110,7 +116,7 @@ def measure_hierarchical_links(
     node_groups: NodeGroups,
     device: torch.device,
     *,
-    sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES,
+    sizes_bytes: Sequence[int] | None = None,
     max_bytes: int | None = None,
 ) -> HierarchicalLinks:
     """Time the collectives inside nodes, between nodes, and of both levels together, and fit them.
@@ -128,7 +134,8 @@ def measure_hierarchical_links(
     benchmarks["intra_node.all_to_all"] = _all_to_all_benchmark(intra_node, device)
     benchmarks["inter_node"] = _all_reduce_benchmark(node_groups.inter_node, device, intra_node.size())
     benchmarks |= _sharding_benchmarks("hierarchical.", HierarchicalCommunicator(node_groups), world, device)
-    fits = _fit_all(benchmarks, _affordable_sizes(sizes_bytes, max_bytes, world, device), LinkTimer(world, device))
+    sizes = _affordable_sizes(_sizes_for(world, device, sizes_bytes), max_bytes, world, device)
+    fits = _fit_all(benchmarks, sizes, LinkTimer(world, device))
     # The reduced part was fitted as if it were the whole tensor.
     s_per_byte = fits["inter_node"].s_per_byte * intra_node.size()
 
@@ -187,12 +194,17 @@ def _sharding_benchmarks(
             [torch.empty(numel // ranks, device=device)], [unsharded], group
         )
 
-    has_async = isinstance(communicator, FlatCommunicator) and is_driven_by_host(device)
+    has_async = isinstance(communicator, FlatCommunicator) and _is_beside_compute(group, device)
     gather_async, scatter_async = (all_gather_async, reduce_scatter_async) if has_async else (None, None)
     return {
         f"{prefix}all_gather": CollectiveBenchmark(all_gather, ranks, True, all_gather_coalesced, gather_async),
         f"{prefix}reduce_scatter": CollectiveBenchmark(reduce_scatter, ranks, True, None, scatter_async),
     }
+
+
+def _is_beside_compute(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether collectives can be waited for later: gloo copies CUDA tensors through the host."""
+    return is_driven_by_host(device) or collectives.coalesces(group, device)
 
 
 def _all_reduce_benchmark(group: dist.ProcessGroup, device: torch.device, num_parts: int = 1) -> CollectiveBenchmark:
@@ -209,7 +221,7 @@ def _all_reduce_benchmark(group: dist.ProcessGroup, device: torch.device, num_pa
         part = torch.zeros(numel // num_parts, device=device)
         return lambda: collectives.all_reduce_async(part, group)
 
-    make_async = all_reduce_async if is_driven_by_host(device) else None
+    make_async = all_reduce_async if _is_beside_compute(group, device) else None
     return CollectiveBenchmark(all_reduce, group.size(), make_async=make_async, is_always_async=True)
 
 
@@ -231,6 +243,7 @@ class LinkTimer:
         device: The device to wait for.
         compute: A stretch of compute like a small layer's. On CUDA it does nothing: the device's queue keeps ranks in
             step.
+        compute_beside: Compute that goes on beside a collective.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -243,6 +256,7 @@ class LinkTimer:
                 factor @ factor
 
         self.compute: Call = multiply if device.type == "cpu" else lambda: None
+        self.compute_beside: Call = multiply if device.type == "cpu" else _device_product(device)
 
     def typical_s(self, call: Call, follows_compute: bool, budget_s: float | None = None) -> float:
         """Return the typical seconds of ``call`` on the slowest rank, the same number on every rank."""
@@ -269,6 +283,16 @@ class LinkTimer:
         return time.perf_counter() - start
 
 
+def _device_product(device: torch.device) -> Call:
+    factor = torch.ones(DEVICE_MATRIX_SIZE, DEVICE_MATRIX_SIZE, device=device)
+    result = torch.empty_like(factor)
+
+    def multiply() -> None:
+        torch.mm(factor, factor, out=result)
+
+    return multiply
+
+
 def _fit_all(
     benchmarks: Mapping[str, CollectiveBenchmark], sizes: Sequence[int], timer: LinkTimer
 ) -> dict[str, CollectiveFit]:
@@ -283,7 +307,7 @@ def _fit_all(
             log.debug("%s of %d bytes: %.3g s", name, 4 * numel, times_s[name][-1])
         if len(unsharded_bytes) >= MIN_SIZES and sorted(s[-1] for s in times_s.values())[-2] > BANDWIDTH_BOUND_S:
             break  # A single slow collective may have been disturbed. The times are the same on all ranks.
-    compute_s = timer.typical_s(_repeat(timer.compute, COMPUTE_REPEATS), True) / COMPUTE_REPEATS
+    compute_s = timer.typical_s(_repeat(timer.compute_beside, COMPUTE_REPEATS), True) / COMPUTE_REPEATS
     overlap_index = min(OVERLAP_SIZE_INDEX, len(unsharded_bytes) - 1)
     fits: dict[str, CollectiveFit] = {}
     for name, benchmark in benchmarks.items():
@@ -304,13 +328,13 @@ def _overlap_fraction(
 
     The estimate is cautious because units that run ahead take memory. Where ranks share cores, collectives that units
     would have to run ahead for overlap nothing: while one rank waits, another computes. [M-links-5] The seconds of the
-    collective and of one stretch of ``timer.compute`` need not be precise.
+    collective and of one stretch of ``timer.compute_beside`` need not be precise.
     """
     shares_cores = CORE_SHARING.is_shared and not benchmark.is_always_async
     if benchmark.make_async is None or benchmark.ranks == 1 or shares_cores:
         return 0.0
     blocking, start = benchmark.make(numel), benchmark.make_async(numel)
-    compute = _repeat(timer.compute, max(1, round(OVERLAP_COMPUTE_RATIO * collective_s / compute_s)))
+    compute = _repeat(timer.compute_beside, max(1, round(OVERLAP_COMPUTE_RATIO * collective_s / compute_s)))
 
     def run_overlapped() -> None:
         work = start()
@@ -337,6 +361,12 @@ def _extra_tensor_latency_s(benchmark: CollectiveBenchmark, sizes: Sequence[int]
         for numel in sizes
     ]
     return max(0.0, float(np.mean(extra_s))) / ((COALESCED_TENSORS - 1) * (benchmark.ranks - 1))
+
+
+def _sizes_for(group: dist.ProcessGroup, device: torch.device, given: Sequence[int] | None) -> Sequence[int]:
+    if given is not None:
+        return given
+    return (*DEFAULT_SIZES_BYTES, *LARGE_SIZES_BYTES.get(collectives.backend_of(group, device), ()))
 
 
 def _affordable_sizes(

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.engine.splittable import matrix_input_dim
+from lightning_osdp.errors import message_of
 from lightning_osdp.profiling.tracing.deep_copy import deep_copy
 from lightning_osdp.profiling.tracing.host_syncs import UnknownNumber
 
@@ -162,7 +163,7 @@ class PlayedModule:
         except Refusal:
             raise
         except Exception as error:  # The user's code runs here and may raise anything.
-            text = str(error).strip().split("\n")[0][:100]
+            text = message_of(error).strip().split("\n")[0][:100]
             raise Refusal(f"{type(error).__name__}: {text}") from error
         if self._reached is None:
             raise Refusal("it does not run every time")

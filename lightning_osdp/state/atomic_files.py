@@ -202,7 +202,7 @@ def write_text(path: Path, text: str, is_own: Callable[[str], bool] | None) -> N
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
-    path = path.resolve()  # a link stays, and what it points to is replaced
+    path = Path(os.path.realpath(path))  # a link stays, and what it points to is replaced
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent)
     unfinished = unfinished_path(path)

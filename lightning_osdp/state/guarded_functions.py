@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.distributed import ReduceOp
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_osdp.state.guarded_parameter import (
@@ -25,7 +26,7 @@ from lightning_osdp.state.guarded_parameter import (
     opened,
     without_guards,
 )
-from lightning_osdp.state.refused_tracing import refuse_tracers
+from lightning_osdp.state.refused_tracing import refuse_tracers, refuse_wrappers
 from lightning_osdp.state.stored_tensor import SHAPE_FUNCTIONS, VALUE_PROPERTIES
 
 
@@ -72,6 +73,7 @@ _ELEMENTWISE = _names("mul_ zero_ neg_ abs_ sign_ div_ clamp_min_ clamp_max_ add
 
 def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a function of torch, some arguments of which are guarded or gathered tensors."""
+    refuse_wrappers(depth=2)
     name = func.__name__
     if name in ("__get__", "__set__", "__delete__"):
         return _access_property(func, name, args)
@@ -132,7 +134,11 @@ def _run_plain(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str,
         return func(local_shard_of(first).tensor, *args[1:], **kwargs)
     if name.startswith("_amp_foreach"):
         gradients = [local_shard_of(t).tensor if isinstance(t, GuardedTensor) else t for t in args[0]]
-        return func(gradients, *args[1:], **kwargs)
+        func(gradients, *args[1:], **kwargs)
+        guard = next(guard_behind(t) for t in args[0] if is_guarded(t))
+        guard.context.check_access(guard)
+        torch.distributed.all_reduce(args[1], ReduceOp.MAX, guard.context.group)  # an inf on one rank is one on all
+        return None
     return func(*args, **kwargs)
 
 

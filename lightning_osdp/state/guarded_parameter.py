@@ -64,6 +64,8 @@ class GuardContext:
         self.updates_in_backward = updates_in_backward
         self.before_access: Callable[[str], None] = lambda name: None
         """Called with a parameter's name before its values are gathered or replaced outside of its operator."""
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before an optimizer's step, to complete gradients that the strategy has not seen being made."""
         self.num_updates = {False: 0, True: 0}
         """Number of changes to all parameters, and to all gradients."""
         self.optimizer_classes: set[type] = set()
@@ -227,7 +229,10 @@ class LocalShard:
         """Return the full tensor. Collective."""
         self._check_guard()
         self.guard.context.check_access(self.guard)
-        with temporarily_clear_interpreter_stack():  # a transform of torch.func would take these for its own tensors
+        with (
+            temporarily_clear_interpreter_stack(),
+            torch.inference_mode(False),
+        ):  # a transform of torch.func would take these for its own tensors
             return self.guard.layout.unshard(self.tensor)
 
     def write(self, full: Tensor) -> None:

@@ -6,20 +6,26 @@ a guarded tensor's stand-in for its values, which is NaN, or exchange a part for
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed.distributed_c10d as c10d
 import torch.utils.dlpack
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch import eager_transforms, vmap
+from torch._functorch import utils as functorch_utils
 from torch.jit import _builtins as jit_builtins
+from torch.jit import _recursive as jit_compiler
 from torch.utils import _device
 
+from lightning_osdp.errors import ShardingError
 from lightning_osdp.state.guarded_functions import gather_for_transform, refuse_collective, run_on_full
 from lightning_osdp.state.guarded_parameter import ValuesOnDemand, _Dispatched, guard_behind, is_guarded, without_guards
+from lightning_osdp.state.refused_tracing import TRACING_REFUSED
 
 _is_prepared = False
 
@@ -51,6 +57,13 @@ def ask_guarded_classes() -> None:
         (vmap, "_add_batch_dim"),
     ):
         setattr(module, name, _on_gathered_first(getattr(module, name)))
+    functorch_utils.unwrap_dead_wrappers = _on_gathered_all(functorch_utils.unwrap_dead_wrappers)
+    capture = sys.modules.get("torch._dynamo.functional_export")  # not in all releases
+    captures = ("dynamo_graph_capture_for_export", "_dynamo_graph_capture_for_export")
+    for maker in (torch, jit_compiler, torch._dynamo, capture):
+        for name in ("create_script_module", "compile", "export", *captures):
+            if hasattr(maker, name) and callable(getattr(maker, name)):
+                setattr(maker, name, _of_whole_modules(getattr(maker, name)))
     c10d._check_single_tensor = _without_collectives(c10d._check_single_tensor)
     c10d._check_tensor_list = _without_collectives(c10d._check_tensor_list)
 
@@ -96,6 +109,19 @@ def _on_gathered_first(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _on_gathered_all(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what prepares the arguments of ``torch.autograd.Function.apply``, which asks no class."""
+
+    @wraps(prepare)
+    def run(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        args = prepare(args)
+        if not any(isinstance(value, _Dispatched) for value in args):
+            return args
+        return tuple(gather_for_transform(value) if isinstance(value, _Dispatched) else value for value in args)
+
+    return run
+
+
 def _without_collectives(check: Callable[..., None]) -> Callable[..., None]:
     def check_and_refuse(param: Any, param_name: str) -> None:
         _show_values([param] if isinstance(param, Tensor) else param)
@@ -103,3 +129,18 @@ def _without_collectives(check: Callable[..., None]) -> Callable[..., None]:
         check(param, param_name)
 
     return check_and_refuse
+
+
+def _of_whole_modules(create: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what makes a program of a module without running it as it is."""
+
+    @wraps(create)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        target = args[0] if args else kwargs.get("model")
+        target = getattr(target, "__wrapped__", target)
+        target = getattr(target, "__self__", target)  # the module of a method
+        if isinstance(target, nn.Module) and any(map(is_guarded, target.parameters())):
+            raise ShardingError(TRACING_REFUSED)
+        return create(*args, **kwargs)
+
+    return run

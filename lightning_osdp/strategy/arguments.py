@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect
 from collections.abc import Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelPruning
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.cluster import Cluster
@@ -63,7 +66,8 @@ def reject_unsupported(trainer: pl.Trainer, plugin: Precision) -> None:
 
     Raises:
         ConfigurationError: a callback replaces weights, the precision is not supported, the whole module is compiled,
-            gradients are sparse, or batch norms are to be synchronised where they can't be.
+            a module in it is wrapped for data parallelism, gradients are sparse, or batch norms are to be synchronised
+            where they can't be.
     """
     module = trainer.lightning_module
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -78,12 +82,8 @@ def reject_unsupported(trainer: pl.Trainer, plugin: Precision) -> None:
             f"{type(module).__name__} is compiled as a whole, and no part of it could be sharded: compile submodules "
             "instead, which then stay replicated"
         )
-    for name, inner in module.named_modules():
-        if isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.sparse and inner.weight.requires_grad:
-            raise ConfigurationError(
-                f"{name} ({type(inner).__name__}) has sparse=True: sparse gradients, which SparseAdam takes, are not "
-                "reduced over shards. Set sparse=False, with an optimizer for dense gradients"
-            )
+    _reject_layers(module)
+    _reject_shared_memory(module)
     norms = [name for name, inner in module.named_modules() if isinstance(inner, nn.modules.batchnorm._BatchNorm)]
     on_cpu = trainer.strategy.root_device.type == "cpu"
     if norms and on_cpu and getattr(trainer.strategy, "_layer_sync", None) is not None:
@@ -91,6 +91,45 @@ def reject_unsupported(trainer: pl.Trainer, plugin: Precision) -> None:
             f"sync_batchnorm=True: PyTorch synchronises batch norms ({norms[0]}) on GPUs only. Remove it to train on "
             "the CPU, where each rank then normalises by its own batch"
         )
+
+
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "ShardedDataParallel")
+"""Names of classes, of torch and of FairScale, that reduce the gradients of the modules in them."""
+
+
+def _reject_layers(module: nn.Module) -> None:
+    for name, inner in module.named_modules():
+        wrapper = next((kind.__name__ for kind in type(inner).__mro__ if kind.__name__ in WRAPPERS), "")
+        if wrapper:
+            raise ConfigurationError(
+                f"{name or type(inner).__name__} is wrapped in {wrapper}, which reduces its gradients by itself: take "
+                "the wrapper off, since OSDPStrategy does that for the whole module"
+            )
+        if isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.sparse and inner.weight.requires_grad:
+            raise ConfigurationError(
+                f"{name} ({type(inner).__name__}) has sparse=True: sparse gradients, which SparseAdam takes, are not "
+                "reduced over shards. Set sparse=False, with an optimizer for dense gradients"
+            )
+
+
+def _reject_shared_memory(module: nn.Module) -> None:
+    """Refuse tensors in a parameter's memory: a change of one is a change of the other only while both are whole."""
+    parameters = [(n, p) for n, p in module.named_parameters() if type(p) is nn.Parameter and _has_memory(p)]
+    places = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in parameters)
+    buffers = [(name, buffer) for name, buffer in module.named_buffers() if _has_memory(buffer)]
+    for name, tensor in (*parameters, *buffers):
+        begin, end, other = (
+            places[max(0, bisect(places, (tensor.data_ptr(), sys.maxsize)) - 1)] if places else (0, 0, "")
+        )
+        if begin <= tensor.data_ptr() < end and other != name:
+            raise ConfigurationError(
+                f"{other} and {name} lie in the same memory, which sharding would part: use one parameter under both "
+                "names (module.one.weight = module.other.weight), or a copy"
+            )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_meta and tensor.numel() > 0 and 0 not in tensor.stride()
 
 
 GRADIENT_HOOKS = (

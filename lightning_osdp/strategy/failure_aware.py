@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -13,11 +13,12 @@ import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from typing_extensions import override
 
 from lightning_osdp.backend.emulated import is_emulated
 from lightning_osdp.engine.base import Engine
-from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.errors import InfeasibleError, OSDPError
 from lightning_osdp.strategy.failure_detector import FailureDetector, SynchronizedDataLoader, assert_equal_on_ranks
 
 
@@ -43,6 +44,11 @@ class FailureAwareStrategy(ParallelStrategy):
     def _stop_failure_detector(self) -> None:
         if self._failure_detector is not None:
             self._failure_detector.stop()
+
+    def note_failure(self, exception: BaseException) -> None:
+        """Remember what ended the run, before callbacks hear of it."""
+        if self._failure_detector is not None:
+            self._failure_detector.note_failure(exception)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -88,22 +94,49 @@ class FailureAwareStrategy(ParallelStrategy):
         assert_equal_on_ranks(dist.group.WORLD, f"the number of {kind} batches", count)
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._refuse_stop_iteration("training_step"):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._refuse_stop_iteration("optimizer_step"):
+            return super().optimizer_step(*args, **kwargs)
+
+    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_step("validation"):
+        with self._evaluation_step("validation", "validation_step"):
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_step("test"):
+        with self._evaluation_step("test", "test_step"):
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_step("prediction"):
+        with self._evaluation_step("prediction", "predict_step"):
             return super().predict_step(*args, **kwargs)
 
-    def _evaluation_step(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._engine is None else self._engine.evaluation_step(name)
+    @contextmanager
+    def _evaluation_step(self, name: str, hook: str) -> Iterator[None]:
+        own = nullcontext() if self._engine is None else self._engine.evaluation_step(name)
+        with self._refuse_stop_iteration(hook), own:
+            yield
+
+    @contextmanager
+    def _refuse_stop_iteration(self, hook: str) -> Iterator[None]:
+        """Refuse what the Trainer would take for the end of the data, on one rank alone and without a word."""
+        try:
+            yield
+        except StopIteration as error:
+            step = getattr(self.lightning_module, hook)
+            if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):  # it asks for the batches itself
+                raise
+            raise OSDPError(
+                f"{hook} raised StopIteration, which the Trainer would take for the end of the data: "
+                "give next() a default value, or catch it"
+            ) from error
 
     def _before_collective(self, operation: str) -> None:
         """Wait for ranks that run more of the module before they come to a collective of Lightning's."""

@@ -11,17 +11,16 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import multiprocessing
 import os
 import sys
-import sysconfig
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from multiprocessing.util import Finalize
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -31,7 +30,8 @@ from lightning_osdp.backend.agree import is_lost_connection, meet
 from lightning_osdp.backend.blocked_thread import MutualWaits
 from lightning_osdp.backend.liveness import describe_process, is_dead
 from lightning_osdp.backend.rank_agreement import ADVICE, present_wait
-from lightning_osdp.errors import ConfigurationError, OSDPError
+from lightning_osdp.errors import ConfigurationError, OSDPError, message_of
+from lightning_osdp.strategy.error_text import describe_error
 from lightning_osdp.strategy.later_runs import check_reachable, store_of_run, wait_for_ranks
 
 HEARTBEAT_INTERVAL_S = 0.5
@@ -57,19 +57,10 @@ to end: after a failure some never do."""
 TOLD_WAIT_S = 10.0
 """Seconds that a rank waits until the first one has told the user of a failure, after what callbacks do then."""
 
-MAX_TEXT = 1000
-"""Characters of an error's message that are repeated: some libraries quote whole files."""
-
 EXIT_STATUS = 1
 """Exit status of a process that is ended because another rank has failed; the command line has another one."""
 
-_KILLED = "it was killed (out of memory?), or its host is down"
-
-_LIBRARY_FOLDERS = (
-    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    f"{Path(__file__).parents[1]}{os.sep}",
-)
-"""Folders of code that is not the user's."""
+_KILLED = "it was killed (out of memory?), it called os._exit, or its host is down"
 
 _run_ids = itertools.count()
 """Numbers the runs in this process; every rank counts the same runs."""
@@ -137,6 +128,7 @@ class FailureDetector:
         """What ``is_dead`` needs to know of other ranks' processes."""
         self._neighbour_beat = b"", time.monotonic()
         self._has_reported = self._has_parted = False
+        self._report_at_exit: Finalize | None = None
         self._meetings = itertools.count()
         self._mutual_waits = MutualWaits(self._store, rank, ranks)
         self._stopped = threading.Event()
@@ -150,6 +142,8 @@ class FailureDetector:
         """Stop the heartbeat: the run is over on this rank."""
         with suppress(RuntimeError):  # the store may be gone with the first rank
             self._store.set(f"left/{self._rank}", "")
+        if self._report_at_exit is not None:
+            self._report_at_exit.cancel()
         self._stopped.set()
         # A thread that still talks to the store while the interpreter ends may crash it.
         self._thread.join(CAUSE_WAIT_S)
@@ -158,12 +152,13 @@ class FailureDetector:
         """Publish why this rank fails, or, if it only lost another rank, put that rank's cause into the message."""
         if self._has_reported:
             return
-        exception.osdp_failure_detector = self  # type: ignore[attr-defined]  # for detector_that_reported
+        _set(exception, "osdp_failure_detector", self)  # for detector_that_reported
         cause = self._find_remote_cause() if is_lost_connection(exception) else None
         self._has_reported = True
         if cause is not None:
-            exception.osdp_cause = cause  # type: ignore[attr-defined]  # for the command line
-            exception.args = (f"{cause}\nThis rank saw only: {exception}", *exception.args[1:])
+            _set(exception, "osdp_cause", cause)  # for the command line
+            text = f"{cause}\nThis rank saw only: {message_of(exception)}"
+            _set(exception, "args", (text, *exception.args[1:]))
         with suppress(RuntimeError):
             if isinstance(exception, SIGTERMException):
                 self._publish(self._rank, "was told to stop (SIGTERM)")
@@ -171,6 +166,12 @@ class FailureDetector:
                 self._publish(self._rank, f"failed: {describe_error(exception)}")
             if self._rank == 0:
                 self._wait_until_heard()
+
+    def note_failure(self, exception: BaseException) -> None:
+        """Remember why this rank fails, and publish it at exit unless it was reported: callbacks may raise before."""
+        if self._report_at_exit is None:
+            # Unlike atexit, this also works in processes that multiprocessing has forked.
+            self._report_at_exit = Finalize(None, self.report_failure, (exception,), exitpriority=0)
 
     def set_told(self) -> None:
         """Let the other ranks know that the user was told of the failure, so that they need not."""
@@ -306,7 +307,7 @@ class FailureDetector:
                     if self._rank == 0:
                         self.set_told()
                         time.sleep(HEARTBEAT_INTERVAL_S)  # the store may end with this process
-                    os._exit(EXIT_STATUS)
+                    end_process(EXIT_STATUS)
                 if self._stopped.wait(HEARTBEAT_INTERVAL_S):
                     return
         except RuntimeError:
@@ -347,7 +348,7 @@ class FailureDetector:
         self._publish(self._rank, cause)
         self._wait_until_heard()
         print(f"rank {self._rank} {cause}", file=sys.stderr, flush=True)
-        os._exit(1)
+        end_process(1)
 
     def _publish_missing(self, rank: int, cause: str) -> None:
         """Publish for a rank that can't do so itself, unless it has, or has left in order."""
@@ -397,39 +398,22 @@ def assert_equal_on_ranks(group: Any, name: str, value: Any) -> None:
             raise ConfigurationError(f"{name} differs between ranks: {values[0]} on rank 0, {other} on rank {rank}")
 
 
+def end_process(status: int) -> NoReturn:
+    """End this process from any thread, with its workers, which would notice seconds later that it is gone."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(status)
+
+
 def detector_that_reported(exception: BaseException) -> FailureDetector | None:
     """Return the detector that an exception was reported to; None if no other rank has heard of it."""
     return getattr(exception, "osdp_failure_detector", None)
 
 
-def describe_error(exception: BaseException) -> str:
-    """Return the error in one line: its kind, its message, and the line of the user's code that raised it.
-
-    Where a library raises its own error from the user's, the user's is described.
-    """
-    error: BaseException | None = exception
-    while error is not None:
-        if place := describe_place(error):
-            return f"{type(error).__name__}: {_to_one_line(error)}{place}"
-        error = error.__cause__
-    return f"{type(exception).__name__}: {_to_one_line(exception)}"
-
-
-def describe_place(exception: BaseException) -> str:
-    """Return the innermost line of the traceback that is the user's, in brackets; nothing if there is none."""
-    for frame in reversed(traceback.extract_tb(exception.__traceback__)):
-        if not frame.filename.startswith((*_LIBRARY_FOLDERS, "<")):
-            return f" ({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
-    return ""
-
-
-def _to_one_line(exception: BaseException) -> str:
-    """Return the message, shortened: of an error with a worker's traceback the first line and the worker's error."""
-    text = str(exception).strip() or "no message"
-    if "Traceback (most recent call last)" in text:
-        text = f"{text.splitlines()[0]} ... {text.splitlines()[-1]}"
-    text = " ".join(text.split())
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
+def _set(exception: BaseException, name: str, value: Any) -> None:
+    """Set an attribute of an exception, whose class may be frozen."""
+    with suppress(Exception):
+        object.__setattr__(exception, name, value)
 
 
 def _format_causes(causes: dict[int, str]) -> str:

@@ -53,5 +53,7 @@ def wait_for_ranks(store: Any, run: int, ranks: int, timeout_s: float) -> None:
     for rank, key in enumerate(keys):
         while not present.check([key]) and time.monotonic() < deadline:
             if before.check([key]) and is_dead(before.get(key).decode()):
-                raise OSDPError(f"the process of rank {rank} has ended, {_ADVICE}")
+                key = f"cause/{rank}"
+                cause = f". Its error: {before.get(key).decode()}" if before.check([key]) else ""
+                raise OSDPError(f"the process of rank {rank} has ended, {_ADVICE}{cause}")
             time.sleep(POLL_S)

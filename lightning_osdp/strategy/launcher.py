@@ -7,16 +7,27 @@ before, among the arguments of the function that it launches, so a plan in the c
 from __future__ import annotations
 
 import inspect
+import os
+import sys
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from typing_extensions import override
 
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.strategy import failure_detector
+from lightning_osdp.strategy.failure_detector import end_process
+
+OBSERVER_INTERVAL_S, OBSERVER_GRACE_S = 1, 7.0
+"""Seconds between two looks at the processes of other ranks; and seconds that the first rank may go on after one has
+failed, which it hears of by itself once the ranks are connected."""
 
 
 class Launcher(_SubprocessScriptLauncher):
@@ -46,7 +57,17 @@ class Launcher(_SubprocessScriptLauncher):
         """Run ``function`` on every rank of this machine."""
         bound = inspect.signature(function).bind(*args, **kwargs).arguments
         self._ckpt_path, self.weights_only = bound.get("ckpt_path"), bound.get("weights_only")
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+            _RankObserver(self.procs, trainer).start()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            if trainer is not None:
+                trainer.strategy.note_failure(error)  # type: ignore[attr-defined]
+            raise
 
     def resume_checkpoint_path(self, trainer: pl.Trainer) -> str | None:
         """Return the path of the checkpoint that ``fit`` will resume from; None if it starts from scratch."""
@@ -56,3 +77,34 @@ class Launcher(_SubprocessScriptLauncher):
                 TrainerFn.FITTING, self._ckpt_path, model_provided=True, model_connected=True
             )
         return str(path) if path else None
+
+
+class _RankObserver(_ChildProcessObserver):
+    """A thread of the first rank that ends all ranks it has started, and itself, some time after one has failed.
+
+    Lightning's kills the first rank at once, before it can say why.
+
+    Args:
+        child_processes: the other ranks on this machine.
+        trainer: tells whether the first rank is ending its run.
+    """
+
+    def __init__(self, child_processes: list[Any], trainer: pl.Trainer | None) -> None:
+        super().__init__(os.getpid(), child_processes, OBSERVER_INTERVAL_S)
+        self._trainer = trainer
+
+    @override
+    def _terminate_all(self) -> None:
+        failed = next(process for process in self._child_processes if process.returncode)
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < self._grace_s():
+            time.sleep(OBSERVER_INTERVAL_S)
+        for process in self._child_processes:
+            process.kill()
+        text = f"rank 0 is ended: rank {self._child_processes.index(failed) + 1} has ended with status"
+        print(f"{text} {failed.returncode}", file=sys.stderr, flush=True)
+        end_process(failure_detector.EXIT_STATUS)
+
+    def _grace_s(self) -> float:
+        is_ending = self._trainer is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
+        return failure_detector.ENDING_GRACE_S if is_ending else OBSERVER_GRACE_S

@@ -238,7 +238,7 @@ class OSDPStrategy(HandoverStrategy):
         assert module is not None
         ranks = RankGroup.from_node_rank(dist.group.WORLD, self.node_rank, self.root_device)
         display = StageDisplay(self.is_global_zero, uses_terminal=trainer.progress_bar_callback is not None)
-        budget = StartupBudget(ranks, began_s, display=display)
+        budget = StartupBudget.for_ranks(ranks, began_s, display)
         given_plan = ranks.raise_on_all_ranks(lambda: check_and_read_plan(trainer, self._given_plan))
         self.model = self.precision_plugin.convert_module(module)
         with isolate_rng(), display:  # planning must not change the run's own random numbers

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lightning_osdp.errors import OSDPError, OutOfMemoryError
+from lightning_osdp.errors import OSDPError, OutOfMemoryError, message_of
 from lightning_osdp.planning.spec.formatting import format_bytes
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 
@@ -35,7 +35,7 @@ def explain_oom(plan: ExecutionPlan, rank: int, peak_memory_bytes: Callable[[], 
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, OSDPError) or not _is_oom(error):
             raise
-        text = f"rank {rank} ran out of memory: {error}\n{oom_advice(plan, peak_memory_bytes())}"
+        text = f"rank {rank} ran out of memory: {message_of(error)}\n{oom_advice(plan, peak_memory_bytes())}"
         raise OutOfMemoryError(text) from error
 
 
@@ -94,4 +94,4 @@ def _memory_limit_text(size: int) -> str:
 
 
 def _is_oom(error: BaseException) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in message_of(error)

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
-from lightning_osdp.errors import ConfigurationError, OSDPWarning
+from lightning_osdp.errors import ConfigurationError, OSDPWarning, message_of
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.state.atomic_files import write_text
 
@@ -39,7 +39,7 @@ def write_and_log_plan(plan: ExecutionPlan, file: Path, loggers: Sequence[Logger
         try:
             _log_to(logger, plan, file)
         except Exception as error:  # whatever a logger's library raises: the run goes on, and the plan is in its file
-            text = f"{type(logger).__name__} did not take the plan, which is in {file}: {error}"
+            text = f"{type(logger).__name__} did not take the plan, which is in {file}: {message_of(error)}"
             warnings.warn(text, OSDPWarning, stacklevel=2)
 
 

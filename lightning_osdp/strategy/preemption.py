@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,7 +32,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_osdp.strategy.failure_detector import FailureDetector
+from lightning_osdp.strategy.failure_detector import FailureDetector, end_process
 
 REQUEUE, STOP = 0, 1
 """Indices of a rank's votes."""
@@ -85,8 +86,14 @@ class SetupSignal:
     def _raise(self, signum: int, frame: Any) -> None:
         if not self._has_raised.is_set():
             self._has_raised.set()
-            os.write(2, self._text)
+            self._tell()
             raise SIGTERMException(SIGTERM_STATUS)
+
+    def _tell(self) -> None:
+        """Write to standard error without the lock of its file, which the main thread may hold."""
+        if sys.__stderr__ is not None:  # else it is closed, and its number may be that of another file
+            with suppress(OSError):
+                os.write(2, self._text)
 
     def _watch(self, read_end: int) -> None:
         """End this process if the main thread does not, since it is blocked or code of the user takes no notice."""
@@ -95,8 +102,8 @@ class SetupSignal:
                 if not self._has_raised.wait(RAISE_WAIT_S):
                     self._detector.report_failure(SIGTERMException())
                 if not self._is_removed.wait(SETUP_GRACE_S):
-                    os.write(2, self._text)
-                    os._exit(SIGTERM_STATUS)
+                    self._tell()
+                    end_process(SIGTERM_STATUS)
         os.close(read_end)
 
 

@@ -190,5 +190,5 @@ def test_fit_on_one_gpu_peaks_as_predicted(tmp_path: Path) -> None:
 def test_fit_with_ranks_sharing_a_gpu_peaks_as_predicted(tmp_path: Path) -> None:
     found = run_ranks(fit_on_shared_gpu, RANKS, str(tmp_path), free_port())
     for each in found:
-        assert_cluster_and_peak(each, {"ranks": 2, "backend": "gloo", "reduce_copy": 1.0})
+        assert_cluster_and_peak(each, {"ranks": 2, "backend": "gloo", "reduce_scatter_copy_factor": 1.0})
     assert found[0]["plan"] == found[1]["plan"]

@@ -290,3 +290,20 @@ def test_command_plans_a_module_that_is_too_large_to_be_made(
     plan = json.loads(output.out)
     assert plan["cluster"]["nodes"] * plan["cluster"]["devices_per_node"] == 64
     assert "Its steps can't be emulated here: a rank takes" in output.err
+
+
+@pytest.mark.parametrize(("free_bytes", "limit_bytes"), [(64 << 30, 1 << 30), (2 << 30, 512 << 20)])
+def test_module_above_a_gibibyte_or_a_quarter_of_memory_is_planned_from_its_shapes(
+    free_bytes: int, limit_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+
+    def stop(config: Any, *_: Any, **__: Any) -> None:
+        found.append(config.make_module.limit_bytes)
+        raise ConfigurationError("seen")
+
+    monkeypatch.setattr(emulate, "memory_limit", lambda *_, **__: free_bytes)
+    monkeypatch.setattr(emulate.offline_plan, "plan_from_config", stop)
+    args = ["--config", str(CONFIG), "--hardware", "a100-80gb-nvlink", "--devices", "8", "--plan-only"]
+    assert main(["emulate", *args]) == 2
+    assert found == [limit_bytes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_osdp import OSDPStrategy, ShardingError
@@ -23,7 +27,14 @@ from tests.support.plans import plan_for
 from tests.support.ranks import run_ranks
 
 POLICIES = ("zdp", "zdp2", "mixed")
-TRACERS = ("torch.export", "torch.jit.trace")
+TRACERS = ("torch.export", "torch.jit.trace", "torch.jit.script", "torch.fx make_fx")
+WRAPPERS: tuple[Any, ...] = (DistributedDataParallel, FullyShardedDataParallel, fully_shard)
+NOT_TRACED = (
+    "a sharded module can't be exported, compiled or traced, since it gathers its weights while it runs: do it "
+)
+NOT_WRAPPED = (
+    r"a sharded module can't be wrapped again \(torch\.\S+\), since its strategy .* or wrap it after the run, "
+)
 
 
 class Language(pl.LightningModule):
@@ -53,22 +64,35 @@ class Exporter(pl.Callback):
     """Saves and traces in the middle of training."""
 
     def __init__(self, folder: str) -> None:
-        self.folder, self.refusals = folder, dict.fromkeys(TRACERS, "")
+        self.folder, self.refusals = folder, dict[str, str]()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         if index != 1:
             return
         module.model.save_pretrained(f"{self.folder}/saved", is_main_process=trainer.is_global_zero)
-        for name in TRACERS if "ddp" not in self.folder else ():
+        if "ddp" in self.folder:
+            return
+        for name in (*TRACERS, "torch.export, strict", "torch.compile"):
             with pytest.raises(ShardingError) as caught:
                 trace(name, module.layers)
             self.refusals[name] = str(caught.value)
+        for wrap in WRAPPERS:
+            with pytest.raises(ShardingError) as caught:
+                wrap(module.layers)
+            self.refusals[wrap.__name__] = str(caught.value)
 
 
 def trace(name: str, layers: nn.Module) -> Tensor:
     example = (torch.ones(2, 4),)
-    if name == "torch.export":
-        return torch.export.export(layers, example).module()(*example)  # type: ignore[no-any-return]
+    if name == "torch.compile":
+        return torch.compile(layers, backend="eager")(*example)  # type: ignore[no-any-return]
+    if name == "torch.jit.script":
+        return torch.jit.script(layers)(*example)  # type: ignore[no-any-return]
+    if name == "torch.fx make_fx":
+        return make_fx(layers)(*example)(*example)  # type: ignore[no-any-return]
+    if name.startswith("torch.export"):
+        program = torch.export.export(layers, example, strict=name.endswith("strict"))
+        return program.module()(*example)  # type: ignore[no-any-return]
     return torch.jit.trace(layers, example)(*example)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -160,12 +184,14 @@ def test_save_pretrained_in_a_callback_writes_the_weights_of_ddp(results: list[d
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_tracing_a_sharded_module_is_refused_and_changes_nothing(results: list[dict[str, Any]], policy: str) -> None:
+def test_tracing_or_wrapping_a_sharded_module_is_refused_and_changes_nothing(
+    results: list[dict[str, Any]], policy: str
+) -> None:
     for result in results:
-        for text in result[policy]["refusals"].values():
-            assert text.startswith(
-                "a sharded module can't be exported, compiled or traced, since it gathers its weights"
-            )
+        refusals = result[policy]["refusals"]
+        assert len(refusals) == len(TRACERS) + 2 + len(WRAPPERS)
+        for name, text in refusals.items():
+            assert re.match(NOT_TRACED if name.startswith("torch.") else NOT_WRAPPED, text), text
         torch.testing.assert_close(result[policy]["weights"], result["ddp"]["weights"], rtol=1e-5, atol=1e-6)
 
 

@@ -430,11 +430,17 @@ def refusals(folder: str) -> dict[str, str]:
     """What can't work, and says so."""
     in_place = build_seeded(Net)
     in_place.compile(backend="eager")
+    shared = build_seeded(Net)
+    shared.register_buffer("shadow", shared.second.weight.data[1:])
+    wrapped = build_seeded(Net)
+    wrapped.second = nn.parallel.DistributedDataParallel(wrapped.second)
     return {
         "whole compiled": catch_fit_error(folder, None, torch.compile(build_seeded(Net), backend="eager")),
         "compiled in place": catch_fit_error(folder, in_place),
         "sync_batchnorm": catch_fit_error(folder, build_seeded(Normalised), sync_batchnorm=True),
         "64-true": catch_fit_error(folder, build_seeded(Net), precision="64-true"),
+        "wrapped": catch_fit_error(folder, wrapped),
+        "shared memory": catch_fit_error(folder, shared),
     }
 
 
@@ -609,6 +615,14 @@ def test_transformers_gradient_checkpointing_matches_plain_training(results: lis
         ("compiled in place", "ConfigurationError: Net is compiled as a whole"),
         ("sync_batchnorm", "ConfigurationError: sync_batchnorm=True: PyTorch synchronises batch norms (norm) on GPUs"),
         ("64-true", "ConfigurationError: precision='64-true' is not supported: use '32-true', 'bf16-mixed'"),
+        (
+            "wrapped",
+            "ConfigurationError: second is wrapped in DistributedDataParallel, which reduces its gradients by itself: ",
+        ),
+        (
+            "shared memory",
+            "ConfigurationError: second.weight and shadow lie in the same memory, which sharding would part: ",
+        ),
     ],
 )
 def test_fit_with_unsupported_feature_raises_error_with_reason(

@@ -52,6 +52,9 @@ def run_two_ranks(how: str, folder: Path) -> list[tuple[int, str, float]]:
             process.kill()
             process.join()
     assert None not in codes, f"not ended after {LIMIT_S:g} s"
+    deadline = max(ended_s) + BOUND_S
+    while time.time() < deadline and any(live_processes_in_session(process.pid) for process in processes):
+        time.sleep(0.05)  # a worker of a DataLoader looks after its parent every five seconds
     assert not [process.pid for process in processes if live_processes_in_session(process.pid)]
     fault = folder / "fault"
     began_s = [fault.stat().st_mtime] * 2 if fault.exists() else ended_s
@@ -77,10 +80,13 @@ def live_processes_in_session(session: int) -> list[int]:
     [
         ("raise on 1", 1, "ValueError: the third step is unlucky", "rank 1 failed: ValueError: the third step is"),
         ("raise on 0", 0, "ValueError: the third step is unlucky", "rank 0 "),
+        ("exit on 0", 0, "", "rank 0 failed: SystemExit: 3"),
         ("kill 1", 1, "", "rank 1 ended without an error: it was killed"),
         ("worker 1", 1, "row 12 is unreadable", "OSError: row 12 is unreadable"),
         ("worker 0", 0, "row 12 is unreadable", "OSError: row 12 is unreadable"),
         ("stream, killed", 1, "", "rank 1 ended without an error: it was killed"),
+        ("raise on 1, and in on_exception", 1, "nobody expects this", "rank 1 failed: ValueError: the third step is"),
+        ("raise on 0, and in on_exception", 0, "nobody expects this", "rank 0 failed: ValueError: the third step is"),
         ("checkpoint, raise on 1", 1, "ValueError: the third step is unlucky", "rank 1 failed: ValueError: the third"),
         ("stream", 1, "ran out after 6 batches", "rank 1 failed: ConfigurationError: uneven data"),
         ("uneven", 1, "number of training batches differs", "number of training batches differs between ranks: 16 on"),

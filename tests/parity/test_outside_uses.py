@@ -17,6 +17,7 @@ from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from tests.support.door_uses import DOORS, REFUSED_DOORS
 from tests.support.models import hand_made_plan
+from tests.support.odd_uses import ODD_USES
 from tests.support.outside_uses import IN, REFUSALS, USES, Model, Use
 from tests.support.ranks import run_ranks
 from tests.support.split_plans import split_plan
@@ -25,7 +26,7 @@ STEPS, BATCH, RANKS = 4, 8, 2
 CPU = torch.device("cpu")
 OPERATORS = [f"{part}.{layer}" for part in ("student", "teacher") for layer in ("up", "down")] + ["items"]
 POLICIES = ["zdp", "zdp2", "mixed", "slices"]
-ALL_USES, ALL_REFUSALS = USES | DOORS, REFUSALS | REFUSED_DOORS
+ALL_USES, ALL_REFUSALS = USES | DOORS | ODD_USES, REFUSALS | REFUSED_DOORS
 
 
 def plan_of(policy: str) -> ExecutionPlan:
@@ -115,8 +116,15 @@ def refuse_all(policy: str) -> dict[str, str]:
     return told
 
 
-ABOUT_SLICES = {("FastWeights", "slices"): "autograd knows its slices alone, so its gradient can't be asked for"}
-"""Uses that a plan with slices refuses; the search never splits such weights."""
+ABOUT_SLICES = {
+    ("LateHooks", "slices"): "it runs in slices, which call no hooks of it",
+    ("FastWeights", "slices"): "autograd knows its slices alone, so its gradient can't be asked for",
+    (
+        "ForwardMode",
+        "slices",
+    ): "forward-mode differentiation can't transform what a sharded module does: an operator runs",
+}
+"""Uses that a plan with slices refuses; the search never splits weights whose gradient a step asks for."""
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +133,9 @@ def runs() -> list[Any]:
     return run_ranks(train_all, RANKS, [*ALL_USES], POLICIES)
 
 
-@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.filterwarnings(
+    "ignore:To copy construct from a tensor", "ignore:.*torch.jit.script", "ignore:Full backward hook"
+)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ALL_USES)
 def test_use_outside_of_operator_has_values_of_plain_pytorch(runs: list[Any], name: str, policy: str) -> None:

@@ -367,6 +367,20 @@ class OwnFunction(WithWeight):
         return KeptOnContext.apply(x, self.weight)
 
 
+class Leaving(WithWeight):
+    """Hands out its weight, a view of it, or what reads it later."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Any:
+        if self.how == "later":
+            return lambda: torch.tanh(x @ self.weight)
+        left = {"weight": self.weight, "view": self.weight[:4], "expanded": self.weight.expand(2, -1, -1)}
+        return torch.tanh(x @ self.weight), left[self.how]
+
+
 class Inside(WithWeight):
     """Recomputes itself, or saves tensors by hooks of its own."""
 
@@ -459,6 +473,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "named tuple": (lambda: Net(Custom(lambda y: Named(y, [y * 2])), lambda r: r.first + r.second[0]), square),
     "generator": (lambda: Net(Custom(lambda y: (y * n for n in (1, 2))), lambda r: sum(r)), square),
     "function": (lambda: Net(Custom(lambda y: lambda: y), lambda r: r()), square),
+    "hands out its weight": (lambda: Net(Leaving("weight"), lambda r: r[0] @ r[1]), square),
+    "hands out a view": (lambda: Net(Leaving("view"), lambda r: r[0] + r[1].sum(0)), square),
+    "hands out a view, forces": (lambda: Net(Leaving("view"), lambda r: r[0] * r[1].sum(0)), forces),
+    "hands out copies by expand": (lambda: Net(Leaving("expanded"), lambda r: r[0] @ r[1]), square),
+    "reads its weight later": (lambda: Net(Leaving("later"), lambda r: r()), square),
     "router loss": (lambda: Net(Router()), with_router_loss),
     "kept on context": (lambda: Net(OwnFunction()), square),
     "recomputes itself": (lambda: Net(Inside("non-reentrant")), square),

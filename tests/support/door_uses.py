@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacrev, vmap
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.outside_uses import IN, ITEMS, SENTENCE, Model, Use
 
@@ -77,6 +79,42 @@ class FastWeights(Use):
         gradients = torch.autograd.grad(first, [*student.values()], create_graph=True)
         fast = {name: p - 0.1 * g for (name, p), g in zip(student.items(), gradients, strict=True)}
         return functional_call(self.model.student, fast, (x,)).sub(x).square().mean() + self.model.loss(x)
+
+
+class ForwardMode(Use):
+    """Derivatives along a direction of the inputs, through the model itself."""
+
+    def after_step(self, step: int) -> None:
+        x, direction = torch.ones(2, IN), torch.linspace(-1, 1, 2 * IN).view(2, IN)
+        with forward_ad.dual_level():
+            out = self.model.student(forward_ad.make_dual(x, direction))
+            self.note(forward_ad.unpack_dual(out).tangent)
+
+
+class LateFunction(Use):
+    """An autograd function of the user's own that is given weights, from the second step on."""
+
+    def loss(self, x: Tensor, step: int) -> Tensor:
+        loss = self.model.loss(x)
+        if step:
+            loss = loss + Product.apply(x, self.model.items.weight).square().mean()  # type: ignore[no-untyped-call]
+            hidden = checkpoint(lambda x, w: x @ w.T, x, self.model.student.up.weight, use_reentrant=True)
+            loss = loss + hidden.square().mean()
+        return loss
+
+
+class Product(torch.autograd.Function):
+    """x (n, in) times a weight (out, in)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.T @ x
 
 
 class Mixing(torch.optim.Optimizer):
@@ -175,7 +213,17 @@ class MomentumReset(Use):
 
 DOORS: dict[str, Callable[[Model], Use]] = {
     use.__name__: use
-    for use in (Copies, Transforms, FastWeights, OtherOptimizers, StatesRead, StatesSaved, MomentumReset)
+    for use in (
+        Copies,
+        Transforms,
+        FastWeights,
+        ForwardMode,
+        LateFunction,
+        OtherOptimizers,
+        StatesRead,
+        StatesSaved,
+        MomentumReset,
+    )
 }
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
@@ -53,6 +54,14 @@ class BadRows(TensorDataset):
         return super().__getitem__(index)
 
 
+class RaisingCallback(pl.Callback):
+    """Makes it worse."""
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, ValueError):
+            raise KeyError("nobody expects this")
+
+
 class Failing(GPTModule):
     """Fails as ``how`` says, on one rank."""
 
@@ -63,12 +72,15 @@ class Failing(GPTModule):
     def training_step(self, batch: Any, batch_index: int) -> Tensor:
         loss = super().training_step(batch, batch_index)
         if self.trainer.global_step == 3 and not isinstance(loss, torch._subclasses.FakeTensor):
-            if self.how in (f"raise on {self.global_rank}", f"checkpoint, raise on {self.global_rank}"):
+            if f"raise on {self.global_rank}" in self.how:
                 note_fault()
                 raise ValueError("the third step is unlucky")
             if self.how == f"swallow on {self.global_rank}":
                 note_fault()
                 raise ValueError("nobody ends this process")
+            if self.how == f"exit on {self.global_rank}":
+                note_fault()
+                sys.exit(3)
             if self.how == f"kill {self.global_rank}":
                 note_fault()
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -86,6 +98,9 @@ class Failing(GPTModule):
         if batch_index == 3 and self.how == f"SIGTERM to {self.global_rank} in validate":
             note_fault()
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return [RaisingCallback()] if "on_exception" in self.how else []
 
     def train_dataloader(self) -> DataLoader[Any]:
         rank = self.global_rank

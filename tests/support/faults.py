@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,15 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_osdp import OSDPCallback, OSDPStrategy
-from lightning_osdp.autotune import calibration, coordinator, finalists, measure, pipeline, profile_cache
-from lightning_osdp.autotune.startup_budget import StartupBudget
+from lightning_osdp.autotune import (
+    calibration,
+    coordinator,
+    finalists,
+    measure,
+    pipeline,
+    profile_cache,
+    startup_budget,
+)
 from lightning_osdp.engine.fairscale import engine
 from lightning_osdp.profiling import engine_overhead, network
 from lightning_osdp.strategy import failure_detector, osdp, planning_options
@@ -220,7 +226,7 @@ def _run_prepared(run: Any, folder: str, arguments: Sequence[tuple[Any, ...]]) -
     warnings.simplefilter("ignore")
     _instrument()
     failure_detector.SILENCE_TIMEOUT_S = 3.0
-    osdp.StartupBudget = partial(StartupBudget, total_s=600.0)  # type: ignore[misc, assignment]
+    startup_budget.STARTUP_BUDGET_S = 600.0
     rank = int(os.environ["RANK"])
     run(rank, folder, *arguments[rank])
 

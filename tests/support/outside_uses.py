@@ -228,6 +228,20 @@ class UpdatedByHand(Use):
                 p.sub_(0.05 * p.grad)
 
 
+class BackwardInHook(Use):
+    """A backward pass between steps, whose gradients are read and applied at once."""
+
+    def after_step(self, step: int) -> None:
+        for scale in (1.0, 0.5):
+            self.model.loss(torch.linspace(-scale, scale, 3 * IN).view(3, IN)).backward()
+        for p in self.model.parameters():
+            if p.requires_grad:
+                self.note(p.grad)
+                with torch.no_grad():
+                    p.sub_(0.05 * p.grad)
+        self.model.zero_grad()
+
+
 class Reinitialised(Use):
     def after_step(self, step: int) -> None:
         torch.manual_seed(7 + step)

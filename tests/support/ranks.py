@@ -46,7 +46,13 @@ class RankError(AssertionError):
     """A rank raised, died or took too long; the message holds every traceback that came back."""
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 560.0) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 560.0,
+    collective_timeout: timedelta = COLLECTIVE_TIMEOUT,
+) -> list[Any]:
     """Runs ``fn(rank, world_size, *args)`` on ``world_size`` processes joined by gloo and returns what they returned.
 
     Each process has one thread and the environment that torchrun would give it. ``fn`` must be a module-level function;
@@ -57,6 +63,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
         world_size: how many ranks, all on this machine.
         *args: handed to every rank.
         timeout_s: for all ranks together, starting up included. Less than the limit of a test (pyproject.toml).
+        collective_timeout: of the process group.
 
     Returns:
         The results in the order of ranks.
@@ -74,7 +81,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
                 receiver, sender = context.Pipe(duplex=False)
                 receivers.append(receiver)
                 process = context.Process(
-                    target=_run_rank, args=(fn, rank, world_size, args, folder, dict(os.environ), sender)
+                    target=_run_rank,
+                    args=(fn, rank, world_size, args, folder, dict(os.environ), collective_timeout, sender),
                 )
                 processes.append(process)
                 process.start()
@@ -171,6 +179,7 @@ def _run_rank(
     args: tuple[Any, ...],
     folder: str,
     environment: dict[str, str],
+    collective_timeout: timedelta,
     sender: Connection,
 ) -> None:
     gc.freeze()  # the libraries' million objects: each of the many collections would take 0.4 s
@@ -181,7 +190,7 @@ def _run_rank(
     _shorten_measurements()
     try:
         dist.init_process_group(
-            "gloo", f"file://{folder}/store", rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+            "gloo", f"file://{folder}/store", rank=rank, world_size=world_size, timeout=collective_timeout
         )
         # Plain pickle copies tensors; torch's own pickler would share memory that ends with this process.
         reply = pickle.dumps((True, fn(rank, world_size, *args)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -57,7 +58,7 @@ def main(layers: int = 1000, width: int = 256, limit: str = "1000MiB", steps: in
     """Return 0 if the peak of each rank is within the limit."""
     limit_bytes, _ = parse_memory_limit(limit)
     assert limit_bytes is not None
-    found = run_ranks(train, 2, layers, width, limit, steps, timeout_s=1800)
+    found = run_ranks(train, 2, layers, width, limit, steps, timeout_s=1800, collective_timeout=timedelta(minutes=20))
     for rank, (peak, predicted, sharded) in enumerate(found):
         print(
             f"rank {rank}: {sharded} of {layers} layers sharded, peak {format_bytes(peak)} of "

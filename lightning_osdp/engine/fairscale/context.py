@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ import torch
 from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_module
 
 from lightning_osdp.backend.hierarchical import cached_group_copy
-from lightning_osdp.backend.streams import GatherMemory, create_streams
+from lightning_osdp.backend.streams import GatherMemory, ReductionMemory, create_streams
 from lightning_osdp.engine.fairscale.collective_order import CollectiveOrder
 from lightning_osdp.engine.fairscale.communicators import CommunicatorFactory, sharded_operators
 from lightning_osdp.engine.fairscale.joinable_unit import before_reduction
@@ -41,6 +41,8 @@ class _BackwardPasses:
     def __init__(self, reducer: GradientReducer, streams: Mapping[str, Any]) -> None:
         self._reducer, self._streams = reducer, streams
         self._units: dict[int, list[_Unit]] = {}
+        self.on_end: Callable[[], None] = lambda: None
+        """Called when no pass is running any more."""
 
     def join(self, number: int, unit: _Unit) -> None:
         """Call ``unit.finish_pass`` at the end of the pass that is running, which has this number."""
@@ -55,8 +57,16 @@ class _BackwardPasses:
             with cuda.stream(self._streams["post_backward"]):
                 self._reducer.flush()
             cuda.current_stream().wait_stream(self._streams["post_backward"])
+            self._reducer.memory.free_all()
             for unit in self._units.pop(number):
                 unit.finish_pass()
+            if not self.is_running and torch._C._current_autograd_node() is None:
+                self.on_end()
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether a pass that has reached a unit is not over."""
+        return bool(self._units)
 
     def discard(self) -> None:
         """End passes that an exception has ended."""
@@ -91,12 +101,15 @@ class EngineContext:
         self.order = CollectiveOrder(group)
         self.guards = GuardContext(group, plan.update_in_backward)
         self.guards.before_access = self.order.before_access
-        self.reducer = GradientReducer(partial(before_reduction, self.order), REDUCE_DTYPES[plan.reduce_dtype])
         choices = [operator.choice for operator in sharded_operators(plan)]
         self.communicator_factory = CommunicatorFactory(group, device, choices, plan.cluster, self.sync)
         self.streams = create_streams(device, STREAM_NAMES, fairscale_module)
+        gathers, reductions = (self.streams[name] if device.type == "cuda" else None for name in STREAM_NAMES[1:])
+        self.gather_memory = GatherMemory(gathers)
+        self.reducer = GradientReducer(
+            partial(before_reduction, self.order), ReductionMemory(reductions), REDUCE_DTYPES[plan.reduce_dtype]
+        )
         self.backward_passes = _BackwardPasses(self.reducer, self.streams)
-        self.gather_memory = GatherMemory(self.streams["all_gather"] if device.type == "cuda" else None)
 
     def check_run(self) -> None:
         """Refuse to run a module that must not run now.

@@ -250,9 +250,12 @@ class FairScaleEngine(Engine):
             self._context.replica_group,
             self._context.sync,
             self._before_replicated,
+            self._show_slice_gradients,
             self._context.reducer.dtype,
         )
         self._context.order.join_replicated = self._join_replicated
+        self._context.backward_passes.on_end = self._show_slice_gradients
+        self._context.guards.before_update = self._finish_unseen_backward
         self._managed_parameters = self._sharded_parameters.parameters.union(replicated)
         self._mark_generation(bool(layouts))
 
@@ -274,6 +277,18 @@ class FairScaleEngine(Engine):
     def _bind_slice_gradients(self) -> None:
         for sliced in self._sliced_operators:
             sliced.bind_remaining_gradients()
+
+    def _show_slice_gradients(self) -> None:
+        """Give sliced weights their gradients when a backward pass is over: replicated slices' may come last."""
+        passes, is_updated = self._context.backward_passes, self._context.update_in_backward
+        if not (is_updated or passes.is_running or self._bucketed_all_reduce.is_active):
+            self._gather_slice_gradients()
+
+    def _gather_slice_gradients(self) -> None:
+        with without_guards():
+            for sliced in self._sliced_operators:
+                sliced.gather_slice_gradients()
+        self._context.guards.num_updates[True] += 1
 
     def _remove_guards(self) -> None:
         close_opened_guards()
@@ -363,13 +378,16 @@ class FairScaleEngine(Engine):
         self._bucketed_all_reduce.refresh()
         self._slice_averages.refresh()
         self._context.backward_optimizer.refresh()
-        if self._context.order.has_backward:  # the last step had none on this rank; others wait in theirs
-            self.finish_backward()
+        self._finish_unseen_backward()  # the last step had none on this rank; others wait in theirs
         for tensor_unit in self._tensor_units:
             tensor_unit.begin_step()
         self._context.reducer.discard()
         self._context.backward_passes.discard()
         self._context.order.begin_step()
+
+    def _finish_unseen_backward(self) -> None:
+        if self._context.order.has_backward:
+            self.finish_backward()
 
     @override
     def no_sync(self) -> AbstractContextManager[None]:
@@ -402,11 +420,16 @@ class FairScaleEngine(Engine):
             for unit in self._units:
                 unit.reshard()  # whether or not the pass has reached it
             self._context.gather_memory.free_all()
-            for sliced in self._sliced_operators:
-                sliced.gather_slice_gradients()
+        self._gather_slice_gradients()
         self._context.guards.add_outside_gradients()
-        self._context.guards.num_updates[True] += 1
         self._context.backward_optimizer.finish_backward()
+
+    @override
+    def leave_step(self) -> None:
+        self._context.reducer.discard()
+        self._context.backward_passes.discard()
+        if self._context.order.has_backward:
+            self.finish_backward()
 
     @override
     def before_optimizer_step(self, optimizer: Optimizer) -> None:

@@ -104,7 +104,7 @@ class SavedTensorHooks:
 
     def _pack(self, tensor: Tensor) -> Any:
         with without_guards():
-            storage = _storage_of(tensor)
+            storage = storage_of(tensor)
             values = self.unit.find_values(storage) if storage is not None else None
             if values is not None:
                 self.unit.note_saved(values)
@@ -174,7 +174,8 @@ def is_in_backward() -> bool:
     return current_pass() != NO_PASS
 
 
-def _storage_of(tensor: Tensor) -> int | None:
+def storage_of(tensor: Tensor) -> int | None:
+    """Return what tells the memory of a tensor from that of others; None if it has none of its own."""
     try:
         storage: int = tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):  # sparse tensors and wrappers have none

@@ -41,12 +41,14 @@ ranks must gather the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from fairscale.nn.data_parallel import FullyShardedDataParallel, TrainingState
+from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_module
 from torch import Tensor, nn
 from torch._C._functorch import TransformType
 
@@ -181,7 +183,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
             return function(*args, **kwargs)  # others have been put in their place, as ``functional_call`` does
         if with_grad:
             refuse_transforms("there are hooks on what autograd saves", {TransformType.Grad})
-        with without_guards():
+        with without_guards(), torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             self._lazy_init()
         reads_casts, hidden = self._reads_casts(), [p for p in self.params if p not in self._shown_in_full]
         gathered = self._gather(self.params, as_is=not reads_casts)
@@ -189,6 +191,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
         versions = [parameter._version for parameter in self.params]
         casts_of_outer_run, self._casts_of_run = self._casts_of_run, {}
         hooks = SavedTensorHooks(self, self._pending_uses) if with_grad else None
+        num_uses = [] if with_grad or self._in_graph else self._count_uses()
         first_node = torch._C._autograd._get_sequence_nr()
         if hooks is not None:
             self._in_graph = True
@@ -198,7 +201,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
             hooks.push()
         self._num_running += 1
         try:
-            outputs = function(*args, **kwargs)
+            outputs = self._copy_views(function(*args, **kwargs))
         finally:
             self._num_running -= 1
             self._casts_of_run = casts_of_outer_run
@@ -206,6 +209,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
                 hooks.pop()
             if self._num_running == 0:
                 self._keep_changes(versions, self._has_module_hooks())
+                self._leave_views(num_uses)
                 gathered, self._read_as_is = gathered + self._read_as_is, []
             if self.reshard_after_forward or not with_grad:
                 self._free_full_params(gathered)
@@ -271,7 +275,27 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
             )
         self._finished.add(param)
         with without_guards():
-            super()._post_backward_hook(param)
+            if self.world_size == 1:
+                super()._post_backward_hook(param)
+            elif param.grad is not None:
+                self._reduce_gradient(param)
+
+    def _reduce_gradient(self, param: ShardedParameter) -> None:
+        """Free a parameter and begin to reduce its gradient, which nothing holds longer than that takes.
+
+        FairScale does the same, but has the allocator find out when streams are done with the gradient.
+        """
+        self.training_state = TrainingState.BACKWARD_POST
+        self._free_full_params([param])
+        self._use_fp32_param_shard([param])
+        gradient, param.grad = [param.grad.data], None
+        cuda, group = fairscale_module.torch.cuda, self.process_group_reduce_scatter
+        self._reducer.bound_memory(gradient[0], group)
+        self._streams["post_backward"].wait_stream(cuda.current_stream())
+        with cuda.stream(self._streams["post_backward"]):
+            if self.gradient_predivide_factor > 1:
+                gradient[0].div_(self.gradient_predivide_factor)
+            self._reducer.reduce(gradient, group, partial(self._post_reduction_hook, param))
 
     def finish_pass(self) -> None:
         """Hand out gradients when a backward pass is over, and free what is gathered for it."""

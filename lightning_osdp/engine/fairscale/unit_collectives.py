@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_osdp.backend.collectives import all_gather_async, reduce_scatter_async
 from lightning_osdp.backend.hierarchical import Communicator, FlatCommunicator
+from lightning_osdp.backend.streams import ReductionMemory
 from lightning_osdp.backend.work import Work
 
 CommunicatorT = TypeVar("CommunicatorT", bound=Communicator)
@@ -79,7 +80,7 @@ class CoalescedAllGather(_RankedCommunicator[Communicator]):
 class CoalescedReduceScatter(_RankedCommunicator[FlatCommunicator]):
     """Queues a unit's gradients until all have come, to reduce them as one.
 
-    FairScale frees each parameter when its gradient comes, so the queue takes no more memory than the unit has.
+    A unit frees each parameter when its gradient comes, so the queue takes no more memory than the unit has.
 
     Args:
         communicator: runs the reduce-scatters.
@@ -97,6 +98,11 @@ class CoalescedReduceScatter(_RankedCommunicator[FlatCommunicator]):
         return len(self._queued) >= sum(parameter.requires_grad for parameter in self._parameters)
 
     @property
+    def queued_bytes(self) -> int:
+        """Return the bytes of the queued gradients."""
+        return sum(full_flat.nbytes for full_flat, _ in self._queued)
+
+    @property
     def callbacks(self) -> list[Callable[[Tensor], None]]:
         """Return what is called with each queued gradient once it is reduced."""
         return [on_reduced for _, on_reduced in self._queued]
@@ -106,14 +112,19 @@ class CoalescedReduceScatter(_RankedCommunicator[FlatCommunicator]):
         """Return whether the reduction goes on while others compute."""
         return self._communicator.is_async
 
-    def start(self) -> Callable[[], None]:
-        """Reduce the queued gradients, or begin to; return what waits for that and hands them on."""
+    def start(self, retain: Callable[[Sequence[Tensor]], None]) -> Callable[[], None]:
+        """Reduce the queued gradients, or begin to; return what waits for that and hands them on.
+
+        Args:
+            retain: keeps gradients that a stream reads until it has done so.
+        """
         queued, self._queued = self._queued, []
         inputs, callbacks = zip(*queued, strict=True)
         outputs = [full_flat.new_empty(full_flat.numel() // self.size()) for full_flat in inputs]
         work = reduce_scatter_async(outputs, inputs, self._communicator.group) if self.is_async else None
         if work is None:
             self.reduce_scatter_coalesced(outputs, inputs)
+            retain(inputs)
         del queued, inputs  # the full gradients are freed before callbacks, which may update parameters
 
         def finish() -> None:
@@ -138,26 +149,47 @@ class GradientReducer:
 
     Args:
         before_reduction: called before a reduction with the callbacks of those gradients that it reduces.
+        memory: keeps gradients while streams read them.
         dtype: the type in which gradients are reduced and handed on; None for their own.
     """
 
-    def __init__(self, before_reduction: Callable[[Sequence[Any]], None], dtype: torch.dtype | None = None) -> None:
-        self._before_reduction, self.dtype = before_reduction, dtype
+    def __init__(
+        self,
+        before_reduction: Callable[[Sequence[Any]], None],
+        memory: ReductionMemory,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._before_reduction, self.memory, self.dtype = before_reduction, memory, dtype
         self._pending: Callable[[], None] | None = None
         self._queued_reduction: CoalescedReduceScatter | None = None
 
-    def reduce_scatter_async(
+    def bound_memory(self, gradient: Tensor, group: Communicator | CoalescedReduceScatter) -> None:
+        """Free earlier gradients before one of a unit is reduced. The current stream is that of compute."""
+        queued = group.queued_bytes if isinstance(group, CoalescedReduceScatter) else 0
+        dtype = self.dtype or gradient.dtype
+        copied = gradient.numel() * dtype.itemsize if dtype != gradient.dtype else 0
+        self.memory.before_reduction(queued + gradient.nbytes + copied)
+
+    def reduce(
         self,
-        input_list: list[Tensor],
+        gradient: list[Tensor],
         group: Communicator | CoalescedReduceScatter,
         callback_fn: Callable[[Tensor], None],
     ) -> None:
-        """Sum ``input_list[i]`` over the ranks onto rank i and call ``callback_fn`` with this rank's sum.
+        """Sum a gradient over the ranks and call ``callback_fn`` with this rank's part of the sum.
 
         That happens at once, when the next reduction has started, or when the last gradient of the unit has come.
+
+        Args:
+            gradient: a list of the one gradient, which is taken out, so that nobody holds it longer than needed.
+            group: runs the reductions of its unit.
+            callback_fn: called with this rank's part.
         """
-        full_flat = merge_chunks(input_list)
+        full_flat = _pad(gradient[0], group.size())
         full_flat = full_flat.to(self.dtype or full_flat.dtype)
+        if full_flat.data_ptr() != gradient[0].data_ptr():
+            self.memory.retain([gradient[0]])
+        gradient.clear()
         if self._queued_reduction is not group:
             self._flush_queued()  # of a unit that this pass did not reach in full; there is never more than one
         if isinstance(group, CoalescedReduceScatter):
@@ -166,9 +198,10 @@ class GradientReducer:
                 self._flush_queued()
             return
         self._before_reduction([callback_fn])
-        output = full_flat.new_empty(full_flat.numel() // len(input_list))
+        output = full_flat.new_empty(full_flat.numel() // group.size())
         if not (isinstance(group, FlatCommunicator) and group.is_async):
             group.reduce_scatter(output, full_flat)
+            self.memory.retain([full_flat])
             del full_flat  # before the callback, which may update parameters
             callback_fn(output)
             return
@@ -195,7 +228,7 @@ class GradientReducer:
         queued, self._queued_reduction = self._queued_reduction, None
         if queued is not None:
             self._before_reduction(queued.callbacks)
-            finish = queued.start()
+            finish = queued.start(self.memory.retain)
             if queued.is_async:
                 self._finish_pending()
                 self._pending = finish
@@ -205,6 +238,7 @@ class GradientReducer:
     def discard(self) -> None:
         """Drop what a backward pass that raised has left unfinished."""
         self._pending = None
+        self.memory.free_all()
         if self._queued_reduction is not None:
             self._queued_reduction.discard()
             self._queued_reduction = None
@@ -235,12 +269,8 @@ def reduce_zeros(
     return outputs
 
 
-def merge_chunks(chunks: list[Tensor]) -> Tensor:
-    """Return the tensor that ``chunks`` were cut from, without a copy if they are still adjacent in memory."""
-    first = chunks[0]
-    storage, step = first.untyped_storage().data_ptr(), first.numel()
-    for index, chunk in enumerate(chunks):
-        is_same_storage = chunk.untyped_storage().data_ptr() == storage
-        if not is_same_storage or chunk.storage_offset() != first.storage_offset() + index * step:
-            return torch.cat(chunks)
-    return first.as_strided((step * len(chunks),), (1,))
+def _pad(gradient: Tensor, ranks: int) -> Tensor:
+    """Return a gradient as a flat tensor of equal parts for all ranks, without a copy if there are such."""
+    flat = gradient.flatten()
+    missing = -flat.numel() % ranks
+    return nn.functional.pad(flat, (0, missing)) if missing else flat

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_module
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_osdp.engine.fairscale.low_precision import (
     GatheredCast,
@@ -22,7 +23,7 @@ from lightning_osdp.engine.fairscale.low_precision import (
     show_plain,
     shows_cast,
 )
-from lightning_osdp.engine.fairscale.saved_tensors import GatheredValues, is_in_backward
+from lightning_osdp.engine.fairscale.saved_tensors import GatheredValues, is_in_backward, storage_of
 from lightning_osdp.state.guarded_parameter import guard_of, opened, without_guards
 
 ShardedParameter: TypeAlias = Any
@@ -63,10 +64,17 @@ class UnitParameters:
         """What is gathered or on its way: parameters, and whether in their own type."""
         self._saved: set[tuple[nn.Parameter, bool]] = set()
         self._values_by_storage: dict[int, GatheredValues] = {}
-        sizes = [p._orig_size.numel() * compute_dtypes.get(p, p.dtype).itemsize for p in self.params]
-        memory = self._context.gather_memory
-        memory.max_bytes = max(memory.max_bytes, sum(sizes))
+        self._context.gather_memory.add_unit(
+            sum(p._orig_size.numel() * compute_dtypes.get(p, p.dtype).itemsize for p in self.params)
+        )
+        self._context.reducer.memory.add_unit(sum(map(self._reduced_bytes, self.params)))
         self._as_is_index = self._context.order.register(_AsIs(self)) if compute_dtypes else self._index
+
+    def _reduced_bytes(self, parameter: ShardedParameter) -> int:
+        """Return the bytes of a gradient while it is reduced: its own, and those of a copy in another type."""
+        dtype = self._context.reducer.dtype or parameter.dtype
+        sizes = {parameter.dtype: parameter.dtype.itemsize, dtype: dtype.itemsize}
+        return int(parameter._orig_size.numel() * sum(sizes.values())) if parameter.requires_grad else 0
 
     def _init_param_attributes(self, p: ShardedParameter) -> None:
         if hasattr(p, "_fp32_shard"):
@@ -75,22 +83,57 @@ class UnitParameters:
             super()._init_param_attributes(p)  # type: ignore[misc]
         if not p._is_sharded:
             return
-        storage = p._full_param_padded.untyped_storage()
-        storage.resize_(p._full_param_padded.nbytes)
-        p._full_view = p._full_param_padded[: p._orig_size.numel()].view(p._orig_size)
-        storage.resize_(0)
-        self._values_by_storage[storage._cdata] = GatheredValues(p, as_is=True)
+        self._view_memory(p)
         if p in self._compute_dtypes:
             cast = self._casts[p] = GatheredCast(p, self._compute_dtypes[p], self.world_size)
             stand_in = cast.stand_in.untyped_storage()
             self._values_by_storage[cast.storage._cdata] = GatheredValues(p, as_is=False)
             self._values_by_storage[stand_in._cdata] = GatheredValues(p, as_is=True, is_stand_in=True)
 
+    def _view_memory(self, p: ShardedParameter) -> None:
+        storage = p._full_param_padded.untyped_storage()
+        storage.resize_(p._full_param_padded.nbytes)
+        p._full_view = p._full_param_padded[: p._orig_size.numel()].view(p._orig_size)
+        storage.resize_(0)
+        self._values_by_storage[storage._cdata] = GatheredValues(p, as_is=True)
+
     # What is gathered
 
     def find_values(self, storage: int) -> GatheredValues | None:
         """Return what has this storage if it is gathered by the unit."""
         return self._values_by_storage.get(storage)
+
+    def _copy_views(self, results: Any) -> Any:
+        """Return the results of a run, with copies of views of gathered memory, which does not outlive the run."""
+        if self._num_running > 1:
+            return results
+        with without_guards():
+            views = {id(t) for t in tree_leaves(results) if isinstance(t, Tensor) and self._is_view(t)}
+            return tree_map(lambda leaf: leaf.clone() if id(leaf) in views else leaf, results) if views else results
+
+    def _is_view(self, tensor: Tensor) -> bool:
+        return tensor not in self.param_indices and storage_of(tensor) in self._values_by_storage
+
+    def _count_uses(self) -> list[int]:
+        """Return how many tensors share the memory of each gathered parameter."""
+        return [torch._C._storage_Use_Count(self._storage_of(p, as_is=True)._cdata) for p in self.params]
+
+    def _leave_views(self, num_uses: Sequence[int]) -> None:
+        """Leave gathered memory to views that outlive a run without gradients, as an attribute: it is never freed then.
+
+        Args:
+            num_uses: of each parameter as the run began; nothing where views are gathered again, or don't matter.
+        """
+        for parameter, before, now in zip(self.params, num_uses, self._count_uses() if num_uses else (), strict=False):
+            if now > before:
+                padded: Tensor = parameter._full_param_padded
+                if padded.is_cuda:
+                    padded.record_stream(torch.cuda.current_stream())
+                del self._values_by_storage[padded.untyped_storage()._cdata]
+                self._gathered.discard((parameter, True))
+                with torch.inference_mode(False):
+                    parameter._full_param_padded = torch.empty_like(padded)
+                    self._view_memory(parameter)
 
     def note_saved(self, values: GatheredValues) -> None:
         """Note that a backward pass will read these."""
@@ -111,7 +154,6 @@ class UnitParameters:
             return []
         indices = [self.param_indices[p] for p in missing] if len(missing) < len(self.params) else ()
         self._context.order.before_gather(self._as_is_index if as_is else self._index, is_in_backward(), indices)
-        self._context.gather_memory.before_gather()
         try:
             with self._use_stream("all_gather"):
                 tensors = ([], []) if is_started else self._outputs_and_shards(missing, as_is)

@@ -27,6 +27,8 @@ Collective = Callable[[Tensor, Sequence[int], Any], Tensor]
 class Phase(IntEnum):
     """The parts of a run, each of which is announced before its collectives."""
 
+    __str__ = int.__repr__  # as from Python 3.11 on
+
     START = 0
     """Ranks tell each other what they have; then inputs are gathered, or whole weights."""
     OUTPUT = 1

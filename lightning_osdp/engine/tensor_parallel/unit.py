@@ -25,12 +25,11 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import TransformType
 from torch.optim import Optimizer
 
 from lightning_osdp.backend.row_collectives import exchange_numbers
 from lightning_osdp.engine.replaced_method import replace_method
-from lightning_osdp.engine.sliced_operator import refuse_transforms
+from lightning_osdp.engine.sliced_operator import OWN_FUNCTIONS_LACK, refuse_transforms
 from lightning_osdp.engine.tensor_parallel.exchange import Phase, read_whole
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
 from lightning_osdp.engine.tensor_parallel.operator_run import OperatorRun, SlicedRun, WholeRun
@@ -115,7 +114,7 @@ class TensorUnit:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not all(operator.has_own_weights for operator in self.operators):
                 return own(*args, **kwargs)  # others have been put in their place, as ``functional_call`` does
-            refuse_transforms("an operator is tensor parallel", {TransformType.Grad, TransformType.Vmap})
+            refuse_transforms("an operator is tensor parallel", OWN_FUNCTIONS_LACK)
             return forward(own, *args, **kwargs)
 
         replace_method(module, "forward", run)

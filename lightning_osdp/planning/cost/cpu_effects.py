@@ -101,6 +101,9 @@ def prefetch_bytes(units: list[ShardUnit], gathered: list[float], cluster: Clust
         cluster: The ranks.
         ranks: Ranks that the units are sharded over.
     """
+    if cluster.has_streams:  # see ``stream_memory``
+        reduced = [sum(map(kept_bytes, unit.shards)) for unit in units]
+        return PrefetchBytes(max(gathered, default=0), max(reduced, default=0))
     prefetched = [(unit, size) for unit, size in zip(units, gathered, strict=True) if unit.is_prefetched(cluster)]
     if not prefetched:
         return PrefetchBytes()
@@ -122,6 +125,17 @@ def prefetch_bytes(units: list[ShardUnit], gathered: list[float], cluster: Clust
     )
 
 
+def kept_bytes(shard: ParamShard) -> int:
+    """Return the bytes of a gradient that is being reduced: its own, and those of a copy in another type."""
+    is_cast = shard.reduced_bytes != shard.gradient_bytes
+    return shard.gradient_bytes + (shard.reduced_bytes if is_cast else 0)
+
+
+def freed_bytes(shards: Sequence[ParamShard], cluster: Cluster) -> int:
+    """Return the bytes of parameters that are freed when their gradients have come: on CUDA at the next gather only."""
+    return 0 if cluster.has_streams else sum(shard.bytes_before_gradient for shard in shards)
+
+
 def coalesced_reduction_bytes(groups: Sequence[Sequence[ParamShard]], cluster: Cluster, ranks: int) -> float:
     """Return the largest memory of reducing gradients by one collective, on top of their gathered parameters.
 
@@ -136,8 +150,10 @@ def coalesced_reduction_bytes(groups: Sequence[Sequence[ParamShard]], cluster: C
     for group in groups:
         gradients = sum(shard.gradient_bytes for shard in group)
         largest = max(largest, held + gradients)
-        held += gradients - sum(shard.bytes_before_gradient for shard in group)
+        held += gradients - freed_bytes(group, cluster)
     total = sum(shard.gradient_bytes for group in groups for shard in group)
+    if cluster.has_streams:
+        held = float(sum(kept_bytes(shard) for group in groups for shard in group))
     received = max(0, ranks - 2) if cluster.uses_ring_collectives else 0
     return max(largest, held + total * (1 + received) / ranks)
 

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
+
+from typing_extensions import NamedTuple
 
 from lightning_osdp.planning.cost.activation_exchange import activation_bytes
-from lightning_osdp.planning.cost.cpu_effects import PrefetchBytes, coalesced_reduction_bytes, prefetch_bytes
+from lightning_osdp.planning.cost.cpu_effects import (
+    PrefetchBytes,
+    coalesced_reduction_bytes,
+    freed_bytes,
+    kept_bytes,
+    prefetch_bytes,
+)
 from lightning_osdp.planning.cost.sharding_scopes import all_gather_copy_factor, sharding_ranks
 from lightning_osdp.planning.cost.shards import OperatorShards, ParamShard, ShardUnit, shards_of
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
@@ -14,6 +22,11 @@ from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import Operator
 
 T = TypeVar("T")
+
+
+TENSOR_PARALLEL_UNITS = 3
+"""Units that a tensor parallel operator counts as, in what they take besides tensors: 977 of them took 67 KiB each on a
+CPU, for their exchanges among others."""
 
 
 class Footprint(NamedTuple, Generic[T]):
@@ -41,10 +54,18 @@ class Footprint(NamedTuple, Generic[T]):
     """Bytes per sample of inputs gathered from other ranks, from its forward to its backward (tp)."""
     bucketed: T
     """Gradients that are copied into buckets."""
+    reduction_growth: T
+    """Bytes by which replicated gradients are larger in the type in which they are reduced, until the backward ends."""
+    reduced_copy: T
+    """The largest replicated gradient that is reduced in another type, in that type: it is held beside its copy."""
     prefetched_parameters: T
     """Unsharded parameters of its first unit, which are gathered while the unit before runs."""
     inflight_gradient: T
     """Unsharded gradients of its last unit, which are still being reduced while the next unit runs backward."""
+    gathered_in_total: T
+    """All that its units gather for a forward, one after the other."""
+    reduced_in_total: T
+    """All of its unsharded gradients that are reduced, one unit's after the other."""
     slice_gradient_copy: T
     """Second copy of slices' gradients while they are copied into their weight's gradient."""
     local_trainable: T
@@ -130,6 +151,8 @@ def _parameter_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, floa
         for shard in shards.sharded
     ]
     num_units = sum(unit.num_slices for unit in shards.units)
+    if layout.choice.tensor_degree > 1:
+        num_units += TENSOR_PARALLEL_UNITS
     return {
         "states": sum(replicated) + sum(sharded) + num_units * layout.cluster.unit_bytes,
         "unsharded_between_passes": casts
@@ -139,6 +162,7 @@ def _parameter_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, floa
         "replicated_casts": casts,
         "prefetched_parameters": prefetch.next_unit,
         "eval_unsharded": max(gathered, default=0),
+        "gathered_in_total": sum(size * unit.num_slices for unit, size in zip(shards.units, gathered, strict=True)),
     }
 
 
@@ -147,6 +171,8 @@ def _gradient_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, float
     own_parts = sum(shard.all_gradient_bytes for shard in shards.sharded) / layout.ranks
     small = [s for s in shards.replicated if s.gradient_bytes < cluster.unbucketed_bytes and s.tensor_degree == 1]
     bucketed = [shard.all_gradient_bytes for shard in small]
+    recast = [s for s in shards.replicated if s.reduced_bytes != s.gradient_bytes and s.tensor_degree == 1]
+    recast = recast if cluster.ranks > 1 else []
     transients = [_transient_bytes(unit, own_parts, cluster, layout.ranks) for unit in shards.units]
     transient = max(transients, default=0.0) + prefetch.previous_gradient
     copied = _slice_copy_bytes(layout)
@@ -157,7 +183,10 @@ def _gradient_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, float
         "sharded_gradients": 0.0 if layout.in_backward else own_parts,
         "transient": transient,
         "bucketed": sum(bucketed) if cluster.ranks > 1 else 0,
+        "reduction_growth": sum(max(0, s.reduced_bytes - s.gradient_bytes) * s.num_slices for s in recast),
+        "reduced_copy": max((s.reduced_bytes for s in recast if s not in small), default=0),
         "inflight_gradient": prefetch.inflight_gradient,
+        "reduced_in_total": sum(kept_bytes(shard) * shard.num_slices for shard in shards.sharded),
         "slice_gradient_copy": 0.0 if layout.in_backward else copied,
     }
 
@@ -189,7 +218,8 @@ def _transient_bytes(unit: ShardUnit, own_parts: float, cluster: Cluster, ranks:
     for group in groups:
         reduced = sum(shard.gradient_bytes for shard in group) / ranks
         largest = max(largest, _reduction_bytes(group, reduced, cluster, ranks) - freed)
-        freed += sum(shard.bytes_before_gradient for shard in group) - reduced
+        in_flight = sum(map(kept_bytes, group)) if cluster.has_streams else 0
+        freed += freed_bytes(group, cluster) - in_flight - reduced
     return largest
 
 
@@ -201,14 +231,16 @@ def _reduction_bytes(
     The parameters are freed before the reduction, or already before the gradient exists; the larger moment counts.
     """
     gradient = sum(shard.gradient_bytes for shard in shards)
-    reduced = gradient / ranks
-    received = min(cluster.reduce_scatter_buffer_bytes, max(0, min(2, ranks - 2)) * reduced)
-    reduction = reduced + gradient * cluster.reduce_scatter_copy_factor + received
-    reduction += sum(shard.reduced_bytes for shard in shards if shard.reduced_bytes != shard.gradient_bytes)
-    reduction -= sum(shard.bytes_before_gradient for shard in shards)
+    cast = sum(shard.reduced_bytes for shard in shards if shard.reduced_bytes != shard.gradient_bytes)
+    reduced, sent = gradient / ranks, cast or gradient
+    received = min(cluster.reduce_scatter_buffer_bytes, max(0, min(2, ranks - 2)) * sent / ranks)
+    work = max(reduced, sent / ranks) + sent * (1 + cluster.reduce_scatter_copy_factor) + received
+    # A gradient is freed once it is cast to the type of its reduction, where no stream still has to do so.
+    work = work + (gradient if cast else 0) if cluster.has_streams else max(work, gradient + cast)
+    freed = freed_bytes(shards, cluster)
     # A cast is freed before its gradient is cast to the parameter's type.
     freed_before_gradient = freed_before_gradient or all(shard.has_casts for shard in shards)
-    peak = max(0.0, gradient + reduction) if freed_before_gradient else gradient + max(0.0, reduction)
+    peak = max(0.0, work - freed) if freed_before_gradient else gradient + max(0.0, work - gradient - freed)
     return peak + own_parts - reduced
 
 

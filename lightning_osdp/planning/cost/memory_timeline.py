@@ -5,10 +5,11 @@ At each moment of the step, the memory is the sum of
     states       parameters and optimizer states, unsharded (dp) or a part (zdp, zdp2), and buffers
     gradients    those that exist already: unsharded for dp, a part for sharded slices once they are reduced
     gathered     unsharded parameters of sharded slices: for zdp the largest while the operator runs, for zdp2 all from
-                 its forward to its backward; and the next unit's if units are prefetched
+                 its forward to its backward; and the next unit's if units are prefetched, or what streams still use
+                 (``stream_memory``)
     transient    the unsharded gradient of the sharded slice that runs backward, buffers of its reduction, the gradient
-                 before it while that is still being reduced, full buckets of replicated gradients, the optimizer's
-                 temporaries
+                 before it while that is still being reduced, the bucket into which replicated gradients are packed,
+                 the optimizer's temporaries
     activations  as traced: tensors kept for backward and temporaries, at this batch size; and the inputs that tensor
                  parallel operators have gathered
     overhead     the process before the model
@@ -43,6 +44,7 @@ from lightning_osdp.planning.cost.moments import (
     OperatorRuns,
     StepMoments,
 )
+from lightning_osdp.planning.cost.stream_memory import second_largest, stream_held
 from lightning_osdp.planning.spec.choices import ShardingChoice
 from lightning_osdp.planning.spec.cluster import BUCKET_BYTES, Cluster
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, UNATTRIBUTED, ModelProfile, NonTrainingWork
@@ -221,6 +223,8 @@ class Timeline:
         held += self._largest_only(columns)
         if self._cluster.prefetch_max_bytes:
             held += prefetch_held(self._runs, columns, recomputed_blocks, self._wrapped)
+        if self._cluster.has_streams:
+            held += stream_held(self._runs, columns, recomputed_blocks, self._wrapped, self._num_moments)
         categories = ("states", "gradients", "gathered", "transient", "activations")
         changes = {name: np.zeros(self._num_moments) for name in categories}
         for category, intervals, amounts in held:
@@ -261,8 +265,9 @@ class Timeline:
         else:
             yield Held("gradients", Intervals(runs.backward.start, end), own.replicated_gradients)
             yield Held("gradients", Intervals(runs.backward.stop, end), own.sharded_gradients)
-        if count > 1:  # all buckets are full at the end of the backward
-            yield Held("transient", Intervals(end - 2, end - 1), own.bucketed)
+        if count > 1 and own.reduction_growth.any():
+            yield Held("transient", Intervals(runs.backward.start, end - 1), own.reduction_growth)
+        yield Held("transient", runs.backward, own.reduced_copy)
         step = self._model.optimizer_step
         if step.temporaries_of == "total":
             updated = step.temporary_factor * own.local_trainable * self.heap_growth_factor
@@ -274,6 +279,8 @@ class Timeline:
         if self._num_moments > 1:
             copied = np.array([columns.slice_gradient_copy.max(initial=0.0)])
             yield Held("transient", Intervals(last - 1, last), copied)
+            unpacked = np.array([columns.reduced_copy.max(initial=0.0)])
+            yield Held("transient", Intervals(last - 1, last), unpacked)
         step = self._model.optimizer_step
         if step.temporaries_of == "largest":
             largest = np.array([columns.largest_local_trainable.max(initial=0.0)])
@@ -282,22 +289,20 @@ class Timeline:
     def _replicated_reduction_bytes(self, columns: Footprint[Floats]) -> Floats:
         """Return what averaging replicated gradients takes in addition to them, at each moment.
 
-        Buckets that are full before the backward ends hold a second copy from then on; buffers of all-reduces are held
-        from the first gradients to the end of the backward.
+        A bucket that is full is a second copy while it is packed, as is the last one at the end of the backward.
+        Buffers of all-reduces are held from the first gradients to the end of the backward.
         """
         count, factor = self._num_moments, self.heap_growth_factor
-        backward = slice(0, count - 1)
-        bucketed, gradients = (
-            np.cumsum(np.bincount(self.backward.stop, column, count)[backward])
-            for column in (columns.bucketed, columns.replicated_gradients)
-        )
-        total = np.zeros(count)
-        total[backward] = np.floor(bucketed / (BUCKET_BYTES * factor)) * (BUCKET_BYTES * factor)
-        if count > 1:
-            total[-2] = 0.0  # ``_additive`` counts all buckets at the end of the backward
-            gradients[-1] = columns.replicated_gradients.sum()
-        total[backward] += np.minimum(gradients / self._cluster.ranks, self._cluster.all_reduce_buffer_bytes * factor)
-        return total
+        if count == 1:
+            return np.zeros(count)
+        stop, bucket_bytes = self.backward.stop, BUCKET_BYTES * factor
+        bucketed = np.cumsum(np.bincount(np.maximum(stop, 1) - 1, columns.bucketed, count)[:-1])
+        gradients = np.cumsum(np.bincount(stop, columns.replicated_gradients, count)[:-1])
+        gradients[-1] = columns.replicated_gradients.sum()
+        packed = np.where(np.diff(np.floor(bucketed / bucket_bytes), prepend=0.0) > 0, bucket_bytes, 0.0)
+        packed[-1] = min(bucket_bytes, columns.bucketed.sum())
+        buffers = np.minimum(gradients / self._cluster.ranks, self._cluster.all_reduce_buffer_bytes * factor)
+        return np.append(packed + buffers, 0.0)
 
     def _activations(self, batch_size: int, recomputed_blocks: Flags) -> Floats:
         live = self.live.value_at(batch_size)
@@ -333,6 +338,8 @@ class Timeline:
         running = np.append(own, 0.0)[self._evaluation_operators]  # UNATTRIBUTED is the last index
         tied = float(columns.eval_unsharded[self._tied].sum())
         casts = float(columns.replicated_casts.sum()) / self.heap_growth_factor  # autocast caches them
+        if self._cluster.has_streams:
+            casts += second_largest(columns.eval_unsharded, columns.gathered_in_total)
         live = float((self._evaluation_live_bytes + running).max())
         return round(self._idle_bytes(columns) + tied + casts + live)
 

@@ -23,7 +23,9 @@ every mode. The engine's own time for each unit and each replicated parameter is
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from lightning_osdp.planning.cost.activation_exchange import ExchangeTime, exchange_s
 from lightning_osdp.planning.cost.footprint import footprint
@@ -62,6 +64,22 @@ class PerStepTime(NamedTuple):
         return self.per_step_s + accumulation * self.per_microbatch_s
 
 
+class OverlappedTime(NamedTuple):
+    """Seconds of communication that compute can hide, by the pass beside which it goes on."""
+
+    per_step_s: float
+    """Once in each optimizer step, beside its last backward pass."""
+    forward_s: float
+    """In the forward of each micro-batch."""
+    backward_s: float
+    """In its backward, a recomputed forward included."""
+
+    @property
+    def per_microbatch_s(self) -> float:
+        """Seconds in each micro-batch."""
+        return self.forward_s + self.backward_s
+
+
 def communication_time(
     operator: Operator, choice: ShardingChoice, cluster: Cluster, *, recomputed: bool = False
 ) -> PerStepTime:
@@ -76,34 +94,78 @@ def communication_time(
 
 def overlapped_time(
     operator: Operator, choice: ShardingChoice, cluster: Cluster, *, recomputed: bool = False
-) -> PerStepTime:
+) -> OverlappedTime:
     """Return the part of ``communication_time`` that compute can hide, given enough of it.
 
-    Replicated gradients are reduced, and sharded ones averaged between nodes, during the last backward pass (per step);
-    collectives of prefetched units overlap all passes (per micro-batch).
+    Replicated gradients are reduced, and sharded ones averaged between nodes, during the last backward pass;
+    collectives of units overlap all passes, on CUDA those of all units, elsewhere those of prefetched ones.
     """
     links = scope_links(cluster, choice.scope, choice.hierarchical).overlapped_part()
-    shards, per_microbatch_s = shards_of(operator, choice), 0.0
+    shards, forward_s, backward_s = shards_of(operator, choice), 0.0, 0.0
     gathers_again = recomputed and operator.num_wrapped == 1
     for unit in shards.units:
-        if unit.is_prefetched(cluster):
-            per_microbatch_s += unit.num_slices * _unit_comm_s(unit, links, cluster, recomputed=gathers_again)
+        if cluster.has_streams or unit.is_prefetched(cluster):
+            own = _unit_comm_by_pass_s(unit, links, cluster, recomputed=gathers_again)
+            forward_s += unit.num_slices * own[0]
+            backward_s += unit.num_slices * own[1]
     all_reduces_s = cluster.link.all_reduce.overlap_fraction * _all_reduces_s(shards, cluster)
-    return PerStepTime(all_reduces_s + _inter_node_s(shards, links), per_microbatch_s)
+    return OverlappedTime(all_reduces_s + _inter_node_s(shards, links), forward_s, backward_s)
+
+
+def hidden_s(overlapped: Any, passes: tuple[Any, Any], again: Any, accumulation: int, cluster: Cluster) -> Any:
+    """Return the seconds of communication that an operator's compute hides in an optimizer step.
+
+    On CUDA, where gathers and reductions of all units go on beside compute, those of a pass share the link, and
+    together are hidden by no more than the pass takes.
+
+    Args:
+        overlapped: the fields of ``OverlappedTime``; numbers, or arrays of them.
+        passes: seconds of a micro-batch's forward, and of its backward without a recomputed forward.
+        again: seconds of that.
+        accumulation: micro-batches.
+        cluster: the ranks.
+    """
+    (per_step, in_forward, in_backward), (forward, backward) = overlapped, passes
+    whole = accumulation * (forward + again + backward)
+    if cluster.has_streams:
+        last = np.minimum(in_backward + per_step, again + backward)
+        others = np.minimum(in_backward, again + backward)
+        hidden = accumulation * np.minimum(in_forward, forward) + (accumulation - 1) * others + last
+    else:
+        hidden = np.minimum(per_step, again + backward) + accumulation * (in_forward + in_backward)
+    # A forward that is run again hides no more than it takes, so that recomputing never saves time.
+    hidden = np.minimum(hidden, whole) + cluster.overlap * accumulation * (forward + backward)
+    return np.minimum(hidden, whole)
+
+
+def host_time(operator: Operator, choice: ShardingChoice, cluster: Cluster, *, recomputed: bool = False) -> PerStepTime:
+    """Return the part of ``engine_time`` that the host spends while the device computes: on CUDA all but copies."""
+    if not cluster.has_streams:
+        return PerStepTime(0.0, 0.0)
+    return engine_time(operator, choice, cluster, recomputed=recomputed, host_only=True)
 
 
 def engine_time(
-    operator: Operator, choice: ShardingChoice, cluster: Cluster, *, recomputed: bool = False
+    operator: Operator, choice: ShardingChoice, cluster: Cluster, *, recomputed: bool = False, host_only: bool = False
 ) -> PerStepTime:
-    """Return the engine's own time (``Cluster.engine``): packing of replicated gradients, and work for each unit."""
+    """Return the engine's own time (``Cluster.engine``): packing of replicated gradients, and work for each unit.
+
+    Args:
+        operator: an operator of the model.
+        choice: the choice for it.
+        cluster: the ranks.
+        recomputed: whether its block is recomputed.
+        host_only: without the time that grows with bytes.
+    """
     if cluster.ranks == 1:
         return PerStepTime(0.0, 0.0)
     shards, overhead = shards_of(operator, choice), cluster.engine.dp
     replicated = [shard for shard in shards.replicated if shard.gradient_bytes and shard.tensor_degree == 1]
-    packed = [s.gradient_bytes if s.gradient_bytes < cluster.unbucketed_bytes else 0 for s in replicated]
+    limit = 0 if host_only else cluster.unbucketed_bytes
+    packed = [s.gradient_bytes if s.gradient_bytes < limit else 0 for s in replicated]
     return PerStepTime(
         sum(shard.num_slices * overhead.time_s(size) for shard, size in zip(replicated, packed, strict=True)),
-        sum(unit.num_slices * _unit_engine_s(unit, cluster, recomputed=recomputed) for unit in shards.units)
+        sum(unit.num_slices * _unit_engine_s(unit, cluster, recomputed, host_only) for unit in shards.units)
         + _tensor_engine_s(operator, choice, cluster, recomputed=recomputed),
     )
 
@@ -152,8 +214,15 @@ def calibration_kinds(operator: Operator, choice: ShardingChoice) -> list[str]:
 
 def _unit_comm_s(unit: ShardUnit, links: ScopeLinks, cluster: Cluster, *, recomputed: bool) -> float:
     """Return the time of a unit's gathers and reduce-scatters in one micro-batch."""
-    gathers = (2 if recomputed else 1) if unit.mode == Mode.ZDP else 1
-    gathers_s = gathers * links.all_gather_s(unit.gathered_bytes, len(unit.shards))
+    return sum(_unit_comm_by_pass_s(unit, links, cluster, recomputed=recomputed))
+
+
+def _unit_comm_by_pass_s(
+    unit: ShardUnit, links: ScopeLinks, cluster: Cluster, *, recomputed: bool
+) -> tuple[float, float]:
+    """Return the same for its forward and for its backward."""
+    forward_s = links.all_gather_s(unit.gathered_bytes, len(unit.shards))
+    gathers_s = forward_s if recomputed and unit.mode == Mode.ZDP else 0.0
     num_read = sum(shard.read_in_backward for shard in unit.shards)
     if unit.mode == Mode.ZDP and num_read:
         gathers_s += links.all_gather_s(unit.backward_bytes, num_read)
@@ -162,7 +231,7 @@ def _unit_comm_s(unit: ShardUnit, links: ScopeLinks, cluster: Cluster, *, recomp
         reductions_s = links.reduce_scatter_s(sum(sizes), len(sizes))
     else:
         reductions_s = sum(map(links.reduce_scatter_s, sizes))
-    return gathers_s + reductions_s
+    return forward_s, gathers_s + reductions_s
 
 
 def _inter_node_s(shards: OperatorShards, links: ScopeLinks) -> float:
@@ -199,10 +268,10 @@ def _tensor_all_reduces_s(shards: OperatorShards, cluster: Cluster) -> float:
     return total_s
 
 
-def _unit_engine_s(unit: ShardUnit, cluster: Cluster, *, recomputed: bool) -> float:
+def _unit_engine_s(unit: ShardUnit, cluster: Cluster, recomputed: bool, host_only: bool) -> float:
     """Return the engine's time for a unit in one micro-batch."""
     overhead = cluster.engine.zdp if unit.mode == Mode.ZDP else cluster.engine.zdp2
-    seconds = overhead.time_s(unit.parameter_bytes)
+    seconds = overhead.time_s(0 if host_only else unit.parameter_bytes)
     seconds += EXTRA_PARAM_OVERHEAD * (len(unit.shards) - 1) * overhead.fixed_s
     return seconds * (RECOMPUTE_OVERHEAD if recomputed else 1.0)
 
@@ -260,17 +329,22 @@ def time_cost(
 ) -> TimeCost:
     """Return the seconds that ``operator`` adds to an optimizer step of ``accumulation`` micro-batches."""
     forward_s, backward_s = (line.value_at(batch_size) for line in forward_backward_time(operator_time, choice))
-    backward_pass_s = (forward_s if recomputed else 0.0) + backward_s
-    passes_s = accumulation * (forward_s + backward_pass_s)
-    communication, overlapped, engine, calibration = (
+    again_s = forward_s if recomputed else 0.0
+    passes_s = accumulation * (forward_s + again_s + backward_s)
+    communication, host, engine, calibration = (
         time(operator, choice, cluster, recomputed=recomputed)
-        for time in (communication_time, overlapped_time, engine_time, calibration_time)
+        for time in (communication_time, host_time, engine_time, calibration_time)
     )
+    overlapped = overlapped_time(operator, choice, cluster, recomputed=recomputed)
     exchange = exchange_time(operator, choice, cluster, recomputed=recomputed)
-    hidden_s = min(overlapped.per_step_s, backward_pass_s) + accumulation * overlapped.per_microbatch_s
-    # A forward that is run again hides no more than it takes, so that recomputing never saves time.
-    hidden_s = min(passes_s, hidden_s) + cluster.overlap * accumulation * (forward_s + backward_s)
-    exposed_s = max(0.0, communication.total_s(accumulation) - hidden_s) + calibration.total_s(accumulation)
-    exposed_s += accumulation * exchange.value_at(batch_size)
+    beside_s = float(hidden_s(overlapped, (forward_s, backward_s), again_s, accumulation, cluster))
+    exposed_s = max(0.0, communication.total_s(accumulation) - beside_s)
     update_s = compute.optimizer_s_per_byte * footprint(operator, choice, cluster).local_trainable
-    return TimeCost(passes_s + update_s + engine.total_s(accumulation), exposed_s)
+    # The larger of host and device: what does not grow with the batch may be as long as kernels take to launch.
+    fixed = [line.value_at(0) for line in forward_backward_time(operator_time, choice)]
+    launched_s = accumulation * ((1 + recomputed) * fixed[0] + fixed[1])
+    engine_s = engine.total_s(accumulation) - min(
+        host.total_s(accumulation), max(0.0, passes_s + exposed_s - launched_s)
+    )
+    exposed_s += calibration.total_s(accumulation) + accumulation * exchange.value_at(batch_size)
+    return TimeCost(passes_s + update_s + engine_s, exposed_s)

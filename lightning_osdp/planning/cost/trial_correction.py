@@ -106,9 +106,18 @@ def scale_to_trial(compute: ComputeTimes, measured: Mapping[int, PassTimes]) -> 
 
 
 def _scale_line(factors: Mapping[int, float], line: LinearInBatch) -> LinearInBatch:
+    """Scale a line by a factor for each of one or two batch sizes, by one factor what does not grow with the batch.
+
+    Otherwise a little noise between two small batches would make a table's gradient, which is as long for any batch,
+    many times as long for one of hundreds of samples.
+    """
     if len(factors) == 1:
         return line.scale(*factors.values())
-    return fit_nonnegative_line([(size, factor * line.value_at(size)) for size, factor in factors.items()])
+    (low, at_low), (high, at_high) = factors.items()
+    common, largest = math.sqrt(at_low * at_high), line.value_at(high)
+    proportional_share = high * line.per_sample / largest if largest > 0 else 0.0
+    scale = {size: common + proportional_share * (factor - common) for size, factor in factors.items()}
+    return fit_nonnegative_line([(size, scale[size] * line.value_at(size)) for size in (low, high)])
 
 
 def _bounded_ratio(measured_s: float, predicted_s: float) -> float:

@@ -20,11 +20,14 @@ from lightning_osdp.planning.cost.footprint import COLUMN, footprint
 from lightning_osdp.planning.cost.memory_timeline import Timeline
 from lightning_osdp.planning.cost.moments import Flags, Floats, Ints, LineArray
 from lightning_osdp.planning.cost.step_time import (
+    OverlappedTime,
     calibration_time,
     communication_time,
     engine_time,
     exchange_time,
     forward_backward_time,
+    hidden_s,
+    host_time,
     overlapped_time,
 )
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, enumerate_choices
@@ -32,8 +35,8 @@ from lightning_osdp.planning.spec.cluster import OperatorTime
 from lightning_osdp.planning.spec.model import Operator
 from lightning_osdp.planning.spec.problem import Problem
 
-OVERHEAD_TERMS = (communication_time, overlapped_time, engine_time, calibration_time)
-"""Parts of an operator's time other than its compute; compute hides ``overlapped_time`` of them."""
+OVERHEAD_TERMS = (communication_time, host_time, engine_time, calibration_time)
+"""Parts of an operator's time other than its compute, which hides ``overlapped_time`` and ``host_time`` of them."""
 
 MAX_RECOMPUTE_COUNTS = 700
 """Limit of the ways to recompute blocks that are distinguished. Above it (many kinds of blocks), the number of
@@ -123,12 +126,14 @@ class SearchSpace:
                 self.option_groups.append(OptionGroup(choices, slice(len(columns), len(columns) + len(choices))))
                 columns += [self._option_columns(operator, choice, times) for choice in choices]
             self.group_of[index] = known[key]
-        footprints, plain, recomputed, exchange, forward, backward = (
-            zip(*columns, strict=True) if columns else ((),) * 6
+        footprints, plain, recomputed, overlapped, exchange, forward, backward = (
+            zip(*columns, strict=True) if columns else ((),) * 7
         )
         self.footprints = np.array(footprints, dtype=np.float64).reshape(len(columns), len(COLUMN))
         terms = np.array([plain, recomputed], dtype=np.float64).reshape(2, len(columns), len(OVERHEAD_TERMS), 2)
-        self._communication, self._overlapped, self._engine, self._calibration = np.moveaxis(terms, 2, 0)
+        self._communication, self._host, self._engine, self._calibration = np.moveaxis(terms, 2, 0)
+        beside = np.array(overlapped, dtype=np.float64).reshape(len(columns), 2, len(OverlappedTime._fields))
+        self._overlapped = np.moveaxis(beside, (2, 1), (0, 1))
         self._exchange = np.array(exchange, dtype=np.float64).reshape(len(columns), 2, 2).swapaxes(0, 1)
         self._forward, self._backward = LineArray.from_lines(forward), LineArray.from_lines(backward)
         self.first_option = np.array([group.options.start for group in self.option_groups], dtype=np.int64)
@@ -156,25 +161,27 @@ class SearchSpace:
         exchanges = [
             exchange_time(operator, choice, cluster, recomputed=is_recomputed) for is_recomputed in (False, True)
         ]
-        return self._heap.grow(memory), plain, recomputed, exchanges, *forward_backward_time(times, choice)
+        overlapped = [overlapped_time(operator, choice, cluster, recomputed=again) for again in (False, True)]
+        return self._heap.grow(memory), plain, recomputed, overlapped, exchanges, *forward_backward_time(times, choice)
 
     def option_times(self, batch_size: int, accumulation: int) -> OptionTimes:
         """Return the time of each option at one batch size (``step_time.time_cost``, for all options at once)."""
         forward = np.maximum(0.0, self._forward.value_at(batch_size))
         backward = np.maximum(0.0, self._backward.value_at(batch_size))
-        backward_pass = np.outer([0.0, 1.0], forward) + backward
-        own_passes, passes = accumulation * (forward + backward), accumulation * (forward + backward_pass)
-        communication, engine, calibration = (
+        again = np.outer([0.0, 1.0], forward)
+        passes = accumulation * (forward + again + backward)
+        communication, host, engine, calibration = (
             term[..., 0] + accumulation * term[..., 1]
-            for term in (self._communication, self._engine, self._calibration)
+            for term in (self._communication, self._host, self._engine, self._calibration)
         )
         exchange = accumulation * (self._exchange[..., 0] + batch_size * self._exchange[..., 1])
-        overlapped = np.minimum(self._overlapped[..., 0], backward_pass)
-        overlapped += accumulation * self._overlapped[..., 1]
-        hidden = np.minimum(overlapped, passes) + self.problem.cluster.overlap * own_passes
+        hidden = hidden_s(self._overlapped, (forward, backward), again, accumulation, self.problem.cluster)
+        fixed, fixed_backward = np.maximum(0.0, self._forward.fixed), np.maximum(0.0, self._backward.fixed)
+        launched = accumulation * (fixed + np.outer([0.0, 1.0], fixed) + fixed_backward)
+        exposed = np.maximum(0.0, communication - hidden)
+        engine = engine - np.minimum(host, np.maximum(0.0, passes + exposed - launched))
         update = self.problem.compute.optimizer_s_per_byte * self.footprints[:, COLUMN["local_trainable"]]
-        exposed = np.maximum(0.0, communication - hidden) + calibration + exchange
-        return OptionTimes(passes + update + engine, exposed)
+        return OptionTimes(passes + update + engine, exposed + calibration + exchange)
 
     def resident_bytes(self, batch_size: int, accumulation: int) -> Floats:
         """Return the bytes before, in and after an operator's backward, plain and recomputed, (phases, 2, options)."""

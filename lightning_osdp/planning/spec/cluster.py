@@ -212,6 +212,11 @@ class Cluster(FrozenModel):
         return self.ranks > 1 and not self.is_hierarchical and not self.devices_by_node
 
     @property
+    def has_streams(self) -> bool:
+        """Return whether collectives run on streams of the device, which the host is ahead of (CUDA)."""
+        return self.device_type == "cuda" and self.ranks > 1
+
+    @property
     def coalesces_gradients(self) -> bool:
         """Return whether a unit's small gradients are reduce-scattered in one call."""
         return self.device_type == "cpu" and self.supports_prefetch

@@ -7,6 +7,7 @@ import copyreg
 import io
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -130,7 +131,9 @@ def _copiers_of_handles() -> Iterator[None]:
     copyreg.dispatch_table.update(copiers)
     threading.Thread.__deepcopy__ = _refuse_thread  # type: ignore[attr-defined]
     try:
-        yield
+        with warnings.catch_warnings():  # from Python 3.12 on, where it still works
+            warnings.filterwarnings("ignore", ".*deepcopy support will be removed from itertools", DeprecationWarning)
+            yield
     finally:
         del threading.Thread.__deepcopy__  # type: ignore[attr-defined]
         copyreg.dispatch_table.clear()

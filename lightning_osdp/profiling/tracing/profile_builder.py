@@ -132,6 +132,7 @@ def _build_operators(
     kernels: dict[int, list[Kernel]] = defaultdict(list)
     for kernel in step.kernels():
         kernels[kernel.operator].append(kernel)
+    uses = _count_uses(step.recording)
     return tuple(
         Operator(
             name=scope.name,
@@ -142,14 +143,19 @@ def _build_operators(
             tied=bool(scope.tied_names),
             compute_dtype=next((dtypes[p] for p in scope.parameters if p in dtypes), ""),
             flops_per_sample=flops_per_sample[index],
-            **_split_fields(scope, modules[scope.name], find_matmul(kernels[index]), step.recording, batch_size),
+            **_split_fields(scope, modules[scope.name], find_matmul(kernels[index]), step.recording, uses, batch_size),
         )
         for index, scope in enumerate(scopes)
     )
 
 
 def _split_fields(
-    scope: OwnerScope, module: nn.Module, matmul: MatmulKernels | None, recording: Recording, batch_size: int
+    scope: OwnerScope,
+    module: nn.Module,
+    matmul: MatmulKernels | None,
+    recording: Recording,
+    uses: Counter[int],
+    batch_size: int,
 ) -> dict[str, Any]:
     """Return the fields of an operator that say how it can be split."""
     if scope.tied_names:
@@ -159,7 +165,7 @@ def _split_fields(
         dims, reason = (), "its forward does not run exactly one product"
     elif dims and not recording.differentiated_parameters.isdisjoint(scope.parameters):
         dims, reason = (), "its gradient is asked for by itself"
-    elif dims and _count_uses(scope, recording) > recording.calls[scope.name]:
+    elif dims and max((uses[p] for p in scope.parameters), default=0) > recording.calls[scope.name]:
         dims, reason = (), "its weight is read beside the product, by a hook perhaps"
     if not dims or matmul is None:
         return {"unsplittable_reason": reason}
@@ -172,15 +178,10 @@ def _split_fields(
     }
 
 
-def _count_uses(scope: OwnerScope, recording: Recording) -> int:
-    """Return how often the forward reads one of the operator's parameters, at most."""
-    uses = Counter(
-        parameter
-        for op in recording.ops
-        if op.phase == "forward" and not op.is_view
-        for parameter in set(op.used_parameters).intersection(scope.parameters)
-    )
-    return max(uses.values(), default=0)
+def _count_uses(recording: Recording) -> Counter[int]:
+    """Return how often the forward reads each parameter."""
+    forward = (op for op in recording.ops if op.phase == "forward" and not op.is_view)
+    return Counter(parameter for op in forward for parameter in set(op.used_parameters))
 
 
 def _optimizer_needs_unsharded_reason(scope: OwnerScope, optimizer_trace: OptimizerTrace) -> str:

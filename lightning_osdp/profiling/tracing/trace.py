@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.backend.memory import allowed_bytes
 from lightning_osdp.engine.splittable import matrix_input_dim
-from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, TraceError
+from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, TraceError, message_of
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.profiling.kernels.kernel import Kernel
 from lightning_osdp.profiling.tensor_operators import explain_unknown_dataflow
@@ -352,7 +352,7 @@ def _guard_tracing(step: TrainingStep) -> Iterator[None]:
         except OSDPError:
             raise
         except Exception as error:  # The user's code or a fake kernel may raise anything.
-            reason = str(error).strip().split("\n")[0]
+            reason = message_of(error).strip().split("\n")[0]
             name = type(step.module).__name__
             raise TraceError(
                 f"the training step of {name} can't be traced: {type(error).__name__}: {reason}"

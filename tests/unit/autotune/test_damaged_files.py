@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pwd
 import random
 import warnings
@@ -167,8 +168,25 @@ def test_file_that_cannot_be_read_is_measured_anew_or_an_error_of_ours(
     use = kinds[kind][1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(OSDPError):
+        with pytest.raises(OSDPError, match=r"folder\.json|measured anew"):
             use(folder)
+
+
+@pytest.mark.parametrize("what", ["pipe", "circle of links", "name that no file can have", "long name"])
+def test_cached_file_that_is_no_file_is_measured_anew_and_not_waited_for(tmp_path: Path, what: str) -> None:
+    path = tmp_path / {"name that no file can have": "a\0b", "long name": "a" * 300}.get(what, "cached")
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "circle of links":
+        path.symlink_to(path)
+    with pytest.warns(OSDPWarning, match="will be measured anew"):
+        assert profile_cache.read(path, Profile) is None
+    if what == "circle of links":
+        profile_cache.write(path, a_profile().model_dump_json())
+        assert profile_cache.read(path, Profile) == a_profile()
+        return
+    with pytest.warns(OSDPWarning, match="can.t be kept"):
+        profile_cache.write(path, "{}")
 
 
 def test_error_names_file_and_field(tmp_path: Path) -> None:

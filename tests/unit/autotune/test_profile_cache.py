@@ -27,7 +27,11 @@ def test_read_of_missing_or_damaged_cache_file_returns_none(tmp_path: Path) -> N
     assert profile_cache.read(file, Profile) == whole
     assert profile_cache.read(tmp_path / "none.json", Profile) is None
     file.write_text(file.read_text()[:-5])
-    with pytest.warns(OSDPWarning, match="damaged"):
+    with pytest.warns(OSDPWarning, match=r"kept\.json is damaged and will be measured anew: "):
+        assert profile_cache.read(file, Profile) is None
+    file.unlink()
+    file.mkdir()
+    with pytest.warns(OSDPWarning, match=r"kept\.json can't be read and will be measured anew: "):
         assert profile_cache.read(file, Profile) is None
 
 

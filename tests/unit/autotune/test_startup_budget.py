@@ -11,8 +11,14 @@ import torch
 from lightning_osdp.autotune import coordinator, startup_budget
 from lightning_osdp.autotune.coordinator import MemoryBudget, PlanningCoordinator, PlanRequest
 from lightning_osdp.autotune.profile import Profile
+from lightning_osdp.autotune.progress import StageDisplay
 from lightning_osdp.autotune.ranks import RankGroup
-from lightning_osdp.autotune.startup_budget import APPLY_RESERVE_S, STARTUP_BUDGET_S, StartupBudget
+from lightning_osdp.autotune.startup_budget import (
+    APPLY_RESERVE_S,
+    EMULATED_STARTUP_BUDGET_S,
+    STARTUP_BUDGET_S,
+    StartupBudget,
+)
 from lightning_osdp.planning.search.batch_size_search import make_plan
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from tests.support.small_models import compute
@@ -56,3 +62,9 @@ def test_search_ends_search_after_its_share_of_startup_time(
     profile = Profile(compute=compute(MODEL), link=ROOMY.cluster.link)
     team.search(profile, MemoryBudget(1, 0, 0), time_fraction=share)
     assert told == late
+
+
+@pytest.mark.parametrize(("is_emulated", "seconds"), [(False, STARTUP_BUDGET_S), (True, EMULATED_STARTUP_BUDGET_S)])
+def test_budget_is_larger_where_one_process_stands_for_a_cluster(is_emulated: bool, seconds: float) -> None:
+    ranks: Any = SimpleNamespace(is_emulated=is_emulated)
+    assert StartupBudget.for_ranks(ranks, 10.0, StageDisplay()).total_s == seconds

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from lightning_osdp.backend import agree
-from lightning_osdp.errors import OSDPError, RecoverableError
+from lightning_osdp.errors import OSDPError, RecoverableError, message_of
+from tests.support.odd_errors import ODD_ERRORS
 from tests.support.ranks import run_ranks
 
 RANKS = 2
@@ -17,6 +19,10 @@ RANKS = 2
 
 def fail(message: str) -> None:
     raise ValueError(message)
+
+
+def raise_made(make: Callable[[], Exception]) -> None:
+    raise make()
 
 
 def fail_in_trial() -> None:
@@ -31,7 +37,7 @@ def outcome(work: Any) -> tuple[str, str]:
     try:
         agree.raise_on_all_ranks(dist.group.WORLD, work)
     except Exception as error:
-        return type(error).__name__, str(error)
+        return type(error).__name__, message_of(error)
     return "", ""
 
 
@@ -40,6 +46,10 @@ def run_agreements(rank: int, ranks: int, failing: int) -> dict[str, Any]:
     results: dict[str, Any] = {
         "none": outcome(lambda: None),
         "one": outcome(lambda: fail("bad") if rank == failing else None),
+        "odd": {
+            kind: outcome(lambda make=make: raise_made(make) if rank == failing else None)  # type: ignore[misc]
+            for kind, (make, _) in ODD_ERRORS.items()
+        },
         "all": outcome(lambda: fail(f"bad on {rank}")),
         "trial on all": outcome(fail_in_trial),
         "again": outcome(dist.barrier),
@@ -62,6 +72,10 @@ def test_error_on_one_rank_is_raised_on_all_ranks(failing: int) -> None:
     failed, other = results[failing], results[1 - failing]
     assert failed["one"] == ("ValueError", "bad")
     assert other["one"] == (OSDPError.__name__, f"rank {failing} failed: ValueError: bad")
+    for kind, (make, said) in ODD_ERRORS.items():
+        assert failed["odd"][kind][0] == type(make()).__name__
+        assert other["odd"][kind][0] == OSDPError.__name__
+        assert other["odd"][kind][1].startswith(f"rank {failing} failed: {said}")
     # The other rank waited in a collective: no trial can be left out, and both end.
     assert failed["apart"] == ("ValueError", "row 7 is bad")
     assert other["apart"] == (OSDPError.__name__, "rank failed: ValueError: row 7 is bad")

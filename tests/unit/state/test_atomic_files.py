@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,7 @@ def test_verify_accepts_intact_file_with_or_without_crc(tmp_path: Path) -> None:
         torch.serialization.set_crc32_options(True)
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "text", "foreign zip", "missing"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "other compression", "empty", "text", "foreign zip", "missing"])
 def test_verify_and_load_of_damaged_file_raises_checkpoint_error(tmp_path: Path, damage: str) -> None:
     path = save_checkpoint_file(tmp_path / "a.ckpt")
     content = bytearray(path.read_bytes())
@@ -123,13 +124,14 @@ def test_verify_and_load_of_damaged_file_raises_checkpoint_error(tmp_path: Path,
     elif damage == "flip":
         content[content.index(torch.arange(1000.0).numpy().tobytes()) + 77] ^= 1
         path.write_bytes(content)
+    elif damage == "other compression":
+        content[content.index(b"PK\x01\x02") + 10] = zipfile.ZIP_DEFLATED
+        path.write_bytes(content)
     elif damage == "empty":
         path.write_bytes(b"")
     elif damage == "text":
         path.write_text("hello")
     elif damage == "foreign zip":
-        import zipfile
-
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("a.txt", "hello")
     else:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -14,7 +15,8 @@ import torch.distributed as dist
 
 from lightning_osdp.backend.liveness import describe_process
 from lightning_osdp.errors import OSDPError
-from lightning_osdp.strategy import failure_detector, later_runs
+from lightning_osdp.strategy import error_text, failure_detector, later_runs
+from tests.support.odd_errors import ODD_ERRORS
 
 SERVER = """
 import time
@@ -48,10 +50,14 @@ def test_later_run_without_another_rank_is_an_error_at_once() -> None:
     earlier = later_runs.store_of_run(store, 0)
     earlier.set("process/0", describe_process())
     earlier.set("process/1", describe_process().replace(str(os.getpid()), str(process.pid)))
+    earlier.set("cause/1", "rank 1 failed: ValueError: row 7 is bad")
     process.communicate(b"\n")
     later_runs.store_of_run(store, 1).set("process/0", describe_process())
     start = time.monotonic()
-    with pytest.raises(OSDPError, match=r"the process of rank 1 has ended, .*start the script anew"):
+    with pytest.raises(
+        OSDPError,
+        match=r"the process of rank 1 has ended, .*start the script anew. Its error: rank 1 failed: ValueError: row 7",
+    ):
         later_runs.wait_for_ranks(store, 1, 2, 60.0)
     assert time.monotonic() - start < 10
 
@@ -66,6 +72,46 @@ def test_later_run_waits_for_a_rank_that_is_late() -> None:
     start = time.monotonic()
     later_runs.wait_for_ranks(store, 1, 2, 60.0)
     assert 0.2 < time.monotonic() - start < 10
+
+
+@pytest.fixture
+def detector(monkeypatch: pytest.MonkeyPatch) -> Iterator[failure_detector.FailureDetector]:
+    """A detector of the only rank."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    monkeypatch.setattr(failure_detector, "_get_default_store", lambda: store)
+    monkeypatch.setattr(failure_detector, "CAUSE_WAIT_S", 0.1)
+    detector = failure_detector.FailureDetector(0, 1, timedelta(seconds=60))
+    yield detector
+    detector.stop()
+
+
+@pytest.mark.parametrize("kind", list(ODD_ERRORS))
+def test_report_of_any_error_is_published(detector: failure_detector.FailureDetector, kind: str) -> None:
+    make, said = ODD_ERRORS[kind]
+    error = make()
+    detector.report_failure(error)
+    published = detector._store.get("cause/0").decode()
+    assert published.startswith(f"rank 0 failed: {said}")
+    assert len(published) < 2 * error_text.MAX_TEXT
+    assert failure_detector.detector_that_reported(error) is detector
+
+
+def test_noted_failure_is_published_at_exit_unless_the_run_has_ended(
+    detector: failure_detector.FailureDetector,
+) -> None:
+    detector.note_failure(ValueError("row 7 is bad"))
+    detector.note_failure(ValueError("the callback raises as well"))
+    assert detector._report_at_exit is not None
+    detector._report_at_exit()
+    assert detector._store.get("cause/0").decode() == "rank 0 failed: ValueError: row 7 is bad"
+
+
+def test_noted_failure_is_dropped_when_the_run_ends(detector: failure_detector.FailureDetector) -> None:
+    detector.note_failure(ValueError("row 7 is bad"))
+    detector.stop()
+    assert detector._report_at_exit is not None
+    detector._report_at_exit()
+    assert not detector._store.check(["cause/0"])
 
 
 def test_process_group_is_destroyed_at_exit_without_starting_a_thread_then() -> None:

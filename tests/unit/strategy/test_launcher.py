@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.strategy import launcher
 from lightning_osdp.strategy.launcher import Launcher
 
 
@@ -17,3 +22,20 @@ def test_launcher_in_notebook_allows_one_device() -> None:
 def test_launcher_in_notebook_refuses_several_devices_and_says_what_works(processes: int, nodes: int) -> None:
     with pytest.raises(ConfigurationError, match=r"use Trainer\(devices=1\) here, or put the code in a script"):
         _ = Launcher(LightningEnvironment(), num_processes=processes, num_nodes=nodes).is_interactive_compatible
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_first_rank_is_ended_some_time_after_a_rank_that_it_has_started_fails(
+    status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(launcher, "end_process", ended.append)
+    monkeypatch.setattr(launcher, "OBSERVER_INTERVAL_S", 0.05)
+    monkeypatch.setattr(launcher, "OBSERVER_GRACE_S", 0.3)
+    child = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({status})"])
+    child.wait()
+    began_s = time.monotonic()
+    assert launcher._RankObserver([child], None)._run()  # it need not look again
+    said = "rank 0 is ended: rank 1 has ended with status 3\n" if status else ""
+    assert (ended, capsys.readouterr().err) == ([1] if status else [], said)
+    assert not status or time.monotonic() - began_s > 0.3  # it had time to say so itself

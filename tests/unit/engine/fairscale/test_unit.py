@@ -15,7 +15,7 @@ from lightning_osdp.backend.streams import GatherMemory
 from lightning_osdp.engine.fairscale.context import EngineContext
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.engine.fairscale.unit import FairScaleUnit
-from lightning_osdp.engine.fairscale.unit_collectives import merge_chunks
+from lightning_osdp.engine.fairscale.unit_collectives import _pad
 from lightning_osdp.engine.gradient_buckets import BucketedAllReduce, GradientSync
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode
@@ -59,11 +59,10 @@ def test_gather_memory_frees_a_unit_when_the_one_after_the_next_is_gathered(devi
     memory.max_bytes = 100
     waits = []
     for unit in units:  # gather, run, free, with the host far ahead of the device
-        memory.before_gather()
         waits.append(list(device.waited))
         memory.free(unit)
     assert waits == [[], [], [0], [0, 1], [0, 1, 2]]
-    assert [unit.nbytes() for unit in units] == [0, 0, 0, 100, 100]
+    assert [unit.nbytes() for unit in units] == [0, 0, 0, 0, 100]
     memory.free_all()
     assert [unit.nbytes() for unit in units] == [0] * 5
     assert device.waited == [0, 1, 2, 3, 4]
@@ -75,7 +74,6 @@ def test_gather_memory_bounds_bytes_and_not_numbers(device: Device) -> None:
     memory.max_bytes = 100
     for unit in small:
         memory.free(unit)
-    memory.before_gather()
     assert [unit.nbytes() for unit in small] == [0] * 4 + [25] * 4
 
 
@@ -83,18 +81,24 @@ def test_gather_memory_gives_memory_back_that_is_gathered_again_before_it_was_fr
     memory, (unit,) = GatherMemory(device), storages(1)
     memory.max_bytes = 100
     memory.free(unit)
-    memory.before_gather()
     memory.take_back(unit)
     assert (unit.nbytes(), device.waited) == (100, [0])
     memory.free_all()
     assert unit.nbytes() == 100
 
 
-def test_gather_memory_without_frees_never_waits_and_on_a_cpu_frees_at_once(device: Device) -> None:
-    memory = GatherMemory(device)
-    for _ in range(10):  # zdp2: nothing is freed in the forward
-        memory.before_gather()
-    assert device.waited == []
+def test_gather_memory_bound_is_the_second_largest_unit(device: Device) -> None:
+    memory, (small, large) = GatherMemory(device), (torch.UntypedStorage(size) for size in (25, 100))
+    assert memory.max_bytes == 0
+    for size in (25, 100, 40, 25):
+        memory.add_unit(size)
+    assert memory.max_bytes == 40
+    memory.free(small)
+    memory.free(large)
+    assert (small.nbytes(), large.nbytes(), device.waited) == (0, 0, [0, 1])
+
+
+def test_gather_memory_on_a_cpu_frees_at_once() -> None:
     (unit,) = storages(1)
     GatherMemory().free(unit)
     assert unit.nbytes() == 0
@@ -111,29 +115,22 @@ def test_run_in_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch, device_
 
 def test_flags_of_missing_gradients_are_made_without_a_copy_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = [nn.Parameter(torch.zeros(3)) for _ in range(4)]
-    buckets = BucketedAllReduce(parameters, SimpleNamespace(size=lambda: 2), GradientSync(), lambda: None)
-    for index in (0, 3):
-        parameters[index].grad = torch.ones(3)
+    buckets = BucketedAllReduce(parameters, SimpleNamespace(size=lambda: 2), GradientSync(), lambda: None, lambda: None)
     buckets._rebuild_buckets()
+    buckets._buckets[-1].present = {parameters[0], parameters[3]}
     for owner, name in ((torch, "tensor"), (torch, "as_tensor"), (Tensor, "new_tensor"), (Tensor, "item")):
         monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("a copy"))
     flags = buckets._presence_flags(torch.zeros(2))
     assert flags.tolist() == [1.0, 0.0, 0.0, 1.0]
 
 
-def test_merge_chunks_of_adjacent_chunks_makes_no_copy() -> None:
-    whole = torch.arange(12.0)
-    assert merge_chunks(list(whole.chunk(3))).data_ptr() == whole.data_ptr()
-    assert torch.equal(merge_chunks(list(whole.chunk(3))), whole)
-
-
-def test_merge_chunks_of_padded_or_foreign_chunks_copies() -> None:
-    whole = torch.arange(10.0)
-    chunks = list(whole.chunk(3))
-    chunks[-1] = torch.nn.functional.pad(chunks[-1], (0, 2))
-    assert torch.equal(merge_chunks(chunks), torch.cat([whole, torch.zeros(2)]))
-    swapped = [whole[5:], whole[:5]]
-    assert torch.equal(merge_chunks(swapped), torch.cat(swapped))
+def test_gradient_of_equal_parts_is_reduced_without_a_copy_and_others_are_padded() -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    assert _pad(whole, 3).data_ptr() == whole.data_ptr()
+    assert torch.equal(_pad(whole, 3), whole.flatten())
+    assert torch.equal(_pad(whole, 5), torch.cat([whole.flatten(), torch.zeros(3)]))
+    assert torch.equal(_pad(whole.t(), 4), whole.t().flatten())
+    assert torch.equal(_pad(torch.ones(1), 4), torch.tensor([1.0, 0.0, 0.0, 0.0]))
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_osdp.planning.cost.footprint import footprint
+from lightning_osdp.planning.cost.footprint import TENSOR_PARALLEL_UNITS, footprint
 from lightning_osdp.planning.cost.memory_timeline import Timeline
 from lightning_osdp.planning.cost.peak_text import explain_peak
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
@@ -197,6 +197,13 @@ def test_footprint_counts_what_each_unit_takes_besides_tensors(choice: tuple[Mod
     assert footprint(one, slices, counted).states - footprint(one, slices, plain).states == units * 1000
 
 
+def test_footprint_counts_what_a_tensor_parallel_operator_takes_besides_tensors() -> None:
+    plain, cut = some_cluster(2), ShardingChoice((Mode.TP,), tensor_degree=2)
+    counted = plain.model_copy(update={"unit_bytes": 1000})
+    before, after = (footprint(operator("one", 12), cut, cluster).states for cluster in (plain, counted))
+    assert after - before == TENSOR_PARALLEL_UNITS * 1000
+
+
 def test_timeline_accumulation_keeps_gradients_throughout() -> None:
     found = curves([Mode.DP, Mode.ZDP], accumulation=2)
     assert found["gradients"] == [4 + 4] * 6
@@ -257,6 +264,45 @@ def test_timeline_small_gradients_count_twice_while_bucket_is_reduced() -> None:
     bias = ParameterInfo(name="second.bias", shape=(MIB // 8,))  # 0.5 MiB
     operators = (operator("first", 4), operator("second", 8).model_copy(update={"parameters": (bias,)}))
     assert curves([Mode.DP, Mode.DP], operators=operators)["transient"] == [0, 0, 0, 0, 0.5, 0]
+
+
+def test_timeline_holds_one_bucket_twice_while_it_is_packed() -> None:
+    """Three gradients of 20 MiB fill a bucket of 25 with the second that comes, and another with the third."""
+    three = model(
+        operators=tuple(operator(name, 20) for name in ("first", "second", "third")),
+        moments=(
+            *(Moment(phase="forward", operator=at, live=LinearInBatch()) for at in range(3)),
+            *(Moment(phase="backward", operator=at, live=LinearInBatch()) for at in reversed(range(3))),
+        ),
+    )
+    timeline = Timeline(three, some_cluster(N, device="cuda: some"), overhead_bytes=0)
+    found = timeline.curves(unsliced_choices([Mode.DP] * 3), 1)
+    assert (found["gradients"] / MIB).tolist() == [0, 0, 0, 20, 40, 60, 60]
+    assert (found["transient"] / MIB).tolist() == [0, 0, 0, 0, 25, 25, 0]
+
+
+@pytest.mark.parametrize(
+    ("reduce_dtype", "element_bytes", "transient"),
+    [
+        ("bfloat16", 4, [0, 0, 0, 4, 2 + 4, 0]),  # a copy of half the size; at the end the largest is beside its own
+        ("float32", 2, [0, 0, 0, 8 + 16, 8 + 4 + 8 + 16, 0]),  # all are twice as large until then
+        ("float32", 4, [0.0] * 6),
+    ],
+)
+def test_timeline_counts_replicated_gradients_in_the_type_of_their_reduction(
+    reduce_dtype: str, element_bytes: int, transient: list[float]
+) -> None:
+    """Gradients of 8 and 4 MiB, too large for a bucket of a CPU."""
+    operators = tuple(
+        each.model_copy(
+            update={"parameters": (each.parameters[0].model_copy(update={"element_bytes": element_bytes}),)}
+        )
+        for each in (operator("first", 8 // element_bytes * 2), operator("second", 16 // element_bytes * 2))
+    )
+    described = model(operators=operators).with_reduce_dtype(reduce_dtype)  # type: ignore[arg-type]
+    timeline = Timeline(described, some_cluster(N, reduce_scatter_copy_factor=0.0), overhead_bytes=0)
+    found = timeline.curves(unsliced_choices([Mode.DP, Mode.DP]), 1)["transient"] / MIB
+    assert found.tolist() == transient
 
 
 def test_peak_saving_bytes_count_one_tensor_streamed_or_all_gathered() -> None:

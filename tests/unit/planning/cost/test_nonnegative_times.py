@@ -77,6 +77,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         "engine": EngineOverhead(**own),
         "prefetch_max_bytes": prefetch,
         "overlap": draw(st.sampled_from([0.0, 0.5, 1.0])),
+        "device": draw(st.sampled_from(["cpu", "cuda: some"])),
     }
     return cluster().model_copy(update=changes)
 

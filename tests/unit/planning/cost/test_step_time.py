@@ -81,10 +81,10 @@ def two_nodes_of_two_ranks() -> Cluster:
 def test_overlapped_time_per_microbatch_is_zero_where_ranks_share_node_link() -> None:
     everywhere, inside = ShardingChoice((Mode.ZDP,)), ShardingChoice((Mode.ZDP,), scope=ShardingScope.NODE)
     for choice in (everywhere, ShardingChoice((Mode.ZDP,), hierarchical=True)):
-        assert overlapped_time(linear("one"), choice, two_nodes_of_two_ranks()) == (0.0, 0.0)
+        assert overlapped_time(linear("one"), choice, two_nodes_of_two_ranks()) == (0.0, 0.0, 0.0)
     assert overlapped_time(linear("one"), inside, two_nodes_of_two_ranks()).per_microbatch_s == 0.0
     uneven = two_ranks().model_copy(update={"devices_per_node": 3, "devices_by_node": (2, 1)})
-    assert overlapped_time(linear("one"), everywhere, uneven) == (0.0, 0.0)
+    assert overlapped_time(linear("one"), everywhere, uneven) == (0.0, 0.0, 0.0)
     one_each = two_ranks().model_copy(update={"nodes": 2, "devices_per_node": 1})
     assert overlapped_time(linear("one"), everywhere, one_each) == overlapped_time(
         linear("one"), everywhere, two_ranks()

@@ -38,6 +38,7 @@ from lightning_osdp.planning.spec.cluster import (
     ComputeTimes,
     EngineOverhead,
     ModeOverhead,
+    OperatorTime,
 )
 from lightning_osdp.planning.spec.model import LinearInBatch, ModelProfile, Operator
 from lightning_osdp.planning.spec.plan import ExecutionPlan
@@ -108,6 +109,25 @@ def test_scale_to_trial_keeps_operator_shares_and_matches_measured_passes(
         )
         assert found.blocks[0].value_at(size) / PLAIN.blocks[0].value_at(size) == pytest.approx(forward)
     assert found.optimizer_s_per_byte == PLAIN.optimizer_s_per_byte
+
+
+@pytest.mark.parametrize("larger_first", [False, True])
+def test_scale_to_trial_does_not_let_constant_work_grow_with_the_batch_by_noise(larger_first: bool) -> None:
+    """A table's gradient of 60 ms whatever the batch, and 3 us a sample beside it; the larger trial was 20 % slower."""
+    table, layer = (LinearInBatch(fixed=60e-3), LinearInBatch(per_sample=3e-6))
+    times = ComputeTimes(
+        operators=(OperatorTime(backward=table), OperatorTime(backward=layer)),
+        unattributed=OperatorTime(),
+        optimizer_s_per_byte=0.0,
+    )
+    noise = (1.2, 1.0) if larger_first else (1.0, 1.2)
+    trials = {
+        size: PassTimes(0.0, each * pass_times(times, size).backward_s)
+        for size, each in zip((2, 8), noise, strict=True)
+    }
+    scaled, own = (time.backward for time in scale_to_trial(times, trials).operators)
+    assert scaled.value_at(512) == pytest.approx(60e-3 * 1.2**0.5)
+    assert 0.9 <= own.value_at(512) / layer.value_at(512) <= 1.3
 
 
 def test_scale_to_trial_accepts_one_batch_size_and_limits_factor() -> None:

@@ -128,7 +128,8 @@ def test_wrapped_block_coalesces_reduction_of_small_gradients() -> None:
     assert found.unsharded_while_running == 3 * MIB
     # Each parameter is freed for its gradient; at the end their sums (3 / 4) stand beside what two ranks send (3 / 2).
     assert found.transient == (3 / 4 + 3 / 2) * MIB
-    assert footprint(block, ZDP, links.model_copy(update={"device": "cuda: some"})).transient == 2 * MIB
+    # On CUDA the first gradient and its part stay while the second is made, and no parameter is freed meanwhile.
+    assert footprint(block, ZDP, links.model_copy(update={"device": "cuda: some"})).transient == 1.25 * (2 + 1) * MIB
 
 
 def test_best_candidate_wraps_blocks_only_where_memory_allows() -> None:

@@ -175,6 +175,9 @@ def test_load_names_damaged_field_or_missing_hardware_file(tmp_path: Path) -> No
         load(file)
     with pytest.raises(ConfigurationError, match="there is no hardware file"):
         load(tmp_path / "other.json")
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigurationError, match=r"the hardware file .*mine\.json can't be read: "):
+        load(file)
 
 
 def test_peak_unknown_dtype_lists_known_dtypes() -> None:
