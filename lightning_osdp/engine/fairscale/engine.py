@@ -61,8 +61,6 @@ class FairScaleEngine(Engine):
     # Set by ``apply``:
     _context: EngineContext
     _nested_operators: NestedOperators
-    _bucketed_all_reduce: BucketedAllReduce
-    _slice_averages: SliceAverages
 
     def __init__(self, device: torch.device, group: Any = None, broadcast: bool = True) -> None:
         super().__init__(device, group, broadcast)
@@ -428,8 +426,7 @@ class FairScaleEngine(Engine):
     def leave_step(self) -> None:
         self._context.reducer.discard()
         self._context.backward_passes.discard()
-        if self._context.order.has_backward:
-            self.finish_backward()
+        self._finish_unseen_backward()
 
     @override
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
