@@ -58,7 +58,7 @@ def search_and_trial(
         chosen = coordinator.choose_tried_plan(profile, memory_budget, tried)
         trial_s = budget.elapsed_s() - began_s
         if chosen is None:  # the trial has left something behind, and the plans were the last that fit
-            return _search_or_take(coordinator, profile, memory_budget, plan)
+            return search_or_take(coordinator, profile, memory_budget, plan)
         if not searches_left or budget.remaining_s() - APPLY_RESERVE_S <= search_s + trial_s:
             return chosen, profile, memory_budget
         plan = coordinator.search(profile, memory_budget, TRIAL_RELATIVE_ERROR, FIRST_SEARCH_FRACTION)  # step 7
@@ -82,7 +82,7 @@ def _take_untried(finalists: Sequence[ExecutionPlan]) -> ExecutionPlan:
     return plan
 
 
-def _search_or_take(
+def search_or_take(
     coordinator: PlanningCoordinator, profile: Profile, memory_budget: MemoryBudget, plan: ExecutionPlan
 ) -> tuple[ExecutionPlan, Profile, MemoryBudget]:
     """Return a plan that fits what memory there is; ``plan`` if none does."""

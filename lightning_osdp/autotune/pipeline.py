@@ -26,7 +26,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_osdp.autotune.calibration import run_calibration_trials
 from lightning_osdp.autotune.coordinator import MemoryBudget, PlanningCoordinator, PlanRequest, Replanner
-from lightning_osdp.autotune.finalists import make_trial_setup, search_and_trial
+from lightning_osdp.autotune.finalists import make_trial_setup, search_and_trial, search_or_take
 from lightning_osdp.autotune.measure import agrees_with_kept, is_cache_valid, measure_profile
 from lightning_osdp.autotune.profile import NO_CORRECTION, Profile
 from lightning_osdp.autotune.profile_cache import ModelProfileCache, ProfileCache
@@ -39,7 +39,7 @@ from lightning_osdp.errors import ConfigurationError, OSDPWarning, PlanMismatchE
 from lightning_osdp.planning.cost.run_correction import Correction
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem
 from lightning_osdp.planning.search.plan_selection import CachedPlan, append_cached_plan, request_key, variant_of_plan
-from lightning_osdp.planning.spec.formatting import format_seconds
+from lightning_osdp.planning.spec.formatting import format_bytes, format_seconds
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling import compute, engine_overhead
@@ -48,6 +48,9 @@ from lightning_osdp.profiling.tracing.trace import TracedStep, TrainingStep, tra
 
 KEY_SEPARATOR = "+"
 """Between the keys of the typical batch and of the largest one."""
+
+LEFTOVER_BYTES = 32 << 10
+"""What planning may leave behind in the first rank's process for each operator."""
 
 log_info = rank_zero_only(logging.getLogger(__name__).info)
 
@@ -225,10 +228,31 @@ def autotune(
         if plan.tried or trial_context is None or budget.remaining_s() > MAX_TRIAL_S:
             profile = _cache_plan(request, profile, plan, memory_budget, files)
     plan = coordinator.with_baselines(profile, memory_budget, plan)
+    if not is_reused:
+        plan, memory_budget = _fit_beside_leftovers(coordinator, profile, memory_budget, plan)
     seconds = time.monotonic() - began_s
     log_info("planned in %s", format_seconds(seconds))
     replanner = Replanner(coordinator, profile, memory_budget)
     return PlanningResult(plan, seconds, from_cache, profile.correction, files.file, replanner, is_reused)
+
+
+def _fit_beside_leftovers(
+    coordinator: PlanningCoordinator, profile: Profile, memory_budget: MemoryBudget, plan: ExecutionPlan
+) -> tuple[ExecutionPlan, MemoryBudget]:
+    """Return another plan if planning has left more in a process than is reserved, and there is no room for it.
+
+    The first rank's searches leave some KiB for each operator, which count where there are a thousand.
+    """
+    peak_bytes, limit_bytes = plan.predicted.peak_memory_bytes, memory_budget.limit
+    if peak_bytes + len(coordinator.model.operators) * LEFTOVER_BYTES <= limit_bytes:
+        return plan, memory_budget
+    now = coordinator.memory_budget(after_trial=bool(plan.tried))
+    left_bytes = now.non_model - memory_budget.non_model
+    if left_bytes <= memory_budget.estimated or peak_bytes + left_bytes <= now.limit:
+        return plan, memory_budget
+    log_info("planning has left %s behind: searching a plan that fits beside it", format_bytes(left_bytes))
+    found, _, now = search_or_take(coordinator, profile, now, plan)
+    return found.model_copy(update={"baselines": plan.baselines, "tried": found.tried or plan.tried}), now
 
 
 def plan_offline(

@@ -8,6 +8,7 @@ less than nothing. Replicated gradients share one all-reduce: only what more ope
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -41,7 +42,8 @@ WIDTHS = {Mode.DP: (128, 448), Mode.ZDP2: (128, 768), Mode.ZDP: (128, 768)}
 """Widths of the square weights: 64 KiB, and 784 KiB (small enough for a bucket when replicated) or 2.25 MiB."""
 
 TENSOR_WIDTH, TENSOR_ROWS = 256, (32, 768)
-"""Width of the weights that are tensor parallel, and rows of each rank: their activations have 32 KiB, and 768 KiB."""
+"""Width of the weights that are tensor parallel, or the next that the degree divides, and rows of each rank: their
+activations have 32 KiB, and 768 KiB."""
 
 MAX_LIVE_COPIES, MEMORY_FRACTION = 5, 0.8
 """How often all weights are in memory at most (gradients, plain modules and shards included), and the fraction of the
@@ -121,12 +123,14 @@ def _measure_tensor_parallel(
     degree, points = max(tensor_degrees(cluster), default=1), []
     if degree == 1:
         return ModeOverhead()
+    width = math.ceil(TENSOR_WIDTH / degree) * degree
     for rows in TENSOR_ROWS:
-        operator = _operator_of(TENSOR_WIDTH, _tensor_use(rows, degree))
-        own_s = _measure_per_operator_s(Mode.TP, TENSOR_WIDTH, group, device, engine, _TensorStep(rows, degree))
+        use = _tensor_use(rows, width, degree)
+        operator = _operator_of(width, use)
+        own_s = _measure_per_operator_s(Mode.TP, width, group, device, engine, _TensorStep(rows, degree))
         own_s -= sum(communication_time(operator, ShardingChoice((Mode.TP,), tensor_degree=degree), cluster))
         own_s -= exchange_s(operator, degree, cluster, recomputed=False).value_at(1)
-        points.append((round(handled_bytes(_tensor_use(rows, degree), degree)), own_s))
+        points.append((round(handled_bytes(use, degree)), own_s))
     line = fit_nonnegative_line(points)
     return ModeOverhead(fixed_s=line.fixed, s_per_byte=line.per_sample)
 
@@ -138,8 +142,8 @@ class _TensorStep(NamedTuple):
     degree: int
 
 
-def _tensor_use(rows: int, degree: int) -> TensorUse:
-    num_bytes = 4 * rows * TENSOR_WIDTH
+def _tensor_use(rows: int, width: int, degree: int) -> TensorUse:
+    num_bytes = 4 * rows * width
     return TensorUse(role=TensorRole.LINEAR, degrees=(degree,), input_bytes=num_bytes, output_bytes=num_bytes)
 
 

@@ -255,6 +255,23 @@ def test_search_and_trial_does_not_try_plans_again_that_it_has_tried(monkeypatch
     assert coordinator.tried == [[1, 9]]
 
 
+@pytest.mark.parametrize(("left_bytes", "is_searched"), [(12, False), (13, True)])
+def test_plan_is_searched_again_beside_what_planning_left_if_that_exceeds_what_is_reserved(
+    left_bytes: int, is_searched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (make_plan(ROOMY, BatchSizePolicy(batch_size=1 + at)) for at in range(2))
+    limit = first.predicted.peak_memory_bytes
+    coordinator: Any = Timed(monkeypatch, [second], 30.0, 2.0)
+    coordinator.model = ROOMY.model
+    coordinator.memory_budget = lambda after_trial: MemoryBudget(limit, 60 + left_bytes, 12)
+    budget = MemoryBudget(limit, 60, 12)
+    found, now = pipeline._fit_beside_leftovers(coordinator, PROFILE, budget, first)
+    assert found.batch_size == (2 if is_searched else 1)
+    assert now.non_model == 60 + left_bytes * is_searched
+    roomy = replace(budget, limit=2 * limit + (1 << 30))
+    assert pipeline._fit_beside_leftovers(coordinator, PROFILE, roomy, first) == (first, roomy)
+
+
 class TwoRanks(RankGroup):
     """The first of two ranks, which are always of one mind."""
 

@@ -62,6 +62,11 @@ def test_measure_gives_equal_engine_overhead_without_collectives_on_all_ranks() 
     )
 
 
+def test_measure_gives_engine_overhead_on_numbers_of_ranks_that_divide_no_usual_width() -> None:
+    for free, _ in run_ranks(measure, 3):
+        assert free.tp.time_s(1 << 20) > 0
+
+
 def test_measure_with_shared_cores_adds_calibration() -> None:
     free, dearly = run_ranks(measure, 2, True)[0]
     assert free.calibration == dearly.calibration
