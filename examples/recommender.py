@@ -114,7 +114,7 @@ def memory_limit(model: Recommender, data: Clicks, devices: int) -> str:
         least = needed.get("FSDP per operator", needed["DDP"] // 2)
         parameters = sum(p.numel() * p.element_size() for p in model.parameters())
         used = psutil.Process().memory_info().rss - parameters + FIRST_STEPS_BYTES
-        os.environ[LIMIT_VARIABLE] = str(used + (least + needed["DDP"]) // 2)
+        os.environ[LIMIT_VARIABLE] = str(used + least + (needed["DDP"] - least) // 4)
     return os.environ[LIMIT_VARIABLE]
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_osdp.backend.streams import GatherMemory
 from lightning_osdp.engine.activation_checkpointing import checkpoint_block
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.planning.spec.choices import Mode
@@ -143,16 +142,18 @@ def _count_gathers(unit: Any, name: str, counts: Counter[str]) -> None:
     unit._gather = counting
 
 
-class WholeAtOnce(GatherMemory):
+class WholeAtOnce:
     """Notes how many parameters are whole when another gather starts."""
 
     def __init__(self, engine: FairScaleEngine) -> None:
-        super().__init__()
         self.engine, self.most, self.gathers = engine, 0, 0
+        self.announce = engine._context.order.before_gather
+        engine._context.order.before_gather = self.before_gather  # type: ignore[method-assign]
 
-    def before_gather(self) -> None:
+    def before_gather(self, *arguments: Any) -> None:
         self.gathers += 1
         self.most = max(self.most, self._whole())
+        self.announce(*arguments)
 
     def _whole(self) -> int:
         parameters = [p for unit in self.engine._units for p in unit.params if hasattr(p, "_full_param_padded")]
@@ -168,7 +169,7 @@ def measure_unsharded_elements(rank: int, ranks: int) -> dict[str, tuple[int, in
             engine = FairScaleEngine(torch.device("cpu"))
             splits = {"0.0": ((Mode.ZDP,) * 4, dim), "0.2": ((Mode.ZDP,) * 4, dim)}
             engine.apply(model, split_plan(splits, ranks, recomputed))
-            engine._context.gather_memory = noted = WholeAtOnce(engine)
+            noted = WholeAtOnce(engine)
             model(torch.randn(3, 16)).sum().backward()
             engine.finish_backward()
             found[f"{name}, {dim}"] = (noted.gathers, noted.most)
