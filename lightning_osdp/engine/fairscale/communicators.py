@@ -179,6 +179,10 @@ class InterNodeAllReduce:
             if parameter.grad is not None:
                 self._works[parameter] = all_reduce_async(parameter.grad, self._group)
         self._unsynced.clear()
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for the shards that are being averaged."""
         for work in self._works.values():
             work.wait()
         self._works.clear()

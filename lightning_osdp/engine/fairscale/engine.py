@@ -58,8 +58,7 @@ class FairScaleEngine(Engine):
     ``cpu`` needs a gloo process group, ``cuda`` an NCCL one.
     """
 
-    # Set by ``apply``:
-    _context: EngineContext
+    _context: EngineContext  # as the next, set by ``apply``
     _nested_operators: NestedOperators
 
     def __init__(self, device: torch.device, group: Any = None, broadcast: bool = True) -> None:
@@ -283,6 +282,7 @@ class FairScaleEngine(Engine):
             self._gather_slice_gradients()
 
     def _gather_slice_gradients(self) -> None:
+        self._context.communicator_factory.inter_node_all_reduce.wait()
         with without_guards():
             for sliced in self._sliced_operators:
                 sliced.gather_slice_gradients()
@@ -415,8 +415,8 @@ class FairScaleEngine(Engine):
                     unit.show_joined_gradients()
             self._slice_averages.finish(has_pass, self._context.sync.is_on)
             self._context.communicator_factory.inter_node_all_reduce.finish()
-            for unit in self._units:
-                unit.reshard()  # whether or not the pass has reached it
+            for unit in self._units:  # whether or not the pass has reached it
+                unit.reshard()
             self._context.gather_memory.free_all()
         self._gather_slice_gradients()
         self._context.guards.add_outside_gradients()

@@ -312,6 +312,7 @@ def test_autotune_marks_memory_as_observed_only_after_trial_of_searched_plan(
     monkeypatch.setattr(PlanningCoordinator, "memory_budget", memory_budget)
     monkeypatch.setattr(PlanningCoordinator, "with_baselines", lambda self, profile, budget, plan: plan)
     monkeypatch.setattr(pipeline, "search_and_trial", lambda coordinator, profile, budget, _: (plan, profile, budget))
+    monkeypatch.setattr(pipeline, "_fit_beside_leftovers", lambda coordinator, profile, budget, plan: (plan, budget))
     nothing: Any = None
     ranks = TwoRanks("group", 1, CPU)
     monkeypatch.setattr(ProfileCache, "open", lambda *_: ProfileCache(ranks, (file,)))

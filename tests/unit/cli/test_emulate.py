@@ -69,10 +69,12 @@ def test_cluster_file_stands_for_its_own_links(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_command_says_once_what_it_does(
-    trained: list[tuple[str, int | None]], nodes: int, capsys: pytest.CaptureFixture[str]
+    trained: list[tuple[str, int | None]], nodes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    config = tmp_path / "fit.yaml"
+    config.write_text("model: {class_path: tests.support.modules.GPTModule}")
     name = "h100-80gb-nvlink" if nodes == 1 else "2xh100-80gb-nvlink+200gbit"
-    assert main(["emulate", "--config", "fit.yaml", "--hardware", name, "--compare"]) == 0
+    assert main(["emulate", "--config", str(config), "--hardware", name, "--compare"]) == 0
     printed = " ".join("".join(capsys.readouterr()).split())
     words = f"Emulating {8 * nodes} ranks ({'one node' if nodes == 1 else '2 nodes'}) in one process"
     assert printed.count(words) == printed.count("no checkpoints are saved") == 1

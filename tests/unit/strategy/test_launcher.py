@@ -30,6 +30,7 @@ def test_first_rank_is_ended_some_time_after_a_rank_that_it_has_started_fails(
 ) -> None:
     ended: list[int] = []
     monkeypatch.setattr(launcher, "end_process", ended.append)
+    monkeypatch.setattr(launcher.failure_detector, "EXIT_STATUS", 1)  # the command `osdp` sets another
     monkeypatch.setattr(launcher, "OBSERVER_INTERVAL_S", 0.05)
     monkeypatch.setattr(launcher, "OBSERVER_GRACE_S", 0.3)
     child = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({status})"])
