@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +119,14 @@ def plan(
 
 
 def _planning_options(options: dict[str, Any]) -> PlanningOptions:
-    try:
-        return PlanningOptions(**options)
-    except TypeError as error:
-        raise ConfigurationError(f"plan: {error}: only arguments of OSDPStrategy about planning are taken") from error
+    known = [field.name for field in fields(PlanningOptions) if field.init]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ConfigurationError(
+            f"plan() takes no {unknown[0]!r}: arguments of the Trainer, such as precision, are given as "
+            f"trainer_args={{{unknown[0]!r}: ...}}; of OSDPStrategy those about planning are taken: {', '.join(known)}"
+        )
+    return PlanningOptions(**options)
 
 
 def _plan_for_hardware(

@@ -153,3 +153,9 @@ def test_str_of_plan_is_its_table_and_notebooks_show_the_page(monkeypatch: pytes
     assert str(plan._repr_html_()).startswith("<iframe srcdoc=")
     monkeypatch.setitem(sys.modules, "lightning_osdp.report.html", None)
     assert str(plan._repr_html_()).startswith("<pre>")
+
+
+def test_plan_says_where_an_argument_of_the_trainer_is_given() -> None:
+    words = r"plan\(\) takes no 'precision': .* trainer_args=\{'precision': \.\.\.\}"
+    with pytest.raises(ConfigurationError, match=words):
+        lightning_osdp.plan(GPTModule(), precision="bf16-mixed")
