@@ -252,7 +252,7 @@ def _fit_beside_leftovers(
         return plan, memory_budget
     log_info("planning has left %s behind: searching a plan that fits beside it", format_bytes(left_bytes))
     found, _, now = search_or_take(coordinator, profile, now, plan)
-    return found.model_copy(update={"baselines": plan.baselines, "tried": found.tried or plan.tried}), now
+    return coordinator.with_baselines(profile, now, found), now
 
 
 def plan_offline(

@@ -58,7 +58,7 @@ class FairScaleEngine(Engine):
     ``cpu`` needs a gloo process group, ``cuda`` an NCCL one.
     """
 
-    _context: EngineContext  # as the next, set by ``apply``
+    _context: EngineContext  # set by ``apply``, as is ``_nested_operators``
     _nested_operators: NestedOperators
 
     def __init__(self, device: torch.device, group: Any = None, broadcast: bool = True) -> None:

@@ -69,7 +69,7 @@ class PairUnit(TensorUnit):
 
     @property
     def _has_hooks(self) -> bool:
-        """Whether hooks would see slices."""
+        """Return whether hooks would see slices."""
         return any(has_hooks(operator.module) for operator in self.operators)
 
     def _describe(self, x: Tensor) -> str:

@@ -171,7 +171,7 @@ def prefetch_held(
     """
     is_sharded, is_freed = footprints.eval_unsharded > 0, footprints.unsharded_while_running > 0
     is_gathered_again = footprints.unsharded_in_backward > 0
-    recomputed = np.append(recomputed_blocks, False)[runs.block] & (runs.recompute.stop > 0)
+    recomputed = runs.are_recomputed(recomputed_blocks)
     # A shared unit is gathered once for its recomputed forward and its backward.
     backward = is_gathered_again & runs.has_backward & ~(recomputed & wrapped)
     second_pass = ((runs.recompute, is_freed & recomputed), (runs.backward, backward))

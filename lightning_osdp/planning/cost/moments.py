@@ -112,6 +112,11 @@ class OperatorRuns:
     has_backward: Flags
     block: Ints
 
+    def are_recomputed(self, recomputed_blocks: Flags) -> Flags:
+        """Return whether each operator runs a second forward, given whether each block is recomputed."""
+        flags: Flags = np.append(recomputed_blocks, False)[self.block] & (self.recompute.stop > 0)
+        return flags
+
     @classmethod
     def from_model(cls, model: ModelProfile, moments: StepMoments) -> OperatorRuns:
         """Return the runs of each operator of ``model``."""

@@ -32,7 +32,7 @@ def stream_held(
         num_moments: Number of moments, the optimizer's step included.
     """
     end = num_moments - 1
-    recomputed = np.append(recomputed_blocks, False)[runs.block] & (runs.recompute.stop > 0)
+    recomputed = runs.are_recomputed(recomputed_blocks)
     is_zdp, is_gathered = own.unsharded_while_running > 0, own.eval_unsharded > 0
     again = recomputed & is_zdp
     # A shared unit is gathered once for its recomputed forward and its backward.

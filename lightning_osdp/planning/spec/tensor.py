@@ -100,7 +100,7 @@ class TensorCandidate(FrozenModel):
 
     @property
     def tensor_scope(self) -> TensorScope:
-        """What a plan says about the module in which the operators run together."""
+        """Return what a plan says about the module in which the operators run together."""
         return TensorScope(attributes=self.attributes, needs_agreement=self.needs_agreement)
 
     def use(self, index: int) -> TensorUse:

@@ -263,10 +263,13 @@ def test_plan_is_searched_again_beside_what_planning_left_if_that_exceeds_what_i
     limit = first.predicted.peak_memory_bytes
     coordinator: Any = Timed(monkeypatch, [second], 30.0, 2.0)
     coordinator.model = ROOMY.model
+    coordinator.with_baselines = lambda profile, memory_budget, plan: plan.model_copy(update={"baselines": ("new",)})
     coordinator.memory_budget = lambda after_trial: MemoryBudget(limit, 60 + left_bytes, 12)
     budget = MemoryBudget(limit, 60, 12)
     found, now = pipeline._fit_beside_leftovers(coordinator, PROFILE, budget, first)
     assert found.batch_size == (2 if is_searched else 1)
+    assert found.baselines == (("new",) if is_searched else ()), "they are of the plan that is taken"
+    assert not found.tried
     assert now.non_model == 60 + left_bytes * is_searched
     roomy = replace(budget, limit=2 * limit + (1 << 30))
     assert pipeline._fit_beside_leftovers(coordinator, PROFILE, roomy, first) == (first, roomy)

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.planning.cost.step_time import communication_time, engine_time, host_time, time_cost
-from lightning_osdp.planning.search.search_space import SearchSpace
 from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode, ShardingChoice
 from lightning_osdp.planning.spec.cluster import (
     Cluster,
@@ -22,6 +21,7 @@ from lightning_osdp.planning.spec.cluster import (
 )
 from lightning_osdp.planning.spec.model import LinearInBatch
 from lightning_osdp.planning.spec.problem import Problem
+from tests.support.option_times import assert_option_times_match_time_cost
 from tests.support.small_models import MIB, RANKS, blocks_of_two, compute, linear
 
 
@@ -145,21 +145,4 @@ def test_step_is_never_shorter_for_more_samples_less_overlap_or_recomputation(
 def test_option_times_on_cuda_match_time_cost(numbers: Numbers) -> None:
     model = blocks_of_two(2)
     problem = Problem(model, cluster_of(numbers), compute(model), 1 << 30)
-    space = SearchSpace(problem)
-    times = space.option_times(numbers.batch_size, numbers.accumulation)
-    for operator, group_at, own in zip(model.operators, space.group_of, problem.compute.operators, strict=True):
-        group = space.option_groups[group_at]
-        for row, choice in enumerate(group.choices, group.options.start):
-            for again in (False, True):
-                expected = time_cost(
-                    operator,
-                    choice,
-                    problem.cluster,
-                    problem.compute,
-                    own,
-                    numbers.batch_size,
-                    numbers.accumulation,
-                    recomputed=again,
-                )
-                assert times.communication[int(again), row] == pytest.approx(expected.communication_s, abs=1e-12)
-                assert times.compute[int(again), row] == pytest.approx(expected.compute_s, abs=1e-12)
+    assert_option_times_match_time_cost(problem, numbers.batch_size, numbers.accumulation)

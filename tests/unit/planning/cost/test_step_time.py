@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from lightning_osdp.planning.cost.step_time import TimeCost, communication_time, overlapped_time, time_cost
 from lightning_osdp.planning.search.batch_size_search import Problem
-from lightning_osdp.planning.search.search_space import SearchSpace
 from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, ComputeTimes, Link, OperatorTime
 from lightning_osdp.planning.spec.model import LinearInBatch, Operator
+from tests.support.option_times import assert_option_times_match_time_cost
 from tests.support.small_models import MIB, blocks_of_one, blocks_of_two, cluster, compute, linear
 
 LARGE = 1 << 30
@@ -137,21 +137,4 @@ def test_option_times_match_time_cost_with_overlap(
     }
     changes = {"link": slow.link.model_copy(update=fits), "prefetch_max_bytes": ahead_mib * MIB}
     problem = Problem(model, slow.model_copy(update=changes), compute(model), 1 << 30)
-    space, batch_size = SearchSpace(problem), 3
-    times = space.option_times(batch_size, accumulation)
-    for operator, menu_at, own in zip(model.operators, space.group_of, problem.compute.operators, strict=True):
-        menu = space.option_groups[menu_at]
-        for row, choice in enumerate(menu.choices, menu.options.start):
-            for recomputed in (False, True):
-                expected = time_cost(
-                    operator,
-                    choice,
-                    problem.cluster,
-                    problem.compute,
-                    own,
-                    batch_size,
-                    accumulation,
-                    recomputed=recomputed,
-                )
-                assert times.communication[int(recomputed), row] == pytest.approx(expected.communication_s, abs=1e-12)
-                assert times.compute[int(recomputed), row] == pytest.approx(expected.compute_s, abs=1e-12)
+    assert_option_times_match_time_cost(problem, 3, accumulation)
