@@ -87,3 +87,8 @@ def message_of(error: BaseException) -> str:
     if len(text) > MAX_MESSAGE:
         text = f"{text[:MAX_MESSAGE]}..."
     return text.encode(errors="backslashreplace").decode()
+
+
+def format_error(error: BaseException) -> str:
+    """Return the name of an error's class and its message, as ``ValueError: no such column``."""
+    return f"{type(error).__name__}: {message_of(error)}"

@@ -28,7 +28,7 @@ from lightning_osdp.backend.memory import growth_reserve, trim
 from lightning_osdp.backend.timer import elapsed_s, record_event, synchronize
 from lightning_osdp.backend.work import COMM_WAIT
 from lightning_osdp.engine.base import Engine, create_engine
-from lightning_osdp.errors import RecoverableError, message_of
+from lightning_osdp.errors import RecoverableError, format_error
 from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling.tracing.isolation import isolated
@@ -204,7 +204,7 @@ def _raise_trial_error(errors: tuple[type[Exception], ...] = (Exception,)) -> It
             raise  # another rank is gone: there is nothing to go on with
         traceback.clear_frames(error.__traceback__)  # they hold tensors, and there may be no memory
         failed = f"rank {dist.get_rank()} failed: " if dist.is_initialized() else ""
-        raise TrialError(f"{failed}{type(error).__name__}: {message_of(error)}") from error
+        raise TrialError(f"{failed}{format_error(error)}") from error
 
 
 class _NoOpOptimizer(Optimizer):

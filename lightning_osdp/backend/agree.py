@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from lightning_osdp.backend.emulated import is_emulated
-from lightning_osdp.errors import OSDPError, RecoverableError, message_of
+from lightning_osdp.errors import OSDPError, RecoverableError, format_error, message_of
 
 Result = TypeVar("Result")
 
@@ -73,7 +73,7 @@ def raise_on_all_ranks(group: Any, work: Callable[[], Result]) -> Result:
         own_error = error
     shared_error = own_error
     if own_error is not None and not _can_be_shared(own_error):
-        shared_error = OSDPError(f"{type(own_error).__name__}: {message_of(own_error)}")
+        shared_error = OSDPError(format_error(own_error))
     store: Any = _get_process_group_store(group)
     name = f"agreement/{next(_agreement_numbers[group.group_name])}"
     try:

@@ -19,7 +19,7 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster
 from lightning_osdp.backend.timer import CORE_SHARING
-from lightning_osdp.errors import ConfigurationError, OSDPError, message_of
+from lightning_osdp.errors import ConfigurationError, OSDPError, format_error
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.profiling import network
 
@@ -117,7 +117,7 @@ def _run_rank(rank: int, ranks: int, device_type: str, store: str, timeout_s: fl
         dist.barrier(group=group.group)
         dist.destroy_process_group()
     except Exception as error:  # whatever it is, the parent process reports it
-        reply = (f"{type(error).__name__}: {message_of(error)}", "")
+        reply = (format_error(error), "")
     sender.send(reply)
     sender.close()
 

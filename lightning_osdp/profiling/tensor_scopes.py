@@ -25,7 +25,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_osdp.engine.tensor_parallel.check import has_hooks
-from lightning_osdp.errors import message_of
+from lightning_osdp.errors import format_error
 from lightning_osdp.planning.spec.model import Operator
 from lightning_osdp.planning.spec.tensor import TensorCandidate, TensorRole
 from lightning_osdp.profiling import tensor_proof
@@ -289,7 +289,7 @@ class _Finder:
             except Refusal as refusal:
                 known = str(refusal)
             except Exception as error:  # The user's code runs here and may give anything.
-                known = f"{type(error).__name__}: {message_of(error)}"
+                known = format_error(error)
             self._proofs[key] = known
         return known
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_osdp.backend.agree import broadcast_object, raise_on_all_ranks
-from lightning_osdp.errors import CheckpointError, ConfigurationError, OSDPError, message_of
+from lightning_osdp.errors import CheckpointError, ConfigurationError, OSDPError, format_error
 from lightning_osdp.state import atomic_files, single_file
 from lightning_osdp.state.deferred_tensor import DeferredTensors, LoadTarget
 from lightning_osdp.state.opened_file import OpenedFile
@@ -217,9 +217,7 @@ def _save_file(checkpoint: dict[str, Any], path: Path, deferred_tensors: Deferre
             raise CheckpointError(f"the checkpoint {path} can't be written: {error}") from error
     except Exception as error:  # whatever it is, the other ranks must hear of it
         if not gathering:
-            failure = (
-                error if isinstance(error, OSDPError) else OSDPError(f"{type(error).__name__}: {message_of(error)}")
-            )
+            failure = error if isinstance(error, OSDPError) else OSDPError(format_error(error))
         raise
     finally:
         if not gathering:  # else the others have the same error

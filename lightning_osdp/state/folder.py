@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state_dic
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_osdp.backend.agree import broadcast_object, raise_on_all_ranks
-from lightning_osdp.errors import CheckpointError
+from lightning_osdp.errors import CheckpointError, format_error
 from lightning_osdp.state import atomic_files, single_file
 from lightning_osdp.state.atomic_files import CHECKSUM_FILE, FORMAT_NAME, TRAINER_FILE
 from lightning_osdp.state.deferred_tensor import DeferredTensor, DeferredTensors, LoadTarget
@@ -122,7 +122,7 @@ def _write_shards(deferred_tensors: Sequence[DeferredTensor], folder: Path, grou
 
 def _format_cause(wrapped: Any) -> str:
     cause = wrapped[0] if isinstance(wrapped, tuple) else wrapped
-    return f"{type(cause).__name__}: {cause}"
+    return format_error(cause)
 
 
 def _find_meta_tensors(value: Any) -> list[Tensor]:
@@ -367,7 +367,7 @@ class CheckpointFolder:
         try:
             values = torch.load(file.view(chunk.position, chunk.length), map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged pickle may raise anything
-            raise CheckpointError(f"{file.path} is damaged: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{file.path} is damaged: {format_error(error)}") from error
         if not isinstance(values, Tensor) or (tuple(values.shape), values.dtype) != (chunk.sizes, dtype):
             raise CheckpointError(f"{file.path} is damaged: it holds other tensors than {METADATA_FILE} says")
         return values

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lightning_osdp.errors import CheckpointError
+from lightning_osdp.errors import CheckpointError, format_error
 
 ChunkBounds = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a part of a tensor."""
@@ -70,7 +70,7 @@ def read_index(content: bytes, source: str) -> dict[str, StoredTensor]:
     except _ForbiddenGlobalError as error:
         raise CheckpointError(f"{source} is refused, nothing of it was run: {error}") from error
     except Exception as error:  # a damaged pickle may raise anything
-        raise CheckpointError(f"{source} is damaged: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{source} is damaged: {format_error(error)}") from error
 
 
 def covers_once(chunks: Sequence[ChunkBounds], shape: tuple[int, ...]) -> bool:

@@ -229,10 +229,8 @@ class LocalShard:
         """Return the full tensor. Collective."""
         self._check_guard()
         self.guard.context.check_access(self.guard)
-        with (
-            temporarily_clear_interpreter_stack(),
-            torch.inference_mode(False),
-        ):  # a transform of torch.func would take these for its own tensors
+        # A transform of torch.func, or inference mode, would take these for its own tensors.
+        with temporarily_clear_interpreter_stack(), torch.inference_mode(False):
             return self.guard.layout.unshard(self.tensor)
 
     def write(self, full: Tensor) -> None:

@@ -14,7 +14,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from lightning_osdp.errors import CheckpointError
+from lightning_osdp.errors import CheckpointError, format_error
 
 _BLOCK_BYTES = 1 << 20
 _FINGERPRINT_BYTES = 1 << 16
@@ -125,9 +125,7 @@ class OpenedFile:
                 ) from error
             raise CheckpointError(f"{self.path} is damaged or not a checkpoint: {error}") from error
         except Exception as error:  # a damaged pickle may raise anything
-            raise CheckpointError(
-                f"{self.path} is damaged or not a checkpoint: {type(error).__name__}: {error}"
-            ) from error
+            raise CheckpointError(f"{self.path} is damaged or not a checkpoint: {format_error(error)}") from error
 
 
 def verify_zip(file: IO[bytes], description: str) -> None:

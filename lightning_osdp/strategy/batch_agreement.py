@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.autotune.trial_step import TrialContext
-from lightning_osdp.errors import OSDPWarning, message_of
+from lightning_osdp.errors import OSDPWarning, format_error
 from lightning_osdp.planning.spec.formatting import format_bytes
 from lightning_osdp.strategy.dataloader import TrainData, batch_bytes
 
@@ -54,7 +54,7 @@ def _send(ranks: RankGroup, batch: Any, source: int) -> tuple[Any, str]:
         try:
             text = pickle.dumps(batch)
         except Exception as cause:  # the user's class may raise anything
-            error = f"{type(cause).__name__}: {message_of(cause)}"
+            error = format_error(cause)
     text, error = ranks.broadcast_object((text, error), source)
     if error:
         return None, error
