@@ -8,7 +8,12 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_osdp.engine.splittable import matrix_input_dim, matrix_or_table_class
+from lightning_osdp.engine.splittable import (
+    SHARED_MEMORY,
+    is_in_shared_memory,
+    matrix_input_dim,
+    matrix_or_table_class,
+)
 from lightning_osdp.engine.tensor_parallel.operator import cut_dim
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
@@ -104,6 +109,8 @@ def check_tensor_parallelism(module: nn.Module, plan: ExecutionPlan, ranks: int)
         others = [other for other in uses.get(weight, ()) if other != f"{name}.weight"] if weight is not None else []
         if not reason and others:
             reason = f"its weight is also {others[0]}"
+        if not reason and weight is not None and is_in_shared_memory(weight):
+            reason = f"its weight {SHARED_MEMORY}"
         if reason:
             raise ShardingError(f"{name} can't be tensor parallel: {reason}")
     units = tensor_units(plan)
