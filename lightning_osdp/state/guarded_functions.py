@@ -290,6 +290,8 @@ def gather_for_transform(tensor: Any) -> Tensor:
     with without_guards():
         if is_guarded(tensor):
             return _gather(tensor, local_shard_of(tensor), is_changed=False)
+        if _is_taken_anew(tensor):
+            return _take_anew(tensor)
         tensor.gathered.refresh()
         return tensor.detach() if not tensor.requires_grad else tensor.view_as(tensor)  # type: ignore[no-any-return]
 

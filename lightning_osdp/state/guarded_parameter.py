@@ -240,9 +240,9 @@ class LocalShard:
     def gather(self) -> Tensor:
         """Return the full tensor. Collective."""
         self._check_guard()
-        if self.kind == "gradient" and self.guard.is_sliced and self.guard.context.is_accumulating:
-            if any(group is None for group in self.guard.layout.groups):
-                raise self.guard.refusal("its replicated slices have gradients of this rank until the last micro-batch")
+        is_partial = self.kind == "gradient" and self.guard.is_sliced and self.guard.context.is_accumulating
+        if is_partial and any(group is None for group in self.guard.layout.groups):
+            raise self.guard.refusal("its replicated slices have gradients of this rank until the last micro-batch")
         self.guard.context.check_access(self.guard)
         # A transform of torch.func, or inference mode, would take these for its own tensors.
         with temporarily_clear_interpreter_stack(), torch.inference_mode(False):

@@ -45,11 +45,7 @@ def ask_guarded_classes() -> None:
     Tensor.set_ = _assigned(Tensor.set_)  # type: ignore[method-assign]
     for name in ("__new__", "new_tensor"):
         setattr(Tensor, name, _on_full(getattr(Tensor, name), first=1))
-    for owner, name in (
-        (torch, "to_dlpack"),
-        (torch.utils.dlpack, "to_dlpack"),
-        (torch.utils, "swap_tensors"),
-    ):
+    for owner, name in ((torch, "to_dlpack"), (torch.utils.dlpack, "to_dlpack"), (torch.utils, "swap_tensors")):
         setattr(owner, name, _refused(getattr(owner, name)))
     for module, name in (
         (eager_transforms, "_wrap_for_grad"),

@@ -297,7 +297,9 @@ def random_plan(module: FuzzModule, case: Case, ranks: int) -> ExecutionPlan:
     x, y = _loader(1, ROWS).dataset.tensors  # type: ignore[attr-defined]
     batch = [tensor[rank : rank + ranks * BATCH : ranks] for tensor in (x, y)]  # what the rank's sampler gives first
     with torch.random.fork_rng():
-        context = TrialContext(module, batch, BATCH, torch.device("cpu"), tensor_degrees=(ranks,) * (case.policy == "tp"))
+        context = TrialContext(
+            module, batch, BATCH, torch.device("cpu"), tensor_degrees=(ranks,) * (case.policy == "tp")
+        )
         model = pipeline.profile_model(context).model_profile
     rng, operators, splits = random.Random(case.seed + 1), [], {}
     for candidate in model.tensor_candidates:

@@ -163,7 +163,10 @@ REFUSED_ELSEWHERE: dict[str, tuple[Callable[[Model], Any], str]] = {
         lambda model: nn.utils.parametrizations.weight_norm(model.items),
         "what stands for it can't be a leaf of another graph",
     ),
-    "another type of one module": (lambda model: model.items.to(torch.bfloat16), r"torch\.bfloat16 on cpu can't take the place"),
+    "another type of one module": (
+        lambda model: model.items.to(torch.bfloat16),
+        r"torch\.bfloat16 on cpu can't take the place",
+    ),
     "run in another thread": (
         lambda model: _in_other_thread(lambda: model.student(ROWS)),
         "a sharded operator runs in another thread than the one that trains",

@@ -8,6 +8,8 @@ if they still shared its memory (``GatheredTensor``), and do share it again when
 from __future__ import annotations
 
 import gc
+import sys
+import time
 import weakref
 from collections.abc import Collection, Sequence
 
@@ -19,20 +21,17 @@ from lightning_osdp.state.guarded_functions import let_follow
 from lightning_osdp.state.guarded_parameter import Followed, GatheredTensor, LocalShard, guard_of
 
 
-def has_views(full: Tensor, storage: int, is_shown: bool) -> bool:
-    """Return whether anything but a unit, and what it has saved for a backward pass, uses gathered memory.
-
-    Args:
-        full: the memory as a tensor, of which the unit holds one more.
-        storage: what tells it from others.
-        is_shown: whether the parameter's data are in it.
-    """
-    num_known = 2 + is_shown + count_saved(storage)
-    return _count_users(storage) > num_known or not full.untyped_storage().resizable()
+def _count_users(tensor: Tensor) -> int:
+    """Return how many tensors, and holders of a storage object, use the memory of a tensor."""
+    num_holders = sys.getrefcount(tensor.untyped_storage()) - 2  # torch itself, and this call
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1 + num_holders  # one is that object
 
 
-def _count_users(storage: int) -> int:
-    return int(torch._C._storage_Use_Count(storage))
+NUM_LOOKS, LOOK_S = 20, 0.0005
+"""How often, and how long after each other, users of memory are counted: a thread of gloo forgets it a moment later."""
+
+MAX_VAIN_SEARCHES = 32
+"""Searches on CUDA that find nothing, before users of memory that are not Python's are taken for those of a library."""
 
 
 class KeptViews:
@@ -41,15 +40,38 @@ class KeptViews:
     def __init__(self) -> None:
         self._originals: dict[nn.Parameter, Tensor] = {}
         self._followers: list[weakref.ref[Tensor]] = []
+        self._num_vain_searches = 0
+
+    def are_there(self, full: Tensor, storage: int, is_shown: bool) -> bool:
+        """Return whether anything but a unit, and what it has saved for a backward pass, uses gathered memory.
+
+        Args:
+            full: the memory as a tensor, of which the unit holds one more.
+            storage: what tells it from others.
+            is_shown: whether the parameter's data are in it.
+        """
+        if not full.untyped_storage().resizable():
+            return True
+        if full.is_cuda and self._num_vain_searches >= MAX_VAIN_SEARCHES:
+            return False
+        num_known = 2 + is_shown + count_saved(storage)
+        for _ in range(NUM_LOOKS):
+            if _count_users(full) <= num_known:
+                return False
+            time.sleep(LOOK_S)
+        return True
 
     def part_from(self, parameter: nn.Parameter) -> None:
         """Give a parameter that is about to be sharded memory of its own, if that of now is not to be freed."""
         storage = None if parameter.is_meta else storage_of(parameter)
         if storage is None:
             return
-        is_shared = _count_users(storage) > 1
+        is_shared = _count_users(parameter) > 1
         if is_shared or parameter.storage_offset() or not parameter.untyped_storage().resizable():
-            full, parameter.data = parameter.data, parameter.data.clone()
+            full, own = parameter.data, parameter.data.clone()
+            # Data of another type make torch forget the node to which views pass gradients: they are taken anew.
+            parameter.data = own.new_empty(0, dtype=torch.float64)
+            parameter.data = own
             if is_shared:
                 self._originals[parameter] = full
 
@@ -83,6 +105,7 @@ class KeptViews:
 
     def _follow(self, wholes: Sequence[Followed], own: Collection[Tensor] = ()) -> None:
         """Find the views of these tensors in all of Python."""
+        self._num_vain_searches += 1
         storages, objects = {storage_of(whole.full) for whole in wholes}, gc.get_objects()
         skipped = {id(tensor) for tensor in [*(whole.full for whole in wholes), *own, *saved_views(objects)]}
         self._followers = [ref for ref in self._followers if ref() is not None]
@@ -91,15 +114,16 @@ class KeptViews:
                 whole = next((whole for whole in wholes if _is_within(held, whole.full)), None)
                 if whole is not None:
                     let_follow(held, whole)
+                    self._num_vain_searches = 0
                     self._followers.append(weakref.ref(held))
 
     def release(self) -> None:
         """Have views share the memory of their parameters again, which are whole now."""
         for ref in self._followers:
-            held = ref()
+            held: Tensor | None = ref()
             if isinstance(held, GatheredTensor):
                 parameter, full = held.gathered.local.guard.parameter, held.gathered.full
-                held.__class__ = Tensor
+                held.__class__ = Tensor  # type: ignore[assignment]
                 if full.data_ptr() != parameter.data_ptr():
                     parameter.data = full.copy_(parameter.data)
         self._followers.clear()

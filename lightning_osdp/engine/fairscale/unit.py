@@ -74,6 +74,7 @@ from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.state.guarded_parameter import without_guards
 
+
 class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # type: ignore[misc]
     """One FairScale instance around one operator, or around a stage of a sliced operator.
 

@@ -16,7 +16,6 @@ from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_osdp.engine.fairscale.kept_views import has_views
 from lightning_osdp.engine.fairscale.low_precision import (
     GatheredCast,
     is_autocast_to,
@@ -28,7 +27,7 @@ from lightning_osdp.engine.fairscale.saved_tensors import GatheredValues, is_in_
 from lightning_osdp.state.guarded_parameter import guard_of, opened, without_guards
 
 ShardedParameter: TypeAlias = Any
-"""A ``Parameter`` with FairScale's attributes; ``_full_view``, its values if they are there; ``_full_storage``, where."""
+"""A ``Parameter`` with FairScale's attributes; ``_full_view``, its values if they are there; ``_full_storage``."""
 
 
 class UnitParameters:
@@ -118,7 +117,7 @@ class UnitParameters:
 
     def _has_views(self, parameter: ShardedParameter) -> bool:
         is_shown = storage_of(parameter) == parameter._full_storage
-        return has_views(parameter._full_param_padded, parameter._full_storage, is_shown)
+        return bool(self._context.views.are_there(parameter._full_param_padded, parameter._full_storage, is_shown))
 
     def _leave_to_views(self, parameter: ShardedParameter) -> None:
         """Leave gathered memory to views that outlive it, as an attribute, and have them follow the parameter."""

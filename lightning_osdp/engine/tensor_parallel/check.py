@@ -8,12 +8,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_osdp.engine.splittable import (
-    SHARED_MEMORY,
-    is_in_shared_memory,
-    matrix_input_dim,
-    matrix_or_table_class,
-)
+from lightning_osdp.engine.splittable import SHARED_MEMORY, is_in_shared_memory, matrix_input_dim, matrix_or_table_class
 from lightning_osdp.engine.tensor_parallel.operator import cut_dim
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
