@@ -35,7 +35,7 @@ from lightning_osdp.engine.guards import OptimizerGuard, close_opened_guards, in
 from lightning_osdp.engine.meta_init import MetaInitializer, check_initializable
 from lightning_osdp.engine.sliced_operator import SlicedOperator
 from lightning_osdp.engine.starting_values import StartingValues
-from lightning_osdp.engine.tensor_parallel.apply import make_unit
+from lightning_osdp.engine.tensor_parallel.apply import make_unit, weights_to_cut
 from lightning_osdp.engine.tensor_parallel.check import check_tensor_parallelism, tensor_units
 from lightning_osdp.engine.tensor_parallel.slice_averages import SliceAverages
 from lightning_osdp.engine.tensor_parallel.unit import TensorUnit, UnitContext
@@ -119,7 +119,8 @@ class FairScaleEngine(Engine):
         for name, operators in tensor_units(plan).items():
             for operator in operators:
                 initializer.fill(module.get_submodule(operator.name))
-                values.move_to_device(module.get_parameter(f"{operator.name}.weight"))
+                for weight in weights_to_cut(module, operator):
+                    values.move_to_device(weight.parameter)
             self._cut(name, operators, plan)
         initializer.fill(module)
         sharded = {parameter for operator in self._operators.values() for parameter in operator.layouts}
@@ -127,8 +128,7 @@ class FairScaleEngine(Engine):
             values.move_to_device(tensor)
         self._finalize(plan)
         self.shard_optimizer_state(optimizers)
-        # The fast path of torch's attention in evaluation reads the weights of submodules without calling them, so it
-        # would see shards.
+        # The fast path of torch's attention in evaluation reads the weights of modules that it does not call.
         self._had_attention_fastpath = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
 
@@ -211,7 +211,8 @@ class FairScaleEngine(Engine):
     ) -> Mapping[nn.Parameter, ShardLayout]:
         """Cut the weights of operators that are tensor parallel together, which are in full on the device."""
         for operator in operators:
-            self._context.views.part_from(self._module.get_parameter(f"{operator.name}.weight"))
+            for weight in weights_to_cut(self._module, operator):
+                self._context.views.part_from(weight.parameter)
         context = UnitContext(self._context.order, self._context.check_run)
         needs = plan.tensor_scopes.get(name)
         unit = make_unit(name, self._module, operators, needs, self._group, self._device, context)
