@@ -84,10 +84,11 @@ def test_is_flat_tolerates_one_slow_size() -> None:
 class Machine:
     """Stands in for the ranks: systems with a base memory, a slope, and a step time. Counts what it was asked."""
 
-    memory: ClassVar = {"ddp": (300, 20), "shard": (150, 25), "fairscale-op": (140, 30), "osdp": (200, 20)}
+    memory: ClassVar = {"ddp": (300, 20), "shard": (150, 25), "fairscale-op": (140, 30)}
+    memory |= dict.fromkeys(systems.OWN, (200, 20))
 
     def __init__(self, **overhead_s: float) -> None:
-        self.overhead_s = {"ddp": 0.5, "shard": 1.5, "fairscale-op": 2.0, "osdp": 0.4} | overhead_s
+        self.overhead_s = {"ddp": 0.5, "shard": 1.5, "fairscale-op": 2.0, "osdp": 0.4, "osdp-no-tp": 0.6} | overhead_s
         self.jobs: list[Job] = []
 
     def run(self, job: Job) -> dict[str, Any]:
@@ -113,7 +114,7 @@ class Machine:
                 for size in lived
             ],
         }
-        if base == "osdp":
+        if base in systems.OWN:
             result["plan"] = {"batch_size": sizes[0], "parameters": {"dp": 3, "zdp": 1}, "predicted": {}}
         return result
 
@@ -145,6 +146,20 @@ def test_comparer_finds_best_batch_sizes_and_reports_out_of_memory(tmp_path: Pat
     finals = [job for job in machine.jobs if job.purpose == "final" and job.memory_bytes == 700 * MIB]
     assert next(job.system for job in finals if job.repeat == 1) == "osdp"
     assert [job.repeat for job in finals] == sorted(job.repeat for job in finals), "in turns"
+
+
+def test_osdp_without_tensor_parallelism_runs_in_turns_with_osdp_and_is_no_competitor(tmp_path: Path) -> None:
+    machine = Machine(ddp=60.0)
+    runs = Runs(tmp_path / "r.jsonl", machine.run, lambda job, result: None)
+    found = Comparer(runs, systems.selected("ddp+alloc,osdp-no-tp"), Effort(), "cpu").compare(CELLS[0])
+    own, best = found.row("osdp-no-tp"), found.best()
+    assert own is not None
+    assert best is not None
+    assert (best.system, len(own.repeats), own.batch_size) == ("ddp+alloc", 3, found.osdp.batch_size)
+    finals = [job.system for job in machine.jobs if job.purpose == "final" and job.how.base in systems.OWN]
+    assert finals == ["osdp", "osdp-no-tp"] * 3
+    (versus,) = [each for each in report.totals([found]) if each.what == "OSDP without tensor parallelism"]
+    assert versus.ratios[0] == found.osdp.samples_per_s / own.samples_per_s > 1
 
 
 def test_comparer_skips_harder_cells_of_systems_that_failed_or_cannot_win(tmp_path: Path) -> None:
