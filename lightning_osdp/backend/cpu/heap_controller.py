@@ -2,8 +2,8 @@
 
 How far a heap grows can't be predicted exactly, and exceeding a limit ends the process. So the heap starts with the
 memory that its bound leaves besides a step that releases everything, which is safe however it is used, and is enlarged
-as long as steps take less than the bound, with what they have not touched yet of the heap. A step that takes more, because batches or the model's paths differ or the
-heap has holes of the wrong sizes, shrinks it by a quarter for good.
+as long as steps take less than the bound, with what they have not touched yet of the heap. A step that takes more,
+because batches or the model's paths differ or the heap has holes of the wrong sizes, shrinks it by a quarter for good.
 
 The bound is the plan's predicted peak, or what a step that releases everything takes and the growth that was planned,
 if that is more; in any case the memory limit.
