@@ -32,7 +32,8 @@ READS = HOST_SYNC_FUNCTIONS | {
 COPIES = (torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray, Tensor.new_tensor)
 
 _OWN = str(Path(lightning_osdp.__file__).parent)
-_TORCH = str(Path(torch.__file__).parent)
+_SKIPPED = (str(Path(torch.__file__).parent), str(Path(_OWN, "state", "undispatched_functions.py")))
+"""Torch, and what stands in the place of some of its functions."""
 
 
 def wait(*_: object, **__: object) -> None:
@@ -76,6 +77,7 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Stream:
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
     monkeypatch.setattr(type(stub_streams.STUB_STREAM), "synchronize", wait)
     monkeypatch.setattr(stub_streams._STUB_CUDA, "synchronize", wait)
+    monkeypatch.setattr(stub_streams._STUB_CUDA, "current_stream", lambda: stream)
     monkeypatch.setattr(context, "create_streams", create_streams)
     monkeypatch.setattr(context, "GatherMemory", lambda _: GatherMemory(stream))
     monkeypatch.setattr(context, "ReductionMemory", lambda _: ReductionMemory(stream))
@@ -108,7 +110,7 @@ class _Noting(TorchFunctionMode):
 def _place() -> str:
     """Where the package calls a function of torch; nothing where others do."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         frame = frame.f_back
     file = frame.f_code.co_filename
     return f"{Path(file).name}:{frame.f_lineno}" if file.startswith(_OWN) else ""

@@ -180,7 +180,7 @@ def test_loop_on_cuda_has_the_host_wait_for_nothing(monkeypatch: pytest.MonkeyPa
     plan = plan_for(Net(), [rows[:BATCH]], RANKS, mode, BATCH, accumulation=2)
     pretend_cuda(monkeypatch)
     monkeypatch.setattr(preemption, "is_driven_by_host", lambda _: False)
-    noting = Noting(num_first=6)
+    noting = Noting(num_first=8)  # four forwards after reductions
     try:
         trainer = pl.Trainer(
             accelerator="cpu",
