@@ -23,6 +23,7 @@ from lightning_osdp.planning.whatif.hardware import load
 from lightning_osdp.planning.whatif.simulate import problem_for_hardware
 
 GIB = 1 << 30
+PLAIN_WISHES = SearchConstraints(activation_checkpointing=False, tensor_parallel=False)
 SETTING = models.Setting(models.I_AND_C, "small", (512,) * 8 + (1536,) * 2)
 
 
@@ -92,7 +93,7 @@ def test_best_plan_just_above_min_memory_is_close_to_lower_bound(problem: Proble
 
     There the largest layers need 16 slices each; from 5 % on there is a choice.
     """
-    free = replace(problem, constraints=SearchConstraints(activation_checkpointing=False))
+    free = replace(problem, constraints=PLAIN_WISHES)
     least = PlanSearch(free).min_memory_plan(batch_size).peak.total_bytes
     for percent in range(2, 24, 3):
         limit = int(least * (1 + percent / 100))
