@@ -6,7 +6,7 @@ OSDPError
 ├── InfeasibleError (ValueError)      nothing fits under the memory limit
 ├── OutOfMemoryError (RuntimeError)   a rank ran out of memory while it trained: says what to set next
 ├── TraceError (RuntimeError)         the module's training_step can't be read on fake tensors
-├── ShardingError (RuntimeError)      a plan can't be applied to this module
+├── ShardingError (RuntimeError)      a plan can't be applied, or a sharded module is used in a way that can't be right
 ├── RecoverableError                  a trial failed: planning goes on without it
 └── CheckpointError (RuntimeError)    a checkpoint can't be written, or is damaged, foreign, or of another model
 
@@ -63,7 +63,7 @@ class TraceError(OSDPError, RuntimeError):
 
 
 class ShardingError(OSDPError, RuntimeError):
-    """A plan can't be applied to this module."""
+    """A plan can't be applied to this module, or a sharded module is used in a way that can't be right."""
 
 
 class CheckpointError(OSDPError, RuntimeError):

@@ -71,7 +71,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", help=f"models: {', '.join(models.MODELS)}")
     parser.add_argument("--settings", help=f"of {', '.join(SETTINGS)}")
     parser.add_argument("--levels", help=f"of memory: {', '.join(LEVELS)}, or MiB for each rank")
-    parser.add_argument("--systems", help=f"all, strongest, or any of {', '.join(systems.BASES)}, with +ckpt, +alloc")
+    known = ", ".join((*systems.BASES, systems.NO_TP))
+    parser.add_argument("--systems", help=f"all, strongest, or any of {known}; those of others with +ckpt, +alloc")
     parser.add_argument("--repeats", type=int, help="of each finalist, in turns with OSDP")
     parser.add_argument("--finalists", type=int, help="how many competitors are measured again beside OSDP")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -141,7 +142,8 @@ def runner(args: argparse.Namespace) -> Callable[[Job], dict[str, Any]]:
 
     def run(job: Job) -> dict[str, Any]:
         cache = base / (f"{job.model}-{job.setting}" + ("" if args.quick else f"-{job.memory_bytes}"))
-        if job.system == systems.OSDP and job.repeat == 0 and not args.quick:
+        cache = cache.with_name(cache.name + "-no-tp" * (job.system == systems.NO_TP))
+        if job.system in systems.OWN and job.repeat == 0 and not args.quick:
             shutil.rmtree(cache, ignore_errors=True)
         return launch.run(job, cache, work)
 

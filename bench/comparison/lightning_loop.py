@@ -22,7 +22,7 @@ from bench.comparison.data import ladder_loader, plain_loader
 from bench.comparison.jobs import Job
 from bench.comparison.models import MODELS, Task, block_classes, build
 from bench.comparison.step_log import INFEASIBLE_STATUS, Recorder
-from bench.comparison.systems import ALONE, OSDP
+from bench.comparison.systems import ALONE, NO_TP, OWN
 
 
 def train(job: Job, recorder: Recorder, cache: Path) -> None:
@@ -41,7 +41,7 @@ def train(job: Job, recorder: Recorder, cache: Path) -> None:
         max_steps=job.warm_up + job.steps if picks_itself else -1,
         max_epochs=1,
         use_distributed_sampler=picks_itself,
-        callbacks=[Stamps(recorder)],
+        callbacks=[Stamps(recorder), *wishes(job)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -76,7 +76,7 @@ class Stamps(pl.Callback):
 def strategy(job: Job, task: Task, cache: Path) -> Strategy | str:
     """The system's strategy, as its users set it up."""
     how = job.how
-    if how.base == OSDP:
+    if how.base in OWN:
         return osdp(job, cache)
     backend = "gloo" if job.device == "cpu" or shares_a_gpu(job) else None
     classes = block_classes(task)
@@ -120,6 +120,15 @@ def osdp(job: Job, cache: Path) -> Strategy:
 
     backend = {"process_group_backend": "gloo"} if shares_a_gpu(job) else {}
     return OrExit(cache=cache, **backend)
+
+
+def wishes(job: Job) -> list[pl.Callback]:
+    """What OSDP is told."""
+    if job.how.base != NO_TP:
+        return []
+    from lightning_osdp import OSDPCallback
+
+    return [OSDPCallback(tensor_parallel=False)]
 
 
 class FSDPOnCpu(FSDPStrategy):

@@ -15,7 +15,7 @@ from bench.comparison.cells import MIB
 from bench.comparison.models import I_AND_C, MODELS, N_AND_D, W_AND_S
 from bench.comparison.records import ROOT
 from bench.comparison.svg import INK, LINE, MUTED, Picture
-from bench.comparison.systems import OSDP
+from bench.comparison.systems import NO_TP, OSDP
 from bench.comparison.tournament import Comparison, Row
 
 SHOWN = {
@@ -49,6 +49,7 @@ def best(comparison: Comparison, kind: str) -> Row | None:
     """The fastest that was run or, if a system that was not run might be faster, that one's upper bound; None if
     nothing of the kind trains."""
     rows = [row for row in comparison.rows if row.system.startswith(KINDS[kind]) and row.status in ("ok", "bounded")]
+    rows = [row for row in rows if row.system != NO_TP]
     return max(rows, key=lambda row: (row.samples_per_s, row.status == "ok"), default=None)
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from bench.comparison.cells import MIB, Cell
 from bench.comparison.models import MODELS, PAPERS_FAMILIES
-from bench.comparison.systems import OSDP, parse
+from bench.comparison.systems import NO_TP, OSDP, OWN, parse
 from bench.comparison.tournament import PAPER, Comparison, Row
 
 
@@ -82,6 +82,7 @@ def remark(row: Row) -> str:
 def totals(comparisons: Sequence[Comparison]) -> list[Versus]:
     """OSDP against the best of all others, and against the paper's baseline in each family."""
     found = [Versus("best of all others", _ratios((c, c.best()) for c in comparisons))]
+    found.append(Versus("OSDP without tensor parallelism", _ratios((c, c.row(NO_TP)) for c in comparisons)))
     families = dict.fromkeys(MODELS[c.cell.model].family for c in comparisons)
     for family in families:
         own = [c for c in comparisons if MODELS[c.cell.model].family == family]
@@ -111,7 +112,7 @@ def alone_alive(comparisons: Sequence[Comparison]) -> list[Comparison]:
 
 
 def _lives(row: Row) -> bool:
-    return row.system != OSDP and row.status in ("ok", "bounded")
+    return row.system not in OWN and row.status in ("ok", "bounded")
 
 
 def lost(comparisons: Sequence[Comparison]) -> list[Comparison]:

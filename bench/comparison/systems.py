@@ -6,6 +6,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 OSDP = "osdp"
+NO_TP = "osdp-no-tp"
+"""OSDP without tensor parallelism. Not a competitor."""
+OWN = (OSDP, NO_TP)
+"""What finds its batch size itself."""
 ALONE = "alone"
 """Each rank trains for itself, without any communication: what the compute alone takes. Not a competitor."""
 
@@ -39,7 +43,7 @@ class System:
     @property
     def label(self) -> str:
         """For people."""
-        names = BASES | {OSDP: "OSDP", ALONE: "compute alone"}
+        names = BASES | {OSDP: "OSDP", NO_TP: "OSDP without tensor parallelism", ALONE: "compute alone"}
         return names[self.base] + ", recomputed" * self.checkpointing + ", allocator set" * self.allocator
 
 
@@ -50,7 +54,7 @@ def parse(name: str) -> System:
         ValueError: there is none.
     """
     base, *options = name.split("+")
-    if base not in (*BASES, OSDP, ALONE) or set(options) - {"ckpt", "alloc"}:
+    if base not in (*BASES, *OWN, ALONE) or set(options) - {"ckpt", "alloc"}:
         raise ValueError(
             f"no system {name!r}: a name is one of {', '.join(BASES)}, then maybe +ckpt, then maybe +alloc"
         )

@@ -21,7 +21,7 @@ from bench.comparison.batch_probe import (
 from bench.comparison.cells import Cell, is_easier
 from bench.comparison.jobs import Job
 from bench.comparison.records import Runs
-from bench.comparison.systems import OSDP, System
+from bench.comparison.systems import OSDP, OWN, System
 
 SLACK = 1.15
 """A system is left out of a cell if even this much more than it reached in an easier one would not win."""
@@ -90,7 +90,7 @@ class Comparison:
 
     def best(self, *prefixes: str) -> Row | None:
         """The fastest competitor that trains, among those whose name begins with one of ``prefixes`` (all if none)."""
-        others = [row for row in self.rows if row.system != OSDP and row.status == "ok"]
+        others = [row for row in self.rows if row.system not in OWN and row.status == "ok"]
         wanted = [row for row in others if not prefixes or row.system.startswith(prefixes)]
         return max(wanted, key=lambda row: row.samples_per_s, default=None)
 
@@ -114,9 +114,13 @@ class Comparer:
 
     def compare(self, cell: Cell) -> Comparison:
         """Searches each competitor's best batch size, then measures the finalists and OSDP in turns."""
-        first = self._osdp(cell, repeat=0)
-        rows = {OSDP: Row(OSDP, first["outcome"], *_figures(first, cell), detail=_plan_detail(first))}
-        for system in self._systems:
+        names = [OSDP, *(system.name for system in self._systems if system.name in OWN)]
+        first = {name: self._own(cell, name, repeat=0) for name in dict.fromkeys(names)}
+        rows = {
+            name: Row(name, result["outcome"], *_figures(result, cell), detail=_plan_detail(result))
+            for name, result in first.items()
+        }
+        for system in (system for system in self._systems if system.name not in rows):
             best = max(row.samples_per_s for row in rows.values())
             rows[system.name] = self._at_its_best(cell, system.name, best)
         self._seen += [(cell, row) for row in rows.values()]
@@ -175,23 +179,20 @@ class Comparer:
 
     # Finals
 
-    def _finals(self, cell: Cell, rows: dict[str, Row], first: dict[str, Any]) -> list[Row]:
+    def _finals(self, cell: Cell, rows: dict[str, Row], first: dict[str, dict[str, Any]]) -> list[Row]:
         finalists = self._finalists(rows)
         results: dict[str, list[dict[str, Any]]] = {system: [] for system in finalists}
-        osdp = [first]
+        own = {name: [result] for name, result in first.items() if result["outcome"] == "ok"}
         for repeat in range(self._effort.repeats):
-            if repeat and first["outcome"] == "ok":
-                osdp.append(self._osdp(cell, repeat))
+            for name in own if repeat else ():
+                own[name].append(self._own(cell, name, repeat))
             for system in finalists:
                 measured = self._measured.get((cell, system)) if not repeat else None
                 results[system].append(measured or self._final(cell, rows[system], repeat))
-        found = [_median_row(rows[system], cell, results[system]) for system in finalists]
-        if first["outcome"] == "ok":
-            found.append(_median_row(rows[OSDP], cell, osdp))
-        return found
+        return [_median_row(rows[system], cell, measured) for system, measured in (results | own).items()]
 
     def _finalists(self, rows: dict[str, Row]) -> list[str]:
-        alive = [row for row in rows.values() if row.system != OSDP and row.status == "ok"]
+        alive = [row for row in rows.values() if row.system not in OWN and row.status == "ok"]
         ranked = [row.system for row in sorted(alive, key=lambda row: -row.samples_per_s)]
         chosen = ranked[: self._effort.finalists]
         for prefix, others in ((PAPER + "+ckpt", ()), (PAPER, (PAPER + "+ckpt",))):
@@ -208,8 +209,8 @@ class Comparer:
                 return result
             size -= max(1, size // 8)
 
-    def _osdp(self, cell: Cell, repeat: int) -> dict[str, Any]:
-        return self._runs.get(self._job("final", cell, OSDP, (), repeat))
+    def _own(self, cell: Cell, name: str, repeat: int) -> dict[str, Any]:
+        return self._runs.get(self._job("final", cell, name, (), repeat))
 
     def _job(
         self,
@@ -226,7 +227,7 @@ class Comparer:
         final = purpose == "final"
         steps = fewer(effort.final_steps if final else effort.search_steps, step_s)
         warm_up = WARM_UP if final and step_s <= SLOW_STEP_S else SLOW_WARM_UP
-        timeout_s = effort.timeout_s * (OSDP_TIMEOUTS if system == OSDP else 1)
+        timeout_s = effort.timeout_s * (OSDP_TIMEOUTS if system in OWN else 1)
         return Job(
             purpose,
             cell.model,

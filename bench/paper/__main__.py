@@ -30,13 +30,17 @@ LIMITS_GIB = (8, 16)
 SET_ASIDE_BYTES = 800 << 20
 """What the authors' scheduler keeps free of the limit (extra_overhead in OSDP_modules/Profiler_output.py)."""
 
+PLAIN = SearchConstraints(activation_checkpointing=False)
+
 SYSTEMS: dict[str, System] = {
     page.OPERATOR: fsdp_per_operator,
     page.BLOCK: fsdp_per_block,
-    page.BASE: partial(osdp, wishes=SearchConstraints(slice_granularity=1, activation_checkpointing=False)),
-    page.SPLIT: partial(osdp, wishes=SearchConstraints(activation_checkpointing=False)),
+    page.BASE: partial(osdp, wishes=replace(PLAIN, slice_granularity=1, tensor_parallel=False)),
+    page.SPLIT: partial(osdp, wishes=replace(PLAIN, tensor_parallel=False)),
+    page.TENSOR: partial(osdp, wishes=PLAIN),
     page.OPERATOR_AGAIN: partial(fsdp_per_operator, recomputed=True),
     page.BLOCK_AGAIN: partial(fsdp_per_block, recomputed=True),
+    page.SPLIT_AGAIN: partial(osdp, wishes=SearchConstraints(tensor_parallel=False)),
     page.AGAIN: partial(osdp, wishes=SearchConstraints()),
 }
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_osdp.planning.spec.model import LinearInBatch, ModelProfile, Operator, RepeatedBlock
+from lightning_osdp.planning.spec.tensor import TensorCandidate
 from lightning_osdp.profiling.tracing.trace import TrainingStep, trace
 
 VOCABULARY, TOKENS = 10, 6
@@ -24,6 +25,8 @@ SEQUENCES = 96
 """In a batch of 1, as the authors count."""
 DROPOUT = 0.1
 HEAD_WIDTH = 64
+DEGREES = (2, 4, 8)
+"""Ranks over which operators may be cut, of eight."""
 
 
 class Attention(nn.Module):
@@ -131,7 +134,8 @@ def describe(setting: Setting) -> ModelProfile:
     with torch.device("meta"):
         module = MinGPT(setting.widths)
     batch = torch.zeros(4, TOKENS + 1, dtype=torch.long)
-    return trace(TrainingStep(module, batch, 4, torch.device("cpu"))).model_profile
+    step = TrainingStep(module, batch, 4, torch.device("cpu"), tensor_degrees=DEGREES)
+    return trace(step).model_profile
 
 
 def in_batches_of(model: ModelProfile, sequences: int) -> ModelProfile:
@@ -153,7 +157,11 @@ def in_batches_of(model: ModelProfile, sequences: int) -> ModelProfile:
             update=lines | {"unattributed_flops_per_sample": one.unattributed_flops_per_sample * sequences}
         )
 
-    return model.model_copy(
+    def candidate(one: TensorCandidate) -> TensorCandidate:
+        names = ("input_bytes", "output_bytes")
+        return one.model_copy(update={name: getattr(one, name) * sequences for name in names})
+
+    scaled = model.model_copy(
         update={
             "operators": tuple(map(operator, model.operators)),
             "moments": tuple(one.model_copy(update={"live": line(one.live)}) for one in model.moments),
@@ -161,3 +169,4 @@ def in_batches_of(model: ModelProfile, sequences: int) -> ModelProfile:
             "unattributed_flops_per_sample": model.unattributed_flops_per_sample * sequences,
         }
     )
+    return scaled.with_tensor_candidates(map(candidate, model.tensor_candidates), model.tensor_refusals)

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import islice
 
 from lightning_osdp.autotune import startup_budget as seconds
+from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.autotune.trial_step import (
     StepTiming,
     TrialError,
@@ -21,6 +22,7 @@ from lightning_osdp.autotune.trial_step import (
 )
 from lightning_osdp.autotune.trials import TrialSetup, warn_of_failure
 from lightning_osdp.backend.allocator import can_measure_retention
+from lightning_osdp.backend.memory import growth_reserve
 from lightning_osdp.planning.cost.cpu_effects import max_retained_batch_size
 from lightning_osdp.planning.cost.trial_correction import (
     PassTimes,
@@ -119,7 +121,7 @@ def try_retained_heap(setup: TrialSetup, calibration: Calibration) -> Calibratio
     Training with all operators replicated must leave memory for the heap to grow by as much as the copy takes, and the
     tensors of the smallest batch must not be too large to stay in it.
     """
-    if not calibration.unsharded or not _can_measure_heap_retention(setup):
+    if not calibration.unsharded or not _can_measure_heap_retention(setup.ranks):
         return calibration
     model, cluster, size = setup.model, setup.cluster, setup.batch_sizes[0]
     replicated = replicated_plan(model, cluster)
@@ -137,9 +139,36 @@ def try_retained_heap(setup: TrialSetup, calibration: Calibration) -> Calibratio
     return replace(calibration, compute_with_retained_heap=scaled)
 
 
-def _can_measure_heap_retention(setup: TrialSetup) -> bool:
+def assume_retained_heap(
+    compute: ComputeTimes, model: ModelProfile, cluster: Cluster, batch_size: int, free_bytes: int, ranks: RankGroup
+) -> ComputeTimes | None:
+    """Return compute times with freed tensors retained in the heap where no step can be tried (CPU). Collective.
+
+    Training as DDP does retains them as well, and would be the faster one.
+
+    Args:
+        compute: the times if they are released.
+        model: the profile of the model.
+        cluster: the ranks.
+        batch_size: a batch that is trained at least.
+        free_bytes: what this rank may take.
+        ranks: the ranks that train together.
+
+    Returns:
+        The times; None if training with all operators replicated does not leave as much memory again for the heap to
+        grow, or if tensors of the batch are too large to stay in it.
+    """
+    available_bytes = ranks.all_reduce_min(free_bytes - growth_reserve(ranks.device, after_trial=False))
+    needed_bytes = 2 * training_peak_bytes(model, cluster, replicated_plan(model, cluster), batch_size)
+    is_possible = needed_bytes <= available_bytes and max_retained_batch_size(model) >= batch_size
+    if not (_can_measure_heap_retention(ranks) and is_possible):
+        return None
+    return compute.map_lines(lambda line: line.scale(ASSUMED_RETAIN_TIME_RATIO))
+
+
+def _can_measure_heap_retention(ranks: RankGroup) -> bool:
     """Return whether freed tensors can be retained, and heap growth measured, on all ranks. Collective."""
-    return bool(setup.ranks.all_reduce_min(int(can_measure_retention(setup.context.device))))
+    return bool(ranks.all_reduce_min(int(can_measure_retention(ranks.device))))
 
 
 def replicated_plan(model: ModelProfile, cluster: Cluster) -> ExecutionPlan:

@@ -24,13 +24,13 @@ from pathlib import Path
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_osdp.autotune.calibration import run_calibration_trials
+from lightning_osdp.autotune.calibration import assume_retained_heap, run_calibration_trials
 from lightning_osdp.autotune.coordinator import MemoryBudget, PlanningCoordinator, PlanRequest, Replanner
 from lightning_osdp.autotune.finalists import make_trial_setup, search_and_trial, search_or_take
 from lightning_osdp.autotune.measure import agrees_with_kept, is_cache_valid, measure_profile
 from lightning_osdp.autotune.profile import NO_CORRECTION, Profile
 from lightning_osdp.autotune.profile_cache import ModelProfileCache, ProfileCache
-from lightning_osdp.autotune.ranks import RankGroup, current_cluster
+from lightning_osdp.autotune.ranks import RankGroup, current_cluster, resolve_cluster
 from lightning_osdp.autotune.startup_budget import MAX_TRIAL_S, StartupBudget
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.backend.recursion import allow_depth_of
@@ -360,9 +360,15 @@ def _calibrate(
         if calibration.unsharded:
             return profile
     # No step was made, and each of several ranks has run only its share of the kernels.
-    if not (coordinator.ranks.is_offline or coordinator.ranks.is_emulated):
-        coordinator.ranks.raise_on_all_ranks(lambda: compute.warm_up(traced, coordinator.ranks.device))
-    return profile
+    ranks = coordinator.ranks
+    if ranks.is_offline or ranks.is_emulated:
+        return profile
+    ranks.raise_on_all_ranks(lambda: compute.warm_up(traced, ranks.device))
+    cluster = resolve_cluster(ranks, coordinator.request.cluster, profile)
+    retained = assume_retained_heap(
+        profile.compute, coordinator.model, cluster, coordinator.batch_sizes[0], coordinator.free_bytes(), ranks
+    )
+    return profile.model_copy(update={"compute_with_retained_heap": retained})
 
 
 def _cache_plan(

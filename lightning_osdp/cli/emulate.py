@@ -32,6 +32,7 @@ from lightning_osdp.planning.spec.search_record import Baseline
 from lightning_osdp.report import tables
 from lightning_osdp.report.emulation import emulation_table
 from lightning_osdp.strategy import arguments, offline
+from lightning_osdp.strategy.planning_options import PlanningOptions
 
 STRATEGIES: tuple[StrategyName, ...] = ("osdp", "ddp", "fsdp", "fsdp2")
 
@@ -133,13 +134,16 @@ def _read_request(options: Namespace) -> Request:
     for name in ("steps", "batch_size"):
         arguments.validate_positive(name, options[name])
     names = ("memory_limit", "max_batch_size", "global_batch_size", "cache")
+    planning_args = {name: options[name] for name in names if options[name] is not None}
+    config = offline_plan.load_config(Path(options.config))
+    PlanningOptions(**config.planning_args | planning_args)  # refused here if they can't be used
     return Request(
-        config=offline_plan.load_config(Path(options.config)).path,  # refused here if it can't be used
+        config=config.path,
         cluster=resolve_cluster(options.hardware, options.devices, options.nodes),
         strategies=STRATEGIES if options.compare else (options.strategy,),
         num_steps=options.steps,
         batch_size=options.batch_size,
-        planning_args={name: options[name] for name in names if options[name] is not None},
+        planning_args=planning_args,
     )
 
 

@@ -326,9 +326,13 @@ def _simulate(options: Namespace) -> None:
     limit_bytes, share = parse_memory_limit(options.memory_limit or "auto")
     limit_bytes = limit_bytes or hardware_spec.usable_bytes(share)
     devices = options.devices or _device_counts(hardware_spec.devices)
+    for count in devices:
+        hardware.build_cluster(hardware_spec, count)  # refused here, before the step is traced
+    if options.dtype is not None:
+        hardware_spec.get_peak_flops(options.dtype)
     config = _load_config(options)
-    dtype = options.dtype or offline.matmul_dtype(config.trainer.get("precision"))
     run = offline_plan.profile_from_config(config)
+    dtype = options.dtype or run.matmul_dtype(config.trainer.get("precision"), hardware_spec)
     model, constraints = run.model, run.constraints
     points = [
         point

@@ -137,7 +137,7 @@ def _with_tensor_times(
     if operator.tensor is None:
         return time
     weight_bytes = sum(parameter.parameter_bytes for parameter in operator.parameters if len(parameter.shape) > 1)
-    reads_all = operator.tensor.role != TensorRole.EMBEDDING
+    reads_all = not operator.tensor.role.is_table
 
     def line_of_slice(phase: Phase, passes: int, degree: int) -> LinearInBatch:
         line: LinearInBatch = getattr(time, phase)
@@ -212,8 +212,11 @@ def _find_variants(trace: TracedStep, constraints: SearchConstraints) -> list[_V
             sliced = {size: matmul.split(k, slice_outputs=is_output) for size, matmul in matmuls.items()}
             variants.append(_Variant(index, k, dim, sliced, replaced))
         for degree in degrees:
-            is_output = operator.tensor is not None and operator.tensor.role != TensorRole.ROW
-            cut = {size: matmul.cut(degree, cuts_outputs=is_output) for size, matmul in matmuls.items()}
+            cuts_inputs = operator.tensor is not None and operator.tensor.role in (
+                TensorRole.ROW,
+                TensorRole.TABLE_ROWS,
+            )
+            cut = {size: matmul.cut(degree, cuts_outputs=not cuts_inputs) for size, matmul in matmuls.items()}
             variants.append(_Variant(index, degree, None, cut, replaced))
     return variants
 

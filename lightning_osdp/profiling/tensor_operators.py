@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import takewhile
 
 from torch import Tensor, nn
 
 from lightning_osdp.engine.splittable import matrix_input_dim
+from lightning_osdp.engine.tensor_parallel.attention import AttentionCall
 from lightning_osdp.engine.tensor_parallel.check import has_hooks, tensor_refusal
+from lightning_osdp.engine.tensor_parallel.operator import cut_dim
 from lightning_osdp.planning.spec.model import Operator
 from lightning_osdp.planning.spec.tensor import TensorRole
+from lightning_osdp.profiling.tracing.dataflow import Call
 
 
 def refusal(operator: Operator, module: nn.Module) -> str:
     """Say to the user why the operator can't be tensor parallel, whatever its size; empty if it can."""
     if operator.replicated_reason:
         return operator.replicated_reason
-    if isinstance(module, nn.MultiheadAttention):
-        return "MultiheadAttention computes its projections by itself, all in one function"
-    is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-    if reason := tensor_refusal(module, TensorRole.EMBEDDING if is_table else TensorRole.LINEAR):
+    if reason := tensor_refusal(module, role_of(module)):
         return reason
     if has_hooks(module):
         return "there are hooks on it, which may read its weight"
-    if isinstance(module, nn.EmbeddingBag) or operator.split_dims:
+    if isinstance(module, nn.EmbeddingBag | nn.MultiheadAttention) or operator.split_dims:
         return ""
     return operator.unsplittable_reason or "it is not a matrix"
+
+
+def role_of(module: nn.Module, degrees: Sequence[int] = ()) -> TensorRole:
+    """Return how a module is cut if it is tensor parallel by itself, over one of some numbers of ranks.
+
+    A table is cut along its columns where it can be: along its rows, what is exchanged is as much for each rank.
+    """
+    if isinstance(module, nn.MultiheadAttention):
+        return TensorRole.ATTENTION
+    if isinstance(module, nn.Embedding) and not any(module.embedding_dim % degree == 0 for degree in degrees):
+        has_rows = any(module.num_embeddings % degree == 0 for degree in degrees)
+        return TensorRole.TABLE_ROWS if has_rows else TensorRole.EMBEDDING
+    return TensorRole.EMBEDDING if isinstance(module, nn.Embedding | nn.EmbeddingBag) else TensorRole.LINEAR
+
+
+def call_refusal(module: nn.Module, calls: Iterable[Call]) -> str:
+    """Say to the user why the operator can't be tensor parallel in the way it is called; empty if it can."""
+    if not isinstance(module, nn.MultiheadAttention):
+        return ""
+    reasons = (AttentionCall(*call.args, **call.kwargs).refusal(module) for call in calls)
+    return next((reason for reason in reasons if reason), "")
 
 
 def explain_unknown_dataflow(operators: Sequence[Operator], modules: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -46,9 +67,10 @@ def has_tensor_kind(module: nn.Module) -> bool:
 
 def size_refusal(module: nn.Module, degrees: Sequence[int]) -> str:
     """Say to the user why the operator can't be cut by itself over any number of ranks; empty if it can."""
-    size, numbers = cut_size(module), " or ".join(map(str, degrees))
+    role, numbers = role_of(module, degrees), " or ".join(map(str, degrees))
+    size = cut_size(module, role)
     is_divisible = any(size % degree == 0 for degree in degrees)
-    what = "output features" if is_linear(module) else "columns"
+    what = {TensorRole.LINEAR: "output features", TensorRole.ATTENTION: "heads"}.get(role, "columns")
     return "" if is_divisible else f"its {size} {what} can't be divided by {numbers}"
 
 
@@ -57,11 +79,12 @@ def is_linear(module: nn.Module) -> bool:
     return matrix_input_dim(module) is not None
 
 
-def cut_size(module: nn.Module) -> int:
-    """Return the size of the dimension that is cut if the module is tensor parallel by itself."""
+def cut_size(module: nn.Module, role: TensorRole) -> int:
+    """Return the size of what is cut if the module is tensor parallel by itself."""
+    if isinstance(module, nn.MultiheadAttention):
+        return int(module.num_heads)
     assert isinstance(module.weight, Tensor)
-    input_dim = matrix_input_dim(module)
-    return int(module.weight.shape[1 if input_dim is None else 1 - input_dim])
+    return int(module.weight.shape[cut_dim(module, role)])
 
 
 def count_heads(module: nn.Module) -> dict[str, int]:

@@ -32,6 +32,7 @@ from lightning_osdp.profiling import tensor_proof
 from lightning_osdp.profiling.kernels.benchmark import tensors_of
 from lightning_osdp.profiling.tensor_leaks import find_leak
 from lightning_osdp.profiling.tensor_operators import (
+    call_refusal,
     count_heads,
     cut_size,
     describe_refused_groups,
@@ -39,6 +40,7 @@ from lightning_osdp.profiling.tensor_operators import (
     is_linear,
     planned_columns,
     refusal,
+    role_of,
     size_refusal,
 )
 from lightning_osdp.profiling.tensor_proof import Cut, PlayedGroup
@@ -177,7 +179,7 @@ class _Finder:
             if name in self._usable and name not in candidates:
                 if name not in self._calls:
                     self._refusals[name] = "the training step does not call it"
-                elif reason := size_refusal(self._modules[name], self._degrees):
+                elif reason := size_refusal(self._modules[name], self._degrees) or self._call_refusal(name):
                     self._refusals[name] = reason
                 else:
                     candidates[name] = self._single(operator)
@@ -244,11 +246,12 @@ class _Finder:
     def _candidate(self, group: _Group, proven: _Proven, scope: str, with_scope: bool) -> TensorCandidate:
         module = self._modules[scope]
         attributes = [tensor_proof.attribute_name(module, each) for each in proven.attributes]
-        inputs = 0
-        for calls in group.column_calls:
-            stack = self._scope_of(calls) if with_scope else calls[0]
-            assert stack is not None
-            inputs += sum(each.nbytes for each in tensors_of((stack.args, stack.kwargs)) if self._has_rows(each, calls))
+        inputs, between = 0, dict[str, nn.Module]()
+        for calls, row in zip(group.column_calls, group.row_calls, strict=True):
+            around = self._scope_of(calls) if with_scope else None
+            given = tensors_of(((around or calls[0]).args, (around or calls[0]).kwargs))
+            inputs += sum(each.nbytes for each in given if self._has_rows(each, calls))
+            between |= self._modules_between(calls, row, around)
         outputs = sum(each.nbytes for call in group.row_calls for each in tensors_of(call.output))
         return TensorCandidate(
             operators=(*group.columns, group.row),
@@ -257,6 +260,7 @@ class _Finder:
             scope=scope,
             attributes=tuple(f"{scope}.{name}" for name in attributes),
             needs_agreement=with_scope,
+            inner_modules=tuple(name for name in between if name not in ("", scope)),
             degrees=proven.degrees,
             input_bytes=inputs / self._traced.batch_size,
             output_bytes=outputs / self._traced.batch_size,
@@ -352,11 +356,10 @@ class _Finder:
     def _modules_between(self, columns: Sequence[Call], row: Call, scope: Call | None) -> dict[str, nn.Module]:
         """Return the scope and what runs until the row, which all see a slice."""
         first = min(column.start for column in columns)
-        calls = [call for call in self._flow.calls if first <= call.start < row.stop and call.stop <= row.stop]
-        members = {id(call) for call in (*columns, row)}
-        names = [
-            self._name(call) for call in (*calls, *([scope] if scope is not None else ())) if id(call) not in members
-        ]
+        numbered = [each for each in enumerate(self._flow.calls) if each[0] not in row.stack]
+        calls = [call for _, call in numbered if first <= call.start < row.stop and call.stop <= row.stop]
+        calls += [scope] if scope is not None else []
+        names = [self._name(call) for call in calls if not any(call is column for column in columns)]
         return {name: self._modules[name] for name in names}
 
     def _play(self, scene: Scene, columns: Sequence[Call]) -> _Proven:
@@ -412,14 +415,19 @@ class _Finder:
 
     # -- single operators ---------------------------------------------------------------------------------------------
 
+    def _call_refusal(self, name: str) -> str:
+        return call_refusal(self._modules[name], (self._flow.calls[number] for number in self._calls[name]))
+
     def _single(self, operator: Operator) -> TensorCandidate:
         module, calls = self._modules[operator.name], [self._flow.calls[each] for each in self._calls[operator.name]]
-        inputs = sum(each.nbytes for call in calls for each in tensors_of((call.args, call.kwargs)))
+        given = ({id(each): each for each in tensors_of((call.args, call.kwargs))} for call in calls)
+        inputs = sum(each.nbytes for tensors in given for each in tensors.values())
+        role = role_of(module, self._degrees)
         outputs = sum(each.nbytes for call in calls for each in tensors_of(call.output))
         return TensorCandidate(
             operators=(operator.name,),
-            roles=(TensorRole.LINEAR if is_linear(module) else TensorRole.EMBEDDING,),
-            degrees=tuple(each for each in self._degrees if cut_size(module) % each == 0),
+            roles=(role,),
+            degrees=tuple(each for each in self._degrees if cut_size(module, role) % each == 0),
             input_bytes=inputs / self._traced.batch_size,
             output_bytes=outputs / self._traced.batch_size,
         )

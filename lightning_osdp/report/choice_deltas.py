@@ -28,8 +28,10 @@ def choice_deltas(plan: ExecutionPlan, run: OperatorRun) -> list[ChoiceDelta]:
     own_names = {operator.name for operator in run.operators}
     members = own_names.union(*(operator.tensor_group for operator in run.operators))
     partners = [operator for operator in plan.operators if operator.name in members - own_names]
-    if any(find_cost(operator, operator.choice) is None for operator in (*run.operators, *partners)):
+    if any(find_cost(operator, operator.choice) is None for operator in run.operators):
         return []
+    if any(find_cost(partner, partner.choice) is None for partner in partners):  # they share a unit
+        members, partners = own_names, []
     other_transient = max((cost.transient_bytes for cost in _chosen_costs(plan.operators, members)), default=0)
 
     def total_cost(choice: ShardingChoice) -> tuple[float, int] | None:
@@ -42,7 +44,11 @@ def choice_deltas(plan: ExecutionPlan, run: OperatorRun) -> list[ChoiceDelta]:
         return sum(cost.time_s for cost in known), sum(cost.resident_bytes for cost in known) + largest
 
     own = total_cost(first.choice)
-    others = {alternative.choice: total_cost(alternative.choice) for alternative in first.alternatives}
+    others = {
+        alternative.choice: total_cost(alternative.choice)
+        for alternative in first.alternatives
+        if partners or not first.tensor_group or alternative.tensor_degree == first.choice.tensor_degree
+    }
     return [
         ChoiceDelta(choice, other[0] - own[0], other[1] - own[1])
         for choice, other in others.items()

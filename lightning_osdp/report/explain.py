@@ -200,10 +200,11 @@ def _wrapping_text(blocks: Sequence[BlockPlan]) -> str:
     if not wrapped:
         return ""
     seconds, bytes_ = sum(block.wrapping_saves_s for block in wrapped), max(block.wrapping_bytes for block in wrapped)
+    more = f"{format_bytes(abs(bytes_))} {'more' if bytes_ > 0 else 'less'}" if bytes_ else "no more"
     return (
         f" Per block: in {len(wrapped)} of {len(blocks)}, {wrapped[0].num_wrapped} operators are gathered together, "
         f"which {'saves' if seconds >= 0 else 'costs'} {format_seconds(abs(seconds))} a step and takes "
-        f"{format_bytes(abs(bytes_))} {'more' if bytes_ >= 0 else 'less'} at the peak."
+        f"{more} at the peak."
     )
 
 
@@ -217,7 +218,9 @@ def _recompute_text(plan: ExecutionPlan, blocks: Sequence[BlockPlan]) -> str:
             sum(block.recompute_saves_bytes for block in recomputed),
             sum(block.time_s for block in recomputed),
         )
-        start += f" (up to {recomputed[-1].name}), which frees {format_bytes(bytes_)} between forward and backward and "
+        is_start = recomputed == list(blocks[: len(recomputed)])
+        which = f"up to {recomputed[-1].name}" if is_start else ", ".join(block.name for block in recomputed)
+        start += f" ({which}), which frees {format_bytes(bytes_)} between forward and backward and "
         start += f"costs {format_seconds(seconds)} a step"
     if all(block.user_requested for block in blocks):
         return f"{start}, as you asked for."

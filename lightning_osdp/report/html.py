@@ -125,8 +125,8 @@ def _summary_rows(plan: ExecutionPlan) -> list[tuple[str, str]]:
         ("throughput", format_rate(predicted.samples_per_s)),
         (
             "peak memory",
-            f"{format_bytes(predicted.peak_memory_bytes)} of {format_bytes(plan.memory_limit_bytes)}, "
-            f"{format_bytes(predicted.overhead_bytes)} of it before the model",
+            f"{format_bytes(predicted.peak_memory_bytes)} of {format_bytes(plan.memory_limit_bytes)}"
+            + f", {format_bytes(predicted.overhead_bytes)} of it before the model" * bool(predicted.overhead_bytes),
         ),
     ]
 

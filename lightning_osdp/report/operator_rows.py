@@ -7,7 +7,7 @@ other operators are grouped by what they lie in (``transformer: wte, wpe``) and 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -68,6 +68,7 @@ class _Numbered(NamedTuple):
 def operator_rows(plan: ExecutionPlan) -> list[TableRow]:
     """Return the rows of the table of a plan's operators, blocks that are alike in one."""
     known = {block.name for block in plan.blocks}
+    enclosing = {prefix for operator in plan.operators for prefix in _prefixes(operator.name)}
     containers: dict[tuple[str, bool], list[OperatorPlan]] = {}
     for operator in plan.operators:
         block = _block_name(operator.name, known)
@@ -84,7 +85,7 @@ def operator_rows(plan: ExecutionPlan) -> list[TableRow]:
             rows += _block_rows(thing)
             continue
         suffix, mode = thing.modes[0]
-        name = thing.name + suffix
+        name = thing.name + suffix + " (itself)" * (thing.members[0][0].name in enclosing)
         key = (name.rpartition(".")[0], mode)
         single.setdefault(key, []).append(thing._replace(tokens=(name,)))
         if key not in position:
@@ -93,6 +94,11 @@ def operator_rows(plan: ExecutionPlan) -> list[TableRow]:
     for key, index in position.items():
         rows[index] = _joined_row(key, single[key])
     return _limit_rows(rows)
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    while name := name.rpartition(".")[0]:
+        yield name
 
 
 def _block_name(name: str, known: Collection[str]) -> str | None:

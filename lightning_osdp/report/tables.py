@@ -26,7 +26,7 @@ MAX_RUNNERS_UP = 3
 WIDTH, _GAP = 80, 2
 """Width of tables, and blanks between their columns."""
 
-_MIN_MODE_WIDTH, _MAX_MODE_WIDTH = 14, 32
+_MIN_MODE_WIDTH, _MAX_MODE_WIDTH = 14, 24
 """Least width of the column of modes, and the one above which it is wrapped if names need the rest."""
 
 _BREAK = r"(?<= )|(?=\.)"
@@ -167,8 +167,9 @@ def _summary(plan: ExecutionPlan, profiling_s: float | None, collectives: int | 
         **({"tried": describe_tried(plan)} if plan.tried else {}),
         "peak memory": f"{format_bytes(predicted.peak_memory_bytes)} of {format_bytes(limit)}  "
         f"{_format_bar(predicted.peak_memory_bytes / limit)}",
-        "": f"{format_bytes(predicted.overhead_bytes)} of it before the model",
     }
+    if predicted.overhead_bytes:
+        rows[""] = f"{format_bytes(predicted.overhead_bytes)} of it before the model"
     if predicted.non_training_bytes:
         needs = (f"{format_bytes(size)} for {what}" for what, size in predicted.non_training_bytes.items())
         rows["between steps"] = ", ".join(needs)

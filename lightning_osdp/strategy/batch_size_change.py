@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -127,11 +126,10 @@ def describe_change(epoch: Epoch, present: int, accumulation: int, plan: Executi
 
 
 def announce_change(trainer: Any, epoch: Epoch, present: int, plan: ExecutionPlan, ranks: int) -> None:
-    """Print and log ``describe_change`` on rank 0, if there is one."""
+    """Print ``describe_change`` on rank 0, if there is one."""
     change = describe_change(epoch, present, trainer.accumulate_grad_batches, plan, ranks)
     if change and trainer.is_global_zero:
-        logging.getLogger(__name__).info(change)
-        print(change)
+        print(change, flush=True)
 
 
 def update_hyperparameters(trainer: pl.Trainer, before: int, after: int) -> None:

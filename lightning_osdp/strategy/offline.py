@@ -7,6 +7,8 @@ same pipeline as in training (``autotune.pipeline``), and the run ends.
 from __future__ import annotations
 
 import logging
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -19,13 +21,14 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import _TunerExitException
+from torch import nn
 from typing_extensions import override
 
 from lightning_osdp.autotune import pipeline
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster, device_name
 from lightning_osdp.backend import allocator
 from lightning_osdp.backend.memory import MemoryLimit
-from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.errors import ConfigurationError, OSDPWarning
 from lightning_osdp.planning.search.baselines import find_baselines
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.search.plan_selection import select_plan
@@ -53,7 +56,10 @@ QUIET_TRAINER_ARGS: dict[str, Any] = {
 """Arguments of a Trainer that neither writes files nor starts processes."""
 
 DTYPES = {"bf16": "bf16", "16": "fp16", "transformer-engine": "bf16"}
-"""The type of matrix products by the beginning of a Trainer's ``precision``; ``fp32`` for all others."""
+"""The type of matrix products by the beginning of a Trainer's ``precision``; that of the parameters for all others."""
+
+PARAMETER_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""The type of matrix products by that of the parameters; ``fp32`` for all others."""
 
 
 def plan(
@@ -94,8 +100,7 @@ def plan(
     callbacks = [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks)
     trainer_args = {**trainer_args, "callbacks": [callback] * (callback is not None) + callbacks}
     if hardware is not None:
-        dtype = matmul_dtype(trainer_args.get("precision"))
-        return _plan_for_hardware(module, data, trainer_args, settings, hardware, devices, dtype)
+        return _plan_for_hardware(module, data, trainer_args, settings, hardware, devices)
     cluster = arguments.read_cluster(settings.cluster)
     accelerator = str(trainer_args.get("accelerator", "auto"))
     if cluster is None:
@@ -136,11 +141,10 @@ def _plan_for_hardware(
     options: PlanningOptions,
     hardware: str | Path,
     devices: int | None,
-    dtype: str,
 ) -> ExecutionPlan:
     described = whatif_hardware.load(hardware)
-
     num_devices = devices or described.devices
+    whatif_hardware.build_cluster(described, num_devices)  # refused here, before the step is traced
 
     def profile(trainer: pl.Trainer) -> tuple[ProfiledRun, BatchSizePolicy]:
         run = profile_in_setup(trainer, options)
@@ -149,6 +153,7 @@ def _plan_for_hardware(
 
     run, policy = _run(module, data, trainer_args, torch.device("cpu"), profile)
     limit_bytes = options.memory_limit_bytes or described.usable_bytes(options.memory_share)
+    dtype = run.matmul_dtype(trainer_args.get("precision"), described)
     problem = problem_for_hardware(run.model, described, devices, limit_bytes, dtype, run.constraints)
     problem = replace(problem, non_training=run.averages, overhead_bytes=run.averages.copied_bytes)
     found = select_plan(problem, policy, ())
@@ -175,11 +180,6 @@ def _run(
     return strategy.result
 
 
-def matmul_dtype(precision: Any) -> str:
-    """Return the type of matrix products under a Trainer's ``precision``: ``fp32``, ``fp16`` or ``bf16``."""
-    return next((dtype for prefix, dtype in DTYPES.items() if str(precision or "").startswith(prefix)), "fp32")
-
-
 def prepare_device(device: torch.device, cluster: Cluster, options: PlanningOptions) -> MemoryLimit:
     """Set the process up as a rank would be, and return its memory limit.
 
@@ -202,6 +202,7 @@ class ProfiledRun:
         loader_batch_size: the batch size that the data loader has now.
         limit_batch_sizes: restricts a search, for a number of ranks, to what the length of the data allows.
         averages: what averages of the weights need.
+        parameter_dtype: the type of most parameters: ``fp32``, ``fp16`` or ``bf16``.
     """
 
     model: ModelProfile
@@ -209,6 +210,23 @@ class ProfiledRun:
     loader_batch_size: int
     limit_batch_sizes: Callable[[BatchSizePolicy, int], BatchSizePolicy]
     averages: NonTrainingWork
+    parameter_dtype: str = "fp32"
+
+    def matmul_dtype(self, precision: Any, hardware: whatif_hardware.Hardware) -> str:
+        """Return the type of matrix products under a Trainer's ``precision``.
+
+        Warns where the parameters are of a type that the hardware does not compute in, and no precision says so.
+        """
+        asked = next((dtype for prefix, dtype in DTYPES.items() if str(precision or "").startswith(prefix)), None)
+        if asked is None and self.parameter_dtype not in ("fp32", *hardware.peak_flops):
+            warnings.warn(
+                f"the parameters are {self.parameter_dtype}, which {hardware.device} does not compute in: the times of "
+                "this plan are those of fp32",
+                OSDPWarning,
+                stacklevel=2,
+            )
+            return "fp32"
+        return asked or self.parameter_dtype
 
 
 def profile_in_setup(trainer: pl.Trainer, options: PlanningOptions) -> ProfiledRun:
@@ -226,7 +244,17 @@ def profile_in_setup(trainer: pl.Trainer, options: PlanningOptions) -> ProfiledR
         return policy if is_fixed else data.bounded_policy(present, policy, ranks, options.min_steps_per_epoch)
 
     averages = count_averaged_copies(trainer, context.device, NonTrainingWork())
-    return ProfiledRun(traced.model_profile, searched, present, limit_batch_sizes, averages)
+    dtype = _parameter_dtype(trainer.lightning_module)
+    return ProfiledRun(traced.model_profile, searched, present, limit_batch_sizes, averages, dtype)
+
+
+def _parameter_dtype(module: pl.LightningModule) -> str:
+    """Return the type of most elements of the parameters."""
+    elements: Counter[torch.dtype] = Counter()
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and not nn.parameter.is_lazy(parameter):
+            elements[parameter.dtype] += parameter.numel()
+    return PARAMETER_DTYPES.get(max(elements, key=elements.__getitem__, default=torch.float32), "fp32")
 
 
 def plan_in_setup(

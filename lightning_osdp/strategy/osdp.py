@@ -65,8 +65,9 @@ class OSDPStrategy(HandoverStrategy):
     """Optimal sharded data parallelism (Jiang et al., arXiv 2209.13258) as a Lightning strategy.
 
     Before training it traces the module's training step and measures the hardware. It searches the batch size, and for
-    each operator whether to replicate it (dp: FSDP's NO_SHARD), to shard gradients and optimizer states (zdp2:
-    SHARD_GRAD_OP), or to shard parameters as well (zdp: FULL_SHARD). It applies that plan with FairScale units.
+    each operator whether to replicate it (dp: FSDP's NO_SHARD), to shard it and gather it once a step (zdp2:
+    SHARD_GRAD_OP) or twice (zdp: FULL_SHARD), or to keep a slice of it on each rank and exchange activations (tp,
+    tensor parallelism). It applies that plan with FairScale units.
 
     Args:
         memory_limit: memory per device: ``"auto"`` for what the device has, ``"90%"`` for a share of that, bytes, or

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
@@ -150,6 +151,7 @@ class Hyper(Net):
 def change_of_batch_size(folder: str, rank: int) -> dict[str, Any]:
     """What is printed and logged of a batch size that is not the loader's."""
     output, module = io.StringIO(), Hyper(2)
+    logging.getLogger("lightning_osdp").addHandler(logging.StreamHandler(output))  # a terminal shows both
     loggers = [CSVLogger(f"{folder}/csv", version=0), TensorBoardLogger(f"{folder}/tb", version=0)]
     data = DataLoader(TensorDataset(ROWS), batch_size=2)
     with redirect_stdout(output):

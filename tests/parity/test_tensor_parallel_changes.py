@@ -13,6 +13,7 @@ from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import OperatorPlan
+from lightning_osdp.planning.spec.tensor import TensorRole, TensorScope
 from lightning_osdp.state.guarded_parameter import is_guarded
 from tests.support.models import two_groups
 from tests.support.ranks import run_ranks
@@ -63,9 +64,12 @@ def step_of(engine: FairScaleEngine, model: nn.Module, optimizer: Any, sample: S
     engine.after_optimizer_step()
 
 
-def train_plain(loss: Any = loss_of, make: Any = model_of) -> tuple[dict[str, Tensor], Any]:
+def train_plain(
+    loss: Any = loss_of, make: Any = model_of, change: Any = lambda step, model: None
+) -> tuple[dict[str, Tensor], Any]:
     model, optimizer = make()
     for step in range(STEPS):
+        change(step, model)
         optimizer.zero_grad()
         torch.stack([loss(model, batch_of(step, rank)) for rank in range(RANKS)]).mean().backward()
         optimizer.step()
@@ -188,6 +192,97 @@ def look_at(rank: int) -> dict[str, Any]:
     return found
 
 
+class Activated(nn.Module):
+    """An MLP with a module between its linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.mlp = nn.GELU(), nn.ModuleDict({"up": nn.Linear(8, 12), "down": nn.Linear(12, 8)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp["down"](self.act(self.mlp["up"](x)))
+
+
+def normalized(forward: Any) -> Any:
+    """What an adapter or a probe puts in the place of a forward: it needs all features of a row."""
+    return lambda x: nn.functional.normalize(forward(x), dim=-1)
+
+
+def normalize_output(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return nn.functional.normalize(output, dim=-1)
+
+
+def replace_up(net: Activated) -> None:
+    net.mlp["up"].forward = normalized(net.mlp["up"].forward)
+
+
+def replace_down(net: Activated) -> None:
+    net.mlp["down"].forward = normalized(net.mlp["down"].forward)
+
+
+def replace_activation(net: Activated) -> None:
+    net.act.forward = normalized(net.act.forward)
+
+
+def hook_activation(net: Activated) -> None:
+    net.act.register_forward_hook(normalize_output)
+
+
+def hook_up(net: Activated) -> None:
+    net.mlp["up"].register_forward_hook(normalize_output)
+
+
+def hook_gradient(net: Activated) -> None:
+    net.act.register_full_backward_hook(lambda module, to_input, of_output: (10 * to_input[0],))
+
+
+CHANGES = (replace_up, replace_down, replace_activation, hook_activation, hook_up, hook_gradient)
+
+
+def activated(change: Any, rank: int | None) -> list[Tensor]:
+    """Gradients after a change amid training, of the mean over ranks; without a rank, of a plain module."""
+    torch.manual_seed(1)
+    net = Activated()
+    if rank is not None:
+        roles = {"mlp.up": (TensorRole.COLUMN, "mlp.down"), "mlp.down": (TensorRole.ROW, "mlp.down")}
+        engine = FairScaleEngine(torch.device("cpu"))
+        scopes = {"mlp.down": TensorScope(inner_modules=("act",))}
+        engine.apply(net, tensor_plan({"mlp": 2}, RANKS, splits=roles, tensor_scopes=scopes))
+    for step in range(3):
+        if step == 1:
+            change(net)
+        net.zero_grad()
+        inputs = [torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(RANKS)]
+        if rank is None:
+            torch.stack([net(x).square().mean() for x in inputs]).mean().backward()
+        else:
+            engine.before_forward()
+            net(inputs[rank]).square().mean().backward()
+            engine.finish_backward()
+    return [parameter.grad * 1.0 for parameter in net.parameters()]
+
+
+def change_amid_training(rank: int) -> dict[str, list[Tensor]]:
+    return {change.__name__: activated(change, rank) for change in CHANGES}
+
+
+FROZEN_FIRST = ("embed", "mlp.up", "mlp.down", "head")
+
+
+def unfreeze(step: int, model: nn.Module) -> None:
+    """Train some weights in the later steps alone."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(step >= STEPS // 2 or not name.startswith(FROZEN_FIRST))
+
+
+def unfreeze_amid_training(rank: int) -> Any:
+    engine, model, optimizer = start(0, rank)
+    for step in range(STEPS):
+        unfreeze(step, model)
+        step_of(engine, model, optimizer, batch_of(step, rank))
+    return engine.model_state(), engine.optimizer_state(optimizer)
+
+
 def sum_of_squares(model: nn.Module, rank: int) -> Tensor:
     """Of the logits of no sample on the first rank, and of three longer ones on the second."""
     return model(make_sample(0, 3 * rank, 5 + rank)).square().sum()
@@ -225,7 +320,16 @@ def build_on_meta(rank: int) -> Any:
     return states
 
 
-WORKS = (change_plans, change_units_of_a_scope, read_outside, look_at, build_on_meta, run_without_samples)
+WORKS = (
+    change_plans,
+    change_units_of_a_scope,
+    read_outside,
+    look_at,
+    build_on_meta,
+    run_without_samples,
+    change_amid_training,
+    unfreeze_amid_training,
+)
 
 
 def run_all(rank: int, ranks: int) -> dict[str, Any]:
@@ -279,3 +383,21 @@ def test_gradients_are_those_of_plain_training_where_a_rank_has_no_samples(runs:
     for found in [run["run_without_samples"] for run in runs]:
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_that_are_unfrozen_amid_training_train_from_then_on(runs: list[dict[str, Any]]) -> None:
+    (weights, optimizer), (expected, expected_optimizer) = (
+        runs[0]["unfreeze_amid_training"],
+        train_plain(change=unfreeze),
+    )
+    for key, weight in expected.items():
+        torch.testing.assert_close(weights[key], weight, rtol=1e-5, atol=1e-6)
+    assert optimizer["state"].keys() == expected_optimizer["state"].keys()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_put_between_operators_amid_training_sees_all_features(runs: list[dict[str, Any]], change: Any) -> None:
+    expected = activated(change, None)
+    for found in [run["change_amid_training"][change.__name__] for run in runs]:
+        for gradient, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-7)

@@ -75,9 +75,6 @@ from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.state.guarded_parameter import without_guards
 
-UNIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Data types that the parameters of a unit may have."""
-
 _NEEDLESS = (
     *("uncollected_opt_state", "no_broadcast_optim_state", "state_dict_device", "verbose", "_tstart"),
     *("state_dict_on_rank_0_only", "allow_reset_parameters", "force_input_to_fp32", "bucket_cap_mb", "buffer_size"),
@@ -211,7 +208,6 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
         versions = [parameter._version for parameter in self.params]
         casts_of_outer_run, self._casts_of_run = self._casts_of_run, {}
         hooks = SavedTensorHooks(self, self._pending_uses) if with_grad else None
-        num_uses = [] if with_grad or self._in_graph else self._count_uses()
         first_node = torch._C._autograd._get_sequence_nr()
         if hooks is not None:
             self._in_graph = True
@@ -229,7 +225,6 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
                 hooks.pop()
             if self._num_running == 0:
                 self._keep_changes(versions, self._has_module_hooks())
-                self._leave_views(num_uses)
                 gathered, self._read_as_is = gathered + self._read_as_is, []
             if self.reshard_after_forward or not with_grad:
                 self._free_full_params(gathered)

@@ -7,15 +7,23 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from lightning_osdp.engine.tensor_parallel.operator import TensorOperator, cut_dim
+from lightning_osdp.engine.tensor_parallel.attention import AttentionUnit
+from lightning_osdp.engine.tensor_parallel.check import shows_slices
+from lightning_osdp.engine.tensor_parallel.operator import CutWeight, TensorOperator, cut_weights
 from lightning_osdp.engine.tensor_parallel.pair import PairUnit
 from lightning_osdp.engine.tensor_parallel.process_groups import TensorGroups
 from lightning_osdp.engine.tensor_parallel.scope import ScopeUnit
 from lightning_osdp.engine.tensor_parallel.single import SingleUnit
 from lightning_osdp.engine.tensor_parallel.unit import TensorUnit, UnitContext
 from lightning_osdp.planning.spec.plan import OperatorPlan
-from lightning_osdp.planning.spec.tensor import TensorScope
+from lightning_osdp.planning.spec.tensor import TensorRole, TensorScope
 from lightning_osdp.state.dim_slice_layout import DimSliceLayout
+
+
+def weights_to_cut(root: nn.Module, plan: OperatorPlan) -> list[CutWeight]:
+    """Return the weights of a tensor parallel operator of the module that are cut."""
+    assert plan.tensor is not None
+    return cut_weights(root.get_submodule(plan.name), plan.tensor.role, plan.tensor.parts)
 
 
 def make_unit(
@@ -42,15 +50,22 @@ def make_unit(
     groups = TensorGroups.create(world, plans[0].tensor.degree, device)
     operators = []
     for plan in plans:
-        module, split = root.get_submodule(plan.name), plan.tensor
-        assert split is not None
-        assert isinstance(module.weight, nn.Parameter)
-        layout = DimSliceLayout.create(module.weight.shape, cut_dim(module, split.role), groups.slices, split.parts)
-        operators.append(TensorOperator(plan.name, module, split.role, layout))
+        assert plan.tensor is not None
+        for cut in weights_to_cut(root, plan):
+            layout = DimSliceLayout.create(cut.parameter.shape, cut.dim, groups.slices, cut.parts)
+            operators.append(TensorOperator(plan.name, cut.module, plan.tensor.role, layout, cut.name, cut.bias_name))
+    if plans[0].tensor.role == TensorRole.ATTENTION:
+        return AttentionUnit(name, operators, groups, context)
     if needs is None:
         return SingleUnit(name, operators, groups, context)
+    # What its user has replaced before was there when the plan was made.
+    inner = [module for name in needs.inner_modules if not shows_slices(module := root.get_submodule(name))]
     if not needs.needs_agreement:
-        return PairUnit(name, operators, groups, context)
+        pair = PairUnit(name, operators, groups, context)
+        pair.inner_modules = inner
+        return pair
     owners = [attribute.rpartition(".") for attribute in needs.attributes]
     attributes = [(root.get_submodule(owner), attribute) for owner, _, attribute in owners]
-    return ScopeUnit(name, operators, groups, context, root.get_submodule(name), attributes)
+    scope = ScopeUnit(name, operators, groups, context, root.get_submodule(name), attributes)
+    scope.inner_modules = inner
+    return scope

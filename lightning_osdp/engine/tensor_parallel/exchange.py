@@ -103,9 +103,14 @@ class _Exchanged(torch.autograd.Function):
 
 
 def read_slice(parameter: nn.Parameter, ranks: int) -> Tensor:
-    """Return this rank's slice of a parameter that is cut over so many ranks; see Note [gradients]."""
+    """Return this rank's slice of a parameter, whose gradient is divided by so many ranks; see Note [gradients]."""
     with without_guards(), opened([parameter]):
         return _Slice.apply(parameter, 1 / ranks)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def share_gradient(values: Tensor, ranks: int) -> Tensor:
+    """Return values whose gradient is divided by a number of ranks; see Note [gradients]. Nobody else may have it."""
+    return _Slice.apply(values, 1 / ranks)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Slice(torch.autograd.Function):
@@ -117,7 +122,8 @@ class _Slice(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.mul_(ctx.scale), None  # nobody else has it: it comes from the product with the slice
+        # Nobody else has it: it comes from the product with the slice, or from an exchange.
+        return gradient if ctx.scale == 1 else gradient.mul_(ctx.scale), None
 
 
 def read_whole(

@@ -7,14 +7,15 @@ between does what it does without a cut on both (``profiling.tensor_proof``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_osdp.engine.sliced_operator import cast_for_autocast
-from lightning_osdp.engine.tensor_parallel.check import has_hooks
+from lightning_osdp.engine.tensor_parallel.check import shows_slices
 from lightning_osdp.engine.tensor_parallel.exchange import Phase
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
 from lightning_osdp.engine.tensor_parallel.operator_run import OperatorRun, SlicedRun
@@ -26,6 +27,8 @@ from lightning_osdp.planning.spec.tensor import TensorRole
 class PairUnit(TensorUnit):
     """Gathers the input of its column operators once, and scatters the outputs of its row operators."""
 
+    inner_modules: Sequence[nn.Module] = ()
+    """Modules that may run between the operators, which nobody saw when the plan was made."""
     _run: OperatorRun | None = None
     """The run that has started, until the last row operator has ended it."""
     _input: Tensor | None = None
@@ -68,13 +71,13 @@ class PairUnit(TensorUnit):
         self._run, self._input, self._gathered = run, input, run.gather(x)
 
     @property
-    def _has_hooks(self) -> bool:
-        """Return whether hooks would see slices."""
-        return any(has_hooks(operator.module) for operator in self.operators)
+    def _shows_slices(self) -> bool:
+        """Return whether hooks, or what has replaced a forward since, would see slices."""
+        return any(map(shows_slices, (*self.inner_modules, *(operator.module for operator in self.operators))))
 
     def _describe(self, x: Tensor) -> str:
         """Return what has to be equal on all ranks, or nothing where each has to run with whole weights."""
-        if x.dim() < 2 or self._has_hooks:
+        if x.dim() < 2 or self._shows_slices:
             return ""
         return f"{x.dtype} {x.dim()} {x.shape[2:-1]}"
 

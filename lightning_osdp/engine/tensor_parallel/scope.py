@@ -73,7 +73,7 @@ class ScopeUnit(PairUnit):
 
     def _describe_call(self, first: Tensor | None, gathered: Sequence[Tensor], value: Any) -> str:
         """Return what has to be equal on all ranks, or nothing if arguments can't be told apart."""
-        if first is None or self._has_hooks:
+        if first is None or self._shows_slices:
             return ""
         samples = len(first)
         is_ambiguous = samples == 1 or samples in first.shape[1:]

@@ -7,16 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lightning_osdp.backend.row_collectives import gather_rows
 from lightning_osdp.engine.sliced_operator import cast_for_autocast
+from lightning_osdp.engine.tensor_parallel.exchange import read_slice, share_gradient
 from lightning_osdp.engine.tensor_parallel.operator import Bags
 from lightning_osdp.engine.tensor_parallel.operator_run import SlicedRun
 from lightning_osdp.engine.tensor_parallel.unit import TensorUnit
+from lightning_osdp.planning.spec.tensor import TensorRole
 
 
 class SingleUnit(TensorUnit):
-    """A Linear or Conv1D cut along its output features, or a table cut along its columns."""
+    """A Linear or Conv1D cut along its output features, or a table cut along its columns, or its rows."""
 
     def _install(self) -> None:
         (operator,) = self.operators
@@ -37,16 +40,21 @@ class SingleUnit(TensorUnit):
         (operator,) = self.operators
         ids = input.reshape(-1)
         run, _ = self.start([len(ids)], str(ids.dtype), rows=ids)
-        values = operator.look_up(run.gather(ids), run.weight_of(operator))
-        return run.to_rows(values).view(*input.shape, operator.out_features)
+        ids, ranks = run.gather(ids), self.groups.degree
+        if not isinstance(run, SlicedRun):
+            values = operator.look_up(ids, run.weight_of(operator))
+        elif operator.role == TensorRole.TABLE_ROWS:
+            values = run.scatter(share_gradient(operator.look_up_own_rows(ids, read_slice(operator.weight, 1)), ranks))
+        else:  # fewer values are looked up than there are gradients
+            values = run.to_rows(share_gradient(operator.look_up(ids, read_slice(operator.weight, 1)), ranks))
+        return values.view(*input.shape, operator.out_features)
 
     def _look_up_bags(
         self, own: Any, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         """Return one row for each bag of indices."""
         (operator,) = self.operators
-        if (offsets is None) != (input.dim() == 2):
-            return own(input, offsets, per_sample_weights)  # type: ignore[no-any-return]  # which says what is wrong
+        _check_bags(operator.module, input, offsets, per_sample_weights)
         bags = Bags.create(input, offsets, per_sample_weights)
         weights, has_end = bags.weights, offsets is not None and operator.module.include_last_offset
         needs_grad = int(weights is not None and weights.requires_grad)
@@ -60,5 +68,28 @@ class SingleUnit(TensorUnit):
                 weights = replace(run, counts=num_ids).gather(weights)
             shifted = torch.cat([part + begin for part, begin in zip(starts, first, strict=True)])
             bags = Bags(gather_rows(bags.ids, num_ids, group), shifted, weights)
-        rows = run.to_rows(operator.look_up_bags(bags, run.weight_of(operator)))
+        shares_values = isinstance(run, SlicedRun) and bags.weights is None  # whose gradient would be divided, too
+        weight = read_slice(operator.weight, 1) if shares_values else run.weight_of(operator)
+        rows = operator.look_up_bags(bags, weight)
+        rows = run.to_rows(share_gradient(rows, self.groups.degree) if shares_values else rows)
         return rows[:-1] if has_end else rows  # the last one is what comes after the last bag
+
+
+def _check_bags(module: Any, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> None:
+    """Raise what torch raises for arguments that say nothing, before they are mixed with those of other ranks."""
+    is_wrong = (offsets is None) != (ids.dim() == 2) or (weights is not None and weights.shape != ids.shape)
+    is_wrong |= weights is not None and module.mode != "sum"
+    is_wrong |= offsets is not None and offsets.dim() != 1
+    if not is_wrong and offsets is not None and not offsets.is_cuda and len(offsets):
+        is_wrong |= bool(offsets[0] != 0) or bool(offsets[-1] > len(ids))
+    if is_wrong:
+        narrow = torch.zeros(1, 1, device=ids.device).expand(module.num_embeddings, 1)
+        functional.embedding_bag(
+            ids,
+            narrow,
+            offsets,
+            mode=module.mode,
+            per_sample_weights=weights,
+            include_last_offset=module.include_last_offset,
+            padding_idx=module.padding_idx,
+        )

@@ -3,9 +3,11 @@
 With t ranks in a group, and x bytes of input and y bytes of output for the samples of one rank:
 
     embedding  gather the indices, t x; exchange the values that each rank has looked up, y; in backward their gradient
+    table rows gather the indices, t x; reduce and scatter the values, t y; in backward gather their gradient
     linear     gather the input, t x; exchange the output, y; in backward the same the other way round
     column     gather the input, t x; in backward reduce and scatter its gradient
     row        reduce and scatter the output, t y; in backward gather its gradient
+    attention  gather the inputs, t x; reduce and scatter the output, t y; in backward the same the other way round
 
 Before, the ranks tell each other in a small gather how many rows they have. A recomputed block repeats what its forward
 exchanges. The gathered input stays for the weights' gradients.
@@ -34,15 +36,19 @@ _SWAP, _SCATTER, _GATHER_GRADIENT = (
 )
 _FORWARD = {
     TensorRole.EMBEDDING: (_GATHER, _SWAP),
+    TensorRole.TABLE_ROWS: (_GATHER, _SCATTER),
     TensorRole.LINEAR: (_GATHER, _SWAP),
     TensorRole.COLUMN: (_GATHER,),
     TensorRole.ROW: (_SCATTER,),
+    TensorRole.ATTENTION: (_GATHER, _SCATTER),
 }
 _BACKWARD = {
     TensorRole.EMBEDDING: (_SWAP,),
+    TensorRole.TABLE_ROWS: (_GATHER_GRADIENT,),
     TensorRole.LINEAR: (_SWAP, _SCATTER_GRADIENT),
     TensorRole.COLUMN: (_SCATTER_GRADIENT,),
     TensorRole.ROW: (_GATHER_GRADIENT,),
+    TensorRole.ATTENTION: (_GATHER_GRADIENT, _SCATTER_GRADIENT),
 }
 
 
@@ -128,8 +134,12 @@ def activation_bytes(operator: Operator, degree: int) -> ActivationBytes:
     if use is None or degree == 1:
         return NO_ACTIVATIONS
     between_passes = (degree - 1) * use.input_bytes
-    if use.role == TensorRole.ROW:  # its partial output, and the gathered gradient of that
-        return ActivationBytes(0.0, degree * use.output_bytes, degree * use.output_bytes)
+    if use.role in (TensorRole.ROW, TensorRole.TABLE_ROWS):  # its partial output, and the gathered gradient of that
+        between_passes = 0.0 if use.role == TensorRole.ROW else between_passes
+        return ActivationBytes(between_passes, degree * use.output_bytes, degree * use.output_bytes)
+    if use.role == TensorRole.ATTENTION:  # the same, and then the partial gradient of its inputs
+        largest = degree * max(use.input_bytes, use.output_bytes)
+        return ActivationBytes(between_passes, degree * use.output_bytes, largest)
     # The partial gradient of a shared input is whole for each operator that reads it.
     partial = 0.0 if use.role == TensorRole.EMBEDDING else degree * use.input_bytes / use.share
     swapped = use.output_bytes if use.role != TensorRole.COLUMN else 0.0

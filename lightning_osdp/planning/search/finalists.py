@@ -195,12 +195,12 @@ def _count_tensor_parallel(plan: ExecutionPlan) -> str:
     cut = [operator.tensor for operator in plan.operators if operator.tensor is not None]
     roles = [split.role for split in cut]
     scopes = [plan.tensor_scopes[scope] for scope in {split.scope for split in cut if split.scope is not None}]
-    num_attentions = sum(scope.needs_agreement for scope in scopes)
+    num_found = sum(scope.needs_agreement for scope in scopes)
     counts = {
-        "embedding": roles.count(TensorRole.EMBEDDING),
+        "embedding": sum(role.is_table for role in roles),
         "linear layer": roles.count(TensorRole.LINEAR),
-        "MLP": len(scopes) - num_attentions,
-        "attention": num_attentions,
+        "MLP": len(scopes) - num_found,
+        "attention": num_found + roles.count(TensorRole.ATTENTION),
     }
     texts = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items() if count]
     return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))

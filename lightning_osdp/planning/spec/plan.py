@@ -77,6 +77,7 @@ class BlockPlan(FrozenModel):
     time_s: Finite = 0.0
     """Seconds that recomputing adds to an optimizer step, further gathers included."""
     num_wrapped: Size = 0
+    """Operators of it that share a unit; 0 if each has its own."""
     wrapping_saves_s: Finite = 0.0
     """Seconds of an optimizer step that the shared unit saves: an equal share for each block."""
     wrapping_bytes: int = 0

@@ -23,17 +23,27 @@ class TensorRole(TextEnum):
 
     EMBEDDING = "embedding"
     """The columns of its table: indices are gathered, looked-up values exchanged."""
+    TABLE_ROWS = "table_rows"
+    """The rows of its table: indices are gathered, partial values, of the rows that a rank has, are summed and
+    scattered."""
     LINEAR = "linear"
     """Its output features: the input is gathered, outputs are exchanged."""
     COLUMN = "column"
     """First of a scope, its output features: the input is gathered, outputs stay where they are."""
     ROW = "row"
     """Last of a scope, its input features: partial outputs are summed and scattered."""
+    ATTENTION = "attention"
+    """The heads of an ``nn.MultiheadAttention``: its input is gathered, partial outputs are summed and scattered."""
 
     @property
     def has_scope(self) -> bool:
         """Return whether the operator is run together with others of a module."""
         return self in (TensorRole.COLUMN, TensorRole.ROW)
+
+    @property
+    def is_table(self) -> bool:
+        """Return whether rows of the weight are looked up, not multiplied with."""
+        return self in (TensorRole.EMBEDDING, TensorRole.TABLE_ROWS)
 
 
 class TensorSplit(FrozenModel):
@@ -61,6 +71,8 @@ class TensorScope(FrozenModel):
     """Whole numbers of modules in it that are divided by the degree while it runs: ``h.0.attn.num_heads``."""
     needs_agreement: bool = False
     """Whether it takes arguments (masks) that the ranks of a group must have alike."""
+    inner_modules: tuple[str, ...] = ()
+    """Modules that run between its operators, which see a slice of what they are given."""
 
 
 class TensorCandidate(FrozenModel):
@@ -75,6 +87,7 @@ class TensorCandidate(FrozenModel):
     """Module that runs as a whole between the exchanges; None for a single embedding or linear operator."""
     attributes: tuple[str, ...] = ()
     needs_agreement: bool = False
+    inner_modules: tuple[str, ...] = ()
     degrees: tuple[Degree, ...] = Field(min_length=1)
     """Numbers of ranks for which it was proven."""
     input_bytes: NonNegative
@@ -101,7 +114,9 @@ class TensorCandidate(FrozenModel):
     @property
     def tensor_scope(self) -> TensorScope:
         """Return what a plan says about the module in which the operators run together."""
-        return TensorScope(attributes=self.attributes, needs_agreement=self.needs_agreement)
+        return TensorScope(
+            attributes=self.attributes, needs_agreement=self.needs_agreement, inner_modules=self.inner_modules
+        )
 
     def use(self, index: int) -> TensorUse:
         """Return the part of one of its operators in its costs."""

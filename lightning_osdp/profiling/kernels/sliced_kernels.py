@@ -108,7 +108,7 @@ class MatmulKernels:
     def cut(self, degree: int, *, cuts_outputs: bool) -> tuple[list[Kernel], list[Kernel]]:
         """Return the kernels of forward and backward of one of ``degree`` slices, for the rows of as many ranks."""
         if self.is_embedding:
-            return self._cut_embedding(degree)
+            return self._cut_embedding(degree, cuts_rows=not cuts_outputs)
         left, right = self._operands
         (m, c), n, dtype = left.shape, right.shape[1], left.dtype
         m, c, n = (degree * m, c, n // degree) if cuts_outputs else (degree * m, c // degree, n)
@@ -122,14 +122,14 @@ class MatmulKernels:
             backward.append(_kernel(aten.mm.default, g, _transposed(weight)))
         return [forward], backward
 
-    def _cut_embedding(self, degree: int) -> tuple[list[Kernel], list[Kernel]]:
+    def _cut_embedding(self, degree: int, *, cuts_rows: bool) -> tuple[list[Kernel], list[Kernel]]:
         table, ids = self._operands
         rows, width = table.shape
         gathered = TensorSpec.contiguous((degree * math.prod(ids.shape),), ids.dtype)
-        gradient = _matrix(gathered.shape[0], width // degree, table.dtype)
-        slice_ = _matrix(rows, width // degree, table.dtype)
-        forward = replace(self.forward, args=(slice_, gathered, *self.forward.args[2:]))
-        return [forward], [replace(each, args=(gradient, gathered, *each.args[2:])) for each in self.backward]
+        rows, width = (rows // degree, width) if cuts_rows else (rows, width // degree)
+        gradient = _matrix(gathered.shape[0], width, table.dtype)
+        forward = replace(self.forward, args=(_matrix(rows, width, table.dtype), gathered, *self.forward.args[2:]))
+        return [forward], [replace(each, args=(gradient, gathered, rows, *each.args[3:])) for each in self.backward]
 
 
 @dataclass(frozen=True)

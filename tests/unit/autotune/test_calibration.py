@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from lightning_osdp.autotune import calibration, startup_budget, trial_step, trials
 from lightning_osdp.autotune.calibration import Calibration, replicated_plan, run_calibration_trials
+from lightning_osdp.autotune.ranks import RankGroup, current_cluster
 from lightning_osdp.autotune.trial_step import StepTiming
 from lightning_osdp.backend.cpu.malloc import HEAP, configure_cpu_allocator
-from lightning_osdp.backend.memory import FIRST_STEP_GROWTH_BYTES
+from lightning_osdp.backend.memory import FIRST_STEP_GROWTH_BYTES, growth_reserve
 from lightning_osdp.errors import OSDPWarning
-from lightning_osdp.planning.cost.trial_correction import trial_peak_bytes
+from lightning_osdp.planning.cost.trial_correction import training_peak_bytes, trial_peak_bytes
 from lightning_osdp.planning.spec.cluster import ComputeTimes
 from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.tracing.stand_ins import lazy_clone, lazy_clone_bytes
@@ -118,6 +119,24 @@ def test_heap_trial_skipped_for_time_assumes_retain_speedup() -> None:
             assert compute_s(kept, size) == pytest.approx(
                 calibration.ASSUMED_RETAIN_TIME_RATIO * compute_s(times, size)
             )
+
+
+@pytest.mark.parametrize(
+    ("can_measure", "share", "is_assumed"), [(True, 2.1, True), (True, 1.9, False), (False, 9, False)]
+)
+def test_retention_is_assumed_if_training_leaves_as_much_memory_again(
+    monkeypatch: pytest.MonkeyPatch, can_measure: bool, share: float, is_assumed: bool
+) -> None:
+    traced, ranks = trace(Module(), BATCH, 4, device=CPU), RankGroup.single(CPU)
+    times = compute.measure_compute(traced, CPU, time_budget_s=0.0)
+    model, hardware = traced.model_profile, current_cluster(ranks)
+    peak_bytes = training_peak_bytes(model, hardware, calibration.replicated_plan(model, hardware), 4)
+    monkeypatch.setattr(calibration, "can_measure_retention", lambda device: can_measure)
+    free_bytes = int(share * peak_bytes) + growth_reserve(CPU, after_trial=False)
+    found = calibration.assume_retained_heap(times, model, hardware, 4, free_bytes, ranks)
+    assert (found is not None) == is_assumed
+    if found is not None:
+        assert compute_s(found, 8) == pytest.approx(calibration.ASSUMED_RETAIN_TIME_RATIO * compute_s(times, 8))
 
 
 def test_calibration_trials_of_real_steps_measure_nonzero_times() -> None:

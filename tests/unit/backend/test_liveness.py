@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lightning_osdp.backend import liveness
+from tests.support.ranks import run_ranks
 
-END_OF_CHILD = "from lightning_osdp.backend.liveness import describe_process; print(describe_process())"
+
+def describe(rank: int, ranks: int) -> str:
+    return liveness.describe_process()
 
 
 @pytest.fixture(scope="module")
 def ended() -> str:
     """What a process that has ended has said of itself."""
-    return subprocess.run([sys.executable, "-c", END_OF_CHILD], capture_output=True, text=True, check=True).stdout
+    (said,) = run_ranks(describe, 1)
+    return str(said)
 
 
 def test_process_that_has_ended_is_dead_and_this_one_is_not(ended: str) -> None:

@@ -84,10 +84,11 @@ def test_is_flat_tolerates_one_slow_size() -> None:
 class Machine:
     """Stands in for the ranks: systems with a base memory, a slope, and a step time. Counts what it was asked."""
 
-    memory: ClassVar = {"ddp": (300, 20), "shard": (150, 25), "fairscale-op": (140, 30), "osdp": (200, 20)}
+    memory: ClassVar = {"ddp": (300, 20), "shard": (150, 25), "fairscale-op": (140, 30)}
+    memory |= dict.fromkeys(systems.OWN, (200, 20))
 
     def __init__(self, **overhead_s: float) -> None:
-        self.overhead_s = {"ddp": 0.5, "shard": 1.5, "fairscale-op": 2.0, "osdp": 0.4} | overhead_s
+        self.overhead_s = {"ddp": 0.5, "shard": 1.5, "fairscale-op": 2.0, "osdp": 0.4, "osdp-no-tp": 0.6} | overhead_s
         self.jobs: list[Job] = []
 
     def run(self, job: Job) -> dict[str, Any]:
@@ -113,7 +114,7 @@ class Machine:
                 for size in lived
             ],
         }
-        if base == "osdp":
+        if base in systems.OWN:
             result["plan"] = {"batch_size": sizes[0], "parameters": {"dp": 3, "zdp": 1}, "predicted": {}}
         return result
 
@@ -145,6 +146,20 @@ def test_comparer_finds_best_batch_sizes_and_reports_out_of_memory(tmp_path: Pat
     finals = [job for job in machine.jobs if job.purpose == "final" and job.memory_bytes == 700 * MIB]
     assert next(job.system for job in finals if job.repeat == 1) == "osdp"
     assert [job.repeat for job in finals] == sorted(job.repeat for job in finals), "in turns"
+
+
+def test_osdp_without_tensor_parallelism_runs_in_turns_with_osdp_and_is_no_competitor(tmp_path: Path) -> None:
+    machine = Machine(ddp=60.0)
+    runs = Runs(tmp_path / "r.jsonl", machine.run, lambda job, result: None)
+    found = Comparer(runs, systems.selected("ddp+alloc,osdp-no-tp"), Effort(), "cpu").compare(CELLS[0])
+    own, best = found.row("osdp-no-tp"), found.best()
+    assert own is not None
+    assert best is not None
+    assert (best.system, len(own.repeats), own.batch_size) == ("ddp+alloc", 3, found.osdp.batch_size)
+    finals = [job.system for job in machine.jobs if job.purpose == "final" and job.how.base in systems.OWN]
+    assert finals == ["osdp", "osdp-no-tp"] * 3
+    (versus,) = [each for each in report.totals([found]) if each.what == "OSDP without tensor parallelism"]
+    assert versus.ratios[0] == found.osdp.samples_per_s / own.samples_per_s > 1
 
 
 def test_comparer_skips_harder_cells_of_systems_that_failed_or_cannot_win(tmp_path: Path) -> None:
@@ -370,14 +385,17 @@ ballast = bytearray(os.urandom(64 << 20))  # what a rank inherits
 
 def work(job, folder, cache):
     rank = int(os.environ["RANK"])
-    emulated_cluster.raise_limit(int(sys.argv[3]) << 20)
+    emulated_cluster.raise_limit(raised << 20)
     anonymous = int(re.findall(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[0]) << 10
     took = os.urandom(job.sizes[0] << 20)
     (folder / f"rank{rank}.jsonl").write_text(json.dumps({"event": "own", "bytes": anonymous}) + "\\n")
     return len(took) < 0
 
-job = Job("search", "nd-quick", sys.argv[1], "ddp", (int(sys.argv[2]),), memory_bytes=700 << 20, timeout_s=20)
-print(json.dumps(launch.run(job, Path("/nonexistent"), work)))
+found = []
+for setting, mebibytes, raised in json.loads(sys.argv[1]):
+    job = Job("search", "nd-quick", setting, "ddp", (mebibytes,), memory_bytes=700 << 20, timeout_s=20)
+    found.append(launch.run(job, Path("/nonexistent"), work))
+print(json.dumps(found))
 """
 
 
@@ -386,17 +404,15 @@ print(json.dumps(launch.run(job, Path("/nonexistent"), work)))
     os.geteuid() != 0 or not emulated_cluster.CGROUPS.joinpath("memory.limit_in_bytes").exists(), reason="lab"
 )
 def test_launch_charges_inherited_memory_and_kills_rank_at_limit() -> None:
-    def run(setting: str, mebibytes: int, raised: int = 0) -> dict[str, Any]:
-        call = [sys.executable, "-c", TOUCH, setting, str(mebibytes), str(raised)]
-        done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, timeout=120, check=True)
-        return json.loads(done.stdout.splitlines()[-1])
-
     def left_over() -> set[Path]:
         found = (*emulated_cluster.CGROUPS.glob("bench*"), *Path("/var/run/netns").glob("bench*"))
         return {path for path in found if cleanup.is_left_over(path.name)}
 
     before = left_over()  # of comparisons that were killed
-    alive, more, dead = run("2-loopback", 0), run("2-1gbit", 20), run("2-loopback", 640)
+    runs = [("2-loopback", 0, 0), ("2-1gbit", 20, 0), ("2-loopback", 640, 0), ("2-loopback", 640, 640)]
+    call = [sys.executable, "-c", TOUCH, json.dumps(runs)]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, timeout=200, check=True)
+    alive, more, dead, within_raised_limit = json.loads(done.stdout.splitlines()[-1])
 
     assert alive["outcome"] == "ok"
     assert alive["peak_bytes"] > 64 * MIB
@@ -404,7 +420,7 @@ def test_launch_charges_inherited_memory_and_kills_rank_at_limit() -> None:
     assert more["outcome"] == "ok"
     assert 15 * MIB < more["peak_bytes"] - alive["peak_bytes"] < 25 * MIB
     assert dead["outcome"] == "out of memory"
-    assert run("2-loopback", 640, raised=640)["outcome"] == "ok", "the profiler's room"
+    assert within_raised_limit["outcome"] == "ok", "the profiler's room"
     assert left_over() <= before
 
 

@@ -94,6 +94,7 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     ((*EMULATE, "--hardware", "abacus"), "abacus"),
     (("emulate", "--config", "none.yaml", "--hardware", "h100-80gb-nvlink"), "none.yaml can't be read"),
     ((*EMULATE, "--hardware", "h100-80gb-nvlink", "--steps", "0"), "steps=0"),
+    ((*EMULATE, "--hardware", "h100-80gb-nvlink", "--memory-limit", "300%"), "300%"),
     ((*EMULATE, "--hardware", "h100-80gb-nvlink", "--devices", "4", "--nodes", "3"), "3"),
     ((*EMULATE, "--hardware", "h100-80gb-nvlink", "--strategy", "best"), "best"),
     (("fit", "--config", "none.yaml"), "none.yaml"),

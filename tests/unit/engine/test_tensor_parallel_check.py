@@ -39,6 +39,18 @@ def hooked_weight() -> nn.Module:
     return module
 
 
+def adapted_attention() -> nn.Module:
+    module = nn.MultiheadAttention(4, 2)
+    module.out_proj = parametrizations.weight_norm(module.out_proj)
+    return module
+
+
+def hooked_attention_weight() -> nn.Module:
+    module = nn.MultiheadAttention(4, 2)
+    module.out_proj.weight.register_hook(hook)
+    return module
+
+
 class Adapted(nn.Linear):
     """A Linear with a module of its own, as adapters have."""
 
@@ -66,6 +78,11 @@ class Adapted(nn.Linear):
         (lambda: nn.Embedding(4, 4, padding_idx=1), TensorRole.EMBEDDING, ""),
         (lambda: nn.EmbeddingBag(4, 4, mode="max"), TensorRole.EMBEDDING, ""),
         (lambda: nn.Linear(4, 4, bias=False, dtype=torch.bfloat16), TensorRole.ROW, ""),
+        (lambda: nn.MultiheadAttention(4, 2), TensorRole.ATTENTION, ""),
+        (lambda: nn.MultiheadAttention(4, 2), TensorRole.LINEAR, "MultiheadAttention is neither a Linear"),
+        (lambda: nn.Linear(4, 4), TensorRole.ATTENTION, "Linear is no MultiheadAttention"),
+        (adapted_attention, TensorRole.ATTENTION, "MultiheadAttention has parameters or modules besides its"),
+        (hooked_attention_weight, TensorRole.ATTENTION, "there are hooks on its weight"),
     ],
 )
 def test_refusal_says_why_a_module_can_not_be_cut(make: Callable[[], nn.Module], role: TensorRole, reason: str) -> None:
@@ -117,6 +134,13 @@ def test_scopes_are_checked_for_their_module_and_attributes() -> None:
     check_tensor_parallelism(model, plan, 4)
     with pytest.raises(ShardingError, match=r"which is not a submodule of this module$"):
         check_tensor_parallelism(model, plan.model_copy(update={"tensor_scopes": {"attn": TensorScope()}}), 4)
+    between = {"attention": TensorScope(inner_modules=("norm",))}
+    check_tensor_parallelism(model, plan.model_copy(update={"tensor_scopes": between}), 4)
+    model.norm.register_forward_hook(hook)
+    with pytest.raises(
+        ShardingError, match=r"^attention can't be .*: norm runs in it and has hooks, which would see a"
+    ):
+        check_tensor_parallelism(model, plan.model_copy(update={"tensor_scopes": between}), 4)
     model.attention.heads = 6
     message = r"^attention can't be tensor parallel: attention.heads is 6, not divisible by 4$"
     with pytest.raises(ShardingError, match=message):

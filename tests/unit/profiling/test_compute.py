@@ -334,6 +334,8 @@ def test_sample_of_long_lists_covers_all_tensor_sizes(monkeypatch: pytest.Monkey
     [
         (TensorRole.LINEAR, 1e-6, 10e-3 - 0.75 * 4e-3, 20e-3 - 0.75 * 8e-3),
         (TensorRole.EMBEDDING, 1e-6, 10e-3, 20e-3 - 0.75 * 8e-3),
+        (TensorRole.TABLE_ROWS, 1e-6, 10e-3, 20e-3 - 0.75 * 8e-3),
+        (TensorRole.ATTENTION, 1e-6, 10e-3 - 0.75 * 4e-3, 20e-3 - 0.75 * 8e-3),
         (TensorRole.COLUMN, 1.0, 10e-3 / 4, 20e-3 / 4),  # no more is saved than there is
         (TensorRole.ROW, 0.0, 10e-3, 20e-3),
     ],

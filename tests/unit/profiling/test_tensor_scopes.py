@@ -138,9 +138,12 @@ def test_attention_whose_position_bias_goes_to_later_blocks_is_no_scope(
     assert not any(scope is not None and scope.endswith("Attention") for scope in scopes)
 
 
-def test_attention_with_its_own_projections_is_refused_with_the_reason(profiles: Callable[[str], ModelProfile]) -> None:
-    reason = profiles("encoder").tensor_refusals["net.body.layers.0.self_attn"]
-    assert "computes its projections by itself" in reason
+def test_attention_of_torch_is_a_candidate_by_itself(profiles: Callable[[str], ModelProfile]) -> None:
+    found = [each for each in profiles("encoder").tensor_candidates if each.roles == ("attention",)]
+    assert [each.operators for each in found] == [(f"net.body.layers.{block}.self_attn",) for block in range(2)]
+    for each in found:
+        assert (each.scope, each.degrees) == (None, (2,))  # it has two heads
+        assert 0 < each.input_bytes == each.output_bytes  # what is query, key and value at once is gathered once
 
 
 # -- nothing false -----------------------------------------------------------------------------------------------------
@@ -247,6 +250,14 @@ RIGHT_AFTER = ("", "residual of the input", "norm")
 @pytest.mark.parametrize("step", RIGHT)
 def test_pair_with_features_apart_is_found(step: str) -> None:
     assert list(groups(profile_of_net(Between(step)))) == ["net.up net.down"]
+
+
+def test_modules_that_run_between_the_operators_are_named() -> None:
+    net = nn.Sequential(
+        nn.Linear(WIDTH, 32), nn.Sequential(nn.GELU(), nn.Dropout(0.1)), nn.Linear(32, WIDTH), nn.ReLU()
+    )
+    assert groups(profile_of_net(net))["net.0 net.2"].inner_modules == ("net.1", "net.1.0", "net.1.1")
+    assert groups(profile_of_net(Between("gelu")))["net.up net.down"].inner_modules == ()
 
 
 @pytest.mark.parametrize("step", WRONG)
@@ -551,8 +562,75 @@ class Lookup(nn.Module):
         return self.table(ids)
 
 
+class Focus(nn.Module):
+    """Calls an attention of torch."""
+
+    def __init__(self, attention: nn.Module, call: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.attention, self.call = attention, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.attention, x)[0]
+
+
+class DoubledAttention(nn.MultiheadAttention):
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return super().forward(*args, **options)
+
+
+def attention(heads: int = 4, **options: Any) -> nn.MultiheadAttention:
+    return nn.MultiheadAttention(WIDTH, heads, batch_first=True, **options)
+
+
+def _tied_attention() -> nn.Module:
+    net = attention(kdim=8, vdim=8)
+    net.k_proj_weight = net.v_proj_weight
+    return net
+
+
+def _attend(net: nn.Module, x: Tensor, **options: Any) -> Any:
+    return net(x, x, x, **options)
+
+
+FOCUSES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Any], str]] = {
+    "plain": (attention, _attend, ""),
+    "causal": (attention, lambda net, x: _attend(net, x, attn_mask=torch.ones(3, 3).triu(1).bool()), ""),
+    "odd heads": (lambda: attention(heads=1), _attend, "its 1 heads can't be divided by 2"),
+    "own forward": (lambda: DoubledAttention(WIDTH, 4), _attend, "its forward is replaced"),
+    "bias of keys": (lambda: attention(add_bias_kv=True), _attend, "add_bias_kv"),
+    "zeros": (lambda: attention(add_zero_attn=True), _attend, "add_zero_attn"),
+    "hooked": (lambda: _hooked(attention()), _attend, "hooks"),
+    "weights of each head": (
+        attention,
+        lambda net, x: _attend(net, x, average_attn_weights=False),
+        "it returns the weights of each head",
+    ),
+    "mask of each head": (
+        attention,
+        lambda net, x: _attend(net, x, attn_mask=torch.zeros(4 * len(x), 3, 3)),
+        "its mask has other numbers for each head",
+    ),
+    "one sequence": (attention, lambda net, x: _attend(net, x[0]), "without a dimension for samples"),
+    "shared": (_tied_attention, lambda net, x: net(x, x[..., :8], x[..., 8:]), "its projections share a weight"),
+}
+
+
+@pytest.mark.parametrize("case", FOCUSES)
+def test_attention_of_torch_is_a_candidate_unless_it_does_more_than_is_known(case: str) -> None:
+    make, call, reason = FOCUSES[case]
+    profile = profile_of_net(Focus(make(), call))
+    if reason:
+        assert reason in profile.tensor_refusals["net.attention"]
+        assert not profile.tensor_candidates
+    else:
+        (found,) = profile.tensor_candidates
+        assert (found.roles, found.degrees) == (("attention",), (2,))
+
+
 TABLES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "embedding": (lambda: nn.Embedding(50, 8, padding_idx=0), ""),
+    "narrow": (lambda: nn.Embedding(50, 1), ""),
+    "odd": (lambda: nn.Embedding(51, 7), "its 7 columns can't be divided by 2"),
     "bag": (lambda: nn.EmbeddingBag(50, 8, mode="sum"), ""),
     "max_norm": (lambda: nn.Embedding(50, 8, max_norm=1.0), "weights are changed"),
     "bag of sparse gradients": (lambda: nn.EmbeddingBag(50, 8, mode="sum", sparse=True), "sparse"),
@@ -570,4 +648,5 @@ def test_tables_are_candidates_unless_their_rows_matter(case: str) -> None:
         assert not profile.tensor_candidates
     else:
         (found,) = profile.tensor_candidates
-        assert (found.roles, found.scope, found.input_bytes) == (("embedding",), None, 48)
+        role = "table_rows" if case == "narrow" else "embedding"
+        assert (found.roles, found.scope, found.input_bytes) == ((role,), None, 48)

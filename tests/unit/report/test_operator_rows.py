@@ -119,6 +119,12 @@ def test_block_treated_as_one_is_one_row() -> None:
     assert row == TableRow("decoder.layers.0-6", "all 6 zdp, one unit, recomputed", 42, 420)
 
 
+def test_weights_that_a_module_has_beside_its_layers_or_that_they_share_are_told_from_the_module() -> None:
+    names = ("net", "net.embed", "net.head", "net.head.norm")
+    rows = operator_rows(make_plan(tuple(OperatorPlan(name=n, slices=(ZDP2,), num_parameters=10) for n in names)))
+    assert [row.label for row in rows] == ["net (itself)", "net: embed, head (itself)", "net.head.norm"]
+
+
 def test_blocks_of_the_plan_count_where_names_have_no_number() -> None:
     operators = tuple(
         OperatorPlan(name=f"{block}.{part}", slices=(ZDP,), num_parameters=10)

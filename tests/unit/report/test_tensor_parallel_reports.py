@@ -60,6 +60,18 @@ def test_explanation_compares_whole_scopes_and_not_their_halves() -> None:
         assert whole.time_s == pytest.approx(costs[whole.choice] + min(partner_costs) - own)
 
 
+def test_operator_whose_unit_is_shared_is_compared_without_those_that_could_be_cut_with_it() -> None:
+    plan = make_plan(problem_of(model_of(1, input_mib=0.01), latency_ms=0.0), ONE)
+    first, *others = plan.operators
+    first = first.model_copy(update={"slices": (Mode.ZDP,), "tensor": None, "unit": "block"})
+    assert first.tensor_group
+    others = [other.model_copy(update={"alternatives": ()}) for other in others]
+    plan = plan.model_copy(update={"operators": (first, *others)})
+    choices = {delta.choice for delta in choice_deltas(plan, group_runs(plan.operators)[0])}
+    assert ShardingChoice() in choices
+    assert all(choice.tensor_degree == 1 for choice in choices)
+
+
 def find_time(operator: OperatorPlan) -> float:
     return next(cost.time_s for cost in operator.alternatives if cost.choice == operator.choice)
 

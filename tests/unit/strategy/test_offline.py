@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_osdp
-from lightning_osdp import ConfigurationError, ExecutionPlan, InfeasibleError, OSDPCallback
+from lightning_osdp import ConfigurationError, ExecutionPlan, InfeasibleError, OSDPCallback, OSDPWarning
 from tests.support.modules import GPTModule, loader
 
 HARDWARE = "2xtitan-rtx-pcie3+10gbit"
@@ -159,3 +159,15 @@ def test_plan_says_where_an_argument_of_the_trainer_is_given() -> None:
     words = r"plan\(\) takes no 'precision': .* trainer_args=\{'precision': \.\.\.\}"
     with pytest.raises(ConfigurationError, match=words):
         lightning_osdp.plan(GPTModule(), precision="bf16-mixed")
+
+
+def test_plan_for_hardware_takes_the_type_of_the_parameters_where_no_precision_is_given() -> None:
+    def compute_s(module: pl.LightningModule, hardware: str) -> float:
+        plan = lightning_osdp.plan(module, hardware=hardware, devices=1, batch_size=256)
+        return plan.predicted.compute_time_s
+
+    half = GPTModule().bfloat16()
+    assert compute_s(half, "rtx-4090-pcie4") < compute_s(GPTModule(), "rtx-4090-pcie4")
+    words = "^the parameters are bf16, which NVIDIA TITAN RTX does not compute in: the times of .* are those of fp32$"
+    with pytest.warns(OSDPWarning, match=words):
+        compute_s(half, "titan-rtx-pcie3")

@@ -94,6 +94,8 @@ GATED = (TensorRole.COLUMN, TensorRole.COLUMN, TensorRole.ROW)
         ((TensorRole.LINEAR,), 2, GATHER * 1 + SWAP * 1.5, SWAP * 1.5 + SCATTER * 1),
         ((TensorRole.LINEAR,), 4, GATHER * 3 + SWAP * 2.25, SWAP * 2.25 + SCATTER * 3),
         ((TensorRole.EMBEDDING,), 2, GATHER * 1 + SWAP * 1.5, SWAP * 1.5),
+        ((TensorRole.TABLE_ROWS,), 2, GATHER * 1 + SCATTER * 3, GATHER * 3),
+        ((TensorRole.ATTENTION,), 2, GATHER * 1 + SCATTER * 3, GATHER * 3 + SCATTER * 1),
         (PAIR, 2, GATHER * 1 + SCATTER * 3, GATHER * 3 + SCATTER * 1),
         (GATED, 4, GATHER * 3 + SCATTER * 9, GATHER * 9 + SCATTER * 3),
     ],
@@ -200,6 +202,8 @@ def test_footprint_has_slices_of_states_and_gradients_and_no_whole_weight() -> N
         (TensorRole.LINEAR, 3, 3, 4),
         (TensorRole.COLUMN, 3, 0, 4),
         (TensorRole.ROW, 0, 12, 12),
+        (TensorRole.TABLE_ROWS, 3, 12, 12),
+        (TensorRole.ATTENTION, 3, 12, 12),
     ],
 )
 def test_footprint_has_what_is_gathered_from_other_ranks_per_sample(

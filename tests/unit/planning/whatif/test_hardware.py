@@ -57,7 +57,7 @@ def test_hardware_files_cite_a_source_for_every_number(name: str) -> None:
 
 def test_hardware_names_cover_one_two_and_eight_nodes_on_two_networks() -> None:
     assert "titan-rtx-pcie3" in list_names()
-    for node in ("titan-rtx-pcie3", "a100-80gb-nvlink", "h100-80gb-nvlink"):
+    for node in ("titan-rtx-pcie3", "a100-80gb-nvlink", "h100-80gb-nvlink", "rtx-4090-pcie4", "l4-pcie4"):
         for count in (2, 8):
             for network in ("200gbit", "10gbit"):
                 several = load(f"{count}x{node}+{network}")
@@ -147,7 +147,7 @@ def test_build_cluster_uses_cuda_device_and_nccl_backend() -> None:
 
 @pytest.mark.parametrize("name", ["h200", "2xh200+10gbit", "2xa100-80gb-nvlink+1gbit", ""])
 def test_load_unknown_hardware_name_lists_known_names(name: str) -> None:
-    with pytest.raises(ConfigurationError, match="'a100-80gb-nvlink' or 'h100-80gb-nvlink' or 'titan-rtx-pcie3'"):
+    with pytest.raises(ConfigurationError, match="'a100-80gb-nvlink' or 'h100-80gb-nvlink' or 'l4-pcie4' or"):
         load(name)
 
 
@@ -183,3 +183,10 @@ def test_load_names_damaged_field_or_missing_hardware_file(tmp_path: Path) -> No
 def test_peak_unknown_dtype_lists_known_dtypes() -> None:
     with pytest.raises(ConfigurationError, match="'fp32' or 'fp16'"):
         load("titan-rtx-pcie3").get_peak_flops("bf16")
+
+
+@pytest.mark.parametrize("name", ["rtx-4090-pcie4", "l4-pcie4"])
+def test_cards_of_24_gb_compute_in_bf16_and_hold_less_than_24_gib(name: str) -> None:
+    card = load(name)
+    assert card.get_peak_flops("bf16") == card.get_peak_flops("fp16") > card.get_peak_flops("fp32")
+    assert 22 << 30 < card.memory_bytes < 24 << 30
