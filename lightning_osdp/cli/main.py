@@ -7,6 +7,7 @@ is one JSON document and nothing else.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -18,7 +19,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter, Namespace
 from rich.console import Console
 
 from lightning_osdp import __version__
@@ -35,7 +36,7 @@ from lightning_osdp.planning.whatif import hardware
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint, problem_for_hardware, simulate, sweep_memory_limits
 from lightning_osdp.report import diff, explain, tables
 from lightning_osdp.state import checkpoint
-from lightning_osdp.state.atomic_files import check_text_replaceable, write_text
+from lightning_osdp.state.atomic_files import check_text_writable, write_text
 from lightning_osdp.strategy import arguments, failure_detector, offline
 
 DONE, INFEASIBLE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -108,6 +109,11 @@ def _run(words: list[str]) -> int:
     return DONE
 
 
+class _Help(DefaultHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str:  # without types and defaults such as null
+        return f"{action.help or ''}{' (required)' if action.required and action.option_strings else ''}"
+
+
 def _build_parser() -> ArgumentParser:
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "lightning"))
     parser = ArgumentParser(
@@ -115,13 +121,14 @@ def _build_parser() -> ArgumentParser:
         description="Train with the fastest plan that fits the memory, make such a plan, and explain it.",
         version=f"{__version__} ({versions}, Python {platform.python_version()})",
         exit_on_error=False,
+        formatter_class=_Help,
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="show the traceback of an error")
     subcommands = parser.add_subcommands(required=True, dest="command")
     for name, purpose in fit.SUBCOMMANDS.items():  # they have LightningCLI's arguments, which it parses itself
         subcommands.add_subcommand(name, ArgumentParser(), help=purpose)
     for name, command in COMMANDS.items():
-        subparser = ArgumentParser(description=command.help, exit_on_error=False)
+        subparser = ArgumentParser(description=command.help, exit_on_error=False, formatter_class=_Help)
         command.add_arguments(subparser)
         subparser.add_argument("--json", action="store_true", help="write JSON instead of text")
         subcommands.add_subcommand(name, subparser, help=command.help)
@@ -165,11 +172,8 @@ def _write(path: str, text: str, is_own: IsOwn) -> None:
 
 def _check_output(path: str | None, is_own: IsOwn) -> None:
     """Refuse a file that could not be written, before the work is done."""
-    if path is None:
-        return
-    if not Path(path).absolute().parent.is_dir():
-        raise ConfigurationError(f"{path} can't be written: there is no folder {Path(path).absolute().parent}")
-    check_text_replaceable(Path(path), is_own)
+    if path is not None:
+        check_text_writable(Path(path), is_own)
 
 
 def _check_page(path: str | None) -> None:
@@ -189,7 +193,7 @@ def _print(text: str) -> None:
 
 
 def _add_profile_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--devices", type=int, required=True, help="processes, one for each device")
+    parser.add_argument("--devices", type=int, required=True, help="number of devices; each gets a process")
     parser.add_argument("--accelerator", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA if there is")
     parser.add_argument("--out", type=str, default="cluster.json", help="file to write (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for everything (default: %(default)s)")
@@ -239,11 +243,7 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
 def _plan(options: Namespace) -> None:
     _check_output(options.out, ExecutionPlan.is_plan)
     _check_page(options.html)
-    if (
-        options.out is not None
-        and options.html is not None
-        and Path(options.out).resolve() == Path(options.html).resolve()
-    ):
+    if None not in (options.out, options.html) and Path(options.out).resolve() == Path(options.html).resolve():
         raise ConfigurationError(f"--out and --html can't both write {options.out}")
     config = _load_config(options)
     devices = arguments.validate_positive("devices", options.devices)
@@ -344,20 +344,36 @@ def _simulate(options: Namespace) -> None:
             model, hardware_spec, [count], limit_bytes, run.limit_batch_sizes(policy, count), dtype, constraints
         )
     ]
-    if options.html is not None:
-        _write_simulated_page(options.html, model, hardware_spec, dtype, constraints, points)
     if options.json:
         _print(json.dumps([point.model_dump(mode="json", exclude={"plan"}) for point in points], indent=2))
     else:
         Console().print(tables.simulation_table(points))
         if len(points) == 1 and points[0].plan is not None:
             Console().print("", tables.baseline_table(points[0].plan), sep="\n")
+    options.json = False  # an error is not written beside the document
+    fitting = [point for point in points if point.plan is not None]
+    if not fitting:
+        raise _nothing_fits(points)
+    if options.html is not None:
+        largest = max(fitting, key=lambda point: point.devices)
+        _write_simulated_page(options.html, model, hardware_spec, dtype, constraints, points, largest)
 
 
 def _device_counts(devices: int) -> list[int]:
     """Return the powers of two up to the number of devices, and that number."""
     powers = [1 << exponent for exponent in range(devices.bit_length())]
     return sorted({*powers, devices})
+
+
+def _nothing_fits(points: Sequence[SimulatedPoint]) -> InfeasibleError:
+    smallest = min(points, key=lambda point: point.needed_bytes)
+    needed, limit = smallest.needed_bytes, smallest.memory_limit_bytes
+    return InfeasibleError(
+        f"nothing fits: {smallest.devices} device{'s' * (smallest.devices > 1)} need {format_bytes(needed)} each, and "
+        f"the limit is {format_bytes(limit)}. Use more devices, or raise --memory-limit",
+        needed_bytes=needed,
+        budget_bytes=limit,
+    )
 
 
 def _write_simulated_page(
@@ -367,26 +383,11 @@ def _write_simulated_page(
     dtype: str,
     constraints: SearchConstraints,
     points: Sequence[SimulatedPoint],
+    shown: SimulatedPoint,
 ) -> None:
-    """Write the page of the largest number of devices that fits.
-
-    Raises:
-        InfeasibleError: nothing fits.
-    """
-    fitting = [point for point in points if point.plan is not None]
-    if not fitting:
-        smallest = min(points, key=lambda point: point.needed_bytes)
-        raise InfeasibleError(
-            f"no page: nothing fits, {smallest.devices} devices need {format_bytes(smallest.needed_bytes)} each",
-            needed_bytes=smallest.needed_bytes,
-            budget_bytes=smallest.memory_limit_bytes,
-        )
-    largest = max(fitting, key=lambda point: point.devices)
-    assert largest.plan is not None
-    problem = problem_for_hardware(
-        model, hardware_spec, largest.devices, largest.memory_limit_bytes, dtype, constraints
-    )
-    _write_page(path, largest.plan, variant_of_plan(largest.plan, problem), points)
+    assert shown.plan is not None
+    problem = problem_for_hardware(model, hardware_spec, shown.devices, shown.memory_limit_bytes, dtype, constraints)
+    _write_page(path, shown.plan, variant_of_plan(shown.plan, problem), points)
 
 
 def _write_page(path: str, plan: ExecutionPlan, problem: Problem | None, points: Sequence[SimulatedPoint] = ()) -> None:
@@ -428,12 +429,16 @@ def _consolidate(options: Namespace) -> None:
 
 
 COMMANDS = {
-    "profile": Command("Measure the links between this machine's devices.", _add_profile_arguments, _profile),
-    "plan": Command("Plan what a LightningCLI configuration trains.", _add_plan_arguments, _plan),
+    "profile": Command(
+        "Measure the links between this machine's devices, for osdp plan.", _add_profile_arguments, _profile
+    ),
+    "plan": Command("Plan what a LightningCLI configuration trains, on measured hardware.", _add_plan_arguments, _plan),
     "explain": Command("Say why a plan is what it is.", _add_explain_arguments, _explain),
     "diff": Command("Say how two plans differ.", _add_diff_arguments, _diff),
     "consolidate": Command("Make one ordinary checkpoint of a sharded one.", _add_consolidate_arguments, _consolidate),
-    "simulate": Command("Plan for hardware that is not here.", _add_simulate_arguments, _simulate),
+    "simulate": Command(
+        "Estimate plans for described hardware, such as eight H100.", _add_simulate_arguments, _simulate
+    ),
     "emulate": Command("Train some steps as rank 0 of a cluster that is not here.", emulate.add_arguments, _emulate),
 }
 """Commands by name; another one is a row here and two functions."""
