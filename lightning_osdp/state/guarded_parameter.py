@@ -200,6 +200,7 @@ class ShardGuard:
                     stacklevel=2,
                 )
         full = gradient.detach().to(self.parameter.dtype).clone(memory_format=torch.contiguous_format)
+        self.context.before_access(self.name)  # other ranks may have come to other collectives of the pass
         dist.all_reduce(full, group=self.context.group)
         part = self.layout.shard(full.div_(dist.get_world_size(self.context.group)))
         self._outside_gradient = part if self._outside_gradient is None else self._outside_gradient.add_(part)
