@@ -12,7 +12,7 @@ PYTHON ?= $(shell \
 
 .PHONY: help train test test-fast lint format clean docs docs-serve
 .PHONY: test-limit test-limit-wide test-slurm test-kill test-caught test-many test-gpu dist-test lab
-.PHONY: bench bench-quick bench-gpu bench-search bench-paper bench-emulated plan-7b accuracy
+.PHONY: bench bench-quick bench-gpu gpu-first bench-search bench-paper bench-emulated plan-7b accuracy
 
 help:
 	@echo "make train        train a small GPT on two CPU processes under a memory limit (examples/train_gpt.py)"
@@ -37,6 +37,7 @@ help:
 	@echo "Benchmarks (all of them: python -m bench):"
 	@echo "make bench            beside DDP, FSDP and FairScale under hard memory limits (root, cgroup v1; many hours)"
 	@echo "make bench-quick      the same for small models, some minutes; make bench-gpu   the same on CUDA"
+	@echo "make gpu-first        one GPU, a quarter of an hour: engines, links, memory; each call goes on with what is left"
 	@echo "make bench-search     the exact search against a MILP solver"
 	@echo "make bench-paper      plans the settings of the OSDP paper on its machine and writes docs/paper.md (minutes)"
 	@echo "make bench-emulated   on 8 and 64 ranks that are not there (goes on where it was stopped; some hours on one core)"
@@ -103,6 +104,10 @@ bench-quick: $(INSTALLED)
 
 bench-gpu: $(INSTALLED)
 	$(BIN)/python -m bench comparison --device cuda $(OPTIONS)
+
+# OPTIONS=--dry-run tries all of it with a small model on the CPU.
+gpu-first: $(INSTALLED)
+	$(BIN)/python -m bench gpu-first $(OPTIONS)
 
 bench-search: $(INSTALLED)
 	$(BIN)/python -m bench search $(OPTIONS)

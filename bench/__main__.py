@@ -18,6 +18,7 @@ BENCHMARKS = {
     "emulated-real": ("bench.emulated.real", "emulated beside real gloo ranks, with the links that were measured"),
     "engines": ("bench.emulated.engines", "the same plans under our units and under fully_shard, on emulated ranks"),
     "emulated-gpu": ("bench.emulated.gpu", "OSDP beside its peers on one GPU that stands for eight"),
+    "gpu-first": ("bench.emulated.gpu_first", "what to run first where there is a GPU for a quarter of an hour"),
     "plan-7b": ("bench.emulated.plan_7b", "seconds and memory that a plan of LLaMA 7 B for 64 emulated ranks takes"),
     "jobs": ("bench.jobs", "jobs as users have them (BERT, ResNet, ViT, LoRA, DLRM, GAN) in turns with DDP"),
     "paper": ("bench.paper", "the settings of the OSDP paper, planned for its machine"),

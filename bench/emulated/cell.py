@@ -8,12 +8,20 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 from bench.emulated import accuracy_cases, worker
 from bench.emulated.queue import Cell
 from bench.emulated.warp import JumpingClock
 
-WORK = {"compare": worker.compare, "accuracy": accuracy_cases.run, "memory": accuracy_cases.run}
+
+def _first_steps(cell: Cell, machine: dict[str, Any], folder: Path) -> dict[str, Any]:
+    from bench.emulated import first_steps  # the engine, which takes memory that other cells do not pay for
+
+    return first_steps.run(cell, machine, folder)
+
+
+WORK = {"compare": worker.compare, "accuracy": accuracy_cases.run, "memory": accuracy_cases.run, "first": _first_steps}
 """What cells are about."""
 
 

@@ -73,6 +73,10 @@ class Results:
         found: dict[str, Any] | None = self._data["cells"].get(cell.name)
         return found if found is not None and found.get("error") in (None, "does not fit") else None
 
+    def was_run(self, cell: Cell) -> bool:
+        """Whether a cell was begun, whatever came out."""
+        return cell.name in self._data["cells"]
+
     def put(self, cell: Cell, result: dict[str, Any]) -> None:
         """Keep a result."""
         with self._lock:
@@ -102,12 +106,14 @@ class Queue:
         machine: about the machine, for the cells' processes.
         budget_s: no cell begins later than so many seconds from now, if it is like those before.
         jobs: cells at the same time: for each there is a core.
+        limit_s: a cell that takes longer is ended and counts as too slow.
     """
 
     results: Results
     machine: dict[str, Any]
     budget_s: float
     jobs: int = 1
+    limit_s: float = CELL_S
     _start_s: float = field(default_factory=lambda: time.monotonic())
     _seconds: list[float] = field(default_factory=list)
 
@@ -140,14 +146,14 @@ class Queue:
         if not self._has_time(1):
             return
         began_s = time.monotonic()
-        result = run(cell, self.machine)
+        result = run(cell, self.machine, self.limit_s)
         self._seconds.append(time.monotonic() - began_s)
         self.results.put(cell, result | {"cell_s": round(self._seconds[-1], 1), "commit": current_commit()})
         if self.results.get(cell) is None:
             print(f"{cell.name}: {result['error']}", *result.get("log", []), sep="\n  ", flush=True)
 
 
-def run(cell: Cell, machine: dict[str, Any]) -> dict[str, Any]:
+def run(cell: Cell, machine: dict[str, Any], limit_s: float = CELL_S) -> dict[str, Any]:
     """Run a cell in a process of its own; what it wrote, or ``error``."""
     with tempfile.TemporaryDirectory(prefix="emulated-") as name:
         folder = Path(name)
@@ -155,7 +161,7 @@ def run(cell: Cell, machine: dict[str, Any]) -> dict[str, Any]:
         with (folder / "log").open("wb") as log:
             command = [sys.executable, "-m", "bench.emulated.cell", order]
             try:
-                status = subprocess.run(command, stdout=log, stderr=log, timeout=CELL_S, check=False).returncode
+                status = subprocess.run(command, stdout=log, stderr=log, timeout=limit_s, check=False).returncode
             except subprocess.TimeoutExpired:
                 status = 124
         result = folder / "result.json"

@@ -167,12 +167,17 @@ def detect_node_layout(world: Any, node_rank: int) -> NodeLayout:
     return NodeLayout(sizes, is_even=len(set(sizes)) == 1 and len(sizes) == len(set(everyone)))
 
 
-def cached_group_copy(group: Any, purpose: str) -> Any:
+def cached_group_copy(group: Any, purpose: str, backend: str | None = None) -> Any:
     """Return another process group of the same ranks and time-out for one ``purpose``. Collective.
 
     See Note [cached groups].
     """
-    return _cached(group, purpose, lambda: _create_subgroups([dist.get_process_group_ranks(group)], group))
+    return _cached(group, purpose, lambda: _create_subgroups([dist.get_process_group_ranks(group)], group, backend))
+
+
+def cached_host_group(group: Any) -> Any:
+    """Return a group of the same ranks that sends tensors on the host, for which no device is waited. Collective."""
+    return cached_group_copy(group, "host", "gloo") if dist.get_backend(group) == "nccl" else group
 
 
 def cached_node_groups(world: Any, nodes: int, purpose: str, backend: str | None = None) -> NodeGroups:

@@ -7,6 +7,7 @@ import linecache
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from lightning_osdp.backend.cpu import process_memory
 from lightning_osdp.backend.cpu.malloc import HEAP
@@ -25,8 +26,9 @@ UNIT_BYTES = {"cpu": 24 << 10}
 EVALUATION_GROWTH_BYTES = {"cpu": 10 << 20}
 """What kernels leave behind in libraries if evaluation runs them with more rows than training does [M-backend-7]."""
 
-CAPPED_USABLE_FRACTION = 0.88
-"""Fraction of what the caching allocator may take that tensors can use: the rest lies between them [M-backend-8]."""
+CAPPED_USABLE_FRACTION, SINGLE_RANK_USABLE_FRACTION = 0.88, 0.97
+"""Fraction of what the caching allocator may take that tensors can use, the rest lies between them; and the same for a
+rank that has no others to gather from [M-backend-8]."""
 
 EXPECTED_FILE_PAGE_BYTES = 3 << 20
 """Pages of libraries that the first steps on a CPU read at least; a control group does not run short of them
@@ -63,8 +65,8 @@ def memory_limit(device: torch.device, local_ranks: int, group_ranks: int | None
     """Return the bytes that one rank may use on ``device``.
 
     CUDA: ``USABLE_MEMORY_FRACTION`` of what is free on the device or held by this process's caching allocator, and at
-    most ``CAPPED_USABLE_FRACTION`` of what that may take (``torch.cuda.set_per_process_memory_fraction``). CPU: see
-    ``process_memory.usable_bytes``.
+    most ``CAPPED_USABLE_FRACTION`` (or ``SINGLE_RANK_USABLE_FRACTION``) of what that may take
+    (``torch.cuda.set_per_process_memory_fraction``). CPU: see ``process_memory.usable_bytes``.
 
     Args:
         device: the rank's device.
@@ -74,7 +76,9 @@ def memory_limit(device: torch.device, local_ranks: int, group_ranks: int | None
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         usable = int(USABLE_MEMORY_FRACTION * (free + torch.cuda.memory_reserved(device)))
-        return min(usable, int(CAPPED_USABLE_FRACTION * allowed_bytes(device)))
+        is_single = dist.is_initialized() and dist.get_world_size() == 1
+        share = SINGLE_RANK_USABLE_FRACTION if is_single else CAPPED_USABLE_FRACTION
+        return min(usable, int(share * allowed_bytes(device)))
     return process_memory.usable_bytes(local_ranks, group_ranks or local_ranks)
 
 

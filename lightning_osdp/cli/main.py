@@ -7,6 +7,7 @@ is one JSON document and nothing else.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -18,7 +19,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter, Namespace
 from rich.console import Console
 
 from lightning_osdp import __version__
@@ -108,6 +109,11 @@ def _run(words: list[str]) -> int:
     return DONE
 
 
+class _Help(DefaultHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str:  # without types and defaults such as null
+        return f"{action.help or ''}{' (required)' if action.required and action.option_strings else ''}"
+
+
 def _build_parser() -> ArgumentParser:
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "lightning"))
     parser = ArgumentParser(
@@ -115,13 +121,14 @@ def _build_parser() -> ArgumentParser:
         description="Train with the fastest plan that fits the memory, make such a plan, and explain it.",
         version=f"{__version__} ({versions}, Python {platform.python_version()})",
         exit_on_error=False,
+        formatter_class=_Help,
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="show the traceback of an error")
     subcommands = parser.add_subcommands(required=True, dest="command")
     for name, purpose in fit.SUBCOMMANDS.items():  # they have LightningCLI's arguments, which it parses itself
         subcommands.add_subcommand(name, ArgumentParser(), help=purpose)
     for name, command in COMMANDS.items():
-        subparser = ArgumentParser(description=command.help, exit_on_error=False)
+        subparser = ArgumentParser(description=command.help, exit_on_error=False, formatter_class=_Help)
         command.add_arguments(subparser)
         subparser.add_argument("--json", action="store_true", help="write JSON instead of text")
         subcommands.add_subcommand(name, subparser, help=command.help)
@@ -189,7 +196,7 @@ def _print(text: str) -> None:
 
 
 def _add_profile_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--devices", type=int, required=True, help="processes, one for each device")
+    parser.add_argument("--devices", type=int, required=True, help="number of devices; each gets a process")
     parser.add_argument("--accelerator", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA if there is")
     parser.add_argument("--out", type=str, default="cluster.json", help="file to write (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for everything (default: %(default)s)")
@@ -239,11 +246,7 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
 def _plan(options: Namespace) -> None:
     _check_output(options.out, ExecutionPlan.is_plan)
     _check_page(options.html)
-    if (
-        options.out is not None
-        and options.html is not None
-        and Path(options.out).resolve() == Path(options.html).resolve()
-    ):
+    if None not in (options.out, options.html) and Path(options.out).resolve() == Path(options.html).resolve():
         raise ConfigurationError(f"--out and --html can't both write {options.out}")
     config = _load_config(options)
     devices = arguments.validate_positive("devices", options.devices)
@@ -428,12 +431,16 @@ def _consolidate(options: Namespace) -> None:
 
 
 COMMANDS = {
-    "profile": Command("Measure the links between this machine's devices.", _add_profile_arguments, _profile),
-    "plan": Command("Plan what a LightningCLI configuration trains.", _add_plan_arguments, _plan),
+    "profile": Command(
+        "Measure the links between this machine's devices, for osdp plan.", _add_profile_arguments, _profile
+    ),
+    "plan": Command("Plan what a LightningCLI configuration trains, on measured hardware.", _add_plan_arguments, _plan),
     "explain": Command("Say why a plan is what it is.", _add_explain_arguments, _explain),
     "diff": Command("Say how two plans differ.", _add_diff_arguments, _diff),
     "consolidate": Command("Make one ordinary checkpoint of a sharded one.", _add_consolidate_arguments, _consolidate),
-    "simulate": Command("Plan for hardware that is not here.", _add_simulate_arguments, _simulate),
+    "simulate": Command(
+        "Estimate plans for described hardware, such as eight H100.", _add_simulate_arguments, _simulate
+    ),
     "emulate": Command("Train some steps as rank 0 of a cluster that is not here.", emulate.add_arguments, _emulate),
 }
 """Commands by name; another one is a row here and two functions."""

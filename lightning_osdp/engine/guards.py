@@ -130,3 +130,11 @@ def _prepare_process() -> None:
         register_optimizer_step_pre_hook(_open_for_step)
         register_optimizer_step_post_hook(_close_after_step)
         ask_guarded_classes()
+
+
+def mark_generation(module: nn.Module, is_sharded: bool) -> None:
+    """Have ``generate`` of transformers go on until all ranks have finished, as it does for FSDP, or end that."""
+    for inner in module.modules():
+        vars(inner).pop("_is_fsdp_managed_module", None)
+        if hasattr(type(inner), "generate") and is_sharded:
+            vars(inner)["_is_fsdp_managed_module"] = True

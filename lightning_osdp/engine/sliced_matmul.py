@@ -40,6 +40,7 @@ class _SlicedMatmul(torch.autograd.Function):
         x_gradient = weight_gradient = None
         if weight is not None:
             x_gradient = gradient.mm(_as_matrix(weight, ctx.transposed, gradient.dtype).t())
+        del weight  # whose memory is freed now
         ctx.on_weight_unused()
         if x is not None:
             weight_gradient = (gradient.t().mm(x) if ctx.transposed else x.t().mm(gradient)).to(ctx.dtype)

@@ -7,12 +7,23 @@ from __future__ import annotations
 
 import sys
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 WIDE_RATIO = 4
 """A matrix whose outputs exceed its inputs by more than this factor (a language model's head) is cut along its outputs:
 every slice of a cut along the input would write the full output."""
+
+
+SHARED_MEMORY = (
+    "lies in memory that is shared with other processes, from which sharding would part it: give it memory of its "
+    "own (parameter.data = parameter.data.clone()), or keep it replicated (OSDPCallback(modes=...))"
+)
+
+
+def is_in_shared_memory(parameter: Tensor) -> bool:
+    """Return whether other processes may use the memory of a parameter on the CPU."""
+    return parameter.device.type == "cpu" and bool(parameter.is_shared())  # type: ignore[no-untyped-call]
 
 
 def split_dims(module: nn.Module) -> tuple[tuple[int, ...], str]:

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ReduceOp
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_osdp.state.guarded_parameter import (
+    Followed,
     GatheredTensor,
     GuardedTensor,
     LocalShard,
-    _Gathered,
-    _OutsideRead,
     find_local_shard,
     full_shaped,
     guard_behind,
@@ -177,6 +177,8 @@ def _access_property(func: Any, name: str, args: Any) -> Any:
         return _assign_data(tensor, args[1])
     elif name == "__set__" and attribute == "grad":
         return _assign_gradient(tensor, args[1])
+    elif name == "__delete__" and attribute == "grad":
+        return _assign_gradient(tensor, None)
     elif name == "__set__" and attribute == "requires_grad" and isinstance(tensor, GuardedTensor) and args[1]:
         raise guard_behind(tensor).refusal("what stands for it can't be a leaf of another graph")
     return func(*args)
@@ -235,6 +237,7 @@ def _assign_data(tensor: Any, value: Tensor) -> None:
 
 
 def _assign_gradient(parameter: Any, value: Tensor | None) -> None:
+    guard_behind(parameter).context.before_gradient()
     if value is not None:
         value = _part_of(local_shard_of(parameter), value, "a gradient")
     guard_behind(parameter).discard_outside_gradient()
@@ -262,11 +265,33 @@ def _run_for_each(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -
     return tuple(results) if results else None
 
 
+class _OutsideRead(torch.autograd.Function):
+    """Gathers a parameter outside of its operator; see Note [gradients of reads]."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, local: LocalShard) -> Tensor:
+        ctx.guard = local.guard
+        return local.gather()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        ctx.guard.store_outside_gradient(gradient)
+        return None, None
+
+
+def let_follow(view: Any, whole: Followed) -> None:
+    """Have a view of a full tensor follow the parameter of which that is the whole."""
+    view.__class__, view.gathered = GatheredTensor, whole
+
+
 def gather_for_transform(tensor: Any) -> Tensor:
     """Return the full tensor of a guarded or gathered one that ``torch.func`` is to differentiate or to map over."""
     with without_guards():
         if is_guarded(tensor):
             return _gather(tensor, local_shard_of(tensor), is_changed=False)
+        if _is_taken_anew(tensor):
+            return _take_anew(tensor)
         tensor.gathered.refresh()
         return tensor.detach() if not tensor.requires_grad else tensor.view_as(tensor)  # type: ignore[no-any-return]
 
@@ -279,7 +304,7 @@ def run_on_full(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str
         return _run_on_shards(func, leaves, tree)
     changes_first = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
     changes_first = changes_first or name in _IN_PLACE_OPERATORS
-    gathered: dict[int, tuple[Any, _Gathered]] = {}  # by the id of what the function gets
+    gathered: dict[int, tuple[Any, Followed]] = {}  # by the id of what the function gets
     by_original: dict[int, Tensor] = {}
     for index, leaf in enumerate(leaves):
         if is_guarded(leaf):
@@ -287,14 +312,17 @@ def run_on_full(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str
                 local = local_shard_of(leaf)
                 full = _gather(leaf, local, is_changed=changes_first and leaf is first)
                 by_original[id(leaf)] = full
-                gathered[id(full)] = (leaf, _Gathered(local, full, local.stamp))
+                gathered[id(full)] = (leaf, Followed(local, full, local.stamp))
             leaves[index] = by_original[id(leaf)]
         elif isinstance(leaf, GatheredTensor):
-            leaf.gathered.refresh()
             if changes_first and leaf is first and leaf.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(
                     "a view of a leaf Variable that requires grad is being used in an in-place operation."
                 )
+            if _is_taken_anew(leaf):
+                leaves[index] = _take_anew(leaf)
+                continue
+            leaf.gathered.refresh()
             gathered[id(leaf)] = (leaf, leaf.gathered)
     versions = [(leaf, leaf._version) for leaf in leaves if id(leaf) in gathered]
     args, kwargs = tree_unflatten(leaves, tree)
@@ -303,6 +331,23 @@ def run_on_full(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str
         if leaf._version != version:
             gathered[id(leaf)][1].write_back()
     return tree_map(lambda value: _wrap_result(value, gathered), result)
+
+
+def _is_taken_anew(view: GatheredTensor) -> bool:
+    """Return whether autograd would pass gradients of a kept view to where the parameter was when it was taken."""
+    source = view.gathered
+    is_stale = source.is_left or source.stamp != source.local.stamp
+    return is_stale and view.requires_grad and torch.is_grad_enabled()
+
+
+def _take_anew(view: GatheredTensor) -> Tensor:
+    """Return the same view of the parameter as it is now, as far as autograd is concerned."""
+    local, full = view.gathered.local, view.gathered.full
+    whole = _gather(local.guard.parameter, local, is_changed=False)
+    if whole.stride() != full.stride():
+        raise local.guard.refusal("a view of it was taken that is laid out in another way: take it anew in each step")
+    offset = view.storage_offset() - full.storage_offset() + whole.storage_offset()
+    return whole.as_strided(view.size(), view.stride(), offset)
 
 
 def _can_run_on_shards(name: str, leaves: list[Any]) -> bool:
@@ -351,7 +396,7 @@ def _gather(leaf: Any, local: LocalShard, is_changed: bool) -> Tensor:
     return _OutsideRead.apply(anchor, local)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _wrap_result(value: Any, gathered: dict[int, tuple[Any, _Gathered]]) -> Any:
+def _wrap_result(value: Any, gathered: dict[int, tuple[Any, Followed]]) -> Any:
     """Return what stands for a result: the argument itself, or a view that follows its parameter."""
     if type(value).__module__ == "numpy" and hasattr(value, "setflags"):
         value.setflags(write=False)  # which would not reach the parameter
@@ -364,7 +409,6 @@ def _wrap_result(value: Any, gathered: dict[int, tuple[Any, _Gathered]]) -> Any:
         storage = value.untyped_storage()._cdata
         for _, source in gathered.values():
             if source.full.untyped_storage()._cdata == storage:
-                value.__class__ = GatheredTensor
-                value.gathered = source  # type: ignore[attr-defined]
+                let_follow(value, source)
                 return value
     return value

@@ -32,13 +32,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from threading import get_ident
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd.function import once_differentiable
 
 from lightning_osdp.errors import OSDPWarning, ShardingError
 from lightning_osdp.state.shard_layout import ShardLayout
@@ -66,17 +66,23 @@ class GuardContext:
         """Called with a parameter's name before its values are gathered or replaced outside of its operator."""
         self.before_update: Callable[[], None] = lambda: None
         """Called before an optimizer's step, to complete gradients that the strategy has not seen being made."""
+        self.before_gradient: Callable[[], None] = lambda: None
+        """Called before a gradient is read or replaced, for the same reason."""
         self.num_updates = {False: 0, True: 0}
         """Number of changes to all parameters, and to all gradients."""
         self.optimizer_classes: set[type] = set()
         """Those optimizers whose step is right on local shards, since the plan was made with them."""
         self.with_outside_gradients: set[ShardGuard] = set()
-        self._pid = os.getpid()
+        self.is_accumulating = False
+        """Whether gradients of what is replicated are those of this rank, until the last micro-batch."""
+        self._pid, self.thread = os.getpid(), get_ident()
 
     def check_access(self, guard: ShardGuard) -> None:
         """Refuse access that can't reach the other ranks, and let them agree on the others."""
         if os.getpid() != self._pid:
             raise guard.refusal("a process of a DataLoader, or another one that was forked, can't gather it")
+        if is_other_thread(self.thread):
+            raise guard.refusal("another thread than the one that trains can't gather it")
         self.before_access(guard.name)
 
     def add_outside_gradients(self) -> None:
@@ -84,6 +90,11 @@ class GuardContext:
         for guard in self.with_outside_gradients:
             guard.add_outside_gradient()
         self.with_outside_gradients.clear()
+
+
+def is_other_thread(own: int) -> bool:
+    """Return whether this thread is neither the one with this number, nor autograd's."""
+    return get_ident() != own and torch._C._current_graph_task_id() == -1
 
 
 @dataclass(eq=False)
@@ -166,6 +177,7 @@ class ShardGuard:
 
     def local_gradient(self) -> LocalShard | None:
         """Return the part of the gradient that this rank holds, if there is one."""
+        self.context.before_gradient()
         self.add_outside_gradient()
         with without_guards():
             gradient = self.parameter.grad
@@ -228,6 +240,9 @@ class LocalShard:
     def gather(self) -> Tensor:
         """Return the full tensor. Collective."""
         self._check_guard()
+        is_partial = self.kind == "gradient" and self.guard.is_sliced and self.guard.context.is_accumulating
+        if is_partial and any(group is None for group in self.guard.layout.groups):
+            raise self.guard.refusal("its replicated slices have gradients of this rank until the last micro-batch")
         self.guard.context.check_access(self.guard)
         # A transform of torch.func, or inference mode, would take these for its own tensors.
         with temporarily_clear_interpreter_stack(), torch.inference_mode(False):
@@ -255,19 +270,19 @@ class LocalShard:
 
 
 @dataclass
-class _Gathered:
+class Followed:
     """A full tensor that stands for a shard, with the state of the parameter that it shows."""
 
     local: LocalShard
     full: Tensor
     stamp: tuple[int, int]
+    is_left: bool = False
+    """Whether it is memory that a parameter had before it was sharded, so that autograd does not know who shares it."""
 
     def refresh(self) -> None:
         """Gather again if the parameter has changed since. Collective."""
         if self.stamp == self.local.stamp:
             return
-        if self.full.requires_grad:
-            raise self.local.guard.refusal("a view of it was taken before it changed")
         with torch.no_grad():
             self.full.copy_(self.local.gather())
         self.stamp = self.local.stamp
@@ -276,21 +291,6 @@ class _Gathered:
         """Store what was changed in the full tensor."""
         self.local.write(self.full)
         self.stamp = self.local.stamp
-
-
-class _OutsideRead(torch.autograd.Function):
-    """Gathers a parameter outside of its operator; see Note [gradients of reads]."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, local: LocalShard) -> Tensor:
-        ctx.guard = local.guard
-        return local.gather()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        ctx.guard.store_outside_gradient(gradient)
-        return None, None
 
 
 class ValuesOnDemand:
@@ -367,7 +367,7 @@ class GuardedTensor(_Guarded, Tensor):  # type: ignore[misc]
 class GatheredTensor(_Dispatched, Tensor):
     """A gathered tensor, or a view of one, that follows its parameter; see Note [what is handed out]."""
 
-    gathered: _Gathered
+    gathered: Followed
 
     def _full_copy(self) -> Tensor:
         with without_guards():
@@ -411,7 +411,7 @@ def gather(tensor: GuardedTensor) -> GatheredTensor:
         local = local_shard_of(tensor)
         full = local.gather()
         view: Any = full.view_as(full)  # another object, since a cycle would hold the memory longer
-        view.__class__, view.gathered = GatheredTensor, _Gathered(local, full, local.stamp)
+        view.__class__, view.gathered = GatheredTensor, Followed(local, full, local.stamp)
         return view  # type: ignore[no-any-return]
 
 

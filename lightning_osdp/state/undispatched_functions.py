@@ -42,14 +42,10 @@ def ask_guarded_classes() -> None:
         setattr(torch, name, _on_full(original))
         jit_builtins._register_builtin(getattr(torch, name), f"aten::{name}")
     Tensor.as_subclass = _on_full(Tensor.as_subclass)  # type: ignore[method-assign]
+    Tensor.set_ = _assigned(Tensor.set_)  # type: ignore[method-assign]
     for name in ("__new__", "new_tensor"):
         setattr(Tensor, name, _on_full(getattr(Tensor, name), first=1))
-    for owner, name in (
-        (Tensor, "set_"),
-        (torch, "to_dlpack"),
-        (torch.utils.dlpack, "to_dlpack"),
-        (torch.utils, "swap_tensors"),
-    ):
+    for owner, name in ((torch, "to_dlpack"), (torch.utils.dlpack, "to_dlpack"), (torch.utils, "swap_tensors")):
         setattr(owner, name, _refused(getattr(owner, name)))
     for module, name in (
         (eager_transforms, "_wrap_for_grad"),
@@ -96,6 +92,23 @@ def _refused(function: Callable[..., Any]) -> Callable[..., Any]:
             if is_guarded(value):
                 raise guard_behind(value).refusal(f"{function.__name__} needs its memory as a whole")
         return function(*args, **kwargs)
+
+    return run
+
+
+def _assigned(set_: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``set_`` that gives a guarded parameter the values of another tensor, as parametrizations do."""
+    refused = _refused(set_)
+
+    @wraps(set_)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        target, *sources = args
+        is_assigned = is_guarded(target) and isinstance(target, nn.Parameter) and len(sources) == 1 and not kwargs
+        if not is_assigned or not isinstance(sources[0], Tensor):
+            return refused(*args, **kwargs)
+        if sources[0] is not target:
+            target.data = sources[0]
+        return target
 
     return run
 

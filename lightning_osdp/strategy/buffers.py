@@ -19,12 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from lightning_osdp.backend.hierarchical import cached_host_group
+
 LARGE_BYTES = 64 << 10
 """Buffers from this size on are sent only once they are known to be written."""
 
 NUM_FIRST_FORWARDS, ASK_EVERY = 4, 50
 """Ranks compare the bytes of large buffers in this many first forwards. After those, ranks on a GPU ask each other in
-one of so many forwards only, since waiting for the answer holds the device up."""
+one of so many forwards only, since their hosts wait for each other then."""
 
 BUCKET_BYTES = 250 << 20
 """Buffers are sent in buckets of this size, as by DDP."""
@@ -82,8 +84,8 @@ class BufferBroadcast:
         if self._device.type != "cpu" and not compares_bytes and self._num_forwards % ASK_EVERY:
             return
         changed = [self._has_changed(name, buffer, compares_bytes) for name, buffer in large.items()]
-        flags = torch.tensor(changed, dtype=torch.uint8, device=self._device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        flags = torch.tensor(changed, dtype=torch.uint8)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=cached_host_group(self._group))
         self._written.update(name for name, flag in zip(large, flags.tolist(), strict=True) if flag)
 
     def _has_changed(self, name: str, buffer: Tensor, compares_bytes: bool) -> bool:

@@ -6,7 +6,7 @@ batch the ranks start an all-reduce of their records (a few bytes, over a proces
 on) and read its result at the end of the next batch. So all ranks act at the same batch, and none waits.
 
 Outside SLURM there is SIGTERM alone. A rank that gets one says so to the first rank (``FailureDetector``), which tells
-all ranks in the broadcast that Lightning makes before each batch.
+all ranks in the broadcast that Lightning makes before each batch (``StopBroadcast``).
 
 Lightning registers its handlers when setup is over. Until then ``SetupSignal`` ends all ranks.
 """
@@ -32,6 +32,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_osdp.backend.hierarchical import cached_host_group
+from lightning_osdp.backend.work import is_driven_by_host
 from lightning_osdp.strategy.failure_detector import FailureDetector, end_process
 
 REQUEUE, STOP = 0, 1
@@ -145,10 +147,39 @@ def install(trainer: pl.Trainer, detector: FailureDetector | None, setup_signal:
         trainer.callbacks.append(PreemptionCallback(environment))  # type: ignore[attr-defined]
 
 
+class StopBroadcast:
+    """Tells all ranks before each batch whether the first one wants them to stop.
+
+    Where the host runs ahead of the device, to read a tensor of the device would wait for all of its work. There the
+    word is sent between hosts, and read before the next batch.
+
+    Args:
+        device: where the ranks compute.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_deferred = not is_driven_by_host(device)
+        self._group = cached_host_group(dist.group.WORLD) if self._is_deferred else dist.group.WORLD
+        self._pending: tuple[Any, Tensor] | None = None
+
+    def send(self, is_stop_requested: bool) -> bool:
+        """Send this word, if it is of the first rank, and return the one to heed. Collective."""
+        word = torch.tensor([int(is_stop_requested)])
+        work = dist.broadcast(word, src=0, group=self._group, async_op=self._is_deferred)
+        if self._is_deferred:
+            last, self._pending = self._pending, (work, word)
+            if last is None:
+                return False
+            work, word = last
+            work.wait()
+        return bool(word.item())
+
+
 def _stop_together_on_sigterm(trainer: pl.Trainer, detector: FailureDetector) -> None:
     """Stop before the same batch on all ranks in training; elsewhere at once, whereupon the other ranks end as well."""
     connector, epoch_loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
     register = connector.register_signal_handlers
+    broadcasts: list[StopBroadcast] = []
 
     def handle(signum: int, frame: Any, others: list[Callable[[int, Any], Any]]) -> None:
         is_training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
@@ -172,9 +203,9 @@ def _stop_together_on_sigterm(trainer: pl.Trainer, detector: FailureDetector) ->
     def raise_if_stopping() -> None:
         if epoch_loop._should_accumulate():
             return  # a checkpoint can't hold half-accumulated gradients
-        stop = torch.tensor([int(detector.is_stop_requested)], device=trainer.strategy.root_device)
-        dist.broadcast(stop, src=0)
-        if stop.item():
+        if not broadcasts:
+            broadcasts.append(StopBroadcast(trainer.strategy.root_device))
+        if broadcasts[0].send(detector.is_stop_requested):
             raise SIGTERMException
 
     connector.register_signal_handlers = register_signal_handlers  # type: ignore[method-assign]

@@ -19,9 +19,13 @@ from lightning_osdp import OSDPStrategy
 from lightning_osdp.backend import collectives
 from lightning_osdp.backend.allocator import enable_expandable_segments
 from lightning_osdp.backend.memory import CAPPED_USABLE_FRACTION, memory_limit
+from lightning_osdp.emulation.links import EmulatedLinks
+from lightning_osdp.emulation.process_group import join
+from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.profiling.tracing.trace import MAX_TRACE_BATCH_SIZE
-from tests.support.models import gpt_loss
+from tests.parity.test_low_precision import with_casts
+from tests.support.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, some_cluster, wrap_blocks
 from tests.support.modules import GPTModule, trainer
 from tests.support.parity import reference, train
 from tests.support.ports import free_port
@@ -33,6 +37,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 RANKS, STEPS = 2, 6
 MIB = 1 << 20
 GPU = torch.device("cuda", 0)
+BLOCKS = ("blocks.0", "blocks.1")
 POLICIES = ("dp", "zdp2", "zdp", "mixed", "joined zdp")
 
 
@@ -109,6 +114,44 @@ def test_training_with_ranks_sharing_a_gpu_matches_plain_pytorch() -> None:
         torch.testing.assert_close(losses, torch.tensor(expected_losses), rtol=1e-4, atol=0)
         for name, weight in expected.items():
             torch.testing.assert_close(results[0][1][name].cpu(), weight, rtol=1e-3, atol=1e-5)
+
+
+def train_without_host_waits(rank: int, ranks: int) -> list[float]:
+    """As the first of eight ranks that are not there: in the last step torch raises where the host would wait."""
+    dist.destroy_process_group()
+    torch.cuda.set_device(GPU)
+    join(EmulatedLinks(some_cluster(8, device="cuda: emulated", backend="emulated")))
+    norms = []
+    for policy in POLICIES:
+        model = TinyGPT().to(GPU)
+        plan = wrap_blocks(
+            hand_made_plan(modes_for(model, policy.split()[-1]), 8), BLOCKS if "joined" in policy else ()
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        engine = FairScaleEngine(GPU, broadcast=False)
+        engine.apply(model, with_casts(plan, model), [optimizer])
+        batches = gpt_batches(4, 4).to(GPU)
+        for index, batch in enumerate(batches):
+            torch.cuda.set_sync_debug_mode("error" if index == 3 else "default")
+            engine.before_forward()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = gpt_loss(model, batch)
+            loss.backward()
+            engine.before_optimizer_step(optimizer)
+            norm = engine.clip_grad_norm(model.parameters(), 0.5)
+            optimizer.step()
+            engine.after_optimizer_step()
+            optimizer.zero_grad()
+        torch.cuda.set_sync_debug_mode("default")
+        norms.append(float(norm))
+        engine.close()
+    return norms
+
+
+def test_step_has_the_host_wait_for_nothing() -> None:
+    (norms,) = run_ranks(train_without_host_waits, 1)
+    assert len(norms) == len(POLICIES)
+    assert all(torch.tensor(norms).isfinite())
 
 
 def test_trace_on_cuda_attributes_moments_to_same_operators_as_on_cpu() -> None:

@@ -8,6 +8,7 @@ import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -18,6 +19,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
+from lightning_osdp.strategy import preemption
 from lightning_osdp.strategy.preemption import PreemptionCallback
 from tests.support.lightning_contract import RANKS, Net, batches, build_seeded, is_fake, make_planned_trainer
 from tests.support.ranks import run_ranks
@@ -86,6 +88,10 @@ def run_sigterm_scenarios(rank: int, ranks: int, folder: str) -> dict[str, Any]:
         "both": stop_by_sigterm(f"{folder}/both", -1, with_checkpoint=True),
         "without checkpoint": stop_by_sigterm(f"{folder}/none", 1, with_checkpoint=False),
     }
+    with patch.object(preemption, "is_driven_by_host", lambda _: False):
+        results["host ahead of the device"] = stop_by_sigterm(
+            f"{folder}/ahead", 1, with_checkpoint=True, accumulation=2
+        )
     dist.barrier()
     return results
 
@@ -96,7 +102,7 @@ def sigterm_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, 
     return run_ranks(run_sigterm_scenarios, RANKS, str(tmp_path_factory.mktemp("sigterm")))
 
 
-@pytest.mark.parametrize("case", ["rank 0", "rank 1", "both", "without checkpoint"])
+@pytest.mark.parametrize("case", ["rank 0", "rank 1", "both", "without checkpoint", "host ahead of the device"])
 def test_sigterm_outside_slurm_ends_all_ranks_before_same_batch_and_saves_if_asked(
     sigterm_results: list[dict[str, Any]], case: str
 ) -> None:

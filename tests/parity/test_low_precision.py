@@ -17,6 +17,7 @@ from lightning_osdp.engine.fairscale import unit_collectives
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from tests.parity.test_tied_parameters import Model
 from tests.support.cast_cases import LAYERS, ROWS, WIDTH, Odd
 from tests.support.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups, wrap_blocks
 from tests.support.ranks import run_ranks
@@ -70,10 +71,12 @@ def counting_gathers() -> Iterator[list[int]]:
         yield sizes
 
 
-def train_one(rank: int, plan: ExecutionPlan, accumulation: int, dtype: torch.dtype) -> Any:
+def train_one(
+    rank: int, plan: ExecutionPlan, accumulation: int, dtype: torch.dtype, build: Callable[[], nn.Module] = TinyGPT
+) -> Any:
     """(losses, final weights and optimizer states, bytes gathered)."""
     torch.manual_seed(1)
-    model = TinyGPT()
+    model = build()
     optimizer = two_groups(model)
     engine = FairScaleEngine(CPU)
     engine.apply(model, plan, [optimizer])
@@ -113,6 +116,18 @@ def train(rank: int, ranks: int) -> dict[Any, Any]:
         found[policy, is_prefetched, accumulation] = [
             train_one(rank, made, accumulation, dtype) for made in (plan, with_casts(plan, TinyGPT(), name))
         ]
+    return found
+
+
+def tied(rank: int) -> dict[str, Any]:
+    """One weight at both ends, in the unit of the model: gathered again for the backward, and not."""
+    found = {}
+    for mode in ("zdp", "zdp2"):
+        modes = {n: m for n, m in modes_for(Model(), mode).items() if n not in ("net.embed", "net.head")}
+        plan = with_casts(hand_made_plan({"net": Mode(mode), **modes}, RANKS), Model())
+        again = [op.model_copy(update={"gathers_in_backward": True}) for op in plan.operators]
+        plans = plan, plan.model_copy(update={"operators": tuple(again)})
+        found[mode] = [train_one(rank, each, 1, torch.bfloat16, Model) for each in plans]
     return found
 
 
@@ -196,7 +211,7 @@ WAYS = ("float32", "autocast", "reduced in bf16", "fully_shard")
 
 
 def run_all(rank: int, ranks: int) -> tuple[Any, ...]:
-    return train(rank, ranks), odd(rank, ranks), {way: losses_of(rank, way) for way in WAYS}
+    return train(rank, ranks), odd(rank, ranks), {way: losses_of(rank, way) for way in WAYS}, tied(rank)
 
 
 @pytest.fixture(scope="module")
@@ -223,12 +238,26 @@ def test_gathered_casts_train_to_the_same_bits_with_about_half_the_bytes(runs: l
 @pytest.mark.parametrize("mode", ["zdp", "zdp2"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_weight_read_in_other_ways_than_traced_has_its_own_values(all_runs: list[Any], layer: str, mode: str) -> None:
-    for _, run, _ in all_runs:
+    for _, run, *_ in all_runs:
         expected, found = run[layer, mode]
         assert all(torch.tensor(expected[0]).isfinite())
         assert found[0] == expected[0]
         assert_equal(found[1:], expected[1:])
         assert all(p.dtype == torch.float32 for p in found[2].values())
+
+
+@pytest.mark.parametrize("mode", ["zdp", "zdp2"])
+def test_tied_table_that_is_not_gathered_for_the_backward_trains_to_the_same_bits(
+    all_runs: list[Any], mode: str
+) -> None:
+    """Autograd has saved the cast that the head reads; the embedding reads nothing."""
+    model = Model().net
+    saved = STEPS * (model.embed.weight.nbytes + model.position.nbytes) if mode == "zdp" else 0
+    for *_, run in all_runs:
+        (losses, state, num_bytes, _), (other_losses, other_state, other_bytes, _) = run[mode]
+        assert losses == other_losses
+        assert_equal(state, other_state)
+        assert other_bytes - num_bytes == saved
 
 
 def test_losses_of_50_steps_are_as_near_to_float32_as_those_of_fully_shard(all_runs: list[Any]) -> None:

@@ -16,6 +16,7 @@ from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from tests.support.door_uses import DOORS, REFUSED_DOORS
+from tests.support.kept_views import KEPT_VIEWS, REFUSED_ELSEWHERE
 from tests.support.models import hand_made_plan
 from tests.support.odd_uses import ODD_USES
 from tests.support.outside_uses import IN, REFUSALS, USES, Model, Use
@@ -26,7 +27,7 @@ STEPS, BATCH, RANKS = 4, 8, 2
 CPU = torch.device("cpu")
 OPERATORS = [f"{part}.{layer}" for part in ("student", "teacher") for layer in ("up", "down")] + ["items"]
 POLICIES = ["zdp", "zdp2", "mixed", "slices"]
-ALL_USES, ALL_REFUSALS = USES | DOORS | ODD_USES, REFUSALS | REFUSED_DOORS
+ALL_USES, ALL_REFUSALS = USES | DOORS | ODD_USES | KEPT_VIEWS, REFUSALS | REFUSED_DOORS | REFUSED_ELSEWHERE
 
 
 def plan_of(policy: str) -> ExecutionPlan:
@@ -113,12 +114,66 @@ def refuse_all(policy: str) -> dict[str, str]:
         except Exception as error:
             told[name] = str(error)
     assert torch.equal(model.items.weight, before)
+    told["shared memory at the start"] = refuse_shared_memory(policy)
+    told["views after the run"] = share_again(policy)
+    told["gradient of a micro-batch"] = read_between_micro_batches(policy)
+    return told
+
+
+def refuse_shared_memory(policy: str) -> str:
+    """The error for a weight that lies in memory that other processes may use."""
+    model, _, _ = start("Looks")
+    model.items.weight.data.share_memory_()
+    with pytest.raises(ShardingError) as caught:
+        FairScaleEngine(CPU).check(model, plan_of(policy))
+    return str(caught.value)
+
+
+def share_again(policy: str) -> str:
+    """Views that were taken before and during the run are views of the whole parameters again when it is over."""
+    model, _, optimizer = start("Looks")
+    views = [(model.items.weight, model.items.weight.data[1:]), (model.student.up.weight, model.student.up.weight[:2])]
+    engine = FairScaleEngine(CPU)
+    engine.apply(model, plan_of(policy), [optimizer])
+    model.loss(batches()[0]).backward()
+    engine.finish_backward()
+    optimizer.step()
+    assert torch.equal(views[0][1], model.items.weight[1:])
+    engine.restore([optimizer])
+    for parameter, view in views:
+        parameter.data.mul_(2)
+        assert type(view) is Tensor
+        assert torch.equal(view, parameter[1:] if view is views[0][1] else parameter[:2])
+    return "shared"
+
+
+def read_between_micro_batches(policy: str) -> str:
+    """Whether a gradient that is read while gradients accumulate is the average over the ranks so far."""
+    model, _, optimizer = start("Looks")
+    plain, _, _ = start("Looks")
+    engine = FairScaleEngine(CPU)
+    engine.apply(model, plan_of(policy), [optimizer])
+    engine.before_forward()
+    batch = batches()[0]
+    with engine.no_sync():
+        model.loss(batch.chunk(RANKS)[torch.distributed.get_rank()]).backward()
+        engine.finish_backward()
+    plain.loss(batch).backward()
+    try:
+        torch.testing.assert_close(model.items.weight.grad + 0.0, plain.items.weight.grad)
+        told = "average"
+    except ShardingError as error:
+        told = str(error)
+    optimizer.zero_grad()
+    assert model.items.weight.grad is None
+    engine.restore([optimizer])
     return told
 
 
 ABOUT_SLICES = {
     ("LateHooks", "slices"): "it runs in slices, which call no hooks of it",
     ("FastWeights", "slices"): "autograd knows its slices alone, so its gradient can't be asked for",
+    ("KeptByProduct", "slices"): "Linear has a forward of its own",
     (
         "ForwardMode",
         "slices",
@@ -163,6 +218,23 @@ def test_use_outside_of_operator_has_values_of_plain_pytorch(runs: list[Any], na
 def test_use_that_cannot_be_right_is_refused_with_its_reason(runs: list[Any], name: str, policy: str) -> None:
     for results in runs:
         assert re.search(ALL_REFUSALS[name][1], results["refused", policy][name]), results["refused", policy][name]
+
+
+def test_weight_in_shared_memory_is_refused(runs: list[Any]) -> None:
+    for results in runs:
+        for policy in POLICIES:
+            text = "items can't be sharded: items.weight lies in memory that is shared with other processes"
+            assert text in results["refused", policy]["shared memory at the start"]
+
+
+def test_views_share_the_memory_of_whole_parameters_after_the_run(runs: list[Any]) -> None:
+    assert all(results["refused", policy]["views after the run"] == "shared" for results in runs for policy in POLICIES)
+
+
+def test_gradient_that_is_read_between_micro_batches_is_the_average_of_the_ranks(runs: list[Any]) -> None:
+    for policy in POLICIES:
+        text = "its replicated slices have gradients of this rank" if policy == "slices" else "average"
+        assert all(text in results["refused", policy]["gradient of a micro-batch"] for results in runs)
 
 
 def test_code_that_asks_no_class_sees_nan_of_the_full_shape(runs: list[Any]) -> None:

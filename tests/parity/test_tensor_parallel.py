@@ -56,6 +56,8 @@ class Case:
     is_prefetched: bool = False
     """Whether what is sharded is gathered while others compute."""
     frozen: tuple[str, ...] = ()
+    raw: bool = False
+    """Backward passes, clipping and steps of the optimizer are the user's own: no strategy sees them."""
     attention: bool = False
     """Of the model with attentions, some of whose ranks have masks and others none."""
 
@@ -100,6 +102,9 @@ CASES = {
         attention=True,
         is_prefetched=True,
     ),
+    "raw": Case(dict.fromkeys(EVERYTHING, 2), raw=True),
+    "raw and accumulated": Case(dict.fromkeys(ATTENTIONS, 2), {"embed": Mode.ZDP}, 2, attention=True, raw=True),
+    "raw and skipped": Case({"mlp": 2, "tags": 2, "head": 2}, {"embed": Mode.ZDP}, skipped=("mlp", "tags"), raw=True),
     "frozen": Case(dict.fromkeys(EVERYTHING, 2), frozen=("embed", "mlp.up", "head")),
 }
 
@@ -205,16 +210,22 @@ def train_tensor_parallel(rank: int, ranks: int, case: Case) -> dict[str, Any]:
         optimizer.zero_grad()
         total = 0.0
         for i, part in enumerate(split_sample(by_rank[rank], case.accumulation)):
-            engine.before_forward()
-            with nullcontext() if i == case.accumulation - 1 else engine.no_sync():
+            if not case.raw or i == 0:
+                engine.before_forward()
+            with nullcontext() if case.raw or i == case.accumulation - 1 else engine.no_sync():
                 loss = loss_of(model, part, skipped_by(case, step, rank, ranks)) / case.accumulation
                 loss.backward()
-                engine.finish_backward()
+                if not case.raw:
+                    engine.finish_backward()
             total += float(loss.detach())
-        norms.append(float(engine.clip_grad_norm(model.parameters(), MAX_NORM)))
-        engine.before_optimizer_step(optimizer)
-        optimizer.step()
-        engine.after_optimizer_step()
+        if case.raw:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+            optimizer.step()
+        else:
+            norms.append(float(engine.clip_grad_norm(model.parameters(), MAX_NORM)))
+            engine.before_optimizer_step(optimizer)
+            optimizer.step()
+            engine.after_optimizer_step()
         losses.append(total)
     assert identities == {name: id(parameter) for name, parameter in model.named_parameters()}
     with torch.no_grad():
@@ -244,6 +255,9 @@ AT_FOUR = (
     "prefetched and accumulated",
     "prefetched, then skipped",
     "attentions and more",
+    "raw",
+    "raw and accumulated",
+    "raw and skipped",
     "attentions that a rank skips",
 )
 """Cases of 4 ranks, most of them in two groups; all others are of 2 ranks."""

@@ -29,7 +29,7 @@ from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
-from tests.support.fuzz_layers import LAYERS, WIDTH
+from tests.support.fuzz_layers import LAYERS, NEWER_LAYERS, WIDTH
 from tests.support.modules import trainer
 from tests.support.plans import plan_with
 
@@ -61,6 +61,20 @@ CALLBACKS = (
     "gradient_in_validation",
 )
 
+NEWER_CALLBACKS = (
+    *CALLBACKS,
+    "numpy_statistics",
+    "kept_views",
+    "freeze_a_layer",
+    "parametrize_late",
+    "prune_late",
+    "replace_a_layer",
+    "gradients_by_hand",
+)
+NEWER_POLICIES = ("zdp", "zdp2", "mixed", "random", "sliced", "tp")
+FIRST_NEWER_SEED = 1000
+"""Seeds from here on draw from the newer kinds as well; what those before stand for does not change."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -84,16 +98,18 @@ class Case:
 
 def case_of(seed: int) -> Case:
     rng = random.Random(seed)
+    is_newer = seed >= FIRST_NEWER_SEED
+    layers, callbacks = (NEWER_LAYERS, NEWER_CALLBACKS) if is_newer else (LAYERS, CALLBACKS)
     step = rng.choice(STEP_KINDS)
     return Case(
         seed=seed,
-        layers=tuple(rng.choice(list(LAYERS)) for _ in range(rng.randint(2, 5))),
+        layers=tuple(rng.choice(list(layers)) for _ in range(rng.randint(2, 5))),
         step=step,
-        callbacks=tuple(sorted(rng.sample(CALLBACKS, rng.randint(0, 2)))),
+        callbacks=tuple(sorted(rng.sample(callbacks, rng.randint(0, 2)))),
         accumulate=rng.choice((1, 1, 2)) if step != "manual_two_backwards" else 1,
         clip=rng.choice((None, None, 0.5)) if step != "manual_two_backwards" else None,
         optimizer=rng.choice(("AdamW", "SGD")),
-        policy=rng.choice(("zdp", "zdp2", "mixed", "random", "sliced")),
+        policy=rng.choice(NEWER_POLICIES[: None if is_newer else 5]),
     )
 
 
@@ -106,7 +122,7 @@ class FuzzModule(pl.LightningModule):
         self.case = case
         self.automatic_optimization = case.step != "manual_two_backwards"
         self.enter = nn.Linear(8, WIDTH)
-        self.layers = nn.ModuleList([LAYERS[name]() for name in case.layers])
+        self.layers = nn.ModuleList([NEWER_LAYERS[name]() for name in case.layers])
         self.head = nn.Linear(WIDTH, 8)
         self.records: dict[str, Any] = {}
         self.metric_total, self.num_steps = 0.0, 0
@@ -191,14 +207,25 @@ class FuzzModule(pl.LightningModule):
         return _loader(2, BATCH)
 
 
+class Centered(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight - weight.mean(1, keepdim=True)
+
+
 class FuzzCallback(pl.Callback):
     """Reads and writes weights between steps, as its case says."""
 
     def __init__(self, case: Case) -> None:
         self.kinds = case.callbacks
         self.teacher: nn.Module | None = None
+        self.views: list[Tensor] = []
+        self.has_changed = False
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        if "kept_views" in self.kinds:
+            self.views = [module.head.weight.data, module.enter.weight.T, module.enter.weight.detach()[0]]
         if any(kind.startswith("teacher") for kind in self.kinds):
             torch.manual_seed(5)
             self.teacher = nn.Linear(8, WIDTH)
@@ -227,11 +254,35 @@ class FuzzCallback(pl.Callback):
             if "reset_a_layer" in self.kinds and trainer.global_step == 2:
                 torch.manual_seed(11)
                 nn.init.normal_(module.head.weight, std=0.1)
+            if "numpy_statistics" in self.kinds:
+                records.setdefault("numpy", []).append([float(p.detach().numpy().sum()) for p in module.parameters()])
+            if "kept_views" in self.kinds:
+                records.setdefault("kept", []).append([float(view.sum()) for view in self.views])
+        if trainer.global_step == 2 and not self.has_changed:
+            self.has_changed = True
+            self.change(module)
+
+    def change(self, module: Any) -> None:
+        """What changes the module once, in the middle of training."""
+        torch.manual_seed(12)
+        if "freeze_a_layer" in self.kinds:
+            module.enter.requires_grad_(False)
+        if "parametrize_late" in self.kinds:
+            nn.utils.parametrize.register_parametrization(module.enter, "weight", Centered())
+        if "prune_late" in self.kinds:
+            nn.utils.prune.l1_unstructured(module.head, "weight", amount=0.3)
+        if "replace_a_layer" in self.kinds:
+            module.head = nn.Linear(WIDTH, 8)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
         if "log_gradient_norms" in self.kinds:
             norms = [p.grad.norm().item() for p in module.parameters() if p.grad is not None]
             module.records.setdefault("gradients", []).append(norms)
+        if "gradients_by_hand" in self.kinds:
+            nn.utils.clip_grad_norm_([p for p in module.parameters() if p.grad is not None], 0.3)
+            for parameter in module.head.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = 0.5 * parameter.grad + 0.001 * parameter.detach()
 
 
 def _loader(seed: int, batch_size: int) -> DataLoader[Any]:
@@ -246,8 +297,13 @@ def random_plan(module: FuzzModule, case: Case, ranks: int) -> ExecutionPlan:
     x, y = _loader(1, ROWS).dataset.tensors  # type: ignore[attr-defined]
     batch = [tensor[rank : rank + ranks * BATCH : ranks] for tensor in (x, y)]  # what the rank's sampler gives first
     with torch.random.fork_rng():
-        model = pipeline.profile_model(TrialContext(module, batch, BATCH, torch.device("cpu"))).model_profile
-    rng, operators = random.Random(case.seed + 1), []
+        context = TrialContext(
+            module, batch, BATCH, torch.device("cpu"), tensor_degrees=(ranks,) * (case.policy == "tp")
+        )
+        model = pipeline.profile_model(context).model_profile
+    rng, operators, splits = random.Random(case.seed + 1), [], {}
+    for candidate in model.tensor_candidates:
+        splits |= {name: candidate.split(i, ranks) for i, name in enumerate(candidate.operators)}
     for index, op in enumerate(model.operators):
         mode, slices, dim = Mode.DP, 1, None
         if op.is_shardable:
@@ -256,10 +312,20 @@ def random_plan(module: FuzzModule, case: Case, ranks: int) -> ExecutionPlan:
             dims = op.split_dims if case.policy == "sliced" else ()
             if dims:
                 slices, dim = 2, dims[0]
+        if op.name in splits:
+            mode = Mode.TP
         operators.append(
-            OperatorPlan(name=op.name, slices=(mode,) * slices, split_dim=dim, num_parameters=op.num_parameters)
+            OperatorPlan(
+                name=op.name,
+                slices=(mode,) * slices,
+                split_dim=dim,
+                tensor=splits.get(op.name),
+                num_parameters=op.num_parameters,
+            )
         )
-    return plan_with(operators, model, ranks, BATCH, case.accumulate)
+    scopes = {each.scope: each.tensor_scope for each in model.tensor_candidates if each.scope is not None}
+    plan = plan_with(operators, model, ranks, BATCH, case.accumulate)
+    return plan.model_copy(update={"tensor_scopes": scopes})
 
 
 @dataclass

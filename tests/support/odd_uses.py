@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 
 from tests.support.outside_uses import HIDDEN, IN, ITEMS, Model, Use
 
@@ -218,6 +218,63 @@ class Cast(Use):
             self.note(float(model.items.weight.sum()))
 
 
+class Parametrized(Use):
+    """Parametrizations that come and go, with an inverse and without, on weights of each kind."""
+
+    def after_step(self, step: int) -> None:
+        up, down, items = self.model.student.up, self.model.student.down, self.model.items
+        if step == 0:
+            parametrize.register_parametrization(up, "weight", Scaled())
+            parametrize.register_parametrization(items, "weight", Centered())
+        elif step == 1:
+            parametrize.register_parametrization(down, "weight", Scaled())
+            up.weight = 0.5 * up.weight.detach()
+        elif step == 2:
+            parametrize.remove_parametrizations(up, "weight", leave_parametrized=True)
+            parametrize.remove_parametrizations(items, "weight", leave_parametrized=True)
+            parametrize.remove_parametrizations(down, "weight", leave_parametrized=False)
+        self.note(up.weight)
+        self.note(items.weight)
+        self.note(self.model.loss(ROWS))
+
+
+class GroupsAdded(Use):
+    """Parameters that join the optimizer in training, and weights that are frozen and thawed meanwhile."""
+
+    def make_optimizer(self, model: Model) -> torch.optim.Optimizer:
+        model.student.down.requires_grad_(False)
+        parameters = [*model.student.up.parameters(), *model.items.parameters()]
+        self.optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        return self.optimizer
+
+    def after_step(self, step: int) -> None:
+        student = self.model.student
+        if step == 0:
+            student.down.requires_grad_(True)
+            self.optimizer.add_param_group({"params": list(student.down.parameters()), "lr": 0.05, "momentum": 0.5})
+        elif step == 1:
+            self.model.items.requires_grad_(False)
+            self.model.teacher.requires_grad_(True)
+        elif step == 2:
+            self.model.items.requires_grad_(True)
+            self.optimizer.add_param_group({"params": list(self.model.teacher.parameters()), "lr": 0.01})
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.9
+
+
+class Scaled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+class Centered(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight - weight.mean(1, keepdim=True)
+
+
 def halve_gradient(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.mul_(0.5)
@@ -227,6 +284,6 @@ ODD_USES: dict[str, Callable[[Model], Use]] = {
     use.__name__: use
     for use in (
         OwnSteps, OwnOptimizer, SharpnessAware, LossScaled, LateHooks, LateModuleHooks, Tied, Assigned, PrunedByTorch,
-        Replaced, KeptViews, FailedRuns, GradientsReplaced, Cast,
+        Replaced, KeptViews, FailedRuns, GradientsReplaced, Cast, Parametrized, GroupsAdded,
     )
 }  # fmt: skip

@@ -2,8 +2,8 @@
 
 How far a heap grows can't be predicted exactly, and exceeding a limit ends the process. So the heap starts with the
 memory that its bound leaves besides a step that releases everything, which is safe however it is used, and is enlarged
-as long as steps take less than the bound. A step that takes more, because batches or the model's paths differ or the
-heap has holes of the wrong sizes, shrinks it by a quarter for good.
+as long as steps take less than the bound, with what they have not touched yet of the heap. A step that takes more,
+because batches or the model's paths differ or the heap has holes of the wrong sizes, shrinks it by a quarter for good.
 
 The bound is the plan's predicted peak, or what a step that releases everything takes and the growth that was planned,
 if that is more; in any case the memory limit.
@@ -45,7 +45,7 @@ class HeapController:
         self._limit_bytes = int((1 - LIMIT_MARGIN) * plan.memory_limit_bytes)
         self._headroom_bytes = plan.predicted.heap_headroom_bytes
         self._bound_bytes = min(self._limit_bytes, plan.predicted.peak_memory_bytes)
-        self._num_steps, self._peak_bytes, self._idle_bytes = 0, 0, 0
+        self._num_steps, self._peak_bytes, self._idle_bytes, self._released_idle_bytes = 0, 0, 0, 0
         self._target_bytes, self._retained_bytes, self._max_target_bytes = 0, 0, 0
 
     def on_step_start(self) -> None:
@@ -57,7 +57,9 @@ class HeapController:
             if self._num_steps >= WARMUP_STEPS:
                 self._adjust()
             self._peak_bytes = 0
-        if self._target_bytes and self._target_bytes != self._retained_bytes:
+        if not self._target_bytes:
+            self.release()
+        elif self._target_bytes != self._retained_bytes:
             HEAP.retain(self._target_bytes)
             self._retained_bytes = self._target_bytes
 
@@ -79,7 +81,9 @@ class HeapController:
         if self._num_steps == WARMUP_STEPS:
             self._bound_bytes = min(self._limit_bytes, max(self._bound_bytes, self._planned_peak_bytes()))
             self._max_target_bytes = self._bound_bytes - self._headroom_bytes - self._idle_bytes
-        left_bytes = self._bound_bytes - self._headroom_bytes - self._peak_bytes
+            self._released_idle_bytes = self._idle_bytes
+        untouched_bytes = max(0, self._retained_bytes - (self._idle_bytes - self._released_idle_bytes))
+        left_bytes = self._bound_bytes - self._headroom_bytes - self._peak_bytes - untouched_bytes
         if self._peak_bytes > self._bound_bytes:
             smaller_bytes = int(SHRINK_FACTOR * self._target_bytes)
             self._target_bytes = self._max_target_bytes = smaller_bytes if smaller_bytes >= MIN_ADJUSTMENT_BYTES else 0

@@ -80,6 +80,7 @@ class GlibcHeap:
         self.retains = self._set_thresholds(_RETAINED_MMAP_BYTES, _NEVER_TRIM)
         self._free_fillers()
         if max_bytes is not None:
+            self._libc.malloc_trim(0)  # what it has retained beyond that would stay resident, and of no use
             self._make_free_space(max_bytes)
 
     def _make_free_space(self, free_bytes: int) -> None:

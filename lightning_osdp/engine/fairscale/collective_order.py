@@ -88,6 +88,8 @@ class CollectiveOrder:
         self._next_asking_steps = FIRST_ASKING_STEPS
         self._has_backward = self._has_differed = self._has_groups = False
         self._failure = ""
+        self._pass_kinds: tuple[str, ...] = ("backward", "reduce", "replicated")
+        """The kinds of events after which a backward pass has to be ended on all ranks."""
         self._place = "before the first training step"
         self.join_replicated: Callable[[], None] = lambda: None
         """Takes part in the reduction of replicated gradients."""
@@ -100,7 +102,8 @@ class CollectiveOrder:
             is_grouped: whether its collectives are those of some ranks, for which others don't stand in.
         """
         self._units.append(unit)
-        self._has_groups |= is_grouped
+        if is_grouped and not self._has_groups:  # what is whole there has no collective before the pass is over
+            self._has_groups, self._pass_kinds = True, (*self._pass_kinds, "forward")
         return len(self._units) - 1
 
     def before_gather(self, unit: int, in_backward: bool, indices: Sequence[int] = ()) -> None:
@@ -207,7 +210,7 @@ class CollectiveOrder:
 
     def _note(self, event: str) -> None:
         self._last = (self._last[1], event)
-        if event.startswith(("backward", "reduce", "replicated")):
+        if event.startswith(self._pass_kinds):
             self._has_backward = True
 
     def _ask(self, event: str, is_learned: bool = True) -> None:

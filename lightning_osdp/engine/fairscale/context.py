@@ -14,12 +14,13 @@ from lightning_osdp.backend.streams import GatherMemory, ReductionMemory, create
 from lightning_osdp.engine.fairscale.collective_order import CollectiveOrder
 from lightning_osdp.engine.fairscale.communicators import CommunicatorFactory, sharded_operators
 from lightning_osdp.engine.fairscale.joinable_unit import before_reduction
+from lightning_osdp.engine.fairscale.kept_views import KeptViews
 from lightning_osdp.engine.fairscale.unit_collectives import GradientReducer
 from lightning_osdp.engine.gradient_buckets import GradientSync
 from lightning_osdp.engine.optimizer_in_backward import BackwardOptimizer
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from lightning_osdp.state.guarded_parameter import GuardContext, without_guards
+from lightning_osdp.state.guarded_parameter import GuardContext, is_other_thread, without_guards
 from lightning_osdp.state.refused_tracing import refuse_tracing
 
 REDUCE_DTYPES: dict[str, torch.dtype | None] = {"": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -100,6 +101,7 @@ class EngineContext:
         self.backward_optimizer = BackwardOptimizer(self.sync)
         self.order = CollectiveOrder(group)
         self.guards = GuardContext(group, plan.update_in_backward)
+        self.views = KeptViews()
         self.guards.before_access = self.order.before_access
         choices = [operator.choice for operator in sharded_operators(plan)]
         self.communicator_factory = CommunicatorFactory(group, device, choices, plan.cluster, self.sync)
@@ -120,6 +122,11 @@ class EngineContext:
         refuse_tracing()
         if self.why_no_runs:
             raise ShardingError(self.why_no_runs)
+        if is_other_thread(self.guards.thread):
+            raise ShardingError(
+                "a sharded operator runs in another thread than the one that trains, where its gathers would come in "
+                "another order on each rank: run it in the thread of the Trainer"
+            )
         if self.params_summoned:
             raise ShardingError("the model can't run while its parameters are shown whole: leave that context first")
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

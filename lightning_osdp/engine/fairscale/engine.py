@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from lightning_osdp.engine.activation_checkpointing import check_recomputed_bloc
 from lightning_osdp.engine.base import Engine
 from lightning_osdp.engine.fairscale.communicators import sharded_units
 from lightning_osdp.engine.fairscale.context import EngineContext
-from lightning_osdp.engine.fairscale.plan_checks import check_operators, check_units
+from lightning_osdp.engine.fairscale.plan_checks import check_operators, check_parameters, check_units
 from lightning_osdp.engine.fairscale.sharded_operator import (
     NestedOperators,
     ShardedOperator,
@@ -26,10 +28,10 @@ from lightning_osdp.engine.fairscale.sharded_operator import (
     own_parameters,
     release_storage,
 )
-from lightning_osdp.engine.fairscale.unit import UNIT_DTYPES, FairScaleUnit
+from lightning_osdp.engine.fairscale.unit import FairScaleUnit
 from lightning_osdp.engine.grad_norm import patch_total_norm
 from lightning_osdp.engine.gradient_buckets import BucketedAllReduce, parameters_in_order_of_use
-from lightning_osdp.engine.guards import OptimizerGuard, close_opened_guards, install_guards
+from lightning_osdp.engine.guards import OptimizerGuard, close_opened_guards, install_guards, mark_generation
 from lightning_osdp.engine.meta_init import MetaInitializer, check_initializable
 from lightning_osdp.engine.sliced_operator import SlicedOperator
 from lightning_osdp.engine.starting_values import StartingValues
@@ -95,15 +97,7 @@ class FairScaleEngine(Engine):
         check_tensor_parallelism(module, plan, self._group.size())
         parameters_by_operator = check_operators(module, plan)
         check_units(plan, dict(module.named_modules()), parameters_by_operator)
-        owner = {p: name for name, parameters in parameters_by_operator.items() for p in parameters}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            operator = owner.get(parameter)
-            if operator is None:
-                continue
-            if not name.startswith(operator + "."):
-                raise ShardingError(f"{operator} can't be sharded: its parameter is also {name}, outside of it")
-            if parameter.dtype not in UNIT_DTYPES:
-                raise ShardingError(f"{name} is {parameter.dtype}: units hold float32, bfloat16 or float16")
+        check_parameters(module, parameters_by_operator, self._device)
 
     @override
     def apply(self, module: nn.Module, plan: ExecutionPlan, optimizers: Iterable[Optimizer] = ()) -> None:
@@ -198,6 +192,8 @@ class FairScaleEngine(Engine):
         is_shared = bool(operators[0].unit)
         module = self._module.get_submodule(unit)
         plans = {parameter: operator for operator in operators for parameter in self._large_parameters(operator)}
+        for parameter in plans:
+            self._context.views.part_from(parameter)
         self._operators[unit] = operator = ShardedOperator(
             unit,
             module,
@@ -214,6 +210,9 @@ class FairScaleEngine(Engine):
         self, name: str, operators: Sequence[OperatorPlan], plan: ExecutionPlan
     ) -> Mapping[nn.Parameter, ShardLayout]:
         """Cut the weights of operators that are tensor parallel together, which are in full on the device."""
+        for operator in operators:
+            for weight in weights_to_cut(self._module, operator):
+                self._context.views.part_from(weight.parameter)
         context = UnitContext(self._context.order, self._context.check_run)
         needs = plan.tensor_scopes.get(name)
         unit = make_unit(name, self._module, operators, needs, self._group, self._device, context)
@@ -234,6 +233,7 @@ class FairScaleEngine(Engine):
         names = {parameter: name for name, parameter in self._module.named_parameters()}
         self._guards = [g for operator in operators for g in operator.create_guards(names, self._context.guards)]
         self._guard_hooks = install_guards(self._module, self._guards)
+        self._context.views.follow_originals()
         self._sharded_parameters = ShardedParameters(layouts, self._group)
         patch_total_norm(self._sharded_parameters)
         slices = {sliced.full_parameter: sliced.replicated_weights for sliced in self._sliced_operators}
@@ -253,15 +253,9 @@ class FairScaleEngine(Engine):
         self._context.order.join_replicated = self._join_replicated
         self._context.backward_passes.on_end = self._show_slice_gradients
         self._context.guards.before_update = self._finish_unseen_backward
+        self._context.guards.before_gradient = partial(self._slice_averages.complete, self._finish_unseen_backward)
         self._managed_parameters = self._sharded_parameters.parameters.union(replicated)
-        self._mark_generation(bool(layouts))
-
-    def _mark_generation(self, is_sharded: bool) -> None:
-        """Have ``generate`` of transformers go on until all ranks have finished, as it does for FSDP, or end that."""
-        for module in self._module.modules():
-            vars(module).pop("_is_fsdp_managed_module", None)
-            if hasattr(type(module), "generate") and is_sharded and self._group.size() > 1:
-                vars(module)["_is_fsdp_managed_module"] = True
+        mark_generation(self._module, bool(layouts) and self._group.size() > 1)
 
     def _before_replicated(self) -> None:
         self._bind_slice_gradients()
@@ -313,7 +307,8 @@ class FairScaleEngine(Engine):
         self._context.gather_memory.free_all()
         for operator in reversed(self._operators.values()):
             operator.unshard(optimizers)
-        self._mark_generation(False)
+        self._context.views.release()
+        mark_generation(self._module, False)
         self._operators, self._units, self._sliced_operators, self._undo_recompute = {}, [], [], []
         self._sharded_parameters = ShardedParameters({}, self._group)
         torch.backends.mha.set_fastpath_enabled(self._had_attention_fastpath)
@@ -325,14 +320,14 @@ class FairScaleEngine(Engine):
             raise ShardingError(reason)
 
         context = self._context
-        context.why_no_runs = reason
+        context.why_no_runs, context.guards.thread = reason, get_ident()
         context.guards.before_access = refuse_access if reason else context.order.before_access
 
     @override
     def close(self) -> None:
         self._remove_guards()
         if self.module is not None:
-            self._mark_generation(False)
+            mark_generation(self._module, False)
             self._context.order.close()
             release_storage(self._module.parameters())
         for operator in self._operators.values():
@@ -418,6 +413,7 @@ class FairScaleEngine(Engine):
             for unit in self._units:  # whether or not the pass has reached it
                 unit.reshard()
             self._context.gather_memory.free_all()
+        self._context.guards.is_accumulating = not self._context.sync.is_on
         self._gather_slice_gradients()
         self._context.guards.add_outside_gradients()
         self._context.backward_optimizer.finish_backward()

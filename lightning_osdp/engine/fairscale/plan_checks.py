@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 
 from lightning_osdp.engine.fairscale.communicators import sharded_operators, sharded_units
 from lightning_osdp.engine.fairscale.sharded_operator import find_nested_operators, large_parameters
 from lightning_osdp.engine.sliced_operator import check_slicing
+from lightning_osdp.engine.splittable import SHARED_MEMORY, is_in_shared_memory
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+
+UNIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Data types that the parameters of a unit may have."""
 
 
 def check_operators(module: nn.Module, plan: ExecutionPlan) -> dict[str, list[nn.Parameter]]:
@@ -48,3 +53,20 @@ def check_units(
         dtypes = sorted({str(p.dtype) for operator in operators for p in parameters_by_operator[operator.name]})
         if len(dtypes) > 1:
             raise ShardingError(f"{unit} holds {' and '.join(dtypes)}: a unit's parameters are of one type")
+
+
+def check_parameters(
+    module: nn.Module, parameters_by_operator: Mapping[str, Sequence[nn.Parameter]], device: torch.device
+) -> None:
+    """Refuse parameters that units can't hold."""
+    owner = {p: name for name, parameters in parameters_by_operator.items() for p in parameters}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        operator = owner.get(parameter)
+        if operator is None:
+            continue
+        if not name.startswith(operator + "."):
+            raise ShardingError(f"{operator} can't be sharded: its parameter is also {name}, outside of it")
+        if parameter.dtype not in UNIT_DTYPES:
+            raise ShardingError(f"{name} is {parameter.dtype}: units hold float32, bfloat16 or float16")
+        if device.type == "cpu" and is_in_shared_memory(parameter):
+            raise ShardingError(f"{operator} can't be sharded: {name} {SHARED_MEMORY}")

@@ -16,7 +16,8 @@ after each node.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -60,23 +61,42 @@ class SavingUnit(Protocol):
         """Free a parameter that no node of the running backward pass needs any more."""
 
 
+_num_saved: Counter[int | None] = Counter()
+"""By the storage of gathered memory, how many tensors of it are saved."""
+
+
 class _SavedParameter:
     """A view of a gathered parameter, or all of it."""
 
-    __slots__ = ("last_use_pass", "unit", "values", "version", "view")
+    __slots__ = ("last_use_pass", "storage", "unit", "values", "version", "view")
 
     def __init__(self, unit: SavingUnit, values: GatheredValues, view: Tensor) -> None:
         if values.is_stand_in:
             view = values.parameter._full_view.data  # whose version no gather changes
         self.unit, self.values, self.version = unit, values, view._version
-        # Autograd hands in a frozen parameter itself, which will show its part later.
-        self.view = view.detach() if view is values.parameter else view
+        self.view = view.detach()  # of its own: the operator may keep the tensor that autograd hands in
         self.last_use_pass = NO_PASS
+        self.storage = storage_of(self.view)
+        _num_saved[self.storage] += 1
 
     def __del__(self) -> None:
+        del self.view
+        _num_saved[self.storage] -= 1
+        if not _num_saved[self.storage]:
+            del _num_saved[self.storage]
         # Autograd frees it after the node that has read it, unless the graph is retained.
         if self.last_use_pass != NO_PASS and self.last_use_pass == current_pass():
             self.unit.reshard_after_last_use(self.values.parameter)
+
+
+def count_saved(storage: int) -> int:
+    """Return how many tensors of this memory are saved for backward passes."""
+    return _num_saved[storage]
+
+
+def saved_views(objects: Iterable[Any]) -> Iterator[Tensor]:
+    """Return the tensors that those of the objects hold which autograd has saved."""
+    return (each.view for each in objects if type(each) is _SavedParameter and hasattr(each, "view"))
 
 
 class SavedTensorHooks:

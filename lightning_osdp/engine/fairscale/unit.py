@@ -74,9 +74,6 @@ from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.state.guarded_parameter import without_guards
 
-UNIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Data types that the parameters of a unit may have."""
-
 
 class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # type: ignore[misc]
     """One FairScale instance around one operator, or around a stage of a sliced operator.
@@ -191,7 +188,6 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
         versions = [parameter._version for parameter in self.params]
         casts_of_outer_run, self._casts_of_run = self._casts_of_run, {}
         hooks = SavedTensorHooks(self, self._pending_uses) if with_grad else None
-        num_uses = [] if with_grad or self._in_graph else self._count_uses()
         first_node = torch._C._autograd._get_sequence_nr()
         if hooks is not None:
             self._in_graph = True
@@ -209,7 +205,6 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
                 hooks.pop()
             if self._num_running == 0:
                 self._keep_changes(versions, self._has_module_hooks())
-                self._leave_views(num_uses)
                 gathered, self._read_as_is = gathered + self._read_as_is, []
             if self.reshard_after_forward or not with_grad:
                 self._free_full_params(gathered)

@@ -27,7 +27,7 @@ from lightning_osdp.engine.fairscale.saved_tensors import GatheredValues, is_in_
 from lightning_osdp.state.guarded_parameter import guard_of, opened, without_guards
 
 ShardedParameter: TypeAlias = Any
-"""A ``Parameter`` with FairScale's attributes, and ``_full_view``: its gathered values, if they are there."""
+"""A ``Parameter`` with FairScale's attributes; ``_full_view``, its values if they are there; ``_full_storage``."""
 
 
 class UnitParameters:
@@ -95,7 +95,8 @@ class UnitParameters:
         storage.resize_(p._full_param_padded.nbytes)
         p._full_view = p._full_param_padded[: p._orig_size.numel()].view(p._orig_size)
         storage.resize_(0)
-        self._values_by_storage[storage._cdata] = GatheredValues(p, as_is=True)
+        p._full_storage = storage._cdata
+        self._values_by_storage[p._full_storage] = GatheredValues(p, as_is=True)
 
     # What is gathered
 
@@ -114,26 +115,23 @@ class UnitParameters:
     def _is_view(self, tensor: Tensor) -> bool:
         return tensor not in self.param_indices and storage_of(tensor) in self._values_by_storage
 
-    def _count_uses(self) -> list[int]:
-        """Return how many tensors share the memory of each gathered parameter."""
-        return [torch._C._storage_Use_Count(self._storage_of(p, as_is=True)._cdata) for p in self.params]
+    def _has_views(self, parameter: ShardedParameter) -> bool:
+        is_shown = storage_of(parameter) == parameter._full_storage
+        return bool(self._context.views.are_there(parameter._full_param_padded, parameter._full_storage, is_shown))
 
-    def _leave_views(self, num_uses: Sequence[int]) -> None:
-        """Leave gathered memory to views that outlive a run without gradients, as an attribute: it is never freed then.
-
-        Args:
-            num_uses: of each parameter as the run began; nothing where views are gathered again, or don't matter.
-        """
-        for parameter, before, now in zip(self.params, num_uses, self._count_uses() if num_uses else (), strict=False):
-            if now > before:
-                padded: Tensor = parameter._full_param_padded
-                if padded.is_cuda:
-                    padded.record_stream(torch.cuda.current_stream())
-                del self._values_by_storage[padded.untyped_storage()._cdata]
-                self._gathered.discard((parameter, True))
-                with torch.inference_mode(False):
-                    parameter._full_param_padded = torch.empty_like(padded)
-                    self._view_memory(parameter)
+    def _leave_to_views(self, parameter: ShardedParameter) -> None:
+        """Leave gathered memory to views that outlive it, as an attribute, and have them follow the parameter."""
+        padded, view = parameter._full_param_padded, parameter._full_view
+        is_shown = storage_of(parameter) == parameter._full_storage
+        if padded.is_cuda:
+            padded.record_stream(torch.cuda.current_stream())
+        del self._values_by_storage[parameter._full_storage]
+        with torch.inference_mode(False), torch.no_grad():
+            parameter._full_param_padded = torch.empty_like(padded)
+            self._view_memory(parameter)
+        if is_shown:
+            parameter.data = parameter._full_view
+        self._context.views.leave(parameter, view, parameter._fp32_shard, [padded])
 
     def note_saved(self, values: GatheredValues) -> None:
         """Note that a backward pass will read these."""
@@ -230,13 +228,18 @@ class UnitParameters:
         if self._num_running or not params:
             return
         self._coalesced_gather.wait()
-        self._free(params)
+        with without_guards():
+            self._free(params)
 
     def _free(self, params: Sequence[ShardedParameter]) -> None:
         for parameter in params:
             for as_is in (False, True):
-                if (parameter, as_is) in self._gathered:
-                    self._gathered.discard((parameter, as_is))
+                if (parameter, as_is) not in self._gathered:
+                    continue
+                self._gathered.discard((parameter, as_is))
+                if as_is and self._has_views(parameter):
+                    self._leave_to_views(parameter)
+                else:
                     self._context.gather_memory.free(self._storage_of(parameter, as_is))
 
     # What parameters show

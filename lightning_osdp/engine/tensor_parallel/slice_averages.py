@@ -8,7 +8,7 @@ ranks have told each other how far they have come.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +104,13 @@ class SliceAverages:
             queue = self._queues[unit.groups]
             queue.ready.add(weight)
             queue.advance()
+
+    def complete(self, finish_backward: Callable[[], None]) -> None:
+        """Call ``finish_backward`` if slices on this rank have gradients of a pass that is over, but not complete."""
+        is_waiting = any(queue.ready or queue.started for queue in self._queues.values())
+        is_waiting = is_waiting or any(unit.has_whole_gradients for unit in self._units)
+        if is_waiting and torch._C._current_graph_task_id() == -1:
+            finish_backward()
 
     def finish(self, has_pass: bool, is_synced: bool) -> None:
         """Complete the gradients when a backward pass is over. Collective.

@@ -171,6 +171,11 @@ class TensorUnit:
             earlier = self._whole_gradients.get(weight)
             self._whole_gradients[weight] = gradient if earlier is None else earlier + gradient
 
+    @property
+    def has_whole_gradients(self) -> bool:
+        """Return whether this rank has full gradients that are not reduced yet."""
+        return bool(self._whole_gradients)
+
     def reduce_whole_gradients(self) -> None:
         """Add the slices of full gradients of all ranks of the group when a pass is over. Collective."""
         if not self.has_whole_runs:

@@ -111,9 +111,11 @@ def _build_operators(
         dtypes: Types in which autocast reads parameters (``weight_casts``).
     """
     orders = _gradient_orders(scopes, step.recording.gradients)
-    # A product reads no weight either where its input needs no gradient, but another step may need it.
+    # A product reads no weight either where its input needs no gradient, but another step may need it. Casts that are
+    # not gathered as such are autograd's own: so a table that is looked up, and tied to the head, is not read.
     looked_up = {p for op in step.ops if op.func in LOOKUPS for p in op.used_parameters}
-    read = step.recording.read_in_backward | {i for scope in scopes for i in scope.parameters} - looked_up - set(dtypes)
+    read = step.recording.read_in_backward | step.recording.casts_read_in_backward & set(dtypes)
+    read |= {i for scope in scopes for i in scope.parameters} - looked_up - set(dtypes)
     parameters = [
         ParameterInfo(
             name=parameter.names[0],

@@ -92,7 +92,9 @@ class Recording:
     read_as_is: set[int] = field(default_factory=set)
     """Indices of parameters whose memory anything but such a cast gets."""
     read_in_backward: set[int] = field(default_factory=set)
-    """Indices of parameters that are read in backward, themselves or their casts."""
+    """Indices of parameters whose own memory is read in backward."""
+    casts_read_in_backward: set[int] = field(default_factory=set)
+    """Indices of parameters of which casts are read in backward, which autograd has saved."""
     gradients: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Indices of the op that began to make each parameter's gradient and of the last one before it was complete."""
     calls: Counter[str] = field(default_factory=Counter)
@@ -315,8 +317,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _find_cast(self, op: Op, func: Any, args: tuple[Any, ...], out: Any) -> int | None:
         """Record how the op reads parameters, and return the index of the one that autocast casts, if it does that."""
         if op.phase == "backward":
-            read = {self._casts[key] for key in _storage_keys(args) if key in self._casts}
-            self.recording.read_in_backward.update(read, op.used_parameters)
+            self.recording.read_in_backward.update(op.used_parameters)
+            casts = (self._casts[key] for key in _storage_keys(args) if key in self._casts)
+            self.recording.casts_read_in_backward.update(casts)
         if not op.used_parameters:
             return None
         # Autocast is off while it casts.

@@ -90,15 +90,26 @@ class FakeGpu:
 
 
 @pytest.mark.parametrize(
-    ("fraction", "free_gib", "expected_gib"),
-    [(1.0, 90, 88.0), (1.0, 40, 46.0), (0.5, 90, 44.0), (0.5, 30, 36.8)],
+    ("fraction", "free_gib", "expected_gib", "single_gib"),
+    [(1.0, 90, 88.0, 92.0), (1.0, 40, 46.0, 46.0), (0.5, 90, 44.0, 48.5), (0.5, 30, 36.8, 36.8)],
     ids=["by itself", "beside others", "capped", "capped beside others"],
 )
 def test_memory_limit_on_cuda_counts_free_memory_and_process_fraction(
-    monkeypatch: pytest.MonkeyPatch, fraction: float, free_gib: int, expected_gib: float
+    monkeypatch: pytest.MonkeyPatch, fraction: float, free_gib: int, expected_gib: float, single_gib: float
 ) -> None:
+    """Less lies between tensors where nothing is gathered."""
     FakeGpu(monkeypatch, fraction, free_gib)
     assert memory.memory_limit(CUDA, 1) == pytest.approx(expected_gib * (1 << 30))
+    monkeypatch.setattr(memory.dist, "is_initialized", lambda: True)
+    for ranks, expected in ((1, single_gib), (2, expected_gib)):
+        monkeypatch.setattr(memory.dist, "get_world_size", lambda ranks=ranks: ranks)
+        assert memory.memory_limit(CUDA, 1) == pytest.approx(expected * (1 << 30))
+
+
+def test_peak_on_cuda_includes_what_is_freed_but_waits_for_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {"active_bytes.all.peak": 7, "allocated_bytes.all.peak": 5, "active_bytes.all.current": 3}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    assert memory.peak_memory(CUDA) == 7
 
 
 def test_expand_segments_respects_user_allocator_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
     """The cells that were run; each gives a result that names it."""
     found: list[Cell] = []
 
-    def run(cell: Cell, machine: dict[str, Any]) -> dict[str, Any]:
+    def run(cell: Cell, machine: dict[str, Any], limit_s: float) -> dict[str, Any]:
         found.append(cell)
         speed = {"osdp": 3.0, "osdp-plain": 2.0}.get(cell.system, 1.0)
         result = {"batch_size": 4, "step_s": 1.0, "samples_per_s": speed, "peak_bytes": 100 << 20}
@@ -166,7 +166,7 @@ def test_gpu_queue_begins_with_the_papers_links_and_its_smaller_limit() -> None:
 def test_group_that_can_not_be_ended_in_time_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, begun = [0.0], []
 
-    def run(cell: Cell, machine: dict[str, Any]) -> dict[str, Any]:
+    def run(cell: Cell, machine: dict[str, Any], limit_s: float) -> dict[str, Any]:
         now[0] += 10.0
         begun.append(cell)
         return {"samples_per_s": 1.0}

@@ -115,22 +115,27 @@ def theirs(name: str, profile: ModelProfile, mode: str) -> Counter[str]:
 
 
 def bytes_read_as_is(profile: ModelProfile) -> int:
-    """Bytes by which gathers are larger of what autocast reads in float32, such as tables: in both passes at most."""
+    """Bytes by which the gather of a forward is larger of what autocast reads in float32, such as tables."""
     parameters = [p for op in profile.operators if op.is_shardable for p in op.shardable_parameters]
-    return sum(2 * p.num_elements * (1 + p.read_in_backward) for p in parameters if not p.cast_element_bytes)
+    return sum(2 * p.num_elements for p in parameters if not p.cast_element_bytes)
 
 
 @pytest.mark.parametrize("joined", [True, False], ids=["per block", "per operator"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_step_sends_no_more_than_fully_shard_but_for_tables_in_float32(
+def test_step_sends_no_more_than_fully_shard_but_for_one_gather_of_tables_in_zdp2(
     profiles: dict[str, ModelProfile], name: str, mode: str, joined: bool
 ) -> None:
+    """A table in float32, gathered once, is as many bytes as one in bf16 that is gathered for the backward as well.
+
+    Beside replicated gradients, 4 bytes for each say whether there is one.
+    """
     profile = profiles[name]
     assert len(profile.blocks) == LAYERS
     own, other = ours(name, profile, mode, joined), theirs(name, profile, mode)
-    allowance = 0 if mode == "dp" else bytes_read_as_is(profile)
-    assert 0 < own["bytes"] <= 1.02 * other["bytes"] + allowance, (own, other)
+    tables = bytes_read_as_is(profile) if mode == "zdp2" else 0
+    flags = 4 * sum(len(op.parameters) for op in profile.operators) if mode == "dp" else 0
+    assert 0 < own["bytes"] <= other["bytes"] + tables + flags, (own, other)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -108,6 +108,23 @@ def test_measure_links_on_single_rank_has_zero_cost():
     assert calls == []
 
 
+@pytest.mark.parametrize(
+    ("backend", "free_mib", "largest_mib"),
+    [("nccl", 4096, 512), ("nccl", 300, 128), ("nccl", 40, 32), ("gloo", 4096, 32)],
+)
+def test_measure_links_goes_up_to_512_mib_over_nccl_where_memory_allows(
+    monkeypatch: pytest.MonkeyPatch, backend: str, free_mib: int, largest_mib: int
+) -> None:
+    class Eight:
+        def size(self) -> int:
+            return 8
+
+    monkeypatch.setattr(network.collectives, "backend_of", lambda *_: backend)
+    monkeypatch.setattr(network.agree, "all_reduce_min", lambda number, *_: number)
+    wanted = network._sizes_for(Eight(), CPU, None)
+    assert 4 * network._affordable_sizes(wanted, free_mib << 20, Eight(), CPU)[-1] == largest_mib << 20
+
+
 def test_measure_links_requires_two_different_sizes():
     with pytest.raises(AssertionError, match="ValueError: need two different sizes"):
         run_ranks(measure_with_too_few_sizes, 2)

@@ -39,9 +39,12 @@ class Machine:
         self.told.append(None)
 
     @property
+    def in_heap(self) -> int:
+        return min(self.room, round((self.live - RESTING) * (1 + self.waste)))
+
+    @property
     def peak(self) -> int:
-        in_heap = min(self.room, round((self.live - RESTING) * (1 + self.waste)))
-        return self.live + round(in_heap * self.waste / (1 + self.waste))
+        return self.live + round(self.in_heap * self.waste / (1 + self.waste))
 
 
 def make_plan(retains: bool = True, spare: int = 0, peak: int = LIMIT) -> ExecutionPlan:
@@ -54,7 +57,7 @@ def make_plan(retains: bool = True, spare: int = 0, peak: int = LIMIT) -> Execut
 def patch_machine(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap_controller, "HEAP", machine)
     monkeypatch.setattr(heap_controller, "peak_resident_bytes", lambda: machine.peak)
-    monkeypatch.setattr(heap_controller, "resident_bytes", lambda: RESTING)
+    monkeypatch.setattr(heap_controller, "resident_bytes", lambda: RESTING + machine.in_heap)
 
 
 def run_step(kept: HeapController, passes: int = 1, optimizers: int = 1) -> None:
@@ -99,6 +102,38 @@ def test_heap_controller_keeps_predicted_peak_or_what_was_planned_beyond_the_ste
     for _ in range(50):
         run_step(kept)
         assert machine.peak <= max(predicted * MIB, planned)
+
+
+@pytest.mark.parametrize("each_step", [1, 3, 10])
+def test_heap_controller_counts_what_steps_have_not_touched_yet_of_the_heap(
+    each_step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies in the heap stays; the rest of a step gets mappings of its own."""
+    machine, bound, spare, touched = Machine(600 * MIB), 700 * MIB, 40 * MIB, 0
+    patch_machine(machine, monkeypatch)
+    monkeypatch.setattr(heap_controller, "resident_bytes", lambda: RESTING + touched)
+    monkeypatch.setattr(heap_controller, "peak_resident_bytes", lambda: RESTING + max(touched + spare, 200 * MIB))
+    controller = HeapController(make_plan(spare=spare, peak=bound), CPU)
+    for _ in range(300):
+        controller.on_step_start()
+        touched = min(machine.room, touched + each_step * MIB)
+        controller.on_step_end()
+        assert RESTING + max(touched + spare, 200 * MIB) <= bound
+    assert touched >= 200 * MIB
+
+
+def test_heap_that_is_shrunk_to_nothing_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(600 * MIB)
+    patch_machine(machine, monkeypatch)
+    controller = HeapController(make_plan(peak=700 * MIB), CPU)
+    for _ in range(10):
+        run_step(controller)
+    assert machine.room
+    machine.live = 900 * MIB  # within the limit, but not within what was planned
+    for _ in range(30):
+        run_step(controller)
+    assert not machine.room
+    assert machine.told[-1] is None
 
 
 def test_heap_controller_leaves_planned_spare_memory_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,7 +108,10 @@ def test_gather_memory_on_a_cpu_frees_at_once() -> None:
 @pytest.mark.parametrize(("device_type", "is_capturing"), [("cuda", True), ("cuda", False), ("cpu", True)])
 def test_run_in_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch, device_type: str, is_capturing: bool) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
-    context: Any = SimpleNamespace(why_no_runs="", params_summoned=False, device=torch.device(device_type))
+    guards = SimpleNamespace(thread=get_ident())
+    context: Any = SimpleNamespace(
+        why_no_runs="", params_summoned=False, device=torch.device(device_type), guards=guards
+    )
     is_refused = device_type == "cuda" and is_capturing
     with pytest.raises(ShardingError, match="can't be captured in a CUDA graph") if is_refused else nullcontext():
         EngineContext.check_run(context)

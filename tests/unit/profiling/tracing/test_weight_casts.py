@@ -111,6 +111,19 @@ class Looked(nn.Module):
         return rows + self.table(torch.zeros(len(rows), dtype=torch.long))
 
 
+class Tied(nn.Module):
+    """Looks rows up in the weight of a product."""
+
+    def __init__(self, head: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table, self.product = nn.Embedding(ROWS * 16, WIDTH), nn.Linear(WIDTH, ROWS * 16, bias=False)
+        self.product.weight = self.table.weight
+        self.head = head
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.head(self, rows + self.table(torch.zeros(len(rows), dtype=torch.long)))
+
+
 class Attention(nn.Module):
     """Self-attention."""
 
@@ -171,6 +184,24 @@ def test_backward_reads_products_and_no_embedding() -> None:
     assert operator_of(nn.Linear(WIDTH, WIDTH), dtype=None).parameters[0].read_in_backward
     for dtype in (torch.bfloat16, None):
         assert not operator_of(Looked(), dtype=dtype).parameters[0].read_in_backward
+
+
+@pytest.mark.parametrize(
+    ("head", "is_read", "dtype"),
+    [
+        (lambda tied, rows: tied.product(rows), False, torch.bfloat16),
+        (lambda tied, rows: tied.product(rows), True, None),
+        (lambda tied, rows: checkpoint(tied.product, rows, use_reentrant=False), True, torch.bfloat16),
+        (lambda tied, rows: tied.product(rows) * tied.table.weight.square().mean(), True, torch.bfloat16),
+    ],
+    ids=["autocast", "float32", "checkpoint", "read as it is"],
+)
+def test_backward_reads_a_table_that_is_tied_to_a_product_only_where_autograd_has_no_cast(
+    head: Any, is_read: bool, dtype: torch.dtype | None
+) -> None:
+    (table,) = (p for p in operator_of(Tied(head), dtype=dtype).parameters if not p.is_small)
+    assert table.aliases
+    assert (table.cast_element_bytes, table.read_in_backward) == (0, is_read)
 
 
 def test_casts_count_where_the_plan_keeps_them() -> None:
