@@ -15,7 +15,7 @@ from lightning_osdp.autotune.profile import ClusterProfile
 from lightning_osdp.backend import agree, collectives
 from lightning_osdp.backend.emulated import described_cluster, is_emulated
 from lightning_osdp.backend.hierarchical import detect_node_layout
-from lightning_osdp.backend.memory import UNIT_BYTES, control_group
+from lightning_osdp.backend.memory import KEPT_BYTES, control_group
 from lightning_osdp.backend.work import is_driven_by_host
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.spec.cluster import (
@@ -172,7 +172,7 @@ def current_cluster(
         reduce_scatter_copy_factor=collectives.reduce_scatter_copy_factor(backend, ranks.world_size, kind),
         reduce_scatter_buffer_bytes=collectives.reduce_buffer_bytes(backend, ranks.world_size, kind),
         all_reduce_buffer_bytes=collectives.all_reduce_buffer_bytes(backend, ranks.world_size, kind),
-        unit_bytes=UNIT_BYTES.get(kind, 0),
+        **KEPT_BYTES.get(kind, {}),
         engine=engine,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import linecache
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +21,9 @@ autograd and of the loops [M-backend-5]."""
 LATER_STEPS_GROWTH_BYTES = {"cpu": 6 << 20}
 """The same after trial steps of a plan that was searched: most of it is there already [M-backend-6]."""
 
-UNIT_BYTES = {"cpu": 24 << 10}
-"""What one more unit takes besides tensors: FairScale's modules, hooks, nodes of autograd [M-engine-3]."""
+KEPT_BYTES = {"cpu": {"unit_bytes": 16 << 10, "tensor_bytes": 1900, "page_bytes": mmap.PAGESIZE}}
+"""What one more unit takes besides tensors (hooks, nodes of autograd), what one more tensor takes that is kept from
+step to step, and the size of the pages that large ones fill: fields of ``Cluster`` [M-engine-3]."""
 
 EVALUATION_GROWTH_BYTES = {"cpu": 10 << 20}
 """What kernels leave behind in libraries if evaluation runs them with more rows than training does [M-backend-7]."""

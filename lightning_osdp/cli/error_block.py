@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
@@ -18,6 +19,12 @@ TRACEBACK_VARIABLE = "OSDP_TRACEBACK"
 """Environment variable that does what ``--verbose`` does, for ``osdp`` inside of other scripts."""
 
 VERBOSE_OPTIONS = ("-v", "--verbose")
+
+_BAD_CLASS = re.compile(
+    r'Parser key "([\w.]+)": Does not validate against any of the Union subtypes .*?'
+    r"Problem with given (class_path '.*?': .*?)(?: - Expected a | Given value type: ).*"
+)
+"""What jsonargparse says of a class that can't be made, besides what is wrong with it."""
 
 HEAD_START_S = 3.0
 """Seconds that other ranks wait with an error that they could not report: if rank 0 ends with the same one, torchrun
@@ -46,10 +53,15 @@ def print_error(error: BaseException, has_traceback: bool, is_expected: bool) ->
             return  # all ranks raise the former
         if detector is None:
             time.sleep(HEAD_START_S)
-    text = " ".join(str(error).split()) + _describe_cause(error) if is_expected else _describe(error)
+    text = _shorten(str(error)) + _describe_cause(error) if is_expected else _describe(error)
     print(f"osdp: error{f' on rank {rank}' if rank else ''}: {text}", file=sys.stderr, flush=True)
     if detector is not None and rank == 0:
         detector.set_told()
+
+
+def _shorten(text: str) -> str:
+    """Return a message in one line; of one about a class that can't be made, where it is and what is wrong with it."""
+    return _BAD_CLASS.sub(r"\1: \2", " ".join(text.split()))
 
 
 def _describe(error: BaseException) -> str:

@@ -36,7 +36,7 @@ from lightning_osdp.planning.whatif import hardware
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint, problem_for_hardware, simulate, sweep_memory_limits
 from lightning_osdp.report import diff, explain, tables
 from lightning_osdp.state import checkpoint
-from lightning_osdp.state.atomic_files import check_text_replaceable, write_text
+from lightning_osdp.state.atomic_files import check_text_writable, write_text
 from lightning_osdp.strategy import arguments, failure_detector, offline
 
 DONE, INFEASIBLE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -172,11 +172,8 @@ def _write(path: str, text: str, is_own: IsOwn) -> None:
 
 def _check_output(path: str | None, is_own: IsOwn) -> None:
     """Refuse a file that could not be written, before the work is done."""
-    if path is None:
-        return
-    if not Path(path).absolute().parent.is_dir():
-        raise ConfigurationError(f"{path} can't be written: there is no folder {Path(path).absolute().parent}")
-    check_text_replaceable(Path(path), is_own)
+    if path is not None:
+        check_text_writable(Path(path), is_own)
 
 
 def _check_page(path: str | None) -> None:
@@ -347,20 +344,36 @@ def _simulate(options: Namespace) -> None:
             model, hardware_spec, [count], limit_bytes, run.limit_batch_sizes(policy, count), dtype, constraints
         )
     ]
-    if options.html is not None:
-        _write_simulated_page(options.html, model, hardware_spec, dtype, constraints, points)
     if options.json:
         _print(json.dumps([point.model_dump(mode="json", exclude={"plan"}) for point in points], indent=2))
     else:
         Console().print(tables.simulation_table(points))
         if len(points) == 1 and points[0].plan is not None:
             Console().print("", tables.baseline_table(points[0].plan), sep="\n")
+    options.json = False  # an error is not written beside the document
+    fitting = [point for point in points if point.plan is not None]
+    if not fitting:
+        raise _nothing_fits(points)
+    if options.html is not None:
+        largest = max(fitting, key=lambda point: point.devices)
+        _write_simulated_page(options.html, model, hardware_spec, dtype, constraints, points, largest)
 
 
 def _device_counts(devices: int) -> list[int]:
     """Return the powers of two up to the number of devices, and that number."""
     powers = [1 << exponent for exponent in range(devices.bit_length())]
     return sorted({*powers, devices})
+
+
+def _nothing_fits(points: Sequence[SimulatedPoint]) -> InfeasibleError:
+    smallest = min(points, key=lambda point: point.needed_bytes)
+    needed, limit = smallest.needed_bytes, smallest.memory_limit_bytes
+    return InfeasibleError(
+        f"nothing fits: {smallest.devices} device{'s' * (smallest.devices > 1)} need {format_bytes(needed)} each, and "
+        f"the limit is {format_bytes(limit)}. Use more devices, or raise --memory-limit",
+        needed_bytes=needed,
+        budget_bytes=limit,
+    )
 
 
 def _write_simulated_page(
@@ -370,26 +383,11 @@ def _write_simulated_page(
     dtype: str,
     constraints: SearchConstraints,
     points: Sequence[SimulatedPoint],
+    shown: SimulatedPoint,
 ) -> None:
-    """Write the page of the largest number of devices that fits.
-
-    Raises:
-        InfeasibleError: nothing fits.
-    """
-    fitting = [point for point in points if point.plan is not None]
-    if not fitting:
-        smallest = min(points, key=lambda point: point.needed_bytes)
-        raise InfeasibleError(
-            f"no page: nothing fits, {smallest.devices} devices need {format_bytes(smallest.needed_bytes)} each",
-            needed_bytes=smallest.needed_bytes,
-            budget_bytes=smallest.memory_limit_bytes,
-        )
-    largest = max(fitting, key=lambda point: point.devices)
-    assert largest.plan is not None
-    problem = problem_for_hardware(
-        model, hardware_spec, largest.devices, largest.memory_limit_bytes, dtype, constraints
-    )
-    _write_page(path, largest.plan, variant_of_plan(largest.plan, problem), points)
+    assert shown.plan is not None
+    problem = problem_for_hardware(model, hardware_spec, shown.devices, shown.memory_limit_bytes, dtype, constraints)
+    _write_page(path, shown.plan, variant_of_plan(shown.plan, problem), points)
 
 
 def _write_page(path: str, plan: ExecutionPlan, problem: Problem | None, points: Sequence[SimulatedPoint] = ()) -> None:

@@ -177,7 +177,10 @@ def _price_text(plan: ExecutionPlan) -> str:
     if price is None:
         return ""
     if not price:
-        return "price of memory: nothing. Every operator that may choose has its fastest mode."
+        deltas = [delta for run in group_runs(plan.operators) for delta in choice_deltas(plan, run)]
+        if all(delta.time_s >= 0 for delta in deltas):
+            return "price of memory: nothing. Every operator that may choose has its fastest mode."
+        return "price of memory: nothing for one more MiB. What would save time needs more, or was slower in trials."
     return f"price of memory: one more MiB would save about {format_seconds(price * (1 << 20))} a step."
 
 

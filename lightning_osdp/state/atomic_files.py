@@ -224,17 +224,43 @@ def check_text_replaceable(path: Path, is_own: Callable[[str], bool]) -> None:
     Raises:
         ConfigurationError: there is a folder, or a file with other content.
     """
-    if path.is_dir():
-        raise ConfigurationError(f"{path} can't be written: it is a folder")
     try:
+        is_folder = path.is_dir()
         content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     except OSError as error:
         raise ConfigurationError(f"{path} can't be written: {error}") from error
+    if is_folder:
+        raise ConfigurationError(f"{path} can't be written: it is a folder")
     if content.strip() and not is_own(content):
         raise ConfigurationError(
             f"{path} is not replaced: it holds something that osdp did not write there. Give another path, or move it "
             "away"
         )
+
+
+def check_text_writable(path: Path, is_own: Callable[[str], bool]) -> None:
+    """Refuse a place where ``write_text`` would fail, before there is anything to write.
+
+    Args:
+        path: where a file is to be written.
+        is_own: as of ``write_text``.
+
+    Raises:
+        ConfigurationError: the folder is missing or takes no file, or there is another file.
+    """
+    check_text_replaceable(path, is_own)
+    if path.exists() and not path.is_file():  # a device or a pipe
+        return
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise ConfigurationError(f"{path} can't be written: there is no folder {target.parent}")
+    unfinished = unfinished_path(target)
+    try:
+        unfinished.write_text("\n")
+    except OSError as error:
+        raise ConfigurationError(f"{path} can't be written: {error}") from error
+    finally:
+        try_remove(unfinished)
 
 
 def _replace_in_two_steps(complete: Path, target: Path) -> None:

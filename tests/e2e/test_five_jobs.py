@@ -59,7 +59,7 @@ def fit_thrice(folder: Path, name: str) -> dict[str, Any]:
     automatic = fit(folder / "auto", name, OSDPStrategy(batch_size="keep"))
     limit = JOBS[name].tight_bytes
     # The limit is that of the model's tensors alone.
-    with mock.patch.object(coordinator, "process_overhead", return_value=0), mock.patch.dict(memory.UNIT_BYTES, cpu=0):
+    with mock.patch.object(coordinator, "process_overhead", return_value=0), mock.patch.dict(memory.KEPT_BYTES, cpu={}):
         tight = fit(folder / "tight", name, OSDPStrategy(batch_size="keep", memory_limit=limit))
     # A network of a GAN has no gradients where the other one is trained.
     ddp = fit(folder / "ddp", name, DDPStrategy(find_unused_parameters=name == "gan"))

@@ -31,15 +31,15 @@ def command(how: str, folder: Path) -> list[str]:
     return [sys.executable, "-m", "tests.support.failing", how, str(folder)]
 
 
-def run_two_ranks(how: str, folder: Path) -> list[tuple[int, str, float]]:
-    """Runs two ranks as torchrun starts them.
+def run_ranks_as_scripts(how: str, folder: Path, ranks: int = 2) -> list[tuple[int, str, float]]:
+    """Runs ranks as torchrun starts them.
 
     Returns:
         Exit status and output of each, and the seconds from the fault until then; 0 if the moment is not known.
     """
-    logs = [folder / f"err-{rank}" for rank in range(2)]
-    processes = start_scripts(failing.main, 2, (how, str(folder)), logs)
-    ended_s = [0.0, 0.0]
+    logs = [folder / f"err-{rank}" for rank in range(ranks)]
+    processes = start_scripts(failing.main, ranks, (how, str(folder)), logs)
+    ended_s = [0.0] * ranks
     try:
         deadline = time.monotonic() + LIMIT_S
         while not all(ended_s) and time.monotonic() < deadline:
@@ -57,7 +57,7 @@ def run_two_ranks(how: str, folder: Path) -> list[tuple[int, str, float]]:
         time.sleep(0.05)  # a worker of a DataLoader looks after its parent every five seconds
     assert not [process.pid for process in processes if live_processes_in_session(process.pid)]
     fault = folder / "fault"
-    began_s = [fault.stat().st_mtime] * 2 if fault.exists() else ended_s
+    began_s = [fault.stat().st_mtime] * ranks if fault.exists() else ended_s
     seconds = [ended - began for ended, began in zip(ended_s, began_s, strict=True)]
     return [(code, log.read_text(), each) for code, log, each in zip(codes, logs, seconds, strict=True)]
 
@@ -81,6 +81,7 @@ def live_processes_in_session(session: int) -> list[int]:
         ("raise on 1", 1, "ValueError: the third step is unlucky", "rank 1 failed: ValueError: the third step is"),
         ("raise on 0", 0, "ValueError: the third step is unlucky", "rank 0 "),
         ("exit on 0", 0, "", "rank 0 failed: SystemExit: 3"),
+        ("Ctrl-C on 1", 1, "", "rank 1 failed: KeyboardInterrupt"),
         ("kill 1", 1, "", "rank 1 ended without an error: it was killed"),
         ("worker 1", 1, "row 12 is unreadable", "OSError: row 12 is unreadable"),
         ("worker 0", 0, "row 12 is unreadable", "OSError: row 12 is unreadable"),
@@ -105,7 +106,7 @@ def live_processes_in_session(session: int) -> list[int]:
 def test_failure_on_one_rank_ends_all_ranks_with_its_cause(
     tmp_path: Path, how: str, failed: int, cause: str | None, told: str
 ) -> None:
-    for rank, (code, text, seconds) in enumerate(run_two_ranks(how, tmp_path)):
+    for rank, (code, text, seconds) in enumerate(run_ranks_as_scripts(how, tmp_path)):
         if rank == failed and cause is None:
             assert code == 0, text  # it catches its error and goes on
             continue
@@ -115,6 +116,13 @@ def test_failure_on_one_rank_ends_all_ranks_with_its_cause(
             continue
         assert code != 0, text
         assert (cause if rank == failed else told) in text
+
+
+def test_ctrl_c_ends_single_rank_with_status_1(tmp_path: Path) -> None:
+    ((status, text, seconds),) = run_ranks_as_scripts("Ctrl-C on 0", tmp_path, ranks=1)
+    assert status == 1
+    assert "Detected KeyboardInterrupt" in text
+    assert seconds < BOUND_S
 
 
 def test_ctrl_c_ends_all_processes(tmp_path: Path) -> None:

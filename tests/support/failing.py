@@ -81,6 +81,9 @@ class Failing(GPTModule):
             if self.how == f"exit on {self.global_rank}":
                 note_fault()
                 sys.exit(3)
+            if self.how == f"Ctrl-C on {self.global_rank}":
+                note_fault()
+                signal.raise_signal(signal.SIGINT)
             if self.how == f"kill {self.global_rank}":
                 note_fault()
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -126,16 +129,16 @@ def main(how: str, folder: str) -> None:
     # A shell has what it starts in the background ignore Ctrl-C, and the tests with it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     module = Failing(how, folder)
-    rank = int(os.environ.get("LOCAL_RANK", 0))
+    rank, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 2))
     other = how == "plan" and rank == 1
-    plan = plan_for(module, [dataset(4).tensors[0]], 2, "zdp" if other else "mixed", 4)
+    plan = plan_for(module, [dataset(4).tensors[0]], ranks, "zdp" if other else "mixed", 4)
     strategy = OSDPStrategy(plan=plan)
     checkpoints: dict[str, Any] = {}
     if how.startswith("checkpoint"):
         checkpoints = {"callbacks": [OnExceptionCheckpoint(folder, "after")], "enable_checkpointing": True}
     validates = "valid" in how
-    validation = {"limit_val_batches": 1.0, "val_check_interval": 2} if validates else {}
-    fitting = trainer(folder, strategy, max_steps=STEPS, use_distributed_sampler=False, **validation, **checkpoints)
+    checks = checkpoints | ({"limit_val_batches": 1.0, "val_check_interval": 2} if validates else {})
+    fitting = trainer(folder, strategy, devices=ranks, max_steps=STEPS, use_distributed_sampler=False, **checks)
     try:
         fitting.validate(module) if how.endswith("in validate") else fitting.fit(module)
     except ValueError:

@@ -214,6 +214,13 @@ class Centered(nn.Module):
         return weight - weight.mean(1, keepdim=True)
 
 
+def average_what_ddp_forgot(parameter: Tensor) -> None:
+    """DDP no longer averages the gradient of a parameter that ``register_parametrization`` has touched."""
+    if parameter.grad is not None:
+        torch.distributed.all_reduce(parameter.grad)
+        parameter.grad /= torch.distributed.get_world_size()
+
+
 class FuzzCallback(pl.Callback):
     """Reads and writes weights between steps, as its case says."""
 
@@ -275,11 +282,13 @@ class FuzzCallback(pl.Callback):
             module.head = nn.Linear(WIDTH, 8)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
+        if "parametrize_late" in self.kinds and self.has_changed and isinstance(trainer.strategy, DDPStrategy):
+            average_what_ddp_forgot(module.enter.parametrizations.weight.original)
         if "log_gradient_norms" in self.kinds:
             norms = [p.grad.norm().item() for p in module.parameters() if p.grad is not None]
             module.records.setdefault("gradients", []).append(norms)
         if "gradients_by_hand" in self.kinds:
-            nn.utils.clip_grad_norm_([p for p in module.parameters() if p.grad is not None], 0.3)
+            nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.3)
             for parameter in module.head.parameters():
                 if parameter.grad is not None:
                     parameter.grad = 0.5 * parameter.grad + 0.001 * parameter.detach()

@@ -142,9 +142,29 @@ class FromOtherMemory(Use):
             self.note(value)
 
 
+class TwoNames(Use):
+    """A module that is registered under two names."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        model.again, model.inner = model.student, nn.ModuleList([model.student.up])
+
+    def after_step(self, step: int) -> None:
+        self.note(sorted(self.model.state_dict()))
+        self.note(self.model.again(ROWS).detach())
+
+
 KEPT_VIEWS: dict[str, Callable[[Model], Use]] = {
     use.__name__: use
-    for use in (TakenBefore, TakenBeforeAndTrained, TakenInRuns, KeptByProduct, HandedToNumpy, FromOtherMemory)
+    for use in (
+        TakenBefore,
+        TakenBeforeAndTrained,
+        TakenInRuns,
+        KeptByProduct,
+        HandedToNumpy,
+        FromOtherMemory,
+        TwoNames,
+    )
 }
 
 

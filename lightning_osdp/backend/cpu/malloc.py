@@ -15,10 +15,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from lightning_osdp.errors import OSDPWarning
-from lightning_osdp.planning.cost.cpu_effects import MAX_MMAP_THRESHOLD
+from lightning_osdp.planning.cost.cpu_effects import MAX_MMAP_THRESHOLD, MIN_MAPPED_BYTES
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_TRIM_BYTES, _MMAP_BYTES = 128 << 10, 64 << 10
+_TRIM_BYTES, _MMAP_BYTES = 128 << 10, MIN_MAPPED_BYTES
 _NEVER_TRIM, _RETAINED_MMAP_BYTES = -1, MAX_MMAP_THRESHOLD
 """Thresholds of a heap that retains: its end is never released, and the largest that glibc accepts for mappings."""
 

@@ -1,27 +1,12 @@
-"""What FairScale gets to see as the module of a unit."""
+"""Where a unit finds its parameters, and how FairScale sees them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
-
-
-class UnitBody(nn.Module):
-    """The module inside a unit: it owns the operator's large parameters and calls the operator's forward."""
-
-    def __init__(self, forward: Callable[..., Any], parameters: list[nn.Parameter]) -> None:
-        super().__init__()
-        self._operator_forward = forward
-        for index, parameter in enumerate(parameters):
-            self.register_parameter(f"p{index}", parameter)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the operator's own forward."""
-        return self._operator_forward(*args, **kwargs)
 
 
 def find_places(

@@ -32,7 +32,7 @@ FIRST_ASKING_STEPS, MAX_ASKING_STEPS = 32, 4096
 _JOINABLE = {"forward": 0, "evaluate": 0, "backward": 1, "reduce": 1, "replicated": 2}
 """The kinds of events in which a rank can take part that wants another one, by what comes first."""
 
-_WAITING = ("end", "evaluated", "sync")
+_WAITING = ("end", "evaluated", "sync", "access")
 """The kinds of events before which a rank takes part in those of others."""
 
 _TEXTS = {

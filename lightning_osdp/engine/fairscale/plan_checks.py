@@ -60,11 +60,12 @@ def check_parameters(
 ) -> None:
     """Refuse parameters that units can't hold."""
     owner = {p: name for name, parameters in parameters_by_operator.items() for p in parameters}
+    holders = dict(module.named_modules(remove_duplicate=False))
     for name, parameter in module.named_parameters(remove_duplicate=False):
         operator = owner.get(parameter)
         if operator is None:
             continue
-        if not name.startswith(operator + "."):
+        if holders[name.rpartition(".")[0]] not in holders[operator].modules():  # one module may have two names
             raise ShardingError(f"{operator} can't be sharded: its parameter is also {name}, outside of it")
         if parameter.dtype not in UNIT_DTYPES:
             raise ShardingError(f"{name} is {parameter.dtype}: units hold float32, bfloat16 or float16")

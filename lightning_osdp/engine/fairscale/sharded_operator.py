@@ -104,7 +104,7 @@ class ShardedOperator:
         self.label, self._module, parameters = name, module, list(plans)
         plan = plans[parameters[0]]
         self._original_forward = vars(module).get("forward")
-        self._original_attributes = {parameter: set(vars(parameter)) for parameter in parameters}
+        self._original_attributes = {p: frozenset(vars(p)) for p in parameters}
         self.layouts = {p: FlatPaddedLayout.create_sharded(p.shape, communicators.group) for p in parameters}
         self.units: list[FairScaleUnit] = []
         self.sliced_operator: SlicedOperator | None = None

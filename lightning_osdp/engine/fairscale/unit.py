@@ -1,9 +1,9 @@
 """Units: what is gathered and freed at once, each a FairScale FullyShardedDataParallel.
 
 Note [the module tree is left alone]: FairScale's wrapper usually replaces a module in its parent, which changes
-names, classes and state dict keys. Here a unit holds a stand-in that owns the operator's large parameters and calls
-the operator's own forward, and the operator's ``forward`` attribute leads to the unit. So ``isinstance``, hooks,
-attribute access and parameter names stay what the user wrote.
+names, classes and state dict keys. Here a unit wraps a list of the operator's large parameters, and the operator's
+``forward`` attribute leads to the unit. So ``isinstance``, hooks, attribute access and parameter names stay what the
+user wrote. The list is only for FairScale's ``__init__``: a unit has no submodules afterwards, which take memory.
 
 Note [each unit is its own root]: a wrapper around the whole LightningModule breaks manual optimization and forward
 redirection. Units therefore share streams, reducer and the limit on gathers explicitly (``EngineContext``).
@@ -40,6 +40,7 @@ ranks must gather the same.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -52,7 +53,7 @@ from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_
 from torch import Tensor, nn
 from torch._C._functorch import TransformType
 
-from lightning_osdp.engine.fairscale.body import UnitBody, find_places, reinterpret_as_float16
+from lightning_osdp.engine.fairscale.body import find_places, reinterpret_as_float16
 from lightning_osdp.engine.fairscale.communicators import UnitCommunicators
 from lightning_osdp.engine.fairscale.context import EngineContext
 from lightning_osdp.engine.fairscale.joinable_unit import JoinableUnit, set_gradient_aside, show_gradient
@@ -73,6 +74,13 @@ from lightning_osdp.engine.sliced_operator import ForwardStage, WeightSlice, ref
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.state.guarded_parameter import without_guards
+
+_NEEDLESS = (
+    *("uncollected_opt_state", "no_broadcast_optim_state", "state_dict_device", "verbose", "_tstart"),
+    *("state_dict_on_rank_0_only", "allow_reset_parameters", "force_input_to_fp32", "bucket_cap_mb", "buffer_size"),
+    *("numel_padded_per_param", "_has_params", "_num_flatten_params", "_param_name_groups", "flatten_parameters"),
+)
+"""Attributes that FairScale reads in what a unit does not use."""
 
 
 class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # type: ignore[misc]
@@ -104,12 +112,12 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
         compute_dtypes: Mapping[nn.Parameter, torch.dtype] = MappingProxyType({}),
         not_read_in_backward: Collection[nn.Parameter] = (),
     ) -> None:
-        body, dtype = UnitBody(stage.forward, parameters), parameters[0].dtype
+        dtype = parameters[0].dtype
         self._coalesced_gather = CoalescedAllGather(communicators.gather)
         self._is_prefetched = communicators.is_prefetched(parameters)
         with reinterpret_as_float16(parameters):
             super().__init__(
-                body,
+                nn.ParameterList(parameters),
                 process_group=self._coalesced_gather,
                 process_group_reduce_scatter=communicators.select_reduce_communicator(parameters),
                 reshard_after_forward=mode == Mode.ZDP,
@@ -128,6 +136,8 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
         self.compute_dtype = self.buffer_dtype = dtype
         self._streams, self._reducer = context.streams, context.reducer
 
+        self._operator_forward = stage.forward
+        self._drop_needless_parts()
         self._context, self.label = context, label
         self._register(self.params)
         self._prepare_parameters(compute_dtypes, not_read_in_backward)
@@ -166,9 +176,19 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
         is_coalesced = isinstance(self.process_group_reduce_scatter, CoalescedReduceScatter)
         return gathers + reductions * (min(1, num_trainable) if is_coalesced else num_trainable)
 
+    def _drop_needless_parts(self) -> None:
+        """Free the modules in which FairScale has wrapped the parameters, registries of hooks, and attributes."""
+        self._modules.clear()
+        attributes = vars(self).items()
+        self.__dict__ = {k: v for k, v in attributes if k not in _NEEDLESS and not isinstance(v, OrderedDict)}
+
+    def __getattr__(self, name: str) -> Any:
+        """Look an attribute up as any module does: FairScale goes on in the module that it has wrapped."""
+        return nn.Module.__getattr__(self, name)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operator with full parameters; without gradients they are freed at once in every mode."""
-        return self._run(self.module, *args, **kwargs)
+        return self._run(self._operator_forward, *args, **kwargs)
 
     def _run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """See Note [the run of a unit]."""

@@ -26,6 +26,9 @@ tensors seldom have the size of the next ones. In training it grows step by step
 MAX_MMAP_THRESHOLD = 32 << 20
 """Larger tensors have their own memory mapping and are never retained: glibc's threshold can't be higher."""
 
+MIN_MAPPED_BYTES = 64 << 10
+"""Smallest tensors that have their own memory mapping, where freed ones are returned to the system."""
+
 
 @dataclass(frozen=True)
 class HeapModel:
@@ -67,6 +70,18 @@ class HeapModel:
 
 NO_RETENTION = HeapModel(0.0, LinearInBatch())
 """The heap if freed tensors are returned to the system."""
+
+
+def kept_tensor_bytes(num_bytes: float, cluster: Cluster) -> float:
+    """Return what a tensor takes that is kept from step to step, besides its elements: its object, and part of a page.
+
+    Large tensors have pages of their own, on which a header precedes them. [M-engine-3]
+    """
+    if not num_bytes:
+        return 0.0
+    pages, header = cluster.page_bytes, 64
+    is_mapped = pages and num_bytes >= MIN_MAPPED_BYTES
+    return cluster.tensor_bytes + (-(num_bytes + header) % pages + header if is_mapped else 0)
 
 
 def max_retained_batch_size(model: ModelProfile) -> float:

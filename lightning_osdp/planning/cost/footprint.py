@@ -13,6 +13,7 @@ from lightning_osdp.planning.cost.cpu_effects import (
     coalesced_reduction_bytes,
     freed_bytes,
     kept_bytes,
+    kept_tensor_bytes,
     prefetch_bytes,
 )
 from lightning_osdp.planning.cost.sharding_scopes import all_gather_copy_factor, sharding_ranks
@@ -24,7 +25,7 @@ from lightning_osdp.planning.spec.model import Operator
 T = TypeVar("T")
 
 
-TENSOR_PARALLEL_UNITS = 3
+TENSOR_PARALLEL_UNITS = 4
 """Units that a tensor parallel operator counts as, in what they take besides tensors: 977 of them took 67 KiB each on a
 CPU, for their exchanges among others."""
 
@@ -145,16 +146,13 @@ def _parameter_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, floa
     zdp = [(unit, size) for unit, size in zip(shards.units, gathered, strict=True) if unit.mode == Mode.ZDP]
     in_backward = [size * unit.backward_bytes / unit.gathered_bytes for unit, size in zdp]
     casts = sum(shard.gathered_bytes * shard.num_slices for shard in shards.replicated if shard.has_casts)
-    replicated = [(shard.parameter_bytes + shard.optimizer_bytes) * shard.num_slices for shard in shards.replicated]
-    sharded = [
-        -(-(shard.parameter_bytes + shard.optimizer_bytes) // layout.ranks) * shard.num_slices
-        for shard in shards.sharded
-    ]
+    states = sum(_state_bytes(shard, 1, layout.cluster) for shard in shards.replicated)
+    states += sum(_state_bytes(shard, layout.ranks, layout.cluster) for shard in shards.sharded)
     num_units = sum(unit.num_slices for unit in shards.units)
     if layout.choice.tensor_degree > 1:
         num_units += TENSOR_PARALLEL_UNITS
     return {
-        "states": sum(replicated) + sum(sharded) + num_units * layout.cluster.unit_bytes,
+        "states": states + num_units * layout.cluster.unit_bytes,
         "unsharded_between_passes": casts
         + sum(u.gathered_bytes * u.num_slices for u in shards.units if u.mode == Mode.ZDP2),
         "unsharded_while_running": max((size for _, size in zdp), default=0) + prefetch.next_slice,
@@ -164,6 +162,14 @@ def _parameter_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, floa
         "eval_unsharded": max(gathered, default=0),
         "gathered_in_total": sum(size * unit.num_slices for unit, size in zip(shards.units, gathered, strict=True)),
     }
+
+
+def _state_bytes(shard: ParamShard, ranks: int, cluster: Cluster) -> float:
+    """Return what a rank keeps of a parameter and its optimizer states."""
+    own = -(-(shard.parameter_bytes + shard.optimizer_bytes) // ranks)
+    num_states = round(shard.optimizer_bytes / max(1, shard.parameter_bytes))  # as if they had the parameter's type
+    own_states = num_states * kept_tensor_bytes(shard.parameter_bytes / ranks, cluster)
+    return (own + own_states) * shard.num_slices
 
 
 def _gradient_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, float]:
@@ -176,11 +182,13 @@ def _gradient_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, float
     transients = [_transient_bytes(unit, own_parts, cluster, layout.ranks) for unit in shards.units]
     transient = max(transients, default=0.0) + prefetch.previous_gradient
     copied = _slice_copy_bytes(layout)
+    replicated = sum(s.all_gradient_bytes for s in shards.replicated) + _kept_beside(shards.replicated, 1, cluster)
+    sharded = own_parts + _kept_beside(shards.sharded, layout.ranks, cluster)
     if layout.in_backward and copied:
         transient = max(transient, own_parts + copied)
     return {
-        "replicated_gradients": sum(shard.all_gradient_bytes for shard in shards.replicated),
-        "sharded_gradients": 0.0 if layout.in_backward else own_parts,
+        "replicated_gradients": replicated,
+        "sharded_gradients": 0.0 if layout.in_backward else sharded,
         "transient": transient,
         "bucketed": sum(bucketed) if cluster.ranks > 1 else 0,
         "reduction_growth": sum(max(0, s.reduced_bytes - s.gradient_bytes) * s.num_slices for s in recast),
@@ -189,6 +197,11 @@ def _gradient_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, float
         "reduced_in_total": sum(kept_bytes(shard) * shard.num_slices for shard in shards.sharded),
         "slice_gradient_copy": 0.0 if layout.in_backward else copied,
     }
+
+
+def _kept_beside(shards: Sequence[ParamShard], ranks: int, cluster: Cluster) -> float:
+    """Return what gradients that are kept until the update take besides their elements."""
+    return sum(kept_tensor_bytes(shard.gradient_bytes / ranks, cluster) * shard.num_slices for shard in shards)
 
 
 def _slice_copy_bytes(layout: _Layout) -> float:

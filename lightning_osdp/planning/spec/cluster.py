@@ -167,6 +167,10 @@ class Cluster(FrozenModel):
     """Upper limit of the extra bytes that all-reduces in flight allocate."""
     unit_bytes: Size = 0
     """What each unit takes in a rank's memory besides tensors: objects, hooks, nodes of autograd (CPU)."""
+    tensor_bytes: Size = 0
+    """What each gradient and each state of an optimizer takes besides its elements (CPU)."""
+    page_bytes: Size = 0
+    """Size of the pages on which large tensors lie, each on its own (CPU)."""
     engine: EngineOverhead = NO_ENGINE_OVERHEAD
 
     @model_validator(mode="after")

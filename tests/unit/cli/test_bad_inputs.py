@@ -51,6 +51,9 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     ((*PLAN, "--config", "empty"), "has no section 'model'"),
     ((*PLAN, "--config", "list.json"), "has no section 'model'"),
     *(((*PLAN, "--config", name), "") for name in CHANGES),
+    ((*PLAN, "--config", "typo.yaml"), "model: class_path 'model.Classifier': Option 'widht' is not accepted\n"),
+    ((*PLAN, "--config", "nowhere.yaml"), "model: class_path 'nowhere.Model': No module named 'nowhere'\n"),
+    (("fit", "--config", "nowhere.yaml"), "model: class_path 'nowhere.Model': No module named 'nowhere'\n"),
     ((*PLAN, "--config", "fit.yaml", "--memory-limit=-1GiB"), "-1GiB"),
     ((*PLAN, "--config", "fit.yaml", "--memory-limit", "0"), "0"),
     ((*PLAN, "--config", "fit.yaml", "--memory-limit", "nan"), "nan"),
@@ -132,6 +135,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, change in CHANGES.items():
         trainer = config["trainer"] | change if isinstance(change, dict) else change
         (path / name).write_text(yaml.safe_dump(config | {"trainer": trainer}))
+    for name, model in {"typo": ("model.Classifier", {"widht": 3}), "nowhere": ("nowhere.Model", {})}.items():
+        changed = {"model": {"class_path": model[0], "init_args": model[1]}}
+        (path / f"{name}.yaml").write_text(yaml.safe_dump(config | changed))
     (path / "model.py").write_text((EXAMPLE.parent / "model.py").read_text())
     cluster, plan = some_cluster(2), json.loads(hand_made_plan({"up": Mode.DP}, 2).to_json())
     (path / "cluster.json").write_text(cluster.model_dump_json())

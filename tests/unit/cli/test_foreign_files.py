@@ -39,6 +39,39 @@ def test_command_refuses_output_of_another_kind_before_any_work(
 
 
 @pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/proc/x.json", "/proc/x.json can't be written: [Errno 2]"),
+        ("/dev/null/x.json", "there is no folder /dev/null"),
+        (f"{'a' * 300}.json", "can't be written: [Errno 36] File name too long"),
+        ("missing/x.json", "can't be written: there is no folder"),
+    ],
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "--config", "none.yaml", "--out"],
+        ["simulate", "--config", "none.yaml", "--hardware", "nothing", "--html"],
+        ["profile", "--devices", "1", "--accelerator", "cpu", "--out"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_output_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    path: str,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main.main([*command, path]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "model: !!python/object/apply:os.mkdir [{trace}]",

@@ -48,7 +48,7 @@ def test_simulate_with_clipping_needs_memory_for_all_gradients(
         file.write_text(yaml.safe_dump(config | {"trainer": config["trainer"] | trainer}))
         (tmp_path / "model.py").write_text((EXAMPLE.parent / "model.py").read_text())
         given = ("--config", str(file), *HARDWARE[2:], "--devices", "2", "--memory-limit", "1MiB", "--json")
-        assert main.main(["simulate", *given]) == main.DONE
+        assert main.main(["simulate", *given]) == main.INFEASIBLE
         (found,) = json.loads(capsys.readouterr().out)
         return int(found["needed_bytes"])
 
@@ -67,8 +67,18 @@ def test_simulate_when_nothing_fits_writes_no_html(tmp_path: Path, capsys: pytes
     page = tmp_path / "page.html"
     limit = ("--memory-limit", "1MiB")
     assert main.main(["simulate", *HARDWARE, "--devices", "2", *limit, "--html", str(page)]) == main.INFEASIBLE
-    assert "no page: nothing fits, 2 devices need" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert "nothing fits: 2 devices need" in captured.err
+    assert "does not fit" in captured.out
     assert not page.exists()
+
+
+def test_simulate_when_nothing_fits_exits_1_with_all_device_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--devices", "1", "2", "--memory-limit", "1MiB", "--json")
+    assert main.main(["simulate", *HARDWARE, *given]) == main.INFEASIBLE
+    captured = capsys.readouterr()
+    assert [entry["osdp"] for entry in json.loads(captured.out)] == [None, None]
+    assert captured.err.startswith("osdp: error: nothing fits: 2 devices need ")
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,15 @@ def test_explain_with_ample_memory_names_fastest_choice_and_no_memory_price() ->
     assert "cost 1.0 ms a step" in reason
 
 
+def test_price_of_memory_says_whether_all_is_fastest_where_one_more_byte_saves_nothing() -> None:
+    fastest = "price of memory: nothing. Every operator that may choose has its fastest mode."
+    assert line(explain(plan_for(200)), "price of memory") == fastest
+    short = plan_for(40).model_copy(update={"memory_shadow_price": 0.0})
+    assert line(explain(short), "price of memory") == (
+        "price of memory: nothing for one more MiB. What would save time needs more, or was slower in trials."
+    )
+
+
 def test_explain_replicated_operator_names_cost_and_savings_of_sharding() -> None:
     text = explain(plan_for(40))
     assert line(text, "op0: dp.").endswith(

@@ -204,6 +204,23 @@ def test_footprint_counts_what_a_tensor_parallel_operator_takes_besides_tensors(
     assert after - before == TENSOR_PARALLEL_UNITS * 1000
 
 
+@pytest.mark.parametrize("mode", [Mode.DP, Mode.ZDP, Mode.ZDP2])
+def test_footprint_counts_objects_and_pages_of_gradients_and_states(mode: Mode) -> None:
+    """Adam's two states and the gradient: each tensor of whole pages lies on one more, where its header is."""
+    plain = some_cluster(2)
+    counted = plain.model_copy(update={"tensor_bytes": 1000, "page_bytes": 4096})
+    before, after = (footprint(operator("one", 12), ShardingChoice((mode,)), cluster) for cluster in (plain, counted))
+    assert after.states - before.states == 2 * (1000 + 4096)
+    gradients = [each.replicated_gradients + each.sharded_gradients for each in (before, after)]
+    assert gradients[1] - gradients[0] == 1000 + 4096
+
+
+def test_footprint_counts_no_objects_of_frozen_parameters() -> None:
+    counted = some_cluster(2).model_copy(update={"tensor_bytes": 1000, "page_bytes": 4096})
+    found = footprint(operator("one", 12, trainable=False), ShardingChoice((Mode.ZDP,)), counted)
+    assert (found.states, found.sharded_gradients) == (6 * MIB, 0)
+
+
 def test_timeline_accumulation_keeps_gradients_throughout() -> None:
     found = curves([Mode.DP, Mode.ZDP], accumulation=2)
     assert found["gradients"] == [4 + 4] * 6
