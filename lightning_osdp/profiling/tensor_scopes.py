@@ -354,10 +354,11 @@ class _Finder:
         )
 
     def _modules_between(self, columns: Sequence[Call], row: Call, scope: Call | None) -> dict[str, nn.Module]:
-        """Return the scope and what runs until the row, which all see a slice."""
+        """Return the scope and what runs until the row, or around one of the operators: all may see a slice."""
         first = min(column.start for column in columns)
-        numbered = [each for each in enumerate(self._flow.calls) if each[0] not in row.stack]
-        calls = [call for _, call in numbered if first <= call.start < row.stop and call.stop <= row.stop]
+        around = {*_common([row.stack, *(column.stack for column in columns)]), row.stack[-1]}
+        calls = [call for number, call in enumerate(self._flow.calls) if number not in around]
+        calls = [call for call in calls if call.start < row.stop and max(call.start, call.stop - 1) >= first]
         calls += [scope] if scope is not None else []
         names = [self._name(call) for call in calls if not any(call is column for column in columns)]
         return {name: self._modules[name] for name in names}

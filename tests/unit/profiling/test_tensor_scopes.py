@@ -457,6 +457,26 @@ def test_attentions_that_do_the_same_are_proven_once(played_groups: list[int]) -
     assert len(played_groups) == 2
 
 
+class Inner(nn.Module):
+    """A linear layer, and something before or after it."""
+
+    def __init__(self, layer: nn.Linear, before: Callable[[Tensor], Tensor], after: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.before, self.after = layer, before, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.layer(self.before(x)))
+
+
+@pytest.mark.parametrize(("hooked", "is_found"), [("0.0", False), ("0.1", False), ("0", True), ("0.1.layer", False)])
+def test_hook_that_would_see_a_slice_hinders_a_pair_and_one_around_it_does_not(hooked: str, is_found: bool) -> None:
+    up, down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+    net = nn.Sequential(nn.Sequential(Inner(up, F.relu, F.gelu), Inner(down, torch.tanh, F.relu)))
+    assert list(groups(profile_of_net(net))) == ["net.0.0.layer net.0.1.layer"]
+    _hooked(net.get_submodule(hooked))
+    assert bool(groups(profile_of_net(net))) == is_found
+
+
 def test_finding_leaves_module_and_random_state_as_they_were() -> None:
     net = Between("dropout")
     module, batch = Regression(net), torch.randn(4, 3, WIDTH)
