@@ -14,7 +14,7 @@ from tests.support.ranks import run_ranks
 
 SEEDS = (*range(20), 80, 1008, 1017, 1021, 1183, 1291)
 """80: one rank joins a reduction between another one's gradient penalty and zero_grad;
-1008, 1017: views that are held, and tensor parallel operators; 1021: a parametrization that comes late; 1183, 1291: reads
+1008, 1017: views that are held, tensor parallel operators; 1021: a parametrization that comes late; 1183, 1291: reads
 of weights, and their gradients, while the other rank runs another layer."""
 
 
