@@ -317,7 +317,7 @@ def results() -> dict[str, Any]:
 
 def test_memory_of_a_unit_is_what_plans_count(results: dict[str, Any]) -> None:
     counted = memory.KEPT_BYTES["cpu"]["unit_bytes"] + memory.KEPT_BYTES["cpu"]["tensor_bytes"]  # a gradient
-    assert counted / 4 < results["units"]["bytes"] < 1.5 * counted
+    assert counted / 4 < results["units"]["bytes"] < 2 * counted  # with holes of a heap that is not trimmed
 
 
 def test_closed_engine_is_freed_with_its_module(results: dict[str, Any]) -> None:
