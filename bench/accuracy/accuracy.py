@@ -149,8 +149,23 @@ def markdown(cases: Sequence[Case]) -> str:
         "| " + " | ".join(HEAD) + " |",
         "| --- | --- | --- |" + " ---: |" * (len(HEAD) - 3),
         *("| " + " | ".join(row(case)) + " |" for case in cases),
+        "",
+        *CAUSES,
     ]
     return "\n".join(lines) + "\n"
+
+
+CAUSES = (
+    "What is off, and why:",
+    "",
+    "- The machine is one that others use as well. A fixed step of a plain model, trained for four minutes, took 284 "
+    "to 338 ms in stretches of 6 s.",
+    "- Under a tight limit there is no memory to try a plan: its time is the sum of its measured parts.",
+    "- 4 to 6 ms a step of the loop and the loader are in no prediction.",
+    "- On a CPU, 14 MiB are reserved for what the search and the first steps leave behind, 6 MiB after a trial; most "
+    "models need less, which counts where they are small.",
+    "- CUDA is not among these cases: see [GPUs](gpu/training.md#predicted-and-measured).",
+)
 
 
 def _processor() -> str:
