@@ -51,12 +51,12 @@ def run_cell(order: dict[str, Any]) -> dict[str, Any]:
     from lightning_osdp.backend import memory
     from lightning_osdp.emulation.links import EmulatedLinks
     from lightning_osdp.emulation.process_group import join
+    from tests.support.sent_bytes import count_sent
 
     torch.set_num_threads(1)
     fix_allocator()
     device, switch = torch.device("cpu"), Switch()
     join(EmulatedLinks(scaled_cluster(RANKS, order["flops"])))
-    sent = _count_collectives()
     before = memory.memory_in_use(device)
     task, is_mixed = build(order["model"]), order["precision"] == "bf16-mixed"
 
@@ -79,33 +79,18 @@ def run_cell(order: dict[str, Any]) -> dict[str, Any]:
         return time.perf_counter() - started
 
     found: dict[str, Any] = {}
-    for name, is_on in (("without_links_s", False), ("step_s", True)):
-        switch.is_on = is_on
-        for _ in range(WARM_UP):
-            step()
-        memory.reset_peak(device)
-        counted = dict(sent)
-        found[name] = statistics.median(step() for _ in range(STEPS))
-        found["peak_bytes"] = memory.peak_memory(device) - before
-        found |= {key: (sent[key] - counted.get(key, 0)) / STEPS for key in sent}
+    with count_sent() as sent:
+        for name, is_on in (("without_links_s", False), ("step_s", True)):
+            switch.is_on = is_on
+            for _ in range(WARM_UP):
+                step()
+            memory.reset_peak(device)
+            counted = sent.copy()
+            found[name] = statistics.median(step() for _ in range(STEPS))
+            found["peak_bytes"] = memory.peak_memory(device) - before
+            found |= {key: (sent[key] - counted[key]) / STEPS for key in ("calls", "bytes")}
     dist.destroy_process_group()
     return found
-
-
-def _count_collectives() -> dict[str, float]:
-    """Calls and bytes of all groups from now on."""
-    from lightning_osdp.emulation.process_group import EmulatedGroup
-
-    sent: dict[str, float] = {"calls": 0, "bytes": 0}
-    run = EmulatedGroup._run
-
-    def counted(group: Any, kind: Any, copy: Any, results: Any, num_bytes: Any = None, *rest: Any, **named: Any) -> Any:
-        sent["calls"] += 1
-        sent["bytes"] += sum(result.nbytes for result in results) if num_bytes is None else num_bytes
-        return run(group, kind, copy, results, num_bytes, *rest, **named)
-
-    EmulatedGroup._run = counted  # type: ignore[method-assign]
-    return sent
 
 
 def _tokens(model: str) -> int:

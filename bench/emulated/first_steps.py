@@ -26,7 +26,7 @@ from lightning_osdp.backend import memory, streams
 from lightning_osdp.backend.streams import GatherMemory
 from lightning_osdp.emulation.environment import resolve_cluster
 from lightning_osdp.emulation.links import EmulatedLinks
-from lightning_osdp.emulation.process_group import EmulatedGroup, join
+from lightning_osdp.emulation.process_group import join
 from lightning_osdp.engine.fairscale import context
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.engine.gradient_buckets import BucketedAllReduce
@@ -37,6 +37,7 @@ from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.planning.spec.wrapping import WrappedModel
 from lightning_osdp.profiling.tracing.trace import TrainingStep, trace
+from tests.support.sent_bytes import count_sent
 
 GPT, GPT_WIDTHS, GPT_TOKENS = "gpt-1.3b", (2048,) * 24, 1024
 BATCH_SIZES = {GPT: 4}
@@ -94,7 +95,9 @@ def run(cell: Cell, machine: dict[str, Any], folder: Path) -> dict[str, Any]:
         step()
         found[f"{name}_s"] = measured(step, device)["step_s"]
     links.gb_s = 0.0
-    found |= counted(step)
+    with count_sent() as sent:
+        step()
+    found |= {"calls": sent["calls"], "sent_bytes": sent["bytes"]}
     if device.type == "cuda":
         found["waits"] = waits(step)
         found |= profiled(step, found["step_s"])
@@ -230,21 +233,6 @@ def memory_of(device: torch.device, before: int) -> dict[str, int]:
     names = {"active_bytes": "active_bytes", "allocated": "allocated_bytes", "reserved": "reserved_bytes"}
     peaks = {name: stats[f"{key}.all.peak"] - before * (name != "reserved") for name, key in names.items()}
     return peaks | {"retries": stats["num_alloc_retries"]}
-
-
-def counted(step: Callable[[], None]) -> dict[str, int]:
-    """Collectives of a step and the bytes of their whole tensors."""
-    sent = {"calls": 0, "sent_bytes": 0}
-    original = EmulatedGroup._run
-
-    def note(group: Any, kind: Any, copy: Any, results: Any, num_bytes: Any = None, *rest: Any, **named: Any) -> Any:
-        sent["calls"] += 1
-        sent["sent_bytes"] += sum(result.nbytes for result in results) if num_bytes is None else num_bytes
-        return original(group, kind, copy, results, num_bytes, *rest, **named)
-
-    with patch.object(EmulatedGroup, "_run", note):
-        step()
-    return sent
 
 
 @contextmanager

@@ -41,17 +41,17 @@ class AttentionCall(NamedTuple):
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What is projected."""
+        """Return the tensors that are projected."""
         return self.query, self.key, self.value
 
     @property
     def masks(self) -> tuple[Tensor | None, Tensor | None]:
-        """The mask of keys, and that of queries and keys."""
+        """Return the mask of keys, and that of queries and keys."""
         return self.key_padding_mask, self.attn_mask
 
     @property
     def is_causal_alone(self) -> bool:
-        """Whether the mask is no more than a hint that it is causal."""
+        """Return whether the call asks for nothing but causal attention, so that torch need not read the mask."""
         return self.is_causal and self.key_padding_mask is None and not self.need_weights
 
     def refusal(self, attention: nn.MultiheadAttention) -> str:

@@ -22,9 +22,9 @@ from lightning_osdp.planning.spec.plan import OperatorPlan
 from tests.support import zoo
 from tests.support.models import some_cluster
 from tests.support.plans import plan_with
+from tests.support.sent_bytes import count_sent
 from tests.support.traced_models import trace
 from tests.support.zoo import ZooModule
-from tests.unit.emulation.test_bytes_sent import counting
 
 RANKS, BATCH, LAYERS = 8, 2, 3
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def mode_of(mode: str, profile: ModelProfile, block: int | None) -> Mode:
 def step(module: ZooModule, engine: FairScaleEngine | None) -> Counter[str]:
     """What the second step sends: the first makes buffers and learns the order."""
     for _ in range(2):
-        with counting() as found:
+        with count_sent() as found:
             if engine is not None:
                 engine.before_forward()
             with torch.autocast("cpu", torch.bfloat16, enabled=engine is not None):

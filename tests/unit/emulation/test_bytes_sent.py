@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -16,11 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_osdp.emulation.links import EmulatedLinks
-from lightning_osdp.emulation.process_group import EmulatedGroup, join
+from lightning_osdp.emulation.process_group import join
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from tests.parity.test_low_precision import with_casts
 from tests.support.models import Block, hand_made_plan, modes_for, some_cluster, wrap_blocks
+from tests.support.sent_bytes import count_sent
 
 RANKS, LAYERS, WIDTH = 8, 3, 64
 CPU = torch.device("cpu")
@@ -49,27 +48,11 @@ def world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@contextmanager
-def counting() -> Iterator[Counter[str]]:
-    """Bytes and numbers of collectives by kind, over all groups."""
-    found: Counter[str] = Counter()
-    run = EmulatedGroup._run
-
-    def counted(group: Any, kind: str, copy: Any, results: Any, num_bytes: Any = None, *rest: Any, **named: Any) -> Any:
-        size = sum(result.nbytes for result in results) if num_bytes is None else num_bytes
-        found.update({kind: size, "bytes": size, f"calls of {kind}": 1})
-        return run(group, kind, copy, results, num_bytes, *rest, **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EmulatedGroup, "_run", counted)
-        yield found
-
-
 def step(model: nn.Module, engine: FairScaleEngine | None, width: int, is_autocast: bool = True) -> Counter[str]:
     """What the second step sends: the first makes buffers and learns the order."""
     x = torch.randn(2, 4, width)
     for _ in range(2):
-        with counting() as found:
+        with count_sent() as found:
             if engine is not None:
                 engine.before_forward()
             with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
