@@ -15,10 +15,8 @@ WIDE_RATIO = 4
 every slice of a cut along the input would write the full output."""
 
 
-SHARED_MEMORY = (
-    "lies in memory that is shared with other processes, from which sharding would part it: give it memory of its "
-    "own (parameter.data = parameter.data.clone()), or keep it replicated (OSDPCallback(modes=...))"
-)
+SHARED_MEMORY = "lies in memory that is shared with other processes, from which sharding would part it"
+MEMORY_ADVICE = "give it memory of its own (parameter.data = parameter.data.clone()), or keep it replicated (modes=...)"
 
 
 def is_in_shared_memory(parameter: Tensor) -> bool:

@@ -24,6 +24,9 @@ def refusal(operator: Operator, module: nn.Module) -> str:
         return reason
     if has_hooks(module):
         return "there are hooks on it, which may read its weight"
+    aliases = [alias for parameter in operator.parameters for alias in parameter.aliases]
+    if outside := next((alias for alias in aliases if not alias.startswith(f"{operator.name}.")), ""):
+        return f"its weight is also {outside}"
     if isinstance(module, nn.EmbeddingBag | nn.MultiheadAttention) or operator.split_dims:
         return ""
     return operator.unsplittable_reason or "it is not a matrix"

@@ -100,9 +100,15 @@ def train_plain() -> list[float]:
     return losses
 
 
-def fit(folder: str, limit: int, module: Deep | None = None, plan: Any = None, **options: Any) -> tuple[Any, Deep]:
+def fit(
+    folder: str,
+    limit: int,
+    plan: Any = None,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    **options: Any,
+) -> tuple[Any, Deep]:
     configure_cpu_allocator()
-    module = module or Deep()
+    module = Deep(optimizer)  # made here: modules that are sent to other processes lie in shared memory
     strategy = OSDPStrategy(memory_limit=limit, batch_size=BATCH, trial_steps=False, cache=f"{folder}/cache", plan=plan)
     made = trainer(folder, strategy, max_steps=STEPS, use_distributed_sampler=False, **options)
     reset_peak(CPU)
@@ -166,7 +172,7 @@ def test_fit_at_tight_limit_updates_in_backward_and_matches_plain_losses(
 
 @pytest.mark.parametrize(
     "options",
-    [{"gradient_clip_val": 1.0}, {"module": Deep(OwnSGD)}, {"callbacks": [Looks()]}],
+    [{"gradient_clip_val": 1.0}, {"optimizer": OwnSGD}, {"callbacks": [Looks()]}],
     ids=["clipping", "optimizer", "hook"],
 )
 def test_fit_that_needs_all_gradients_does_not_update_in_backward(

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_osdp.engine.fairscale.communicators import sharded_operators, sharded_units
 from lightning_osdp.engine.fairscale.sharded_operator import find_nested_operators, large_parameters
 from lightning_osdp.engine.sliced_operator import check_slicing
-from lightning_osdp.engine.splittable import SHARED_MEMORY, is_in_shared_memory
+from lightning_osdp.engine.splittable import MEMORY_ADVICE, SHARED_MEMORY, is_in_shared_memory
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 
@@ -70,4 +70,4 @@ def check_parameters(
         if parameter.dtype not in UNIT_DTYPES:
             raise ShardingError(f"{name} is {parameter.dtype}: units hold float32, bfloat16 or float16")
         if device.type == "cpu" and is_in_shared_memory(parameter):
-            raise ShardingError(f"{operator} can't be sharded: {name} {SHARED_MEMORY}")
+            raise ShardingError(f"{operator} can't be sharded: {name} {SHARED_MEMORY}: {MEMORY_ADVICE}")

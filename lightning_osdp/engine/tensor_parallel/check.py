@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_osdp.engine.replaced_method import ReplacedMethod
-from lightning_osdp.engine.splittable import SHARED_MEMORY, is_in_shared_memory, matrix_or_table_class
+from lightning_osdp.engine.splittable import MEMORY_ADVICE, SHARED_MEMORY, is_in_shared_memory, matrix_or_table_class
 from lightning_osdp.engine.tensor_parallel.operator import cut_dim, cut_weights
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
@@ -147,7 +147,7 @@ def check_tensor_parallelism(module: nn.Module, plan: ExecutionPlan, ranks: int)
             others = [other for each in cut for other in uses[each.parameter] if not other.startswith(f"{name}.")]
             reason = f"its weight is also {others[0]}" if others else ""
             if any(is_in_shared_memory(each.parameter) for each in cut):
-                reason = f"its weight {SHARED_MEMORY}"
+                reason = f"its weight {SHARED_MEMORY}: {MEMORY_ADVICE}"
         if reason:
             raise ShardingError(f"{name} can't be tensor parallel: {reason}")
     units = tensor_units(plan)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_osdp.engine.splittable import SHARED_MEMORY, is_in_shared_memory
 from lightning_osdp.planning.spec.model import NOT_USED, WHOLE_MODEL
 from lightning_osdp.profiling.tracing.recorder import Recording
 
@@ -54,7 +55,7 @@ def named_parameters(module: nn.Module) -> tuple[NamedParameter, ...]:
 
 
 def find_scopes(
-    module: nn.Module, parameters: Sequence[NamedParameter], recording: Recording
+    module: nn.Module, parameters: Sequence[NamedParameter], recording: Recording, device: torch.device
 ) -> tuple[OwnerScope, ...]:
     """Return the operators in the order of their first use; unused ones come last."""
     modules = dict(module.named_modules(remove_duplicate=False))
@@ -77,6 +78,8 @@ def find_scopes(
         own_unused = unused.pop(name, [])
         reason = _replication_reason(name, groups[name], parameters, inner[name], modules)
         reason = reason or _unsafe_reason(name, groups[name], recording) or _conditional_reason(groups[name], recording)
+        if not reason and device.type == "cpu":  # elsewhere, they are copied to the device
+            reason = _shared_memory_reason(parameters[index] for index in groups[name])
         if own_unused and not reason:
             reason = f"{parameters[own_unused[0]].names[0]} is not used in the traced step"
         encloses = bool(inner[name]) or not name
@@ -147,6 +150,12 @@ def _unsafe_reason(name: str, members: Sequence[int], recording: Recording) -> s
     if name in recording.transformed_modules:
         return "torch.func differentiates it, which allows no hooks on what autograd saves"
     return ""
+
+
+def _shared_memory_reason(parameters: Iterable[NamedParameter]) -> str:
+    """Say to the user which parameter other processes may use; empty if there is none."""
+    shared = next((each.names[0] for each in parameters if is_in_shared_memory(each.tensor)), "")
+    return f"{shared} {SHARED_MEMORY}" if shared else ""
 
 
 def _conditional_reason(members: Sequence[int], recording: Recording) -> str:

@@ -35,6 +35,7 @@ def build_profile(
     recordings: Mapping[int, Recording],
     optimizer_trace: OptimizerTrace,
     evaluation_recordings: Mapping[int, Recording],
+    device: torch.device,
 ) -> tuple[ModelProfile, KernelsByBatchSize]:
     """Return the profile of ``module`` and the kernels of its step by batch size.
 
@@ -44,9 +45,10 @@ def build_profile(
         recordings: The step at one or two batch sizes.
         optimizer_trace: The optimizers' step.
         evaluation_recordings: The forward without gradients at the same batch sizes; empty if it was not recorded.
+        device: Where it is trained.
     """
     largest = max(recordings)
-    scopes = find_scopes(module, named_parameters(module), recordings[largest])
+    scopes = find_scopes(module, named_parameters(module), recordings[largest], device)
     dtypes = find_compute_dtypes(module, scopes, named_parameters(module), recordings.values())
     leave_out_casts([*recordings.values(), *evaluation_recordings.values()], dtypes)
     steps = {size: AttributedRecording(recording, scopes) for size, recording in recordings.items()}

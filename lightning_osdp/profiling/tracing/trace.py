@@ -334,7 +334,9 @@ def _build_result(
     optimizer_trace: OptimizerTrace,
     evaluation_recordings: Mapping[int, Recording],
 ) -> TracedStep:
-    profile, kernels = build_profile(step.module, step.batch_size, recordings, optimizer_trace, evaluation_recordings)
+    profile, kernels = build_profile(
+        step.module, step.batch_size, recordings, optimizer_trace, evaluation_recordings, step.device
+    )
     return TracedStep(profile, kernels, optimizer_trace.kernels, tuple(sorted(recordings)))
 
 

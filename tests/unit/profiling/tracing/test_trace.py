@@ -174,6 +174,14 @@ def test_trace_compiled_module_stays_replicated() -> None:
     assert operator.replicated_reason == "compiled by torch.compile"
 
 
+def test_trace_parameter_in_shared_memory_stays_replicated_on_cpu() -> None:
+    model = Regression(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+    model.net[0].weight.data.share_memory_()
+    reasons = [each.replicated_reason for each in describe(model, torch.ones(4, 4)).operators]
+    assert "net.0.weight lies in memory that is shared with other processes" in reasons[0]
+    assert reasons[1] == ""
+
+
 def test_trace_frozen_parameters_have_neither_gradient_nor_state() -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     net[0].requires_grad_(False)
