@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._ops import OpOverloadPacket
 from torch.autograd.function import once_differentiable
 from torch.distributed import ReduceOp
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -77,9 +78,9 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     name = func.__name__
     if name in ("__get__", "__set__", "__delete__"):
         return _access_property(func, name, args)
-    if name.startswith("_foreach_"):
-        return _run_for_each(func, args, kwargs)
     first = args[0] if args else None
+    if name.startswith(("_foreach_", "_fused_")) and isinstance(first, list | tuple):
+        return _run_for_each(func, args, kwargs)
     if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
         refuse_collective([args, kwargs])
     if is_guarded(first):
@@ -326,11 +327,26 @@ def run_on_full(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str
             gathered[id(leaf)] = (leaf, leaf.gathered)
     versions = [(leaf, leaf._version) for leaf in leaves if id(leaf) in gathered]
     args, kwargs = tree_unflatten(leaves, tree)
+    declared = _declared_changes(func, name, args, kwargs)
     result = func(*args, **kwargs)
     for leaf, version in versions:
-        if leaf._version != version:
+        if leaf._version != version or id(leaf) in declared:
             gathered[id(leaf)][1].write_back()
     return tree_map(lambda value: _wrap_result(value, gathered), result)
+
+
+def _declared_changes(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> set[int]:
+    """Return the ids of tensors that a function changes by its schema: some kernels count no versions."""
+    if isinstance(func, OpOverloadPacket):
+        func = getattr(func, func._overload_names[0])
+    schema = getattr(func, "_schema", None)
+    if schema is None and name.startswith("_fused_"):
+        schema = torch._C._jit_get_schemas_for_operator(f"aten::{name}")[0]
+    if schema is None:
+        return set()
+    by_name = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    changed = [by_name.get(argument.name) for argument in schema.arguments if argument.is_write]
+    return set(map(id, tree_flatten(changed)[0]))
 
 
 def _is_taken_anew(view: GatheredTensor) -> bool:
