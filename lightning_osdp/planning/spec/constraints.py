@@ -338,8 +338,8 @@ def mode_blocker(operator: Operator) -> str:
     return "" if operator.calls == 1 else f"it runs {operator.calls} times in a step, and would be gathered each time"
 
 
-def _are_patterns(wishes: object) -> bool:
-    return not isinstance(wishes, Mapping) or all(isinstance(pattern, str) for pattern in wishes)
+def _are_patterns(patterns: object) -> bool:
+    return not isinstance(patterns, Mapping) or all(isinstance(pattern, str) for pattern in patterns)
 
 
 UNCONSTRAINED = SearchConstraints()
