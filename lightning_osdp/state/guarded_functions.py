@@ -104,16 +104,18 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     if name == "equal" and len(args) == 2 and args[0].dim() and _shape(args[0]) != _shape(args[1]):
         return False
     if name in ("grad", "backward"):
-        _refuse_slices([args, kwargs])
+        _refuse_slices([args, kwargs], is_grad=name == "grad")
     if name in _PLAIN_FUNCTIONS:
         return _run_plain(func, name, args, kwargs)
     return run_on_full(func, name, args, kwargs)
 
 
-def _refuse_slices(tensors: Any) -> None:
+def _refuse_slices(tensors: Any, is_grad: bool) -> None:
     for leaf in tree_flatten(tensors)[0]:
         if is_guarded(leaf) and guard_behind(leaf).is_sliced:
             raise guard_behind(leaf).refusal("autograd knows its slices alone, so its gradient can't be asked for")
+        if is_grad and is_guarded(leaf) and guard_behind(leaf).is_cut:
+            raise guard_behind(leaf).refusal("it is tensor parallel: autograd knows a slice, for all ranks' samples")
 
 
 def refuse_collective(tensors: Any) -> None:
@@ -126,8 +128,12 @@ def refuse_collective(tensors: Any) -> None:
 
 def _run_plain(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else None
-    if name.startswith("register_") and is_guarded(first) and guard_behind(first).is_sliced:
-        raise guard_behind(first).refusal("it runs in slices, which call no hooks of it")
+    if name.startswith("register_") and is_guarded(first):
+        guard = guard_behind(first)
+        if guard.is_sliced:
+            raise guard.refusal("it runs in slices, which call no hooks of it")
+        if guard.is_cut:
+            raise guard.refusal("it is tensor parallel, so that hooks of it would see other ranks' samples")
     is_requested = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
     if name == "requires_grad_" and isinstance(first, GuardedTensor) and is_requested:
         raise guard_behind(first).refusal("what stands for it can't be a leaf of another graph")

@@ -224,7 +224,8 @@ def check_given_plan(
     arguments.check_plan_allows_in_backward(plan, in_backward_blocker)
     model = constraints.restrict_tensor_parallel(traced.model_profile, plan.cluster)
     pairs = list(zip(model.operators, plan.operators_of(model), strict=True))
-    for argument, text in (*_contradicted_requests(constraints, pairs), *_contradicted_blocks(constraints, model, plan)):
+    blocks = _contradicted_blocks(constraints, model, plan)
+    for argument, text in (*_contradicted_requests(constraints, pairs), *blocks):
         raise ConfigurationError(
             f"plan and OSDPCallback({argument}=...) contradict each other: {text}. Leave one of them out"
         )

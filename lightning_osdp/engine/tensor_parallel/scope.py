@@ -86,6 +86,7 @@ class ScopeUnit(PairUnit):
         """Return the output features of this rank for the samples of all ranks."""
         if self._run is None:
             raise self._incomplete_run(operator)
+        self._called.add(operator)
         x = cast_for_autocast(input)
         return operator.multiply(x, self._run.weight_of(operator), self._run.bias_of(operator))
 

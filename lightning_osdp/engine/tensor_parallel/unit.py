@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from lightning_osdp.backend.row_collectives import exchange_numbers
 from lightning_osdp.engine.replaced_method import replace_method
 from lightning_osdp.engine.sliced_operator import OWN_FUNCTIONS_LACK, refuse_transforms
+from lightning_osdp.engine.tensor_parallel.check import has_parameter_hooks
 from lightning_osdp.engine.tensor_parallel.exchange import Phase, read_whole
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
 from lightning_osdp.engine.tensor_parallel.operator_run import OperatorRun, SlicedRun, WholeRun
@@ -142,6 +143,8 @@ class TensorUnit:
         self._context.check_run()
         phase = Phase.START if torch.is_grad_enabled() else Phase.START_WITHOUT_GRADIENTS
         self._announce(phase)
+        if any(has_parameter_hooks(operator.bias) for operator in self.operators):
+            alike = ""  # which are to see the gradient of this rank's samples
         signature = crc32(alike.encode()) + 1 if alike else 0
         own = (1, signature, needs_grad, *numbers)
         answers, gathered = self._starts[phase].exchange(own + ABSENT[len(own) :], rows)
@@ -189,10 +192,15 @@ class TensorUnit:
                 part = part.div_(self.groups.degree)
                 weight.grad = part if weight.grad is None else weight.grad.add_(part)
 
-    def _announce(self, phase: Phase) -> None:
-        """Return when all ranks are in this phase of a run."""
-        self._context.order.before_gather(self._index, _is_in_backward(), (phase,))
+    def _announce(self, phase: Phase, *called: int) -> None:
+        """Return when all ranks are in this phase of a run, in which they have called the same operators."""
+        self._context.order.before_gather(self._index, _is_in_backward(), (phase, *called))
         self._note(phase)
+
+    def describe(self, indices: Sequence[int]) -> str:
+        """Return the label, with the operators that a run has called where ranks tell each other."""
+        called = [self.operators[index].name for index in indices[1:]]
+        return f"{self.label} (after {', '.join(called)})" if called else self.label
 
     def _note(self, phase: Phase) -> None:
         """Note what any rank of any group does."""
@@ -239,7 +247,7 @@ class TensorUnit:
             weight.data = shard
 
         return [
-            ShardGuard(weight, layout, names[weight], context, lambda: None, partial(rebind, weight))
+            ShardGuard(weight, layout, names[weight], context, lambda: None, partial(rebind, weight), is_cut=True)
             for weight, layout in self.layouts.items()
         ]
 
