@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverloadPacket
-from torch.autograd.function import once_differentiable
 from torch.distributed import ReduceOp
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from lightning_osdp.state.first_order import first_order
 from lightning_osdp.state.guarded_parameter import (
     Followed,
     GatheredTensor,
@@ -281,7 +281,7 @@ class _OutsideRead(torch.autograd.Function):
         return local.gather()
 
     @staticmethod
-    @once_differentiable
+    @first_order(lambda ctx: ctx.guard.refusal("its gradient is differentiated again, outside of its operator"))
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         ctx.guard.store_outside_gradient(gradient)
         return None, None

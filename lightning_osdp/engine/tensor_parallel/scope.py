@@ -55,7 +55,7 @@ class ScopeUnit(PairUnit):
         self._replace_forward(self._module, self._run_scope)
 
     def _run_scope(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._end_run()
+        self._begin_run()
         tensors = list(_tensors_in((args, kwargs)))
         first = next((t for t in tensors if t.dim() > 1 and t.is_floating_point()), None)
         samples = 0 if first is None else len(first)

@@ -66,10 +66,12 @@ class UnitContext:
     Attributes:
         order: the order of collectives.
         check_run: raises where the module must not run.
+        is_in_training_step: tells whether the code that runs is that of the traced step.
     """
 
     order: UnitOrder
     check_run: Callable[[], None]
+    is_in_training_step: Callable[[], bool]
 
 
 class TensorUnit:
@@ -169,10 +171,11 @@ class TensorUnit:
         self._context.order.expect_differences()
         return [layout.unshard(local_data(weight)) for weight, layout in self.layouts.items()]
 
-    def _store_whole_gradients(self, gradients: Sequence[Tensor]) -> None:
+    def _store_whole_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         for weight, gradient in zip(self.layouts, gradients, strict=True):
-            earlier = self._whole_gradients.get(weight)
-            self._whole_gradients[weight] = gradient if earlier is None else earlier + gradient
+            if gradient is not None:
+                earlier = self._whole_gradients.get(weight)
+                self._whole_gradients[weight] = gradient if earlier is None else earlier + gradient
 
     @property
     def has_whole_gradients(self) -> bool:
@@ -194,7 +197,7 @@ class TensorUnit:
 
     def _announce(self, phase: Phase, *called: int) -> None:
         """Return when all ranks are in this phase of a run, in which they have called the same operators."""
-        self._context.order.before_gather(self._index, _is_in_backward(), (phase, *called))
+        self._context.order.before_gather(self._index, is_in_backward(), (phase, *called))
         self._note(phase)
 
     def describe(self, indices: Sequence[int]) -> str:
@@ -212,6 +215,9 @@ class TensorUnit:
         self.has_whole_runs = False
         self._whole_gradients.clear()
         self.has_run &= self.is_unsynced
+
+    def check_complete(self) -> None:
+        """Refuse a pass of a run of which a part has not run. There is none unless several operators run together."""
 
     # What other ranks run; see Note [joining]
 
@@ -281,5 +287,6 @@ class TensorUnit:
                 module.forward = forward
 
 
-def _is_in_backward() -> bool:
+def is_in_backward() -> bool:
+    """Return whether autograd runs this, as where a block is recomputed."""
     return torch._C._current_graph_task_id() != -1
