@@ -22,7 +22,6 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
-from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -49,7 +48,7 @@ from lightning_osdp.strategy.buffers import BufferBroadcast
 from lightning_osdp.strategy.dataloader import apply_batch_size
 from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
 from lightning_osdp.strategy.monitor import PredictionMonitor
-from lightning_osdp.strategy.plan_logging import write_and_log_plan
+from lightning_osdp.strategy.plan_logging import log_graphs, write_and_log_plan
 from lightning_osdp.strategy.plan_resolution import RunRequest, read_step_on_ranks, replan, resolve_plan
 from lightning_osdp.strategy.planning_options import PlanningOptions, check_and_read_plan
 from lightning_osdp.strategy.run_end import HandoverStrategy
@@ -209,6 +208,7 @@ class OSDPStrategy(HandoverStrategy):
         preemption.install(trainer, self._failure_detector, self._setup_signal)
         is_fit = trainer.state.fn == TrainerFn.FITTING
         is_applied = self._take_over_module() and self._resume_plan(trainer)
+        log_graphs(trainer, is_sharded=is_applied)
         if is_fit and not is_applied:
             self._set_up_training(trainer)
         elif not is_applied:
@@ -299,7 +299,7 @@ class OSDPStrategy(HandoverStrategy):
         assert self._engine is not None
         folder = trainer.log_dir  # a broadcast: on every rank
         if self.is_global_zero:
-            Console().print(tables.plan_table(self._plan, profiling_s, self._engine.collectives_per_step))
+            tables.print_output(tables.plan_table(self._plan, profiling_s, self._engine.collectives_per_step))
             write_and_log_plan(self._plan, Path(folder or ".") / PLAN_FILE, trainer.loggers)
 
     @override
@@ -337,8 +337,7 @@ class OSDPStrategy(HandoverStrategy):
         assert self._plan is not None
         assert self.lightning_module is not None
         result, self._monitor = self._planning_result, self._create_monitor(detect_drift=False)
-        is_automatic = self.lightning_module.automatic_optimization
-        new = replan(result, self._plan, measured_step, is_automatic)
+        new = replan(result, self._plan, measured_step, self.lightning_module.automatic_optimization)
         if new is None:
             return
         plan, correction = new

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -43,6 +44,7 @@ class Evaluated(Net):
     def __init__(self) -> None:
         super().__init__()
         self.ran: list[str] = []
+        self.example_input_array = torch.zeros(2, FEATURES)
         self.accuracy = Accuracy("multiclass", num_classes=CLASSES)
 
     def training_step(self, batch: Any, batch_index: int) -> Tensor:
@@ -82,7 +84,7 @@ def loops(folder: str) -> dict[str, Any]:
     best = ModelCheckpoint(f"{folder}/best", monitor="val_loss", save_last=True)
     throughput = ThroughputMonitor(lambda batch: len(batch[0]), window_size=2)
     stop = EarlyStopping("never_better", patience=1, check_on_train_epoch_end=False)
-    loggers = [CSVLogger(folder, "csv", "0"), TensorBoardLogger(folder, "board", "0")]
+    loggers = [CSVLogger(folder, "csv", "0"), TensorBoardLogger(folder, "board", "0", log_graph=True)]
     made = make_planned_trainer(
         folder, module, data, max_epochs=9, num_sanity_val_steps=1, logger=loggers, log_every_n_steps=2,
         callbacks=[best, stop, LearningRateMonitor(), throughput], enable_checkpointing=True,
@@ -536,7 +538,7 @@ def test_loggers_and_monitors_write_metrics_and_last_checkpoint(results: list[di
     with (folder / "loops" / "csv" / "0" / "metrics.csv").open() as file:
         columns = set(next(csv.reader(file)))
     assert {"train_loss", "val_loss", "accuracy", "lr-SGD", "train/device/samples_per_sec"} <= columns
-    assert list((folder / "loops" / "board" / "0").glob("events.out.tfevents.*"))
+    assert EventAccumulator(str(folder / "loops" / "board" / "0")).Reload().Tags()["graph"]
     assert "last.ckpt" in results[0]["loops"]["files"]
 
 
