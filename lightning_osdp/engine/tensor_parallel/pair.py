@@ -32,6 +32,8 @@ class PairUnit(TensorUnit):
 
     inner_modules: Sequence[nn.Module] = ()
     """Modules that may run between the operators, which nobody saw when the plan was made."""
+    places: Sequence[tuple[nn.Module, str, nn.Module]] = ()
+    """Where its operators were when the plan was made: parent, name and module."""
     _run: OperatorRun | None = None
     """The run that has started, until the last row operator has ended it."""
     _input: Tensor | None = None
@@ -89,6 +91,8 @@ class PairUnit(TensorUnit):
     def _shows_slices(self) -> bool:
         """Return whether hooks, what has replaced a forward since, or code that was not traced would see slices."""
         if not (self._context.is_in_training_step() or is_in_backward()):
+            return True
+        if any(parent._modules.get(name) is not module for parent, name, module in self.places):
             return True
         return any(map(shows_slices, (*self.inner_modules, *(operator.module for operator in self.operators))))
 
