@@ -105,6 +105,8 @@ class PairUnit(TensorUnit):
     def _run_row(self, operator: TensorOperator, own: Any, input: Tensor) -> Tensor:
         """Return the output for this rank's rows, of this rank's input features for the rows of all ranks."""
         run, first, is_flat = self._run, self._input, self._is_flat
+        if run is None and input.shape[-1] == operator.in_features:  # whole features: it is called by itself
+            run, _ = self.start([len(input), 1], "")
         if run is None:
             raise self._incomplete_run(operator)
         self._called.add(operator)
