@@ -387,7 +387,7 @@ class OSDPStrategy(HandoverStrategy):
         with self._explain_oom(), fused_step(optimizer):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._engine.after_optimizer_step()
-        if self.lightning_module.automatic_optimization:
+        if arguments.may_free_gradients(self.lightning_module.trainer):
             # Lightning frees gradients only after the next forward, where they would add to the activations.
             optimizer.zero_grad(set_to_none=True)
         self._monitor.on_step_end()
