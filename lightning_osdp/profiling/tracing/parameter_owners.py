@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_osdp.engine.splittable import SHARED_MEMORY, UNIT_DTYPES, is_in_shared_memory
-from lightning_osdp.planning.spec.model import NOT_USED, SMALL_PARAMETER_ELEMENTS, WHOLE_MODEL
+from lightning_osdp.planning.spec.model import MAY_NOT_RUN, NOT_USED, SMALL_PARAMETER_ELEMENTS, WHOLE_MODEL
 from lightning_osdp.profiling.tracing.recorder import Recording
 
 Site = tuple[str, ...]
@@ -183,5 +183,5 @@ def _conditional_reason(members: Sequence[int], recording: Recording) -> str:
         for before, site in recording.host_syncs:
             if before <= position and op.site[: len(site)] == site:
                 where = site[-1] if site else "the training step"
-                return f"{where} has looked at values before it runs, so that it may not run on every rank"
+                return f"{where} has looked at values before it runs, {MAY_NOT_RUN}"
     return ""
