@@ -11,7 +11,7 @@ PYTHON ?= $(shell \
 	done)
 
 .PHONY: help train test test-fast lint format clean docs docs-serve
-.PHONY: test-limit test-limit-wide test-slurm test-kill test-caught test-many test-gpu dist-test lab
+.PHONY: test-limit test-limit-wide test-slurm test-faults test-kill test-caught test-many test-gpu dist-test lab
 .PHONY: bench bench-quick bench-gpu gpu-first bench-search bench-paper bench-emulated plan-7b accuracy
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make test-limit       a plan survives under a hard limit that kills all-replicated (root, cgroup v1)"
 	@echo "make test-limit-wide  a wide model trains under a hard limit that kills FairScale FSDP (root, cgroup v1)"
 	@echo "make test-slurm       preempts and resumes a run on a real two-node SLURM on this machine (root, slurm-wlm, munge)"
+	@echo "make test-faults      a fault at every stage of a run, on either rank: both ranks end within 10 s (half an hour)"
 	@echo "make test-kill        ten runs killed at random moments go on from their last checkpoint to the same loss"
 	@echo "make test-caught      twelve scripts that catch a failure of one rank end with their own status on all ranks"
 	@echo "make test-many        1,000 small layers train within a limit that replicating them does not fit (minutes)"
@@ -75,6 +76,9 @@ test-limit-wide: $(INSTALLED)
 
 test-slurm: $(INSTALLED)
 	$(BIN)/python -m tests.system.slurm.preempt
+
+test-faults: $(INSTALLED)
+	$(BIN)/python -m tests.system.faults
 
 test-kill: $(INSTALLED)
 	$(BIN)/python -m tests.system.kills 10

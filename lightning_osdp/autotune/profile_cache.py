@@ -46,7 +46,9 @@ class ModelProfileCache:
 
     def contains(self, architecture_key: str) -> bool:
         """Return whether a step of a module with this ``profile_store.architecture_key`` is cached."""
-        return next(self.folder.glob(f"step-{architecture_key}-*.json"), None) is not None
+        with suppress(OSError, ValueError):  # of a name that no folder can have
+            return next(self.folder.glob(f"step-{architecture_key}-*.json"), None) is not None
+        return False
 
     def load(self, key: str) -> ModelProfile | None:
         """Return the cached profile; None if there is none."""

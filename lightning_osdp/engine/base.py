@@ -135,6 +135,9 @@ class Engine(ABC):
         saves.
         """
 
+    def after_training_step(self) -> None:  # noqa: B027
+        """Note that what the module runs from here on is not the step that the plan was made for."""
+
     def evaluation_step(self, name: str) -> AbstractContextManager[None]:
         """Return a context for one step of validation, test or prediction.
 

@@ -27,6 +27,9 @@ def refusal(operator: Operator, module: nn.Module) -> str:
     aliases = [alias for parameter in operator.parameters for alias in parameter.aliases]
     if outside := next((alias for alias in aliases if not alias.startswith(f"{operator.name}.")), ""):
         return f"its weight is also {outside}"
+    own, present = {parameter.name for parameter in operator.parameters}, module.named_parameters(operator.name)
+    if other := next((name for name, _ in present if name not in own | set(aliases)), ""):
+        return f"{other} is used outside of it as well"
     if isinstance(module, nn.EmbeddingBag | nn.MultiheadAttention) or operator.split_dims:
         return ""
     return operator.unsplittable_reason or "it is not a matrix"

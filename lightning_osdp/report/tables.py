@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -11,6 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.run_correction import MeasuredStep
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.formatting import format_bytes, format_count, format_seconds
@@ -145,6 +147,19 @@ def to_text(renderable: RenderableType, width: int = WIDTH) -> str:
     with console.capture() as capture:
         console.print(renderable)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def print_output(renderable: RenderableType, soft_wrap: bool = False) -> None:
+    """Print to standard output; warn where that is a full disk or a closed pipe, for which no run ends.
+
+    Args:
+        renderable: a text or a table.
+        soft_wrap: whether lines may be longer than the terminal is wide.
+    """
+    try:
+        Console().print(renderable, soft_wrap=soft_wrap)
+    except (OSError, SystemExit) as error:  # rich answers to a closed pipe with the latter
+        warnings.warn(f"standard output takes no text: {error.__context__ or error}", OSDPWarning, stacklevel=2)
 
 
 def _heading(plan: ExecutionPlan) -> Text:

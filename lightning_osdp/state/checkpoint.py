@@ -217,7 +217,7 @@ def _save_file(checkpoint: dict[str, Any], path: Path, deferred_tensors: Deferre
             raise CheckpointError(f"the checkpoint {path} can't be written: {error}") from error
     except Exception as error:  # whatever it is, the other ranks must hear of it
         if not gathering:
-            failure = error if isinstance(error, OSDPError) else OSDPError(format_error(error))
+            failure = error if isinstance(error, OSDPError) else OSDPError(f"rank 0 failed: {format_error(error)}")
         raise
     finally:
         if not gathering:  # else the others have the same error

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd.function import once_differentiable
+from torch._ops import OpOverloadPacket
 from torch.distributed import ReduceOp
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from lightning_osdp.state.first_order import first_order
 from lightning_osdp.state.guarded_parameter import (
     Followed,
     GatheredTensor,
@@ -77,9 +78,9 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     name = func.__name__
     if name in ("__get__", "__set__", "__delete__"):
         return _access_property(func, name, args)
-    if name.startswith("_foreach_"):
-        return _run_for_each(func, args, kwargs)
     first = args[0] if args else None
+    if name.startswith(("_foreach_", "_fused_")) and isinstance(first, list | tuple):
+        return _run_for_each(func, args, kwargs)
     if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
         refuse_collective([args, kwargs])
     if is_guarded(first):
@@ -103,16 +104,18 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     if name == "equal" and len(args) == 2 and args[0].dim() and _shape(args[0]) != _shape(args[1]):
         return False
     if name in ("grad", "backward"):
-        _refuse_slices([args, kwargs])
+        _refuse_slices([args, kwargs], is_grad=name == "grad")
     if name in _PLAIN_FUNCTIONS:
         return _run_plain(func, name, args, kwargs)
     return run_on_full(func, name, args, kwargs)
 
 
-def _refuse_slices(tensors: Any) -> None:
+def _refuse_slices(tensors: Any, is_grad: bool) -> None:
     for leaf in tree_flatten(tensors)[0]:
         if is_guarded(leaf) and guard_behind(leaf).is_sliced:
             raise guard_behind(leaf).refusal("autograd knows its slices alone, so its gradient can't be asked for")
+        if is_grad and is_guarded(leaf) and guard_behind(leaf).is_cut:
+            raise guard_behind(leaf).refusal("it is tensor parallel: autograd knows a slice, for all ranks' samples")
 
 
 def refuse_collective(tensors: Any) -> None:
@@ -125,8 +128,12 @@ def refuse_collective(tensors: Any) -> None:
 
 def _run_plain(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else None
-    if name.startswith("register_") and is_guarded(first) and guard_behind(first).is_sliced:
-        raise guard_behind(first).refusal("it runs in slices, which call no hooks of it")
+    if name.startswith("register_") and is_guarded(first):
+        guard = guard_behind(first)
+        if guard.is_sliced:
+            raise guard.refusal("it runs in slices, which call no hooks of it")
+        if guard.is_cut:
+            raise guard.refusal("it is tensor parallel, so that hooks of it would see other ranks' samples")
     is_requested = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
     if name == "requires_grad_" and isinstance(first, GuardedTensor) and is_requested:
         raise guard_behind(first).refusal("what stands for it can't be a leaf of another graph")
@@ -274,7 +281,7 @@ class _OutsideRead(torch.autograd.Function):
         return local.gather()
 
     @staticmethod
-    @once_differentiable
+    @first_order(lambda ctx: ctx.guard.refusal("its gradient is differentiated again, outside of its operator"))
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         ctx.guard.store_outside_gradient(gradient)
         return None, None
@@ -326,11 +333,26 @@ def run_on_full(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str
             gathered[id(leaf)] = (leaf, leaf.gathered)
     versions = [(leaf, leaf._version) for leaf in leaves if id(leaf) in gathered]
     args, kwargs = tree_unflatten(leaves, tree)
+    declared = _declared_changes(func, name, args, kwargs)
     result = func(*args, **kwargs)
     for leaf, version in versions:
-        if leaf._version != version:
+        if leaf._version != version or id(leaf) in declared:
             gathered[id(leaf)][1].write_back()
     return tree_map(lambda value: _wrap_result(value, gathered), result)
+
+
+def _declared_changes(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> set[int]:
+    """Return the ids of tensors that a function changes by its schema: some kernels count no versions."""
+    if isinstance(func, OpOverloadPacket):
+        func = getattr(func, func._overload_names[0])
+    schema = getattr(func, "_schema", None)
+    if schema is None and name.startswith("_fused_"):
+        schema = torch._C._jit_get_schemas_for_operator(f"aten::{name}")[0]
+    if schema is None:
+        return set()
+    by_name = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    changed = [by_name.get(argument.name) for argument in schema.arguments if argument.is_write]
+    return set(map(id, tree_flatten(changed)[0]))
 
 
 def _is_taken_anew(view: GatheredTensor) -> bool:

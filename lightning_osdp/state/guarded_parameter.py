@@ -109,6 +109,7 @@ class ShardGuard:
         drop_gathered: frees what its units have gathered, before it changes.
         rebind: has its units use new memory as its local shard.
         is_sliced: whether its operator runs slice by slice, so that autograd never sees the parameter itself.
+        is_cut: whether it is tensor parallel, so that autograd sees a slice of it, with other ranks' samples.
     """
 
     parameter: nn.Parameter
@@ -118,6 +119,7 @@ class ShardGuard:
     drop_gathered: Callable[[], None]
     rebind: Callable[[Tensor], None]
     is_sliced: bool = False
+    is_cut: bool = False
     num_writes: int = 0
     is_removed: bool = False
     shown_gradient: weakref.ref[GuardedTensor] | None = None

@@ -144,6 +144,18 @@ GRADIENT_HOOKS = (
 """Hooks that see all gradients, decide about the optimizer's step, or may accumulate gradients of several backwards."""
 
 
+def may_free_gradients(trainer: pl.Trainer) -> bool:
+    """Return whether nothing of the user's decides about gradients, or sees them, between a step and the next one."""
+    module = trainer.lightning_module
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return (
+        module.automatic_optimization
+        and not is_overridden("optimizer_zero_grad", module, pl.LightningModule)
+        and not is_overridden("on_before_zero_grad", module, pl.LightningModule)
+        and not any(is_overridden("on_before_zero_grad", callback, pl.Callback) for callback in callbacks)
+    )
+
+
 def in_backward_blocker(trainer: pl.Trainer, plugin: Precision, *, is_allowed: bool, per_parameter: bool) -> str:
     """Say why a run may not update parameters during backward; empty if it may.
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
+from rich.text import Text
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.report import tables
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def announce_change(trainer: Any, epoch: Epoch, present: int, plan: ExecutionPla
     """Print ``describe_change`` on rank 0, if there is one."""
     change = describe_change(epoch, present, trainer.accumulate_grad_batches, plan, ranks)
     if change and trainer.is_global_zero:
-        print(change, flush=True)
+        tables.print_output(Text(change), soft_wrap=True)
 
 
 def update_hyperparameters(trainer: pl.Trainer, before: int, after: int) -> None:

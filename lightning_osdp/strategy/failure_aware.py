@@ -95,8 +95,11 @@ class FailureAwareStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._engine is not None
         with self._refuse_stop_iteration("training_step"):
-            return super().training_step(*args, **kwargs)
+            result = super().training_step(*args, **kwargs)
+        self._engine.after_training_step()
+        return result
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -67,6 +68,9 @@ class Launcher(_SubprocessScriptLauncher):
         except BaseException as error:
             if trainer is not None:
                 trainer.strategy.note_failure(error)  # type: ignore[attr-defined]
+            if not dist.is_initialized():  # the other ranks would wait for this one, whose error they can't hear
+                for process in self.procs:
+                    process.kill()
             raise
 
     def resume_checkpoint_path(self, trainer: pl.Trainer) -> str | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rich.console import Console
-
 from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.backend import agree
 from lightning_osdp.backend.work import COMM_WAIT
@@ -95,7 +93,7 @@ class PredictionMonitor:
             return
         self._reported_steps = self._num_steps
         if self._rank_group.is_rank_zero:
-            Console().print(tables.measured_table(self._plan, measured, self._num_steps))
+            tables.print_output(tables.measured_table(self._plan, measured, self._num_steps))
             if self._save_correction is not None:
                 correction = update_correction(self._correction, self._plan, measured)
                 self._save_correction(correction, is_step_time_off(self._plan, measured))

@@ -22,7 +22,6 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
-from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -300,7 +299,7 @@ class OSDPStrategy(HandoverStrategy):
         assert self._engine is not None
         folder = trainer.log_dir  # a broadcast: on every rank
         if self.is_global_zero:
-            Console().print(tables.plan_table(self._plan, profiling_s, self._engine.collectives_per_step))
+            tables.print_output(tables.plan_table(self._plan, profiling_s, self._engine.collectives_per_step))
             write_and_log_plan(self._plan, Path(folder or ".") / PLAN_FILE, trainer.loggers)
 
     @override
@@ -388,7 +387,7 @@ class OSDPStrategy(HandoverStrategy):
         with self._explain_oom(), fused_step(optimizer):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._engine.after_optimizer_step()
-        if self.lightning_module.automatic_optimization:
+        if arguments.may_free_gradients(self.lightning_module.trainer):
             # Lightning frees gradients only after the next forward, where they would add to the activations.
             optimizer.zero_grad(set_to_none=True)
         self._monitor.on_step_end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from lightning_osdp.engine.base import engine_capabilities, find_engine
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
-from lightning_osdp.planning.spec.choices import Mode, tensor_degrees
+from lightning_osdp.planning.spec.choices import Mode, slice_counts, tensor_degrees
 from lightning_osdp.planning.spec.cluster import Cluster
-from lightning_osdp.planning.spec.constraints import SearchConstraints
+from lightning_osdp.planning.spec.constraints import SearchConstraints, matches
 from lightning_osdp.planning.spec.formatting import parse_memory_limit
-from lightning_osdp.planning.spec.model import NonTrainingWork, Operator
-from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.model import ModelProfile, NonTrainingWork, Operator
+from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.profiling.tracing.trace import TracedStep
 from lightning_osdp.strategy import arguments
 from lightning_osdp.strategy.dataloader import TrainData, read_data
@@ -217,23 +218,46 @@ def check_given_plan(
     Raises:
         PlanMismatchError: the plan is for another model or other ranks.
         ConfigurationError: the plan updates parameters in the backward pass, which the run does not allow, or an
-            operator has another mode than OSDPCallback asks for.
+            operator or block is not as OSDPCallback asks for.
     """
     plan.check(traced.model_profile, ranks.world_size, ranks.nodes)
     arguments.check_plan_allows_in_backward(plan, in_backward_blocker)
     model = constraints.restrict_tensor_parallel(traced.model_profile, plan.cluster)
-    for operator, planned in zip(model.operators, plan.operators_of(model), strict=True):
-        mode = constraints.forced_mode(operator)
+    pairs = list(zip(model.operators, plan.operators_of(model), strict=True))
+    blocks = _contradicted_blocks(constraints, model, plan)
+    for argument, text in (*_contradicted_requests(constraints, pairs), *blocks):
+        raise ConfigurationError(
+            f"plan and OSDPCallback({argument}=...) contradict each other: {text}. Leave one of them out"
+        )
+
+
+def _contradicted_requests(
+    constraints: SearchConstraints, pairs: Sequence[tuple[Operator, OperatorPlan]]
+) -> Iterator[tuple[str, str]]:
+    """Yield the argument of OSDPCallback and what the plan says, where an operator is not as it asks."""
+    for operator, planned in pairs:
+        mode, has = constraints.forced_mode(operator), f"{operator.name} is {' + '.join(planned.slices)} in the plan"
         if mode is not None and set(planned.slices) != {mode}:
-            raise ConfigurationError(
-                f"plan and OSDPCallback(modes=...) contradict each other: {operator.name} is "
-                f"{' + '.join(planned.slices)} in the plan, {mode} by modes. Leave one of them out"
-            )
+            yield "modes", f"{has}, {mode} by modes"
         if planned.tensor is not None and not _allows(constraints, operator, planned.tensor.degree):
-            raise ConfigurationError(
-                f"plan and OSDPCallback(tensor_parallel=...) contradict each other: {operator.name} is cut over "
-                f"{planned.tensor.degree} ranks in the plan. Leave one of them out"
-            )
+            yield "tensor_parallel", f"{operator.name} is cut over {planned.tensor.degree} ranks in the plan"
+        is_auto, count = constraints.slice_granularity == "auto", len(planned.slices)
+        allowed = None if is_auto else constraints.allowed_slices(operator.name)
+        is_free = count == 1 and (set(planned.slices) <= {Mode.DP, Mode.TP} or not slice_counts(operator, allowed))
+        if allowed is not None and count not in allowed and not is_free:
+            yield "slice_granularity", f"{has}, and so in {count} slice{'s' * (count > 1)}"
+    for argument, pattern in constraints.patterns_of_tensor_parallelism():
+        if not any(planned.tensor for operator, planned in pairs if matches(pattern, operator.name)):
+            yield argument, f"nothing that {pattern!r} matches is tp in the plan"
+
+
+def _contradicted_blocks(
+    constraints: SearchConstraints, model: ModelProfile, plan: ExecutionPlan
+) -> Iterator[tuple[str, str]]:
+    for block in model.blocks:
+        forced, is_recomputed = constraints.forced_recompute(block.name), block.name in plan.recomputed
+        if forced is not None and forced != is_recomputed and not block.recompute_blocker:
+            yield "activation_checkpointing", f"{block.name} is {'' if is_recomputed else 'not '}recomputed in the plan"
 
 
 def _allows(constraints: SearchConstraints, operator: Operator, degree: int) -> bool:

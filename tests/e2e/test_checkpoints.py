@@ -208,6 +208,8 @@ def try_invalid_checkpoints(rank: int, ranks: int, folder: str) -> dict[str, Any
         torch.save({"weights": {}}, f"{folder}/foreign.ckpt")
         Path(folder, "text.ckpt").write_text("hello")
         Path(folder, "empty-folder").mkdir()
+        os.mkfifo(f"{folder}/pipe.ckpt")
+        Path(folder, "circle").symlink_to(Path(folder, "circle"))
         flip = Path(folder, "sharded", "epoch=1.ckpt", "__1_0.distcp")
         damaged = bytearray(flip.read_bytes())
         damaged[len(damaged) // 2] ^= 255
@@ -220,6 +222,8 @@ def try_invalid_checkpoints(rank: int, ranks: int, folder: str) -> dict[str, Any
         ("text", "text.ckpt"),
         ("missing", "none.ckpt"),
         ("empty folder", "empty-folder"),
+        ("pipe", "pipe.ckpt"),
+        ("circle of links", "circle"),
         ("damaged folder", "sharded/epoch=1.ckpt"),
     ):
         found[name] = catch_error(lambda path=path: fit_module(folder, build_module(ranks), ranks, resume=path))  # type: ignore[misc]
@@ -241,6 +245,8 @@ def try_invalid_checkpoints(rank: int, ranks: int, folder: str) -> dict[str, Any
         strategy.remove_checkpoint(f"{folder}/data")
     found["removal"] = [str(warning.message) for warning in caught], thesis.read_text()
     found["unwritable"] = catch_error(lambda: fitted.save_checkpoint("/dev/full/a.ckpt"))
+    for name, path in (("write to a pipe", "pipe.ckpt"), ("write to a circle", "circle/a.ckpt")):
+        found[name] = catch_error(lambda path=path: fitted.save_checkpoint(f"{folder}/{path}"))  # type: ignore[misc]
 
     module = build_module(ranks, Hooked)
     fit_module(folder, module, ranks, save="hooked", epochs=1)
@@ -381,6 +387,10 @@ def test_load_of_invalid_checkpoint_raises_on_all_ranks_and_changes_nothing(
             ("missing", CheckpointError, "none.ckpt can't be read"),
             ("empty folder", CheckpointError, "there is no .metadata in it"),
             ("damaged folder", CheckpointError, "distcp is damaged"),
+            ("pipe", CheckpointError, "pipe.ckpt can't be read: it is not an ordinary file"),
+            ("circle of links", CheckpointError, "circle can't be read: [Errno 40] Too many levels"),
+            ("write to a pipe", CheckpointError, "no checkpoint is written to"),
+            ("write to a circle", CheckpointError, "circle/a.ckpt can't be written: "),
             ("two optimizers", ConfigurationError, "the state of 2 optimizers, the module has 1"),
             ("another shape", ShardingError, "exp_avg of"),
             ("only weights", ConfigurationError, "save_weights_only"),

@@ -50,10 +50,8 @@ TRIAL_CASES = [Case("unsharded trial: real step", "memory", 0, 1), Case("trial o
 """Faults of a trial, which all ranks leave out."""
 
 CAUGHT_CASES = [
-    Case("first batch", "raise", 0),
-    Case("trace", "raise", 1),
+    *(Case(stage, "raise", rank) for stage in ("first batch", "trace", "configure_optimizers") for rank in range(2)),
     Case("search", "raise", 0),
-    Case("configure_optimizers", "raise", 0),
 ]
 """Faults that all ranks raise, so that a script that catches them can go on."""
 

@@ -21,6 +21,7 @@ from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from tests.support.models import gpt_loss, two_groups
 from tests.support.modules import DataDependent, FixedLoader, GPTModule, dataset, loader, trainer
+from tests.support.plans import plan_for
 from tests.support.ranks import run_ranks
 
 RANKS = 2
@@ -254,6 +255,46 @@ def several(folder: str) -> dict[str, Any]:
     return {"before": before, "steps": made.global_step, "after": made.validate(module, verbose=False)[0]["val_loss"]}
 
 
+class Nested(torch.nn.Module):
+    """A layer that encloses all further ones."""
+
+    def __init__(self, levels: int) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.inner = Nested(levels - 1) if levels else torch.nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner: Tensor = self.inner(torch.tanh(self.layer(x)))
+        return x + inner
+
+
+class Deep(GPTModule):
+    """Modules within modules, 200 deep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Nested(200)
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        loss = self.model(batch).square().mean()
+        if not isinstance(loss, torch._subclasses.FakeTensor):
+            self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def nested(folder: str) -> dict[str, Any]:
+    """Losses of a module nested 200 deep, by DDP and with most of its layers sharded."""
+    data = torch.utils.data.DataLoader(torch.randn(16, 4, generator=torch.Generator().manual_seed(2)), batch_size=2)
+    by_ddp, module = build_seeded(Deep), build_seeded(Deep)
+    trainer(folder, "ddp", max_steps=2).fit(by_ddp, data)
+    plan = plan_for(Deep(), next(iter(data)), RANKS, "mixed", 2)
+    fit(folder, module, data, plan=plan, options={"max_steps": 2})
+    return {"losses": module.losses, "ddp": by_ddp.losses, "plan": plan.to_json()}
+
+
 def _is_rank_zero() -> bool:
     return torch.distributed.get_rank() == 0
 
@@ -270,6 +311,7 @@ def run_all(rank: int, ranks: int, folder: str) -> dict[str, Any]:
 
     os.environ["LIGHTNING_OSDP_CACHE"] = f"{folder}/cache"
     runs = (automatic, with_plan, half_precision, batch_sizes, untraceable, with_trials, left_by_searches, several)
+    runs += (nested,)
     return {run.__name__: run(folder) for run in runs}
 
 
@@ -365,6 +407,16 @@ def test_bf16_mixed_keeps_weights_in_float32(results: list[dict[str, Any]]) -> N
     assert half != exact
     assert half == pytest.approx(exact, rel=2e-2)
     assert dtype == "torch.float32"
+
+
+def test_module_nested_200_deep_trains_as_under_ddp(results: list[dict[str, Any]]) -> None:
+    for found in results:
+        run = found["nested"]
+        assert run["losses"] == pytest.approx(run["ddp"], rel=1e-6)
+        assert len(run["losses"]) == 2
+        modes = [operator.slices[0] for operator in ExecutionPlan.from_json(run["plan"]).operators]
+        assert len(modes) == 201
+        assert modes.count(Mode.DP) < 100
 
 
 def test_trainer_with_several_fits_and_validations_continues_training(results: list[dict[str, Any]]) -> None:

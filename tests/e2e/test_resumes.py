@@ -99,8 +99,10 @@ class Saver(pl.Callback):
             trainer.save_checkpoint(Path(self.folder, "saved.ckpt"))
 
 
-def fit_experts(folder: str, by_osdp: bool) -> tuple[dict[str, Tensor], str]:
+def fit_experts(folder: str, save_format: str | None = None) -> tuple[dict[str, Tensor], str]:
     """Fit experts that the ranks run in different order and save; resume, with the plan of the checkpoint.
+
+    Without a format DDP trains them.
 
     Returns:
         The weights, and the plan of both runs if it is the same, for which the second one has measured nothing.
@@ -109,15 +111,17 @@ def fit_experts(folder: str, by_osdp: bool) -> tuple[dict[str, Tensor], str]:
     for steps, path in ((3, None), (7, f"{folder}/experts.ckpt")):
         strategy: Any = "ddp_find_unused_parameters_true"
         callbacks: list[pl.Callback] = []
-        if by_osdp:
-            strategy = OSDPStrategy(batch_size="keep", memory_limit="900MiB", cache="", trial_steps=False)
+        if save_format:
+            strategy = OSDPStrategy(
+                batch_size="keep", memory_limit="900MiB", cache="", trial_steps=False, save_format=save_format
+            )
             callbacks = [OSDPCallback(modes="zdp")]
         module = FuzzModule(case)
         made = trainer(folder, strategy, max_steps=steps, callbacks=callbacks)
         made.fit(module, ckpt_path=path)
         if path is None:
             made.save_checkpoint(f"{folder}/experts.ckpt")
-        plans.append(strategy.execution_plan.to_json() if by_osdp else "")
+        plans.append(strategy.execution_plan.to_json() if save_format else "")
     return copy.deepcopy(module.state_dict()), plans[0] if plans[0] == plans[1] else "another plan"
 
 
@@ -133,7 +137,7 @@ def run_all(rank: int, ranks: int, folder: str) -> dict[Any, Any]:
                 found[case, policy, save_format] = copy.deepcopy(module.state_dict()), getattr(module, "kept", None)
             except Exception:
                 found[case, policy, save_format] = traceback.format_exc()
-    found["experts by ddp"] = fit_experts(f"{folder}/ddp", by_osdp=False)[0]
+    found["experts by ddp"] = fit_experts(f"{folder}/ddp")[0]
     count, autotune = 0, pipeline.autotune
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -142,7 +146,9 @@ def run_all(rank: int, ranks: int, folder: str) -> dict[Any, Any]:
         return autotune(*args, **kwargs)
 
     pipeline.autotune = counted
-    found["experts"] = (*fit_experts(f"{folder}/osdp", by_osdp=True), count)
+    for save_format in ("full", "sharded"):
+        count = 0
+        found["experts", save_format] = (*fit_experts(f"{folder}/osdp-{save_format}", save_format), count)
     dist.barrier()
     return found
 
@@ -163,11 +169,12 @@ def test_resumed_run_has_the_weights_of_ddp(results: list[dict[Any, Any]], case:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("save_format", ["full", "sharded"])
 def test_resumed_run_of_experts_has_the_plan_of_its_checkpoint_and_the_weights_of_ddp(
-    results: list[dict[Any, Any]],
+    results: list[dict[Any, Any]], save_format: str
 ) -> None:
     for result in results:
-        weights, plan, num_planned = result["experts"]
+        weights, plan, num_planned = result["experts", save_format]
         assert plan != "another plan"
         assert '"zdp"' in plan
         assert num_planned == 1

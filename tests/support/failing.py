@@ -26,11 +26,11 @@ STEPS = 1000
 
 
 class Stream(IterableDataset[Any]):
-    """Rows without a known number; fewer of them on rank 1, which may be killed as they end."""
+    """Rows without a known number; fewer of them on rank 1. One rank may be killed as they end."""
 
-    def __init__(self, rank: int, is_killed: bool = False) -> None:
-        self._rows = dataset(24 if rank or is_killed else 64).tensors[0]
-        self._is_killed = rank == 1 and is_killed
+    def __init__(self, rank: int, killed: int | None = None) -> None:
+        self._rows = dataset(64 if rank == 0 and killed is None else 24).tensors[0]
+        self._is_killed = rank == killed
 
     def __iter__(self) -> Iterator[Any]:
         yield from ((row,) for row in self._rows)
@@ -111,8 +111,8 @@ class Failing(GPTModule):
             return DataLoader(Stream(rank), batch_size=4)
         if self.how == "uneven":
             return DataLoader(dataset(24 if rank else 64), batch_size=4)
-        if self.how == "stream, killed":
-            return DataLoader(Stream(rank, is_killed=True), batch_size=4)
+        if self.how.startswith("stream, kill "):
+            return DataLoader(Stream(rank, int(self.how[-1])), batch_size=4)
         if self.how == f"worker {rank}":
             return DataLoader(BadRows(*dataset(4 * STEPS).tensors), batch_size=4, num_workers=1)
         return super().train_dataloader()

@@ -19,6 +19,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -34,8 +35,11 @@ from lightning_osdp.autotune import (
 )
 from lightning_osdp.engine.fairscale import engine
 from lightning_osdp.profiling import engine_overhead, network
+from lightning_osdp.state import atomic_files, single_file
+from lightning_osdp.state import folder as folder_of_shards
 from lightning_osdp.strategy import failure_detector, osdp, planning_options
 from tests.support.modules import GPTModule, trainer
+from tests.support.plans import plan_for
 from tests.support.ranks import _shorten_measurements, start_scripts
 
 RANKS = 2
@@ -115,7 +119,8 @@ def reach(stage: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "sigterm":
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)  # the handler ends it
+        time.sleep(0.1)  # in training the signal is heeded at the end of the step
+        return
     if fault == "sigterm while blocked":
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
         _get_default_store().wait(["what never comes"], timedelta(seconds=60))
@@ -165,6 +170,19 @@ def _instrument() -> None:
     _wrap(engine.FairScaleEngine, "check", "check of the plan")
     _wrap(osdp.OSDPStrategy, "_apply_plan", phase="apply")
     _wrap(engine.FairScaleEngine, "apply", "engine")
+    _wrap(osdp.OSDPStrategy, "_print_and_write_plan", "write the plan")
+    _wrap(osdp.OSDPStrategy, "training_step", phase="training")
+    _wrap(osdp.OSDPStrategy, "post_backward", "end of the backward pass")
+    _wrap(osdp.OSDPStrategy, "optimizer_step", "optimizer step")
+    _wrap(osdp.OSDPStrategy, "on_train_end", "end of training")
+    _wrap(osdp.OSDPStrategy, "lightning_module_state_dict", "state dict")
+    _wrap(osdp.OSDPStrategy, "save_checkpoint", "save")
+    _wrap(single_file, "save", "write the file")
+    _wrap(folder_of_shards, "_write_shards", "write the shards")
+    _wrap(atomic_files, "commit", "commit")
+    _wrap(atomic_files, "replace", "replace")
+    _wrap(osdp.OSDPStrategy, "load_checkpoint", "load")
+    _wrap(osdp.OSDPStrategy, "load_optimizer_state_dict", "load the optimizer")
 
 
 def start_with_fault(stage: str, fault: str, rank: int, after: int = 0, **options: Any) -> list[Ending]:
@@ -232,19 +250,30 @@ def _run_prepared(run: Any, folder: str, arguments: Sequence[tuple[Any, ...]]) -
 
 
 def _fit(folder: str, cache: str, options: dict[str, Any]) -> int:
-    """Fit, and return the number of steps."""
-    strategy = OSDPStrategy(memory_limit="900MiB", batch_size=2, cache=cache)
+    """Fit, and return the number of steps; with ``save_format`` save at every second one, and with it ``resume``."""
     arguments = {"max_steps": 4, "num_sanity_val_steps": 1, "limit_val_batches": 1} | options
+    save_format, resumes = arguments.pop("save_format", ""), arguments.pop("resumes", False)
+    callbacks: list[pl.Callback] = [FaultyCallback(), OSDPCallback(modes="zdp")]
+    strategy = OSDPStrategy(memory_limit="900MiB", batch_size=2, cache=cache)
+    if save_format:
+        module = Faulty()
+        plan = plan_for(module, [next(iter(module.val_dataloader()))[0]], RANKS, "zdp", 2)
+        strategy = OSDPStrategy(plan=plan, save_format=save_format)
+        callbacks.append(ModelCheckpoint(f"{folder}/saved", every_n_train_steps=2, save_last=True))
+        arguments["enable_checkpointing"] = True
     torch.manual_seed(1)
-    fitting = trainer(folder, strategy, callbacks=[FaultyCallback(), OSDPCallback(modes="zdp")], **arguments)
-    fitting.fit(Faulty())
+    fitting = trainer(folder, strategy, callbacks=callbacks, **arguments)
+    fitting.fit(Faulty(), ckpt_path=f"{folder}/saved/last.ckpt" if resumes else None)
     return fitting.global_step
 
 
 def _run_rank(rank: int, folder: str, armed: tuple[str, str, int] | None, options: dict[str, Any]) -> None:
     global _armed
-    _armed = armed
     try:
+        if options.get("resumes"):
+            _fit(folder, "", options | {"resumes": False})
+            options = options | {"max_steps": 8}
+        _armed = armed
         _fit(folder, f"{folder}/cache-{rank}", options)
     except Exception:
         traceback.print_exc()

@@ -31,12 +31,17 @@ class OwnSteps(Use):
 
 
 class OwnOptimizer(Use):
-    """The same with an optimizer that is made in the middle of training, of the plan's class and of another one."""
+    """The same with optimizers made in the middle of training, of the plan's class and of others, fused ones too."""
 
     def after_step(self, step: int) -> None:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         groups = [{"params": parameters[:1], "lr": 0.05}, {"params": parameters[1:], "lr": 0.2}]
-        self.others = [torch.optim.SGD(groups, lr=0.1, momentum=0.5), torch.optim.Adam(parameters, lr=0.01, eps=1e-3)]
+        self.others: list[Any] = [
+            torch.optim.SGD(groups, lr=0.1, momentum=0.5),
+            torch.optim.Adam(parameters, lr=0.01, eps=1e-3),
+            torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, amsgrad=True, fused=True),
+            torch.optim.Adagrad(parameters, lr=0.01, eps=1e-3, fused=True),
+        ]
         for optimizer in self.others:
             optimizer.zero_grad()
             self.model.loss(ROWS).backward()
@@ -262,6 +267,26 @@ class GroupsAdded(Use):
             group["lr"] *= 0.9
 
 
+def halve_memory(tensor: Tensor) -> None:
+    array = tensor.detach().numpy()
+    array *= 0.5
+
+
+LIBRARY = torch.library.Library("osdp_tests", "DEF")
+LIBRARY.define("halve_memory(Tensor(a!) tensor) -> ()")
+LIBRARY.impl("halve_memory", halve_memory, "CPU")
+
+
+class WrittenByOperator(Use):
+    """An operator of the user's own, whose kernel writes to memory so that autograd's versions do not count it."""
+
+    def after_step(self, step: int) -> None:
+        with torch.no_grad():
+            torch.ops.osdp_tests.halve_memory(self.model.student.up.weight)
+            torch.ops.osdp_tests.halve_memory.default(self.model.items.weight[0])
+        self.note(self.model.loss(ROWS))
+
+
 class Scaled(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return 2 * weight
@@ -285,5 +310,6 @@ ODD_USES: dict[str, Callable[[Model], Use]] = {
     for use in (
         OwnSteps, OwnOptimizer, SharpnessAware, LossScaled, LateHooks, LateModuleHooks, Tied, Assigned, PrunedByTorch,
         Replaced, KeptViews, FailedRuns, GradientsReplaced, Cast, Parametrized, GroupsAdded,
+        WrittenByOperator,
     )
 }  # fmt: skip

@@ -57,6 +57,9 @@ class OrderedUnit(Protocol):
 
     label: str
 
+    def describe(self, indices: Sequence[int]) -> str:
+        """Return its label, and what ranks may run differently of it."""
+
     def join_gather(self, indices: Sequence[int]) -> None:
         """Take part in a gather of the parameters ``indices``, all if empty, and free the result."""
 
@@ -281,8 +284,8 @@ class CollectiveOrder:
         return unit < 0 or self._units[unit].can_run(ranks, indices)
 
     def _describe(self, event: str) -> str:
-        kind, unit, _ = _parse(event)
-        label = self._units[unit].label if unit >= 0 else event.partition(" -1 ")[2]
+        kind, unit, indices = _parse(event)
+        label = self._units[unit].describe(indices) if unit >= 0 else event.partition(" -1 ")[2]
         return f"{_TEXTS[kind][0].format(label)}, {self._place}"
 
     def _describe_past(self, event: str) -> str:

@@ -213,7 +213,8 @@ class FairScaleEngine(Engine):
         for operator in operators:
             for weight in weights_to_cut(self._module, operator):
                 self._context.views.part_from(weight.parameter)
-        context = UnitContext(self._context.order, self._context.check_run)
+        shared = self._context
+        context = UnitContext(shared.order, shared.check_run, lambda: shared.is_in_training_step)
         needs = plan.tensor_scopes.get(name)
         unit = make_unit(name, self._module, operators, needs, self._group, self._device, context)
         self._operators[f"{name} (tensor parallel)"] = unit
@@ -377,6 +378,11 @@ class FairScaleEngine(Engine):
         self._context.reducer.discard()
         self._context.backward_passes.discard()
         self._context.order.begin_step()
+        self._context.is_in_training_step = True
+
+    @override
+    def after_training_step(self) -> None:
+        self._context.is_in_training_step = False
 
     def _finish_unseen_backward(self) -> None:
         if self._context.order.has_backward:
@@ -389,6 +395,7 @@ class FairScaleEngine(Engine):
     @contextmanager
     @override
     def evaluation_step(self, name: str) -> Iterator[None]:
+        self._context.is_in_training_step = False
         self._context.order.begin_evaluation(name)
         yield
         self._context.order.end_evaluation()
@@ -402,6 +409,8 @@ class FairScaleEngine(Engine):
         with without_guards():
             self._bind_slice_gradients()
             self._bucketed_all_reduce.finish()
+            for tensor_unit in self._tensor_units:
+                tensor_unit.check_complete()
             has_pass = self._context.order.has_backward
             if has_pass:
                 self._context.order.complete_backward()

@@ -36,6 +36,10 @@ class JoinableUnit:
         self._index = self._context.order.register(self)
         self.param_indices = {parameter: index for index, parameter in enumerate(parameters)}
 
+    def describe(self, indices: Sequence[int]) -> str:
+        """Return the label: gathers and reductions of some parameters are no reason for another one."""
+        return self.label
+
     def join_gather(self, indices: Sequence[int], as_is: bool = False) -> None:
         """Take part in a gather that other ranks need, and free its result."""
         with without_guards(), self._use_stream("all_gather"):

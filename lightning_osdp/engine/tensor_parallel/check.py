@@ -48,13 +48,15 @@ def tensor_refusal(module: nn.Module, role: TensorRole) -> str:
     if type(module).forward is not base.forward or "forward" in vars(module):
         return "its forward is replaced"
     if isinstance(module, nn.MultiheadAttention):
-        return _attention_refusal(module) or _weight_refusal([cut.parameter for cut in cut_weights(module, role)])
+        if reason := _attention_refusal(module):
+            return reason
+        return _weight_refusal([cut.parameter for cut in cut_weights(module, role)], list(module.parameters()))
     weight = module._parameters.get("weight")
     if weight is None or isinstance(weight, UninitializedParameter) or weight.dim() != 2:
         return "its weight is computed from others (parametrized, weight-normed or pruned) or not initialized yet"
     if set(module._parameters) - {"weight", "bias"} or module._modules:
         return f"{kind} has parameters besides weight and bias"
-    if reason := _weight_refusal([weight]):
+    if reason := _weight_refusal([weight], [module._parameters.get("bias")]):
         return reason
     if role.has_scope and has_hooks(module):
         return "its forward is hooked"
@@ -68,13 +70,20 @@ def tensor_refusal(module: nn.Module, role: TensorRole) -> str:
     return ""
 
 
-def _weight_refusal(weights: Sequence[nn.Parameter]) -> str:
-    """Return why parameters can't be cut, whatever module has them."""
+def _weight_refusal(weights: Sequence[nn.Parameter], others: Sequence[nn.Parameter | None]) -> str:
+    """Return why parameters can't be cut, whatever module has them.
+
+    Args:
+        weights: what is cut.
+        others: what else the module has.
+    """
     for weight in weights:
         if not weight.is_floating_point():
             return f"its weight is {weight.dtype}"
-        if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+        if has_parameter_hooks(weight):
             return "there are hooks on its weight"
+    if any(map(has_parameter_hooks, others)):
+        return "there are hooks on its bias"
     return "" if len(set(weights)) == len(weights) else "its projections share a weight"
 
 
@@ -90,6 +99,13 @@ def _attention_refusal(attention: nn.MultiheadAttention) -> str:
         "its keys and values get zeros (add_zero_attn)": attention.add_zero_attn,
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def has_parameter_hooks(parameter: nn.Parameter | None) -> bool:
+    """Return whether hooks of a parameter see its gradient."""
+    return parameter is not None and bool(
+        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
 
 
 def has_hooks(module: nn.Module) -> bool:

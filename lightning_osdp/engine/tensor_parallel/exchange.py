@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lightning_osdp.backend.row_collectives import columns_to_rows, gather_rows, rows_to_columns, scatter_rows
+from lightning_osdp.errors import ShardingError
+from lightning_osdp.state.first_order import first_order
 from lightning_osdp.state.guarded_parameter import opened, without_guards
 
 Collective = Callable[[Tensor, Sequence[int], Any], Tensor]
@@ -83,6 +84,13 @@ class RowExchange:
         return _Exchanged.apply(rows, self, forward, backward, phase)  # type: ignore[no-untyped-call, no-any-return]
 
 
+def _describe_second_order(ctx: Any) -> ShardingError:
+    return ShardingError(
+        "a gradient is differentiated again through operators that are tensor parallel, which it was not when the step "
+        "was traced: train without tensor parallelism, OSDPCallback(tensor_parallel=False)"
+    )
+
+
 class _Exchanged(torch.autograd.Function):
     """Rows that a collective returns; another one returns their gradients, and is announced as a phase."""
 
@@ -94,7 +102,7 @@ class _Exchanged(torch.autograd.Function):
         return forward(rows, over.counts, over.group)
 
     @staticmethod
-    @once_differentiable
+    @first_order(_describe_second_order)
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ctx.over.announce(ctx.phase)
         gradient = ctx.collective(gradient, ctx.over.counts, ctx.over.group)
@@ -120,21 +128,23 @@ class _Slice(torch.autograd.Function):
         return parameter.detach()
 
     @staticmethod
-    @once_differentiable
+    @first_order(_describe_second_order)
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         # Nobody else has it: it comes from the product with the slice, or from an exchange.
         return gradient if ctx.scale == 1 else gradient.mul_(ctx.scale), None
 
 
 def read_whole(
-    parameters: Sequence[nn.Parameter], gather: Callable[[], list[Tensor]], store: Callable[[Sequence[Tensor]], None]
+    parameters: Sequence[nn.Parameter],
+    gather: Callable[[], list[Tensor]],
+    store: Callable[[Sequence[Tensor | None]], None],
 ) -> list[Tensor]:
     """Return parameters in full.
 
     Args:
         parameters: whether any of them needs a gradient decides about ``store``.
         gather: returns them in full.
-        store: called with the full gradients, which this rank alone has.
+        store: called with the full gradients, which this rank alone has; None for what has not run.
     """
     with without_guards(), opened(parameters):
         return list(_Whole.apply(gather, store, *parameters))  # type: ignore[no-untyped-call]
@@ -144,10 +154,11 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gather: Callable[[], list[Tensor]], store: Any, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.store = store
+        ctx.set_materialize_grads(False)  # an operator that has not run has none
         return tuple(gather())
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+    @first_order(_describe_second_order)
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         ctx.store(gradients)
         return (None,) * (2 + len(gradients))

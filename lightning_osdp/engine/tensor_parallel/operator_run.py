@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_osdp.engine.tensor_parallel.exchange import RowExchange, read_slice
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
+from lightning_osdp.state.guarded_parameter import guard_of
 
 
 class OperatorRun(Protocol):
@@ -56,6 +57,7 @@ class WholeRun:
 
     def __init__(self, weights: Mapping[TensorOperator, Tensor]) -> None:
         self._weights = weights
+        self._num_writes = {operator: _num_writes(operator) for operator in weights}
 
     def gather(self, rows: Tensor, index: int = 0) -> Tensor:
         """See ``OperatorRun.gather``."""
@@ -69,8 +71,17 @@ class WholeRun:
 
     def weight_of(self, operator: TensorOperator) -> Tensor:
         """See ``OperatorRun.weight_of``."""
+        if _num_writes(operator) != self._num_writes[operator]:
+            guard = guard_of(operator.weight)
+            assert guard is not None
+            raise guard.refusal("it was changed after what runs together with it had begun, by a hook of it")
         return self._weights[operator]
 
     def bias_of(self, operator: TensorOperator) -> Tensor | None:
         """See ``OperatorRun.bias_of``."""
         return operator.bias
+
+
+def _num_writes(operator: TensorOperator) -> int:
+    guard = guard_of(operator.weight)
+    return 0 if guard is None else guard.num_writes

@@ -2,7 +2,10 @@
 
 Between them a rank has some features of the rows of all ranks: one rank's samples after the other's along the first
 dimension, or, where ranks have sequences of other lengths, all rows in two dimensions. It was proven that the code
-between does what it does without a cut on both (``profiling.tensor_proof``).
+between does what it does without a cut on both (``profiling.tensor_proof``). Ranks that begin with different column
+operators are in different runs. Those that go on with different ones can't be: they find out before outputs are summed.
+
+The proof is about the training step. Other code (validation, hooks) may use what is between: it gets whole weights.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from lightning_osdp.engine.tensor_parallel.check import shows_slices
 from lightning_osdp.engine.tensor_parallel.exchange import Phase
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
 from lightning_osdp.engine.tensor_parallel.operator_run import OperatorRun, SlicedRun
-from lightning_osdp.engine.tensor_parallel.unit import TensorUnit
+from lightning_osdp.engine.tensor_parallel.unit import TensorUnit, is_in_backward
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.tensor import TensorRole
 
@@ -29,12 +32,16 @@ class PairUnit(TensorUnit):
 
     inner_modules: Sequence[nn.Module] = ()
     """Modules that may run between the operators, which nobody saw when the plan was made."""
+    places: Sequence[tuple[nn.Module, str, nn.Module]] = ()
+    """Where its operators were when the plan was made: parent, name and module."""
     _run: OperatorRun | None = None
     """The run that has started, until the last row operator has ended it."""
     _input: Tensor | None = None
     """What the column operators of the run have been given."""
     _gathered: Tensor | None = None
     """That of all ranks, if all are in the run."""
+    _is_recomputed = False
+    """Whether the run has started in a backward pass."""
     _is_flat = False
     """Whether rows have two dimensions between the operators, whatever they have outside."""
 
@@ -50,50 +57,67 @@ class PairUnit(TensorUnit):
         super().begin_step()
         self._end_run()
 
+    def check_complete(self) -> None:
+        """See ``TensorUnit.check_complete``. What is recomputed may end early."""
+        if isinstance(self._run, SlicedRun) and not self._is_recomputed:
+            raise self._incomplete_run(next(iter(self._called), self.operators[0]))
+
     def _run_column(self, operator: TensorOperator, own: Any, input: Tensor) -> Tensor:
         """Return the output features of this rank for the rows of all ranks."""
         if self._run is None or input is not self._input or operator in self._called:
-            self._start_run(input)
+            self._start_run(operator, input)
         self._called.add(operator)
         assert self._run is not None
         assert self._gathered is not None
         return operator.multiply(self._gathered, self._run.weight_of(operator), self._run.bias_of(operator))
 
-    def _start_run(self, input: Tensor) -> None:
-        """Gather the rows (samples, ..., in) of all ranks."""
-        self._end_run()
+    def _start_run(self, operator: TensorOperator, input: Tensor) -> None:
+        """Gather the rows (samples, ..., in) of all ranks that begin with the same operator."""
+        self._begin_run()
         x = cast_for_autocast(input)
         numbers = [len(x), x.shape[1:-1].numel()]
-        run, (samples, lengths) = self.start(numbers, self._describe(x), int(x.requires_grad), x)
+        run, (samples, lengths) = self.start(numbers, self._describe(operator, x), int(x.requires_grad), x)
         if isinstance(run, SlicedRun) and len(set(lengths)) > 1:
             rows = [count * length for count, length in zip(samples, lengths, strict=True)]
             run, x, self._is_flat = replace(run, counts=rows), x.reshape(-1, x.shape[-1]), True
         self._run, self._input, self._gathered = run, input, run.gather(x)
 
+    def _begin_run(self) -> None:
+        self.check_complete()
+        self._end_run()
+        self._is_recomputed = is_in_backward()
+
     @property
     def _shows_slices(self) -> bool:
-        """Return whether hooks, or what has replaced a forward since, would see slices."""
+        """Return whether hooks, what has replaced a forward since, or code that was not traced would see slices."""
+        if not (self._context.is_in_training_step() or is_in_backward()):
+            return True
+        if any(parent._modules.get(name) is not module for parent, name, module in self.places):
+            return True
         return any(map(shows_slices, (*self.inner_modules, *(operator.module for operator in self.operators))))
 
-    def _describe(self, x: Tensor) -> str:
+    def _describe(self, operator: TensorOperator, x: Tensor) -> str:
         """Return what has to be equal on all ranks, or nothing where each has to run with whole weights."""
         if x.dim() < 2 or self._shows_slices:
             return ""
-        return f"{x.dtype} {x.dim()} {x.shape[2:-1]}"
+        return f"{operator.name} {x.dtype} {x.dim()} {x.shape[2:-1]}"
 
     def _run_row(self, operator: TensorOperator, own: Any, input: Tensor) -> Tensor:
         """Return the output for this rank's rows, of this rank's input features for the rows of all ranks."""
         run, first, is_flat = self._run, self._input, self._is_flat
+        if run is None and input.shape[-1] == operator.in_features:  # whole features: it is called by itself
+            run, _ = self.start([len(input), 1], "")
         if run is None:
             raise self._incomplete_run(operator)
         self._called.add(operator)
+        called = [index for index, each in enumerate(self.operators) if each in self._called]
         if self._called.issuperset(self._rows):
             self._end_run()
         y = operator.multiply(cast_for_autocast(input), run.weight_of(operator), None)
         if isinstance(run, SlicedRun):
             if len(y) != sum(run.counts):
                 raise ShardingError(f"{operator.name} got {len(y)} rows, {sum(run.counts)} were gathered for it")
-            self._announce(Phase.OUTPUT)
+            self._announce(Phase.OUTPUT, *called)
         y = run.scatter(y)
         if isinstance(run, SlicedRun):
             run.prefetch()

@@ -55,7 +55,7 @@ class ScopeUnit(PairUnit):
         self._replace_forward(self._module, self._run_scope)
 
     def _run_scope(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._end_run()
+        self._begin_run()
         tensors = list(_tensors_in((args, kwargs)))
         first = next((t for t in tensors if t.dim() > 1 and t.is_floating_point()), None)
         samples = 0 if first is None else len(first)
@@ -86,6 +86,7 @@ class ScopeUnit(PairUnit):
         """Return the output features of this rank for the samples of all ranks."""
         if self._run is None:
             raise self._incomplete_run(operator)
+        self._called.add(operator)
         x = cast_for_autocast(input)
         return operator.multiply(x, self._run.weight_of(operator), self._run.bias_of(operator))
 

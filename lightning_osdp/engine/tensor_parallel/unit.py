@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from lightning_osdp.backend.row_collectives import exchange_numbers
 from lightning_osdp.engine.replaced_method import replace_method
 from lightning_osdp.engine.sliced_operator import OWN_FUNCTIONS_LACK, refuse_transforms
+from lightning_osdp.engine.tensor_parallel.check import has_parameter_hooks
 from lightning_osdp.engine.tensor_parallel.exchange import Phase, read_whole
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
 from lightning_osdp.engine.tensor_parallel.operator_run import OperatorRun, SlicedRun, WholeRun
@@ -65,10 +66,12 @@ class UnitContext:
     Attributes:
         order: the order of collectives.
         check_run: raises where the module must not run.
+        is_in_training_step: tells whether the code that runs is that of the traced step.
     """
 
     order: UnitOrder
     check_run: Callable[[], None]
+    is_in_training_step: Callable[[], bool]
 
 
 class TensorUnit:
@@ -142,6 +145,8 @@ class TensorUnit:
         self._context.check_run()
         phase = Phase.START if torch.is_grad_enabled() else Phase.START_WITHOUT_GRADIENTS
         self._announce(phase)
+        if any(has_parameter_hooks(operator.bias) for operator in self.operators):
+            alike = ""  # which are to see the gradient of this rank's samples
         signature = crc32(alike.encode()) + 1 if alike else 0
         own = (1, signature, needs_grad, *numbers)
         answers, gathered = self._starts[phase].exchange(own + ABSENT[len(own) :], rows)
@@ -166,10 +171,11 @@ class TensorUnit:
         self._context.order.expect_differences()
         return [layout.unshard(local_data(weight)) for weight, layout in self.layouts.items()]
 
-    def _store_whole_gradients(self, gradients: Sequence[Tensor]) -> None:
+    def _store_whole_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         for weight, gradient in zip(self.layouts, gradients, strict=True):
-            earlier = self._whole_gradients.get(weight)
-            self._whole_gradients[weight] = gradient if earlier is None else earlier + gradient
+            if gradient is not None:
+                earlier = self._whole_gradients.get(weight)
+                self._whole_gradients[weight] = gradient if earlier is None else earlier + gradient
 
     @property
     def has_whole_gradients(self) -> bool:
@@ -189,10 +195,15 @@ class TensorUnit:
                 part = part.div_(self.groups.degree)
                 weight.grad = part if weight.grad is None else weight.grad.add_(part)
 
-    def _announce(self, phase: Phase) -> None:
-        """Return when all ranks are in this phase of a run."""
-        self._context.order.before_gather(self._index, _is_in_backward(), (phase,))
+    def _announce(self, phase: Phase, *called: int) -> None:
+        """Return when all ranks are in this phase of a run, in which they have called the same operators."""
+        self._context.order.before_gather(self._index, is_in_backward(), (phase, *called))
         self._note(phase)
+
+    def describe(self, indices: Sequence[int]) -> str:
+        """Return the label, with the operators that a run has called where ranks tell each other."""
+        called = [self.operators[index].name for index in indices[1:]]
+        return f"{self.label} (after {', '.join(called)})" if called else self.label
 
     def _note(self, phase: Phase) -> None:
         """Note what any rank of any group does."""
@@ -204,6 +215,9 @@ class TensorUnit:
         self.has_whole_runs = False
         self._whole_gradients.clear()
         self.has_run &= self.is_unsynced
+
+    def check_complete(self) -> None:
+        """Refuse a pass of a run of which a part has not run. There is none unless several operators run together."""
 
     # What other ranks run; see Note [joining]
 
@@ -239,7 +253,7 @@ class TensorUnit:
             weight.data = shard
 
         return [
-            ShardGuard(weight, layout, names[weight], context, lambda: None, partial(rebind, weight))
+            ShardGuard(weight, layout, names[weight], context, lambda: None, partial(rebind, weight), is_cut=True)
             for weight, layout in self.layouts.items()
         ]
 
@@ -273,5 +287,6 @@ class TensorUnit:
                 module.forward = forward
 
 
-def _is_in_backward() -> bool:
+def is_in_backward() -> bool:
+    """Return whether autograd runs this, as where a block is recomputed."""
     return torch._C._current_graph_task_id() != -1

@@ -73,12 +73,13 @@ class SearchConstraints:
             raise ConfigurationError(f"sharding_group has to be {names}, not {self.sharding_group!r}")
         slices = self.slice_granularity
         counts = slices.values() if isinstance(slices, Mapping) else [1 if slices == "auto" else slices]
-        if any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in counts):
+        is_number = all(type(count) is int and count > 0 for count in counts)
+        if not is_number or not _are_patterns(slices):
             raise ConfigurationError(
                 "slice_granularity has to be 'auto', a whole number from 1 on, or such numbers by pattern of "
                 f"operator names, not {slices!r}"
             )
-        if any(mode not in tuple(Mode) for mode in self._modes_by_pattern.values()):
+        if any(mode not in tuple(Mode) for mode in self._modes_by_pattern.values()) or not _are_patterns(self.modes):
             names = ", ".join(repr(mode.value) for mode in Mode)
             raise ConfigurationError(
                 f"modes has to be 'auto', one of {names}, or such modes by pattern of operators, not {self.modes!r}"
@@ -98,7 +99,7 @@ class SearchConstraints:
         degrees = self.tensor_parallel
         is_word = degrees is False or (isinstance(degrees, str) and degrees == "auto")
         pairs = degrees.items() if isinstance(degrees, Mapping) else [("*", 1 if is_word else 0)]
-        if not all(isinstance(pattern, str) and type(count) is int and count > 0 for pattern, count in pairs):
+        if not all(type(count) is int and count > 0 for _, count in pairs) or not _are_patterns(degrees):
             raise ConfigurationError(
                 "tensor_parallel has to be 'auto', False, or whole numbers of ranks from 1 on by pattern of operator "
                 f"names, not {degrees!r}"
@@ -179,6 +180,11 @@ class SearchConstraints:
         """Return over how many ranks the user asks to cut the operator with this name; None if that is not said."""
         found = (degree for pattern, degree in self._degrees_by_pattern.items() if matches(pattern, operator))
         return next(found, None)
+
+    def patterns_of_tensor_parallelism(self) -> list[tuple[str, str]]:
+        """Return the patterns of operators that the user wants tensor parallel, each after its argument's name."""
+        modes = [("modes", pattern) for pattern, mode in self._modes_by_pattern.items() if mode == Mode.TP]
+        return modes + [("tensor_parallel", each) for each, degree in self._degrees_by_pattern.items() if degree > 1]
 
     def restrict_tensor_parallel(self, model: ModelProfile, cluster: Cluster) -> ModelProfile:
         """Return ``model`` with the degrees that its operators may be tensor parallel with, here and by these wishes.
@@ -332,6 +338,10 @@ def mode_blocker(operator: Operator) -> str:
     return "" if operator.calls == 1 else f"it runs {operator.calls} times in a step, and would be gathered each time"
 
 
+def _are_patterns(patterns: object) -> bool:
+    return not isinstance(patterns, Mapping) or all(isinstance(pattern, str) for pattern in patterns)
+
+
 UNCONSTRAINED = SearchConstraints()
 
 
@@ -349,10 +359,12 @@ def _check_matches(argument: str, patterns: Iterable[str], names: Sequence[str],
             close = difflib.get_close_matches(pattern, names, MAX_SUGGESTIONS, cutoff=0.3) or names[:MAX_SUGGESTIONS]
             hint = f"near names: {', '.join(close)}" if close else "this model has none"
             raise ConfigurationError(f"{argument}: {pattern!r} matches no {kind} ({hint})")
-        first = next((other for other, others in earlier.items() if found <= others), None)
-        if first is not None and isinstance(patterns, Mapping) and patterns[first] != patterns[pattern]:
+        before = [other for other, others in earlier.items() if found & others]
+        is_lost = found <= set().union(*earlier.values())
+        if is_lost and isinstance(patterns, Mapping) and any(patterns[each] != patterns[pattern] for each in before):
+            who = f"{' and '.join(map(repr, before))} come{'s' * (len(before) == 1)}"
             raise ConfigurationError(
-                f"{argument}: {pattern!r} decides nothing, since {first!r} comes first and matches the same: the first "
+                f"{argument}: {pattern!r} decides nothing, since {who} first and matches the same: the first "
                 "pattern that matches counts, so put it before"
             )
         earlier[pattern] = found

@@ -316,7 +316,7 @@ class ExecutionPlan(FrozenModel):
             raise ConfigurationError(f"{source} is damaged: {describe_error(error)}") from error
 
     def check(self, model: ModelProfile, ranks: int, nodes: int | None = None) -> None:
-        """Refuse a plan that was made for another model or another number of ranks.
+        """Refuse a plan that was made for another model or number of ranks, or that would give wrong results.
 
         Args:
             model: The model that the plan is to be applied to.
@@ -324,7 +324,7 @@ class ExecutionPlan(FrozenModel):
             nodes: Nodes of this run; None if not known yet. Only plans that shard inside nodes depend on it.
 
         Raises:
-            PlanMismatchError: Says what differs: the model, its operators, or the ranks.
+            PlanMismatchError: Says what differs: the model, its operators, the ranks, or what is possible with them.
         """
 
         def refuse(text: str) -> PlanMismatchError:
@@ -345,15 +345,28 @@ class ExecutionPlan(FrozenModel):
         differing = {name for name, _ in planned} ^ {name for name, _ in present}
         if differing:
             raise refuse(f"is for another model (operators that only one of them has: {_list_first(differing)})")
-        if planned != present and sorted(planned) == sorted(present):
-            return  # the data decide in which order operators run (experts), and the fingerprint depends on it
-        if self.model.fingerprint != model.fingerprint:
+        # The data may decide in which order operators run (experts), and the fingerprint depends on it.
+        is_reordered = planned != present and sorted(planned) == sorted(present)
+        if self.model.fingerprint != model.fingerprint and not is_reordered:
             sizes = {name for name, _ in {*planned} ^ {*present}}
             what = f"the sizes of {_list_first(sizes)}" if sizes else "shapes, dtypes or trainability"
             raise refuse(
                 f"is for another model: names and counts agree, but {what} differ "
                 f"(fingerprint {self.model.fingerprint[:12]}, here {model.fingerprint[:12]})"
             )
+        if impossible := self._find_impossible(model):
+            raise refuse(impossible)
+
+    def _find_impossible(self, model: ModelProfile) -> str:
+        """Return what this plan, which has the operators of ``model``, does that would be wrong there; else empty."""
+        for operator, planned in zip(model.operators, self.operators_of(model), strict=True):
+            if operator.replicated_reason and set(planned.slices) != {Mode.DP}:
+                modes = " + ".join(dict.fromkeys(planned.slices))
+                return f"has {operator.name} as {modes}, but it stays replicated: {operator.replicated_reason}"
+            if operator.unsplittable_reason and planned.split_dim is not None:
+                return f"splits {operator.name}, which can't be: {operator.unsplittable_reason}"
+        blocker = next((b for b in model.blocks if b.recompute_blocker and b.name in self.recomputed), None)
+        return f"recomputes {blocker.name}, which can't be: {blocker.recompute_blocker}" if blocker else ""
 
     def with_types_of(self, model: ModelProfile) -> ExecutionPlan:
         """Return this plan with the types in which ``model``, which it is for, gathers and reduces."""

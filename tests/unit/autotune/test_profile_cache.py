@@ -35,6 +35,11 @@ def test_read_of_missing_or_damaged_cache_file_returns_none(tmp_path: Path) -> N
         assert profile_cache.read(file, Profile) is None
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b", "none"])
+def test_cache_in_folder_that_cannot_be_holds_no_step(name: str, tmp_path: Path) -> None:
+    assert not profile_cache.ModelProfileCache(tmp_path / name).contains("key")
+
+
 @pytest.mark.parametrize("tries_anew", [False, True])
 def test_store_correction_drops_plans_and_trials_where_they_have_to_be_tried_anew(
     tries_anew: bool, tmp_path: Path

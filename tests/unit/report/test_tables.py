@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.run_correction import MeasuredStep
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, Link
@@ -22,6 +25,7 @@ from lightning_osdp.report.tables import (
     format_seconds,
     measured_table,
     plan_table,
+    print_output,
     simulation_table,
     to_text,
 )
@@ -388,3 +392,25 @@ def test_measured_table_says_what_was_gained(baselines: tuple[Baseline, ...], st
     shown = to_text(measured_table(with_baselines(*baselines), MeasuredStep(step_s, None, 1 << 30), 20))
     assert text in " ".join(shown.split())
     assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(32, "Broken pipe")], ids=str)
+def test_print_output_that_is_refused_is_a_warning(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        encoding = "utf-8"
+
+        def write(self, text: str) -> int:
+            raise error
+
+        def flush(self) -> None:
+            pass
+
+        def isatty(self) -> bool:
+            return False
+
+        def fileno(self) -> int:
+            return os.open(os.devnull, os.O_WRONLY)  # rich puts the null device in its place
+
+    monkeypatch.setattr(sys, "stdout", Refusing())
+    with pytest.warns(OSDPWarning, match=f"standard output takes no text: .*{error.strerror}"):
+        print_output("a table")

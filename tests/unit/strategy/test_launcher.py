@@ -24,6 +24,21 @@ def test_launcher_in_notebook_refuses_several_devices_and_says_what_works(proces
         _ = Launcher(LightningEnvironment(), num_processes=processes, num_nodes=nodes).is_interactive_compatible
 
 
+def test_first_rank_that_fails_before_ranks_are_connected_ends_those_it_has_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    started = Launcher(LightningEnvironment(), num_processes=2, num_nodes=1)
+    monkeypatch.setattr(started, "_call_children_scripts", lambda: started.procs.append(child))
+
+    def connect() -> None:
+        raise OSError("the port is taken")
+
+    with pytest.raises(OSError, match="the port is taken"):
+        started.launch(connect)
+    assert child.wait(10) == -9
+
+
 @pytest.mark.parametrize("status", [0, 3])
 def test_first_rank_is_ended_some_time_after_a_rank_that_it_has_started_fails(
     status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -259,6 +259,10 @@ def test_infeasible_error_suggests_slicing_and_recompute_forbidden_by_constraint
             SearchConstraints({"*": 2, "blocks.0": 4}),
             r"slice_granularity: 'blocks\.0' decides nothing, since '\*' comes first",
         ),
+        (
+            SearchConstraints(modes={"blocks.0": "zdp", "blocks.[12].*": "zdp2", "*.up": "dp"}),
+            r"modes: '\*\.up' decides nothing, since 'blocks\.0' and 'blocks\.\[12\]\.\*' come first",
+        ),
     ],
 )
 def test_plan_search_rejects_constraint_patterns_that_decide_nothing(wishes: SearchConstraints, message: str) -> None:
@@ -266,7 +270,7 @@ def test_plan_search_rejects_constraint_patterns_that_decide_nothing(wishes: Sea
         PlanSearch(problem(wishes=wishes))
 
 
-@pytest.mark.parametrize("value", ["many", 0, True, {"blocks": 0}, 2.5])
+@pytest.mark.parametrize("value", ["many", 0, True, {"blocks": 0}, 2.5, {0: 2}, {None: 2}])
 def test_search_constraints_reject_invalid_slice_granularity(value: object) -> None:
     with pytest.raises(ConfigurationError, match="slice_granularity has to be"):
         SearchConstraints(value, "auto")
@@ -278,7 +282,13 @@ def test_search_constraints_reject_invalid_activation_checkpointing(value: objec
         SearchConstraints("auto", value)
 
 
-@pytest.mark.parametrize("value", ["zdp3", 1, True, {"blocks": "auto"}, {"blocks": None}, ["zdp"]])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "zdp3", "ZDP", " zdp", "", 1, None, True, ["zdp"], {"blocks": "auto"}, {"blocks": None}, {"blocks": ["zdp"]},
+        {0: "zdp"}, {None: "zdp"}, {("blocks",): "zdp"},
+    ],
+)  # fmt: skip
 def test_search_constraints_reject_invalid_modes(value: object) -> None:
     with pytest.raises(ConfigurationError, match="modes has to be 'auto', one of 'dp', 'zdp2', 'zdp', 'tp', or"):
         SearchConstraints(modes=value)
