@@ -360,8 +360,9 @@ class ExecutionPlan(FrozenModel):
     def _find_impossible(self, model: ModelProfile) -> str:
         """Return what this plan, which has the operators of ``model``, does that would be wrong there; else empty."""
         for operator, planned in zip(model.operators, self.operators_of(model), strict=True):
-            depends_on_data = operator.replicated_reason.endswith((NOT_USED, MAY_NOT_RUN))  # of another batch: works
-            if operator.replicated_reason and not depends_on_data and set(planned.slices) != {Mode.DP}:
+            if operator.replicated_reason.endswith((NOT_USED, MAY_NOT_RUN)):
+                continue  # it depends on the data, and works
+            if operator.replicated_reason and set(planned.slices) != {Mode.DP}:
                 modes = " + ".join(dict.fromkeys(planned.slices))
                 return f"has {operator.name} as {modes}, but it stays replicated: {operator.replicated_reason}"
             if operator.unsplittable_reason and planned.split_dim is not None:
