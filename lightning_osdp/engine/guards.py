@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -81,6 +82,7 @@ def _open_for_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str
     An optimizer of another class than those of the plan may mix the elements of a tensor: it gets full tensors.
     """
     closed = _closed_guards(optimizer)
+    _refuse_within_backward(optimizer)
     guards = [guard for guard in closed if type(optimizer) in guard.context.optimizer_classes]
     if not guards:
         _complete_gradients(closed)
@@ -109,6 +111,19 @@ def _open_for_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str
         open_guards()
         return None
     return args[:1], {**kwargs, "closure": run_closure}
+
+
+def _refuse_within_backward(optimizer: Optimizer) -> None:
+    """Refuse the step of a hook of the user's in a backward pass, where weights are gathered and gradients local."""
+    if torch._C._current_graph_task_id() == -1:
+        return
+    known = (guard_of(p) for group in optimizer.param_groups for p in group["params"])
+    guard = next((guard for guard in known if guard is not None), None)
+    if guard is not None:
+        raise guard.refusal(
+            f"{type(optimizer).__name__}.step() runs within a backward pass, where its gradient is that of one rank "
+            "(OSDPStrategy(update_in_backward=True) updates it there with the average)"
+        )
 
 
 def _complete_gradients(guards: Iterable[ShardGuard]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -14,6 +15,9 @@ WIDE_RATIO = 4
 """A matrix whose outputs exceed its inputs by more than this factor (a language model's head) is cut along its outputs:
 every slice of a cut along the input would write the full output."""
 
+
+UNIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Data types that the parameters of a unit may have."""
 
 SHARED_MEMORY = "lies in memory that is shared with other processes, from which sharding would part it"
 MEMORY_ADVICE = "give it memory of its own (parameter.data = parameter.data.clone()), or keep it replicated (modes=...)"

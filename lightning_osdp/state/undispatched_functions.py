@@ -18,6 +18,7 @@ import torch.utils.dlpack
 from torch import Tensor, nn
 from torch._functorch import eager_transforms, vmap
 from torch._functorch import utils as functorch_utils
+from torch.autograd import graph
 from torch.jit import _builtins as jit_builtins
 from torch.jit import _recursive as jit_compiler
 from torch.utils import _device
@@ -53,6 +54,7 @@ def ask_guarded_classes() -> None:
         (vmap, "_add_batch_dim"),
     ):
         setattr(module, name, _on_gathered_first(getattr(module, name)))
+    graph._get_grad_fn_or_grad_acc = _of_leaf(graph._get_grad_fn_or_grad_acc)
     functorch_utils.unwrap_dead_wrappers = _on_gathered_all(functorch_utils.unwrap_dead_wrappers)
     capture = sys.modules.get("torch._dynamo.functional_export")  # not in all releases
     captures = ("dynamo_graph_capture_for_export", "_dynamo_graph_capture_for_export")
@@ -109,6 +111,22 @@ def _assigned(set_: Callable[..., Any]) -> Callable[..., Any]:
         if sources[0] is not target:
             target.data = sources[0]
         return target
+
+    return run
+
+
+def _of_leaf(find_node: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what finds the node of autograd that a parameter's gradient comes to, whether or not it is guarded."""
+
+    @wraps(find_node)
+    def run(tensor: Any) -> Any:
+        if is_guarded(tensor):
+            guard = guard_behind(tensor)
+            if guard.is_sliced or guard.is_cut:
+                raise guard.refusal("autograd knows a slice of it, not the parameter itself")
+            with without_guards():
+                return find_node(tensor)
+        return find_node(tensor)
 
     return run
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from lightning_osdp.backend.hierarchical import cached_host_group
+from lightning_osdp.state.guarded_parameter import is_guarded
 
 LARGE_BYTES = 64 << 10
 """Buffers from this size on are sent only once they are known to be written."""
@@ -73,7 +74,7 @@ class BufferBroadcast:
             self._find_written({name: buffers.pop(name) for name in large}, is_training)
             buffers |= {name: self._module.get_buffer(name) for name in large if name in self._written}
         self._num_forwards += 1
-        tensors = [buffer.detach() for buffer in buffers.values()]
+        tensors = [buffer.detach() for buffer in buffers.values() if not is_guarded(buffer)]
         if tensors:
             with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensors)):
                 dist._broadcast_coalesced(self._group, tensors, BUCKET_BYTES, 0)  # type: ignore[attr-defined]

@@ -305,20 +305,26 @@ def random_plan(module: FuzzModule, case: Case, ranks: int) -> ExecutionPlan:
     rank = torch.distributed.get_rank()
     x, y = _loader(1, ROWS).dataset.tensors  # type: ignore[attr-defined]
     batch = [tensor[rank : rank + ranks * BATCH : ranks] for tensor in (x, y)]  # what the rank's sampler gives first
+    return plan_by_policy(module, batch, case.policy, ranks, case.seed, case.accumulate)
+
+
+def plan_by_policy(
+    module: pl.LightningModule, batch: Any, policy: str, ranks: int, seed: int = 0, accumulation: int = 1
+) -> ExecutionPlan:
+    """What can be sharded has the mode that the policy says, in slices or cut where that is asked for and possible."""
+    size, degrees = len(batch[0]), (ranks,) * (policy == "tp")
     with torch.random.fork_rng():
-        context = TrialContext(
-            module, batch, BATCH, torch.device("cpu"), tensor_degrees=(ranks,) * (case.policy == "tp")
-        )
+        context = TrialContext(module, batch, size, torch.device("cpu"), tensor_degrees=degrees)
         model = pipeline.profile_model(context).model_profile
-    rng, operators, splits = random.Random(case.seed + 1), [], {}
+    rng, operators, splits = random.Random(seed + 1), [], {}
     for candidate in model.tensor_candidates:
         splits |= {name: candidate.split(i, ranks) for i, name in enumerate(candidate.operators)}
     for index, op in enumerate(model.operators):
         mode, slices, dim = Mode.DP, 1, None
         if op.is_shardable:
             by_policy = {"mixed": list(WEIGHT_MODES)[index % 3], "random": rng.choice(list(WEIGHT_MODES))}
-            mode = by_policy.get(case.policy) or Mode(case.policy if case.policy in ("zdp", "zdp2") else "zdp")
-            dims = op.split_dims if case.policy == "sliced" else ()
+            mode = by_policy.get(policy) or Mode(policy if policy in ("zdp", "zdp2") else "zdp")
+            dims = op.split_dims if policy == "sliced" else ()
             if dims:
                 slices, dim = 2, dims[0]
         if op.name in splits:
@@ -333,7 +339,7 @@ def random_plan(module: FuzzModule, case: Case, ranks: int) -> ExecutionPlan:
             )
         )
     scopes = {each.scope: each.tensor_scope for each in model.tensor_candidates if each.scope is not None}
-    plan = plan_with(operators, model, ranks, BATCH, case.accumulate)
+    plan = plan_with(operators, model, ranks, size, accumulation)
     return plan.model_copy(update={"tensor_scopes": scopes})
 
 

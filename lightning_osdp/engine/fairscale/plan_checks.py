@@ -10,12 +10,9 @@ from torch import nn
 from lightning_osdp.engine.fairscale.communicators import sharded_operators, sharded_units
 from lightning_osdp.engine.fairscale.sharded_operator import find_nested_operators, large_parameters
 from lightning_osdp.engine.sliced_operator import check_slicing
-from lightning_osdp.engine.splittable import MEMORY_ADVICE, SHARED_MEMORY, is_in_shared_memory
+from lightning_osdp.engine.splittable import MEMORY_ADVICE, SHARED_MEMORY, UNIT_DTYPES, is_in_shared_memory
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-
-UNIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Data types that the parameters of a unit may have."""
 
 
 def check_operators(module: nn.Module, plan: ExecutionPlan) -> dict[str, list[nn.Parameter]]:

@@ -276,11 +276,14 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
         self._join_pass()
         with without_guards():
             set_gradient_aside(parameter)
-        has_hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-        if has_hooks and self._weight_slice is None:
+        if self._has_parameter_hooks(parameter):
             self._gather([parameter], as_is=True)  # the user's hooks may read it
         self._use_full_params([parameter])
         self.training_state = TrainingState.BACKWARD_POST
+
+    def _has_parameter_hooks(self, parameter: ShardedParameter) -> bool:
+        has_hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        return bool(has_hooks) and self._weight_slice is None
 
     def _post_backward_hook(self, param: ShardedParameter, *_: object) -> None:
         if param.grad is not None and param.grad.requires_grad:
@@ -292,7 +295,11 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
         with without_guards():
             if self.world_size == 1:
                 super()._post_backward_hook(param)
-            elif param.grad is not None:
+                return
+            if self._has_parameter_hooks(param) and param in self._shown_in_full:
+                with torch.no_grad():
+                    self._keep_change(param, is_changed=True)
+            if param.grad is not None:
                 self._reduce_gradient(param)
 
     def _reduce_gradient(self, param: ShardedParameter) -> None:

@@ -308,16 +308,18 @@ class UnitParameters:
     def _keep_changes(self, versions: Sequence[int], has_hooks: bool) -> None:
         """Write this rank's part of parameters back that a hook or the operator itself has changed."""
         for parameter, version in zip(self.params, versions, strict=True):
-            if shows_cast(parameter):
-                continue  # nothing has asked for its memory
-            full = parameter._full_view
-            is_assigned = parameter.data_ptr() != full.data_ptr()
-            if is_assigned:
-                full.copy_(parameter.data)
-            if is_assigned or has_hooks or parameter._version != version:  # ``.data`` counts no versions
-                shard = parameter._fp32_shard
-                begin = self.rank * shard.numel()
-                shard.view(-1).copy_(parameter._full_param_padded[begin : begin + shard.numel()])
+            if not shows_cast(parameter):  # else nothing has asked for its memory
+                self._keep_change(parameter, has_hooks or parameter._version != version)  # ``.data`` counts none
+
+    def _keep_change(self, parameter: ShardedParameter, is_changed: bool) -> None:
+        """Write this rank's part of a parameter back, if it is changed in place or has got other memory."""
+        full, shard = parameter._full_view, parameter._fp32_shard
+        is_assigned = parameter.data_ptr() != full.data_ptr()
+        if is_assigned:
+            full.copy_(parameter.data)
+        if is_assigned or is_changed:
+            begin = self.rank * shard.numel()
+            shard.view(-1).copy_(parameter._full_param_padded[begin : begin + shard.numel()])
 
     def adopt_shards(self) -> None:
         """Use the data that parameters have now as their local shards."""

@@ -60,12 +60,14 @@ def make_unit(
         return SingleUnit(name, operators, groups, context)
     # What its user has replaced before was there when the plan was made.
     inner = [module for name in needs.inner_modules if not shows_slices(module := root.get_submodule(name))]
+    owned = [(operator.module, operator.name.rpartition(".")) for operator in operators]
+    places = [(root.get_submodule(owner), name, module) for module, (owner, _, name) in owned]
     if not needs.needs_agreement:
         pair = PairUnit(name, operators, groups, context)
-        pair.inner_modules = inner
+        pair.inner_modules, pair.places = inner, places
         return pair
     owners = [attribute.rpartition(".") for attribute in needs.attributes]
     attributes = [(root.get_submodule(owner), attribute) for owner, _, attribute in owners]
     scope = ScopeUnit(name, operators, groups, context, root.get_submodule(name), attributes)
-    scope.inner_modules = inner
+    scope.inner_modules, scope.places = inner, places
     return scope

@@ -48,8 +48,9 @@ def tensor_refusal(module: nn.Module, role: TensorRole) -> str:
     if type(module).forward is not base.forward or "forward" in vars(module):
         return "its forward is replaced"
     if isinstance(module, nn.MultiheadAttention):
-        reason, weights = _attention_refusal(module), [cut.parameter for cut in cut_weights(module, role)]
-        return reason or _weight_refusal(weights, list(module.parameters()))
+        if reason := _attention_refusal(module):
+            return reason
+        return _weight_refusal([cut.parameter for cut in cut_weights(module, role)], list(module.parameters()))
     weight = module._parameters.get("weight")
     if weight is None or isinstance(weight, UninitializedParameter) or weight.dim() != 2:
         return "its weight is computed from others (parametrized, weight-normed or pruned) or not initialized yet"

@@ -75,7 +75,7 @@ class TensorOperator:
         weight = self.module._parameters[self.weight_name]
         assert weight is not None
         self.weight, self.bias = weight, self.module._parameters.get(self.bias_name)
-        self.out_features = self.layout.shape[0 if isinstance(self.module, nn.Linear) else 1]
+        self.in_features, self.out_features = self.layout.shape[:2][:: -1 if isinstance(self.module, nn.Linear) else 1]
 
     @property
     def has_own_weights(self) -> bool:

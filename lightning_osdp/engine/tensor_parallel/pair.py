@@ -32,6 +32,8 @@ class PairUnit(TensorUnit):
 
     inner_modules: Sequence[nn.Module] = ()
     """Modules that may run between the operators, which nobody saw when the plan was made."""
+    places: Sequence[tuple[nn.Module, str, nn.Module]] = ()
+    """Where its operators were when the plan was made: parent, name and module."""
     _run: OperatorRun | None = None
     """The run that has started, until the last row operator has ended it."""
     _input: Tensor | None = None
@@ -90,6 +92,8 @@ class PairUnit(TensorUnit):
         """Return whether hooks, what has replaced a forward since, or code that was not traced would see slices."""
         if not (self._context.is_in_training_step() or is_in_backward()):
             return True
+        if any(parent._modules.get(name) is not module for parent, name, module in self.places):
+            return True
         return any(map(shows_slices, (*self.inner_modules, *(operator.module for operator in self.operators))))
 
     def _describe(self, operator: TensorOperator, x: Tensor) -> str:
@@ -101,6 +105,8 @@ class PairUnit(TensorUnit):
     def _run_row(self, operator: TensorOperator, own: Any, input: Tensor) -> Tensor:
         """Return the output for this rank's rows, of this rank's input features for the rows of all ranks."""
         run, first, is_flat = self._run, self._input, self._is_flat
+        if run is None and input.shape[-1] == operator.in_features:  # whole features: it is called by itself
+            run, _ = self.start([len(input), 1], "")
         if run is None:
             raise self._incomplete_run(operator)
         self._called.add(operator)

@@ -45,7 +45,7 @@ class Finalist(NamedTuple):
 
 
 def find_finalists(problem: Problem, policy: BatchSizePolicy, found: ExecutionPlan) -> list[ExecutionPlan]:
-    """Return the plans to try: ``found``, the best with all operators replicated, and the best with shared units.
+    """Return the plans to try: ``found`` first, the best with all operators replicated, and the best with shared units.
 
     Only those that differ, fit the limit, and that the user's constraints allow. If ``found`` returns freed memory to
     the system, which takes time with every tensor, it is also tried with that memory retained. If it has tensor
@@ -57,7 +57,10 @@ def find_finalists(problem: Problem, policy: BatchSizePolicy, found: ExecutionPl
     for find in (_find_replicated, _find_with_shared_units):
         with suppress(InfeasibleError):
             plans += find(problem, policy)
-    return list({plan_key(plan): plan for plan in reversed(plans)}.values())[::-1]
+    distinct: dict[str, ExecutionPlan] = {}
+    for plan in plans:
+        distinct.setdefault(plan_key(plan), plan)
+    return list(distinct.values())
 
 
 def pick_untried(plans: Sequence[ExecutionPlan]) -> ExecutionPlan:

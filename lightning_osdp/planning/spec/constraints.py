@@ -323,7 +323,7 @@ def _degree_error(candidate: TensorCandidate, degree: int, cluster: Cluster) -> 
     return f"{text} {degree} ranks: that does not divide the {devices} devices of a node{divisors}"
 
 
-NO_TENSOR_KIND = "only Embedding, EmbeddingBag, Linear and Conv1D modules can be"
+NO_TENSOR_KIND = "only Linear, Conv1D, Embedding, EmbeddingBag and MultiheadAttention modules can be"
 """Why an operator of another kind can't be tensor parallel."""
 
 

@@ -20,6 +20,9 @@ WHOLE_MODEL = ""
 NOT_USED = "not used in the traced step"
 """Why parameters that no operator reads are replicated."""
 
+MAY_NOT_RUN = "so that it may not run on every rank"
+"""Why operators are replicated that may depend on the data of a rank."""
+
 UNATTRIBUTED = -1
 """``Moment.operator`` of work that belongs to no operator (attention, activations, the loss)."""
 

@@ -13,7 +13,7 @@ from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingS
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.files import describe_error, parse_json
 from lightning_osdp.planning.spec.frozen import Count, Finite, FrozenModel, NonNegative, Size
-from lightning_osdp.planning.spec.model import ComputeDtype, ModelProfile, Operator, ReduceDtype
+from lightning_osdp.planning.spec.model import MAY_NOT_RUN, NOT_USED, ComputeDtype, ModelProfile, Operator, ReduceDtype
 from lightning_osdp.planning.spec.plan_v1 import raise_negative_times, upgrade_plan
 from lightning_osdp.planning.spec.search_record import Baseline, BatchSizePoint, PeakMoment, SearchStop, TriedPlan
 from lightning_osdp.planning.spec.tensor import TensorScope, TensorSplit, check_splits
@@ -360,7 +360,8 @@ class ExecutionPlan(FrozenModel):
     def _find_impossible(self, model: ModelProfile) -> str:
         """Return what this plan, which has the operators of ``model``, does that would be wrong there; else empty."""
         for operator, planned in zip(model.operators, self.operators_of(model), strict=True):
-            if operator.replicated_reason and set(planned.slices) != {Mode.DP}:
+            depends_on_data = operator.replicated_reason.endswith((NOT_USED, MAY_NOT_RUN))  # of another batch: works
+            if operator.replicated_reason and not depends_on_data and set(planned.slices) != {Mode.DP}:
                 modes = " + ".join(dict.fromkeys(planned.slices))
                 return f"has {operator.name} as {modes}, but it stays replicated: {operator.replicated_reason}"
             if operator.unsplittable_reason and planned.split_dim is not None:

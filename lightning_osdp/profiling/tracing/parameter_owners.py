@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from lightning_osdp.engine.splittable import SHARED_MEMORY, is_in_shared_memory
-from lightning_osdp.planning.spec.model import NOT_USED, WHOLE_MODEL
+from lightning_osdp.engine.splittable import SHARED_MEMORY, UNIT_DTYPES, is_in_shared_memory
+from lightning_osdp.planning.spec.model import MAY_NOT_RUN, NOT_USED, SMALL_PARAMETER_ELEMENTS, WHOLE_MODEL
 from lightning_osdp.profiling.tracing.recorder import Recording
 
 Site = tuple[str, ...]
@@ -80,6 +81,7 @@ def find_scopes(
         reason = reason or _unsafe_reason(name, groups[name], recording) or _conditional_reason(groups[name], recording)
         if not reason and device.type == "cpu":  # elsewhere, they are copied to the device
             reason = _shared_memory_reason(parameters[index] for index in groups[name])
+        reason = reason or _dtype_reason([parameters[index] for index in groups[name] + own_unused])
         if own_unused and not reason:
             reason = f"{parameters[own_unused[0]].names[0]} is not used in the traced step"
         encloses = bool(inner[name]) or not name
@@ -152,6 +154,17 @@ def _unsafe_reason(name: str, members: Sequence[int], recording: Recording) -> s
     return ""
 
 
+def _dtype_reason(parameters: Sequence[NamedParameter]) -> str:
+    """Say to the user which types of its parameters a unit can't hold, or not together; empty if it can."""
+    known = [each for each in parameters if not is_lazy(each.tensor)]
+    large = [each for each in known if each.tensor.dim() > 1 or each.tensor.numel() >= SMALL_PARAMETER_ELEMENTS]
+    odd = next((each for each in large if each.tensor.dtype not in UNIT_DTYPES), None)
+    if odd is not None:
+        return f"{odd.names[0]} is {odd.tensor.dtype}, and what is sharded is float32, bfloat16 or float16"
+    types = sorted({str(each.tensor.dtype) for each in large})
+    return f"its parameters are of several types: {', '.join(types)}" if len(types) > 1 else ""
+
+
 def _shared_memory_reason(parameters: Iterable[NamedParameter]) -> str:
     """Say to the user which parameter other processes may use; empty if there is none."""
     shared = next((each.names[0] for each in parameters if is_in_shared_memory(each.tensor)), "")
@@ -170,5 +183,5 @@ def _conditional_reason(members: Sequence[int], recording: Recording) -> str:
         for before, site in recording.host_syncs:
             if before <= position and op.site[: len(site)] == site:
                 where = site[-1] if site else "the training step"
-                return f"{where} has looked at values before it runs, so that it may not run on every rank"
+                return f"{where} has looked at values before it runs, {MAY_NOT_RUN}"
     return ""

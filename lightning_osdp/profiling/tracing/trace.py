@@ -355,9 +355,11 @@ def _guard_tracing(step: TrainingStep) -> Iterator[None]:
             raise
         except Exception as error:  # The user's code or a fake kernel may raise anything.
             reason = message_of(error).strip().split("\n")[0]
-            name = type(step.module).__name__
+            name, hint = type(step.module).__name__, ""
+            if isinstance(error, AttributeError) and reason.startswith(f"'{name}' object has no attribute"):
+                hint = " (planning runs it before on_fit_start and on_train_start: make it in __init__ or setup)"
             raise TraceError(
-                f"the training step of {name} can't be traced: {type(error).__name__}: {reason}"
+                f"the training step of {name} can't be traced: {type(error).__name__}: {reason}{hint}"
             ) from error
 
 

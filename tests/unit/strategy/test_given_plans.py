@@ -97,6 +97,8 @@ def test_plan_that_would_give_wrong_results_for_this_step_is_refused_with_the_re
     replicated = changed_model({"replicated_reason": "LBFGS mixes elements"})
     assert set(plan_with(modes="dp").operators[0].slices) == {Mode.DP}
     check(plan_with(modes="dp", activation_checkpointing=False), replicated)
+    for reason in ("not used in the traced step", "blocks has looked at it, so that it may not run on every rank"):
+        check(sharded, changed_model({"replicated_reason": reason}))
     with pytest.raises(PlanMismatchError, match=r"has blocks\.0\.up as zdp2, but it stays replicated: LBFGS mixes"):
         check(sharded, replicated)
     hooked = changed_model({"unsplittable_reason": "there are hooks on it", "split_dims": ()})

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.planning.cost.trial_correction import Trial, plan_key, predict_trial
+from lightning_osdp.planning.search import finalists
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, make_plan
 from lightning_osdp.planning.search.finalists import (
     Finalist,
@@ -119,6 +120,18 @@ def test_find_finalists_adds_all_replicated_and_shared_units_where_they_fit() ->
     )
     assert len({plan_key(plan) for plan in plans}) == len(plans)
     assert find_finalists(ROOMY, UP_TO_FOUR, replicated)[0] == replicated
+
+
+def test_find_finalists_puts_found_plan_first_even_if_it_is_also_the_best_of_its_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was the last one then, and a start without time for trials took a replicated plan of half the throughput."""
+    found = sharded_plan()
+    monkeypatch.setattr(finalists, "_find_with_shared_units", lambda *_: [found.model_copy()])
+    first, *others = find_finalists(ROOMY, UP_TO_FOUR, found)
+    assert first is found
+    assert others
+    assert not any(map(is_sharded, others))
 
 
 def test_find_finalists_adds_plan_with_retained_heap_where_found_plan_returns_memory() -> None:

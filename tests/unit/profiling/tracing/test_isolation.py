@@ -127,7 +127,7 @@ ACTS: dict[str, Callable[[Busy, Tensor], Any]] = {
     "random states": lambda *_: (random.random(), np.random.rand(), torch.rand(1)),
     "item": lambda module, loss: module.outputs.append(loss.item()),
     "decision": lambda module, loss: module.outputs.append(1) if loss.item() > -1 else None,
-    "float": lambda module, loss: module.outputs.append(float(loss)),
+    "float": lambda module, loss: module.outputs.append(float(loss.detach())),
     "numpy": lambda module, loss: module.outputs.append(loss.detach().numpy()),
 }
 
