@@ -94,6 +94,8 @@ class CollectiveOrder:
         self._pass_kinds: tuple[str, ...] = ("backward", "reduce", "replicated")
         """The kinds of events after which a backward pass has to be ended on all ranks."""
         self._place = "before the first training step"
+        self.is_in_training_step = False
+        """Whether the code that runs is that of the traced step."""
         self.join_replicated: Callable[[], None] = lambda: None
         """Takes part in the reduction of replicated gradients."""
 
@@ -130,6 +132,7 @@ class CollectiveOrder:
         self._before("step")
         self._num_steps += 1
         self._place, self._has_backward = f"in training step {self._num_steps}", True
+        self.is_in_training_step = True
 
     def begin_evaluation(self, name: str) -> None:
         """Note that a step without a backward pass begins.
@@ -138,7 +141,7 @@ class CollectiveOrder:
             name: names the step in errors, as "validation batch 3".
         """
         self._before("evaluation")
-        self._place = f"in {name}"
+        self._place, self.is_in_training_step = f"in {name}", False
 
     def end_evaluation(self) -> None:
         """Wait until the step without a backward pass is over on all ranks."""

@@ -94,7 +94,6 @@ class EngineContext:
         self.replica_group = cached_group_copy(group, "replicas")
         self.parameters_changed = True
         self.params_summoned = False
-        self.is_in_training_step = False
         self.why_no_runs = ""  # set when a run is over and the module stays sharded
         self.owner: object = None  # the engine, which lives as long as the module is sharded
         self.update_in_backward = plan.update_in_backward

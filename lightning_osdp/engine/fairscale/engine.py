@@ -48,10 +48,7 @@ from lightning_osdp.state.guarded_parameter import ShardGuard, without_guards
 from lightning_osdp.state.shard_layout import ShardLayout
 from lightning_osdp.state.state_dict import ShardedParameters
 
-PARTIALLY_UPDATED = (
-    "a backward pass was broken off when the optimizer had updated a part of the parameters: {}. Go on from the last "
-    "checkpoint"
-)
+PARTIALLY_UPDATED = "a backward pass was broken off when some parameters had been updated: {}. Resume from a checkpoint"
 
 
 class FairScaleEngine(Engine):
@@ -213,8 +210,7 @@ class FairScaleEngine(Engine):
         for operator in operators:
             for weight in weights_to_cut(self._module, operator):
                 self._context.views.part_from(weight.parameter)
-        shared = self._context
-        context = UnitContext(shared.order, shared.check_run, lambda: shared.is_in_training_step)
+        context = UnitContext(self._context.order, self._context.check_run)
         needs = plan.tensor_scopes.get(name)
         unit = make_unit(name, self._module, operators, needs, self._group, self._device, context)
         self._operators[f"{name} (tensor parallel)"] = unit
@@ -378,11 +374,10 @@ class FairScaleEngine(Engine):
         self._context.reducer.discard()
         self._context.backward_passes.discard()
         self._context.order.begin_step()
-        self._context.is_in_training_step = True
 
     @override
     def after_training_step(self) -> None:
-        self._context.is_in_training_step = False
+        self._context.order.is_in_training_step = False
 
     def _finish_unseen_backward(self) -> None:
         if self._context.order.has_backward:
@@ -395,7 +390,6 @@ class FairScaleEngine(Engine):
     @contextmanager
     @override
     def evaluation_step(self, name: str) -> Iterator[None]:
-        self._context.is_in_training_step = False
         self._context.order.begin_evaluation(name)
         yield
         self._context.order.end_evaluation()

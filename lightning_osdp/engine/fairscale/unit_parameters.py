@@ -332,7 +332,8 @@ class _AsIs:
     """The gathers of a unit's parameters in their own type, where it usually gathers casts, in the agreed order."""
 
     def __init__(self, unit: Any) -> None:
-        self._unit, self.join_reduction, self.can_run = unit, unit.join_reduction, unit.can_run
+        self._unit, self.describe = unit, unit.describe
+        self.join_reduction, self.can_run = unit.join_reduction, unit.can_run
 
     @property
     def label(self) -> str:

@@ -90,7 +90,7 @@ class PairUnit(TensorUnit):
     @property
     def _shows_slices(self) -> bool:
         """Return whether hooks, what has replaced a forward since, or code that was not traced would see slices."""
-        if not (self._context.is_in_training_step() or is_in_backward()):
+        if not (self._context.order.is_in_training_step or is_in_backward()):
             return True
         if any(parent._modules.get(name) is not module for parent, name, module in self.places):
             return True

@@ -46,6 +46,9 @@ _STARTS = (Phase.START, Phase.START_WITHOUT_GRADIENTS)
 class UnitOrder(Protocol):
     """The order of collectives of all units."""
 
+    is_in_training_step: bool
+    """Whether the code that runs is that of the traced step."""
+
     def register(self, unit: Any, is_grouped: bool = False) -> int:
         """Return the index of ``unit``."""
 
@@ -66,12 +69,10 @@ class UnitContext:
     Attributes:
         order: the order of collectives.
         check_run: raises where the module must not run.
-        is_in_training_step: tells whether the code that runs is that of the traced step.
     """
 
     order: UnitOrder
     check_run: Callable[[], None]
-    is_in_training_step: Callable[[], bool]
 
 
 class TensorUnit:

@@ -68,7 +68,8 @@ class Peak:
     saving_bytes: int = 0
     """Memory while a checkpoint is saved or weights are averaged; 0 if nothing is gathered for that."""
     evaluation_bytes: int = 0
-    """Memory in evaluation, if its batch size is known and not the step's."""
+    """Memory in evaluation, if its batch size is known and not the step's, or if tensor parallel operators are gathered
+    for it; 0 if the step decides."""
 
     @property
     def total_bytes(self) -> int:
@@ -111,6 +112,7 @@ class Timeline:
         self.backward, self.block_of = self._runs.backward, self._runs.block
         self._tied = np.array([operator.tied for operator in model.operators], dtype=bool)
         self._wrapped = np.array([operator.num_wrapped > 1 for operator in model.operators], dtype=bool)
+        self._scope_of = _find_scopes(model)
         self._prepare_activations()
         self._evaluation_operators = np.array([moment.operator for moment in model.evaluation], dtype=np.int64)
         evaluation_live = LineArray.from_lines([moment.live for moment in model.evaluation])
@@ -330,11 +332,12 @@ class Timeline:
 
     def _evaluation_bytes(self, columns: Footprint[Floats]) -> int:
         batch_size = self._non_training.evaluation_batch_size
+        cut = self._gathered_when_cut(columns)
         if not batch_size or not len(self._evaluation_operators):
-            return 0
-        own = columns.eval_unsharded * ~self._tied
+            return round(self._idle_bytes(columns) + cut.max()) if cut.any() else 0
         per_sample = columns.forward_per_sample + columns.gathered_per_sample
-        own += per_sample / self.heap_growth_factor * batch_size
+        exchanged = per_sample / self.heap_growth_factor * batch_size
+        own = columns.eval_unsharded * ~self._tied + np.where(cut > 0, cut, exchanged)
         running = np.append(own, 0.0)[self._evaluation_operators]  # UNATTRIBUTED is the last index
         tied = float(columns.eval_unsharded[self._tied].sum())
         casts = float(columns.replicated_casts.sum()) / self.heap_growth_factor  # autocast caches them
@@ -342,6 +345,15 @@ class Timeline:
             casts += second_largest(columns.eval_unsharded, columns.gathered_in_total)
         live = float((self._evaluation_live_bytes + running).max())
         return round(self._idle_bytes(columns) + tied + casts + live)
+
+    def _gathered_when_cut(self, columns: Footprint[Floats]) -> Floats:
+        """Return what each operator takes outside of training if it is tensor parallel together with others.
+
+        They are gathered together then, since they were proven to be parallel in the training step alone.
+        """
+        is_cut = (self._scope_of >= 0) & (columns.gathered_in_total == 0)
+        by_scope = np.bincount(self._scope_of + 1, columns.unsharded_parameters * is_cut)
+        return np.asarray(by_scope[self._scope_of + 1] * is_cut, dtype=np.float64)
 
     def _idle_bytes(self, columns: Footprint[Floats]) -> float:
         return float(self._overhead + self._model.buffer_bytes + columns.states.sum())
@@ -379,3 +391,13 @@ class Timeline:
             operator = next(earlier, UNATTRIBUTED)
         name = "the start" if operator == UNATTRIBUTED else self._model.operators[operator].name
         return f"{phase} {relation} {name or 'the whole model'}"
+
+
+def _find_scopes(model: ModelProfile) -> Ints:
+    """Return for each operator the index of the others that it may be tensor parallel with; -1 if there are none."""
+    index_of = {operator.name: index for index, operator in enumerate(model.operators)}
+    scope_of = np.full(len(index_of), -1, dtype=np.int64)
+    for scope, candidate in enumerate(model.tensor_candidates):
+        if len(candidate.operators) > 1 and index_of.keys() >= set(candidate.operators):
+            scope_of[[index_of[name] for name in candidate.operators]] = scope
+    return scope_of

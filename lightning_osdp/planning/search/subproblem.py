@@ -127,10 +127,11 @@ class KnapsackSubproblem:
 
 
 def min_memory_options(space: SearchSpace, batch_size: int = 0) -> list[Ints]:
-    """Return three plans of little memory, one option per operator each.
+    """Return plans of little memory, one option per operator each.
 
     They minimise resident plus transient bytes, resident bytes first, and transient bytes first. They differ where one
-    operator dominates: gathering it whole costs more memory than sharding its states saves.
+    operator dominates: gathering it whole costs more memory than sharding its states saves. Another one has nothing
+    tensor parallel, which may take more memory in evaluation.
     """
     in_backward = space.resident_bytes(batch_size, 1)[AFTER_BACKWARD, 0] + space.between_passes_bytes(batch_size)
     resident, transient = _to_int(in_backward), _to_int(space.transient_bytes(batch_size, 1))
@@ -145,11 +146,17 @@ def min_memory_options(space: SearchSpace, batch_size: int = 0) -> list[Ints]:
         solution = solve(menus.menus, 0, counts=menus.counts)
     except InfeasibleError as error:
         solution = solve(menus.menus, error.needed_bytes, counts=menus.counts)
-    return [
+    plans = [
         menus.selected_options(solution.choices),
         menus.least_options("resident", "transient"),
         menus.least_options("transient", "resident"),
     ]
+    is_cut = space.option_degrees > 1
+    if is_cut.any():
+        needed = np.where(is_cut, np.inf, in_backward + space.transient_bytes(batch_size, 1))
+        least = [group.options.start + int(needed[group.options].argmin()) for group in space.option_groups]
+        plans.append(np.array(least, dtype=np.int64)[space.group_of])
+    return plans
 
 
 def _to_int(values: Floats) -> Ints:

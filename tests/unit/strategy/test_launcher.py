@@ -29,6 +29,7 @@ def test_first_rank_that_fails_before_ranks_are_connected_ends_those_it_has_star
 ) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     started = Launcher(LightningEnvironment(), num_processes=2, num_nodes=1)
+    monkeypatch.setattr(launcher.dist, "is_initialized", lambda: False)  # whatever other tests have left
     monkeypatch.setattr(started, "_call_children_scripts", lambda: started.procs.append(child))
 
     def connect() -> None:

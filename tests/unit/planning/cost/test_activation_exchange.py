@@ -227,13 +227,15 @@ def test_timeline_holds_gathered_inputs_from_forward_to_backward_and_not_while_t
     assert timeline.phases(("blocks.0",))[6:8] == ["recompute", "recompute"]
 
 
-def test_evaluation_counts_what_is_gathered() -> None:
+@pytest.mark.parametrize(("batch_size", "live_mib"), [(3, 3), (0, 0)])
+def test_evaluation_counts_weights_of_operators_that_are_gathered_together(batch_size: int, live_mib: int) -> None:
     evaluation = (Moment(phase="forward", operator=0, live=mib(1)), Moment(phase="forward", operator=1, live=mib(1)))
     model = blocks_of_two(1).model_copy(update={"evaluation": evaluation})
     model = model.with_tensor_candidates([mlp("blocks.0", input_mib=1, output_mib=2)])
-    timeline = Timeline(model, cluster(), 0, NonTrainingWork(evaluation_batch_size=3))
+    timeline = Timeline(model, cluster(), 0, NonTrainingWork(evaluation_batch_size=batch_size))
     states = sum(footprint(operator, cut(4), cluster()).states for operator in model.operators)
-    assert timeline.peak([cut(4)] * 2, 1).evaluation_bytes == states + 3 * MIB * (1 + 4 * 2)
+    weights = sum(parameter.parameter_bytes for operator in model.operators for parameter in operator.parameters)
+    assert timeline.peak([cut(4)] * 2, 1).evaluation_bytes == states + live_mib * MIB + weights
 
 
 def test_exchanged_bytes_are_what_a_rank_receives() -> None:
