@@ -66,9 +66,13 @@ def find_finalists(problem: Problem, policy: BatchSizePolicy, found: ExecutionPl
 def pick_untried(plans: Sequence[ExecutionPlan]) -> ExecutionPlan:
     """Return the plan to take where none could be tried: the first, or the best simpler one.
 
-    The first must promise more throughput than a simpler one by more than predictions err.
+    The first must promise more throughput than a simpler one by more than predictions err. Where the same plan with
+    freed memory retained fits and promises any gain, it stands for the first: that is what training as DDP does.
     """
-    found, *others = plans
+    first, *others = plans
+    released = [plan_key(plan.model_copy(update={"retain_freed_memory": False})) for plan in others]
+    alike = [plan for plan, key in zip(others, released, strict=True) if key == plan_key(first)]
+    found = max([first, *alike], key=lambda plan: plan.predicted.samples_per_s)
     simpler = [plan for plan in others if complexity(plan) < complexity(found)]
     best = max(simpler, key=lambda plan: plan.predicted.samples_per_s, default=None)
     if best is None or found.predicted.samples_per_s > (1 + PREDICTION_RELATIVE_ERROR) * best.predicted.samples_per_s:

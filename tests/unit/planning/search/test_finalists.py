@@ -232,3 +232,11 @@ def test_pick_untried_takes_simpler_plan_unless_gain_exceeds_error_of_prediction
     plans = {"dp": DP, "zdp": ZDP, "recomputed": RECOMPUTED}
     found = {name: promising(plans[name], rate) for name, rate in samples_per_s.items()}
     assert pick_untried(list(found.values())) is found[chosen]
+
+
+def test_pick_untried_takes_same_plan_with_retained_heap_where_it_promises_any_gain() -> None:
+    released, *retained = (
+        promising(DP.model_copy(update={"retain_freed_memory": rate != 100.0}), rate) for rate in (100.0, 101.0, 99.0)
+    )
+    assert pick_untried([released, retained[0]]) is retained[0]
+    assert pick_untried([released, retained[1]]) is released
