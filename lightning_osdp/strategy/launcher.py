@@ -59,16 +59,21 @@ class Launcher(_SubprocessScriptLauncher):
         bound = inspect.signature(function).bind(*args, **kwargs).arguments
         self._ckpt_path, self.weights_only = bound.get("ckpt_path"), bound.get("weights_only")
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        observer: _RankObserver | None = None
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
-            _RankObserver(self.procs, trainer).start()
+            observer = _RankObserver(self.procs, trainer)
+            observer.start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
             return function(*args, **kwargs)
         except BaseException as error:
             if trainer is not None:
                 trainer.strategy.note_failure(error)  # type: ignore[attr-defined]
-            if not dist.is_initialized():  # the other ranks would wait for this one, whose error they can't hear
+            if (
+                observer is not None and not dist.is_initialized()
+            ):  # the other ranks would wait for this one, whose error they can't hear
+                observer.stop()  # this rank goes on, if its script does
                 for process in self.procs:
                     process.kill()
             raise
@@ -95,7 +100,11 @@ class _RankObserver(_ChildProcessObserver):
 
     def __init__(self, child_processes: list[Any], trainer: pl.Trainer | None) -> None:
         super().__init__(os.getpid(), child_processes, OBSERVER_INTERVAL_S)
-        self._trainer = trainer
+        self._trainer, self._is_stopped = trainer, False
+
+    def stop(self) -> None:
+        """End nothing any more."""
+        self._is_stopped = True
 
     @override
     def _terminate_all(self) -> None:
@@ -103,6 +112,8 @@ class _RankObserver(_ChildProcessObserver):
         began_s = time.monotonic()
         while time.monotonic() - began_s < self._grace_s():
             time.sleep(OBSERVER_INTERVAL_S)
+        if self._is_stopped:
+            return
         for process in self._child_processes:
             process.kill()
         text = f"rank 0 is ended: rank {self._child_processes.index(failed) + 1} has ended with status"

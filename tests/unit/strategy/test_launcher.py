@@ -29,6 +29,10 @@ def test_first_rank_that_fails_before_ranks_are_connected_ends_those_it_has_star
 ) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     started = Launcher(LightningEnvironment(), num_processes=2, num_nodes=1)
+    ended: list[int] = []
+    monkeypatch.setattr(launcher, "end_process", ended.append)
+    monkeypatch.setattr(launcher, "OBSERVER_INTERVAL_S", 0.05)
+    monkeypatch.setattr(launcher, "OBSERVER_GRACE_S", 0.3)
     monkeypatch.setattr(launcher.dist, "is_initialized", lambda: False)  # whatever other tests have left
     monkeypatch.setattr(started, "_call_children_scripts", lambda: started.procs.append(child))
 
@@ -38,6 +42,8 @@ def test_first_rank_that_fails_before_ranks_are_connected_ends_those_it_has_star
     with pytest.raises(OSError, match="the port is taken"):
         started.launch(connect)
     assert child.wait(10) == -9
+    time.sleep(1)
+    assert not ended, "its script may have caught the error"
 
 
 @pytest.mark.parametrize("status", [0, 3])
