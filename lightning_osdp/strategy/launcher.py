@@ -70,10 +70,9 @@ class Launcher(_SubprocessScriptLauncher):
         except BaseException as error:
             if trainer is not None:
                 trainer.strategy.note_failure(error)  # type: ignore[attr-defined]
-            if (
-                observer is not None and not dist.is_initialized()
-            ):  # the other ranks would wait for this one, whose error they can't hear
-                observer.stop()  # this rank goes on, if its script does
+            if observer is not None and not dist.is_initialized():
+                # The others would wait for this rank, whose error they can't hear. It goes on, if its script does.
+                observer.stop()
                 for process in self.procs:
                     process.kill()
             raise
