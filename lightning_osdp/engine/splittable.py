@@ -28,6 +28,13 @@ def is_in_shared_memory(parameter: Tensor) -> bool:
     return parameter.device.type == "cpu" and bool(parameter.is_shared())  # type: ignore[no-untyped-call]
 
 
+def has_parameter_hooks(parameter: nn.Parameter | None) -> bool:
+    """Return whether hooks of a parameter see its gradient."""
+    return parameter is not None and bool(
+        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
+
+
 def split_dims(module: nn.Module) -> tuple[tuple[int, ...], str]:
     """Return the dimensions of ``module.weight``, as it is stored, along which it can be cut, the best first.
 
@@ -70,7 +77,7 @@ def _unsplittable_reason(module: nn.Module) -> str:
         return "its weight is computed from others (parametrized, weight-normed or pruned) or not initialized yet"
     if set(module._parameters) - {"weight", "bias"} or module._modules:
         return f"{kind} has parameters besides weight and bias"
-    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+    if has_parameter_hooks(weight):
         return "there are hooks on its weight"
     if module._forward_pre_hooks or module._forward_hooks:
         return "there are hooks on it, which may read its weight"

@@ -71,6 +71,7 @@ from lightning_osdp.engine.fairscale.unit_collectives import CoalescedAllGather,
 from lightning_osdp.engine.fairscale.unit_parameters import ShardedParameter, UnitParameters
 from lightning_osdp.engine.replaced_method import replace_method
 from lightning_osdp.engine.sliced_operator import ForwardStage, WeightSlice, refuse_transforms
+from lightning_osdp.engine.splittable import has_parameter_hooks
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.state.guarded_parameter import without_guards
@@ -282,8 +283,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
         self.training_state = TrainingState.BACKWARD_POST
 
     def _has_parameter_hooks(self, parameter: ShardedParameter) -> bool:
-        has_hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-        return bool(has_hooks) and self._weight_slice is None
+        return self._weight_slice is None and has_parameter_hooks(parameter)
 
     def _post_backward_hook(self, param: ShardedParameter, *_: object) -> None:
         if param.grad is not None and param.grad.requires_grad:

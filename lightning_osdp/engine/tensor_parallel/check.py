@@ -11,7 +11,13 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_osdp.engine.replaced_method import ReplacedMethod
-from lightning_osdp.engine.splittable import MEMORY_ADVICE, SHARED_MEMORY, is_in_shared_memory, matrix_or_table_class
+from lightning_osdp.engine.splittable import (
+    MEMORY_ADVICE,
+    SHARED_MEMORY,
+    has_parameter_hooks,
+    is_in_shared_memory,
+    matrix_or_table_class,
+)
 from lightning_osdp.engine.tensor_parallel.operator import cut_dim, cut_weights
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
@@ -99,13 +105,6 @@ def _attention_refusal(attention: nn.MultiheadAttention) -> str:
         "its keys and values get zeros (add_zero_attn)": attention.add_zero_attn,
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
-
-
-def has_parameter_hooks(parameter: nn.Parameter | None) -> bool:
-    """Return whether hooks of a parameter see its gradient."""
-    return parameter is not None and bool(
-        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    )
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from lightning_osdp.backend.row_collectives import exchange_numbers
 from lightning_osdp.engine.replaced_method import replace_method
 from lightning_osdp.engine.sliced_operator import OWN_FUNCTIONS_LACK, refuse_transforms
-from lightning_osdp.engine.tensor_parallel.check import has_parameter_hooks
+from lightning_osdp.engine.splittable import has_parameter_hooks
 from lightning_osdp.engine.tensor_parallel.exchange import Phase, read_whole
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
 from lightning_osdp.engine.tensor_parallel.operator_run import OperatorRun, SlicedRun, WholeRun

@@ -89,6 +89,8 @@ class Timeline:
     Attributes:
         backward: When each operator runs backward.
         block_of: Index of each operator's block.
+        scopes: The operators of each scope, which are tensor parallel together.
+        scope_of: Index of each operator's scope, -1 if it has none, (operators,).
         live: Live bytes at each moment, if no block is recomputed.
         recompute_saves: Bytes that recomputing each block frees during its interval of ``released_intervals``.
         heap_growth_factor: Factor on everything that is freed within a step.
@@ -112,7 +114,10 @@ class Timeline:
         self.backward, self.block_of = self._runs.backward, self._runs.block
         self._tied = np.array([operator.tied for operator in model.operators], dtype=bool)
         self._wrapped = np.array([operator.num_wrapped > 1 for operator in model.operators], dtype=bool)
-        self._scope_of = _find_scopes(model)
+        self.scopes = _find_scopes(model)
+        self.scope_of = np.full(len(model.operators), -1, dtype=np.int64)
+        for index, scope in enumerate(self.scopes):
+            self.scope_of[scope] = index
         self._prepare_activations()
         self._evaluation_operators = np.array([moment.operator for moment in model.evaluation], dtype=np.int64)
         evaluation_live = LineArray.from_lines([moment.live for moment in model.evaluation])
@@ -351,9 +356,9 @@ class Timeline:
 
         They are gathered together then, since they were proven to be parallel in the training step alone.
         """
-        is_cut = (self._scope_of >= 0) & (columns.gathered_in_total == 0)
-        by_scope = np.bincount(self._scope_of + 1, columns.unsharded_parameters * is_cut)
-        return np.asarray(by_scope[self._scope_of + 1] * is_cut, dtype=np.float64)
+        is_cut = (self.scope_of >= 0) & (columns.gathered_in_total == 0)
+        by_scope = np.bincount(self.scope_of + 1, columns.unsharded_parameters * is_cut)
+        return np.asarray(by_scope[self.scope_of + 1] * is_cut, dtype=np.float64)
 
     def _idle_bytes(self, columns: Footprint[Floats]) -> float:
         return float(self._overhead + self._model.buffer_bytes + columns.states.sum())
@@ -393,11 +398,9 @@ class Timeline:
         return f"{phase} {relation} {name or 'the whole model'}"
 
 
-def _find_scopes(model: ModelProfile) -> Ints:
-    """Return for each operator the index of the others that it may be tensor parallel with; -1 if there are none."""
-    index_of = {operator.name: index for index, operator in enumerate(model.operators)}
-    scope_of = np.full(len(index_of), -1, dtype=np.int64)
-    for scope, candidate in enumerate(model.tensor_candidates):
-        if len(candidate.operators) > 1 and index_of.keys() >= set(candidate.operators):
-            scope_of[[index_of[name] for name in candidate.operators]] = scope
-    return scope_of
+def _find_scopes(model: ModelProfile) -> list[Ints]:
+    """Return the indices of the operators of each scope, which are tensor parallel together or not at all."""
+    index_of = {operator.name: index for index, operator in enumerate(model.operators) if operator.tensor is not None}
+    several = (names for candidate in model.tensor_candidates if len(names := candidate.operators) > 1)
+    found = ([index_of[name] for name in names] for names in several if index_of.keys() >= set(names))
+    return [np.array(scope, dtype=np.int64) for scope in found]

@@ -139,16 +139,9 @@ class SearchSpace:
         self.first_option = np.array([group.options.start for group in self.option_groups], dtype=np.int64)
 
     def _build_scopes(self) -> None:
-        model = self.problem.model
         degrees = [choice.tensor_degree for group in self.option_groups for choice in group.choices]
         self.option_degrees = np.array(degrees, dtype=np.int64)
-        index_of = {op.name: index for index, op in enumerate(model.operators) if op.tensor is not None}
-        several = (names for candidate in model.tensor_candidates if len(names := candidate.operators) > 1)
-        found = ([index_of[name] for name in names] for names in several if index_of.keys() >= set(names))
-        self.scopes = [np.array(scope, dtype=np.int64) for scope in found]
-        self.scope_of = np.full(len(model.operators), -1, dtype=np.int64)
-        for index, scope in enumerate(self.scopes):
-            self.scope_of[scope] = index
+        self.scopes, self.scope_of = self.timeline.scopes, self.timeline.scope_of
 
     def _option_columns(self, operator: Operator, choice: ShardingChoice, times: OperatorTime) -> tuple[object, ...]:
         """Return the footprint, ``OVERHEAD_TERMS`` plain and recomputed, exchanges likewise, and compute."""
