@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelPrun
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.cluster import Cluster
@@ -66,8 +67,8 @@ def reject_unsupported(trainer: pl.Trainer, plugin: Precision) -> None:
 
     Raises:
         ConfigurationError: a callback replaces weights, the precision is not supported, the whole module is compiled,
-            a module in it is wrapped for data parallelism, gradients are sparse, or batch norms are to be synchronised
-            where they can't be.
+            a module in it is lazy or wrapped for data parallelism, gradients are sparse, or batch norms are to be
+            synchronised where they can't be.
     """
     module = trainer.lightning_module
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -104,6 +105,12 @@ def _reject_layers(module: nn.Module) -> None:
             raise ConfigurationError(
                 f"{name or type(inner).__name__} is wrapped in {wrapper}, which reduces its gradients by itself: take "
                 "the wrapper off, since OSDPStrategy does that for the whole module"
+            )
+        tensors = (*inner._parameters.items(), *inner._buffers.items())
+        if lazy := [own for own, tensor in tensors if is_lazy(tensor)]:
+            raise ConfigurationError(
+                f"{name}.{lazy[0]} ({type(inner).__name__}) has no shape before a first batch, and DDP would need it, "
+                "too: run the module on a small batch in __init__ or configure_model, or give its sizes"
             )
         if isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.sparse and inner.weight.requires_grad:
             raise ConfigurationError(

@@ -434,7 +434,8 @@ def refusals(folder: str) -> dict[str, str]:
     in_place.compile(backend="eager")
     shared = build_seeded(Net)
     shared.register_buffer("shadow", shared.second.weight.data[1:])
-    wrapped = build_seeded(Net)
+    wrapped, lazy = build_seeded(Net), build_seeded(Net)
+    lazy.second = nn.LazyLinear(8)
     wrapped.second = nn.parallel.DistributedDataParallel(wrapped.second)
     return {
         "whole compiled": catch_fit_error(folder, None, torch.compile(build_seeded(Net), backend="eager")),
@@ -443,6 +444,7 @@ def refusals(folder: str) -> dict[str, str]:
         "64-true": catch_fit_error(folder, build_seeded(Net), precision="64-true"),
         "wrapped": catch_fit_error(folder, wrapped),
         "shared memory": catch_fit_error(folder, shared),
+        "lazy": catch_fit_error(folder, lazy),
     }
 
 
@@ -624,6 +626,10 @@ def test_transformers_gradient_checkpointing_matches_plain_training(results: lis
         (
             "shared memory",
             "ConfigurationError: second.weight and shadow lie in the same memory, which sharding would part: ",
+        ),
+        (
+            "lazy",
+            "ConfigurationError: second.weight (LazyLinear) has no shape before a first batch, and DDP would need",
         ),
     ],
 )

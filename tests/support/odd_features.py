@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.odd_modules import HIDDEN, Odd
 
@@ -233,11 +234,35 @@ class WeightsLogged(Attended):
         return weights
 
 
+class RecomputedByRank(Between):
+    """Ranks recompute in turn, each by itself."""
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        if self.is_live(batch[0]) and batch_index % 2 == self.global_rank:
+            x, y = batch
+            loss: Tensor = checkpoint(self.loss, x, y, use_reentrant=False)
+            return loss
+        return super().training_step(batch, batch_index)
+
+
+class PartsRecomputedByRank(Between):
+    """One rank recomputes all at once, the other one part by part."""
+
+    def body(self, x: Tensor) -> Tensor:
+        if not self.is_live(x) or self.global_step < 2:
+            return super().body(x)
+        if self.global_rank:
+            h = checkpoint(lambda x: Odd.body(self, x), x, use_reentrant=False)
+            return checkpoint(lambda h: self.down(self.activate(self.up(h))), h, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(super().body, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
 SEES = "{} sees what is between the operators of {}, where each rank has a slice"
 FEATURE_CASES: dict[tuple[Callable[[], Odd], str], str] = {
     **{(kind, "tp"): "equal" for kind in (
         Between, HalvedLate, BothByHand, OwnActivation, CompiledActivation, LastReturned, Attended,
     )},
+    **{(RecomputedByRank, policy): "equal" for policy in ("zdp", "sliced", "tp")},
     **{(kind, "tp"): SEES.format(name, "down") for kind, name in (
         (Penalized, "square"), (Logged, "norm"), (LastKept, "mean"), (Mixed, "flip"), (ScaledByRank, "mul"),
         (WrittenOut, "__setitem__"), (GradientHooked, "register_hook"), (Reduced, "all_reduce"),

@@ -36,6 +36,7 @@ from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
 from lightning_osdp.engine.tensor_parallel.operator_run import OperatorRun, SlicedRun, WholeRun
 from lightning_osdp.engine.tensor_parallel.process_groups import TensorGroups
 from lightning_osdp.engine.tensor_parallel.run_start import ABSENT, RunStarts
+from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.tensor import TensorRole
 from lightning_osdp.state.guarded_parameter import GuardContext, ShardGuard, local_data, without_guards
 from lightning_osdp.state.state_dict import ShardedParameters
@@ -96,6 +97,7 @@ class TensorUnit:
         self._index = context.order.register(self, is_grouped=True)
         self._own_forwards = [(module, vars(module).get("forward")) for module in self._replaced_modules()]
         self._whole_gradients: dict[nn.Parameter, Tensor] = {}
+        self._repeatable: set[type] = set()
         self._starts = {phase: RunStarts(groups) for phase in _STARTS}
         self.has_whole_runs = False
         self.has_run = self.has_new_gradients = self.is_unsynced = False
@@ -148,6 +150,9 @@ class TensorUnit:
         self._announce(phase)
         if any(has_parameter_hooks(operator.bias) for operator in self.operators):
             alike = ""  # which are to see the gradient of this rank's samples
+        is_repeated = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        if alike and is_repeated:
+            alike += " repeated"  # as checkpoints do: a rank by itself can't run it for the others again
         signature = crc32(alike.encode()) + 1 if alike else 0
         own = (1, signature, needs_grad, *numbers)
         answers, gathered = self._starts[phase].exchange(own + ABSENT[len(own) :], rows)
@@ -159,8 +164,20 @@ class TensorUnit:
             run = SlicedRun(counts[0], self.groups.slices, self._announce, prefetch, needed, early)
         else:
             run = WholeRun(self._read_whole())
+        self._check_repeated(type(run), is_repeated)
         self._context.order.prefetch_next()  # as the ranks of other groups do, whichever way they run it
         return run, counts
+
+    def _check_repeated(self, kind: type, is_repeated: bool) -> None:
+        """Refuse a run in the backward pass with whole weights if all that may be repeated there had slices."""
+        if is_repeated and not is_in_backward():
+            self._repeatable.add(kind)
+        elif kind is WholeRun and is_in_backward() and self._repeatable == {SlicedRun}:
+            raise ShardingError(
+                f"{self.label} is tensor parallel, and ranks recompute it in different order: use "
+                "torch.utils.checkpoint for the same modules on all ranks, or train without tensor parallelism, "
+                "OSDPCallback(tensor_parallel=False)"
+            )
 
     def _read_whole(self) -> dict[TensorOperator, Tensor]:
         weights = [operator.weight for operator in self.operators]
@@ -215,6 +232,7 @@ class TensorUnit:
         """Forget runs of an earlier step, unless their gradients are still to be averaged."""
         self.has_whole_runs = False
         self._whole_gradients.clear()
+        self._repeatable.clear()
         self.has_run &= self.is_unsynced
 
     def check_complete(self) -> None:
