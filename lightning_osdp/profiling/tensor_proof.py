@@ -295,6 +295,12 @@ def attribute_name(scope: nn.Module, attribute: tuple[int, str]) -> str:
     return f"{path}.{name}" if path else name
 
 
+def attribute_values(scope: nn.Module, attributes: Sequence[tuple[int, str]]) -> tuple[int, ...]:
+    """Return the numbers of attributes of a scope."""
+    owners = attribute_owners(scope)
+    return tuple(vars(owners[index]).get(name, 0) for index, name in attributes)
+
+
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.dtype.is_floating_point)
 

@@ -44,7 +44,7 @@ from lightning_osdp.profiling.tensor_operators import (
     size_refusal,
 )
 from lightning_osdp.profiling.tensor_proof import Cut, PlayedGroup
-from lightning_osdp.profiling.tensor_stage import Refusal, Scene, attribute_owners, call_module
+from lightning_osdp.profiling.tensor_stage import NOT_COMPILED, Refusal, Scene, call_module
 from lightning_osdp.profiling.tracing import stand_ins
 from lightning_osdp.profiling.tracing.dataflow import MANY_SOURCES, Call, Dataflow
 from lightning_osdp.profiling.tracing.optimizer_step import build_optimizers
@@ -117,7 +117,8 @@ class _Proven:
     parts: int
     attributes: tuple[tuple[int, str], ...]
     values: tuple[int, ...]
-    """Values of the attributes in the module for which it was proven."""
+    """Those of the attributes in the module for which it was proven."""
+    functions: tuple[str, ...]
 
 
 def find_tensor_candidates(
@@ -132,7 +133,7 @@ def _run_step(module: nn.Module, args: tuple[Any, ...], _: object) -> None:
     assert isinstance(module, LightningModule)
     module.__dict__["_device"] = torch.device("cpu")
     optimizers: list[Any] = []
-    with stand_ins.detached_from_trainer(module, optimizers, []), torch.compiler.set_stance("force_eager"):
+    with stand_ins.detached_from_trainer(module, optimizers, []), torch.compiler.set_stance(NOT_COMPILED):
         if not module.automatic_optimization:
             optimizers += build_optimizers(module)[0]
         batch = stand_ins.move_batch(module, args[0], torch.device("cpu"))
@@ -261,6 +262,7 @@ class _Finder:
             attributes=tuple(f"{scope}.{name}" for name in attributes),
             needs_agreement=with_scope,
             inner_modules=tuple(name for name in between if name not in ("", scope)),
+            functions=proven.functions,
             degrees=proven.degrees,
             input_bytes=inputs / self._traced.batch_size,
             output_bytes=outputs / self._traced.batch_size,
@@ -285,7 +287,7 @@ class _Finder:
         key = self._kind(columns, row, scope, home)
         known = self._proofs.get(key)
         if isinstance(known, _Proven) and scope is not None:
-            values = _attribute_values(self._modules[self._name(scope)], known.attributes)
+            values = tensor_proof.attribute_values(self._modules[self._name(scope)], known.attributes)
             known = known if values == known.values else None
         if known is None:
             try:
@@ -371,8 +373,9 @@ class _Finder:
             cut = next((each for each in self._cuts(scene, first) if self._holds(played, each)), None)
             if cut is not None:
                 later = (each for each in self._degrees[at + 1 :] if self._holds(played, replace(cut, degree=each)))
-                values = () if scene.scope is None else _attribute_values(scene.scope, cut.attributes)
-                return _Proven((first, *later), cut.parts, cut.attributes, values)
+                values = () if scene.scope is None else tensor_proof.attribute_values(scene.scope, cut.attributes)
+                functions = tuple(sorted(played.seen.names))
+                return _Proven((first, *later), cut.parts, cut.attributes, values, functions)
         self._check_time()
         counts = {} if scene.scope is None else count_heads(scene.scope)
         counts |= {"features": tensors_of(columns[0].output)[0].shape[-1]}
@@ -443,8 +446,3 @@ def _common(stacks: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 def _first_tensor(call: Call) -> Tensor:
     return tensors_of((call.args, call.kwargs))[0]
-
-
-def _attribute_values(scope: nn.Module, attributes: Sequence[tuple[int, str]]) -> tuple[int, ...]:
-    owners = attribute_owners(scope)
-    return tuple(vars(owners[index]).get(name, 0) for index, name in attributes)

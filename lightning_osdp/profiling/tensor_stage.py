@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.engine.splittable import matrix_input_dim
+from lightning_osdp.engine.tensor_parallel.inner_features import SeenFunctions
 from lightning_osdp.errors import message_of
 from lightning_osdp.profiling.tracing.deep_copy import deep_copy
 from lightning_osdp.profiling.tracing.host_syncs import UnknownNumber
@@ -24,6 +25,9 @@ SMALL_PARAMETER = 1 << 16
 
 SHORT = 3
 """Rows per sample that are played instead of a long sequence."""
+
+NOT_COMPILED: Any = "fail_on_recompile"
+"""Stance in which it is an error to run what ``torch.compile`` has made: it could not ask the class of slices."""
 
 ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -109,6 +113,8 @@ class PlayedModule:
         self._on_scope: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
         self._on_column: Callable[[int, Tensor], Tensor]
         self._reached: Tensor | None = None
+        self.seen = SeenFunctions()
+        """Functions that run from the first column, or the start of the scope, to the row."""
 
     def _random(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
         return torch.randn(shape, dtype=self.dtype, generator=generator or self._generator)
@@ -134,17 +140,30 @@ class PlayedModule:
         left, right, bias = self._random(inputs) / inputs**0.5, self._random(outputs), self._random(outputs)
         index = next((i for i, column in enumerate(self._columns) if column is module), None)
         if index is None:
-            module.forward = lambda x: (x.to(self.dtype) @ left).unsqueeze(-1) * right + bias
+            product = functools.partial(self._other_product, left, right, bias)
         else:
-            module.forward = lambda x: self._on_column(index, x)
+            product = functools.partial(self._column_product, index)
             module.__dict__["_vectors"] = (left, right)
+        module.forward = product
+
+    def _other_product(self, left: Tensor, right: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+        self.seen.add("linear", "addmm", "size", "view")
+        with torch._C.DisableTorchFunction():
+            return (x.to(self.dtype) @ left).unsqueeze(-1) * right + bias
+
+    def _column_product(self, index: int, x: Tensor) -> Tensor:
+        self.seen.is_on = True
+        with torch._C.DisableTorchFunction():
+            return self._on_column(index, x)
 
     def _reach(self, x: Tensor) -> Tensor:
         self._reached = x
         raise _Reached
 
     def _run_scope(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._on_scope(args, kwargs)
+        with torch._C.DisableTorchFunction():
+            args, kwargs = self._on_scope(args, kwargs)
+        self.seen.is_on = True
         return self._scope_forward(*args, **kwargs)
 
     # -- runs ---------------------------------------------------------------------------------------------------------
@@ -156,7 +175,8 @@ class PlayedModule:
         self._reached = None
         torch.manual_seed(seed)
         try:
-            with torch.enable_grad(), _MeanDropout():  # type: ignore[no-untyped-call]
+            stance = torch.compiler.set_stance(NOT_COMPILED)
+            with stance, torch.enable_grad(), _MeanDropout(), self.seen:  # type: ignore[no-untyped-call]
                 self.scene.run(self.copy, args, kwargs)
         except _Reached:
             pass
@@ -164,9 +184,15 @@ class PlayedModule:
             raise
         except Exception as error:  # The user's code runs here and may raise anything.
             text = message_of(error).strip().split("\n")[0][:100]
+            if "torch.compile stance" in text:
+                raise Refusal("it runs what torch.compile has made") from error
             raise Refusal(f"{type(error).__name__}: {text}") from error
+        finally:
+            self.seen.is_on = False
         if self._reached is None:
             raise Refusal("it does not run every time")
+        if self.seen.hooks:
+            raise Refusal(f"{self.seen.hooks[0]} in between shows gradients")
         return self._reached
 
     def _product(self, index: int, x: Tensor, right: Tensor) -> Tensor:

@@ -268,7 +268,7 @@ CASES: dict[tuple[Callable[[], Odd], str], str] = {
     (StepsInBackward, "zdp"): "SGD.step() runs within a backward pass, where its gradient is that of one rank",
     (GradientsSeen, "sliced"): "autograd knows a slice of it, not the parameter itself",
     (GradientsSeen, "tp"): "autograd knows a slice of it, not the parameter itself",
-    (FeaturesLate, "tp"): "enter is tensor parallel together with mid, but runs without",
+    (FeaturesLate, "tp"): "norm sees what is between the operators of mid, where each rank has a slice",
     (WeightHookLate, "tp"): f"{CHANGES_LATE}is tensor parallel, so that hooks of it would see other ranks' samples",
     (WeightsGradientLate, "tp"): f"{CHANGES_LATE}is tensor parallel: autograd knows a slice, for all ranks' samples",
     (SecondOrderLate, "tp"): "a gradient is differentiated again through operators that are tensor parallel",
@@ -291,22 +291,24 @@ def fit(kind: Callable[[], Odd], policy: str, folder: str) -> tuple[dict[str, Te
     return {name: value.detach().clone() for name, value in module.state_dict().items()}, module.noted
 
 
-def judge_all(rank: int, ranks: int, folder: str) -> dict[tuple[str, str], str]:
+def judge_all(
+    rank: int, ranks: int, folder: str, cases: dict[tuple[Callable[[], Odd], str], str]
+) -> dict[tuple[Any, str], str]:
     """Return what has come of each case on this rank, in words."""
     warnings.simplefilter("ignore")
     plain: dict[Any, Any] = {}
-    found = {}
-    for kind, policy in CASES:
-        if kind not in plain and CASES[kind, policy] == "equal":
+    found: dict[tuple[Any, str], str] = {}
+    for (kind, policy), expected in cases.items():
+        if kind not in plain and expected == "equal":
             plain[kind] = fit(kind, "", folder)
         try:
             weights, noted = fit(kind, policy, folder)
         except OSDPError as error:
-            found[kind.__name__, policy] = f"{type(error).__name__}: {error}"
+            found[kind, policy] = f"{type(error).__name__}: {error}"
         except Exception:
-            found[kind.__name__, policy] = traceback.format_exc()
+            found[kind, policy] = traceback.format_exc()
         else:
-            found[kind.__name__, policy] = compare(plain[kind], weights, noted) if kind in plain else "no error"
+            found[kind, policy] = compare(plain[kind], weights, noted) if kind in plain else "no error"
     return found
 
 

@@ -64,10 +64,10 @@ def make_unit(
     places = [(root.get_submodule(owner), name, module) for module, (owner, _, name) in owned]
     if not needs.needs_agreement:
         pair = PairUnit(name, operators, groups, context)
-        pair.inner_modules, pair.places = inner, places
+        pair.inner_modules, pair.places, pair.functions = inner, places, needs.functions
         return pair
     owners = [attribute.rpartition(".") for attribute in needs.attributes]
     attributes = [(root.get_submodule(owner), attribute) for owner, _, attribute in owners]
     scope = ScopeUnit(name, operators, groups, context, root.get_submodule(name), attributes)
-    scope.inner_modules, scope.places = inner, places
+    scope.inner_modules, scope.places, scope.functions = inner, places, needs.functions
     return scope

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightning_osdp.engine.sliced_operator import cast_for_autocast
 from lightning_osdp.engine.tensor_parallel.check import shows_slices
 from lightning_osdp.engine.tensor_parallel.exchange import Phase
+from lightning_osdp.engine.tensor_parallel.inner_features import InnerFeatures, InnerRun
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
 from lightning_osdp.engine.tensor_parallel.operator_run import OperatorRun, SlicedRun
 from lightning_osdp.engine.tensor_parallel.unit import TensorUnit, is_in_backward
@@ -34,12 +35,16 @@ class PairUnit(TensorUnit):
     """Modules that may run between the operators, which nobody saw when the plan was made."""
     places: Sequence[tuple[nn.Module, str, nn.Module]] = ()
     """Where its operators were when the plan was made: parent, name and module."""
+    functions: Sequence[str] | None = None
+    """Functions that may see what is between its operators; None if that is not known."""
     _run: OperatorRun | None = None
     """The run that has started, until the last row operator has ended it."""
     _input: Tensor | None = None
     """What the column operators of the run have been given."""
     _gathered: Tensor | None = None
     """That of all ranks, if all are in the run."""
+    _inner: InnerRun | None = None
+    """Guards what is between the operators of a run with slices."""
     _is_recomputed = False
     """Whether the run has started in a backward pass."""
     _is_flat = False
@@ -69,7 +74,15 @@ class PairUnit(TensorUnit):
         self._called.add(operator)
         assert self._run is not None
         assert self._gathered is not None
-        return operator.multiply(self._gathered, self._run.weight_of(operator), self._run.bias_of(operator))
+        return self._guard(
+            operator.multiply(self._gathered, self._run.weight_of(operator), self._run.bias_of(operator))
+        )
+
+    def _guard(self, features: Tensor) -> Tensor:
+        if isinstance(self._run, SlicedRun):
+            self._inner = self._inner or InnerRun(self.label, self.functions)
+            self._inner.guard(features)
+        return features
 
     def _start_run(self, operator: TensorOperator, input: Tensor) -> None:
         """Gather the rows (samples, ..., in) of all ranks that begin with the same operator."""
@@ -104,6 +117,8 @@ class PairUnit(TensorUnit):
 
     def _run_row(self, operator: TensorOperator, own: Any, input: Tensor) -> Tensor:
         """Return the output for this rank's rows, of this rank's input features for the rows of all ranks."""
+        if self._inner is not None or isinstance(input, InnerFeatures):
+            input = (self._inner or InnerRun(self.label, None)).take(input)
         run, first, is_flat = self._run, self._input, self._is_flat
         if run is None and input.shape[-1] == operator.in_features:  # whole features: it is called by itself
             run, _ = self.start([len(input), 1], "")
@@ -134,5 +149,7 @@ class PairUnit(TensorUnit):
 
     def _end_run(self) -> None:
         self._run = self._input = self._gathered = None
+        if self._inner is not None:
+            self._inner.is_over, self._inner = True, None
         self._is_flat = False
         self._called.clear()

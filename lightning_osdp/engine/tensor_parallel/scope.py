@@ -66,7 +66,7 @@ class ScopeUnit(PairUnit):
         self._run, self._input = run, first
         if not isinstance(run, SlicedRun):
             return own(*args, **kwargs)
-        by_id = {id(tensor): run.gather(tensor, index) for index, tensor in enumerate(gathered)}
+        by_id = {id(tensor): self._guard(run.gather(tensor, index)) for index, tensor in enumerate(gathered)}
         args, kwargs = map_tensors((args, kwargs), lambda tensor: by_id.get(id(tensor), tensor))
         with self._divided_attributes():
             return own(*args, **kwargs)
@@ -87,8 +87,8 @@ class ScopeUnit(PairUnit):
         if self._run is None:
             raise self._incomplete_run(operator)
         self._called.add(operator)
-        x = cast_for_autocast(input)
-        return operator.multiply(x, self._run.weight_of(operator), self._run.bias_of(operator))
+        x = cast_for_autocast(input if self._inner is None else self._inner.take(input))
+        return self._guard(operator.multiply(x, self._run.weight_of(operator), self._run.bias_of(operator)))
 
     @contextmanager
     def _divided_attributes(self) -> Iterator[None]:

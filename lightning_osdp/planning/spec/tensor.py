@@ -73,6 +73,8 @@ class TensorScope(FrozenModel):
     """Whether it takes arguments (masks) that the ranks of a group must have alike."""
     inner_modules: tuple[str, ...] = ()
     """Modules that run between its operators, which see a slice of what they are given."""
+    functions: tuple[str, ...] | None = None
+    """Functions of torch that were seen there, by name; None if it is not known."""
 
 
 class TensorCandidate(FrozenModel):
@@ -88,6 +90,7 @@ class TensorCandidate(FrozenModel):
     attributes: tuple[str, ...] = ()
     needs_agreement: bool = False
     inner_modules: tuple[str, ...] = ()
+    functions: tuple[str, ...] | None = None
     degrees: tuple[Degree, ...] = Field(min_length=1)
     """Numbers of ranks for which it was proven."""
     input_bytes: NonNegative
@@ -115,7 +118,10 @@ class TensorCandidate(FrozenModel):
     def tensor_scope(self) -> TensorScope:
         """Return what a plan says about the module in which the operators run together."""
         return TensorScope(
-            attributes=self.attributes, needs_agreement=self.needs_agreement, inner_modules=self.inner_modules
+            attributes=self.attributes,
+            needs_agreement=self.needs_agreement,
+            inner_modules=self.inner_modules,
+            functions=self.functions,
         )
 
     def use(self, index: int) -> TensorUse:

@@ -1,0 +1,251 @@
+"""Modules that use what is between operators which run together, in ways that begin when the plan is made."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.support.odd_modules import HIDDEN, Odd
+
+WIDE, LENGTH, HEADS = 16, 3, 2
+
+
+class Between(Odd):
+    """An MLP, between whose operators something happens from the third step on."""
+
+    def build(self) -> None:
+        self.up, self.down = nn.Linear(HIDDEN, WIDE), nn.Linear(WIDE, HIDDEN)
+        self.register_buffer("row", torch.zeros(WIDE))
+        self.is_late = False
+
+    def body(self, x: Tensor) -> Tensor:
+        self.is_late = self.is_live(x) and self.global_step > 1 and self.training
+        h = self.activate(self.up(super().body(x)))
+        return self.lead_out(self.late(h) if self.is_late else h)
+
+    def activate(self, h: Tensor) -> Tensor:
+        return functional.gelu(h)
+
+    def lead_out(self, h: Tensor) -> Tensor:
+        return self.down(h)
+
+    def late(self, h: Tensor) -> Tensor:
+        return h
+
+
+class Penalized(Between):
+    """Features are part of the loss."""
+
+    def late(self, h: Tensor) -> Tensor:
+        self.__dict__["penalty"] = h.square().mean()
+        return h
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        loss = super().training_step(batch, batch_index)
+        return loss + self.penalty if self.is_late else loss
+
+
+class Logged(Between):
+    """A number of features is logged."""
+
+    def late(self, h: Tensor) -> Tensor:
+        self.note(h.detach().norm())
+        return h
+
+
+class LastKept(Between):
+    """Features are kept in each step, and read after it."""
+
+    def lead_out(self, h: Tensor) -> Tensor:
+        self.__dict__["last"] = h.detach()
+        return super().lead_out(h)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_index: int) -> None:
+        if batch_index > 1:
+            self.note(self.last.mean())
+
+
+class LastReturned(Between):
+    """Features are returned by the step, for nobody."""
+
+    def lead_out(self, h: Tensor) -> Tensor:
+        self.__dict__["last"] = h
+        return super().lead_out(h)
+
+    def training_step(self, batch: Any, batch_index: int) -> Any:
+        return {"loss": super().training_step(batch, batch_index), "features": self.last}
+
+
+class RunForNothing(Between):
+    """The first operator runs once more, and nothing uses what it gives."""
+
+    def lead_out(self, h: Tensor) -> Tensor:
+        y = super().lead_out(h)
+        if self.is_late:
+            self.up(y)
+        return y
+
+
+class Mixed(Between):
+    """Rows are mixed."""
+
+    def late(self, h: Tensor) -> Tensor:
+        return 0.5 * h + 0.5 * h.flip(0)
+
+
+class ScaledByRank(Between):
+    def late(self, h: Tensor) -> Tensor:
+        return h * torch.full((1, 1), 1.0 + self.global_rank)
+
+
+class WrittenOut(Between):
+    def late(self, h: Tensor) -> Tensor:
+        self.row[None] = h[:1].detach()
+        return h
+
+
+class GradientHooked(Between):
+    def late(self, h: Tensor) -> Tensor:
+        h.register_hook(lambda gradient: self.note(gradient.norm()))  # type: ignore[no-untyped-call]
+        return h
+
+
+class Reduced(Between):
+    def late(self, h: Tensor) -> Tensor:
+        torch.distributed.all_reduce(h.detach())
+        return h
+
+
+class HalvedLate(Between):
+    """What does the same to each number may begin late."""
+
+    def late(self, h: Tensor) -> Tensor:
+        return 0.5 * functional.dropout(torch.relu(h), 0.0) + 0.1 * h
+
+
+class ProductByHand(Between):
+    """The last product is made with the weight itself."""
+
+    def lead_out(self, h: Tensor) -> Tensor:
+        return functional.linear(h, self.down.weight, self.down.bias) if self.is_late else super().lead_out(h)
+
+
+class BothByHand(Between):
+    """Operators are run by torch's functions, and copies of them in the midst of a run."""
+
+    def body(self, x: Tensor) -> Tensor:
+        h = Odd.body(self, x)
+        if not (self.is_live(x) and self.global_step > 1):
+            return self.down(torch.tanh(self.up(h)))
+        with torch.no_grad():
+            y = self.up(h)
+            up, down = copy.deepcopy((self.up, self.down))
+            self.note(down(up(torch.ones(2, HIDDEN))))
+            self.note(self.down(torch.tanh(y)))
+        h = torch.tanh(nn.Linear.forward(self.up, h))
+        return self.down(h) if self.global_step > 2 else nn.Linear.forward(self.down, h)
+
+
+class OwnFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        ctx.save_for_backward(h)
+        return h * torch.sigmoid(h)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (h,) = ctx.saved_tensors
+        s = torch.sigmoid(h)
+        return gradient * (s + h * s * (1 - s))
+
+
+class OwnActivation(Between):
+    """A function of autograd of the user's own, whose saved tensors are moved."""
+
+    def activate(self, h: Tensor) -> Tensor:
+        return OwnFunction.apply(h)  # type: ignore[no-untyped-call, no-any-return]
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return super().training_step(batch, batch_index)
+
+
+class CompiledActivation(Between):
+    def build(self) -> None:
+        super().build()
+        self.__dict__["compiled"] = torch.compile(lambda h: h * torch.sigmoid(h), backend="aot_eager")
+
+    def activate(self, h: Tensor) -> Tensor:
+        return self.compiled(h)
+
+
+class Attention(nn.Module):
+    """Hands its weights to a function, if there is one."""
+
+    see: Callable[[Tensor], Tensor] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+        self.heads, self.width = HEADS, HIDDEN // HEADS
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        samples, length, _ = x.shape
+        each = (product(x).view(samples, length, self.heads, self.width) for product in (self.q, self.k, self.v))
+        q, k, v = (heads.transpose(1, 2) for heads in each)
+        scores = q @ k.transpose(2, 3) / self.width**0.5
+        if mask is not None:
+            scores = scores.masked_fill(mask[:, None, None], -1e4)
+        weights = scores.softmax(-1)
+        if self.see is not None:
+            weights = self.see(weights)
+        return self.o((weights @ v).transpose(1, 2).reshape(samples, length, self.heads * self.width))
+
+
+class Attended(Odd):
+    def build(self) -> None:
+        self.attention = Attention()
+
+    def body(self, x: Tensor) -> Tensor:
+        h, mask = super().body(x)[:, None] * torch.linspace(0.5, 1.5, LENGTH)[:, None], None
+        if self.is_live(x) and self.global_step > 1:
+            self.attention.see = self.late
+            mask = torch.stack([torch.zeros_like(x[:, 0]), x[:, 0], x[:, 1]], 1) > 0
+        return (h + self.attention(h, mask)).mean(1)
+
+    def late(self, weights: Tensor) -> Tensor:
+        return weights
+
+
+class HeadsMixed(Attended):
+    def late(self, weights: Tensor) -> Tensor:
+        return weights / weights.norm(dim=1, keepdim=True)
+
+
+class WeightsLogged(Attended):
+    def late(self, weights: Tensor) -> Tensor:
+        self.note(weights.mean())
+        return weights
+
+
+SEES = "{} sees what is between the operators of {}, where each rank has a slice"
+FEATURE_CASES: dict[tuple[Callable[[], Odd], str], str] = {
+    **{(kind, "tp"): "equal" for kind in (
+        Between, HalvedLate, BothByHand, OwnActivation, CompiledActivation, LastReturned, Attended,
+    )},
+    **{(kind, "tp"): SEES.format(name, "down") for kind, name in (
+        (Penalized, "square"), (Logged, "norm"), (LastKept, "mean"), (Mixed, "flip"), (ScaledByRank, "mul"),
+        (WrittenOut, "__setitem__"), (GradientHooked, "register_hook"), (Reduced, "all_reduce"),
+        (ProductByHand, "linear"),
+    )},
+    (RunForNothing, "tp"): "up is tensor parallel together with down, but runs without",
+    **{(kind, "tp"): SEES.format(name, "attention") for kind, name in (
+        (HeadsMixed, "norm"), (WeightsLogged, "mean"),
+    )},
+}  # fmt: skip
+"""As ``odd_modules.CASES``."""
