@@ -162,7 +162,7 @@ CAUSES = (
     "to 338 ms in stretches of 6 s.",
     "- Under a tight limit there is no memory to try a plan: its time is the sum of its measured parts.",
     "- 4 to 6 ms a step of the loop and the loader are in no prediction.",
-    "- On a CPU, 14 MiB are reserved for what the search and the first steps leave behind, 6 MiB after a trial; most "
+    "- On a CPU, 8 MiB are reserved for what the first steps leave behind, 6 MiB after a trial; most "
     "models need less, which counts where they are small.",
     "- CUDA is not among these cases: see [GPUs](gpu/training.md#predicted-and-measured).",
 )

@@ -22,10 +22,10 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of the ranks, before any of them loads to
 
 from bench.accuracy.accuracy import MIB, run_case
 from bench.accuracy.cases import WIDTHS, Case, Order
-from lightning_osdp.backend.memory import LATER_STEPS_GROWTH_BYTES
+from lightning_osdp.backend.memory import GROWTH_BYTES
 from tests.support.ports import free_port
 
-ALLOWANCE_BYTES = LATER_STEPS_GROWTH_BYTES["cpu"]
+ALLOWANCE_BYTES = GROWTH_BYTES["cpu"]["tried"]
 
 KINDS = ("attention", "MLP")
 SLICES = (1, 2, 4, 8, 16)

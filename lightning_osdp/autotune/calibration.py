@@ -158,7 +158,7 @@ def assume_retained_heap(
         The times; None if training with all operators replicated does not leave as much memory again for the heap to
         grow, or if tensors of the batch are too large to stay in it.
     """
-    available_bytes = ranks.all_reduce_min(free_bytes - growth_reserve(ranks.device, after_trial=False))
+    available_bytes = ranks.all_reduce_min(free_bytes - growth_reserve(ranks.device, "measured"))
     needed_bytes = 2 * training_peak_bytes(model, cluster, replicated_plan(model, cluster), batch_size)
     is_possible = needed_bytes <= available_bytes and max_retained_batch_size(model) >= batch_size
     if not (_can_measure_heap_retention(ranks) and is_possible):

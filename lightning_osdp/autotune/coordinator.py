@@ -18,7 +18,7 @@ from lightning_osdp.autotune.profile import Profile
 from lightning_osdp.autotune.ranks import RankGroup, resolve_cluster
 from lightning_osdp.autotune.startup_budget import StartupBudget
 from lightning_osdp.backend.allocator import retain_freed_memory
-from lightning_osdp.backend.memory import MemoryLimit, growth_reserve, memory_in_use, process_overhead
+from lightning_osdp.backend.memory import MemoryLimit, Progress, growth_reserve, memory_in_use, process_overhead
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
 from lightning_osdp.planning.cost.caching_allocator import fragmentation_bytes, persistent_tensor_sizes
 from lightning_osdp.planning.cost.cpu_effects import max_retained_batch_size
@@ -80,15 +80,20 @@ class MemoryBudget:
     estimated: int
     file_pages: int = 0
 
-    def with_observed_usage(self, cached_plan: CachedPlan) -> MemoryBudget:
-        """Return the budget with the usage that an earlier start has observed after its trials.
+    @property
+    def model(self) -> int:
+        """What is left for the model."""
+        return self.limit - self.non_model
 
-        Unchanged if it has observed none, or a usage that is not within what is estimated now.
+    def with_observed_usage(self, cached_plan: CachedPlan) -> MemoryBudget:
+        """Return the budget with the usage that an earlier start has observed after its search or its trials.
+
+        Unchanged if that is not within what is estimated now.
         """
-        is_observed = not cached_plan.estimated_bytes
-        if not is_observed or not self.non_model - self.estimated <= cached_plan.non_model_bytes <= self.non_model:
+        least = self.non_model - self.estimated + cached_plan.estimated_bytes
+        if not least <= cached_plan.non_model_bytes <= self.non_model:
             return self
-        return replace(self, non_model=cached_plan.non_model_bytes, estimated=0)
+        return replace(self, non_model=cached_plan.non_model_bytes, estimated=cached_plan.estimated_bytes)
 
 
 @dataclass(frozen=True)
@@ -115,14 +120,14 @@ class PlanningCoordinator:
         limit = replace(limit, user_limit=None) if self.ranks.is_offline else limit
         return max(0, limit.current() - memory_in_use(self.ranks.device))
 
-    def memory_budget(self, after_trial: bool) -> MemoryBudget:
-        """Return the memory that there is now; ``after_trial``: after steps of a plan that was found."""
+    def memory_budget(self, progress: Progress) -> MemoryBudget:
+        """Return the memory that there is now; ``progress``: how far the start is."""
         limit, device = self.request.memory_limit, self.ranks.device
         evaluates = self.request.non_training.has_own_evaluation_batch_size
-        used = process_overhead(device, self.request.model_bytes, after_trial, evaluates) + self._fragmentation_margin()
-        coming = limit.expected_file_pages(after_trial)
+        used = process_overhead(device, self.request.model_bytes, progress, evaluates) + self._fragmentation_margin()
+        coming = limit.expected_file_pages(progress)
         minimum, used, file_pages = self._min_and_max(limit.current() + coming, [used, limit.file_pages() + coming])
-        return MemoryBudget(minimum, used, min(used, self._reserved_bytes(after_trial)), file_pages)
+        return MemoryBudget(minimum, used, min(used, self._reserved_bytes(progress)), file_pages)
 
     def cached_memory_budget(self, cached_plan: CachedPlan) -> MemoryBudget | None:
         """Return the budget of the start that chose ``cached_plan``; None if this process has taken more already.
@@ -132,7 +137,7 @@ class PlanningCoordinator:
         request = self.request
         own = memory_in_use(self.ranks.device) - request.model_bytes + self._fragmentation_margin()
         limit, used = self._min_and_max(
-            request.memory_limit.current() - request.memory_limit.file_pages(), [own + self._reserved_bytes(False)]
+            request.memory_limit.current() - request.memory_limit.file_pages(), [own + self._reserved_bytes("measured")]
         )
         if used > cached_plan.non_model_bytes:
             return None
@@ -265,9 +270,9 @@ class PlanningCoordinator:
         negated, *largest = self.ranks.all_reduce_max([-minimum, *maxima])
         return [-int(negated), *map(int, largest)]
 
-    def _reserved_bytes(self, after_trial: bool) -> int:
+    def _reserved_bytes(self, progress: Progress) -> int:
         evaluates = self.request.non_training.has_own_evaluation_batch_size
-        return growth_reserve(self.ranks.device, after_trial, evaluates)
+        return growth_reserve(self.ranks.device, progress, evaluates)
 
     def _fragmentation_margin(self) -> int:
         """Return what the caching allocator can't use of its segments on CUDA."""

@@ -27,6 +27,10 @@ log_info = rank_zero_only(logging.getLogger(__name__).info)
 MAX_PLAN_TRIALS = 2
 """Maximum number of searches in one start whose plan is tried."""
 
+MIN_MEMORY_GAIN = 0.01
+"""Relative gain of memory for the model that is worth another search. After the first one less has to be reserved for
+what a start leaves behind, which counts where a rank has little memory."""
+
 
 def search_and_trial(
     coordinator: PlanningCoordinator, profile: Profile, memory_budget: MemoryBudget, trial_context: TrialContext | None
@@ -43,8 +47,6 @@ def search_and_trial(
     if coordinator.ranks.is_offline:
         return plan, profile, memory_budget
     finalists = coordinator.find_finalists(profile, memory_budget, plan)
-    if trial_context is None:
-        return _take_untried(finalists), profile, memory_budget
     tried: list[ExecutionPlan] = []
     chosen: ExecutionPlan | None = None
     for searches_left in reversed(range(MAX_PLAN_TRIALS)):
@@ -53,7 +55,7 @@ def search_and_trial(
         if not trials:
             break
         profile = profile.model_copy(update={"trials": add_trials(profile.trials, trials)})
-        memory_budget = coordinator.memory_budget(after_trial=True)
+        memory_budget = coordinator.memory_budget("tried")
         tried += [one for one in finalists if one is not chosen and trials_of_plan(one, trials)]
         chosen = coordinator.choose_tried_plan(profile, memory_budget, tried)
         trial_s = budget.elapsed_s() - began_s
@@ -67,10 +69,13 @@ def search_and_trial(
         finalists = [plan, chosen]
     if chosen is not None:
         return chosen, profile, memory_budget
-    # A search that takes no more time than the first one finds nothing better.
-    if was_cut_short and budget.remaining_s() - APPLY_RESERVE_S > search_s:
+    # With neither more time nor more memory than the first one, another search finds nothing better.
+    now = coordinator.memory_budget("searched")
+    is_roomier = now.model > (1 + MIN_MEMORY_GAIN) * memory_budget.model
+    if (was_cut_short or is_roomier) and budget.remaining_s() - APPLY_RESERVE_S > search_s:
+        memory_budget = now if is_roomier else memory_budget
         plan = coordinator.search(profile, memory_budget, UNTRIED_PLAN_MARGIN, 1.0)
-        finalists = [plan, *finalists]
+        finalists = coordinator.find_finalists(profile, memory_budget, plan) if is_roomier else [plan, *finalists]
     return _take_untried(finalists), profile, memory_budget
 
 
@@ -94,12 +99,17 @@ def search_or_take(
 
 
 def _try_plans(
-    coordinator: PlanningCoordinator, profile: Profile, plans: Sequence[ExecutionPlan], trial_context: TrialContext
+    coordinator: PlanningCoordinator,
+    profile: Profile,
+    plans: Sequence[ExecutionPlan],
+    trial_context: TrialContext | None,
 ) -> list[Trial]:
     """Step 6. Return trials of the plans: the known ones if all were tried before, else new ones, in turns.
 
-    Empty if the first plan can't be tried.
+    Empty if the first plan can't be tried, or none may be.
     """
+    if trial_context is None:
+        return []
     known = [trial for plan in plans for trial in trials_of_plan(plan, profile.trials)]
     if len(known) == len(plans):
         return known

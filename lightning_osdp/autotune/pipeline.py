@@ -219,7 +219,7 @@ def autotune(
     else:
         # 3. Measure, 4. calibrate.
         profile = _measure_and_calibrate(coordinator, traced, files, trial_context)
-        memory_budget = coordinator.memory_budget(after_trial=False)
+        memory_budget = coordinator.memory_budget("measured")
     is_reused = plan is not None
     if plan is None:
         # 5. Search, 6. try the plan, 7. search again.
@@ -246,7 +246,7 @@ def _fit_beside_leftovers(
     peak_bytes, limit_bytes = plan.predicted.peak_memory_bytes, memory_budget.limit
     if peak_bytes + len(coordinator.model.operators) * LEFTOVER_BYTES <= limit_bytes:
         return plan, memory_budget
-    now = coordinator.memory_budget(after_trial=bool(plan.tried))
+    now = coordinator.memory_budget("tried" if plan.tried else "searched")
     left_bytes = now.non_model - memory_budget.non_model
     if left_bytes <= memory_budget.estimated or peak_bytes + left_bytes <= now.limit:
         return plan, memory_budget
@@ -320,7 +320,7 @@ def _reuse_cached_plan(
         plan = coordinator.look_up_plan(profile, memory_budget, key, earlier)
     if memory_budget is None or plan is None:
         coordinator.ranks.raise_on_all_ranks(lambda: compute.warm_up(traced, coordinator.ranks.device))
-        memory_budget = coordinator.memory_budget(after_trial=False)
+        memory_budget = coordinator.memory_budget("measured")
         memory_budget = memory_budget.with_observed_usage(earlier[-1]) if earlier else memory_budget
         plan = coordinator.look_up_plan(profile, memory_budget, key, earlier)
     if plan is not None:

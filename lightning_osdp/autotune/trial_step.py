@@ -110,7 +110,7 @@ class TrialContext:
         The copy and what first steps leave in the process are subtracted from ``free_bytes``. Negative if the step
         can't be repeated. Collective: every rank must call it.
         """
-        own = free_bytes - lazy_clone_bytes(self.module, self.device) - growth_reserve(self.device, after_trial=False)
+        own = free_bytes - lazy_clone_bytes(self.module, self.device) - growth_reserve(self.device, "measured")
         return ranks.all_reduce_min(own if self.is_repeatable else -1)
 
     @property

@@ -6,6 +6,7 @@ import gc
 import linecache
 import mmap
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,12 @@ from lightning_osdp.backend.cpu import process_memory
 from lightning_osdp.backend.cpu.malloc import HEAP
 from lightning_osdp.planning.whatif.hardware import USABLE_MEMORY_FRACTION
 
-FIRST_STEP_GROWTH_BYTES = {"cpu": 14 << 20}
-"""What the search and the first training steps leave behind besides tensors: small heap allocations, objects of
-autograd and of the loops [M-backend-5]."""
+Progress = Literal["measured", "searched", "tried"]
+"""How far a start is: all is measured; a plan was searched, too; steps of plans were tried, too."""
 
-LATER_STEPS_GROWTH_BYTES = {"cpu": 6 << 20}
-"""The same after trial steps of a plan that was searched: most of it is there already [M-backend-6]."""
+GROWTH_BYTES: dict[str, dict[Progress, int]] = {"cpu": {"measured": 14 << 20, "searched": 8 << 20, "tried": 6 << 20}}
+"""What the rest of the start and the first training steps leave behind besides tensors: small heap allocations, objects
+of autograd and of the loops [M-backend-5, M-backend-6]."""
 
 KEPT_BYTES = {"cpu": {"unit_bytes": 16 << 10, "tensor_bytes": 1900, "page_bytes": mmap.PAGESIZE}}
 """What one more unit takes besides tensors (hooks, nodes of autograd), what one more tensor takes that is kept from
@@ -116,13 +117,13 @@ class MemoryLimit:
         """Return the bytes of ``current`` that stand for pages of files: a process goes on to read more."""
         return process_memory.file_pages() if self._has_file_pages else 0
 
-    def expected_file_pages(self, after_trial: bool) -> int:
+    def expected_file_pages(self, progress: Progress) -> int:
         """Return the bytes of files that the first steps will read, which come on top of ``current``.
 
         Args:
-            after_trial: as in ``process_overhead``.
+            progress: how far the start is.
         """
-        return EXPECTED_FILE_PAGE_BYTES if self._has_file_pages and not after_trial else 0
+        return EXPECTED_FILE_PAGE_BYTES if self._has_file_pages and progress != "tried" else 0
 
     @property
     def _has_file_pages(self) -> bool:
@@ -165,7 +166,9 @@ def peak_reserved(device: torch.device) -> int:
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_memory(device)
 
 
-def process_overhead(device: torch.device, model_bytes: int, after_trial: bool = False, evaluates: bool = False) -> int:
+def process_overhead(
+    device: torch.device, model_bytes: int, progress: Progress = "measured", evaluates: bool = False
+) -> int:
     """Return the bytes that do not belong to the model: libraries, interpreter, buffers of the process group.
 
     ``growth_reserve`` is added for what is not there yet.
@@ -173,14 +176,14 @@ def process_overhead(device: torch.device, model_bytes: int, after_trial: bool =
     Args:
         device: the rank's device.
         model_bytes: size of parameters and buffers that are on the device now.
-        after_trial: whether this process has run trial steps of a plan that was searched.
+        progress: how far the start is.
         evaluates: whether it will evaluate batches of another size than it trains in.
     """
     trim(device)
-    return max(0, memory_in_use(device) - model_bytes) + growth_reserve(device, after_trial, evaluates)
+    return max(0, memory_in_use(device) - model_bytes) + growth_reserve(device, progress, evaluates)
 
 
-def growth_reserve(device: torch.device, after_trial: bool, evaluates: bool = False) -> int:
+def growth_reserve(device: torch.device, progress: Progress, evaluates: bool = False) -> int:
     """Return the bytes that training will take besides tensors; arguments as in ``process_overhead``."""
-    steps = (LATER_STEPS_GROWTH_BYTES if after_trial else FIRST_STEP_GROWTH_BYTES).get(device.type, 0)
+    steps = GROWTH_BYTES[device.type][progress] if device.type in GROWTH_BYTES else 0
     return steps + (EVALUATION_GROWTH_BYTES.get(device.type, 0) if evaluates else 0)

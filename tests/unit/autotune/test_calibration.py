@@ -17,7 +17,7 @@ from lightning_osdp.autotune.calibration import Calibration, replicated_plan, ru
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster
 from lightning_osdp.autotune.trial_step import StepTiming
 from lightning_osdp.backend.cpu.malloc import HEAP, configure_cpu_allocator
-from lightning_osdp.backend.memory import FIRST_STEP_GROWTH_BYTES, growth_reserve
+from lightning_osdp.backend.memory import GROWTH_BYTES, growth_reserve
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.trial_correction import training_peak_bytes, trial_peak_bytes
 from lightning_osdp.planning.spec.cluster import ComputeTimes
@@ -132,7 +132,7 @@ def test_retention_is_assumed_if_training_leaves_as_much_memory_again(
     model, hardware = traced.model_profile, current_cluster(ranks)
     peak_bytes = training_peak_bytes(model, hardware, calibration.replicated_plan(model, hardware), 4)
     monkeypatch.setattr(calibration, "can_measure_retention", lambda device: can_measure)
-    free_bytes = int(share * peak_bytes) + growth_reserve(CPU, after_trial=False)
+    free_bytes = int(share * peak_bytes) + growth_reserve(CPU, "measured")
     found = calibration.assume_retained_heap(times, model, hardware, 4, free_bytes, ranks)
     assert (found is not None) == is_assumed
     if found is not None:
@@ -153,7 +153,7 @@ def trial_memory_bytes(size: int) -> int:
     step = trials.MEMORY_MARGIN * trial_peak_bytes(
         model, some_cluster(2), replicated_plan(model, some_cluster(2)), size
     )
-    return math.ceil(step) + lazy_clone_bytes(module, CPU) + FIRST_STEP_GROWTH_BYTES["cpu"]
+    return math.ceil(step) + lazy_clone_bytes(module, CPU) + GROWTH_BYTES["cpu"]["measured"]
 
 
 def test_calibration_trials_skip_sizes_that_exceed_memory() -> None:

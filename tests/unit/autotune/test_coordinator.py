@@ -14,7 +14,7 @@ from lightning_osdp.autotune.profile import Profile
 from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.autotune.startup_budget import StartupBudget
 from lightning_osdp.backend import memory
-from lightning_osdp.backend.memory import EVALUATION_GROWTH_BYTES, FIRST_STEP_GROWTH_BYTES
+from lightning_osdp.backend.memory import EVALUATION_GROWTH_BYTES, GROWTH_BYTES
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
 from lightning_osdp.planning.cost.trial_correction import Trial, plan_key
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, make_plan, min_memory_bytes
@@ -54,7 +54,9 @@ def test_with_observed_usage_takes_usage_seen_by_earlier_start() -> None:
     assert room.with_observed_usage(seen) == MemoryBudget(100, 50, 0)
     for other in (0, 47, 61):  # nothing seen, or another process than now
         assert room.with_observed_usage(seen.model_copy(update={"non_model_bytes": other})) == room
-    assert room.with_observed_usage(seen.model_copy(update={"estimated_bytes": 12})) == room
+    guessed = seen.model_copy(update={"estimated_bytes": 2})
+    assert room.with_observed_usage(guessed) == MemoryBudget(100, 50, 2)
+    assert room.with_observed_usage(guessed.model_copy(update={"estimated_bytes": 3})) == room
 
 
 def test_plan_or_fallback_returns_searched_plan_when_it_fits() -> None:
@@ -70,14 +72,14 @@ class Counted:
     def file_pages(self) -> int:
         return 100
 
-    def expected_file_pages(self, after_trial: bool) -> int:
-        return 0 if after_trial else 3
+    def expected_file_pages(self, progress: str) -> int:
+        return 0 if progress == "tried" else 3
 
 
 def test_cached_memory_budget_is_used_unless_process_uses_more_than_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(ROOMY, RULE)
     monkeypatch.setattr(coordinator_module, "memory_in_use", lambda device: 50)
-    monkeypatch.setattr(coordinator_module, "growth_reserve", lambda device, after_trial, evaluates: 7)
+    monkeypatch.setattr(coordinator_module, "growth_reserve", lambda device, progress, evaluates: 7)
     team = make_coordinator(Counted())
     # 30 bytes are not the model's, and 7 more are kept for first steps
     assert team.cached_memory_budget(
@@ -93,14 +95,19 @@ def test_cached_memory_budget_is_used_unless_process_uses_more_than_seen(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("stepped", "room"), [(False, MemoryBudget(1003, 57, 7, 103)), (True, MemoryBudget(1000, 57, 7, 100))]
+    ("progress", "room"),
+    [
+        ("measured", MemoryBudget(1003, 57, 7, 103)),
+        ("searched", MemoryBudget(1003, 57, 7, 103)),
+        ("tried", MemoryBudget(1000, 57, 7, 100)),
+    ],
 )
 def test_memory_budget_adds_file_pages_that_first_steps_will_read(
-    stepped: bool, room: MemoryBudget, monkeypatch: pytest.MonkeyPatch
+    progress: Any, room: MemoryBudget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator_module, "process_overhead", lambda *_: 57)
-    monkeypatch.setattr(coordinator_module, "growth_reserve", lambda device, after_trial, evaluates: 7)
-    assert make_coordinator(Counted()).memory_budget(stepped) == room
+    monkeypatch.setattr(coordinator_module, "growth_reserve", lambda device, progress, evaluates: 7)
+    assert make_coordinator(Counted()).memory_budget(progress) == room
 
 
 @pytest.mark.parametrize(("evaluation_batch_size", "more"), [(0, 0), (64, EVALUATION_GROWTH_BYTES["cpu"])])
@@ -110,8 +117,8 @@ def test_memory_budget_with_evaluation_reserves_memory_for_its_kernels(
     """Steps after a validation took up to 2 MiB more than their limit."""
     monkeypatch.setattr(memory, "memory_in_use", lambda device: 50)
     between = NonTrainingWork(evaluation_batch_size=evaluation_batch_size)
-    room = make_coordinator(Counted(), between).memory_budget(after_trial=False)
-    assert room.estimated == FIRST_STEP_GROWTH_BYTES["cpu"] + more
+    room = make_coordinator(Counted(), between).memory_budget("measured")
+    assert room.estimated == GROWTH_BYTES["cpu"]["measured"] + more
     assert room.non_model == 30 + room.estimated
 
 

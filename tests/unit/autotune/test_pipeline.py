@@ -117,6 +117,7 @@ class Timed:
         self.fractions: list[float] = []
         self.tried: list[list[int]] = []
         self.now_s = 0.0
+        self.searched_bytes = 60
         self.ranks: Any = SimpleNamespace(is_offline=False)
         self.budget = StartupBudget(RankGroup.single(CPU), began_s=0.0, total_s=left_s)
         monkeypatch.setattr(startup_budget, "time", SimpleNamespace(monotonic=lambda: self.now_s))
@@ -142,9 +143,8 @@ class Timed:
         assert len({plan_key(plan) for plan in plans}) == len(plans), "each plan is shown once"
         return min(plans, key=lambda plan: trials_of_plan(plan, profile.trials)[0].measured_s) if self.fits else None
 
-    def memory_budget(self, after_trial: bool) -> MemoryBudget:
-        assert after_trial
-        return MemoryBudget(100, 50, 0)
+    def memory_budget(self, progress: str) -> MemoryBudget:
+        return MemoryBudget(100, 50, 0) if progress == "tried" else MemoryBudget(100, self.searched_bytes, 4)
 
     def run_plan_trials(
         self, setup: Any, compute_for: Any, plans: Sequence[ExecutionPlan], reserve_s: float
@@ -212,6 +212,20 @@ def test_search_and_trial_continues_cut_search_when_no_trial_is_possible(
     assert (measured, memory_budget.non_model) == (PROFILE, 60)
 
 
+@pytest.mark.parametrize(
+    ("left_bytes", "search_s", "batch_size", "non_model"),
+    [(59, 2.0, 2, 59), (60, 2.0, 1, 60), (61, 2.0, 1, 60), (59, 7.0, 1, 60), (59, 5.0, 2, 59)],
+)
+def test_search_and_trial_searches_again_where_search_leaves_less_than_was_reserved(
+    left_bytes: int, search_s: float, batch_size: int, non_model: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = [make_plan(ROOMY, BatchSizePolicy(batch_size=1 + at)) for at in range(3)]
+    coordinator = Timed(monkeypatch, plans, 12.0 + APPLY_RESERVE_S, search_s, can_try=False)
+    coordinator.searched_bytes = left_bytes
+    plan, _, memory_budget = coordinator.search_and_trial()
+    assert (plan.batch_size, memory_budget.non_model) == (batch_size, non_model)
+
+
 def sharded_and_simple(gain: float) -> tuple[ExecutionPlan, ExecutionPlan]:
     """A plan with sharded operators, and one with none, which the first promises to be faster than."""
     constraints = replace(ROOMY.constraints, modes="zdp")
@@ -264,7 +278,7 @@ def test_plan_is_searched_again_beside_what_planning_left_if_that_exceeds_what_i
     coordinator: Any = Timed(monkeypatch, [second], 30.0, 2.0)
     coordinator.model = ROOMY.model
     coordinator.with_baselines = lambda profile, memory_budget, plan: plan.model_copy(update={"baselines": ("new",)})
-    coordinator.memory_budget = lambda after_trial: MemoryBudget(limit, 60 + left_bytes, 12)
+    coordinator.memory_budget = lambda progress: MemoryBudget(limit, 60 + left_bytes, 12)
     budget = MemoryBudget(limit, 60, 12)
     found, now = pipeline._fit_beside_leftovers(coordinator, PROFILE, budget, first)
     assert found.batch_size == (2 if is_searched else 1)
@@ -305,8 +319,8 @@ def test_autotune_marks_memory_as_observed_only_after_trial_of_searched_plan(
     shown = Trial(plan_key="", predicted_s=1.0, measured_s=1.0, overhead_by_kind_s={}, plan=plan)
     measured = Profile(compute=compute(MODEL), link=ROOMY.cluster.link, trials=(shown,) if found_plan else ())
 
-    def memory_budget(self: PlanningCoordinator, after_trial: bool) -> MemoryBudget:
-        asked_for.append(after_trial)
+    def memory_budget(self: PlanningCoordinator, progress: str) -> MemoryBudget:
+        asked_for.append(progress)
         return MemoryBudget(100, 60, 12, 5)
 
     monkeypatch.setattr(pipeline, "_prepare_ranks", lambda *_: None)
@@ -327,6 +341,6 @@ def test_autotune_marks_memory_as_observed_only_after_trial_of_searched_plan(
     asked_for.clear()
     file.unlink()
     pipeline.autotune(traced, request, ranks, StartupBudget.unlimited(ranks), trial_context=nothing)
-    assert asked_for == [False]
+    assert asked_for == ["measured"]
     (one,) = Profile.model_validate_json(file.read_text()).cached_plans
     assert (one.non_model_bytes, one.estimated_bytes, one.file_page_bytes) == (60, 0 if found_plan else 12, 5)

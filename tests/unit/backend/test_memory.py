@@ -31,9 +31,9 @@ def test_clear_linecache_drops_only_lines_readable_from_files() -> None:
 def test_expected_file_pages_count_only_for_detected_limit_before_first_step() -> None:
     cpu = torch.device("cpu")
     found, given = memory.MemoryLimit(cpu, 1), memory.MemoryLimit(cpu, 1, user_limit=1 << 30)
-    assert found.expected_file_pages(after_trial=False) == memory.EXPECTED_FILE_PAGE_BYTES > 0
-    assert found.expected_file_pages(after_trial=True) == given.expected_file_pages(after_trial=False) == 0
-    assert memory.MemoryLimit(torch.device("cuda"), 1).expected_file_pages(after_trial=False) == 0
+    assert found.expected_file_pages("measured") == memory.EXPECTED_FILE_PAGE_BYTES > 0
+    assert found.expected_file_pages("tried") == given.expected_file_pages("measured") == 0
+    assert memory.MemoryLimit(torch.device("cuda"), 1).expected_file_pages("measured") == 0
     assert found.file_pages() > given.file_pages() == 0
 
 
