@@ -92,9 +92,13 @@ class BucketedAllReduce:
         self._next_bucket = 0
         self.is_active = False
         """Whether a backward pass has come to gradients that are not reduced yet."""
+        self.trains_alike = True
+        """Whether all ranks train the same parameters; otherwise those take part that were trained at any time."""
         self._unhooked = set(self._parameters)
         self._hooks: list[Any] = []
         self.refresh()
+        self._trainable = 0
+        self.notice_changes(lambda _: None)
 
     @property
     def num_collectives(self) -> int:
@@ -110,6 +114,17 @@ class BucketedAllReduce:
             # On the node, which has to be held: there it comes after all hooks on the parameter, however late.
             self._hooks.append((node, node.register_hook(partial(self._on_gradient, parameter))))
             self._unhooked.discard(parameter)
+
+    def notice_changes(self, tell: Callable[[int], None]) -> None:
+        """Call ``tell`` with a hash of which parameters are trained if they are others than last time."""
+        trainable = hash(tuple(p.requires_grad for p in self._parameters)) if self.trains_alike else self._trainable
+        if trainable != self._trainable:
+            self._trainable = trainable
+            tell(trainable)
+
+    def expect_differences(self) -> None:
+        """Lay the buckets out in the same way whatever each rank trains."""
+        self.trains_alike = False
 
     def detach(self) -> None:
         """Stop averaging gradients, until ``refresh``."""
@@ -143,7 +158,7 @@ class BucketedAllReduce:
             bucket.buffer = bucket.work = None  # only the gradients refer to the buffer now
 
     def _trainable_parameters(self) -> list[nn.Parameter]:
-        return [p for p in self._parameters if p.requires_grad]
+        return [p for p in self._parameters if (p.requires_grad if self.trains_alike else p not in self._unhooked)]
 
     def _on_gradient(self, parameter: nn.Parameter, *_: object) -> None:
         if not self._sync.is_on or self._world_size == 1:

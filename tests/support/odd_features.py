@@ -110,6 +110,11 @@ class WrittenOut(Between):
         return h
 
 
+class Detached(Between):
+    def late(self, h: Tensor) -> Tensor:
+        return h.detach()
+
+
 class GradientHooked(Between):
     def late(self, h: Tensor) -> Tensor:
         h.register_hook(lambda gradient: self.note(gradient.norm()))  # type: ignore[no-untyped-call]
@@ -266,7 +271,7 @@ FEATURE_CASES: dict[tuple[Callable[[], Odd], str], str] = {
     **{(kind, "tp"): SEES.format(name, "down") for kind, name in (
         (Penalized, "square"), (Logged, "norm"), (LastKept, "mean"), (Mixed, "flip"), (ScaledByRank, "mul"),
         (WrittenOut, "__setitem__"), (GradientHooked, "register_hook"), (Reduced, "all_reduce"),
-        (ProductByHand, "linear"),
+        (ProductByHand, "linear"), (Detached, "a function without gradients"),
     )},
     (RunForNothing, "tp"): "up is tensor parallel together with down, but runs without",
     **{(kind, "tp"): SEES.format(name, "attention") for kind, name in (

@@ -185,6 +185,14 @@ class PaddedEncoder(Odd):
         return self.plain(h, src_key_padding_mask=unordered).mean(1)  # type: ignore[no-any-return]
 
 
+class FrozenByRank(Odd):
+    """Ranks freeze and thaw parameters in turn, replicated ones among them."""
+
+    def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
+        self.mid.requires_grad_((batch_index + self.global_rank) % 2 == 0)
+        self.enter.bias.requires_grad_(batch_index != 2)
+
+
 class SwitchedByRank(Odd):
     """Each rank runs another one of three operators, which lead to the same one."""
 
@@ -280,6 +288,7 @@ CASES: dict[tuple[Callable[[], Odd], str], str] = {
         SumsOverSteps, OptimizerReplaced, GradientsSeen, GradientAtEdge, WritesInGradientHook, OtherTypes,
         PaddedEncoder,
     )},
+    **{(FrozenByRank, policy): "equal" for policy in ("zdp", "mixed", "sliced", "tp")},
     **{(kind, "tp"): "equal" for kind in (
         SumsOverSteps, OptimizerReplaced, OtherTypes, LastTied, SwitchedByRank, FeaturesInValidation, BiasHooks,
         ReplacedForward, ReplacedByCopy, PaddedEncoder,

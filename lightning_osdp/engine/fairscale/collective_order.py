@@ -29,7 +29,7 @@ STABLE_COUNT = 8
 FIRST_ASKING_STEPS, MAX_ASKING_STEPS = 32, 4096
 """Steps in which ranks ask for each collective after they wanted different ones: at first, and if it recurs."""
 
-_JOINABLE = {"forward": 0, "evaluate": 0, "backward": 1, "reduce": 1, "replicated": 2}
+_JOINABLE = {"trainable": -1, "forward": 0, "evaluate": 0, "backward": 1, "reduce": 1, "replicated": 2}
 """The kinds of events in which a rank can take part that wants another one, by what comes first."""
 
 _WAITING = ("end", "evaluated", "sync", "access")
@@ -41,6 +41,7 @@ _TEXTS = {
     "backward": ("gathers {} for its backward", "gathered {} for its backward"),
     "reduce": ("reduces the gradient of {}", "reduced the gradient of {}"),
     "replicated": ("reduces replicated gradients", "reduced replicated gradients"),
+    "trainable": ("trains other parameters", "has begun to train other parameters"),
     "end": ("ends its backward pass", "ended its backward pass"),
     "step": ("begins the next training step", "began a training step"),
     "sync": ("takes part in {}", "took part in a collective operation"),
@@ -98,6 +99,8 @@ class CollectiveOrder:
         """Whether the code that runs is that of the traced step."""
         self.join_replicated: Callable[[], None] = lambda: None
         """Takes part in the reduction of replicated gradients."""
+        self.on_trainable_differ: Callable[[], None] = lambda: None
+        """Called when ranks train different parameters."""
 
     def register(self, unit: OrderedUnit, is_grouped: bool = False) -> int:
         """Return the index of ``unit``; units come in the order of the plan.
@@ -152,6 +155,10 @@ class CollectiveOrder:
     def has_backward(self) -> bool:
         """Return whether a step or a backward pass has begun whose end is not noted yet."""
         return self._has_backward and self._agreement is not None
+
+    def before_trainable(self, trainable: int) -> None:
+        """Tell the other ranks that this one trains other parameters than in its last step; a hash tells which."""
+        self._before(f"trainable -1 {trainable}")
 
     def before_replicated(self) -> None:
         """Return when the next collectives on all ranks are those of replicated gradients."""
@@ -232,6 +239,8 @@ class CollectiveOrder:
                 if is_learned:
                     self._learn(chosen, decision.is_unanimous)
             self._note(chosen)
+            if chosen.startswith("trainable") and (chosen != event or not (decision and decision.is_unanimous)):
+                self.on_trainable_differ()
             if chosen == event:
                 return
             if self._has_groups:

@@ -58,7 +58,7 @@ class InnerRun:
 
     def __init__(self, name: str, functions: Collection[str] | None) -> None:
         self._name, self._functions = name, functions
-        self.is_over = False
+        self.is_over = self.needs_grad = False
 
     def guard(self, value: Any) -> Any:
         """Guard a tensor, or those in a list, as part of this run."""
@@ -77,6 +77,8 @@ class InnerRun:
         if features.run is not self:
             raise features.run.refusal("an operator of another run")
         with without_guards():
+            if self.needs_grad and torch.is_grad_enabled() and not features.requires_grad:
+                raise self.refusal("a function without gradients")
             return features.view_as(features)
 
     def check(self, name: str, args: Any, tensors: list[Tensor]) -> None:

@@ -81,6 +81,7 @@ class PairUnit(TensorUnit):
     def _guard(self, features: Tensor) -> Tensor:
         if isinstance(self._run, SlicedRun):
             self._inner = self._inner or InnerRun(self.label, self.functions)
+            self._inner.needs_grad |= features.requires_grad
             self._inner.guard(features)
         return features
 

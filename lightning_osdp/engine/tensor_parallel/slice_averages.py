@@ -8,7 +8,7 @@ ranks have told each other how far they have come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,7 +127,9 @@ class SliceAverages:
                 unit.is_unsynced = True
             unsynced = [unit for unit in units if unit.is_unsynced] if is_synced else []
             for groups, queue in self._queues.items():
-                ran = _weights_of(unit for unit in reversed(unsynced) if unit.groups == groups)
+                ran = [
+                    w for unit in reversed(unsynced) if unit.groups == groups for w in unit.layouts if w in self._hooks
+                ]
                 if ran:
                     queue.finish(list(dict.fromkeys([*queue.weights, *ran])))
                     queue.weights = ran
@@ -135,7 +137,3 @@ class SliceAverages:
             unit.has_new_gradients = False
         for unit in unsynced:
             unit.is_unsynced = False
-
-
-def _weights_of(units: Iterable[TensorUnit]) -> list[nn.Parameter]:
-    return [weight for unit in units for weight in unit.layouts if weight.requires_grad]

@@ -153,6 +153,8 @@ class TensorUnit:
         is_repeated = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         if alike and is_repeated:
             alike += " repeated"  # as checkpoints do: a rank by itself can't run it for the others again
+        if alike:
+            alike += f" {[operator.weight.requires_grad for operator in self.operators]}"
         signature = crc32(alike.encode()) + 1 if alike else 0
         own = (1, signature, needs_grad, *numbers)
         answers, gathered = self._starts[phase].exchange(own + ABSENT[len(own) :], rows)
@@ -191,7 +193,7 @@ class TensorUnit:
 
     def _store_whole_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         for weight, gradient in zip(self.layouts, gradients, strict=True):
-            if gradient is not None:
+            if gradient is not None and weight.requires_grad:
                 earlier = self._whole_gradients.get(weight)
                 self._whole_gradients[weight] = gradient if earlier is None else earlier + gradient
 
@@ -204,9 +206,8 @@ class TensorUnit:
         """Add the slices of full gradients of all ranks of the group when a pass is over. Collective."""
         if not self.has_whole_runs:
             return
-        trainable = {weight: layout for weight, layout in self.layouts.items() if weight.requires_grad}
-        answers = exchange_numbers([int(weight in self._whole_gradients) for weight in trainable], self.groups.host)
-        for (weight, layout), is_there in zip(trainable.items(), zip(*answers, strict=True), strict=True):
+        answers = exchange_numbers([int(weight in self._whole_gradients) for weight in self.layouts], self.groups.host)
+        for (weight, layout), is_there in zip(self.layouts.items(), zip(*answers, strict=True), strict=True):
             if any(is_there):
                 full = self._whole_gradients.pop(weight, None)
                 part = layout.reduce_scatter(weight.new_zeros(layout.shape) if full is None else full)
