@@ -67,7 +67,7 @@ def reject_unsupported(trainer: pl.Trainer, plugin: Precision) -> None:
 
     Raises:
         ConfigurationError: a callback replaces weights, the precision is not supported, the whole module is compiled,
-            a module in it is lazy or wrapped for data parallelism, gradients are sparse, or batch norms are to be
+            a module in it is lazy, scripted or wrapped, gradients are sparse, or batch norms are to be
             synchronised where they can't be.
     """
     module = trainer.lightning_module
@@ -105,6 +105,11 @@ def _reject_layers(module: nn.Module) -> None:
             raise ConfigurationError(
                 f"{name or type(inner).__name__} is wrapped in {wrapper}, which reduces its gradients by itself: take "
                 "the wrapper off, since OSDPStrategy does that for the whole module"
+            )
+        if isinstance(inner, torch.jit.ScriptModule) and any(p.requires_grad for p in inner.parameters()):
+            raise ConfigurationError(
+                f"{name} is scripted by TorchScript, whose trainable parameters can't be copied for planning: train "
+                "the module that it was made of, and script that after the run"
             )
         tensors = (*inner._parameters.items(), *inner._buffers.items())
         if lazy := [own for own, tensor in tensors if is_lazy(tensor)]:

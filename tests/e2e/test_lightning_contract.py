@@ -434,8 +434,9 @@ def refusals(folder: str) -> dict[str, str]:
     in_place.compile(backend="eager")
     shared = build_seeded(Net)
     shared.register_buffer("shadow", shared.second.weight.data[1:])
-    wrapped, lazy = build_seeded(Net), build_seeded(Net)
+    wrapped, lazy, scripted = build_seeded(Net), build_seeded(Net), build_seeded(Net)
     lazy.second = nn.LazyLinear(8)
+    scripted.second = torch.jit.script(scripted.second)
     wrapped.second = nn.parallel.DistributedDataParallel(wrapped.second)
     return {
         "whole compiled": catch_fit_error(folder, None, torch.compile(build_seeded(Net), backend="eager")),
@@ -445,6 +446,7 @@ def refusals(folder: str) -> dict[str, str]:
         "wrapped": catch_fit_error(folder, wrapped),
         "shared memory": catch_fit_error(folder, shared),
         "lazy": catch_fit_error(folder, lazy),
+        "scripted": catch_fit_error(folder, scripted),
     }
 
 

@@ -167,6 +167,24 @@ class LastTied(Odd):
         return torch.tanh(self.outer(h))
 
 
+class PaddedEncoder(Odd):
+    """Validated with a mask of padded positions, in whose place torch's fast path returns what nothing computes."""
+
+    has_validation = True
+
+    def build(self) -> None:
+        layer = nn.TransformerEncoderLayer(HIDDEN, 2, 16, 0.0, batch_first=True)
+        self.plain = nn.TransformerEncoder(layer, 1)
+        self.normed = nn.TransformerEncoder(layer, 1, norm=nn.LayerNorm(HIDDEN))
+
+    def body(self, x: Tensor) -> Tensor:
+        h = super().body(x)[:, None] * torch.linspace(0.5, 1.5, 3)[:, None]
+        padded = torch.stack([torch.zeros_like(x[:, 0]), x[:, 0], x[:, 0]], 1) > 0
+        unordered = torch.stack([x[:, 0], x[:, 1], torch.zeros_like(x[:, 0])], 1) > 0
+        h = self.normed(self.plain(h, src_key_padding_mask=padded).square(), src_key_padding_mask=padded).square()
+        return self.plain(h, src_key_padding_mask=unordered).mean(1)  # type: ignore[no-any-return]
+
+
 class SwitchedByRank(Odd):
     """Each rank runs another one of three operators, which lead to the same one."""
 
@@ -260,10 +278,11 @@ CHANGES_LATE = "weight of mid is sharded, and it "
 CASES: dict[tuple[Callable[[], Odd], str], str] = {
     **{(kind, policy): "equal" for policy in ("zdp", "mixed") for kind in (
         SumsOverSteps, OptimizerReplaced, GradientsSeen, GradientAtEdge, WritesInGradientHook, OtherTypes,
+        PaddedEncoder,
     )},
     **{(kind, "tp"): "equal" for kind in (
         SumsOverSteps, OptimizerReplaced, OtherTypes, LastTied, SwitchedByRank, FeaturesInValidation, BiasHooks,
-        ReplacedForward, ReplacedByCopy,
+        ReplacedForward, ReplacedByCopy, PaddedEncoder,
     )},
     (StepsInBackward, "zdp"): "SGD.step() runs within a backward pass, where its gradient is that of one rank",
     (GradientsSeen, "sliced"): "autograd knows a slice of it, not the parameter itself",

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_osdp.backend.work import is_driven_by_host
 from lightning_osdp.engine.activation_checkpointing import check_recomputed_blocks, checkpoint_block
+from lightning_osdp.engine.attention_fastpath import AttentionFastpath
 from lightning_osdp.engine.base import Engine
 from lightning_osdp.engine.fairscale.communicators import sharded_units
 from lightning_osdp.engine.fairscale.context import EngineContext
@@ -125,9 +126,7 @@ class FairScaleEngine(Engine):
             values.move_to_device(tensor)
         self._finalize(plan)
         self.shard_optimizer_state(optimizers)
-        # The fast path of torch's attention in evaluation reads the weights of modules that it does not call.
-        self._had_attention_fastpath = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
+        self._attention_fastpath = AttentionFastpath()
 
     @override
     def apply_plan_change(self, plan: ExecutionPlan, optimizers: Iterable[Optimizer]) -> None:
@@ -308,7 +307,7 @@ class FairScaleEngine(Engine):
         mark_generation(self._module, False)
         self._operators, self._units, self._sliced_operators, self._undo_recompute = {}, [], [], []
         self._sharded_parameters = ShardedParameters({}, self._group)
-        torch.backends.mha.set_fastpath_enabled(self._had_attention_fastpath)
+        self._attention_fastpath.restore()
         self.is_restored = True
 
     @override
