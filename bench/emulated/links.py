@@ -53,4 +53,4 @@ def scaled_cluster(ranks: int, flops: float, network: str = NETWORK, width_ratio
         "between_nodes": scaled(described.between_nodes),
         "start_latency_s": described.start_latency_s / shrink,
     }
-    return hardware.build_cluster(described.model_copy(update=changes), ranks)
+    return hardware.build_cluster(described.model_copy(update=changes), ranks).with_overlap(1.0)

@@ -149,7 +149,8 @@ def _find_cluster(hardware: str | Path | Cluster, devices: int | None, nodes: in
                 f"{described.nodes} of {described.devices_per_node}"
             )
         described = described.model_copy(update={"nodes": nodes, "devices_per_node": devices // nodes})
-    return hardware_files.build_cluster(described, devices)
+    # Emulated collectives go on beside compute for all of their time.
+    return hardware_files.build_cluster(described, devices).with_overlap(1.0)
 
 
 def _is_cluster_file(path: Path) -> bool:

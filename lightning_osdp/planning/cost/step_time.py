@@ -73,6 +73,10 @@ class OverlappedTime(NamedTuple):
     """In the forward of each micro-batch."""
     backward_s: float
     """In its backward, a recomputed forward included."""
+    between_nodes_s: float
+    """Once in each optimizer step over the link between nodes, beside the last backward and its communication."""
+    whole_backward_s: float
+    """What a micro-batch's backward communicates inside nodes, whether compute can hide it or not."""
 
     @property
     def per_microbatch_s(self) -> float:
@@ -100,23 +104,28 @@ def overlapped_time(
     Replicated gradients are reduced, and sharded ones averaged between nodes, during the last backward pass;
     collectives of units overlap all passes, on CUDA those of all units, elsewhere those of prefetched ones.
     """
-    links = scope_links(cluster, choice.scope, choice.hierarchical).overlapped_part()
-    shards, forward_s, backward_s = shards_of(operator, choice), 0.0, 0.0
+    whole = scope_links(cluster, choice.scope, choice.hierarchical)
+    links = whole.overlapped_part()
+    shards, forward_s, backward_s, whole_backward_s = shards_of(operator, choice), 0.0, 0.0, 0.0
     gathers_again = recomputed and operator.num_wrapped == 1
     for unit in shards.units:
         if cluster.has_streams or unit.is_prefetched(cluster):
             own = _unit_comm_by_pass_s(unit, links, cluster, recomputed=gathers_again)
             forward_s += unit.num_slices * own[0]
             backward_s += unit.num_slices * own[1]
+        if whole.inter_node is not None:
+            by_pass = _unit_comm_by_pass_s(unit, whole, cluster, recomputed=gathers_again)
+            whole_backward_s += unit.num_slices * by_pass[1]
     all_reduces_s = cluster.link.all_reduce.overlap_fraction * _all_reduces_s(shards, cluster)
-    return OverlappedTime(all_reduces_s + _inter_node_s(shards, links), forward_s, backward_s)
+    return OverlappedTime(all_reduces_s, forward_s, backward_s, _inter_node_s(shards, links), whole_backward_s)
 
 
 def hidden_s(overlapped: Any, passes: tuple[Any, Any], again: Any, accumulation: int, cluster: Cluster) -> Any:
     """Return the seconds of communication that an operator's compute hides in an optimizer step.
 
     On CUDA, where gathers and reductions of all units go on beside compute, those of a pass share the link, and
-    together are hidden by no more than the pass takes.
+    together are hidden by no more than the pass takes. Averages between nodes have a link of their own, and go on
+    beside all that the last backward does: compute, and what it waits for inside nodes.
 
     Args:
         overlapped: the fields of ``OverlappedTime``; numbers, or arrays of them.
@@ -125,17 +134,18 @@ def hidden_s(overlapped: Any, passes: tuple[Any, Any], again: Any, accumulation:
         accumulation: micro-batches.
         cluster: the ranks.
     """
-    (per_step, in_forward, in_backward), (forward, backward) = overlapped, passes
+    (per_step, in_forward, in_backward, between_nodes, whole_backward), (forward, backward) = overlapped, passes
     whole = accumulation * (forward + again + backward)
+    others = np.minimum(in_backward, again + backward)
     if cluster.has_streams:
         last = np.minimum(in_backward + per_step, again + backward)
-        others = np.minimum(in_backward, again + backward)
         hidden = accumulation * np.minimum(in_forward, forward) + (accumulation - 1) * others + last
     else:
         hidden = np.minimum(per_step, again + backward) + accumulation * (in_forward + in_backward)
     # A forward that is run again hides no more than it takes, so that recomputing never saves time.
     hidden = np.minimum(hidden, whole) + cluster.overlap * accumulation * (forward + backward)
-    return np.minimum(hidden, whole)
+    waited = np.maximum(0.0, whole_backward - others)
+    return np.minimum(hidden, whole) + np.minimum(between_nodes, backward + waited)
 
 
 def host_time(operator: Operator, choice: ShardingChoice, cluster: Cluster, *, recomputed: bool = False) -> PerStepTime:

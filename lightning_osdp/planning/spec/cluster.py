@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -209,6 +209,22 @@ class Cluster(FrozenModel):
     def uses_ring_collectives(self) -> bool:
         """Return whether the engine gathers and reduces with its own rings instead of the backend's collectives."""
         return self.backend == "gloo" and self.device == "cpu"
+
+    def with_overlap(self, fraction: float) -> Cluster:
+        """Return a copy in which compute can hide this fraction of each collective's time."""
+
+        def overlap(links: Any) -> Any:
+            own = {"overlap_fraction": fraction}
+            fits = {name: getattr(links, name) for name in type(links).model_fields}
+            return links.model_copy(
+                update={
+                    name: fit.model_copy(update=own) if isinstance(fit, CollectiveFit) else overlap(fit)
+                    for name, fit in fits.items()
+                }
+            )
+
+        hierarchical = self.hierarchical_links and overlap(self.hierarchical_links)
+        return self.model_copy(update={"link": overlap(self.link), "hierarchical_links": hierarchical})
 
     @property
     def supports_prefetch(self) -> bool:

@@ -57,6 +57,14 @@ def test_occupied_links_follow_the_nodes_of_the_ranks(ranks: range, expected: tu
     assert links(TWO_NODES, 16).occupied(ranks) == expected
 
 
+def test_resolve_cluster_lets_compute_hide_collectives_of_described_hardware_alone() -> None:
+    found = resolve_cluster("2xtitan-rtx-pcie3+10gbit", 16)
+    assert found.hierarchical_links is not None
+    assert {found.link.all_gather.overlap_fraction, found.hierarchical_links.inter_node.overlap_fraction} == {1.0}
+    measured = found.with_overlap(0.3)
+    assert resolve_cluster(measured, None) == measured
+
+
 def test_resolve_cluster_spreads_devices_over_given_nodes() -> None:
     cluster = resolve_cluster(TWO_NODES, 8, 2)
     assert (cluster.nodes, cluster.devices_per_node) == (2, 4)

@@ -156,7 +156,7 @@ def plan_of(case: Case, model: ModelProfile) -> ExecutionPlan:
 
 
 def predicted_s(model: ModelProfile, cluster: Cluster, plan: ExecutionPlan) -> float:
-    """Seconds of all collectives of a step in which nothing is computed, so that nothing hides them."""
+    """Seconds of all collectives of a step in which nothing hides them: no compute, and no others."""
     line = LinearInBatch()
     times = tuple(
         OperatorTime(
@@ -169,7 +169,7 @@ def predicted_s(model: ModelProfile, cluster: Cluster, plan: ExecutionPlan) -> f
         for operator in model.operators
     )
     compute = ComputeTimes(operators=times, unattributed=OperatorTime(), optimizer_s_per_byte=0.0)
-    return predict_trial(model, compute, cluster, plan, BATCH_SIZE).predicted_s
+    return predict_trial(model, compute, cluster.with_overlap(0.0), plan, BATCH_SIZE).predicted_s
 
 
 def emulated_step(plan: ExecutionPlan) -> list[tuple[str, int, int, float]]:

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_osdp.planning.cost.step_time import TimeCost, communication_time, overlapped_time, time_cost
+from lightning_osdp.planning.cost.step_time import (
+    OverlappedTime,
+    TimeCost,
+    communication_time,
+    hidden_s,
+    overlapped_time,
+    time_cost,
+)
 from lightning_osdp.planning.search.batch_size_search import Problem
 from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, ComputeTimes, Link, OperatorTime
@@ -71,6 +78,9 @@ def test_overlapped_time_needs_prefetch_except_for_replicated_gradients() -> Non
     assert cost(ShardingChoice((Mode.DP,)), 10.0, prefetch_max_bytes=0).communication_s == pytest.approx(0.2)
 
 
+NOTHING = OverlappedTime(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
 def two_nodes_of_two_ranks() -> Cluster:
     plain = two_ranks().link
     sharding = plain.model_dump(exclude={"all_reduce"})
@@ -81,10 +91,10 @@ def two_nodes_of_two_ranks() -> Cluster:
 def test_overlapped_time_per_microbatch_is_zero_where_ranks_share_node_link() -> None:
     everywhere, inside = ShardingChoice((Mode.ZDP,)), ShardingChoice((Mode.ZDP,), scope=ShardingScope.NODE)
     for choice in (everywhere, ShardingChoice((Mode.ZDP,), hierarchical=True)):
-        assert overlapped_time(linear("one"), choice, two_nodes_of_two_ranks()) == (0.0, 0.0, 0.0)
+        assert overlapped_time(linear("one"), choice, two_nodes_of_two_ranks()) == NOTHING
     assert overlapped_time(linear("one"), inside, two_nodes_of_two_ranks()).per_microbatch_s == 0.0
     uneven = two_ranks().model_copy(update={"devices_per_node": 3, "devices_by_node": (2, 1)})
-    assert overlapped_time(linear("one"), everywhere, uneven) == (0.0, 0.0, 0.0)
+    assert overlapped_time(linear("one"), everywhere, uneven) == NOTHING
     one_each = two_ranks().model_copy(update={"nodes": 2, "devices_per_node": 1})
     assert overlapped_time(linear("one"), everywhere, one_each) == overlapped_time(
         linear("one"), everywhere, two_ranks()
@@ -99,8 +109,23 @@ def test_overlapped_time_includes_inter_node_all_reduce_of_node_scope(slices: tu
     here, choice = two_nodes_of_two_ranks(), ShardingChoice(slices, None if len(slices) == 1 else 1, ShardingScope.NODE)
     replicated_s = 0.8 * here.link.all_reduce.time_s(4 * MIB, 4) * (1 - sharded)
     found = overlapped_time(linear("one"), choice, here)
-    assert found.per_step_s == pytest.approx(0.8 * 0.5 * sharded + replicated_s)
-    assert found.per_step_s < communication_time(linear("one"), choice, here).per_step_s
+    assert found.per_step_s == pytest.approx(replicated_s)
+    assert found.between_nodes_s == pytest.approx(0.8 * 0.5 * sharded)
+    assert found.per_step_s + found.between_nodes_s < communication_time(linear("one"), choice, here).per_step_s
+
+
+def test_hidden_s_lets_averages_between_nodes_go_on_beside_compute_and_waiting_inside_nodes() -> None:
+    here, choice = two_nodes_of_two_ranks(), ShardingChoice((Mode.ZDP,), scope=ShardingScope.NODE)
+    found = overlapped_time(linear("one"), choice, here)
+    per_pass = communication_time(linear("one"), choice, here).per_microbatch_s
+    assert found.whole_backward_s == pytest.approx(per_pass * 2 / 3)  # a gather and a reduction; forward: a gather
+    slow = found._replace(between_nodes_s=100.0)
+    for again in (0.0, 0.3):
+        assert hidden_s(slow, (0.3, 0.6), again, 1, here) == pytest.approx(0.6 + found.whole_backward_s)
+        assert hidden_s(slow._replace(backward_s=0.2), (0.3, 0.6), again, 1, here) == pytest.approx(
+            0.6 + found.whole_backward_s
+        )
+    assert hidden_s(found._replace(between_nodes_s=0.1), (0.3, 0.6), 0.0, 1, here) == pytest.approx(0.1)
 
 
 def every_choice(operator: Operator) -> list[ShardingChoice]:
