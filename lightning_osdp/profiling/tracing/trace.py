@@ -6,6 +6,7 @@ A trace on fake tensors allocates nothing and changes nothing of the module, its
 from __future__ import annotations
 
 import gc
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -358,6 +359,12 @@ def _guard_tracing(step: TrainingStep) -> Iterator[None]:
             name, hint = type(step.module).__name__, ""
             if isinstance(error, AttributeError) and reason.startswith(f"'{name}' object has no attribute"):
                 hint = " (planning runs it before on_fit_start and on_train_start: make it in __init__ or setup)"
+            numbers = set(re.findall(r"\d+", reason))
+            if str(step.batch_size) in numbers and not numbers.isdisjoint(map(str, step.sizes)):
+                sizes = " and ".join(map(str, step.sizes))
+                hint = (
+                    f" (planning runs it with {sizes} samples, not {step.batch_size}: let it take any number of them)"
+                )
             raise TraceError(
                 f"the training step of {name} can't be traced: {type(error).__name__}: {reason}{hint}"
             ) from error

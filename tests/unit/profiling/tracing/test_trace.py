@@ -507,6 +507,19 @@ def test_trace_records_gradient_order_of_lstm_layers() -> None:
     }
 
 
+class FixedBatch(Regression):
+    """Works with as many samples as its loader gives alone."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch + torch.ones(5, 8), batch_idx)
+
+
+def test_trace_of_step_for_one_batch_size_says_which_others_it_needs() -> None:
+    words = r"planning runs it with 2 and 8 samples, not 5: let it take any number of them"
+    with pytest.raises(TraceError, match=words):
+        describe(FixedBatch(nn.Linear(8, 8)), torch.ones(5, 8), 5)
+
+
 class DataDependent(Regression):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
