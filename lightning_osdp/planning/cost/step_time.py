@@ -124,8 +124,8 @@ def hidden_s(overlapped: Any, passes: tuple[Any, Any], again: Any, accumulation:
     """Return the seconds of communication that an operator's compute hides in an optimizer step.
 
     On CUDA, where gathers and reductions of all units go on beside compute, those of a pass share the link, and
-    together are hidden by no more than the pass takes. Averages between nodes have a link of their own, and go on
-    beside all that the last backward does: compute, and what it waits for inside nodes.
+    together are hidden by no more than the pass takes. Averages between nodes share their link with the reductions of
+    replicated gradients, and go on beside what the last backward waits for inside nodes, too.
 
     Args:
         overlapped: the fields of ``OverlappedTime``; numbers, or arrays of them.
@@ -144,8 +144,8 @@ def hidden_s(overlapped: Any, passes: tuple[Any, Any], again: Any, accumulation:
         hidden = np.minimum(per_step, again + backward) + accumulation * (in_forward + in_backward)
     # A forward that is run again hides no more than it takes, so that recomputing never saves time.
     hidden = np.minimum(hidden, whole) + cluster.overlap * accumulation * (forward + backward)
-    waited = np.maximum(0.0, whole_backward - others)
-    return np.minimum(hidden, whole) + np.minimum(between_nodes, backward + waited)
+    waited, left = np.maximum(0.0, whole_backward - others), np.maximum(0.0, backward - per_step)
+    return np.minimum(hidden, whole) + np.minimum(between_nodes, left + waited)
 
 
 def host_time(operator: Operator, choice: ShardingChoice, cluster: Cluster, *, recomputed: bool = False) -> PerStepTime:

@@ -125,6 +125,8 @@ def test_hidden_s_lets_averages_between_nodes_go_on_beside_compute_and_waiting_i
         assert hidden_s(slow._replace(backward_s=0.2), (0.3, 0.6), again, 1, here) == pytest.approx(
             0.6 + found.whole_backward_s
         )
+    shared = slow._replace(per_step_s=0.4)  # on the same link
+    assert hidden_s(shared, (0.3, 0.6), 0.0, 1, here) == pytest.approx(0.6 + found.whole_backward_s)
     assert hidden_s(found._replace(between_nodes_s=0.1), (0.3, 0.6), 0.0, 1, here) == pytest.approx(0.1)
 
 
