@@ -63,6 +63,14 @@ class PlanRequest:
     constraints: SearchConstraints = UNCONSTRAINED
     non_training: NonTrainingWork = NO_NON_TRAINING_WORK
 
+    def at_batch_size(self, only: int) -> PlanRequest:
+        """Return the request for a step that works at one batch size alone; 0 if it works at any.
+
+        Raises:
+            ConfigurationError: another batch size is asked for.
+        """
+        return replace(self, policy=self.policy.restricted_to(only))
+
 
 @dataclass(frozen=True)
 class MemoryBudget:

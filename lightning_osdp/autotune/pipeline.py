@@ -18,8 +18,10 @@ from __future__ import annotations
 import logging
 import time
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -116,24 +118,40 @@ def profile_model(
         evaluation=non_training.has_own_evaluation_batch_size,
         tensor_degrees=context.tensor_degrees,
     )
-    typical_key, _, largest_key = key.partition(KEY_SEPARATOR)
     try:
-        traced = _trace_or_load(step, cache, typical_key)
-        if context.largest_batch is None:
-            return traced
-        largest = _trace_or_load(replace(step, batch=context.largest_batch), cache, largest_key)
-        return replace(traced.with_memory_of(largest), key=KEY_SEPARATOR.join(filter(None, (traced.key, largest.key))))
+        return _trace_on_fake_tensors(step, context.largest_batch, cache, key)
     except TraceError as error:
-        if any(parameter.is_meta for parameter in module.parameters()):
-            raise  # a module without values can't run for real
-        warnings.warn(
-            f"training_step can't be traced on fake tensors ({error}); one real step on a small batch is run instead",
-            OSDPWarning,
-            stacklevel=2,
-        )
+        failure = error
+    if isinstance(failure.__cause__, RuntimeError | ValueError | IndexError):  # shapes that do not match
+        with suppress(TraceError):
+            traced = _trace_on_fake_tensors(step.at_own_batch_size(), context.largest_batch, cache, key)
+            warnings.warn(
+                f"training_step works with {step.batch_size} samples alone, as many as the data loader gives, and no "
+                f"other batch size is planned ({failure})",
+                OSDPWarning,
+                stacklevel=2,
+            )
+            return traced
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise failure  # a module without values can't run for real
+    warnings.warn(
+        f"training_step can't be traced on fake tensors ({failure}); one real step on a small batch is run instead",
+        OSDPWarning,
+        stacklevel=2,
+    )
     # On CUDA the module is still on the host and runs there.
     batch = context.batch if context.largest_batch is None else context.largest_batch
     return trace_by_running(replace(step, batch=batch, device=next(module.parameters()).device))
+
+
+def _trace_on_fake_tensors(step: TrainingStep, largest_batch: Any, cache: Path | None, key: str) -> TracedStep:
+    """Return the typical batch's step, with the memory of the largest batch's, if there is one."""
+    typical_key, _, largest_key = key.partition(KEY_SEPARATOR)
+    traced = _trace_or_load(step, cache, typical_key)
+    if largest_batch is None:
+        return traced
+    largest = _trace_or_load(replace(step, batch=largest_batch), cache, largest_key)
+    return replace(traced.with_memory_of(largest), key=KEY_SEPARATOR.join(filter(None, (traced.key, largest.key))))
 
 
 def _trace_or_load(step: TrainingStep, cache: Path | None, key: str) -> TracedStep:

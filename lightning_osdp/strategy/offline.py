@@ -240,6 +240,7 @@ def profile_in_setup(trainer: pl.Trainer, options: PlanningOptions) -> ProfiledR
     present = data.loader_batch_size or context.batch_size
 
     def limit_batch_sizes(policy: BatchSizePolicy, ranks: int) -> BatchSizePolicy:
+        policy = policy.restricted_to(traced.model_profile.only_batch_size)
         is_fixed = policy.batch_size is not None
         return policy if is_fixed else data.bounded_policy(present, policy, ranks, options.min_steps_per_epoch)
 
@@ -280,6 +281,7 @@ def plan_in_setup(
     blocker = options.in_backward_blocker(trainer, traced)
     constraints = options.constraints(own_constraints, blocker, device)
     request = options.request(trainer, data, context.batch_size, cluster.ranks, limit, constraints, non_training)
+    request = request.at_batch_size(traced.model_profile.only_batch_size)
     trial_context = context if options.trial_steps else None
     return pipeline.plan_offline(traced, request, device, cache=cache, trial_context=trial_context)
 

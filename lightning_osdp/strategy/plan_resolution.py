@@ -88,7 +88,8 @@ def resolve_plan(
         return PlanningResult(given_plan.with_types_of(traced.model_profile))
     limit = options.limit_on(context.device, run.ranks_per_node, ranks_sharing_memory_limit(ranks))
     facts = (trainer, data, context.batch_size, ranks.world_size, limit, constraints, non_training)
-    request = ranks.raise_on_all_ranks(lambda: options.request(*facts))
+    only = traced.model_profile.only_batch_size
+    request = ranks.raise_on_all_ranks(lambda: options.request(*facts).at_batch_size(only))
     request = _agree_on_batch_sizes(request, ranks)
     resumed = pipeline.reuse_if_valid(run.resumed_plan, traced, ranks, request.policy, limit.current())
     if resumed is not None and not (resumed.update_in_backward and blocker):

@@ -96,6 +96,21 @@ class Packed(Net):
         return functional.cross_entropy(self(last[-1] + first), batch[1])
 
 
+class Carried(Net):
+    """A state that is carried from batch to batch, with as many rows as each has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.state = torch.zeros(1, 4, WIDTH)
+
+    @override
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        outputs, state = self.rnn(batch[0].unsqueeze(1), self.state.to(self.device))
+        self.state = state.detach()
+        return functional.cross_entropy(self(outputs[:, -1]), batch[1])
+
+
 class EachEpoch(Net):
     """Other data in each epoch."""
 
@@ -160,6 +175,8 @@ FEATURES: dict[str, Callable[[Make], Any]] = {
     ),
     "all_gather with gradients": lambda make: fit(make, Contrast()),
     "packed sequences": lambda make: fit(make, Packed()),
+    "carried state": lambda make: fit(make, Carried()),
+    "carried state, any batch size": lambda make: fit(make, Carried(), batch_size=None),
 }
 
 
@@ -169,8 +186,9 @@ def use_features(rank: int, ranks: int, folder: str) -> dict[tuple[str, str], An
     def make(way: str, **options: Any) -> pl.Trainer:
         callbacks: list[Callback] = [*options.pop("callbacks", [])]
         strategy: Any = DDPStrategy()
+        batch_size = options.pop("batch_size", "keep")
         if way == "zdp":
-            strategy = OSDPStrategy(batch_size="keep", trial_steps=False, cache=f"{folder}/cache")
+            strategy = OSDPStrategy(batch_size=batch_size, trial_steps=False, cache=f"{folder}/cache")
             callbacks.append(OSDPCallback(modes={"net.*": "zdp"}))
         options = {"max_steps": -1, "max_epochs": 1, "limit_val_batches": 1.0} | options
         return trainer(folder, strategy, callbacks=callbacks, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.search_record import SearchStop
@@ -47,6 +47,19 @@ class BatchSizePolicy:
                 yield size, self.accumulation
                 size += max(1, size // 8)
             yield largest, self.accumulation
+
+    def restricted_to(self, only: int) -> BatchSizePolicy:
+        """Return the policy for a step that works at one batch size alone; 0 if it works at any.
+
+        Raises:
+            ConfigurationError: another batch size is asked for.
+        """
+        if only and self.batch_size not in (None, only):
+            raise ConfigurationError(
+                f"batch_size={self.batch_size} can't be: training_step works with {only} samples alone, as many as the "
+                "data loader gives"
+            )
+        return replace(self, batch_size=only) if only else self
 
     def stop_reason(self) -> SearchStop:
         """Return why no batch size above the last of ``candidates`` is tried."""

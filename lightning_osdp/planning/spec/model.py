@@ -264,6 +264,8 @@ class ModelProfile(FrozenModel):
     """Type in which gradients are reduced."""
     batch_size: Count
     """Samples in the traced batch, as the user's own loader gives it."""
+    only_batch_size: Size = 0
+    """Batch size at which alone the step works, as with a state of so many rows; 0 if it works at others, too."""
     unattributed_flops_per_sample: NonNegative = 0.0
     """Forward and backward flops that belong to no operator, mostly attention's matrix products."""
     blocks: tuple[RepeatedBlock, ...] = ()

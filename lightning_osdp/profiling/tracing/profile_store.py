@@ -13,7 +13,7 @@ from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.profiling.tracing.profile_builder import fingerprint
 from lightning_osdp.profiling.tracing.trace import TracedStep, TrainingStep, choose_batch_sizes, start_fake_trace, trace
 
-MODEL_PROFILE_VERSION = 7
+MODEL_PROFILE_VERSION = 8
 """Version of stored profiles, raised when the meaning of what they are made of changes."""
 
 
@@ -41,8 +41,10 @@ def trace_with_store(step: TrainingStep, store: ModelProfileStore, key: str = ""
         ConfigurationError: If nothing in the module is trainable.
         TraceError: If the step does not run on fake tensors; the cause is chained.
     """
-    sizes, retrace = choose_batch_sizes(step), partial(trace, replace(step, tensor_degrees=()))
     stored = store.load(key) if key else None
+    if stored is not None and stored.only_batch_size == step.batch_size:
+        step = step.at_own_batch_size()
+    sizes, retrace = choose_batch_sizes(step), partial(trace, replace(step, tensor_degrees=()))
     if stored is not None and stored.fingerprint == fingerprint(step.module, stored.operators):
         sizes = (*sizes[:-1], int(key.rsplit("-", 1)[1]))
         return TracedStep(stored, {}, (), sizes, retrace, key)

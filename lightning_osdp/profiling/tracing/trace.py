@@ -6,7 +6,6 @@ A trace on fake tensors allocates nothing and changes nothing of the module, its
 from __future__ import annotations
 
 import gc
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -60,14 +59,24 @@ class TrainingStep:
     """Number of samples in ``batch``."""
     device: torch.device
     """Device that the module will be trained on."""
-    sizes: tuple[int, int] = (2, 8)
-    """Batch sizes to trace at; on CUDA the larger one is raised up to ``MAX_TRACE_BATCH_SIZE``."""
+    sizes: tuple[int, ...] = (2, 8)
+    """Batch sizes to trace at: two, of which on CUDA the larger one is raised up to ``MAX_TRACE_BATCH_SIZE``, or only
+    ``batch_size``, for a step that works at no other."""
     step_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Makes the context that ``training_step`` runs in (autocast)."""
     evaluation: bool = False
     """Whether the memory of evaluation is read as well; ignored by ``trace_by_running``."""
     tensor_degrees: tuple[int, ...] = ()
     """Numbers of ranks that operators may be cut over, to find out which; ``trace_by_running`` finds none."""
+
+    @property
+    def only_batch_size(self) -> int:
+        """Return the one batch size to trace at; 0 if there are two."""
+        return self.batch_size if len(self.sizes) == 1 else 0
+
+    def at_own_batch_size(self) -> TrainingStep:
+        """Return the step to be traced at the batch size of its batch alone."""
+        return replace(self, sizes=(self.batch_size,))
 
 
 @dataclass(frozen=True)
@@ -230,6 +239,8 @@ def choose_batch_sizes(step: TrainingStep) -> tuple[int, ...]:
     """
     if not any(parameter.requires_grad for parameter in step.module.parameters()):
         raise ConfigurationError(f"{type(step.module).__name__} has no trainable parameter")
+    if step.only_batch_size:
+        return step.sizes
     if step.sizes[0] == step.sizes[1] or min(step.sizes) < 1:
         raise ConfigurationError(f"two different positive batch sizes are needed to trace at, not {step.sizes}")
     if stand_ins.has_batch_dimension(step.batch, step.batch_size):
@@ -338,6 +349,7 @@ def _build_result(
     profile, kernels = build_profile(
         step.module, step.batch_size, recordings, optimizer_trace, evaluation_recordings, step.device
     )
+    profile = profile.model_copy(update={"only_batch_size": step.only_batch_size})
     return TracedStep(profile, kernels, optimizer_trace.kernels, tuple(sorted(recordings)))
 
 
@@ -359,12 +371,6 @@ def _guard_tracing(step: TrainingStep) -> Iterator[None]:
             name, hint = type(step.module).__name__, ""
             if isinstance(error, AttributeError) and reason.startswith(f"'{name}' object has no attribute"):
                 hint = " (planning runs it before on_fit_start and on_train_start: make it in __init__ or setup)"
-            numbers = set(re.findall(r"\d+", reason))
-            if str(step.batch_size) in numbers and not numbers.isdisjoint(map(str, step.sizes)):
-                sizes = " and ".join(map(str, step.sizes))
-                hint = (
-                    f" (planning runs it with {sizes} samples, not {step.batch_size}: let it take any number of them)"
-                )
             raise TraceError(
                 f"the training step of {name} can't be traced: {type(error).__name__}: {reason}{hint}"
             ) from error

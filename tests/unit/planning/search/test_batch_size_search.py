@@ -287,3 +287,12 @@ def test_complete_searches_skips_batch_sizes_that_cannot_change_choice() -> None
 def test_plan_json_round_trip_is_lossless() -> None:
     plan = plan_for(40)
     assert ExecutionPlan.from_json(plan.to_json()) == plan
+
+
+def test_policy_restricted_to_one_batch_size_refuses_others() -> None:
+    for policy in (BatchSizePolicy(accumulation=2), BatchSizePolicy(batch_size=5, accumulation=2)):
+        assert list(policy.restricted_to(5).candidates(2)) == [(5, 2)]
+        assert policy.restricted_to(0) == policy
+    assert list(BatchSizePolicy(global_batch_size=40).restricted_to(5).candidates(2)) == [(5, 4)]
+    with pytest.raises(ConfigurationError, match="batch_size=6 can't be: training_step works with 5 samples alone"):
+        BatchSizePolicy(batch_size=6).restricted_to(5)

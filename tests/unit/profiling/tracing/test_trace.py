@@ -6,7 +6,10 @@ import queue
 import random
 import resource
 import warnings
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +20,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_osdp.autotune.pipeline import profile_model
+from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.errors import ConfigurationError, OSDPWarning, TraceError
 from lightning_osdp.planning.spec.model import UNATTRIBUTED, WHOLE_MODEL, ModelProfile, Operator
 from lightning_osdp.profiling.tracing.trace import _affordable_sizes, _saturating_sizes
@@ -514,10 +519,22 @@ class FixedBatch(Regression):
         return super().training_step(batch + torch.ones(5, 8), batch_idx)
 
 
-def test_trace_of_step_for_one_batch_size_says_which_others_it_needs() -> None:
-    words = r"planning runs it with 2 and 8 samples, not 5: let it take any number of them"
-    with pytest.raises(TraceError, match=words):
-        describe(FixedBatch(nn.Linear(8, 8)), torch.ones(5, 8), 5)
+def test_profile_of_step_for_one_batch_size_is_that_of_this_size_alone(tmp_path: Path) -> None:
+    batch = torch.ones(5, 8)
+    context = TrialContext(FixedBatch(nn.Linear(8, 8)), batch, 5, torch.device("cpu"))
+    other = profile_model(replace(context, module=Regression(nn.Linear(8, 8))))
+    assert (other.batch_sizes, other.model_profile.only_batch_size) == ((2, 8), 0)
+    key = ""
+    for _ in range(3):  # traced, recognised, and known from another rank
+        with nullcontext() if key else pytest.warns(OSDPWarning, match="works with 5 samples alone"):
+            found = profile_model(context, cache=tmp_path, key=key)
+        assert (found.batch_sizes, found.model_profile.only_batch_size) == ((5,), 5)
+        assert found.with_all_kernels().kernels.keys() == {5}
+        key = found.key
+    peak, at_any_size = (
+        max(moment.live.value_at(5) for moment in each.model_profile.moments) for each in (found, other)
+    )
+    assert 0 < at_any_size <= peak <= 2 * at_any_size  # the ones are added first
 
 
 class DataDependent(Regression):
