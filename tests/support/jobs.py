@@ -71,6 +71,8 @@ def bert(width: int, layers: int, vocabulary: int) -> Job:
         intermediate_size=4 * width,
         max_position_embeddings=64,
         num_labels=2,
+        attention_probs_dropout_prob=0.0,  # tensor parallel attention draws other numbers than DDP's, and so does
+        classifier_dropout=0.0,  # what is between pooler and classifier
     )
     return Bert(transformers.BertForSequenceClassification(config))
 
