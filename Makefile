@@ -40,7 +40,7 @@ help:
 	@echo "make bench-quick      the same for small models, some minutes; make bench-gpu   the same on CUDA"
 	@echo "make gpu-first        one GPU, a quarter of an hour: engines, links, memory; each call goes on with what is left"
 	@echo "make bench-search     the exact search against a MILP solver"
-	@echo "make bench-paper      plans the settings of the OSDP paper on its machine and writes docs/paper.md (minutes)"
+	@echo "make bench-paper      plans the settings of the OSDP paper on its machine and writes docs/paper.md (an hour)"
 	@echo "make bench-emulated   on 8 and 64 ranks that are not there (goes on where it was stopped; some hours on one core)"
 	@echo "make plan-7b          a LLaMA of 7 B parameters planned for 64 emulated ranks in under 4 GB and 90 s"
 	@echo "make accuracy         predicted beside measured, for many models and plans: writes docs/accuracy.md"
