@@ -90,7 +90,7 @@ class MemoryBudget:
 
     @property
     def model(self) -> int:
-        """What is left for the model."""
+        """Return the bytes that are left for the model."""
         return self.limit - self.non_model
 
     def with_observed_usage(self, cached_plan: CachedPlan) -> MemoryBudget:

@@ -6,11 +6,11 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_osdp.state.autograd_state import is_in_backward
 from lightning_osdp.state.guarded_parameter import ShardGuard, guard_of, is_guarded
 from lightning_osdp.state.guarded_states import GuardedStates, guard_states, release_states, show_plain_dicts
 from lightning_osdp.state.state_dict import gather_guarded_entries
@@ -115,7 +115,7 @@ def _open_for_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str
 
 def _refuse_within_backward(optimizer: Optimizer) -> None:
     """Refuse the step of a hook of the user's in a backward pass, where weights are gathered and gradients local."""
-    if torch._C._current_graph_task_id() == -1:
+    if not is_in_backward():
         return
     known = (guard_of(p) for group in optimizer.param_groups for p in group["params"])
     guard = next((guard for guard in known if guard is not None), None)

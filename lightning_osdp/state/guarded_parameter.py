@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lightning_osdp.errors import OSDPWarning, ShardingError
+from lightning_osdp.state.autograd_state import is_in_backward
 from lightning_osdp.state.shard_layout import ShardLayout
 from lightning_osdp.state.stored_tensor import StoredTensor, read_values
 
@@ -94,7 +95,7 @@ class GuardContext:
 
 def is_other_thread(own: int) -> bool:
     """Return whether this thread is neither the one with this number, nor autograd's."""
-    return get_ident() != own and torch._C._current_graph_task_id() == -1
+    return get_ident() != own and not is_in_backward()
 
 
 @dataclass(eq=False)

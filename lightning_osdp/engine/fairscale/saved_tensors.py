@@ -24,12 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_osdp.state.autograd_state import NO_PASS, current_pass, is_in_backward
 from lightning_osdp.state.guarded_parameter import without_guards
 
 _autograd = torch._C._autograd
-
-NO_PASS = -1
-"""What stands for the number of a backward pass where none is running."""
 
 
 class GatheredValues(NamedTuple):
@@ -182,16 +180,6 @@ def hook_results(results: Any, first_node: int, begin_backward: Callable[..., No
                 nodes.add(node)
     for node in nodes:
         node.register_prehook(begin_backward)
-
-
-def current_pass() -> int:
-    """Return the number of the backward pass that is running; ``NO_PASS`` if none is."""
-    return torch._C._current_graph_task_id()
-
-
-def is_in_backward() -> bool:
-    """Return whether a backward pass is running."""
-    return current_pass() != NO_PASS
 
 
 def storage_of(tensor: Tensor) -> int | None:

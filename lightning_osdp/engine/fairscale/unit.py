@@ -58,15 +58,7 @@ from lightning_osdp.engine.fairscale.communicators import UnitCommunicators
 from lightning_osdp.engine.fairscale.context import EngineContext
 from lightning_osdp.engine.fairscale.joinable_unit import JoinableUnit, set_gradient_aside, show_gradient
 from lightning_osdp.engine.fairscale.low_precision import shows_cast
-from lightning_osdp.engine.fairscale.saved_tensors import (
-    NO_PASS,
-    GatheredValues,
-    SavedTensorHooks,
-    active_unit,
-    current_pass,
-    hook_results,
-    is_in_backward,
-)
+from lightning_osdp.engine.fairscale.saved_tensors import GatheredValues, SavedTensorHooks, active_unit, hook_results
 from lightning_osdp.engine.fairscale.unit_collectives import CoalescedAllGather, CoalescedReduceScatter
 from lightning_osdp.engine.fairscale.unit_parameters import ShardedParameter, UnitParameters
 from lightning_osdp.engine.replaced_method import replace_method
@@ -74,6 +66,7 @@ from lightning_osdp.engine.sliced_operator import ForwardStage, WeightSlice, ref
 from lightning_osdp.engine.splittable import has_parameter_hooks
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
+from lightning_osdp.state.autograd_state import NO_PASS, current_pass, is_in_backward
 from lightning_osdp.state.guarded_parameter import without_guards
 
 _NEEDLESS = (

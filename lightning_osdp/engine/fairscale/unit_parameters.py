@@ -23,7 +23,8 @@ from lightning_osdp.engine.fairscale.low_precision import (
     show_plain,
     shows_cast,
 )
-from lightning_osdp.engine.fairscale.saved_tensors import GatheredValues, is_in_backward, storage_of
+from lightning_osdp.engine.fairscale.saved_tensors import GatheredValues, storage_of
+from lightning_osdp.state.autograd_state import is_in_backward
 from lightning_osdp.state.guarded_parameter import guard_of, opened, without_guards
 
 ShardedParameter: TypeAlias = Any

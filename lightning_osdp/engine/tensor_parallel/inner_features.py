@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_osdp.errors import ShardingError
+from lightning_osdp.state.autograd_state import is_in_backward
 from lightning_osdp.state.guarded_parameter import ValuesOnDemand, without_guards
 
 
@@ -110,10 +111,10 @@ class InnerFeatures(ValuesOnDemand, Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function that may see the tensors; what it returns is guarded, too."""
         kwargs, name = kwargs or {}, function_name(func)
-        if name in _FACTS or torch._C._current_graph_task_id() != -1:
+        if name in _FACTS or is_in_backward():
             with without_guards():
                 return func(*args, **kwargs)
-        tensors = list(_tensors_in((args, kwargs)))
+        tensors = list(tensors_in((args, kwargs)))
         run = next(each.run for each in tensors if isinstance(each, InnerFeatures))
         run.check(name, args, tensors)
         result = _call(func, types, args, kwargs, tensors)
@@ -151,12 +152,13 @@ def _is_slice(index: Any) -> bool:
     )
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested arguments."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, list | tuple | dict):
+    elif isinstance(value, list | tuple) or type(value) is dict:
         for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(each)
+            yield from tensors_in(each)
 
 
 def function_name(func: Any) -> str:

@@ -23,9 +23,10 @@ from lightning_osdp.engine.tensor_parallel.exchange import Phase
 from lightning_osdp.engine.tensor_parallel.inner_features import InnerFeatures, InnerRun
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
 from lightning_osdp.engine.tensor_parallel.operator_run import OperatorRun, SlicedRun
-from lightning_osdp.engine.tensor_parallel.unit import TensorUnit, is_in_backward
+from lightning_osdp.engine.tensor_parallel.unit import TensorUnit
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.tensor import TensorRole
+from lightning_osdp.state.autograd_state import is_in_backward
 
 
 class PairUnit(TensorUnit):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_osdp.engine.sliced_operator import cast_for_autocast
+from lightning_osdp.engine.tensor_parallel.inner_features import tensors_in
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
 from lightning_osdp.engine.tensor_parallel.operator_run import SlicedRun
 from lightning_osdp.engine.tensor_parallel.pair import PairUnit
@@ -56,7 +57,7 @@ class ScopeUnit(PairUnit):
 
     def _run_scope(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._begin_run()
-        tensors = list(_tensors_in((args, kwargs)))
+        tensors = list(tensors_in((args, kwargs)))
         first = next((t for t in tensors if t.dim() > 1 and t.is_floating_point()), None)
         samples = 0 if first is None else len(first)
         gathered = list({id(t): t for t in tensors if t.dim() and len(t) == samples}.values())
@@ -116,14 +117,6 @@ def _describe(value: Any, samples: int) -> Iterator[object]:
             yield from _describe(each, samples)
     else:
         yield repr(value) if isinstance(value, _ATOMS) else None
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple) or type(value) is dict:
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(each)
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

@@ -21,6 +21,7 @@ from lightning_osdp.backend.work import Work
 from lightning_osdp.engine.gradient_buckets import GradientSync
 from lightning_osdp.engine.tensor_parallel.process_groups import TensorGroups
 from lightning_osdp.engine.tensor_parallel.unit import TensorUnit
+from lightning_osdp.state.autograd_state import is_in_backward
 from lightning_osdp.state.guarded_parameter import opened, without_guards
 
 
@@ -109,7 +110,7 @@ class SliceAverages:
         """Call ``finish_backward`` if slices on this rank have gradients of a pass that is over, but not complete."""
         is_waiting = any(queue.ready or queue.started for queue in self._queues.values())
         is_waiting = is_waiting or any(unit.has_whole_gradients for unit in self._units)
-        if is_waiting and torch._C._current_graph_task_id() == -1:
+        if is_waiting and not is_in_backward():
             finish_backward()
 
     def finish(self, has_pass: bool, is_synced: bool) -> None:

@@ -38,6 +38,7 @@ from lightning_osdp.engine.tensor_parallel.process_groups import TensorGroups
 from lightning_osdp.engine.tensor_parallel.run_start import ABSENT, RunStarts
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.tensor import TensorRole
+from lightning_osdp.state.autograd_state import is_in_backward
 from lightning_osdp.state.guarded_parameter import GuardContext, ShardGuard, local_data, without_guards
 from lightning_osdp.state.state_dict import ShardedParameters
 
@@ -305,8 +306,3 @@ class TensorUnit:
                 del module.forward
             else:
                 module.forward = forward
-
-
-def is_in_backward() -> bool:
-    """Return whether autograd runs this, as where a block is recomputed."""
-    return torch._C._current_graph_task_id() != -1
