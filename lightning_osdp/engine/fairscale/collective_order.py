@@ -225,7 +225,9 @@ class CollectiveOrder:
         return "" if times_to_recur else following
 
     def _before(self, event: str) -> None:
-        if self._agreement is None:
+        if self._agreement is None:  # no other rank can do anything else
+            self._learn(event, is_unanimous=True)
+            self._note(event)
             return
         is_asking = self._asking_steps or self._has_differed or self._failure
         if not is_asking and self._expect_after(self._last) == event and self._agreement.advance(event):
