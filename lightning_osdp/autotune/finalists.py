@@ -37,7 +37,8 @@ def search_and_trial(
 ) -> tuple[ExecutionPlan, Profile, MemoryBudget]:
     """Return the plan, and measurements and memory as they are after its trials (steps 5 to 7).
 
-    If plans could be tried, it is one of them. Else a simple plan is preferred (``pick_untried``).
+    If plans could be tried, it is one of them, unless one that still fits promises much more. Else a simple plan is
+    preferred (``pick_untried``).
     """
     budget = coordinator.budget
     began_s = budget.elapsed_s()
@@ -59,15 +60,18 @@ def search_and_trial(
         tried += [one for one in finalists if one is not chosen and trials_of_plan(one, trials)]
         chosen = coordinator.choose_tried_plan(profile, memory_budget, tried)
         trial_s = budget.elapsed_s() - began_s
-        if chosen is None:  # the trial has left something behind, and the plans were the last that fit
+        if chosen is None:  # trials have left something behind, and the plans were the last that fit
             return search_or_take(coordinator, profile, memory_budget, plan)
         if not searches_left or budget.remaining_s() - APPLY_RESERVE_S <= search_s + trial_s:
-            return chosen, profile, memory_budget
+            break
         plan = coordinator.search(profile, memory_budget, TRIAL_RELATIVE_ERROR, FIRST_SEARCH_FRACTION)  # step 7
         if trials_of_plan(plan, profile.trials):
-            return chosen, profile, memory_budget
+            break
         finalists = [plan, chosen]
     if chosen is not None:
+        if len(chosen.tried) < len(tried):  # trials have left something behind, and the others do not fit beside it
+            found, _, _ = search_or_take(coordinator, profile, memory_budget, chosen)
+            chosen = chosen if trials_of_plan(found, profile.trials) else found
         return chosen, profile, memory_budget
     # With neither more time nor more memory than the first one, another search finds nothing better.
     now = coordinator.memory_budget("searched")

@@ -168,8 +168,9 @@ def _summarize(setup: TrialSetup, trial: PlanTrial, timings: Sequence[StepTiming
     """Return the trial with the median of its rounds, and by how much they differ as its error."""
     rounds_s = tuple(one.step_s for one in timings)
     measured_s = statistics.median(rounds_s)
-    # On CUDA the host's waiting time is not the device's.
-    exposed_s = None if setup.is_cuda else statistics.median(one.exposed_comm_s for one in timings)
+    # On CUDA the host's waiting time is not the device's; elsewhere more samples hide more of a collective.
+    is_known = not setup.is_cuda and trial.batch_size == trial.plan.batch_size
+    exposed_s = statistics.median(one.exposed_comm_s for one in timings) if is_known else None
     error = max(PLAN_TRIAL_RELATIVE_ERROR, spread_s(rounds_s) / measured_s if measured_s > 0 else 1.0)
     changes = {"measured_s": measured_s, "rounds_s": rounds_s, "exposed_comm_s": exposed_s, "relative_error": error}
     return trial.predicted.model_copy(update=changes)

@@ -5,7 +5,10 @@ It reads a ``Task`` as JSON from its standard input, and writes a ``StrategyResu
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -32,6 +35,9 @@ from lightning_osdp.strategy import offline
 from lightning_osdp.strategy.dataloader import TrainData, apply_batch_size
 from lightning_osdp.strategy.osdp import OSDPStrategy
 from lightning_osdp.strategy.step_timer import WARMUP_STEPS, StepTimer
+
+PARENT_POLL_S = 1.0
+"""Seconds between two looks for the command that started this process."""
 
 StrategyName = Literal["osdp", "ddp", "fsdp", "fsdp2"]
 
@@ -226,8 +232,16 @@ def _loader_batch_size(trainer: pl.Trainer) -> int:
     return size
 
 
+def _exit_with_parent(parent: int) -> None:
+    """End this process when the command that started it has been killed."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_S)
+    os._exit(1)
+
+
 def main() -> int:
     """Run the task on the standard input; return the exit status."""
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     task = Task.model_validate_json(sys.stdin.read())
     sys.path[:0] = [str(Path.cwd()), str(Path(task.config).resolve().parent)]
     try:

@@ -297,5 +297,5 @@ def _as_configuration_error(config: TrainingConfig) -> Iterator[None]:
         yield
     except OSDPError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigurationError(f"{config.path}: {describe_error(error)}") from error

@@ -150,7 +150,7 @@ def to_text(renderable: RenderableType, width: int = WIDTH) -> str:
 
 
 def print_output(renderable: RenderableType, soft_wrap: bool = False) -> None:
-    """Print to standard output; warn where that is a full disk or a closed pipe, for which no run ends.
+    """Print to standard output; warn where that takes no text (a full disk, a closed pipe), for which no run ends.
 
     Args:
         renderable: a text or a table.
@@ -158,7 +158,7 @@ def print_output(renderable: RenderableType, soft_wrap: bool = False) -> None:
     """
     try:
         Console().print(renderable, soft_wrap=soft_wrap)
-    except (OSError, SystemExit) as error:  # rich answers to a closed pipe with the latter
+    except (OSError, ValueError, SystemExit) as error:  # rich answers to a closed pipe with the latter
         warnings.warn(f"standard output takes no text: {error.__context__ or error}", OSDPWarning, stacklevel=2)
 
 

@@ -5,6 +5,7 @@ Collective: every rank must call these functions.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -25,6 +26,7 @@ from lightning_osdp.state.guarded_parameter import (
     GuardedTensor,
     gather,
     guard_behind,
+    is_guarded,
     local_data,
     opened,
 )
@@ -232,9 +234,7 @@ def model_state(
     with _collecting_state():
         state: dict[str, Any] = module.state_dict()
     for key, value in state.items():
-        parameter = by_name.get(key)
-        if isinstance(value, GuardedTensor):  # under whatever name a hook of the user's gave it
-            parameter = guard_behind(value).parameter
+        parameter = _parameter_of_entry(value, by_name.get(key))
         if parameter is not None and (
             parameter in sharded_parameters.parameters or (deferred_tensors.includes_replicated and parameter.dim() > 0)
         ):
@@ -245,13 +245,43 @@ def model_state(
     return state
 
 
+def _parameter_of_entry(value: Any, named: nn.Parameter | None) -> nn.Parameter | None:
+    """Return the parameter that an entry of a state dict is; None if code of the user's has made it of another value.
+
+    Args:
+        value: the entry.
+        named: the parameter of that name, if there is one.
+    """
+    if isinstance(value, GuardedTensor):  # under whatever name a hook of the user's gave it
+        return guard_behind(value).parameter
+    if named is None or is_guarded(named) or not isinstance(value, Tensor):
+        return None
+    is_same = (value.data_ptr(), value.shape, value.dtype) == (named.data_ptr(), named.shape, named.dtype)
+    return named if is_same else None
+
+
+def _loads_by_itself(module: nn.Module) -> bool:
+    """Return whether overridden methods, or hooks that take other names, decide what a state dict becomes."""
+    if getattr(module.load_state_dict, "__func__", None) is not nn.Module.load_state_dict:
+        return True
+    with_parameters = (inner for inner in module.modules() if next(inner.parameters(), None) is not None)
+    return any(
+        inner._load_state_dict_pre_hooks or not type(inner)._load_from_state_dict.__module__.startswith("torch.")
+        for inner in with_parameters
+    )
+
+
 def load_model_state(
     module: nn.Module, sharded_parameters: ShardedParameters, state: Mapping[str, Any], strict: bool, fill: Fill
 ) -> None:
     """Load full tensors or placeholders, given on every rank, into the module. See ``check_model_state``."""
     check_model_state(module, sharded_parameters, state, strict)
+    if _loads_by_itself(module):
+        module.load_state_dict(state, strict=strict)  # guarded parameters take full tensors
+        return
     by_name = dict(module.named_parameters(remove_duplicate=False))
-    local: dict[str, Any] = dict(state)
+    local: Any = OrderedDict(state)
+    local._metadata = getattr(state, "_metadata", None)
     targets: dict[nn.Parameter, LoadTarget] = {}
     with opened(by_name.values()):
         for key, parameter in by_name.items():
@@ -267,9 +297,13 @@ def check_model_state(
 ) -> None:
     """Reject a state dict of another model.
 
+    A module that decides by itself what a state dict becomes is not checked.
+
     Raises:
         ShardingError: keys are missing or unexpected (``strict``), or a shape or a kind of values differs.
     """
+    if _loads_by_itself(module):
+        return
     expected = list(module.state_dict())
     missing, unexpected = sorted(set(expected) - set(state)), sorted(map(str, set(state) - set(expected)))
     if strict and (missing or unexpected):

@@ -218,8 +218,8 @@ def read_data(
     Raises:
         ConfigurationError: there are no train data, or they can't be read.
     """
-    source = trainer.fit_loop._data_source.instance
-    with restored(module, trainer.datamodule, *filter(is_repeatable, _datasets(source))):  # type: ignore[attr-defined]
+    parts = _find_parts(trainer.fit_loop._data_source.instance)
+    with restored(module, trainer.datamodule, *parts):  # type: ignore[attr-defined]
         data = TrainData(trainer, module)
         return data, *data.first_batch(count, sample)
 
@@ -258,11 +258,16 @@ def _find_tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
             yield from _find_tensors(each, depth + 1)
 
 
-def _datasets(source: Any) -> list[Any]:
-    """Return what a loader reads, and what it draws its order from."""
-    loaders = tree_leaves(source.iterables if isinstance(source, CombinedLoader) else source)
-    found = [loader for loader in loaders if isinstance(loader, DataLoader)]
-    return [part for loader in found for part in (loader.dataset, loader.sampler, loader.batch_sampler)]
+def _find_parts(source: Any) -> Iterator[Any]:
+    """Yield the loaders of a class of their own and the parts of all, but for what is given back by other means."""
+    for loader in tree_leaves(source.iterables if isinstance(source, CombinedLoader) else source):
+        if type(loader) is not DataLoader and is_repeatable(loader):
+            yield loader
+        if isinstance(loader, DataLoader):
+            yield from (loader.collate_fn, loader.generator)
+            if not isinstance(loader.dataset, IterableDataset):
+                yield loader.dataset
+            yield from filter(is_repeatable, (loader.dataset, loader.sampler, loader.batch_sampler))
 
 
 def _loader_arguments(loader: DataLoader[Any], batch_size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

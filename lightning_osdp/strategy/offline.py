@@ -95,6 +95,8 @@ def plan(
     """
     settings = _planning_options(options)
     arguments.validate_positive("devices", devices)
+    if not isinstance(module, pl.LightningModule):
+        raise ConfigurationError(f"plan() takes a LightningModule, not {type(module).__name__}: {module!r:.60}")
     trainer_args = trainer_args or {}
     callbacks = trainer_args.get("callbacks") or []
     callbacks = [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks)
@@ -163,7 +165,7 @@ def _plan_for_hardware(
 def _run(
     module: pl.LightningModule, data: Any, trainer_args: dict[str, Any], device: torch.device, work: Callable[..., Any]
 ) -> Any:
-    """Return what ``work`` makes of a Trainer in ``Strategy.setup``; the module belongs to no Trainer afterwards."""
+    """Return what ``work`` makes of a Trainer in ``Strategy.setup``; modules belong to the same Trainer afterwards."""
     strategy = PlanOnlyStrategy(device, work)
     accelerator = "cuda" if device.type == "cuda" else "cpu"
     own = {name: value for name, value in trainer_args.items() if name not in ("strategy", "callbacks")}
@@ -172,11 +174,14 @@ def _run(
     strategy.callbacks = trainer_args["callbacks"]
     with quiet_lightning():
         trainer = pl.Trainer(**own | QUIET_TRAINER_ARGS, strategy=strategy, accelerator=accelerator)
+        is_datamodule = isinstance(data, pl.LightningDataModule)
+        before = module._trainer, data.trainer if is_datamodule else None
         try:
-            is_datamodule = isinstance(data, pl.LightningDataModule)
             trainer.fit(module, datamodule=data) if is_datamodule else trainer.fit(module, data)
         finally:
-            module.trainer = None
+            module.trainer = before[0]
+            if is_datamodule:
+                data.trainer = before[1]
     return strategy.result
 
 

@@ -209,10 +209,8 @@ class OSDPStrategy(HandoverStrategy):
         is_fit = trainer.state.fn == TrainerFn.FITTING
         is_applied = self._take_over_module() and self._resume_plan(trainer)
         log_graphs(trainer, is_sharded=is_applied)
-        if is_fit and not is_applied:
-            self._set_up_training(trainer)
-        elif not is_applied:
-            self._set_up_evaluation()
+        if not is_applied:
+            self._set_up_training(trainer) if is_fit else self._set_up_evaluation()
         self.setup_precision_plugin()
         if not is_fit:
             return
@@ -262,6 +260,7 @@ class OSDPStrategy(HandoverStrategy):
         engine = create_engine(self._options.engine, self.root_device, ranks.group)
         ranks.raise_on_all_ranks(lambda: engine.check(module, plan))
         present, world = data.loader_batch_size or context.batch_size, ranks.world_size
+        self._sizes_before = present, int(trainer.accumulate_grad_batches)
         announce_change(trainer, data.epoch(world), present, plan, world)
         if plan.batch_size != present:
             ranks.raise_on_all_ranks(lambda: apply_batch_size(data, plan.batch_size, world))

@@ -109,7 +109,7 @@ def _read_by_workers(loader: Any, count: int) -> list[Any]:
         return list(itertools.islice(iterator, count))
     finally:
         if getattr(loader, "_iterator", None) is not None:  # persistent workers would go on where this has ended
-            loader._iterator._shutdown_workers()
+            getattr(loader._iterator, "_shutdown_workers", lambda: None)()
             loader._iterator = None
 
 

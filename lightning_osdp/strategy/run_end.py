@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_osdp.autotune.pipeline import PlanningResult
@@ -21,6 +22,7 @@ from lightning_osdp.engine.base import Engine, create_engine, engines_of
 from lightning_osdp.errors import OSDPWarning, ShardingError
 from lightning_osdp.planning.spec.formatting import format_bytes
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.strategy.dataloader import TrainData, apply_batch_size
 from lightning_osdp.strategy.planning_options import PlanningOptions
 from lightning_osdp.strategy.processes import ProcessGroupStrategy
 
@@ -101,6 +103,8 @@ class HandoverStrategy(ProcessGroupStrategy):
     _engine: Engine | None = None
     _plan: ExecutionPlan | None = None
     _planning_result: PlanningResult | None = None
+    _sizes_before: tuple[int, int] | None = None
+    """Batch size of the loader, and accumulation of the Trainer, before the plan changed them."""
 
     @abstractmethod
     def _apply_plan(self, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine, ranks: RankGroup) -> None:
@@ -128,6 +132,9 @@ class HandoverStrategy(ProcessGroupStrategy):
         assert self._plan is not None
         engine.refuse_runs("")
         ranks = RankGroup(dist.group.WORLD, self.num_nodes, self.root_device)
+        if is_fit and engine.is_restored and self._has_other_sizes(trainer, ranks):
+            self._engine = None
+            return False
         if engine.is_restored:
             self._engine = engine = create_engine(self._options.engine, self.root_device, ranks.group)
             try:
@@ -143,7 +150,36 @@ class HandoverStrategy(ProcessGroupStrategy):
             self._set_up_optimizers_of_shards(trainer, engine, ranks)
         if is_fit:
             trainer.accumulate_grad_batches = self._plan.accumulate_grad_batches
+            ranks.raise_on_all_ranks(lambda: self._resize_loader(trainer, ranks.world_size))
         return True
+
+    def _has_other_sizes(self, trainer: pl.Trainer, ranks: RankGroup) -> bool:
+        """Return whether this run has another batch size than the plan was made from. Collective.
+
+        If so, the Trainer accumulates as before that plan.
+        """
+        assert self._plan is not None
+        source = trainer.fit_loop._data_source
+        own_size = source.instance.batch_size if isinstance(source.instance, DataLoader) else None
+        before_size, accumulation = self._sizes_before or (own_size, 1)
+        is_other = (own_size is not None and own_size != before_size) or (
+            trainer.accumulate_grad_batches != self._plan.accumulate_grad_batches
+        )
+        if not ranks.all_reduce_max([is_other])[0]:
+            return False
+        if trainer.accumulate_grad_batches == self._plan.accumulate_grad_batches:
+            trainer.accumulate_grad_batches = accumulation
+        return True
+
+    def _resize_loader(self, trainer: pl.Trainer, num_ranks: int) -> None:
+        """Give a loader that was passed to ``fit`` the plan's batch size; a module's own has it since the last run."""
+        assert self._plan is not None
+        assert self.lightning_module is not None
+        if trainer.fit_loop._data_source.is_module():
+            return
+        data = TrainData(trainer, self.lightning_module)
+        if data.loader_batch_size not in (None, self._plan.batch_size) and not data.fixed_batch_size_reason():
+            apply_batch_size(data, self._plan.batch_size, num_ranks)
 
     def _set_up_optimizers_of_shards(self, trainer: pl.Trainer, engine: Engine, ranks: RankGroup) -> None:
         """Make the optimizers of a module that is sharded already."""

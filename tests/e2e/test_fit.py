@@ -158,6 +158,13 @@ def batch_sizes(folder: str) -> dict[str, Any]:
     module = build_seeded()
     made = fit(folder, module, global_batch_size=16, options={"max_steps": 2})
     found["global"] = [made.accumulate_grad_batches * size * RANKS for size in module.batch_sizes]
+    sizes = []
+    for data in (loader(24, 2), loader(24, 2), loader(24, 4)):  # the same Trainer, without and with another loader
+        module.batch_sizes.clear()
+        made.fit_loop.epoch_loop.max_steps += 2
+        made.fit(module, data)
+        sizes.append(2 * made.train_dataloader.batch_size * made.accumulate_grad_batches)
+    found["later global"] = sizes
     workers = torch.utils.data.DataLoader(dataset(24), batch_size=4, shuffle=True, num_workers=1, drop_last=True)
     module = build_seeded()
     made = fit(folder, module, workers, options={"max_steps": 1}, **osdp)
@@ -395,6 +402,7 @@ def test_batch_size_is_applied_to_dataloader_unless_it_is_fixed(results: list[di
     assert set(found["datamodule"]) == {3}
     assert set(found["fixed"]) == {2}
     assert set(found["global"]) == {16}
+    assert found["later global"] == [16, 16, 16]
     assert found["kept"] == (1, True, 3, True)
 
 

@@ -56,6 +56,27 @@ class Looking(Normalized):
         state["last.bias"][0] = float(state["first.weight"].norm())
 
 
+class OwnNames(Normalized):
+    """Saves half precision under other names, and the transposes of what it trains, as some libraries' hooks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.register_state_dict_post_hook(self.transpose)
+        self.second.register_load_state_dict_pre_hook(self.transpose)
+
+    @staticmethod
+    def transpose(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = super().state_dict(*args, **kwargs)
+        return {f"saved.{name}": 2 * value.double() for name, value in state.items() if value.is_floating_point()}
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        plain = {name.removeprefix("saved."): value / 2 for name, value in state.items()}
+        return super().load_state_dict(plain, strict=False)
+
+
 Callbacks = Callable[[], list[pl.Callback]]
 
 CASES: dict[str, tuple[type[Net], Callbacks, Callbacks]] = {
@@ -67,6 +88,7 @@ CASES: dict[str, tuple[type[Net], Callbacks, Callbacks]] = {
         lambda: [StochasticWeightAveraging(0.02, swa_epoch_start=1)],
     ),
     "a hook that looks": (Looking, list, list),
+    "a state dict of its own": (OwnNames, list, list),
 }
 """Modules, callbacks before the checkpoint, and callbacks after it."""
 

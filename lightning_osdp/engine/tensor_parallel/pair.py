@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from lightning_osdp.engine.sliced_operator import cast_for_autocast
 from lightning_osdp.engine.tensor_parallel.check import shows_slices
@@ -42,6 +43,8 @@ class PairUnit(TensorUnit):
     """The run that has started, until the last row operator has ended it."""
     _input: Tensor | None = None
     """What the column operators of the run have been given."""
+    _input_version = 0
+    """How often that had been changed in place."""
     _gathered: Tensor | None = None
     """That of all ranks, if all are in the run."""
     _inner: InnerRun | None = None
@@ -70,7 +73,7 @@ class PairUnit(TensorUnit):
 
     def _run_column(self, operator: TensorOperator, own: Any, input: Tensor) -> Tensor:
         """Return the output features of this rank for the rows of all ranks."""
-        if self._run is None or input is not self._input or operator in self._called:
+        if self._run is None or not self._is_known(input) or operator in self._called:
             self._start_run(operator, input)
         self._called.add(operator)
         assert self._run is not None
@@ -79,9 +82,14 @@ class PairUnit(TensorUnit):
             operator.multiply(self._gathered, self._run.weight_of(operator), self._run.bias_of(operator))
         )
 
+    def _is_known(self, input: Tensor) -> bool:
+        return input is self._input and self._input_version == version_of(input)
+
     def _guard(self, features: Tensor) -> Tensor:
         if isinstance(self._run, SlicedRun):
-            self._inner = self._inner or InnerRun(self.label, self.functions)
+            self._inner = self._inner or InnerRun(
+                self.label, self.functions, self.groups.slices.rank(), self.groups.degree
+            )
             self._inner.needs_grad |= features.requires_grad
             self._inner.guard(features)
         return features
@@ -96,6 +104,7 @@ class PairUnit(TensorUnit):
             rows = [count * length for count, length in zip(samples, lengths, strict=True)]
             run, x, self._is_flat = replace(run, counts=rows), x.reshape(-1, x.shape[-1]), True
         self._run, self._input, self._gathered = run, input, run.gather(x)
+        self._input_version = version_of(input)
 
     def _begin_run(self) -> None:
         self.check_complete()
@@ -107,6 +116,8 @@ class PairUnit(TensorUnit):
         """Return whether hooks, what has replaced a forward since, or code that was not traced would see slices."""
         if not (self._context.order.is_in_training_step or is_in_backward()):
             return True
+        if _has_any_global_hook():  # type: ignore[no-untyped-call]
+            return True
         if any(parent._modules.get(name) is not module for parent, name, module in self.places):
             return True
         return any(map(shows_slices, (*self.inner_modules, *(operator.module for operator in self.operators))))
@@ -115,12 +126,12 @@ class PairUnit(TensorUnit):
         """Return what has to be equal on all ranks, or nothing where each has to run with whole weights."""
         if x.dim() < 2 or self._shows_slices:
             return ""
-        return f"{operator.name} {x.dtype} {x.dim()} {x.shape[2:-1]}"
+        return f"{operator.name} {x.dtype} {x.dim()} {x.shape[2:]} {x.shape[-1]}"
 
     def _run_row(self, operator: TensorOperator, own: Any, input: Tensor) -> Tensor:
         """Return the output for this rank's rows, of this rank's input features for the rows of all ranks."""
         if self._inner is not None or isinstance(input, InnerFeatures):
-            input = (self._inner or InnerRun(self.label, None)).take(input)
+            input = (self._inner or InnerRun(self.label)).take(input)
         run, first, is_flat = self._run, self._input, self._is_flat
         if run is None and input.shape[-1] == operator.in_features:  # whole features: it is called by itself
             run, _ = self.start([len(input), 1], "")
@@ -155,3 +166,8 @@ class PairUnit(TensorUnit):
             self._inner.is_over, self._inner = True, None
         self._is_flat = False
         self._called.clear()
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place, if autograd counts that."""
+    return -1 if tensor.is_inference() else tensor._version

@@ -64,8 +64,8 @@ class StandIn:
 
     def _error(self, verb: str) -> RuntimeError:
         return RuntimeError(
-            f"the step {verb} a {self._kind} that the module holds, which can't be copied, and planning may not use "
-            "it up: give its class a __deepcopy__, or draw its values in the dataset"
+            f"the step {verb} a {self._kind} that the module or a variable holds, which can't be copied, and planning "
+            "may not use it up: give its class a __deepcopy__, or draw its values in the dataset"
         )
 
 

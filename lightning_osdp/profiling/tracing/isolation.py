@@ -13,8 +13,8 @@ import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
-from functools import cache, partial
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from functools import _lru_cache_wrapper, cache, partial
 from typing import Any
 from unittest import mock
 
@@ -22,6 +22,8 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from lightning_osdp.profiling.tracing.deep_copy import deep_copy
 
 MAX_OBJECTS = 20_000
 """Objects that are looked at; a walk that meets more ends there."""
@@ -54,7 +56,7 @@ def isolated(*roots: Any) -> Iterator[None]:
     What is found: attributes, containers, small tensors, random generators and counters, through modules, the Trainer's
     callbacks, functions, their closures and the globals that they name.
     """
-    with restored(*roots), without_output():
+    with restored(*roots, stands_in=True), without_output():
         yield
 
 
@@ -62,9 +64,12 @@ def isolated(*roots: Any) -> Iterator[None]:
 
 
 @contextmanager
-def restored(*roots: Any) -> Iterator[None]:
-    """Undo at the end of the block what it did to objects that can be reached from ``roots``."""
-    snapshot = Snapshot(roots)
+def restored(*roots: Any, stands_in: bool = False) -> Iterator[None]:
+    """Undo at the end of the block what it did to objects that can be reached from ``roots``.
+
+    With ``stands_in`` copies take the place of files, iterators and generators that variables hold, within the block.
+    """
+    snapshot = Snapshot(roots, stands_in)
     try:
         yield
     finally:
@@ -74,7 +79,8 @@ def restored(*roots: Any) -> Iterator[None]:
 class Snapshot:
     """The state of all objects that can be reached from some roots."""
 
-    def __init__(self, roots: Iterable[Any]) -> None:
+    def __init__(self, roots: Iterable[Any], stands_in: bool = False) -> None:
+        self._stands_in = stands_in
         self._seen: dict[int, Any] = {}
         self._undo: list[Callable[[], object]] = []
         self._bytes_left = MAX_SAVED_TOTAL_BYTES
@@ -120,10 +126,15 @@ class Snapshot:
             self._queue += [value.__self__, value.__func__]
         elif isinstance(value, partial):
             self._queue += [value.func, value.args, value.keywords]
+        elif isinstance(value, _lru_cache_wrapper):
+            self._queue.append(value.__wrapped__)
+            self._undo.append(partial(_forget_new_results, value, value.cache_info().misses))
         elif isinstance(value, type):
             self._save_class(value)
         elif isinstance(value, pl.Trainer):
             self._save_trainer(value)
+        elif isinstance(value, io.IOBase):
+            self._save_position(value)
         elif not isinstance(value, types.ModuleType | threading.Thread | logging.Logger):
             self._save_instance(value)
 
@@ -153,6 +164,11 @@ class Snapshot:
             self._undo.append(partial(_restore_items, container, copied))
             self._follow(copied)
 
+    def _save_position(self, file: Any) -> None:
+        with suppress(OSError, ValueError):  # it is closed or no file, or is being iterated over
+            if file.seekable() and not file.writable():
+                self._undo.append(partial(file.seek, file.tell()))
+
     def _save_instance(self, value: Any) -> None:
         kind = type(value)
         if kind.__module__.partition(".")[0] == OURS:
@@ -171,7 +187,7 @@ class Snapshot:
             if is_users(each):
                 for name, value in list(vars(each).items()):
                     function = getattr(value, "__func__", getattr(value, "fget", value))
-                    if isinstance(function, types.FunctionType):
+                    if isinstance(function, types.FunctionType | _lru_cache_wrapper):
                         self._queue.append(function)
                     elif not name.startswith("__") and not hasattr(value, "__get__"):
                         self._save_binding(partial(_class_value, each), partial(setattr, each), name)
@@ -182,12 +198,8 @@ class Snapshot:
         self._queue += [function.__dict__, function.__defaults__, function.__kwdefaults__]
         self._queue.append(getattr(function, "__wrapped__", None))
         for cell in function.__closure__ or ():
-            try:
-                content = cell.cell_contents
-            except ValueError:  # nothing is assigned yet
-                continue
-            self._queue.append(content)
-            self._undo.append(partial(setattr, cell, "cell_contents", content))
+            if cell != types.CellType():  # else nothing is assigned yet
+                self._save_binding(partial(getattr, cell), partial(setattr, cell), "cell_contents")
         names = _names_of(function.__code__)
         spaces = [function.__globals__]
         spaces += [
@@ -206,6 +218,8 @@ class Snapshot:
         self._queue.append(value)
         if not isinstance(value, type | types.FunctionType):
             self._undo.append(lambda: None if get(name) is value else set_(name, value))
+            if self._stands_in and hasattr(type(value), "__next__") and not is_users(type(value)):
+                set_(name, deep_copy(value, {}))
 
     def _save_trainer(self, trainer: Any) -> None:
         self._queue += [*trainer.callbacks, trainer.datamodule]
@@ -264,6 +278,12 @@ def _restore_values(tensor: Tensor, version: int, values: Tensor) -> None:
     if tensor._version != version:
         with torch.no_grad():
             tensor.detach().copy_(values)
+
+
+def _forget_new_results(cached: Any, misses: int) -> None:
+    """Empty a cache of ``functools`` that has new results: they may be fake, or belong to a copy."""
+    if cached.cache_info().misses != misses:
+        cached.cache_clear()
 
 
 def _restore_dict(container: dict[Any, Any], saved: dict[Any, Any]) -> None:

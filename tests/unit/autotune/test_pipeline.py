@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from lightning_osdp.planning.cost.trial_correction import Trial, plan_key, trial
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, make_plan
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.search_record import TriedPlan
 from lightning_osdp.profiling import compute as kernel_times
 from tests.support.ranks import run_ranks
 from tests.support.small_models import compute
@@ -108,7 +109,7 @@ class Timed:
         plans: Sequence[ExecutionPlan],
         left_s: float,
         search_s: float,
-        fits: bool = True,
+        fits: Callable[[ExecutionPlan], bool] = lambda plan: True,
         can_try: bool = True,
     ) -> None:
         self.plans, self.search_s, self.fits, self.can_try = list(plans), search_s, fits, can_try
@@ -141,7 +142,11 @@ class Timed:
     def choose_tried_plan(self, profile: Profile, _: Any, plans: Sequence[ExecutionPlan]) -> ExecutionPlan | None:
         assert all(trials_of_plan(plan, profile.trials) for plan in plans)
         assert len({plan_key(plan) for plan in plans}) == len(plans), "each plan is shown once"
-        return min(plans, key=lambda plan: trials_of_plan(plan, profile.trials)[0].measured_s) if self.fits else None
+        fitting = [plan for plan in plans if self.fits(plan)]
+        figures: dict[str, Any] = {"step_time_s": 1.0, "samples_per_s": 1.0, "spread_s": 0.0, "num_rounds": 1}
+        tried = tuple(TriedPlan(name="", batch_size=p.batch_size, is_chosen=False, **figures) for p in fitting)
+        best = min(fitting, key=lambda plan: trials_of_plan(plan, profile.trials)[0].measured_s, default=None)
+        return best and best.model_copy(update={"tried": tried})
 
     def memory_budget(self, progress: str) -> MemoryBudget:
         return MemoryBudget(100, 50, 0) if progress == "tried" else MemoryBudget(100, self.searched_bytes, 4)
@@ -252,11 +257,25 @@ def test_search_and_trial_without_trial_takes_simple_plan_unless_gain_is_large(
 
 def test_search_and_trial_searches_again_when_no_tried_plan_fits_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = [make_plan(ROOMY, BatchSizePolicy(batch_size=1 + at)) for at in range(2)]
-    coordinator = Timed(monkeypatch, plans, 30.0, 2.0, fits=False)
+    coordinator = Timed(monkeypatch, plans, 30.0, 2.0, fits=lambda plan: False)
     plan, measured, memory_budget = coordinator.search_and_trial()
     assert plan == plans[1]
     assert len(coordinator.gains) == 2
     assert len(measured.trials) == 2
+    assert memory_budget.non_model == 50
+
+
+@pytest.mark.parametrize("next_size", [2, 9], ids=["one that promises more", "nothing better"])
+def test_search_and_trial_searches_again_when_found_plan_fits_no_more(
+    next_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = [make_plan(ROOMY, BatchSizePolicy(batch_size=size)) for size in (1, next_size)]
+    coordinator = Timed(monkeypatch, plans, 15.0 + APPLY_RESERVE_S, 2.0, fits=lambda plan: plan.batch_size > 1)
+    plan, _, memory_budget = coordinator.search_and_trial()
+    assert coordinator.tried == [[1, 9]]
+    assert coordinator.gains[1:] == [UNTRIED_PLAN_MARGIN]
+    assert plan.batch_size == next_size
+    assert [one.batch_size for one in plan.tried] == ([9] if next_size == 9 else [])
     assert memory_budget.non_model == 50
 
 

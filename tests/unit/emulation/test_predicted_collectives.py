@@ -20,6 +20,7 @@ from lightning_osdp.emulation.environment import resolve_cluster
 from lightning_osdp.emulation.links import EmulatedLinks
 from lightning_osdp.emulation.process_group import join
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
+from lightning_osdp.engine.fairscale.unit_collectives import CoalescedAllGather
 from lightning_osdp.planning.cost.trial_correction import predict_trial
 from lightning_osdp.planning.spec.choices import Mode, ShardingScope
 from lightning_osdp.planning.spec.cluster import Cluster, ComputeTimes, OperatorTime, SplitTime
@@ -211,6 +212,23 @@ def test_collectives_of_a_step_last_as_long_as_the_planner_says(name: str, count
         # A gather between nodes has half of the start of an all-reduce, of which alone the latency is known.
         rel = 0.1 if is_repeated else 0.06 if case.hierarchical and counted == "latencies" else 0.02
         compare(own, predicted_s(profile, cluster, plan), cluster, rel)
+
+
+def test_units_are_prefetched_by_a_rank_without_others(profile: ModelProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, original = CASES["zdp, prefetched"], CoalescedAllGather.gather
+    are_started: list[bool] = []
+
+    def gather(group: CoalescedAllGather, *tensors: Any) -> None:
+        are_started.append(group.is_started)
+        original(group, *tensors)
+
+    monkeypatch.setattr(CoalescedAllGather, "gather", gather)
+    with emulated(case.where, "bytes") as cluster:
+        cluster = cluster.model_copy(update={"prefetch_max_bytes": case.prefetch})
+        emulated_step(plan_of(case, profile).model_copy(update={"cluster": cluster}))
+    second_step = are_started[len(are_started) // 2 :]
+    assert second_step.count(False) == 2  # the first gather of the forward and of the backward
+    assert second_step.count(True) > 4
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDa
 from lightning_osdp import ConfigurationError
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
-from lightning_osdp.strategy.dataloader import TrainData, batch_bytes
+from lightning_osdp.strategy.dataloader import TrainData, batch_bytes, read_data
 from tests.support.modules import GPTModule
 
 ROWS = TensorDataset(torch.arange(12))
@@ -139,3 +140,74 @@ def test_bounded_policy_leaves_an_epoch_its_steps_and_says_what_bounds_it(
     data = train_data(DataLoader(TensorDataset(torch.zeros(num_rows)), batch_size=loader_batch_size))
     policy = data.bounded_policy(loader_batch_size, BatchSizePolicy(max_batch_size=given), 2, min_steps)
     assert (policy.max_batch_size, policy.bounding_setting) == (largest, setting)
+
+
+class Collate:
+    """Draws from generators of its own, and counts."""
+
+    def __init__(self) -> None:
+        self.generator, self.calls = torch.Generator().manual_seed(1), 0
+
+    def __call__(self, samples: Any) -> Tensor:
+        self.calls += 1
+        return torch.stack([row for (row,) in samples]) + torch.rand(1, generator=self.generator)
+
+
+class ByEpoch:
+    """Loaders of other libraries number their epochs."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.epoch += 1
+        yield from torch.arange(12).split(3)
+
+
+class ByEpochLoader(DataLoader[Any]):
+    """Keeps the iterator that it reads from."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[Tensor]:  # type: ignore[override]
+        self.epoch += 1
+        self._iterator = super().__iter__()
+        for (batch,) in self._iterator:
+            yield batch
+
+
+class Locked(TensorDataset):
+    """Counts what is read, under a lock."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.arange(12))
+        self.reads, self.lock = 0, threading.Lock()
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        with self.lock:
+            self.reads += 1
+        return super().__getitem__(index)
+
+
+READ: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "collate function": (
+        lambda: DataLoader(ROWS, batch_size=2, collate_fn=Collate()),
+        lambda loader: (loader.collate_fn.calls, loader.collate_fn.generator.get_state().tolist()),
+    ),
+    "iterable": (ByEpoch, lambda loader: loader.epoch),
+    "loader of its own class": (lambda: ByEpochLoader(ROWS, batch_size=3), lambda loader: loader.epoch),
+    "dataset with a lock": (lambda: DataLoader(Locked(), batch_size=3), lambda loader: loader.dataset.reads),
+    "generator of the loader": (
+        lambda: DataLoader(Stream(), batch_size=2, num_workers=1, generator=torch.Generator().manual_seed(2)),
+        lambda loader: loader.generator.get_state().tolist(),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_reading_batches_leaves_all_parts_of_a_loader_as_they_were(kind: str) -> None:
+    make, look = READ[kind]
+    loader = make()
+    trainer = train_data(loader)._trainer
+    assert read_data(trainer, trainer.lightning_module, count=3)[2] in (2, 3)
+    assert look(loader) == look(make())

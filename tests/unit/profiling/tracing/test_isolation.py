@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
+import functools
+import inspect
 import io
 import itertools
 import logging
 import random
 import sqlite3
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +39,10 @@ GLOBAL_LIST: list[Any] = []
 GLOBAL_COUNT = 0
 GLOBAL_RANDOM = random.Random(3)
 GLOBAL_METER = torchmetrics.MeanMetric()
+GLOBAL_NUMBERS = itertools.count()
+GLOBAL_GENERATOR = (number for number in range(3))
+GLOBAL_FILE = tempfile.TemporaryFile("w+")  # noqa: SIM115
+atexit.register(GLOBAL_FILE.close)
 
 
 class Meter:
@@ -56,10 +64,29 @@ class Meter:
 METER = Meter()
 
 
+@functools.cache
+def cached_ones(rows: int) -> Tensor:
+    return torch.ones(rows, 1)
+
+
 class Busy(Regression):
     """Its step does one thing after another to what it can reach."""
 
     history: ClassVar[list[int]] = []
+    numbers_of_class: ClassVar[Iterator[int]] = itertools.count()
+
+    @functools.lru_cache  # noqa: B019
+    def cached(self, rows: int) -> Tensor:
+        return torch.ones(rows, 1)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=2)
+    def cached_by_class(rows: int) -> Tensor:
+        return torch.ones(rows, 1)
+
+    @functools.cached_property
+    def table(self) -> Tensor:
+        return torch.ones(3)
 
     def __init__(self, act: Callable[[Busy, Tensor], Any]) -> None:
         super().__init__(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
@@ -116,8 +143,16 @@ def many(module: Busy, loss: Tensor) -> None:
         module.meter.add(1.0)
 
 
+def fill_caches(module: Busy, loss: Tensor) -> Any:
+    return loss + cached_ones(1) + module.cached(1) + module.cached_by_class(1) + module.table
+
+
+CACHES: Any = (cached_ones, Busy.cached, Busy.cached_by_class)
 ACTS: dict[str, Callable[[Busy, Tensor], Any]] = {
     "many": many,
+    "caches": fill_caches,
+    "global numbers": lambda *_: (next(GLOBAL_NUMBERS), next(Busy.numbers_of_class)),
+    "global file": lambda *_: GLOBAL_FILE.write("line"),
     "global list": lambda _, loss: GLOBAL_LIST.append(loss),
     "global count": rebind_global,
     "global random": lambda *_: GLOBAL_RANDOM.random(),
@@ -143,6 +178,8 @@ def state_of(module: Busy) -> Any:
         (module.counter.item(), module.steps.item(), module.meter.total, METER.total, Meter.count, len(Meter.made)),
         (module.random.getstate(), str(module.numpy_random.bit_generator.state), module.generator.get_state().tolist()),
         (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist(), GLOBAL_RANDOM.getstate()),
+        ([cache.cache_info().currsize for cache in CACHES], GLOBAL_FILE.tell(), "table" in vars(module)),
+        (str(GLOBAL_NUMBERS), str(Busy.numbers_of_class)),
         (len(GLOBAL_LIST), GLOBAL_COUNT, Busy.history, vars(count_in_function), count_in_function.__defaults__),
         {name: value.tolist() for name, value in module.state_dict().items()},
         [parameter.grad for parameter in module.parameters()],
@@ -300,12 +337,14 @@ def test_modules_that_hold_what_cannot_be_copied_are_planned_for(how: str, held:
 
 
 @pytest.mark.parametrize("how", ["fake", "real"])
-def test_step_that_draws_from_a_generator_of_the_module_is_refused_by_name(how: str) -> None:
-    module = Busy(lambda own, _: next(own.held))
+@pytest.mark.parametrize("act", [lambda own, _: next(own.held), lambda *_: next(GLOBAL_GENERATOR)])
+def test_step_that_draws_from_a_generator_of_the_module_is_refused_by_name(act: Any, how: str) -> None:
+    module = Busy(act)
     module.held = (i for i in range(3))
-    with pytest.raises(TraceError, match="draws from a generator that the module holds"):
+    with pytest.raises(TraceError, match="draws from a generator that the module or a variable holds"):
         HOWS[how](module, BATCH, 4, device=CPU)
     assert list(module.held) == [0, 1, 2]
+    assert inspect.getgeneratorstate(GLOBAL_GENERATOR) == inspect.GEN_CREATED
 
 
 def test_deep_copy_module_that_refuses_raises_its_own_error() -> None:
