@@ -24,14 +24,12 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.autotune import pipeline
-from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from tests.support.fuzz_layers import LAYERS, NEWER_LAYERS, WIDTH
 from tests.support.modules import trainer
-from tests.support.plans import plan_with
+from tests.support.plans import plan_with, profile_of
 
 STEPS = 5
 ROWS, TIME, BATCH = 32, 4, 3
@@ -314,8 +312,7 @@ def plan_by_policy(
     """What can be sharded has the mode that the policy says, in slices or cut where that is asked for and possible."""
     size, degrees = len(batch[0]), (ranks,) * (policy == "tp")
     with torch.random.fork_rng():
-        context = TrialContext(module, batch, size, torch.device("cpu"), tensor_degrees=degrees)
-        model = pipeline.profile_model(context).model_profile
+        model = profile_of(module, batch, degrees)
     rng, operators, splits = random.Random(seed + 1), [], {}
     for candidate in model.tensor_candidates:
         splits |= {name: candidate.split(i, ranks) for i, name in enumerate(candidate.operators)}

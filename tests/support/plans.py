@@ -30,9 +30,10 @@ def plan_for(
     return plan_with(operators, model, ranks, batch_size, accumulation)
 
 
-def profile_of(module: Any, batch: Any) -> ModelProfile:
+def profile_of(module: Any, batch: Any, degrees: tuple[int, ...] = ()) -> ModelProfile:
     """What a step at this batch size alone shows, which says as much of the operators as one at two."""
-    step = TrainingStep(module, batch, len(batch[0]), torch.device("cpu"), sizes=(len(batch[0]),))
+    size = len(batch[0])
+    step = TrainingStep(module, batch, size, torch.device("cpu"), sizes=(size,), tensor_degrees=degrees)
     allow_depth_of(module)
     try:
         return trace(step).model_profile

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.utils.data import _utils
 
 from lightning_osdp.autotune import measure, trial_step, trials
 from lightning_osdp.profiling import compute, engine_overhead, network
@@ -137,7 +138,7 @@ def _run_script(
     os.environ.update(environment)
     _set_environment(rank, world_size)
     os.environ["MASTER_PORT"] = environment["MASTER_PORT"]
-    torch.set_num_threads(1)
+    _set_up_torch()
     fn(*args)
 
 
@@ -186,7 +187,7 @@ def _run_rank(
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ.update(environment)  # the server's is that of the first call
     _set_environment(rank, world_size)
-    torch.set_num_threads(1)
+    _set_up_torch()
     _shorten_measurements()
     try:
         dist.init_process_group(
@@ -201,6 +202,13 @@ def _run_rank(
         reply = pickle.dumps((False, traceback.format_exc()))
     sender.send_bytes(reply)
     sender.close()
+
+
+def _set_up_torch() -> None:
+    """One thread; and workers of a DataLoader that do not end by themselves are waited for, or notice it, at once."""
+    torch.set_num_threads(1)
+    for module in (_utils, _utils.worker):
+        module.MP_STATUS_CHECK_INTERVAL = 0.2  # seconds, 5 as a rule
 
 
 def _shorten_measurements() -> None:
