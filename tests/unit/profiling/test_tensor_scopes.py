@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -526,6 +527,16 @@ def test_no_pair_is_claimed_if_there_is_no_time_to_try(monkeypatch: pytest.Monke
     monkeypatch.setattr(tensor_scopes, "MAX_SECONDS", 0.0)
     profile = profile_of_net(Between("gelu"))
     assert [each.operators for each in profile.tensor_candidates] == [("net.up",), ("net.down",)]
+
+
+def test_blocks_alike_are_found_after_the_time_is_over(
+    played_groups: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(process_time=lambda: 1e9 * (len(played_groups) > 1))
+    monkeypatch.setattr(tensor_scopes, "time", clock)
+    net = Stack(4)
+    net.layers[1].steps = ("silu times itself",)
+    assert list(groups(profile_of_net(net))) == [f"net.layers.{at}.up net.layers.{at}.down" for at in (0, 2, 3)]
 
 
 def test_degrees_are_those_that_divide_the_features() -> None:
