@@ -46,7 +46,7 @@ def enable_fused(optimizer: Optimizer) -> list[dict[str, Any]]:
 @contextmanager
 def fused_step(optimizer: Optimizer) -> Iterator[None]:
     """Let ``optimizer`` use fused kernels within the block; which ones is decided after the step's closure has run."""
-    hook = _EnableFusedHook()
+    hook = EnableFusedHook()
     handle = optimizer.register_step_pre_hook(hook)
     try:
         yield
@@ -56,13 +56,14 @@ def fused_step(optimizer: Optimizer) -> Iterator[None]:
             group["fused"] = None
 
 
-class _EnableFusedHook:
+class EnableFusedHook:
     """A step hook that selects fused kernels before a step, or after its closure, and remembers the groups."""
 
     def __init__(self) -> None:
         self.fused_groups: list[dict[str, Any]] = []
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments of the step, whose closure selects fused kernels, if it has one."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first one is the optimizer
         if closure is None:
             self.fused_groups += enable_fused(optimizer)
@@ -78,7 +79,7 @@ class _EnableFusedHook:
 
 def has_foreign_hooks(optimizer: Optimizer) -> bool:
     """Return whether hooks other than ours are called before ``optimizer`` steps."""
-    return any(not isinstance(hook, _EnableFusedHook) for hook in optimizer._optimizer_step_pre_hooks.values())
+    return any(not isinstance(hook, EnableFusedHook) for hook in optimizer._optimizer_step_pre_hooks.values())
 
 
 def _states_are_dense(optimizer: Optimizer, group: dict[str, Any]) -> bool:

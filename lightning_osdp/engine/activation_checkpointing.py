@@ -1,16 +1,20 @@
 """Blocks whose activations are not stored: their forward runs again when the backward pass reaches them.
 
 torch's non-reentrant checkpoint does it: one graph, so each parameter receives its gradient once; keyword arguments,
-nested outputs, inputs without gradient, autocast and the random state are as in the first run. What FairScale's units
+nested outputs, inputs without gradient, autocast and the random state are as in the first run. So are the random
+numbers of Python and NumPy, which torch does not keep. What FairScale's units
 need for it is in ``fairscale/unit.py`` (Note [a forward inside the backward]), so models that bring their own
 checkpointing of this kind work as well.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -31,7 +35,7 @@ def checkpoint_block(block: nn.Module) -> Callable[[], None]:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # Keyword arguments become a positional one: there checkpoint looks for the device whose random state it keeps.
-        return checkpoint(run_forward, *args, kwargs, use_reentrant=False)
+        return checkpoint(run_forward, *args, kwargs, use_reentrant=False, context_fn=_keep_random_numbers)
 
     def undo() -> None:
         if own_forward is None:
@@ -41,6 +45,30 @@ def checkpoint_block(block: nn.Module) -> Callable[[], None]:
 
     replace_method(block, "forward", checkpointed_forward)
     return undo
+
+
+class _SameRandomNumbers:
+    """A context, entered as often as a block runs again, that has Python and NumPy draw what the first run drew."""
+
+    def __init__(self) -> None:
+        self._first = self._now = (random.getstate(), np.random.get_state())
+
+    def __enter__(self) -> None:
+        self._now = (random.getstate(), np.random.get_state())
+        self._set(self._first)
+
+    def __exit__(self, *_: object) -> None:
+        self._set(self._now)
+
+    @staticmethod
+    def _set(states: tuple[Any, Any]) -> None:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _keep_random_numbers() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of the first run of a block and of those after it."""
+    return nullcontext(), _SameRandomNumbers()
 
 
 def check_recomputed_blocks(names: Sequence[str], module: nn.Module) -> None:

@@ -10,6 +10,11 @@ rank's answers travel as extra elements of the last bucket. Only a rank that lac
 step waits for nothing.
 
 Note [gradients in flight]: once packed, a gradient is freed, and its parameter has none until it is averaged.
+
+Note [which parameters take part]: those that all ranks train, as they have agreed; a rank says so when it trains others
+than before, at the beginning of a step or of a backward pass. Where ranks differ, those take part, from the next step
+on, that any of them trains. A gradient that comes meanwhile, in no bucket, is averaged when the pass is over: in one
+more round over all of them, which leaves averages as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +23,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from operator import or_
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +67,19 @@ class GradientSync:
             self.is_on = before
 
 
+class RankOrder(Protocol):
+    """How ranks agree on which parameters take part."""
+
+    on_trainable: Callable[[str, bool], None]
+    join_late: Callable[[], None]
+
+    def before_trainable(self, trainable: str) -> None:
+        """Tell the other ranks which parameters this one trains."""
+
+    def before_late(self) -> None:
+        """Return when the next collectives on all ranks are those of gradients that were in no bucket."""
+
+
 class BucketedAllReduce:
     """Averages the gradients of replicated parameters over a process group.
 
@@ -92,18 +111,18 @@ class BucketedAllReduce:
         self._next_bucket = 0
         self.is_active = False
         """Whether a backward pass has come to gradients that are not reduced yet."""
-        self.trains_alike = True
-        """Whether all ranks train the same parameters; otherwise those take part that were trained at any time."""
         self._unhooked = set(self._parameters)
         self._hooks: list[Any] = []
         self.refresh()
-        self._trainable = 0
-        self.notice_changes(lambda _: None)
+        self._order: RankOrder | None = None
+        self._unsynced: set[nn.Parameter] = set()
+        """Parameters with gradients of this rank alone, which may have been frozen since."""
+        self._told = self._included = self._trained_by_any = self._own_trainable()
 
     @property
     def num_collectives(self) -> int:
         """Number of collectives in one synchronised backward pass."""
-        trainable = self._trainable_parameters()
+        trainable = self._included_parameters()
         return len(_make_buckets(trainable)) if self._world_size > 1 and trainable else 0
 
     def refresh(self) -> None:
@@ -115,16 +134,43 @@ class BucketedAllReduce:
             self._hooks.append((node, node.register_hook(partial(self._on_gradient, parameter))))
             self._unhooked.discard(parameter)
 
-    def notice_changes(self, tell: Callable[[int], None]) -> None:
-        """Call ``tell`` with a hash of which parameters are trained if they are others than last time."""
-        trainable = hash(tuple(p.requires_grad for p in self._parameters)) if self.trains_alike else self._trainable
-        if trainable != self._trainable:
-            self._trainable = trainable
-            tell(trainable)
+    def agree_by(self, order: RankOrder, before_join: Callable[[], None]) -> None:
+        """Have ranks agree on which parameters take part; see Note [which parameters take part].
 
-    def expect_differences(self) -> None:
-        """Lay the buckets out in the same way whatever each rank trains."""
-        self.trains_alike = False
+        Args:
+            order: tells the others, and has this rank join them.
+            before_join: called before gradients are reduced that only other ranks have.
+        """
+
+        def join_late() -> None:
+            before_join()
+            self._average_all()
+
+        self._order, order.on_trainable, order.join_late = order, self._note_trainable, join_late
+
+    def begin_step(self) -> None:
+        """Note that a training step begins on all ranks."""
+        self._included = self._trained_by_any
+        self._notice_changes()
+
+    def _own_trainable(self) -> tuple[bool, ...]:
+        return tuple(p.requires_grad or p in self._unsynced for p in self._parameters)
+
+    def _notice_changes(self) -> None:
+        own = self._own_trainable()
+        if own != self._told:
+            self._told, trainable = own, "".join("01"[is_trained] for is_trained in own)
+            if self._order is None:
+                self._note_trainable(trainable, is_unanimous=True)
+            else:
+                self._order.before_trainable(trainable)
+
+    def _note_trainable(self, trainable: str, is_unanimous: bool) -> None:
+        told = tuple(digit == "1" for digit in trainable)
+        if is_unanimous:
+            self._included = self._trained_by_any = told
+        else:
+            self._trained_by_any = tuple(map(or_, self._trained_by_any, told))
 
     def detach(self) -> None:
         """Stop averaging gradients, until ``refresh``."""
@@ -141,9 +187,35 @@ class BucketedAllReduce:
 
     def finish(self) -> None:
         """Reduce what is left of the backward pass that just ended, and wait for all of it."""
+        if self._unsynced and self._sync.is_on and not self.is_active:
+            self._rebuild_buckets()
         if self.is_active:
             self._before_finish()
             self._finish()
+        if self._sync.is_on and self._world_size > 1 and self._has_others():
+            self.refresh()
+            self._told = ()
+            self._notice_changes()
+            if self._order is not None:
+                self._order.before_late()
+            self._average_all()
+        if self._sync.is_on:
+            self._unsynced.clear()
+
+    def _has_others(self) -> bool:
+        """Return whether there is a gradient of a parameter that takes no part yet."""
+        if any(p.requires_grad and p.grad is not None for p in self._unhooked):
+            return True
+        if self._told == self._included:
+            return False
+        with_others = zip(self._parameters, self._told, self._included, strict=True)
+        return any(is_told and not is_included and p.grad is not None for p, is_told, is_included in with_others)
+
+    def _average_all(self) -> None:
+        """Average the gradients of all parameters that any rank trains, most of which are averages already."""
+        self._included = self._trained_by_any
+        self._rebuild_buckets()
+        self._finish()
 
     def _finish(self) -> None:
         self.is_active = False
@@ -157,18 +229,25 @@ class BucketedAllReduce:
         for bucket in self._buckets:
             bucket.buffer = bucket.work = None  # only the gradients refer to the buffer now
 
-    def _trainable_parameters(self) -> list[nn.Parameter]:
-        return [p for p in self._parameters if (p.requires_grad if self.trains_alike else p not in self._unhooked)]
+    def _included_parameters(self) -> list[nn.Parameter]:
+        return [p for p, is_included in zip(self._parameters, self._included, strict=True) if is_included]
 
     def _on_gradient(self, parameter: nn.Parameter, *_: object) -> None:
-        if not self._sync.is_on or self._world_size == 1:
+        if self._world_size == 1 or parameter.grad is None:  # a function may give none
             return
-        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+        if not self._sync.is_on:
+            self._unsynced.add(parameter)
+            return
+        if parameter.grad.layout != torch.strided:
             raise ShardingError("sparse gradients are not supported: build the embedding with sparse=False")
         if not self.is_active:
+            self.refresh()
+            self._notice_changes()
             self._rebuild_buckets()
             torch.autograd.Variable._execution_engine.queue_callback(self._on_pass_end)
-        bucket = self._bucket_of[parameter]
+        bucket = self._bucket_of.get(parameter)
+        if bucket is None:  # averaged when the pass is over
+            return
         if bucket.is_launched or parameter not in bucket.missing:
             raise ShardingError(
                 f"a replicated parameter of shape {tuple(parameter.shape)} received its gradient twice in one backward "
@@ -182,7 +261,7 @@ class BucketedAllReduce:
 
     def _rebuild_buckets(self) -> None:
         """Lay the buckets out, since parameters may have been frozen or unfrozen."""
-        self._buckets = _make_buckets(self._trainable_parameters())
+        self._buckets = _make_buckets(self._included_parameters())
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._next_bucket = 0
         self.is_active = True
@@ -286,6 +365,8 @@ def _make_buckets(parameters: Iterable[nn.Parameter]) -> list[_Bucket]:
         bucket.parameters.append(parameter)
         bucket.missing.add(parameter)
         open_buckets[parameter.dtype] = (bucket, filled_bytes + parameter.nbytes)
+    if not buckets:
+        return []
     last = next((bucket for bucket in reversed(buckets) if not bucket.unbucketed), buckets[-1])
     last.unbucketed = False
     return [*(bucket for bucket in buckets if bucket is not last), last]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_osdp.backend.fused_adam import EnableFusedHook
 from lightning_osdp.state.autograd_state import is_in_backward
 from lightning_osdp.state.guarded_parameter import ShardGuard, guard_of, is_guarded
 from lightning_osdp.state.guarded_states import GuardedStates, guard_states, release_states, show_plain_dicts
@@ -126,6 +127,29 @@ def _refuse_within_backward(optimizer: Optimizer) -> None:
         )
 
 
+_HOOK = -1
+"""The number of our hooks among those of an optimizer, which torch counts from 0."""
+
+
+def _order_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Have guards opened after the user's hooks of an optimizer's step, and closed before them: they see full tensors.
+
+    Where the step of a subclass calls that of its parent, which has hooks again, the guards are closed for those, too.
+    """
+    _close(id(optimizer))
+    before: Any = optimizer._optimizer_step_pre_hooks
+    after: Any = optimizer._optimizer_step_post_hooks
+    before[_HOOK], after[_HOOK] = _open_for_step, _close_after_step
+    for key in [_HOOK, *(key for key, hook in before.items() if isinstance(hook, EnableFusedHook))]:
+        before.move_to_end(key)
+    after.move_to_end(_HOOK, last=False)
+
+
+def _remove_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    optimizer._optimizer_step_pre_hooks.pop(_HOOK, None)
+    optimizer._optimizer_step_post_hooks.pop(_HOOK, None)
+
+
 def _complete_gradients(guards: Iterable[ShardGuard]) -> None:
     for context in {guard.context: None for guard in guards}:
         context.before_update()
@@ -142,8 +166,8 @@ def _prepare_process() -> None:
     global _is_prepared
     if not _is_prepared:
         _is_prepared = True
-        register_optimizer_step_pre_hook(_open_for_step)
-        register_optimizer_step_post_hook(_close_after_step)
+        register_optimizer_step_pre_hook(_order_hooks)
+        register_optimizer_step_post_hook(_remove_hooks)
         ask_guarded_classes()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import get_ident
+
 import torch
 
 NO_PASS = -1
@@ -16,3 +18,8 @@ def current_pass() -> int:
 def is_in_backward() -> bool:
     """Return whether a backward pass is running, as where a block is recomputed."""
     return current_pass() != NO_PASS
+
+
+def is_other_thread(own: int) -> bool:
+    """Return whether this thread is neither the one with this number, nor autograd's."""
+    return get_ident() != own and not is_in_backward()

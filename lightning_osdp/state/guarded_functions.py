@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -173,7 +174,7 @@ def _access_property(func: Any, name: str, args: Any) -> Any:
         return _access_property_of_gathered(func, name, attribute, args)
     if name == "__get__":
         if attribute == "data":
-            return GuardedTensor.create(local_shard_of(tensor))
+            return GuardedTensor.create(replace(local_shard_of(tensor), is_data=True))
         if attribute == "grad" and not isinstance(tensor, GuardedTensor):
             return _get_gradient(tensor)
         if attribute in _SHAPE_PROPERTIES:

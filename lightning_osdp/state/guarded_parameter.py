@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lightning_osdp.errors import OSDPWarning, ShardingError
-from lightning_osdp.state.autograd_state import is_in_backward
+from lightning_osdp.state.autograd_state import is_other_thread
 from lightning_osdp.state.shard_layout import ShardLayout
 from lightning_osdp.state.stored_tensor import StoredTensor, read_values
 
@@ -91,11 +91,6 @@ class GuardContext:
         for guard in self.with_outside_gradients:
             guard.add_outside_gradient()
         self.with_outside_gradients.clear()
-
-
-def is_other_thread(own: int) -> bool:
-    """Return whether this thread is neither the one with this number, nor autograd's."""
-    return get_ident() != own and not is_in_backward()
 
 
 @dataclass(eq=False)
@@ -154,7 +149,7 @@ class ShardGuard:
         """Guard the parameter, whose data are its local shard unless that is given; see Note [the stand-in]."""
         if self.is_removed or self._shard is not None:
             return
-        self._shard = shard = self.parameter.detach() if shard is None else shard
+        self._shard = shard = self.parameter.data if shard is None else shard
         if self._stand_in is None or (self._stand_in.dtype, self._stand_in.device) != (shard.dtype, shard.device):
             self._stand_in = full_shaped(LocalShard(self, shard))
         self.parameter.data = self._stand_in
@@ -230,11 +225,13 @@ class LocalShard:
         guard: the parameter's guard.
         tensor: this rank's part.
         kind: empty for the parameter itself; "gradient", or the name of a state.
+        is_data: whether it is the parameter's ``data``, whose changes autograd does not count.
     """
 
     guard: ShardGuard
     tensor: Tensor
     kind: str = ""
+    is_data: bool = False
 
     @property
     def stamp(self) -> tuple[int, int]:
@@ -261,9 +258,11 @@ class LocalShard:
         self.guard.num_writes += 1
 
     def before_write(self) -> None:
-        """Free what is gathered of the parameter before it changes."""
+        """Free what is gathered of the parameter before it changes, and let autograd know."""
         if not self.kind:
             self.guard.drop_gathered()
+            if not self.is_data:
+                torch.autograd.graph.increment_version(self.guard.parameter)
 
     def _check_guard(self) -> None:
         if self.guard.is_removed:
@@ -398,7 +397,7 @@ def local_shard_of(tensor: Any) -> LocalShard:
 
 
 def local_data(parameter: Tensor) -> Tensor:
-    """Return what this rank holds of a parameter: its local shard where it is guarded, else its data."""
+    """Return what this rank holds of a parameter, guarded or not."""
     return guard_behind(parameter).shard if is_guarded(parameter) else parameter.data
 
 

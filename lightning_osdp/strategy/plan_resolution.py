@@ -75,6 +75,7 @@ def resolve_plan(
             checkpoint_memory=run.checkpoint_memory, evaluation_batch_size=evaluation_batch_size
         )
         non_training = count_averaged_copies(trainer, context.device, non_training)
+    if given_plan is None or given_plan.has_unproven_scopes:
         context = options.with_tensor_degrees(context, run.constraints, current_cluster(ranks))
     budget.begin_stage("tracing the training step")
     traced = pipeline.profile_model_on_ranks(ranks, context, non_training, options.cache_folder)
@@ -85,7 +86,8 @@ def resolve_plan(
     ranks.raise_on_all_ranks(lambda: constraints.check(traced.model_profile, current_cluster(ranks)))
     if given_plan is not None:
         ranks.raise_on_all_ranks(lambda: check_given_plan(given_plan, traced, ranks, blocker, constraints))
-        return PlanningResult(given_plan.with_types_of(traced.model_profile))
+        proven = ranks.raise_on_all_ranks(lambda: given_plan.with_proven_scopes(traced.model_profile))
+        return PlanningResult(proven.with_types_of(traced.model_profile))
     limit = options.limit_on(context.device, run.ranks_per_node, ranks_sharing_memory_limit(ranks))
     facts = (trainer, data, context.batch_size, ranks.world_size, limit, constraints, non_training)
     only = traced.model_profile.only_batch_size

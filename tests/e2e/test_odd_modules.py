@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from tests.support import ranks
+from tests.support.odd_changes import CHANGE_CASES
 from tests.support.odd_features import FEATURE_CASES, PartsRecomputedByRank
 from tests.support.odd_modules import CASES, fit, judge_all
 from tests.support.ranks import RankError, run_ranks
 
-ALL_CASES = CASES | FEATURE_CASES
+ALL_CASES = CASES | FEATURE_CASES | CHANGE_CASES
 
 
 @pytest.fixture(scope="module")

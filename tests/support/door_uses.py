@@ -227,8 +227,31 @@ DOORS: dict[str, Callable[[Model], Use]] = {
 }
 
 
+IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace operation"
+
+
 def _loss(weight: Tensor) -> Tensor:
     return weight.square().sum()
+
+
+def _backward_after(model: Model, change: Callable[[nn.Parameter], Any]) -> None:
+    loss = model.student(torch.ones(2, IN)).square().sum()
+    with torch.no_grad():
+        change(model.student.down.weight)
+    try:
+        loss.backward()
+    finally:
+        model.zero_grad()
+        torch.optim.SGD(model.parameters(), lr=0.0).step()  # ends the pass that was broken off
+
+
+def _step(parameter: nn.Parameter) -> None:
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD([parameter], lr=0.1).step()
+
+
+def _assign(parameter: nn.Parameter) -> None:
+    parameter.data = 2 * parameter.data
 
 
 REFUSED_DOORS: dict[str, tuple[Callable[[Model], Any], str]] = {
@@ -245,6 +268,9 @@ REFUSED_DOORS: dict[str, tuple[Callable[[Model], Any], str]] = {
         lambda model: torch.autograd.grad(model.items(torch.tensor([1])).sum(), model.items.weight, allow_unused=True),
         r"nothing|autograd knows its slices alone",
     ),
+    "backward after a write": (lambda model: _backward_after(model, lambda p: p.mul_(2)), IN_PLACE),
+    "backward after a step": (lambda model: _backward_after(model, _step), IN_PLACE),
+    "backward after data were assigned": (lambda model: _backward_after(model, _assign), IN_PLACE),
     "torch.func with its gradient": (
         lambda model: grad(_loss)(model.items.weight),
         r"give it the parameter's \.detach",

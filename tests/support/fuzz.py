@@ -323,7 +323,7 @@ def plan_by_policy(
         mode, slices, dim = Mode.DP, 1, None
         if op.is_shardable:
             by_policy = {"mixed": list(WEIGHT_MODES)[index % 3], "random": rng.choice(list(WEIGHT_MODES))}
-            mode = by_policy.get(policy) or Mode(policy if policy in ("zdp", "zdp2") else "zdp")
+            mode = by_policy.get(policy) or Mode(policy if policy in ("dp", "zdp", "zdp2") else "zdp")
             dims = op.split_dims if policy == "sliced" else ()
             if dims:
                 slices, dim = 2, dims[0]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.odd_modules import HIDDEN, Odd
@@ -181,6 +182,25 @@ class OwnActivation(Between):
             return super().training_step(batch, batch_index)
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, WIDE), nn.Linear(WIDE, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(OwnFunction.apply(self.up(x)))  # type: ignore[no-untyped-call]
+
+
+class BlockRecomputed(Odd):
+    """What a function of autograd saves is noted by checkpointing, of which the block itself knows nothing."""
+
+    def build(self) -> None:
+        self.block = Block()
+
+    def body(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, super().body(x), use_reentrant=False)  # type: ignore[no-any-return]
+
+
 class CompiledActivation(Between):
     def build(self) -> None:
         super().build()
@@ -190,10 +210,65 @@ class CompiledActivation(Between):
         return self.compiled(h)
 
 
+class ChangedInPlace(Between):
+    """Results of a row operator without bias, of a table and of a head are changed in place, of one sample as well."""
+
+    def build(self) -> None:
+        super().build()
+        self.down = nn.Linear(WIDE, HIDDEN, bias=False)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.is_live(x) and self.global_step > 1:
+            x, y = x[:1], y[:1]
+        h, rows = self.body(x), self.table(y)
+        h += 1
+        h[:, 0].mul_(2)
+        logits = self.head(h)
+        logits[:, 1:] *= 2
+        return functional.cross_entropy(logits.sub_(1), y) + 0.1 * rows.add_(1).square().mean()
+
+
+class InputChanged(Between):
+    """What two operators are given is changed between them."""
+
+    def build(self) -> None:
+        super().build()
+        self.gate = nn.Linear(HIDDEN, WIDE)
+        self.gate.weight.requires_grad_(False)
+
+    def body(self, x: Tensor) -> Tensor:
+        h = 1.0 * Odd.body(self, x)
+        gate = self.gate(h)
+        if self.is_live(x) and self.global_step > 1:
+            h.mul_(2)
+        return self.down(torch.sigmoid(gate) * self.up(h))
+
+
+class RowRecomputed(Between):
+    """The last operator is recomputed, the first one is not."""
+
+    def lead_out(self, h: Tensor) -> Tensor:
+        return checkpoint(lambda h: torch.sin(self.down(torch.tanh(h))), h, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class HookedGlobally(Between):
+    """A hook of all modules begins late."""
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        if not self.is_live(batch[0]) or batch_index < 2:
+            return super().training_step(batch, batch_index)
+        handle = register_module_forward_hook(lambda module, _, output: self.note(output.norm()))
+        try:
+            return super().training_step(batch, batch_index)
+        finally:
+            handle.remove()
+
+
 class Attention(nn.Module):
     """Hands its weights to a function, if there is one."""
 
     see: Callable[[Tensor], Tensor] | None = None
+    changes_input = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,6 +277,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         samples, length, _ = x.shape
+        if self.changes_input:
+            x.mul_(0.5)
         each = (product(x).view(samples, length, self.heads, self.width) for product in (self.q, self.k, self.v))
         q, k, v = (heads.transpose(1, 2) for heads in each)
         scores = q @ k.transpose(2, 3) / self.width**0.5
@@ -239,6 +316,25 @@ class WeightsLogged(Attended):
         return weights
 
 
+class ChangesInput(Attended):
+    """The attention changes what it is given, late."""
+
+    def body(self, x: Tensor) -> Tensor:
+        h = Odd.body(self, x)[:, None] * torch.linspace(0.5, 1.5, LENGTH)[:, None]
+        self.attention.changes_input = self.is_live(x) and self.global_step > 1
+        return (self.attention(h) + h).mean(1)
+
+
+class MaskedByRank(Attended):
+    """A mask of all samples is each rank's own, late."""
+
+    def body(self, x: Tensor) -> Tensor:
+        h, mask = Odd.body(self, x)[:, None] * torch.linspace(0.5, 1.5, LENGTH)[:, None], torch.zeros(1, LENGTH)
+        if self.is_live(x) and self.global_step > 1:
+            mask[0, self.global_rank] = 1
+        return (h + self.attention(h, mask > 0)).mean(1)
+
+
 class RecomputedByRank(Between):
     """Ranks recompute in turn, each by itself."""
 
@@ -266,6 +362,7 @@ SEES = "{} sees what is between the operators of {}, where each rank has a slice
 FEATURE_CASES: dict[tuple[Callable[[], Odd], str], str] = {
     **{(kind, "tp"): "equal" for kind in (
         Between, HalvedLate, BothByHand, OwnActivation, CompiledActivation, LastReturned, Attended,
+        ChangedInPlace, HookedGlobally, MaskedByRank, RowRecomputed, BlockRecomputed,
     )},
     **{(RecomputedByRank, policy): "equal" for policy in ("zdp", "sliced", "tp")},
     **{(kind, "tp"): SEES.format(name, "down") for kind, name in (
@@ -273,6 +370,10 @@ FEATURE_CASES: dict[tuple[Callable[[], Odd], str], str] = {
         (WrittenOut, "__setitem__"), (GradientHooked, "register_hook"), (Reduced, "all_reduce"),
         (ProductByHand, "linear"), (Detached, "a function without gradients"),
     )},
+    (Between, "tp by hand"): "equal",
+    (Penalized, "tp by hand"): SEES.format("square", "down"),
+    (ChangesInput, "tp"): "attention is tensor parallel, and changes what it is given in place, which it did not",
+    (InputChanged, "tp"): "gate is tensor parallel together with up, down, but runs without",
     (RunForNothing, "tp"): "up is tensor parallel together with down, but runs without",
     **{(kind, "tp"): SEES.format(name, "attention") for kind, name in (
         (HeadsMixed, "norm"), (WeightsLogged, "mean"),

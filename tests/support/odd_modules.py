@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.tensor import TensorScope
 from tests.support.fuzz import plan_by_policy
 from tests.support.lightning_contract import is_fake
 from tests.support.modules import trainer
@@ -311,7 +312,11 @@ def fit(kind: Callable[[], Odd], policy: str, folder: str) -> tuple[dict[str, Te
     strategy: Any = DDPStrategy(find_unused_parameters=True)
     if policy:
         rank, (x, y) = torch.distributed.get_rank(), module.train_dataloader().dataset.tensors
-        box = [plan_by_policy(kind(), [x[rank : 2 * BATCH : 2], y[rank : 2 * BATCH : 2]], policy, 2).to_json()]
+        rows = [x[rank : 2 * BATCH : 2], y[rank : 2 * BATCH : 2]]
+        plan = plan_by_policy(kind(), rows, policy.removesuffix(" by hand"), 2)
+        if policy.endswith("by hand"):  # it does not say what is between operators
+            plan = plan.model_copy(update={"tensor_scopes": {name: TensorScope() for name in plan.tensor_scopes}})
+        box = [plan.to_json()]
         torch.distributed.broadcast_object_list(box)
         strategy = OSDPStrategy(plan=ExecutionPlan.from_json(box[0]), cache="")
     validation = {"limit_val_batches": 2, "val_check_interval": 2, "check_val_every_n_epoch": None}

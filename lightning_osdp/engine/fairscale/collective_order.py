@@ -29,7 +29,7 @@ STABLE_COUNT = 8
 FIRST_ASKING_STEPS, MAX_ASKING_STEPS = 32, 4096
 """Steps in which ranks ask for each collective after they wanted different ones: at first, and if it recurs."""
 
-_JOINABLE = {"trainable": -1, "forward": 0, "evaluate": 0, "backward": 1, "reduce": 1, "replicated": 2}
+_JOINABLE = {"trainable": -1, "forward": 0, "evaluate": 0, "backward": 1, "reduce": 1, "replicated": 2, "late": 3}
 """The kinds of events in which a rank can take part that wants another one, by what comes first."""
 
 _WAITING = ("end", "evaluated", "sync", "access")
@@ -41,6 +41,10 @@ _TEXTS = {
     "backward": ("gathers {} for its backward", "gathered {} for its backward"),
     "reduce": ("reduces the gradient of {}", "reduced the gradient of {}"),
     "replicated": ("reduces replicated gradients", "reduced replicated gradients"),
+    "late": (
+        "reduces gradients of parameters that it has unfrozen",
+        "reduced gradients of parameters that were unfrozen",
+    ),
     "trainable": ("trains other parameters", "has begun to train other parameters"),
     "end": ("ends its backward pass", "ended its backward pass"),
     "step": ("begins the next training step", "began a training step"),
@@ -92,15 +96,17 @@ class CollectiveOrder:
         self._next_asking_steps = FIRST_ASKING_STEPS
         self._has_backward = self._has_differed = self._has_groups = False
         self._failure = ""
-        self._pass_kinds: tuple[str, ...] = ("backward", "reduce", "replicated")
+        self._pass_kinds: tuple[str, ...] = ("backward", "reduce", "replicated", "late")
         """The kinds of events after which a backward pass has to be ended on all ranks."""
         self._place = "before the first training step"
         self.is_in_training_step = False
         """Whether the code that runs is that of the traced step."""
         self.join_replicated: Callable[[], None] = lambda: None
         """Takes part in the reduction of replicated gradients."""
-        self.on_trainable_differ: Callable[[], None] = lambda: None
-        """Called when ranks train different parameters."""
+        self.join_late: Callable[[], None] = lambda: None
+        """Takes part in the reduction of replicated gradients that were in no bucket on some ranks."""
+        self.on_trainable: Callable[[str, bool], None] = lambda trainable, is_unanimous: None
+        """Called with the parameters that ranks have begun to train, and whether these are the same on all."""
 
     def register(self, unit: OrderedUnit, is_grouped: bool = False) -> int:
         """Return the index of ``unit``; units come in the order of the plan.
@@ -156,13 +162,19 @@ class CollectiveOrder:
         """Return whether a step or a backward pass has begun whose end is not noted yet."""
         return self._has_backward and self._agreement is not None
 
-    def before_trainable(self, trainable: int) -> None:
-        """Tell the other ranks that this one trains other parameters than in its last step; a hash tells which."""
+    def before_trainable(self, trainable: str) -> None:
+        """Tell the other ranks that this one trains other parameters than before; a text tells which."""
+        if self._agreement is None:
+            self.on_trainable(trainable, True)
         self._before(f"trainable -1 {trainable}")
 
     def before_replicated(self) -> None:
         """Return when the next collectives on all ranks are those of replicated gradients."""
         self._before("replicated")
+
+    def before_late(self) -> None:
+        """Return when the next collectives on all ranks are those of replicated gradients that were in no bucket."""
+        self._before("late")
 
     def complete_backward(self) -> None:
         """Take part in what other ranks' backward passes still reduce."""
@@ -223,8 +235,10 @@ class CollectiveOrder:
         else:
             self._ask(event)
 
-    def _note(self, event: str) -> None:
+    def _note(self, event: str, is_unanimous: bool = True) -> None:
         self._last = (self._last[1], event)
+        if event.startswith("trainable"):
+            self.on_trainable(event.split()[2], is_unanimous)
         if event.startswith(self._pass_kinds):
             self._has_backward = True
 
@@ -240,9 +254,7 @@ class CollectiveOrder:
                 chosen = decision.event
                 if is_learned:
                     self._learn(chosen, decision.is_unanimous)
-            self._note(chosen)
-            if chosen.startswith("trainable") and (chosen != event or not (decision and decision.is_unanimous)):
-                self.on_trainable_differ()
+            self._note(chosen, decision is None or decision.is_unanimous)
             if chosen == event:
                 return
             if self._has_groups:
@@ -266,6 +278,8 @@ class CollectiveOrder:
                 self._failure = str(error)
         elif kind == "replicated":
             self.join_replicated()
+        elif kind == "late":
+            self.join_late()
         elif unit >= 0:
             self._units[unit].join_gather(indices)
             self.prefetch_next()

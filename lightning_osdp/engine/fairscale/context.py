@@ -20,7 +20,8 @@ from lightning_osdp.engine.gradient_buckets import GradientSync
 from lightning_osdp.engine.optimizer_in_backward import BackwardOptimizer
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from lightning_osdp.state.guarded_parameter import GuardContext, is_other_thread, without_guards
+from lightning_osdp.state.autograd_state import is_other_thread
+from lightning_osdp.state.guarded_parameter import GuardContext, without_guards
 from lightning_osdp.state.refused_tracing import refuse_tracing
 
 REDUCE_DTYPES: dict[str, torch.dtype | None] = {"": None, "float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -247,7 +247,7 @@ class FairScaleEngine(Engine):
             self._context.reducer.dtype,
         )
         self._context.order.join_replicated = self._join_replicated
-        self._context.order.on_trainable_differ = self._bucketed_all_reduce.expect_differences
+        self._bucketed_all_reduce.agree_by(self._context.order, self._bind_slice_gradients)
         self._context.backward_passes.on_end = self._show_slice_gradients
         self._context.guards.before_update = self._finish_unseen_backward
         self._context.guards.before_gradient = partial(self._slice_averages.complete, self._finish_unseen_backward)
@@ -374,7 +374,7 @@ class FairScaleEngine(Engine):
         self._context.reducer.discard()
         self._context.backward_passes.discard()
         self._context.order.begin_step()
-        self._bucketed_all_reduce.notice_changes(self._context.order.before_trainable)
+        self._bucketed_all_reduce.begin_step()
 
     @override
     def after_training_step(self) -> None:

@@ -49,6 +49,9 @@ class SavingUnit(Protocol):
     def note_saved(self, values: GatheredValues) -> None:
         """Note that a backward pass will read these."""
 
+    def version_of(self, parameter: nn.Parameter) -> int:
+        """Return a number that changes when the optimizer, or anybody else, changes the parameter in place."""
+
     def begin_backward(self) -> None:
         """Gather the parameters, since a backward pass has reached the unit."""
 
@@ -66,12 +69,12 @@ _num_saved: Counter[int | None] = Counter()
 class _SavedParameter:
     """A view of a gathered parameter, or all of it."""
 
-    __slots__ = ("last_use_pass", "storage", "unit", "values", "version", "view")
+    __slots__ = ("last_use_pass", "storage", "unit", "values", "versions", "view")
 
     def __init__(self, unit: SavingUnit, values: GatheredValues, view: Tensor) -> None:
         if values.is_stand_in:
             view = values.parameter._full_view.data  # whose version no gather changes
-        self.unit, self.values, self.version = unit, values, view._version
+        self.unit, self.values, self.versions = unit, values, (view._version, unit.version_of(values.parameter))
         self.view = view.detach()  # of its own: the operator may keep the tensor that autograd hands in
         self.last_use_pass = NO_PASS
         self.storage = storage_of(self.view)
@@ -141,12 +144,12 @@ class SavedTensorHooks:
         if isinstance(saved, _SavedParameter):
             self.unit.unshard_for_backward(saved.values)
             self._note_use(saved)
-            return _check_version(saved.view, saved.version)
+            return _check_version(saved.view, saved.versions, self.unit.version_of(saved.values.parameter))
         first, second = saved
         if callable(first):
             tensor: Tensor = first(second)
             return tensor
-        return _check_version(first, second)
+        return _check_version(first, (second, 0))
 
     def _note_use(self, saved: _SavedParameter) -> None:
         pending = self._pending_uses.get(saved.values.parameter)
@@ -191,12 +194,12 @@ def storage_of(tensor: Tensor) -> int | None:
     return storage
 
 
-def _check_version(tensor: Tensor, version: int) -> Tensor:
-    """Raise as autograd does without hooks if a saved tensor was changed in place."""
-    if tensor._version != version:
-        kind = f"{tensor.type()} {list(tensor.shape)}"
+def _check_version(tensor: Tensor, saved: tuple[int, int], now: int = 0) -> Tensor:
+    """Raise as autograd does without hooks if a saved tensor, or what it was gathered from, was changed in place."""
+    if (tensor._version, now) != saved:
+        kind, version = f"{tensor.type()} {list(tensor.shape)}", max(tensor._version, saved[0] + now - saved[1])
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{kind}] is at version {tensor._version}; expected version {version} instead"
+            f"[{kind}] is at version {version}; expected version {saved[0]} instead"
         )
     return tensor

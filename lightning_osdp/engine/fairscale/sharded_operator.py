@@ -27,6 +27,14 @@ from lightning_osdp.state.flat_layout import FlatPaddedLayout
 from lightning_osdp.state.guarded_parameter import GuardContext, ShardGuard
 from lightning_osdp.state.state_dict import ShardedParameters
 
+_OF_UNITS = frozenset(
+    (
+        *("_is_sharded", "_is_shared", "_orig_size", "_fp32_shard", "_fp16_shard", "_cpu_grad", "_saved_grad_shard"),
+        *("_joined_grad_shard", "_full_param_padded", "_full_view", "_full_storage", "_shard_bwd_hook"),
+    )
+)
+"""Attributes of a parameter that belong to its unit; all others are the user's."""
+
 NestedOperators = Mapping[str, Sequence[str]]
 """The operators inside of each operator that encloses others, by name."""
 
@@ -104,7 +112,6 @@ class ShardedOperator:
         self.label, self._module, parameters = name, module, list(plans)
         plan = plans[parameters[0]]
         self._original_forward = vars(module).get("forward")
-        self._original_attributes = {p: frozenset(vars(p)) for p in parameters}
         self.layouts = {p: FlatPaddedLayout.create_sharded(p.shape, communicators.group) for p in parameters}
         self.units: list[FairScaleUnit] = []
         self.sliced_operator: SlicedOperator | None = None
@@ -154,7 +161,7 @@ class ShardedOperator:
         for parameter, layout in self.layouts.items():
             parameter.data = layout.unshard(parameter.data)
             parameter.grad = None
-            for name in set(vars(parameter)) - self._original_attributes[parameter]:  # set by FairScale
+            for name in _OF_UNITS & set(vars(parameter)):
                 delattr(parameter, name)
         self.release_slices()
         self._restore_forward()

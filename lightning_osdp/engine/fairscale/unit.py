@@ -238,6 +238,12 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
 
     # The backward pass
 
+    def version_of(self, parameter: ShardedParameter) -> int:
+        """Return autograd's count of changes in place, of the weight where this unit has a slice of it."""
+        with without_guards():
+            weight: Tensor = self._weight_slice.full_parameter if self._weight_slice is not None else parameter
+            return weight._version
+
     def begin_backward(self, *_: object) -> None:
         """See Note [the backward of a unit]."""
         if self._begun_pass == current_pass():

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_osdp.engine.sliced_operator import cast_for_autocast
+from lightning_osdp.engine.tensor_parallel.dropout import drop_apart
 from lightning_osdp.engine.tensor_parallel.exchange import Phase
 from lightning_osdp.engine.tensor_parallel.operator_run import OperatorRun, SlicedRun
 from lightning_osdp.engine.tensor_parallel.unit import TensorUnit
@@ -184,11 +186,14 @@ class AttentionUnit(TensorUnit):
         """Return the output of each head, and the part of this rank's heads in the averaged weights."""
         attention = self._attention
         dropout = attention.dropout if attention.training else 0.0
+        index, degree = self.groups.slices.rank(), self.groups.degree
         if not call.need_weights:
             is_causal = call.is_causal_alone
-            return functional.scaled_dot_product_attention(queries, keys, values, mask, dropout, is_causal), None
+            attend = partial(drop_apart, functional.scaled_dot_product_attention, index, degree)
+            return attend(queries, keys, values, mask, dropout, is_causal), None
         scores = queries * attention.head_dim**-0.5 @ keys.transpose(2, 3)
-        weights = functional.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
+        weights = (scores if mask is None else scores + mask).softmax(-1)
+        weights = drop_apart(functional.dropout, index, degree, weights, dropout)
         return weights.to(values.dtype) @ values, weights.sum(1) / attention.num_heads
 
     def _scatter(self, run: SlicedRun, y: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:

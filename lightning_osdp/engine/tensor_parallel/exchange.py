@@ -99,7 +99,8 @@ class _Exchanged(torch.autograd.Function):
         ctx: Any, rows: Tensor, over: RowExchange, forward: Collective, backward: Collective, phase: Phase
     ) -> Tensor:
         ctx.over, ctx.collective, ctx.phase = over, backward, phase
-        return forward(rows, over.counts, over.group)
+        # Not as a view, which autograd does not let its user change in place.
+        return forward(rows, over.counts, over.group).data
 
     @staticmethod
     @first_order(_describe_second_order)

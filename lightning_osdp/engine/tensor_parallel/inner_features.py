@@ -7,13 +7,17 @@ tensors that such functions return. The functions that ran when it was proven th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
+from lightning_osdp.engine.tensor_parallel.dropout import drop_apart
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.state.autograd_state import is_in_backward
 from lightning_osdp.state.guarded_parameter import ValuesOnDemand, without_guards
@@ -55,10 +59,15 @@ class InnerRun:
     Args:
         name: its unit's, to be named in errors.
         functions: names of the functions that may see it; None if that is not known.
+        slice_index: which slice this rank has.
+        degree: number of slices.
     """
 
-    def __init__(self, name: str, functions: Collection[str] | None) -> None:
+    def __init__(
+        self, name: str, functions: Collection[str] | None = None, slice_index: int = 0, degree: int = 1
+    ) -> None:
         self._name, self._functions = name, functions
+        self.slice_index, self.degree = slice_index, degree
         self.is_over = self.needs_grad = False
 
     def guard(self, value: Any) -> Any:
@@ -111,13 +120,22 @@ class InnerFeatures(ValuesOnDemand, Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function that may see the tensors; what it returns is guarded, too."""
         kwargs, name = kwargs or {}, function_name(func)
-        if name in _FACTS or is_in_backward():
+        is_recomputed = is_in_backward() and torch.is_grad_enabled()
+        if (
+            name in _FACTS
+            or (is_in_backward() and not is_recomputed)
+            or (name in _SHAPES and _is_noted_by_checkpoint())
+        ):
             with without_guards():
                 return func(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
         run = next(each.run for each in tensors if isinstance(each, InnerFeatures))
-        run.check(name, args, tensors)
-        result = _call(func, types, args, kwargs, tensors)
+        if not is_recomputed:
+            run.check(name, args, tensors)
+        apart = partial(drop_apart, func, run.slice_index, run.degree)
+        result = _call(apart, types, args, kwargs, tensors)
+        if is_recomputed:
+            return run.guard(result)
         if any(result is each and not isinstance(each, InnerFeatures) for each in tensors):
             raise run.refusal(name)  # it is written to what was there before
         is_known = isinstance(result, Tensor | list | tuple) or name in _SHAPES or name == "__setitem__"
@@ -142,6 +160,11 @@ def _call(func: Callable[..., Any], types: Any, args: Any, kwargs: Any, tensors:
     finally:
         for each in inner:
             each.__class__ = InnerFeatures
+
+
+def _is_noted_by_checkpoint() -> bool:
+    """Return whether ``torch.utils.checkpoint`` asks, which notes shapes of what it saves and compares them."""
+    return sys._getframe(2).f_code.co_filename == checkpoint.__file__
 
 
 def _is_slice(index: Any) -> bool:

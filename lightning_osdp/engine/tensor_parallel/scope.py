@@ -9,17 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_osdp.engine.sliced_operator import cast_for_autocast
 from lightning_osdp.engine.tensor_parallel.inner_features import tensors_in
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
 from lightning_osdp.engine.tensor_parallel.operator_run import SlicedRun
-from lightning_osdp.engine.tensor_parallel.pair import PairUnit
+from lightning_osdp.engine.tensor_parallel.pair import PairUnit, version_of
 from lightning_osdp.engine.tensor_parallel.process_groups import TensorGroups
 from lightning_osdp.engine.tensor_parallel.unit import UnitContext
+from lightning_osdp.errors import ShardingError
+from lightning_osdp.state.guarded_parameter import without_guards
+
+_CHECKSUMS = WeakTensorKeyDictionary()
+"""Checksums of tensors that were given to scopes, as a mask is to each layer, with their versions."""
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -60,7 +67,7 @@ class ScopeUnit(PairUnit):
         tensors = list(tensors_in((args, kwargs)))
         first = next((t for t in tensors if t.dim() > 1 and t.is_floating_point()), None)
         samples = 0 if first is None else len(first)
-        gathered = list({id(t): t for t in tensors if t.dim() and len(t) == samples}.values())
+        gathered = list({id(t): t for t in tensors if _has_rows(t, samples)}.values())
         needed = sum(1 << index for index, tensor in enumerate(gathered) if tensor.requires_grad)
         alike, rows = self._describe_call(first, gathered, (args, kwargs)), gathered[0] if gathered else None
         run, _ = self.start([samples], alike, needed, rows)
@@ -69,8 +76,15 @@ class ScopeUnit(PairUnit):
             return own(*args, **kwargs)
         by_id = {id(tensor): self._guard(run.gather(tensor, index)) for index, tensor in enumerate(gathered)}
         args, kwargs = map_tensors((args, kwargs), lambda tensor: by_id.get(id(tensor), tensor))
+        versions = [_version_of_inner(tensor) for tensor in by_id.values()]
         with self._divided_attributes():
-            return own(*args, **kwargs)
+            result = own(*args, **kwargs)
+        if versions != [_version_of_inner(tensor) for tensor in by_id.values()]:
+            raise ShardingError(
+                f"{self.label} is tensor parallel, and changes what it is given in place, which it did not when the "
+                "plan was made: train without tensor parallelism, OSDPCallback(tensor_parallel=False)"
+            )
+        return result
 
     def _describe_call(self, first: Tensor | None, gathered: Sequence[Tensor], value: Any) -> str:
         """Return what has to be equal on all ranks, or nothing if arguments can't be told apart."""
@@ -103,10 +117,22 @@ class ScopeUnit(PairUnit):
                 vars(module)[name] = value
 
 
+def _version_of_inner(tensor: Tensor) -> int:
+    with without_guards():
+        return version_of(tensor)
+
+
+def _has_rows(tensor: Tensor, samples: int) -> bool:
+    """Return whether a tensor has a row for each sample."""
+    return tensor.dim() > 0 and len(tensor) == samples and not isinstance(tensor, nn.Parameter)
+
+
 def _describe(value: Any, samples: int) -> Iterator[object]:
     """Yield what describes arguments; None for an object that may hold anything."""
     if isinstance(value, Tensor):
-        yield (value.dtype, value.shape[1:] if value.dim() and len(value) == samples else value.shape, value.dim())
+        has_rows = _has_rows(value, samples)
+        yield (value.dtype, value.shape[1:] if has_rows else value.shape, value.dim())
+        yield 0 if has_rows or isinstance(value, nn.Parameter) else _checksum(value)
     elif isinstance(value, list | tuple):
         yield type(value).__name__
         for each in value:
@@ -117,6 +143,16 @@ def _describe(value: Any, samples: int) -> Iterator[object]:
             yield from _describe(each, samples)
     else:
         yield repr(value) if isinstance(value, _ATOMS) else None
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Return a number that is another one where values are: a tensor without rows has to be the same on all ranks."""
+    version = version_of(tensor)
+    known, checksum = _CHECKSUMS.get(tensor, (None, 0))  # type: ignore[no-untyped-call]
+    if known != version:
+        checksum = crc32(tensor.detach().cpu().flatten().view(torch.uint8).numpy().data)
+        _CHECKSUMS[tensor] = version, checksum
+    return int(checksum)
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

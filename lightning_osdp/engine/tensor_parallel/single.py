@@ -31,7 +31,7 @@ class SingleUnit(TensorUnit):
         """Return the product with x (..., in)."""
         (operator,) = self.operators
         rows = cast_for_autocast(input.reshape(-1, input.shape[-1]))
-        run, _ = self.start([len(rows)], str(rows.dtype), int(rows.requires_grad), rows)
+        run, _ = self.start([len(rows)], f"{rows.dtype} {rows.shape[1]}", int(rows.requires_grad), rows)
         y = operator.multiply(run.gather(rows), run.weight_of(operator), run.bias_of(operator))
         return run.to_rows(y).view(*input.shape[:-1], operator.out_features)
 

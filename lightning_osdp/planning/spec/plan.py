@@ -370,6 +370,28 @@ class ExecutionPlan(FrozenModel):
         blocker = next((b for b in model.blocks if b.recompute_blocker and b.name in self.recomputed), None)
         return f"recomputes {blocker.name}, which can't be: {blocker.recompute_blocker}" if blocker else ""
 
+    @property
+    def has_unproven_scopes(self) -> bool:
+        """Return whether operators run tensor parallel together of which the plan does not say what they may do."""
+        return any(scope.functions is None for scope in self.tensor_scopes.values())
+
+    def with_proven_scopes(self, model: ModelProfile) -> ExecutionPlan:
+        """Return this plan with what ``model`` says of operators that run tensor parallel together, where it says not.
+
+        Raises:
+            PlanMismatchError: They were not shown to give together what they give by themselves.
+        """
+        found, scopes = {candidate.scope: candidate for candidate in model.tensor_candidates}, dict(self.tensor_scopes)
+        for name in [name for name, scope in scopes.items() if scope.functions is None]:
+            own = {op.name: op.tensor for op in self.operators if op.tensor is not None and op.tensor.scope == name}
+            degree, candidate = next(split.degree for split in own.values()), found.get(name)
+            if candidate is None or degree not in candidate.degrees or own != candidate.splits(degree):
+                reasons = {**model.tensor_refusals, **model.tensor_group_refusals}
+                reason = next((reasons[op] for op in own if op in reasons), "no way to cut them was found")
+                raise PlanMismatchError(f"the plan runs {', '.join(own)} tensor parallel together: {reason}")
+            scopes[name] = candidate.tensor_scope
+        return self.model_copy(update={"tensor_scopes": scopes})
+
     def with_types_of(self, model: ModelProfile) -> ExecutionPlan:
         """Return this plan with the types in which ``model``, which it is for, gathers and reduces."""
         types = {op.name: planned_types(op) for op in model.operators}

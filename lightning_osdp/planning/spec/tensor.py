@@ -114,6 +114,10 @@ class TensorCandidate(FrozenModel):
         parts = self.parts[index] if self.parts else 1
         return TensorSplit(degree=degree, role=self.roles[index], scope=self.scope, parts=parts)
 
+    def splits(self, degree: int) -> dict[str, TensorSplit]:
+        """Return what a plan says about each of its operators, by name."""
+        return {name: self.split(index, degree) for index, name in enumerate(self.operators)}
+
     @property
     def tensor_scope(self) -> TensorScope:
         """Return what a plan says about the module in which the operators run together."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,22 +20,17 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_osdp.planning.spec.model import Phase
 from lightning_osdp.profiling.kernels.kernel import Spec, TensorSpec, spec_of
 from lightning_osdp.profiling.tracing import fake_kernels
+from lightning_osdp.profiling.tracing.aten_calls import count_flops, storage_key, storage_keys, written_keys
+from lightning_osdp.profiling.tracing.kept_state import find_changed_attribute, kept_state
 
 aten = torch.ops.aten
 
 SILENT_NAMESPACES = ("prim", "profiler")
 """Namespaces of questions about a tensor and of profiler marks, which are no work."""
-
-CPU_ATTENTION_FLOPS: dict[Any, tuple[Callable[..., int], int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4),
-}
-"""Formulas that torch's registry lacks, and the number of leading arguments whose shapes they take."""
 
 
 @dataclass(slots=True)
@@ -105,6 +100,10 @@ class Recording:
     """Modules that also ran in backward: the model recomputes them by itself."""
     buffer_writers: set[str] = field(default_factory=set)
     """Modules whose forward changes buffers or parameters."""
+    outside_writers: set[str] = field(default_factory=set)
+    """Modules whose forward changes tensors in place that were there before it: its input, or what others keep."""
+    state_changers: dict[str, str] = field(default_factory=dict)
+    """By module, an attribute that its forward changes so that a second one would differ."""
     changed_parameters: set[int] = field(default_factory=set)
     """Indices of parameters that a forward, or a hook of a module, changes."""
     differentiated_parameters: set[int] = field(default_factory=set)
@@ -155,12 +154,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._out_of_place_sums: set[int] = set()
         self._made_at: list[int] = []
         self._casts: dict[int, int] = {}
+        self._read_storages: set[int] = set()
         self._parameters = parameters
         self._parameter_storages = [parameter.untyped_storage() for parameter in parameters]
         self._parameter_of: dict[int, tuple[int, ...]] = {}
-        self._buffer_keys = set(_storage_keys(list(module.buffers())))
+        self._buffer_keys = set(storage_keys(list(module.buffers())))
         for index, parameter in enumerate(parameters):
-            key = _storage_key(parameter)
+            key = storage_key(parameter)
             self._parameter_of[key] = (*self._parameter_of.get(key, ()), index)
 
     # -- the current module and phase --------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for handle in handles:
                 handle.remove()
             for index, (parameter, storage) in enumerate(zip(self._parameters, self._parameter_storages, strict=True)):
-                if _storage_key(parameter) != storage._cdata:  # replaced by ``.data = ...``
+                if storage_key(parameter) != storage._cdata:  # replaced by ``.data = ...``
                     self.recording.changed_parameters.add(index)
 
     @contextmanager
@@ -192,11 +192,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def recorded_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             self._push(module)
-            output = None
+            output, before = None, kept_state(module) if id(module) in self._names else {}
             try:
                 output = call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
                 return output
             finally:
+                self._record_state_changes(module, before)
                 self._pop(module, output)
 
         def recorded_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -246,9 +247,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             start = self._starts.pop()
             self._record_site()
             if self._phase() == "forward":
-                keys = _storage_keys(output)
+                keys = storage_keys(output)
                 outputs = frozenset(self._live_storages[key][0] for key in keys if key in self._live_storages)
                 self.recording.module_calls.append(ModuleCall(name, start, len(self.recording.ops), outputs))
+
+    def _record_state_changes(self, module: nn.Module, before: Mapping[str, Any]) -> None:
+        attribute = find_changed_attribute(before, kept_state(module), self._read_storages)
+        if attribute and self._phase() == "forward":
+            self.recording.state_changers[self._names[id(module)]] = attribute
 
     def _record_site(self) -> None:
         self._site_changes.append((_next_autograd_node(), tuple(self._stack)))
@@ -288,26 +294,28 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording.ops.append(op)
         if op.phase == "forward" and op.site:
             if func._schema.is_mutable:
-                self._record_writes(op.site[-1], _written_keys(func, args, kwargs))
+                self._record_writes(op.site[-1], written_keys(func, args, kwargs))
             if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
                 self.recording.transformed_modules.update(op.site)
         out = fake_kernels.dispatch(func, args, kwargs)
         cast = self._find_cast(op, func, args, out)
         fresh = [self.track(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if cast is not None:
-            self.recording.weight_casts[self._live_storages[_storage_key(out)][0]] = cast
-            self._casts[_storage_key(out)] = cast
+            self.recording.weight_casts[self._live_storages[storage_key(out)][0]] = cast
+            self._casts[storage_key(out)] = cast
         if adds_up:
             self._record_gradient_sum(args[0], out, out_of_place=not op.is_accumulation)
         op.is_view = not any(fresh) and not func._schema.is_mutable
-        op.flops = _flops(func, args, kwargs, out)
+        op.flops = count_flops(func, args, kwargs, out)
         return out
 
     def _describe(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_accumulation: bool) -> Op:
         phase = self._phase()
         site, node = self._locate(phase)
         self._last_site = site
-        used = {p for key in _storage_keys((args, dict(kwargs))) for p in self._parameter_of.get(key, ())}
+        read = storage_keys((args, dict(kwargs)))
+        self._read_storages.update(read)
+        used = {p for key in read for p in self._parameter_of.get(key, ())}
         specs = tuple(spec_of(arg, self._specs) for arg in args)
         keywords = tuple((name, spec_of(value, self._specs)) for name, value in sorted(kwargs.items()))
         if is_accumulation:
@@ -318,7 +326,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record how the op reads parameters, and return the index of the one that autocast casts, if it does that."""
         if op.phase == "backward":
             self.recording.read_in_backward.update(op.used_parameters)
-            casts = (self._casts[key] for key in _storage_keys(args) if key in self._casts)
+            casts = (self._casts[key] for key in storage_keys(args) if key in self._casts)
             self.recording.casts_read_in_backward.update(casts)
         if not op.used_parameters:
             return None
@@ -335,10 +343,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _record_writes(self, module: str, keys: Sequence[int]) -> None:
         """Record that ``module`` changes what has these storages."""
+        for name, start in zip(self._stack, self._starts, strict=True):
+            if any(self._is_older(key, start) for key in keys):
+                self.recording.outside_writers.add(name)
         changed = {index for key in keys for index in self._parameter_of.get(key, ())}
         self.recording.changed_parameters |= changed
         if changed or not self._buffer_keys.isdisjoint(keys):
             self.recording.buffer_writers.add(module)
+
+    def _is_older(self, key: int, op: int) -> bool:
+        """Return whether a storage was there before this op."""
+        return key not in self._live_storages or self._made_at[self._live_storages[key][0]] < op
 
     # -- storages -----------------------------------------------------------------------------------------------------
 
@@ -364,7 +379,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _record_gradient_sum(self, first: Tensor, total: Tensor, *, out_of_place: bool) -> None:
         """Record that a sum replaces the first gradient, in its storage or ``out_of_place``."""
-        keys = _storage_key(first), _storage_key(total)
+        keys = storage_key(first), storage_key(total)
         if all(key in self._live_storages for key in keys):
             before, after = (self._live_storages[key][0] for key in keys)
             self._sum_sources[after] = before
@@ -375,7 +390,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Exclude a complete gradient from live bytes: its parameter accounts for it."""
         made = now = len(self.recording.ops) - 1
         if parameter.grad is not None and parameter.grad.layout == torch.strided:
-            live = self._live_storages.get(_storage_key(parameter.grad))
+            live = self._live_storages.get(storage_key(parameter.grad))
             serial = live[0] if live is not None else None
             while serial is not None:
                 self.recording.gradient_storages.add(serial)
@@ -394,23 +409,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         events[index:index] = [(op, len(sizes), 1), (op, len(sizes), -1)]
         sizes.append(sizes[serial])
         self._made_at.append(op)
-
-
-def _storage_key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _storage_keys(value: object) -> list[int]:
-    """Return the keys of all storages in a nested value; sparse tensors have none."""
-    leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.layout == torch.strided)
-    return [_storage_key(leaf) for leaf in leaves]
-
-
-def _written_keys(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
-    """Return the keys of the storages that a call changes."""
-    given = [*zip(func._schema.arguments, args, strict=False)]
-    given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
-    return _storage_keys([value for argument, value in given if argument.alias_info and argument.alias_info.is_write])
 
 
 def _next_autograd_node() -> int:
@@ -439,12 +437,3 @@ def _visible_names(module: nn.Module) -> dict[int, str]:
         for inner in owner.parametrizations.modules()  # type: ignore[union-attr]
     }
     return {id(m): name for name, m in module.named_modules() if name and id(m) not in hidden}
-
-
-def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> float:
-    packet = func.overloadpacket
-    if packet in CPU_ATTENTION_FLOPS:
-        count, num_shapes = CPU_ATTENTION_FLOPS[packet]
-        return float(count(*(tensor.shape for tensor in args[:num_shapes])))
-    formula: Callable[..., int] | None = flop_registry.get(packet)
-    return float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0

@@ -89,8 +89,15 @@ def _recompute_blocker(name: str, block: nn.Module, operators: Sequence[Operator
         if full_name in recording.buffer_writers or (isinstance(module, _NormBase) and module.track_running_stats):
             kind = type(module).__name__
             return f"{full_name} ({kind}) changes its buffers in every forward: a second one would do it twice"
+        if full_name in recording.state_changers:
+            attribute = f"{full_name}.{recording.state_changers[full_name]}"
+            return f"{attribute} changes in every forward: a second one would do it twice"
         if full_name in recording.recomputed_modules:
             return f"the model recomputes {full_name} by itself"
+    if name in recording.outside_writers:
+        return (
+            f"{name} ({type(block).__name__}) changes in place what it is given: a second forward would see it changed"
+        )
     for operator in operators:
         for parameter in operator.parameters:
             names = (parameter.name, *parameter.aliases)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.tensor import TensorCandidate
@@ -322,6 +324,17 @@ class Attention(nn.Module):
         return (y, weights) if self.flaw == "weights" else (y, x) if self.flaw == "returns x" else y
 
 
+class RowRecomputed(nn.Module):
+    """Recomputes its last operator in a way that hands no object on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda h: self.down(torch.tanh(h)), F.gelu(self.up(x)), use_reentrant=True)
+
+
 class AttentionBlock(nn.Module):
     def __init__(self, flaw: str = "", heads: int = 4) -> None:
         super().__init__()
@@ -385,6 +398,12 @@ GROUPS_REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, s
         (2,),
         "net.attention.out",
         "together with qkv: its arguments are used after the row",
+    ),
+    "recomputed": (
+        RowRecomputed,
+        (2,),
+        "net.down",
+        "together with up: it is recomputed by reentrant checkpointing, or runs without gradients",
     ),
 }
 
@@ -508,6 +527,16 @@ def test_no_pair_is_claimed_if_there_is_no_time_to_try(monkeypatch: pytest.Monke
     monkeypatch.setattr(tensor_scopes, "MAX_SECONDS", 0.0)
     profile = profile_of_net(Between("gelu"))
     assert [each.operators for each in profile.tensor_candidates] == [("net.up",), ("net.down",)]
+
+
+def test_blocks_alike_are_found_after_the_time_is_over(
+    played_groups: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(process_time=lambda: 1e9 * (len(played_groups) > 1))
+    monkeypatch.setattr(tensor_scopes, "time", clock)
+    net = Stack(4)
+    net.layers[1].steps = ("silu times itself",)
+    assert list(groups(profile_of_net(net))) == [f"net.layers.{at}.up net.layers.{at}.down" for at in (0, 2, 3)]
 
 
 def test_degrees_are_those_that_divide_the_features() -> None:

@@ -12,10 +12,13 @@ from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, ma
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import ModelProfile
-from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 from lightning_osdp.planning.spec.problem import Problem
+from lightning_osdp.planning.spec.tensor import TensorScope
 from lightning_osdp.strategy.planning_options import check_given_plan
+from tests.support.models import hand_made_plan
 from tests.support.small_models import MIB, blocks_of_one, cluster, compute
+from tests.support.tensor_problems import model_of
 
 MODEL = blocks_of_one(3, 5)
 
@@ -108,3 +111,22 @@ def test_plan_that_would_give_wrong_results_for_this_step_is_refused_with_the_re
     recomputed = plan_with(activation_checkpointing=True)
     with pytest.raises(PlanMismatchError, match=r"recomputes blocks\.0, which can't be: it counts its calls"):
         check(recomputed, changed_model(block={"recompute_blocker": "it counts its calls"}))
+
+
+def test_plan_that_says_not_what_is_between_operators_takes_what_was_found() -> None:
+    model = model_of(1)
+    (found,) = model.tensor_candidates
+    found = found.model_copy(update={"functions": ("gelu",), "inner_modules": ("blocks.0.act",)})
+    splits = found.splits(2)
+    operators = tuple(OperatorPlan(name=n, slices=(Mode.TP,), num_parameters=0, tensor=t) for n, t in splits.items())
+    changes = {"operators": operators, "tensor_scopes": {found.scope: TensorScope()}}
+    plan = hand_made_plan({}, 2).model_copy(update=changes)
+    proven = plan.with_proven_scopes(model.with_tensor_candidates((found,)))
+    assert proven.tensor_scopes == {found.scope: found.tensor_scope}
+    assert proven.with_proven_scopes(model.with_tensor_candidates(())) == proven  # what it says is kept
+    reasons = {found.operators[1]: "together with up: norm in between"}
+    for candidates in ((), (found.model_copy(update={"parts": (3, 1)}),)):
+        with pytest.raises(
+            PlanMismatchError, match=r"blocks\.0\.down tensor parallel together: together with up: norm"
+        ):
+            plan.with_proven_scopes(model.with_tensor_candidates(candidates, {}, reasons))

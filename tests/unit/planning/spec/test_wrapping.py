@@ -20,6 +20,7 @@ from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.tensor import TensorRole, TensorUse
 from lightning_osdp.planning.spec.wrapping import WrappedModel, wrap_assignments
 from lightning_osdp.report.explain import explain
 from tests.support.small_models import MIB, RANKS, blocks_of_two, cluster, compute
@@ -45,6 +46,14 @@ def test_wrap_assignments_wrap_identical_blocks_all_or_none() -> None:
     apart, together = wrap_assignments(model, UNCONSTRAINED)
     assert not any(apart)
     assert together == ("blocks.0", "blocks.0", "blocks.1", "blocks.1")
+
+
+def test_wrap_assignments_do_not_tell_blocks_apart_by_what_may_be_tensor_parallel() -> None:
+    model = blocks_of_two(3)
+    use = TensorUse(role=TensorRole.LINEAR, degrees=(2,), input_bytes=1.0, output_bytes=1.0)
+    first = model.operators[0].model_copy(update={"tensor": use})
+    model = model.model_copy(update={"operators": (first, *model.operators[1:])})
+    assert len(wrap_assignments(model, UNCONSTRAINED)) == 2
 
 
 def test_wrap_assignments_leave_incompatible_operators_unwrapped() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -113,6 +116,89 @@ def test_describe_blocks_recompute_blocker_names_reason(norm: bool, how: str, re
     found = describe_stack(nn.ModuleList(Residual(norm) for _ in range(2)), how)
     assert len(found.blocks) == 2
     assert found.blocks[0].recompute_blocker.startswith(reason)
+
+
+class Counts:
+    """An object of the user's."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+
+class Keeping(Residual):
+    """Keeps something from one run to the next, or changes what it is given, as ``kind`` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.runs, self.counts, self.seen = kind, 0, Counts(), [0]
+        self.rng, self.arrays = random.Random(1), np.random.default_rng(1)
+        self.register_buffer("mean", torch.zeros(()))
+        self.total, self.result = torch.zeros(()), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = getattr(self, f"_{self.kind}")(x)
+        return super().forward(x if y is None else y)
+
+    def _input(self, x: Tensor) -> None:
+        x.mul_(0.5)
+
+    def _view_of_input(self, x: Tensor) -> None:
+        x[:, 1:] += 1
+
+    def _replaced_buffer(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + x.detach().mean()
+        return x * (1 + self.mean)
+
+    def _total_of_a_metric(self, x: Tensor) -> None:
+        self.total += x.detach().sum()
+
+    def _counter(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return x * self.runs
+
+    def _object(self, x: Tensor) -> None:
+        self.counts.runs += 1
+
+    def _list(self, x: Tensor) -> None:
+        self.seen.append(1)
+
+    def _generator(self, x: Tensor) -> Tensor:
+        return x * self.rng.random()
+
+    def _generator_of_numpy(self, x: Tensor) -> Tensor:
+        return x * self.arrays.random()
+
+    def _result(self, x: Tensor) -> Tensor:
+        """Nothing reads what it replaces, nor was there before what it changes in place."""
+        self.result = x.detach() + 1
+        y = x + 1
+        return y.mul_(2)
+
+    def _nothing(self, x: Tensor) -> Tensor:
+        """Those numbers are the same when it runs again."""
+        return x * random.random() * float(np.random.rand())
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("input", "blocks.2 (Keeping) changes in place what it is given"),
+        ("view_of_input", "blocks.2 (Keeping) changes in place what it is given"),
+        ("replaced_buffer", "blocks.2.mean changes in every forward: a second one would do it twice"),
+        ("total_of_a_metric", "blocks.2 (Keeping) changes in place what it is given"),
+        ("counter", "blocks.2.runs changes in every forward"),
+        ("object", "blocks.2.counts changes in every forward"),
+        ("list", "blocks.2.seen changes in every forward"),
+        ("generator", "blocks.2.rng changes in every forward"),
+        ("generator_of_numpy", "blocks.2.arrays changes in every forward"),
+        ("result", ""),
+        ("nothing", ""),
+    ],
+)
+def test_blocks_that_a_second_run_would_find_changed_are_not_recomputed(kind: str, reason: str) -> None:
+    found = describe_stack(nn.ModuleList(Keeping(kind) for _ in range(3)))
+    blocker = found.blocks[-1].recompute_blocker
+    assert blocker.startswith(reason) if reason else not blocker, blocker
 
 
 def test_describe_blocks_recompute_blocker_names_tied_weight() -> None:
