@@ -11,7 +11,7 @@ PYTHON ?= $(shell \
 	done)
 
 .PHONY: help train test test-fast lint format clean docs docs-serve
-.PHONY: test-limit test-limit-wide test-slurm test-faults test-kill test-caught test-many test-gpu dist-test lab
+.PHONY: test-long test-limit test-limit-wide test-slurm test-faults test-kill test-caught test-many test-gpu dist-test lab
 .PHONY: bench bench-quick bench-gpu gpu-first bench-search bench-paper bench-emulated plan-7b accuracy
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make clean        remove the environment, caches and runs"
 	@echo
 	@echo "Slower checks:"
+	@echo "make test-long        runs beside plain PyTorch, DDP and FSDP with more steps than in make test (some minutes)"
 	@echo "make test-limit       a plan survives under a hard limit that kills all-replicated (root, cgroup v1)"
 	@echo "make test-limit-wide  a wide model trains under a hard limit that kills FairScale FSDP (root, cgroup v1)"
 	@echo "make test-slurm       preempts and resumes a run on a real two-node SLURM on this machine (root, slurm-wlm, munge)"
@@ -67,6 +68,10 @@ docs: $(INSTALLED)
 
 docs-serve: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8000
+
+# The tests with tests/support/parity.py: IS_LONG.
+test-long: $(INSTALLED)
+	LONG_TESTS=1 $(BIN)/pytest tests/parity/test_training.py tests/parity/test_tensor_parallel_models.py tests/parity/test_half_precision_losses.py
 
 test-limit: $(INSTALLED)
 	$(BIN)/python -m bench hard-limit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+from functools import cache
 from types import CodeType
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("unhurried", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
 LONGEST = ("test_no_hangs.py", "test_sliced_operators.py", "test_fit.py", "test_kills.py", "test_cli_fit.py")
@@ -26,8 +27,13 @@ PROCESS_NAMES = {"run_ranks", "subprocess", "multiprocessing", "mp"}
 """Names that a test uses if it starts processes."""
 
 
-def starts_processes(function: Any, seen: set[Any]) -> bool:
+@cache
+def starts_processes(function: Any) -> bool:
     """Return whether a function of the tests starts processes, by itself or through other functions of the tests."""
+    return _starts_processes(function, set())
+
+
+def _starts_processes(function: Any, seen: set[Any]) -> bool:
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None or function in seen:
         return False
@@ -36,7 +42,7 @@ def starts_processes(function: Any, seen: set[Any]) -> bool:
     names = {name for each in codes for name in each.co_names}
     called = (inspect.unwrap(function).__globals__.get(name) for name in names)
     helpers = [each for each in called if inspect.isfunction(each) and each.__module__.startswith("tests.")]
-    return bool(names & PROCESS_NAMES) or any(starts_processes(helper, seen) for helper in helpers)
+    return bool(names & PROCESS_NAMES) or any(_starts_processes(helper, seen) for helper in helpers)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function):
             fixtures = [each.func for defs in item._fixtureinfo.name2fixturedefs.values() for each in defs]
-            if any(starts_processes(function, set()) for function in (item.function, *fixtures)):
+            if any(starts_processes(function) for function in (item.function, *fixtures)):
                 item.add_marker(pytest.mark.processes)
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from lightning_osdp import OSDPCallback, OSDPStrategy
 from lightning_osdp.cli import fit, main
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from tests.support.modules import GPTModule
+from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -114,24 +117,33 @@ def write_config(folder: Path) -> Path:
     return path
 
 
-def run_osdp(*args: str, folder: Path) -> str:
-    """What ``python -m lightning_osdp`` prints; it starts its second rank by itself."""
-    cache = {"LIGHTNING_OSDP_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+def fit_by_command(config: Path) -> str:
+    """What ``python -m lightning_osdp fit`` prints; it starts its second rank by itself."""
+    cache = {"LIGHTNING_OSDP_CACHE": str(config.parent / "cache"), "OMP_NUM_THREADS": "1"}
     environment = os.environ | cache | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "lightning_osdp", *args]
+    command = [sys.executable, "-m", "lightning_osdp", "fit", "--config", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
+def validate(rank: int, ranks: int, config: str) -> str:
+    """What ``osdp validate`` prints on a rank that torchrun has started."""
+    os.chdir(ROOT)
+    sys.argv = ["osdp"]
+    with redirect_stdout(io.StringIO()) as printed:
+        assert main.main(["validate", "--config", config]) == main.DONE
+    return printed.getvalue()
+
+
 def test_osdp_fit_and_validate_train_and_evaluate(tmp_path: Path) -> None:
     path = write_config(tmp_path)
-    assert "Execution plan for" in run_osdp("fit", "--config", str(path), folder=tmp_path)
+    assert "Execution plan for" in fit_by_command(path)
     (kept,) = tmp_path.glob("lightning_logs/version_0/config.yaml")
     assert yaml.safe_load(kept.read_text())["trainer"]["strategy"] == "osdp"
     (checkpoint,) = tmp_path.glob("lightning_logs/version_0/checkpoints/*.ckpt")
     assert torch.load(checkpoint, weights_only=True)["global_step"] == 2
-    assert "val_loss" in run_osdp("validate", "--config", str(path), folder=tmp_path)
+    assert "val_loss" in run_ranks(validate, 2, str(path))[0]
 
 
 def test_config_paths_are_taken_from_config_options() -> None:

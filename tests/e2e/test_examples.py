@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import runpy
 import sys
+import warnings
 from collections import Counter
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,8 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_osdp import OSDPCallback
+from lightning_osdp.cli.main import main
+from lightning_osdp.planning.spec.plan import ExecutionPlan
 from tests.support.models import some_cluster
 from tests.support.ranks import run_ranks
 
@@ -27,12 +33,14 @@ RUNS: dict[str, tuple[list[str], Any]] = {
         {f"model.resnet.encoder.stages.{stage}": mode for stage, mode in enumerate(("dp", "zdp", "zdp2", "dp"))},
     ),
     "gan": (["--max-steps=300"], "auto"),
+    "recommender": (["--max-steps=30"], "auto"),
+    "train_gpt": (["--max-steps=2", "--batch-size=1", "--out=train_gpt"], "auto"),
 }
 """Arguments of each example, and the modes that are forced so that one machine shows what a smaller one would do."""
 
 
 def run_examples(rank: int, ranks: int, folder: str) -> dict[str, dict[str, Any]]:
-    """Metrics in the order of the validations, and how many operators have each mode."""
+    """Metrics in the order of the validations, the plan, and what was printed."""
     os.chdir(folder)
     os.environ["LIGHTNING_OSDP_CACHE"] = f"{folder}/cache"
     return {name: run_example(name, args, modes) for name, (args, modes) in RUNS.items()}
@@ -48,21 +56,31 @@ def run_example(name: str, args: list[str], modes: Any) -> dict[str, Any]:
 
     def create(trainer: pl.Trainer, *positional: Any, callbacks: Any = (), **named: Any) -> None:
         trainers.append(trainer)
+        own: list[pl.Callback] = [Observer()]
         if modes != "auto":  # nothing is left to choose but the batch size: what planning measures is given
             strategy = named["strategy"]
             strategy._options = replace(strategy._options, trial_steps=False, cluster=some_cluster(2))
-        own = [Observer(), OSDPCallback(modes=modes)]
-        original(trainer, *positional, callbacks=[*callbacks, *own], enable_progress_bar=False, **named)
+            own.append(OSDPCallback(modes=modes))
+        named |= {"callbacks": [*callbacks, *own], "enable_progress_bar": False}
+        original(trainer, *positional, **named)
 
     original, pl.Trainer.__init__ = pl.Trainer.__init__, create  # type: ignore[method-assign]
     sys.argv = [f"{name}.py", "--devices=2", *args]
     try:
-        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        with redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings(record=True) as caught:
+            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     finally:
         pl.Trainer.__init__ = original  # type: ignore[method-assign]
-    plan = trainers[0].strategy.execution_plan  # type: ignore[attr-defined]
+    plan = trainers[-1].strategy.execution_plan  # type: ignore[attr-defined]
     used = Counter(mode.value for operator in plan.operators for mode in operator.slices)
-    return {"validations": validations, "modes": dict(used), "steps": trainers[0].global_step}
+    return {
+        "validations": validations,
+        "modes": dict(used),
+        "steps": trainers[-1].global_step,
+        "printed": printed.getvalue(),
+        "warnings": [str(each.message) for each in caught],
+        "folder": os.getcwd(),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +111,35 @@ def test_gan_draws_points_nearer_to_the_ring(results: list[dict[str, dict[str, A
     before, after = (each["distance_from_ring"] for each in results[0]["gan"]["validations"][-2:])
     assert after < 0.5 * before
     assert sum(results[0]["gan"]["modes"].values()) == 8  # its networks run twice in a step: the search may shard them
+
+
+def test_recommender_learns_where_ddp_does_not_fit_and_prints_the_mode_of_each_table(
+    results: list[dict[str, dict[str, Any]]],
+) -> None:
+    found = results[0]["recommender"]
+    assert re.search(r"DDP +does not fit", found["printed"])
+    modes = dict(re.findall(r"^ *(\S+): ([\w +]+?) +[\d,]+ parameters$", found["printed"], re.MULTILINE))
+    assert {f"tables.{name}" for name in ("user", "item", "shop", "city", "hour")} <= modes.keys()
+    assert set(modes.values()) - {"dp"}
+    assert found["validations"][-1]["val_accuracy"] > 0.6
+
+
+def test_train_gpt_trains_a_mixed_plan_where_ddp_does_not_fit_and_shows_it(
+    results: list[dict[str, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = results[0]["train_gpt"]
+    folder = Path(found["folder"], "train_gpt")
+    plan = ExecutionPlan.from_json((folder / "osdp_plan.json").read_text())
+    assert [baseline.fits for baseline in plan.baselines if baseline.name == "DDP"] == [False]
+    large = [op for op in plan.operators if op.num_parameters > 100_000]
+    assert len({mode for op in large for mode in op.slices}) > 1
+    assert found["modes"]["dp"] > 0
+    assert "What else there was" in (folder / "osdp_plan.html").read_text(encoding="utf-8")
+    for words in ("does not fit", "training loss, 2 steps", "validation loss in training", "osdp explain"):
+        assert words in found["printed"]
+    assert found["warnings"] == []
+    assert main(["explain", str(folder / "osdp_plan.json")]) == 0
+    assert "instead, DDP: does not fit" in capsys.readouterr().out
 
 
 def test_examples_end_at_the_same_figures_on_both_ranks(results: list[dict[str, dict[str, Any]]]) -> None:

@@ -14,11 +14,10 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.autotune import coordinator, measure
+from lightning_osdp.autotune import coordinator
 from lightning_osdp.backend import memory
 from lightning_osdp.planning.search.finalists import is_sharded, is_tensor_parallel
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from lightning_osdp.profiling import compute
 from tests.support.jobs import JOBS, build, loader
 from tests.support.modules import trainer
 from tests.support.ranks import run_ranks
@@ -69,7 +68,6 @@ def fit_thrice(folder: Path, name: str) -> dict[str, Any]:
 def run_all(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     """All jobs in the same processes, since starting them takes longest."""
     os.environ["LIGHTNING_OSDP_CACHE"] = f"{folder}/cache"
-    measure.PROBE_TOLERANCE, measure.MIN_STARTS, compute.KERNEL_TIMING_BUDGET_S = 1e9, 1, 0.0
     return {name: fit_thrice(Path(folder) / name, name) for name in JOBS}
 
 

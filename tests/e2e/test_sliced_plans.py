@@ -10,7 +10,6 @@ import torch
 from lightning_osdp import ConfigurationError, InfeasibleError, OSDPCallback, OSDPStrategy, explain
 from lightning_osdp.autotune import coordinator
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from lightning_osdp.profiling import compute
 from tests.e2e.test_fit import build_seeded
 from tests.support.models import gpt_loss, some_cluster, two_groups
 from tests.support.modules import dataset, trainer
@@ -80,7 +79,6 @@ def catch_pattern_error(folder: str, name: str) -> str:
 def run_all(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     # What the process takes by itself is a thousand times what this model does, and differs from run to run.
     coordinator.process_overhead = lambda *_: 0
-    compute.KERNEL_TIMING_BUDGET_S = 0.0
     runs = {name: fit_at_tight_limit(folder, name) for name in WISHES}
     free = ("auto", "auto")
     runs |= {name: save(folder, name, *fit(folder, free, 1 << 40, modes)) for name, modes in MODES.items()}

@@ -1,7 +1,7 @@
 """bf16-mixed in Lightning's Trainer: losses are as near to those of FSDPStrategy and DDP as these are to each other.
 
 The same batches in another order of their rows have the same gradients but for rounding. How far FSDP's losses go apart
-in 50 steps for that reason alone, or are from DDP's, is the measure of those of OSDPStrategy.
+for that reason alone, or are from DDP's, is the measure of those of OSDPStrategy.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from lightning_osdp.planning.spec.choices import Mode
 from tests.parity.test_low_precision import with_casts
 from tests.support.models import Block, TinyGPT, gpt_batches, gpt_loss, wrap_blocks
 from tests.support.modules import trainer
+from tests.support.parity import IS_LONG
 from tests.support.plans import plan_for
 from tests.support.ranks import run_ranks
 
-RANKS, STEPS, BATCH, DISTINCT = 2, 50, 8, 5
+RANKS, STEPS, BATCH, DISTINCT = 2, 50 if IS_LONG else 25, 8, 5
 ORDERS = 4
-POLICIES = ("dp", "zdp2", "zdp", "mixed", "joined zdp", "reduced in bf16")
+POLICIES = ("mixed", "joined zdp", "reduced in bf16", *(("dp", "zdp2", "zdp") if IS_LONG else ()))
 
 
 class Learner(pl.LightningModule):
@@ -132,12 +133,12 @@ def spread(losses: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("way", [*POLICIES, "planned"])
-def test_losses_of_50_steps_are_within_the_spread_of_fsdp(losses: dict[str, Tensor], way: str) -> None:
+def test_losses_are_within_the_spread_of_fsdp(losses: dict[str, Tensor], way: str) -> None:
     assert len(losses[way]) == STEPS
-    assert losses["fsdp 0"][-1] < 0.7 * losses["fsdp 0"][0]  # it learns
+    assert losses["fsdp 0"][-1] < (0.7 if IS_LONG else 0.85) * losses["fsdp 0"][0]  # it learns
     assert distance(losses[way], losses["fsdp 0"]) <= spread(losses)
 
 
 @pytest.mark.parametrize("way", [*POLICIES, "planned"])
-def test_losses_of_50_steps_are_within_the_spread_of_fsdp_of_those_of_ddp(losses: dict[str, Tensor], way: str) -> None:
+def test_losses_are_within_the_spread_of_fsdp_of_those_of_ddp(losses: dict[str, Tensor], way: str) -> None:
     assert distance(losses[way], losses["ddp"]) <= spread(losses)

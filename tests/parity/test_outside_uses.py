@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 import warnings
+from functools import cache
 from typing import Any
 
 import pytest
@@ -54,6 +55,7 @@ def start(name: str) -> tuple[Model, Use, torch.optim.Optimizer]:
     return model, use, use.make_optimizer(model)
 
 
+@cache
 def train_plain(name: str) -> tuple[list[Any], dict[str, Tensor]]:
     model, use, optimizer = start(name)
     for step, batch in enumerate(batches()):

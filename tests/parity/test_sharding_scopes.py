@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from tests.support.models import (
 )
 from tests.support.ranks import run_ranks
 
-RANKS, NODES, STEPS, BATCH = 4, 2, 8, 8
+RANKS, NODES, STEPS, BATCH = 4, 2, 4, 8
 
 WORLD, WORLD2 = ShardingChoice((Mode.ZDP,)), ShardingChoice((Mode.ZDP2,))
 NODE, NODE2 = (
@@ -117,6 +118,7 @@ class Run:
         return box[0]
 
 
+@cache
 def reference(steps: int = STEPS) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Losses, norms and final weights of plain PyTorch in one process."""
     torch.manual_seed(1)

@@ -16,10 +16,11 @@ from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.spec.tensor import TensorRole
 from tests.support import families, zoo
+from tests.support.parity import MAX_NORM, STEPS
 from tests.support.ranks import run_ranks
 from tests.support.tensor_plans import OTHER_SLICES, plan_of_candidates
 
-STEPS, ROWS, MAX_NORM = 20, 2, 0.5
+ROWS = 2
 
 Batch = dict[str, Tensor]
 

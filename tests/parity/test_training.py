@@ -8,11 +8,8 @@ import pytest
 import torch
 
 from tests.support.models import TinyGPT, modes_for
-from tests.support.parity import reference, train
+from tests.support.parity import STEPS, reference, train
 from tests.support.ranks import run_ranks
-
-STEPS = 20
-
 
 CASES = [
     (policy, accumulation)

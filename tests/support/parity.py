@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +16,12 @@ from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from tests.support.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups, wrap_blocks
 
 LossOf = Callable[[nn.Module, Tensor], Tensor]
+
+IS_LONG = os.environ.get("LONG_TESTS") == "1"
+"""Whether runs have the steps of ``make test-long``."""
+
+STEPS = 20 if IS_LONG else 6
+"""Of a run that is compared with plain PyTorch."""
 
 MAX_NORM = 0.5
 """To which gradients are clipped."""
@@ -57,6 +65,7 @@ def engine_step(
     return total
 
 
+@cache
 def reference(steps: int) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and final weights of plain PyTorch in one process."""
     torch.manual_seed(1)

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lightning_osdp.autotune import measure, trials
-from lightning_osdp.profiling import engine_overhead, network
+from lightning_osdp.autotune import measure, trial_step, trials
+from lightning_osdp.profiling import compute, engine_overhead, network
 from lightning_osdp.profiling.kernels import benchmark
 from tests.support.ports import free_port
 
@@ -205,13 +205,16 @@ def _run_rank(
 
 def _shorten_measurements() -> None:
     """Tests look at what comes of measurements, not at how precise they are."""
+    network.DEFAULT_SIZES_BYTES = (16 << 10, 128 << 10, 1 << 20)
     network.REPEATS_BUDGET_S, network.MIN_REPEATS = 0.02, 2
     network.COMPUTE_MATMULS, network.OVERLAP_DURATION_S = 2, 0.004
-    engine_overhead.MIN_REPEATS, engine_overhead.MAX_REPEATS = 2, 2
-    engine_overhead.NUM_OPERATORS, engine_overhead.FLOPS_PER_OPERATOR = 4, {"cpu": 1 << 22}
-    measure.PROBE_TOLERANCE, measure.MIN_STARTS = 1e9, 1  # a busy machine's links are measured once
-    benchmark.MAX_REPEATS = 3
-    trials.MIN_STEPS = 1
+    engine_overhead.MIN_REPEATS, engine_overhead.MAX_REPEATS = 1, 1
+    engine_overhead.NUM_OPERATORS, engine_overhead.FLOPS_PER_OPERATOR = 2, {"cpu": 1 << 22}
+    engine_overhead.TENSOR_ROWS = 32, 128
+    # A busy machine's links are measured once.
+    measure.PROBE_TOLERANCE, measure.MIN_STARTS, measure.MAX_RESIDUAL = 1e9, 1, 1e9
+    benchmark.MAX_REPEATS, benchmark.MIN_OPTIMIZER_KERNEL_S, compute.KERNEL_TIMING_BUDGET_S = 3, 0.0, 0.0
+    trials.MIN_STEPS, trials.MAX_TURNS_S, trial_step.MAX_STEPS = 1, 1.0, 1
 
 
 def _set_environment(rank: int, world_size: int) -> None:

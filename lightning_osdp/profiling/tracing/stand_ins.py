@@ -239,6 +239,14 @@ class TrainerStub:
         self.estimated_stepping_batches = ESTIMATED_STEPS
         self.save_checkpoint = self.print = lambda *_, **__: None
 
+    @property
+    def train_dataloader(self) -> Any:
+        """The loader of the run, which the trainer itself has only when training begins."""
+        if self._real is None:
+            return None
+        loader = self._real.train_dataloader
+        return self._real.fit_loop._data_source.dataloader() if loader is None else loader
+
     def __getattr__(self, name: str) -> Any:
         if self.__dict__.get("_real") is not None:
             return getattr(self._real, name)
