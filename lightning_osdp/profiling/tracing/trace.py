@@ -297,7 +297,7 @@ def _record(
     if real:
         gc.collect()  # Garbage may hold memory that the step needs.
     syncs = host_syncs.HostSyncDetector(recorder.record_host_sync) if real else host_syncs.unknown_numbers()
-    collectives = _RefuseCollectives() if step.is_alone else nullcontext()
+    collectives = _RefuseCollectives() if step.is_alone else nullcontext()  # type: ignore[no-untyped-call]
     try:
         with _garbage_collection_disabled(), torch.set_grad_enabled(autograd), recorder.record_step(), syncs:
             with collectives, step.step_context():
@@ -387,7 +387,7 @@ def _guard_tracing(step: TrainingStep) -> Iterator[None]:
             ) from error
 
 
-class _RefuseCollectives(TorchDispatchMode):
+class _RefuseCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses what would wait for other ranks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -111,7 +111,7 @@ def test_step_on_cuda_has_the_host_wait_for_nothing(
 def test_tensor_parallel_step_on_cuda_has_the_host_wait_for_other_hosts_and_what_has_no_rows(
     monkeypatch: pytest.MonkeyPatch, world: None
 ) -> None:
-    """How many rows other ranks have is told between hosts. Read from the device is what attentions get for all rows."""
+    """How many rows other ranks have is told between hosts. Read from the device is what attentions get for all."""
     pretend_cuda(monkeypatch)
     module = zoo.llama(layers=1)
     batch = module.batch(BATCH)
