@@ -46,7 +46,7 @@ from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, NonTraining
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.profiling import compute, engine_overhead
 from lightning_osdp.profiling.tracing.profile_store import architecture_key, trace_with_store
-from lightning_osdp.profiling.tracing.trace import TracedStep, TrainingStep, trace, trace_by_running
+from lightning_osdp.profiling.tracing.trace import CollectiveError, TracedStep, TrainingStep, trace, trace_by_running
 
 KEY_SEPARATOR = "+"
 """Between the keys of the typical batch and of the largest one."""
@@ -95,6 +95,7 @@ def profile_model(
     non_training: NonTrainingWork = NO_NON_TRAINING_WORK,
     cache: Path | None = None,
     key: str = "",
+    is_alone: bool = False,
 ) -> TracedStep:
     """Trace the user's step on fake tensors, or if that fails by one real step on a small batch. Not collective.
 
@@ -103,8 +104,10 @@ def profile_model(
         non_training: what the run does between steps: evaluation with its own batch size is traced as well.
         cache: folder of traced steps; None for none. A cached step is traced only as far as it takes to recognise it.
         key: the key of the cached step, if another rank has recognised it: nothing is traced then.
+        is_alone: whether other ranks wait meanwhile.
 
     Raises:
+        CollectiveError: this rank is alone, and the step has a collective in it.
         TraceError: the step can't be traced in either way.
     """
     module = context.module
@@ -117,6 +120,7 @@ def profile_model(
         step_context=context.step_context,
         evaluation=non_training.has_own_evaluation_batch_size,
         tensor_degrees=context.tensor_degrees,
+        is_alone=is_alone,
     )
     try:
         return _trace_on_fake_tensors(step, context.largest_batch, cache, key)
@@ -172,16 +176,20 @@ def profile_model_on_ranks(
             return False
         return ModelProfileCache(cache).contains(architecture_key(context.module))
 
-    def trace_step(key: str = "") -> TracedStep:
-        return profile_model(context, non_training, cache, key)
+    def trace_step(key: str = "", is_alone: bool = False) -> TracedStep:
+        return profile_model(context, non_training, cache, key, is_alone)
+
+    def trace_first() -> TracedStep | None:
+        with suppress(CollectiveError):  # all ranks trace it then
+            return trace_step(is_alone=ranks.world_size > 1) if ranks.is_rank_zero else None
+        return None
 
     began_s = time.monotonic()
+    first, key = None, None
     if ranks.broadcast_object(ranks.raise_on_all_ranks(is_cached)):
-        first = ranks.raise_on_all_ranks(lambda: trace_step() if ranks.is_rank_zero else None)
-        key = ranks.broadcast_object(first.key if first is not None else "")
-        traced = ranks.raise_on_all_ranks(lambda: first if first is not None else trace_step(key))
-    else:
-        traced = ranks.raise_on_all_ranks(trace_step)
+        first = ranks.raise_on_all_ranks(trace_first)
+        key = ranks.broadcast_object(None if first is None else first.key)
+    traced = ranks.raise_on_all_ranks(lambda: first if first is not None else trace_step(key or ""))
     traced = _agree_on_route(ranks, context.module, traced)
     num_operators, seconds = len(traced.model_profile.operators), format_seconds(time.monotonic() - began_s)
     log_info("traced the training step: %d operators, in %s", num_operators, seconds)

@@ -71,6 +71,7 @@ class RankOrder(Protocol):
     """How ranks agree on which parameters take part."""
 
     on_trainable: Callable[[str, bool], None]
+    join_replicated: Callable[[], None]
     join_late: Callable[[], None]
 
     def before_trainable(self, trainable: str) -> None:
@@ -142,11 +143,12 @@ class BucketedAllReduce:
             before_join: called before gradients are reduced that only other ranks have.
         """
 
-        def join_late() -> None:
+        def join(reduce: Callable[[], None]) -> None:
             before_join()
-            self._average_all()
+            reduce()
 
-        self._order, order.on_trainable, order.join_late = order, self._note_trainable, join_late
+        self._order, order.on_trainable = order, self._note_trainable
+        order.join_replicated, order.join_late = partial(join, self.join), partial(join, self._average_all)
 
     def begin_step(self) -> None:
         """Note that a training step begins on all ranks."""
@@ -251,8 +253,8 @@ class BucketedAllReduce:
         if bucket.is_launched or parameter not in bucket.missing:
             raise ShardingError(
                 f"a replicated parameter of shape {tuple(parameter.shape)} received its gradient twice in one backward "
-                "pass. That happens when a module used in several places is recomputed by reentrant checkpointing: "
-                "use it once, or switch its checkpointing off"
+                "pass. That happens when a module used in several places is recomputed by reentrant checkpointing (use "
+                "it once, or switch its checkpointing off), or after an exception in a backward pass of the same step"
             )
         bucket.missing.discard(parameter)
         while self._next_bucket < len(self._buckets) and not self._buckets[self._next_bucket].missing:

@@ -157,6 +157,8 @@ class PlayedModule:
             return self._on_column(index, x)
 
     def _reach(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            raise Refusal("it is recomputed by reentrant checkpointing, or runs without gradients")
         self._reached = x
         raise _Reached
 

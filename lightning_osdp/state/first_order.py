@@ -30,7 +30,7 @@ def first_order(describe: Callable[[Any], ShardingError]) -> Callable[[Callable[
             anchor, error = torch.zeros((), requires_grad=True), describe(ctx)
             several = results if isinstance(results, tuple) else (results,)
             refused = tuple(
-                _Refused.apply(anchor, each, error) if isinstance(each, Tensor) else each  # type: ignore[no-untyped-call]
+                _Refused.apply(anchor, each, error, *gradients) if isinstance(each, Tensor) else each  # type: ignore[no-untyped-call]
                 for each in several
             )
             return refused if isinstance(results, tuple) else refused[0]
@@ -42,7 +42,8 @@ def first_order(describe: Callable[[Any], ShardingError]) -> Callable[[Callable[
 
 class _Refused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, result: Tensor, error: ShardingError) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, result: Tensor, error: ShardingError, *gradients: Any) -> Tensor:
+        """Return the result, through which autograd reaches whatever ``gradients`` depend on."""
         ctx.error = error
         return result.view_as(result)
 

@@ -117,6 +117,12 @@ def _reject_layers(module: nn.Module) -> None:
                 f"{name}.{lazy[0]} ({type(inner).__name__}) has no shape before a first batch, and DDP would need it, "
                 "too: run the module on a small batch in __init__ or configure_model, or give its sizes"
             )
+        if sparse := [own for own, tensor in tensors if tensor is not None and tensor.layout != torch.strided]:
+            own = f"{name}.{sparse[0]}".lstrip(".")
+            raise ConfigurationError(
+                f"{own} ({type(inner).__name__}) is a sparse tensor, which neither OSDPStrategy nor DDP sends to other "
+                "ranks: keep its indices and values as buffers, or the tensor as a plain attribute"
+            )
         if isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.sparse and inner.weight.requires_grad:
             raise ConfigurationError(
                 f"{name} ({type(inner).__name__}) has sparse=True: sparse gradients, which SparseAdam takes, are not "

@@ -66,6 +66,8 @@ def _read(loader: Any, count: int) -> tuple[list[Any], Any]:
     if not isinstance(loader, DataLoader):
         return _take(loader, count)
     own_iterator = type(loader).__iter__ is not DataLoader.__iter__
+    if own_iterator and not is_repeatable(loader):
+        return _take(loader, count)
     if own_iterator or (loader.num_workers and isinstance(loader.dataset, IterableDataset)):
         return _read_by_workers(loader, count), loader  # workers read copies of the dataset
     collate: Any = loader.collate_fn
@@ -81,7 +83,11 @@ def _read(loader: Any, count: int) -> tuple[list[Any], Any]:
         indices, vars(loader)["sampler"] = _take(loader.sampler, count)
         return [collate(dataset[index]) for index in indices], loader
     groups: Any = _spread_groups(loader, count)
-    if groups is None:
+    if groups is None and type(loader.batch_sampler) is BatchSampler and not is_repeatable(loader.sampler):
+        indices, sampler = _take(loader.sampler, count * loader.batch_sampler.batch_size)
+        loader.batch_sampler.sampler = vars(loader)["sampler"] = sampler
+        groups = BatchSampler(indices, loader.batch_sampler.batch_size, drop_last=False)
+    elif groups is None:
         groups, vars(loader)["batch_sampler"] = _take(loader.batch_sampler, count)
     return [collate(_fetch(dataset, group)) for group in groups], loader
 
@@ -130,7 +136,9 @@ def _give_back(source: Any, items: list[Any], iterator: Iterator[Any]) -> None:
     kind = type(source)
 
     def replay(self: Any) -> Iterator[Any]:
-        if type(self) is kind:  # a second iterator, made before the first one was used
+        if (
+            self is not source or type(self) is kind
+        ):  # a loader made anew, or a second iterator before the first is used
             yield from kind.__iter__(self)
             return
         self.__class__ = kind

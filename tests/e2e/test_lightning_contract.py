@@ -436,6 +436,8 @@ def refusals(folder: str) -> dict[str, str]:
     shared.register_buffer("shadow", shared.second.weight.data[1:])
     wrapped, lazy, scripted = build_seeded(Net), build_seeded(Net), build_seeded(Net)
     lazy.second = nn.LazyLinear(8)
+    sparse = build_seeded(Net)
+    sparse.register_buffer("edges", torch.eye(3).to_sparse())
     scripted.second = torch.jit.script(scripted.second)
     wrapped.second = nn.parallel.DistributedDataParallel(wrapped.second)
     return {
@@ -446,6 +448,7 @@ def refusals(folder: str) -> dict[str, str]:
         "wrapped": catch_fit_error(folder, wrapped),
         "shared memory": catch_fit_error(folder, shared),
         "lazy": catch_fit_error(folder, lazy),
+        "sparse": catch_fit_error(folder, sparse),
         "scripted": catch_fit_error(folder, scripted),
     }
 
@@ -633,6 +636,7 @@ def test_transformers_gradient_checkpointing_matches_plain_training(results: lis
             "lazy",
             "ConfigurationError: second.weight (LazyLinear) has no shape before a first batch, and DDP would need",
         ),
+        ("sparse", "ConfigurationError: edges (Net) is a sparse tensor, which neither OSDPStrategy nor DDP sends"),
     ],
 )
 def test_fit_with_unsupported_feature_raises_error_with_reason(

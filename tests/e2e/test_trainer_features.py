@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback, GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
@@ -78,6 +79,28 @@ class Contrast(Net):
         own = functional.normalize(self(batch[0]), dim=-1)
         every = self.all_gather(own, sync_grads=True).reshape(-1, CLASSES)
         return (own @ every.T).logsumexp(-1).mean()
+
+
+class Exchanging(Net):
+    """Collectives of its own; the cache knows steps of such modules, which the first rank traces by itself."""
+
+    @override
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        dist.barrier()
+        ranks: list[Any] = [None, None]
+        dist.all_gather_object(ranks, self.global_rank)
+        total = torch.tensor([1.0 + self.global_rank])
+        dist.all_reduce(total)
+        return super().training_step(batch, index) * total * (1 + sum(ranks))
+
+
+class ByRows(Net):
+    """Weighs its loss by the number of all rows."""
+
+    @override
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loader: Any = self.trainer.train_dataloader
+        return super().training_step(batch, index) * 4 * len(loader) / len(loader.dataset)
 
 
 class Packed(Net):
@@ -174,6 +197,8 @@ FEATURES: dict[str, Callable[[Make], Any]] = {
         make, Net(), callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})], max_epochs=3
     ),
     "all_gather with gradients": lambda make: fit(make, Contrast()),
+    "collectives of its own": lambda make: fit(make, Exchanging(), modes="auto"),
+    "reads of the loader": lambda make: fit(make, ByRows()),
     "packed sequences": lambda make: fit(make, Packed()),
     "carried state": lambda make: fit(make, Carried()),
     "carried state, any batch size": lambda make: fit(make, Carried(), batch_size=None),
@@ -186,10 +211,10 @@ def use_features(rank: int, ranks: int, folder: str) -> dict[tuple[str, str], An
     def make(way: str, **options: Any) -> pl.Trainer:
         callbacks: list[Callback] = [*options.pop("callbacks", [])]
         strategy: Any = DDPStrategy()
-        batch_size = options.pop("batch_size", "keep")
+        batch_size, modes = options.pop("batch_size", "keep"), options.pop("modes", {"net.*": "zdp"})
         if way == "zdp":
             strategy = OSDPStrategy(batch_size=batch_size, trial_steps=False, cache=f"{folder}/cache")
-            callbacks.append(OSDPCallback(modes={"net.*": "zdp"}))
+            callbacks.append(OSDPCallback(modes=modes))
         options = {"max_steps": -1, "max_epochs": 1, "limit_val_batches": 1.0} | options
         return trainer(folder, strategy, callbacks=callbacks, **options)
 

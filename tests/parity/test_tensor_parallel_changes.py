@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.errors import ShardingError
@@ -268,6 +269,51 @@ def change_amid_training(rank: int) -> dict[str, list[Tensor]]:
     return {change.__name__: activated(change, rank) for change in CHANGES}
 
 
+class Dropping(nn.Module):
+    """Its output is the mask of dropout times two, its gradient of the bias the sums of that over all rows."""
+
+    def __init__(self, recomputed: str, reentrant: bool) -> None:
+        super().__init__()
+        self.recomputed, self.reentrant = recomputed, reentrant
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 8, bias=False)
+        with torch.no_grad():
+            self.up.weight.zero_()
+            self.up.bias.fill_(1.0)
+            self.down.weight.copy_(torch.eye(8))
+
+    def again(self, kind: str, function: Any, x: Tensor) -> Tensor:
+        return checkpoint(function, x, use_reentrant=self.reentrant) if kind == self.recomputed else function(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def drop(h: Tensor) -> Tensor:
+            return nn.functional.dropout(1.0 * h, 0.5)
+
+        def between(h: Tensor) -> Tensor:
+            return self.again("between", drop, h)
+
+        return self.again("all", lambda x: self.again("row", lambda h: self.down(between(h)), self.up(x)), x)
+
+
+DROPPING = (("", False), ("between", False), ("between", True), ("all", False), ("all", True), ("row", False))
+
+
+def drop_in_slices(rank: int) -> dict[tuple[str, bool], tuple[Tensor, Tensor, Tensor]]:
+    """Output of this rank's rows, the bias's gradient, and the next random number; all ranks have one seed."""
+    found = {}
+    for how in DROPPING:
+        net = Dropping(*how)
+        roles = {"up": (TensorRole.COLUMN, "down"), "down": (TensorRole.ROW, "down")}
+        engine = FairScaleEngine(torch.device("cpu"))
+        engine.apply(net, tensor_plan({"up": 2, "down": 2}, RANKS, splits=roles))
+        torch.manual_seed(3)
+        engine.before_forward()
+        y = net(torch.ones(4, 4, requires_grad=True))
+        y.sum().backward()
+        engine.finish_backward()
+        found[how] = y.detach(), net.up.bias.grad * 1.0, torch.rand(1)
+    return found
+
+
 FROZEN_FIRST = ("embed", "mlp.up", "mlp.down", "head")
 
 
@@ -331,6 +377,7 @@ WORKS = (
     run_without_samples,
     change_amid_training,
     unfreeze_amid_training,
+    drop_in_slices,
 )
 
 
@@ -399,3 +446,19 @@ def test_what_is_put_between_operators_amid_training_sees_all_features(runs: lis
     for found in [run["change_amid_training"][change.__name__] for run in runs]:
         for gradient, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("how", DROPPING)
+def test_ranks_of_one_seed_drop_other_places_of_their_slices_and_the_same_when_recomputed(
+    runs: list[dict[str, Any]], how: tuple[str, bool]
+) -> None:
+    mask = torch.cat([run["drop_in_slices"][how][0] for run in runs]) / 2
+    assert set(mask.unique().tolist()) == {0.0, 1.0}
+    assert (mask[:, :4] == mask[:, 4:]).all(1).float().mean() < 0.5
+    torch.manual_seed(3)
+    nn.functional.dropout(torch.ones(8, 4), 0.5)
+    later = torch.rand(1)
+    for run in runs:
+        _, gradient, following = run["drop_in_slices"][how]
+        torch.testing.assert_close(gradient, mask.sum(0) * 2 / RANKS)
+        assert torch.equal(following, later)  # as many numbers are drawn as without slices

@@ -182,6 +182,25 @@ class OwnActivation(Between):
             return super().training_step(batch, batch_index)
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, WIDE), nn.Linear(WIDE, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(OwnFunction.apply(self.up(x)))  # type: ignore[no-untyped-call]
+
+
+class BlockRecomputed(Odd):
+    """What a function of autograd saves is noted by checkpointing, of which the block itself knows nothing."""
+
+    def build(self) -> None:
+        self.block = Block()
+
+    def body(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, super().body(x), use_reentrant=False)  # type: ignore[no-any-return]
+
+
 class CompiledActivation(Between):
     def build(self) -> None:
         super().build()
@@ -225,6 +244,13 @@ class InputChanged(Between):
         return self.down(torch.sigmoid(gate) * self.up(h))
 
 
+class RowRecomputed(Between):
+    """The last operator is recomputed, the first one is not."""
+
+    def lead_out(self, h: Tensor) -> Tensor:
+        return checkpoint(lambda h: torch.sin(self.down(torch.tanh(h))), h, use_reentrant=False)  # type: ignore[no-any-return]
+
+
 class HookedGlobally(Between):
     """A hook of all modules begins late."""
 
@@ -242,6 +268,7 @@ class Attention(nn.Module):
     """Hands its weights to a function, if there is one."""
 
     see: Callable[[Tensor], Tensor] | None = None
+    changes_input = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,6 +277,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         samples, length, _ = x.shape
+        if self.changes_input:
+            x.mul_(0.5)
         each = (product(x).view(samples, length, self.heads, self.width) for product in (self.q, self.k, self.v))
         q, k, v = (heads.transpose(1, 2) for heads in each)
         scores = q @ k.transpose(2, 3) / self.width**0.5
@@ -285,6 +314,15 @@ class WeightsLogged(Attended):
     def late(self, weights: Tensor) -> Tensor:
         self.note(weights.mean())
         return weights
+
+
+class ChangesInput(Attended):
+    """The attention changes what it is given, late."""
+
+    def body(self, x: Tensor) -> Tensor:
+        h = Odd.body(self, x)[:, None] * torch.linspace(0.5, 1.5, LENGTH)[:, None]
+        self.attention.changes_input = self.is_live(x) and self.global_step > 1
+        return (self.attention(h) + h).mean(1)
 
 
 class MaskedByRank(Attended):
@@ -324,7 +362,7 @@ SEES = "{} sees what is between the operators of {}, where each rank has a slice
 FEATURE_CASES: dict[tuple[Callable[[], Odd], str], str] = {
     **{(kind, "tp"): "equal" for kind in (
         Between, HalvedLate, BothByHand, OwnActivation, CompiledActivation, LastReturned, Attended,
-        ChangedInPlace, HookedGlobally, MaskedByRank,
+        ChangedInPlace, HookedGlobally, MaskedByRank, RowRecomputed, BlockRecomputed,
     )},
     **{(RecomputedByRank, policy): "equal" for policy in ("zdp", "sliced", "tp")},
     **{(kind, "tp"): SEES.format(name, "down") for kind, name in (
@@ -334,6 +372,7 @@ FEATURE_CASES: dict[tuple[Callable[[], Odd], str], str] = {
     )},
     (Between, "tp by hand"): "equal",
     (Penalized, "tp by hand"): SEES.format("square", "down"),
+    (ChangesInput, "tp"): "attention is tensor parallel, and changes what it is given in place, which it did not",
     (InputChanged, "tp"): "gate is tensor parallel together with up, down, but runs without",
     (RunForNothing, "tp"): "up is tensor parallel together with down, but runs without",
     **{(kind, "tp"): SEES.format(name, "attention") for kind, name in (

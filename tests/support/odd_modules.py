@@ -260,6 +260,21 @@ class SecondOrderLate(Odd):
         return loss
 
 
+class CurvatureLate(Odd):
+    """A second derivative to which other terms contribute."""
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        x, y = batch
+        loss = self.loss(x, y)
+        if self.is_live(x) and batch_index > 1:
+            x = x.clone().requires_grad_()
+            energy = x.pow(3).sum() + self.head(self.body(x)).square().sum()
+            (first,) = torch.autograd.grad(energy, x, create_graph=True)
+            (second,) = torch.autograd.grad(first.sum(), x)
+            self.note(second)
+        return loss
+
+
 class WritesInPreHook(Odd):
     def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
         if batch_index == 2:
@@ -301,6 +316,7 @@ CASES: dict[tuple[Callable[[], Odd], str], str] = {
     (WeightHookLate, "tp"): f"{CHANGES_LATE}is tensor parallel, so that hooks of it would see other ranks' samples",
     (WeightsGradientLate, "tp"): f"{CHANGES_LATE}is tensor parallel: autograd knows a slice, for all ranks' samples",
     (SecondOrderLate, "tp"): "a gradient is differentiated again through operators that are tensor parallel",
+    (CurvatureLate, "tp"): "a gradient is differentiated again through operators that are tensor parallel",
     (WritesInPreHook, "tp"): f"{CHANGES_LATE}was changed after what runs together with it had begun, by a hook of it",
 }  # fmt: skip
 """What is to come of each kind under each policy: DDP's values, or an error with these words."""

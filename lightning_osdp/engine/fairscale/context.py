@@ -20,7 +20,7 @@ from lightning_osdp.engine.gradient_buckets import GradientSync
 from lightning_osdp.engine.optimizer_in_backward import BackwardOptimizer
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.plan import ExecutionPlan
-from lightning_osdp.state.autograd_state import is_other_thread
+from lightning_osdp.state.autograd_state import is_in_backward, is_other_thread
 from lightning_osdp.state.guarded_parameter import GuardContext, without_guards
 from lightning_osdp.state.refused_tracing import refuse_tracing
 
@@ -114,13 +114,20 @@ class EngineContext:
         )
         self.backward_passes = _BackwardPasses(self.reducer, self.streams)
 
+    def end_broken_passes(self) -> None:
+        """End backward passes that an exception has ended, which the user may have caught."""
+        if self.backward_passes.is_running and not is_in_backward():
+            self.reducer.discard()
+            self.backward_passes.discard()
+
     def check_run(self) -> None:
-        """Refuse to run a module that must not run now.
+        """Refuse to run a module that must not run now, and end passes that left it in the middle.
 
         Raises:
             ShardingError: its run is over, its parameters are shown whole, it is traced, or a CUDA graph is captured.
         """
         refuse_tracing()
+        self.end_broken_passes()
         if self.why_no_runs:
             raise ShardingError(self.why_no_runs)
         if is_other_thread(self.guards.thread):

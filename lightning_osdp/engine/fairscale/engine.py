@@ -246,7 +246,6 @@ class FairScaleEngine(Engine):
             self._show_slice_gradients,
             self._context.reducer.dtype,
         )
-        self._context.order.join_replicated = self._join_replicated
         self._bucketed_all_reduce.agree_by(self._context.order, self._bind_slice_gradients)
         self._context.backward_passes.on_end = self._show_slice_gradients
         self._context.guards.before_update = self._finish_unseen_backward
@@ -257,10 +256,6 @@ class FairScaleEngine(Engine):
     def _before_replicated(self) -> None:
         self._bind_slice_gradients()
         self._context.order.before_replicated()
-
-    def _join_replicated(self) -> None:
-        self._bind_slice_gradients()
-        self._bucketed_all_reduce.join()
 
     def _bind_slice_gradients(self) -> None:
         for sliced in self._sliced_operators:
@@ -381,6 +376,7 @@ class FairScaleEngine(Engine):
         self._context.order.is_in_training_step = False
 
     def _finish_unseen_backward(self) -> None:
+        self._context.end_broken_passes()
         if self._context.order.has_backward:
             self.finish_backward()
 

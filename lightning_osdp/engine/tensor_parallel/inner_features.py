@@ -7,6 +7,7 @@ tensors that such functions return. The functions that ran when it was proven th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from lightning_osdp.engine.tensor_parallel.dropout import drop_apart
 from lightning_osdp.errors import ShardingError
@@ -119,7 +121,11 @@ class InnerFeatures(ValuesOnDemand, Tensor):
         """Run a function that may see the tensors; what it returns is guarded, too."""
         kwargs, name = kwargs or {}, function_name(func)
         is_recomputed = is_in_backward() and torch.is_grad_enabled()
-        if name in _FACTS or (is_in_backward() and not is_recomputed):
+        if (
+            name in _FACTS
+            or (is_in_backward() and not is_recomputed)
+            or (name in _SHAPES and _is_noted_by_checkpoint())
+        ):
             with without_guards():
                 return func(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
@@ -154,6 +160,11 @@ def _call(func: Callable[..., Any], types: Any, args: Any, kwargs: Any, tensors:
     finally:
         for each in inner:
             each.__class__ = InnerFeatures
+
+
+def _is_noted_by_checkpoint() -> bool:
+    """Return whether ``torch.utils.checkpoint`` asks, which notes shapes of what it saves and compares them."""
+    return sys._getframe(2).f_code.co_filename == checkpoint.__file__
 
 
 def _is_slice(index: Any) -> bool:

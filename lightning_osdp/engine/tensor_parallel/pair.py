@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -28,6 +30,7 @@ from lightning_osdp.engine.tensor_parallel.unit import TensorUnit
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.tensor import TensorRole
 from lightning_osdp.state.autograd_state import is_in_backward
+from lightning_osdp.state.guarded_parameter import without_guards
 
 
 class PairUnit(TensorUnit):
@@ -56,6 +59,7 @@ class PairUnit(TensorUnit):
 
     def _install(self) -> None:
         self._called: set[TensorOperator] = set()
+        self._begun: WeakKeyDictionary[InnerRun, tuple[SlicedRun, torch.Size | None]] = WeakKeyDictionary()
         self._rows = [operator for operator in self.operators if operator.role == TensorRole.ROW]
         for operator in self.operators:
             forward = self._run_row if operator.role == TensorRole.ROW else self._run_column
@@ -87,9 +91,11 @@ class PairUnit(TensorUnit):
 
     def _guard(self, features: Tensor) -> Tensor:
         if isinstance(self._run, SlicedRun):
-            self._inner = self._inner or InnerRun(
-                self.label, self.functions, self.groups.slices.rank(), self.groups.degree
-            )
+            if self._inner is None:
+                index, degree = self.groups.slices.rank(), self.groups.degree
+                self._inner = InnerRun(self.label, self.functions, index, degree)
+                shape = self._input.shape[:-1] if self._is_flat and self._input is not None else None
+                self._begun[self._inner] = self._run, shape
             self._inner.needs_grad |= features.requires_grad
             self._inner.guard(features)
         return features
@@ -130,6 +136,8 @@ class PairUnit(TensorUnit):
 
     def _run_row(self, operator: TensorOperator, own: Any, input: Tensor) -> Tensor:
         """Return the output for this rank's rows, of this rank's input features for the rows of all ranks."""
+        if is_in_backward() and isinstance(input, InnerFeatures) and input.run is not self._inner:
+            return self._run_row_again(operator, input)
         if self._inner is not None or isinstance(input, InnerFeatures):
             input = (self._inner or InnerRun(self.label)).take(input)
         run, first, is_flat = self._run, self._input, self._is_flat
@@ -141,6 +149,21 @@ class PairUnit(TensorUnit):
         called = [index for index, each in enumerate(self.operators) if each in self._called]
         if self._called.issuperset(self._rows):
             self._end_run()
+        return self._scatter(operator, run, input, called, first.shape[:-1] if is_flat and first is not None else None)
+
+    def _run_row_again(self, operator: TensorOperator, features: InnerFeatures) -> Tensor:
+        """Return the output once more, since it is recomputed while its column operators are not."""
+        if features.run not in self._begun:
+            raise features.run.refusal(f"{operator.name}, when it is recomputed,")
+        run, shape = self._begun[features.run]
+        with without_guards():
+            input = features.view_as(features)
+        return self._scatter(operator, run, input, [self.operators.index(operator)], shape)
+
+    def _scatter(
+        self, operator: TensorOperator, run: OperatorRun, input: Tensor, called: list[int], shape: torch.Size | None
+    ) -> Tensor:
+        """Return the output for this rank's rows, in the shape (..., out) of what it began with if rows are flat."""
         y = operator.multiply(cast_for_autocast(input), run.weight_of(operator), None)
         if isinstance(run, SlicedRun):
             if len(y) != sum(run.counts):
@@ -151,7 +174,7 @@ class PairUnit(TensorUnit):
             run.prefetch()
         if operator.bias is not None:
             y = y + operator.bias.to(y.dtype)
-        return y.view(*first.shape[:-1], operator.out_features) if is_flat and first is not None else y
+        return y if shape is None else y.view(*shape, operator.out_features)
 
     def _incomplete_run(self, operator: TensorOperator) -> ShardingError:
         others = ", ".join(each.name for each in self.operators if each is not operator)

@@ -22,6 +22,8 @@ from lightning_osdp.engine.tensor_parallel.operator_run import SlicedRun
 from lightning_osdp.engine.tensor_parallel.pair import PairUnit, version_of
 from lightning_osdp.engine.tensor_parallel.process_groups import TensorGroups
 from lightning_osdp.engine.tensor_parallel.unit import UnitContext
+from lightning_osdp.errors import ShardingError
+from lightning_osdp.state.guarded_parameter import without_guards
 
 _CHECKSUMS = WeakTensorKeyDictionary()
 """Checksums of tensors that were given to scopes, as a mask is to each layer, with their versions."""
@@ -74,8 +76,15 @@ class ScopeUnit(PairUnit):
             return own(*args, **kwargs)
         by_id = {id(tensor): self._guard(run.gather(tensor, index)) for index, tensor in enumerate(gathered)}
         args, kwargs = map_tensors((args, kwargs), lambda tensor: by_id.get(id(tensor), tensor))
+        versions = [_version_of_inner(tensor) for tensor in by_id.values()]
         with self._divided_attributes():
-            return own(*args, **kwargs)
+            result = own(*args, **kwargs)
+        if versions != [_version_of_inner(tensor) for tensor in by_id.values()]:
+            raise ShardingError(
+                f"{self.label} is tensor parallel, and changes what it is given in place, which it did not when the "
+                "plan was made: train without tensor parallelism, OSDPCallback(tensor_parallel=False)"
+            )
+        return result
 
     def _describe_call(self, first: Tensor | None, gathered: Sequence[Tensor], value: Any) -> str:
         """Return what has to be equal on all ranks, or nothing if arguments can't be told apart."""
@@ -106,6 +115,11 @@ class ScopeUnit(PairUnit):
         finally:
             for (module, name), value in zip(self._attributes, before, strict=True):
                 vars(module)[name] = value
+
+
+def _version_of_inner(tensor: Tensor) -> int:
+    with without_guards():
+        return version_of(tensor)
 
 
 def _has_rows(tensor: Tensor, samples: int) -> bool:

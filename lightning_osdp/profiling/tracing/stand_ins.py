@@ -69,7 +69,9 @@ class FakeCopyMode(TorchFunctionMode):
         memo: dict[int, Any] = {id(tensor): as_fake(tensor, self._fake_mode, device) for tensor in moved}
         memo.update({id(each): each for each in shared})
         with self:
-            return deep_copy(value, memo), memo
+            copied = deep_copy(value, memo)
+            _copy_attributes(value, memo)
+            return copied, memo
 
 
 def as_fake(tensor: Tensor, fake_mode: FakeTensorMode, device: torch.device) -> Tensor:
@@ -104,10 +106,21 @@ def lazy_clone(module: LightningModule) -> LightningModule:
         if values is not None:
             memo[id(parameter)] = torch.nn.Parameter(values, parameter.requires_grad)
     copied: LightningModule = deep_copy(module, memo)
+    _copy_attributes(module, memo)
     for inner in copied.modules():
         if isinstance(inner, LightningModule):
             inner.__dict__["_trainer"] = module._trainer
     return copied
+
+
+def _copy_attributes(value: Any, memo: dict[int, Any]) -> None:
+    """Give the copies of a module's tensors the attributes that users have set on those: torch copies values alone."""
+    if isinstance(value, torch.nn.Module):
+        for tensor in (*value.parameters(), *value.buffers()):
+            copied = memo[id(tensor)]
+            own = {name: each for name, each in vars(tensor).items() if name not in vars(copied)}
+            if own:
+                vars(copied).update(deep_copy(own, memo))
 
 
 def lazy_clone_bytes(module: LightningModule, device: torch.device) -> int:
@@ -225,6 +238,14 @@ class TrainerStub:
         self.loggers = [self.logger]
         self.estimated_stepping_batches = ESTIMATED_STEPS
         self.save_checkpoint = self.print = lambda *_, **__: None
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The loader of the run, which the trainer itself has only when training begins."""
+        if self._real is None:
+            return None
+        loader = self._real.train_dataloader
+        return self._real.fit_loop._data_source.dataloader() if loader is None else loader
 
     def __getattr__(self, name: str) -> Any:
         if self.__dict__.get("_real") is not None:

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.backend.memory import allowed_bytes
@@ -46,6 +47,13 @@ timed take a part of that. The same on all machines, for ranks have to trace ali
 MAX_TRACE_BATCH_SIZE = 64
 """Largest batch size to trace at on CUDA, where kernels of few samples take as long as their launch. [M-trace-1]"""
 
+COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
+"""Namespaces of torch.distributed's operators."""
+
+
+class CollectiveError(OSDPError):
+    """A step that only one rank traces has a collective of the user's in it."""
+
 
 @dataclass(frozen=True)
 class TrainingStep:
@@ -68,6 +76,8 @@ class TrainingStep:
     """Whether the memory of evaluation is read as well; ignored by ``trace_by_running``."""
     tensor_degrees: tuple[int, ...] = ()
     """Numbers of ranks that operators may be cut over, to find out which; ``trace_by_running`` finds none."""
+    is_alone: bool = False
+    """Whether other ranks wait meanwhile, so that a collective of the step raises ``CollectiveError``."""
 
     @property
     def only_batch_size(self) -> int:
@@ -287,9 +297,10 @@ def _record(
     if real:
         gc.collect()  # Garbage may hold memory that the step needs.
     syncs = host_syncs.HostSyncDetector(recorder.record_host_sync) if real else host_syncs.unknown_numbers()
+    collectives = _RefuseCollectives() if step.is_alone else nullcontext()  # type: ignore[no-untyped-call]
     try:
         with _garbage_collection_disabled(), torch.set_grad_enabled(autograd), recorder.record_step(), syncs:
-            with step.step_context():
+            with collectives, step.step_context():
                 output = module.training_step(*stand_ins.step_arguments(module, batch))
             if module.automatic_optimization and autograd:
                 backward(stand_ins.extract_loss(output))
@@ -374,6 +385,15 @@ def _guard_tracing(step: TrainingStep) -> Iterator[None]:
             raise TraceError(
                 f"the training step of {name} can't be traced: {type(error).__name__}: {reason}{hint}"
             ) from error
+
+
+class _RefuseCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses what would wait for other ranks."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in COLLECTIVE_NAMESPACES:
+            raise CollectiveError(f"the training step calls {func}, for which all ranks are needed")
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

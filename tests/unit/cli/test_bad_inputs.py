@@ -53,6 +53,7 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     *(((*PLAN, "--config", name), "") for name in CHANGES),
     ((*PLAN, "--config", "typo.yaml"), "model: class_path 'model.Classifier': Option 'widht' is not accepted\n"),
     ((*PLAN, "--config", "nowhere.yaml"), "model: class_path 'nowhere.Model': No module named 'nowhere'\n"),
+    ((*PLAN, "--config", "exits.yaml"), "exits.yaml: SystemExit: 0 (leaves.py:3, in __init__)"),
     (("fit", "--config", "nowhere.yaml"), "model: class_path 'nowhere.Model': No module named 'nowhere'\n"),
     ((*PLAN, "--config", "fit.yaml", "--memory-limit=-1GiB"), "-1GiB"),
     ((*PLAN, "--config", "fit.yaml", "--memory-limit", "0"), "0"),
@@ -138,6 +139,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, model in {"typo": ("model.Classifier", {"widht": 3}), "nowhere": ("nowhere.Model", {})}.items():
         changed = {"model": {"class_path": model[0], "init_args": model[1]}}
         (path / f"{name}.yaml").write_text(yaml.safe_dump(config | changed))
+    (path / "exits.yaml").write_text(yaml.safe_dump(config | {"model": {"class_path": "leaves.Leaves"}}))
+    (path / "leaves.py").write_text("import model\nclass Leaves(model.Classifier):\n    def __init__(self): exit(0)\n")
     (path / "model.py").write_text((EXAMPLE.parent / "model.py").read_text())
     cluster, plan = some_cluster(2), json.loads(hand_made_plan({"up": Mode.DP}, 2).to_json())
     (path / "cluster.json").write_text(cluster.model_dump_json())

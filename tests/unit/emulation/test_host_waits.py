@@ -108,10 +108,10 @@ def test_step_on_cuda_has_the_host_wait_for_nothing(
     assert stream.num_waits > 0 or name == "dp"
 
 
-def test_tensor_parallel_step_on_cuda_has_the_host_wait_for_other_hosts_alone(
+def test_tensor_parallel_step_on_cuda_has_the_host_wait_for_other_hosts_and_what_has_no_rows(
     monkeypatch: pytest.MonkeyPatch, world: None
 ) -> None:
-    """How many rows other ranks have is told between hosts; nothing is read from the device."""
+    """How many rows other ranks have is told between hosts. Read from the device is what attentions get for all."""
     pretend_cuda(monkeypatch)
     module = zoo.llama(layers=1)
     batch = module.batch(BATCH)
@@ -134,7 +134,7 @@ def test_tensor_parallel_step_on_cuda_has_the_host_wait_for_other_hosts_alone(
     with noting_host_waits() as found:
         step()
     engine.close()
-    assert found == []
+    assert {place.partition(" at ")[2].partition(":")[0] for place in found} == {"scope.py"}
 
 
 class Net(pl.LightningModule):

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.tensor import TensorCandidate
@@ -323,6 +324,17 @@ class Attention(nn.Module):
         return (y, weights) if self.flaw == "weights" else (y, x) if self.flaw == "returns x" else y
 
 
+class RowRecomputed(nn.Module):
+    """Recomputes its last operator in a way that hands no object on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda h: self.down(torch.tanh(h)), F.gelu(self.up(x)), use_reentrant=True)
+
+
 class AttentionBlock(nn.Module):
     def __init__(self, flaw: str = "", heads: int = 4) -> None:
         super().__init__()
@@ -386,6 +398,12 @@ GROUPS_REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, s
         (2,),
         "net.attention.out",
         "together with qkv: its arguments are used after the row",
+    ),
+    "recomputed": (
+        RowRecomputed,
+        (2,),
+        "net.down",
+        "together with up: it is recomputed by reentrant checkpointing, or runs without gradients",
     ),
 }
 

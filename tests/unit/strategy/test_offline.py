@@ -36,6 +36,33 @@ def test_plan_for_hardware_fits_the_limit_and_leaves_the_module() -> None:
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
+def test_plan_leaves_module_and_data_with_their_trainer() -> None:
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return loader(32, 4)
+
+        val_dataloader = train_dataloader
+
+    module, data = GPTModule(), Data()
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(max_steps=1, accelerator="cpu", devices=1, limit_val_batches=0, **quiet)
+    trainer.fit(module, datamodule=data)
+    plan_for_hardware(module, data)
+    assert module.trainer is trainer
+    assert data.trainer is trainer
+    fresh = Data()
+    plan_for_hardware(GPTModule(), fresh)
+    assert fresh.trainer is None
+
+
+def test_plan_of_another_object_than_a_module_names_it() -> None:
+    module: Any = nn.Linear(2, 2)
+    with pytest.raises(
+        ConfigurationError, match=r"plan\(\) takes a LightningModule, not Linear: Linear\(in_features=2"
+    ):
+        plan_for_hardware(module, loader(32, 4))
+
+
 def test_plan_on_this_machine_for_one_device_measures_it(tmp_path: Path) -> None:
     plan = lightning_osdp.plan(GPTModule(), batch_size=2, cache="", trial_steps=False)
     assert (plan.cluster.ranks, plan.batch_size) == (1, 2)

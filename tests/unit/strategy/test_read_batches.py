@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler, TensorDataset
 
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiling.tracing.isolation import restored
@@ -85,6 +85,27 @@ class OwnLoader:
         return next(self.batches)
 
 
+class GoesOn(Sampler[int]):
+    """Begins where its last iteration has ended."""
+
+    def __init__(self) -> None:
+        self.order = itertools.cycle(range(16))
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(self.order, 10)
+
+
+class StreamLoader(DataLoader[Any]):
+    """Gives what a stream of its own has."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.stream = iter(ROWS.split(4))
+
+    def __iter__(self) -> Iterator[Tensor]:  # type: ignore[override]
+        return self.stream
+
+
 def closure_dataset() -> IterableDataset[Tensor]:
     rows = iter(ROWS)
 
@@ -110,6 +131,8 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "generator": lambda: (batch for batch in ROWS.split(4)),
     "list of batches": lambda: list(ROWS.split(4)),
     "own iterator": OwnLoader,
+    "sampler that goes on": lambda: plain(sampler=GoesOn()),
+    "loader with a stream": lambda: StreamLoader(TensorDataset(ROWS), batch_size=4),
     "map": plain,
     "shuffled": lambda: plain(shuffle=True, generator=torch.Generator().manual_seed(1)),
     "batch sampler": lambda: DataLoader(

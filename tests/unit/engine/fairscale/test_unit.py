@@ -110,7 +110,11 @@ def test_run_in_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch, device_
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
     guards = SimpleNamespace(thread=get_ident())
     context: Any = SimpleNamespace(
-        why_no_runs="", params_summoned=False, device=torch.device(device_type), guards=guards
+        why_no_runs="",
+        params_summoned=False,
+        device=torch.device(device_type),
+        guards=guards,
+        end_broken_passes=lambda: None,
     )
     is_refused = device_type == "cuda" and is_capturing
     with pytest.raises(ShardingError, match="can't be captured in a CUDA graph") if is_refused else nullcontext():

@@ -389,6 +389,33 @@ def test_trace_autocast_leaves_weight_casts_to_the_plan_and_counts_others_as_liv
     assert (kept - live(twice, False)[0], cast_bytes) == (64 * 64 * 2, 0)
 
 
+class Marked(LightningModule):
+    """Parameters with attributes that the step, and the optimizer's groups, read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(8, 8), nn.Parameter(torch.eye(8))
+        self.weight.factor = torch.full((8,), 2.0)  # type: ignore[attr-defined]
+        self.first.bias.no_decay = True  # type: ignore[attr-defined]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.first(batch) @ (self.weight * self.weight.factor)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        kept = [p for p in self.parameters() if not hasattr(p, "no_decay")]
+        left = [p for p in self.parameters() if hasattr(p, "no_decay")]
+        assert len(left) == 1
+        return torch.optim.AdamW([{"params": kept}, {"params": left, "weight_decay": 0.0}], lr=1e-3)
+
+
+@pytest.mark.parametrize("how", [trace, trace_by_running])
+def test_trace_sees_attributes_of_parameters(how: Any) -> None:
+    module = Marked()
+    described = how(module, torch.randn(4, 8), 4, device=CPU).model_profile
+    assert "first" in by_name(described)
+    assert torch.equal(module.weight.factor, torch.full((8,), 2.0))
+
+
 class ReadsItsTrainer(Regression):
     def training_step(self, batch: Tensor) -> Tensor:
         self.logger.experiment.add_scalar("x", 1.0)
