@@ -19,8 +19,17 @@ torch.set_num_threads(1)
 settings.register_profile("unhurried", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
-LONGEST = ("test_no_hangs.py", "test_sliced_operators.py", "test_fit.py", "test_kills.py", "test_cli_fit.py")
-"""Files that take minutes each, the longest first."""
+LONGEST = (
+    "test_no_hangs.py",
+    "test_odd_modules.py",
+    "test_examples.py",
+    "test_outside_uses.py",
+    "test_backward_passes.py",
+    "test_fit.py",
+    "test_faults_in_start.py",
+    "test_fuzz.py",
+)
+"""Files that take longest; first those in which ranks wait."""
 
 
 PROCESS_NAMES = {"run_ranks", "subprocess", "multiprocessing", "mp"}
