@@ -137,6 +137,8 @@ def _order_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     Where the step of a subclass calls that of its parent, which has hooks again, the guards are closed for those, too.
     """
     _close(id(optimizer))
+    if not _closed_guards(optimizer):
+        return
     before: Any = optimizer._optimizer_step_pre_hooks
     after: Any = optimizer._optimizer_step_post_hooks
     before[_HOOK], after[_HOOK] = _open_for_step, _close_after_step
