@@ -6,17 +6,19 @@ starts no other collective and its transport moves no data; and ranks wait for e
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import linecache
 import os
+import re
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import distributed_c10d
 
@@ -41,29 +43,55 @@ _DISTRIBUTED_MODULES = {
 _COLLECTIVE_MODULES = {f"lightning_osdp.backend.{name}" for name in ("collectives", "hierarchical", "cpu.ring", "work")}
 """Modules whose functions wait for other ranks."""
 
+_CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+"""A call in what ``faulthandler`` writes."""
+
+_MODULES: dict[str, str] = {}
+"""Names of modules by file."""
+
 _ENGINE_CALL = "(lightning_osdp.engine."
 """What the description of a collective of the engine's contains."""
 
 
 def find_blocking_operation() -> str:
     """Return the collective operation in which the main thread is now, with the line that called it; or nothing."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    operation = "wait" if frame is not None and _calls_wait(frame) else ""
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
+    calls = _main_thread_calls()
+    operation = "wait" if calls and ".wait(" in linecache.getline(calls[0].file, calls[0].line) else ""
+    for call in calls:
+        module = _module_of(call.file)
         if module in _DISTRIBUTED_MODULES or (module in _COLLECTIVE_MODULES and not operation):
-            operation = frame.f_code.co_name
+            operation = call.function
         elif operation and not module.startswith(("torch.", "lightning_osdp.backend")):
-            return f"{operation} ({module}, line {frame.f_lineno})"
-        frame = frame.f_back
+            return f"{operation} ({module}, line {call.line})"
     return operation
 
 
-def _calls_wait(frame: FrameType) -> bool:
-    """Return whether a thread is in native code called ``wait``, as that of a collective's handle is."""
-    if "wait" not in frame.f_code.co_names:
-        return False
-    return ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+class _Call(NamedTuple):
+    file: str
+    line: int
+    function: str
+
+
+def _main_thread_calls() -> list[_Call]:
+    """Return the calls of the main thread, the innermost first; nothing where no file can be written.
+
+    ``faulthandler`` reads them at one go. Frames of a thread that goes on can't be walked from another one: with
+    Python 3.11 that ended the process by a segmentation fault, once in some hundred runs.
+    """
+    with suppress(OSError), tempfile.TemporaryFile("w+", errors="replace") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        _, _, text = file.read().partition(f"hread 0x{threading.main_thread().ident:016x} ")
+        return [_Call(name, int(line), function) for name, line, function in _CALL.findall(text.partition("\n\n")[0])]
+    return []
+
+
+def _module_of(file: str) -> str:
+    """Return the name of the module that was read from a file; the file's if there is none."""
+    if file not in _MODULES:
+        names = {getattr(module, "__file__", None): name for name, module in reversed(list(sys.modules.items()))}
+        _MODULES[file] = str(names.get(file, file))
+    return _MODULES[file]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -95,3 +98,22 @@ def test_ranks_in_engine_and_other_collectives_wait_for_each_other(clock: Clock)
 )
 def test_ranks_of_which_some_may_go_on_are_left_alone(clock: Clock, waits: Any) -> None:
     assert find_mutual_wait(clock, *waits) == ""
+
+
+def test_operation_of_the_main_thread_is_read_from_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked_thread, "_DISTRIBUTED_MODULES", {"threading"})
+    barrier, found = threading.Barrier(2), list[str]()
+
+    def look() -> None:
+        while not barrier.n_waiting:
+            time.sleep(0.001)
+        found.append(blocked_thread.find_blocking_operation())
+        barrier.wait()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    barrier.wait()
+    thread.join()
+    (text,) = found
+    line = int(text.removeprefix(f"wait ({__name__}, line ").removesuffix(")"))
+    assert linecache.getline(__file__, line).strip() == "barrier.wait()"
