@@ -43,9 +43,13 @@ class OptimizerGuard:
             release_states(optimizer)
 
 
+def _guards_of(optimizer: Optimizer) -> list[ShardGuard]:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return [guard for p in parameters if (guard := guard_of(p)) is not None]
+
+
 def _closed_guards(optimizer: Optimizer) -> list[ShardGuard]:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return [guard for p in parameters if is_guarded(p) and (guard := guard_of(p)) is not None]
+    return [guard for guard in _guards_of(optimizer) if is_guarded(guard.parameter)]
 
 
 def install_guards(module: nn.Module, guards: Iterable[ShardGuard]) -> list[Any]:
@@ -118,10 +122,8 @@ def _refuse_within_backward(optimizer: Optimizer) -> None:
     """Refuse the step of a hook of the user's in a backward pass, where weights are gathered and gradients local."""
     if not is_in_backward():
         return
-    known = (guard_of(p) for group in optimizer.param_groups for p in group["params"])
-    guard = next((guard for guard in known if guard is not None), None)
-    if guard is not None:
-        raise guard.refusal(
+    if guards := _guards_of(optimizer):
+        raise guards[0].refusal(
             f"{type(optimizer).__name__}.step() runs within a backward pass, where its gradient is that of one rank "
             "(OSDPStrategy(update_in_backward=True) updates it there with the average)"
         )
@@ -137,7 +139,7 @@ def _order_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     Where the step of a subclass calls that of its parent, which has hooks again, the guards are closed for those, too.
     """
     _close(id(optimizer))
-    if not _closed_guards(optimizer):
+    if not _guards_of(optimizer):
         return
     before: Any = optimizer._optimizer_step_pre_hooks
     after: Any = optimizer._optimizer_step_post_hooks
