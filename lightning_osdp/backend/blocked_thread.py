@@ -17,6 +17,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,9 +47,6 @@ _COLLECTIVE_MODULES = {f"lightning_osdp.backend.{name}" for name in ("collective
 _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 """A call in what ``faulthandler`` writes."""
 
-_MODULES: dict[str, str] = {}
-"""Names of modules by file."""
-
 _ENGINE_CALL = "(lightning_osdp.engine."
 """What the description of a collective of the engine's contains."""
 
@@ -75,23 +73,23 @@ class _Call(NamedTuple):
 def _main_thread_calls() -> list[_Call]:
     """Return the calls of the main thread, the innermost first; nothing where no file can be written.
 
-    ``faulthandler`` reads them at one go. Frames of a thread that goes on can't be walked from another one: with
-    Python 3.11 that ended the process by a segmentation fault, once in some hundred runs.
+    ``faulthandler`` reads them while no other thread can run. To follow ``f_back`` from another thread is not safe
+    while the main one runs: in CPython 3.11 a process has crashed in it (segmentation fault).
     """
     with suppress(OSError), tempfile.TemporaryFile("w+", errors="replace") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
+        # It begins "Thread 0x..." or, if the main thread asks, "Current thread 0x...".
         _, _, text = file.read().partition(f"hread 0x{threading.main_thread().ident:016x} ")
         return [_Call(name, int(line), function) for name, line, function in _CALL.findall(text.partition("\n\n")[0])]
     return []
 
 
+@cache
 def _module_of(file: str) -> str:
     """Return the name of the module that was read from a file; the file's if there is none."""
-    if file not in _MODULES:
-        names = {getattr(module, "__file__", None): name for name, module in reversed(list(sys.modules.items()))}
-        _MODULES[file] = str(names.get(file, file))
-    return _MODULES[file]
+    modules = list(sys.modules.items())  # others may be imported meanwhile
+    return next((name for name, module in modules if getattr(module, "__file__", None) == file), file)
 
 
 @dataclass(frozen=True)

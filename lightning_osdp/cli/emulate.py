@@ -6,6 +6,7 @@ Each strategy trains in a process of its own.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -186,6 +187,7 @@ def _train(request: Request, strategy: StrategyName, batch_size: int | None, qui
             batch_size=batch_size,
             planning_args=request.planning_args,
             result=str(result),
+            parent=os.getpid(),
         )
         command = [sys.executable, "-m", "lightning_osdp.cli.emulate_worker"]
         output = subprocess.DEVNULL if quiet else None

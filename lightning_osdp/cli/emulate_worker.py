@@ -57,6 +57,8 @@ class Task(BaseModel):
     """Arguments of OSDPStrategy, before those of the file."""
     result: str
     """Path of the file to write."""
+    parent: int
+    """Number of the process that waits for that file."""
 
 
 class StrategyResult(BaseModel):
@@ -241,8 +243,8 @@ def _exit_with_parent(parent: int) -> None:
 
 def main() -> int:
     """Run the task on the standard input; return the exit status."""
-    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     task = Task.model_validate_json(sys.stdin.read())
+    threading.Thread(target=_exit_with_parent, args=(task.parent,), daemon=True).start()
     sys.path[:0] = [str(Path.cwd()), str(Path(task.config).resolve().parent)]
     try:
         result = train(task)

@@ -2,9 +2,8 @@
 
 torch's non-reentrant checkpoint does it: one graph, so each parameter receives its gradient once; keyword arguments,
 nested outputs, inputs without gradient, autocast and the random state are as in the first run. So are the random
-numbers of Python and NumPy, which torch does not keep. What FairScale's units
-need for it is in ``fairscale/unit.py`` (Note [a forward inside the backward]), so models that bring their own
-checkpointing of this kind work as well.
+numbers of Python and NumPy, which torch does not keep. What FairScale's units need for it is in ``fairscale/unit.py``
+(Note [a forward inside the backward]), so models that bring their own checkpointing of this kind work as well.
 """
 
 from __future__ import annotations

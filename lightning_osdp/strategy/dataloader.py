@@ -265,9 +265,9 @@ def _find_parts(source: Any) -> Iterator[Any]:
             yield loader
         if isinstance(loader, DataLoader):
             yield from (loader.collate_fn, loader.generator)
-            if not isinstance(loader.dataset, IterableDataset):
+            if not isinstance(loader.dataset, IterableDataset) or is_repeatable(loader.dataset):
                 yield loader.dataset
-            yield from filter(is_repeatable, (loader.dataset, loader.sampler, loader.batch_sampler))
+            yield from filter(is_repeatable, (loader.sampler, loader.batch_sampler))
 
 
 def _loader_arguments(loader: DataLoader[Any], batch_size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

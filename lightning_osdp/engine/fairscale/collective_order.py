@@ -164,8 +164,6 @@ class CollectiveOrder:
 
     def before_trainable(self, trainable: str) -> None:
         """Tell the other ranks that this one trains other parameters than before; a text tells which."""
-        if self._agreement is None:
-            self.on_trainable(trainable, True)
         self._before(f"trainable -1 {trainable}")
 
     def before_replicated(self) -> None:

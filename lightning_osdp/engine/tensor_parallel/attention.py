@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -188,9 +187,8 @@ class AttentionUnit(TensorUnit):
         dropout = attention.dropout if attention.training else 0.0
         index, degree = self.groups.slices.rank(), self.groups.degree
         if not call.need_weights:
-            is_causal = call.is_causal_alone
-            attend = partial(drop_apart, functional.scaled_dot_product_attention, index, degree)
-            return attend(queries, keys, values, mask, dropout, is_causal), None
+            arguments = (queries, keys, values, mask, dropout, call.is_causal_alone)
+            return drop_apart(functional.scaled_dot_product_attention, index, degree, *arguments), None
         scores = queries * attention.head_dim**-0.5 @ keys.transpose(2, 3)
         weights = (scores if mask is None else scores + mask).softmax(-1)
         weights = drop_apart(functional.dropout, index, degree, weights, dropout)

@@ -120,12 +120,10 @@ class InnerFeatures(ValuesOnDemand, Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function that may see the tensors; what it returns is guarded, too."""
         kwargs, name = kwargs or {}, function_name(func)
-        is_recomputed = is_in_backward() and torch.is_grad_enabled()
-        if (
-            name in _FACTS
-            or (is_in_backward() and not is_recomputed)
-            or (name in _SHAPES and _is_noted_by_checkpoint())
-        ):
+        in_backward = is_in_backward()
+        is_recomputed = in_backward and torch.is_grad_enabled()
+        is_noted = name in _FACTS or (name in _SHAPES and _is_noted_by_checkpoint())
+        if is_noted or (in_backward and not is_recomputed):
             with without_guards():
                 return func(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))

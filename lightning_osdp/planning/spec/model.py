@@ -167,12 +167,20 @@ class Operator(FrozenModel):
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """A key that is equal for operators of equal cost: same class, and same parameters except for their names."""
+        """A key that is equal for operators of equal cost, tensor parallel or not."""
+        return (*self.sharding_signature, self.tensor)
+
+    @property
+    def sharding_signature(self) -> tuple[object, ...]:
+        """A key that is equal for operators of equal cost where they are not tensor parallel.
+
+        These have the same class, and the same parameters except for their names.
+        """
         shapes = tuple(
             (p.shape, p.trainable, p.optimizer_bytes, p.gradient_order, p.read_in_backward, *_element_bytes(p))
             for p in self.parameters
         )
-        sharding = (self.calls, bool(self.replicated_reason), self.tied, self.split_dims, self.num_wrapped, self.tensor)
+        sharding = (self.calls, bool(self.replicated_reason), self.tied, self.split_dims, self.num_wrapped)
         return (self.kind, shapes, sharding, self.flops_per_sample)
 
 

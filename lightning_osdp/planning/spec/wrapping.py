@@ -30,9 +30,7 @@ def wrap_assignments(model: ModelProfile, constraints: SearchConstraints) -> lis
     for block in model.blocks if constraints.capabilities.per_block_wrap else ():
         members = _wrappable_operators(model, block, constraints)
         if len(members) > 1:
-            # What share a unit are not tensor parallel: in that, blocks may differ.
-            alike = (model.operators[index].model_copy(update={"tensor": None}) for index in members)
-            signatures = tuple(operator.signature for operator in alike)
+            signatures = tuple(model.operators[index].sharding_signature for index in members)
             kinds.setdefault((block.kind, signatures), {}).update(dict.fromkeys(members, block.name))
     units = list(kinds.values())
     counts = range(1, len(units) + 1) if len(units) <= MAX_BLOCK_KINDS else [len(units)]

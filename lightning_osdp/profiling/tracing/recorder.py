@@ -252,9 +252,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.recording.module_calls.append(ModuleCall(name, start, len(self.recording.ops), outputs))
 
     def _record_state_changes(self, module: nn.Module, before: Mapping[str, Any]) -> None:
-        attribute = find_changed_attribute(before, kept_state(module), self._read_storages)
-        if attribute and self._phase() == "forward":
-            self.recording.state_changers[self._names[id(module)]] = attribute
+        if before and self._phase() == "forward":
+            attribute = find_changed_attribute(before, kept_state(module), self._read_storages)
+            if attribute:
+                self.recording.state_changers[self._names[id(module)]] = attribute
 
     def _record_site(self) -> None:
         self._site_changes.append((_next_autograd_node(), tuple(self._stack)))
