@@ -148,7 +148,7 @@ def _apply_units(task: Any, modes: dict[str, tuple[str, str]], is_mixed: bool, o
             slices=(Mode(mode),),
             unit=unit,
             num_parameters=0,
-            compute_dtype="bfloat16" if is_mixed and is_product else "",
+            compute_dtype="bfloat16" if is_mixed else "",
             gathers_in_backward=is_product,
         )
 

@@ -47,30 +47,30 @@ class _SlicedMatmul(torch.autograd.Function):
         return weight_gradient, x_gradient, gradient if ctx.needs_input_grad[2] else None, None, None
 
 
-class _EmbeddingSlice(torch.autograd.Function):
-    """The autograd function of ``embedding_slice``."""
+class _Rows(torch.autograd.Function):
+    """The autograd function of ``read_rows``."""
 
     @staticmethod
     def forward(
         ctx: Any,
         weight: Tensor,
+        values: Tensor | None,
         ids: Tensor,
         padding_idx: int | None,
         scale_grad_by_freq: bool,
         on_weight_unused: OnWeightUnused,
     ) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.on_weight_unused, ctx.options = (
-            on_weight_unused,
-            (weight.shape[0], -1 if padding_idx is None else padding_idx, scale_grad_by_freq),
-        )
-        return functional.embedding(ids, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
+        num_rows, table = weight.shape[0], weight if values is None else values
+        padded = -1 if padding_idx is None else padding_idx % num_rows
+        ctx.on_weight_unused, ctx.options = on_weight_unused, (num_rows, padded, scale_grad_by_freq)
+        return functional.embedding(ids, table, padding_idx).to(weight.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
         ctx.on_weight_unused()
-        return torch.ops.aten.embedding_dense_backward(gradient, ids, *ctx.options), None, None, None, None
+        return torch.ops.aten.embedding_dense_backward(gradient, ids, *ctx.options), None, None, None, None, None
 
 
 def multiply(
@@ -89,11 +89,26 @@ def multiply(
     return product
 
 
-def embedding_slice(
-    weight: Tensor, ids: Tensor, *, padding_idx: int | None, scale_grad_by_freq: bool, on_weight_unused: OnWeightUnused
+def read_rows(
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    padding_idx: int | None,
+    scale_grad_by_freq: bool,
+    on_weight_unused: OnWeightUnused,
+    values: Tensor | None = None,
 ) -> Tensor:
-    """Look up ids (...) in a weight (rows, embedding) as ``torch.nn.functional.embedding`` does."""
-    rows: Tensor = _EmbeddingSlice.apply(weight, ids, padding_idx, scale_grad_by_freq, on_weight_unused)  # type: ignore[no-untyped-call]
+    """Look up ids (...) in a weight (rows, embedding) as ``torch.nn.functional.embedding`` does.
+
+    Args:
+        weight: gets the gradient, in its own type, which the rows have, too.
+        ids: numbers of rows.
+        padding_idx: a row that gets no gradient.
+        scale_grad_by_freq: whether a row's gradient is divided by how often it is looked up.
+        on_weight_unused: called in the backward pass before there is a gradient.
+        values: where the rows are read, in another type; None to read the weight.
+    """
+    rows: Tensor = _Rows.apply(weight, values, ids, padding_idx, scale_grad_by_freq, on_weight_unused)  # type: ignore[no-untyped-call]
     return rows
 
 

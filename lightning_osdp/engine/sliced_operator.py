@@ -61,12 +61,15 @@ class WeightSlice(ForwardStage):
         full_parameter: the operator's weight.
         weight: values of this slice.
         product: (weight, *inputs, on_weight_unused=...) -> output, as in ``sliced_matmul``.
+        is_table: whether rows are looked up in it, so that the product reads no cast.
     """
 
-    def __init__(self, full_parameter: nn.Parameter, weight: Tensor, product: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, full_parameter: nn.Parameter, weight: Tensor, product: Callable[..., Tensor], is_table: bool
+    ) -> None:
         super().__init__(self._run)
         self.weight = nn.Parameter(weight, requires_grad=full_parameter.requires_grad)
-        self.full_parameter = full_parameter
+        self.full_parameter, self.is_table = full_parameter, is_table
         self.on_gradient_reduced: Callable[[], bool] = lambda: False
         """Called when this slice's gradient is reduced; returns whether the full parameter's is complete now."""
         self.read_weight: Callable[[], Tensor] = lambda: self.weight
@@ -151,7 +154,7 @@ class SlicedOperator:
         self._own_parameters, self._bias_parameter = operator._parameters, operator._parameters.get("bias")
         self._unsliced_forward = operator.forward
         self._forward, product = self._select_forward(operator)
-        self._slices = self._create_slices(product, make_unit)
+        self._slices = self._create_slices(product, isinstance(operator, nn.Embedding), make_unit)
         self._num_gradients_reduced = 0
         for weight_slice in self._slices:
             weight_slice.on_gradient_reduced = self._on_slice_reduced
@@ -223,18 +226,18 @@ class SlicedOperator:
                 "padding_idx": operator.padding_idx,
                 "scale_grad_by_freq": operator.scale_grad_by_freq,
             }
-            return self._look_up, partial(sliced_matmul.embedding_slice, **options)
+            return self._look_up, partial(sliced_matmul.read_rows, **options)
         input_dim = matrix_input_dim(operator)
         is_input_cut = self.layout.dim == input_dim
         forward = self._multiply_input_slices if is_input_cut else self._multiply_output_slices
         return forward, partial(sliced_matmul.multiply, transposed=input_dim != 0)
 
-    def _create_slices(self, product: Callable[..., Tensor], make_unit: MakeUnit) -> list[WeightSlice]:
+    def _create_slices(self, product: Callable[..., Tensor], is_table: bool, make_unit: MakeUnit) -> list[WeightSlice]:
         full, slices = self.full_parameter.data, []
         for place, mode in zip(self.layout.slices, self._modes, strict=True):
             values = full.narrow(self.layout.dim, place.start, place.size)
             copy = values.clone(memory_format=torch.contiguous_format)
-            slices.append(WeightSlice(self.full_parameter, copy, product))
+            slices.append(WeightSlice(self.full_parameter, copy, product, is_table))
             if mode != Mode.DP:
                 make_unit(slices[-1], [slices[-1].weight], mode)
         self.full_parameter.data = full.new_empty(self.layout.local_shard_numel)

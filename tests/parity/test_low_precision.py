@@ -1,4 +1,7 @@
-"""Gathers in autocast's type: training to the same bits as with gathers of whole parameters, at half the bytes."""
+"""Gathers in autocast's type: training to the same bits as with gathers of whole parameters, at half the bytes.
+
+But for tables: there the bits are those of training with rows that are rounded after they are looked up in float32.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -15,10 +19,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from lightning_osdp.backend.hierarchical import FlatCommunicator
 from lightning_osdp.engine.fairscale import unit_collectives
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
-from lightning_osdp.planning.spec.choices import Mode
+from lightning_osdp.planning.spec.choices import Mode, slice_sizes
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from tests.parity.test_tied_parameters import Model
-from tests.support.cast_cases import LAYERS, ROWS, WIDTH, Odd
+from tests.support.cast_cases import LAYERS, ROWS, TABLES, WIDTH, Odd, Table, round_rows
 from tests.support.models import TinyGPT, gpt_batches, gpt_loss, hand_made_plan, modes_for, two_groups, wrap_blocks
 from tests.support.ranks import run_ranks
 from tests.support.split_plans import split_all, split_plan
@@ -29,14 +33,24 @@ CPU = torch.device("cpu")
 
 
 def with_casts(plan: ExecutionPlan, model: nn.Module, dtype: str = "bfloat16") -> ExecutionPlan:
-    """The same, in which products read casts of their weights, and no backward reads an embedding."""
-    operators = tuple(
-        op.model_copy(update={"compute_dtype": dtype})
-        if isinstance(model.get_submodule(op.name), nn.Linear)
-        else op.model_copy(update={"gathers_in_backward": False})
-        for op in plan.operators
-    )
+    """The same, in which products and tables are gathered as casts, and no backward reads a table."""
+
+    def types_of(module: nn.Module) -> dict[str, Any]:
+        is_product = isinstance(module, nn.Linear)
+        is_read = is_product or isinstance(module, nn.Embedding)
+        return {"compute_dtype": dtype if is_read else "", "gathers_in_backward": is_product}
+
+    operators = tuple(op.model_copy(update=types_of(model.get_submodule(op.name))) for op in plan.operators)
     return plan.model_copy(update={"operators": operators})
+
+
+def round_sharded_rows(plan: ExecutionPlan, dtype: torch.dtype, model: nn.Module) -> None:
+    """Have ``embed`` of a model round those columns of its rows that the plan shards."""
+    name, embed = next((n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding))
+    slices = next((op.slices for op in plan.operators if op.name == name), (Mode.ZDP,))
+    sizes = slice_sizes(embed.embedding_dim, len(slices))
+    columns = torch.cat([torch.full((n,), mode != Mode.DP) for n, mode in zip(sizes, slices, strict=True)])
+    embed.register_forward_hook(lambda *call: round_rows(call[-1], dtype, columns))
 
 
 def plan_of(model: nn.Module, policy: str, is_prefetched: bool) -> ExecutionPlan:
@@ -72,14 +86,21 @@ def counting_gathers() -> Iterator[list[int]]:
 
 
 def train_one(
-    rank: int, plan: ExecutionPlan, accumulation: int, dtype: torch.dtype, build: Callable[[], nn.Module] = TinyGPT
+    rank: int,
+    plan: ExecutionPlan,
+    accumulation: int,
+    dtype: torch.dtype,
+    build: Callable[[], nn.Module] = TinyGPT,
+    is_rounded: bool = False,
 ) -> Any:
-    """(losses, final weights and optimizer states, bytes gathered)."""
+    """(losses, final weights and optimizer states, bytes gathered); ``is_rounded``: of rounded rows."""
     torch.manual_seed(1)
     model = build()
     optimizer = two_groups(model)
     engine = FairScaleEngine(CPU)
     engine.apply(model, plan, [optimizer])
+    if is_rounded:
+        round_sharded_rows(plan, dtype, model)
     losses = []
     with counting_gathers() as sizes:
         for batch in gpt_batches(STEPS, BATCH):
@@ -114,8 +135,31 @@ def train(rank: int, ranks: int) -> dict[Any, Any]:
         dtype = torch.float16 if policy == "zdp2" else torch.bfloat16
         name = "float16" if policy == "zdp2" else "bfloat16"
         found[policy, is_prefetched, accumulation] = [
-            train_one(rank, made, accumulation, dtype) for made in (plan, with_casts(plan, TinyGPT(), name))
+            train_one(rank, plan, accumulation, dtype, is_rounded=True),
+            train_one(rank, with_casts(plan, TinyGPT(), name), accumulation, dtype),
         ]
+    return found
+
+
+def train_plain(rank: int) -> dict[str, Any]:
+    """Final weights of a module without an engine, whose gradients are averaged, by mode of what it is compared to."""
+    found = {}
+    for mode, dtype in (("zdp", torch.bfloat16), ("zdp2", torch.float16)):
+        torch.manual_seed(1)
+        model = TinyGPT()
+        round_sharded_rows(plan_of(model, mode, is_prefetched=False), dtype, model)
+        optimizer = two_groups(model)
+        for batch in gpt_batches(STEPS, BATCH):
+            with torch.autocast("cpu", dtype):
+                loss = gpt_loss(model, batch[rank::RANKS])
+            loss.backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= RANKS
+            optimizer.step()
+            optimizer.zero_grad()
+        found[mode] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     return found
 
 
@@ -126,8 +170,10 @@ def tied(rank: int) -> dict[str, Any]:
         modes = {n: m for n, m in modes_for(Model(), mode).items() if n not in ("net.embed", "net.head")}
         plan = with_casts(hand_made_plan({"net": Mode(mode), **modes}, RANKS), Model())
         again = [op.model_copy(update={"gathers_in_backward": True}) for op in plan.operators]
-        plans = plan, plan.model_copy(update={"operators": tuple(again)})
+        cast = [op.model_copy(update={"compute_dtype": "bfloat16"}) for op in again]
+        plans = plan, *(plan.model_copy(update={"operators": tuple(each)}) for each in (again, cast))
         found[mode] = [train_one(rank, each, 1, torch.bfloat16, Model) for each in plans]
+        found[mode].append(train_one(rank, plan, 1, torch.bfloat16, Model, is_rounded=True))
     return found
 
 
@@ -135,6 +181,8 @@ def run_odd(rank: int, layer: str, mode: str, has_casts: bool) -> Any:
     """(losses and outputs in evaluation, final state): in both passes, and in each way to evaluate."""
     torch.manual_seed(1)
     model = Odd(layer)
+    if isinstance(model.odd, Table):
+        model.odd.rounds = not has_casts
     plan = hand_made_plan(modes_for(model, mode) | {"odd": Mode(mode)}, RANKS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     engine = FairScaleEngine(CPU)
@@ -166,7 +214,7 @@ def run_odd(rank: int, layer: str, mode: str, has_casts: bool) -> Any:
 def odd(rank: int, ranks: int) -> dict[Any, Any]:
     return {
         (layer, mode): [run_odd(rank, layer, mode, has_casts) for has_casts in (False, True)]
-        for layer in LAYERS
+        for layer in LAYERS | TABLES
         for mode in ("zdp", "zdp2")
     }
 
@@ -211,7 +259,8 @@ WAYS = ("float32", "autocast", "reduced in bf16", "fully_shard")
 
 
 def run_all(rank: int, ranks: int) -> tuple[Any, ...]:
-    return train(rank, ranks), odd(rank, ranks), {way: losses_of(rank, way) for way in WAYS}, tied(rank)
+    losses = {way: losses_of(rank, way) for way in WAYS}
+    return train(rank, ranks), odd(rank, ranks), losses, train_plain(rank), tied(rank)
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +285,18 @@ def test_gathered_casts_train_to_the_same_bits_with_about_half_the_bytes(runs: l
 
 
 @pytest.mark.parametrize("mode", ["zdp", "zdp2"])
-@pytest.mark.parametrize("layer", LAYERS)
+def test_weights_are_those_of_a_plain_module_with_rounded_rows_and_are_not_rounded_themselves(
+    all_runs: list[Any], mode: str
+) -> None:
+    trained, *_, plain, _ = all_runs[0]  # a state is that of the first rank
+    _, (model, _), *_ = trained[mode, False, 1][1]
+    torch.testing.assert_close(dict(model), plain[mode], rtol=1e-5, atol=1e-6)
+    table = model["embed.weight"]
+    assert float((table != table.to(torch.float16 if mode == "zdp2" else torch.bfloat16)).float().mean()) > 0.9
+
+
+@pytest.mark.parametrize("mode", ["zdp", "zdp2"])
+@pytest.mark.parametrize("layer", LAYERS | TABLES)
 def test_weight_read_in_other_ways_than_traced_has_its_own_values(all_runs: list[Any], layer: str, mode: str) -> None:
     for _, run, *_ in all_runs:
         expected, found = run[layer, mode]
@@ -254,10 +314,21 @@ def test_tied_table_that_is_not_gathered_for_the_backward_trains_to_the_same_bit
     model = Model().net
     saved = STEPS * (model.embed.weight.nbytes + model.position.nbytes) if mode == "zdp" else 0
     for *_, run in all_runs:
-        (losses, state, num_bytes, _), (other_losses, other_state, other_bytes, _) = run[mode]
+        (losses, state, num_bytes, _), (other_losses, other_state, other_bytes, _), *_ = run[mode]
         assert losses == other_losses
         assert_equal(state, other_state)
         assert other_bytes - num_bytes == saved
+
+
+@pytest.mark.parametrize("mode", ["zdp", "zdp2"])
+def test_tied_table_that_is_gathered_as_a_cast_trains_to_the_bits_of_rounded_rows(
+    all_runs: list[Any], mode: str
+) -> None:
+    """The head reads the same cast, which is gathered again for its backward in ``zdp``."""
+    for *_, run in all_runs:
+        *_, (losses, state, *_), (expected_losses, expected_state, *_) = run[mode]
+        assert losses == expected_losses
+        assert_equal(state, expected_state)
 
 
 def test_losses_of_50_steps_are_as_near_to_float32_as_those_of_fully_shard(all_runs: list[Any]) -> None:

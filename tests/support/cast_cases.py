@@ -1,4 +1,4 @@
-"""Layers that read their weight in ways that a traced step under autocast may not have shown."""
+"""Layers and tables that read their weight in ways that a traced step under autocast may not have shown."""
 
 from __future__ import annotations
 
@@ -12,6 +12,24 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 WIDTH, ROWS = 24, 6
+NUM_IDS = 7
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, dtype: torch.dtype, columns: Tensor | None) -> Tensor:
+        rounded = rows.to(dtype).to(rows.dtype)
+        return rounded if columns is None else torch.where(columns, rounded, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient, None, None
+
+
+def round_rows(rows: Tensor, dtype: torch.dtype = torch.bfloat16, columns: Tensor | None = None) -> Tensor:
+    """What was looked up in float32 as if the table, or these columns of it, had been rounded; its gradient is not."""
+    rounded: Tensor = _Rounded.apply(rows, dtype, columns)  # type: ignore[no-untyped-call]
+    return rounded
 
 
 class Layer(nn.Linear):
@@ -209,12 +227,131 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+class Table(nn.Embedding):
+    """Adds rows; ``rounds`` for what gathered casts must give, where the table itself is gathered."""
+
+    rounds = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(NUM_IDS, WIDTH, **options)
+        self.step = 0
+
+    @property
+    def is_odd(self) -> bool:
+        self.step += 1
+        return self.step % 2 == 1
+
+    def look_up(self, x: Tensor, *, is_exact: bool = False, **options: Any) -> Tensor:
+        rows = functional.embedding(ids_of(x), self.weight, **options)
+        assert rows.dtype == torch.float32
+        is_rounded = self.rounds and not is_exact and torch.is_autocast_enabled("cpu")
+        return round_rows(rows) if is_rounded else rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.look_up(x)
+
+
+def ids_of(x: Tensor) -> Tensor:
+    return (x.detach().float().abs().sum(-1) * 5).long() % NUM_IDS
+
+
+class ScaledTable(Table):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.look_up(x, padding_idx=-5, scale_grad_by_freq=True)
+
+
+class TwiceLookedUp(Table):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.look_up(x)
+        return y * self.look_up(y)
+
+
+class TableOfProduct(Table):
+    """The product reads a cast, as it does without sharding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.look_up(x)
+        return y + functional.linear(y, self.weight) @ self.weight
+
+
+class TableAfterNorm(Table):
+    """The run goes on with the values that it has by then."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_odd = self.is_odd
+        y = x * self.weight.norm() if is_odd else x
+        return y + self.look_up(y, is_exact=is_odd and torch.is_autocast_enabled("cpu"))
+
+
+class TableBeforeNorm(Table):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.look_up(x)
+        return y * self.weight.norm() if self.is_odd else y
+
+
+class IndexedTable(Table):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.weight[ids_of(x)] if self.is_odd else self.look_up(x))
+
+
+class TableInFloat32(Table):
+    def forward(self, x: Tensor) -> Tensor:
+        is_enabled = torch.is_autocast_enabled("cpu") and not self.is_odd
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_enabled):
+            return x + self.look_up(x)
+
+
+class LimitedTable(Table):
+    """Changes its rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.look_up(x, is_exact=True, max_norm=0.5)
+
+
+class FrozenTable(Table):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight.requires_grad_(False)
+
+
+class CheckpointedTable(Table):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class TableOnOneRank(Table):
+    """The second rank alone reads the table as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.look_up(x)
+        return y * self.weight.norm() if dist.get_rank() == 1 and not self.is_odd else y
+
+
+TABLES: dict[str, Callable[[], nn.Module]] = {
+    kind.__name__: kind
+    for kind in (
+        ScaledTable,
+        TwiceLookedUp,
+        TableOfProduct,
+        TableAfterNorm,
+        TableBeforeNorm,
+        IndexedTable,
+        TableInFloat32,
+        LimitedTable,
+        FrozenTable,
+        CheckpointedTable,
+        TableOnOneRank,
+    )
+}
+
+
 class Odd(nn.Module):
-    """Such a layer between two ordinary ones."""
+    """Such a layer or table between two ordinary layers."""
 
     def __init__(self, layer: str) -> None:
         super().__init__()
-        self.first, self.odd, self.last = nn.Linear(WIDTH, WIDTH), LAYERS[layer](), nn.Linear(WIDTH, WIDTH)
+        made = (LAYERS | TABLES)[layer]()
+        self.first, self.odd, self.last = nn.Linear(WIDTH, WIDTH), made, nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.tanh(self.odd(torch.tanh(self.first(x)))))

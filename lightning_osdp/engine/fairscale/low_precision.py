@@ -1,13 +1,16 @@
-"""Parameters that are gathered in autocast's type: half the bytes, with the same values as a cast of what is gathered.
+"""Parameters that are gathered in autocast's type, which is half the bytes.
 
-A plan says which operators read their parameters by autocast's casts alone (``OperatorPlan.compute_dtype``). Under
-autocast their units cast this rank's shard and gather that. The parameter itself keeps its type: gradients, optimizer
-states and checkpoints are of its own.
+A plan says which operators read their parameters by autocast's casts, or look rows up in them, and do nothing else with
+them (``OperatorPlan.compute_dtype``). Under autocast their units cast this rank's shard and gather that. The parameter
+itself keeps its type: gradients, optimizer states and checkpoints are of its own.
 
 Note [what reads a parameter]: while such a unit runs, its parameter has a class of its own, and no values. Functions
 that autocast would cast it for get the gathered cast instead, which is a function of the parameter to autograd. Any
 other function that reads it (the traced step had none) first has the parameter itself gathered in its own type; so
-what is computed is always what an unsharded module computes.
+what is computed is what an unsharded module computes, but for rows of tables.
+
+Note [rows of tables]: autocast looks rows up in the parameter itself. Here they come from the gathered cast, rounded as
+those of FSDP are, and have the parameter's type again, as has their gradient.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_osdp.engine.sliced_matmul import read_rows
 from lightning_osdp.state.guarded_parameter import ValuesOnDemand, without_guards
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,6 +61,9 @@ class ReadUnit(Protocol):
     def cast_of(self, parameter: Any) -> Tensor:
         """Return the gathered cast, for the run of the unit."""
 
+    def read_rows(self, parameter: Any, ids: Tensor, padding_idx: int | None, scale_grad_by_freq: bool) -> Tensor:
+        """Return rows of the gathered cast in the parameter's type."""
+
     def read_as_is(self, parameter: Any) -> None:
         """Gather the parameter in its own type, which it shows for the rest of the run."""
 
@@ -74,9 +82,13 @@ class _LowPrecisionParameter(ValuesOnDemand):
             with without_guards():
                 return func(*args, **kwargs)
         shown = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _LowPrecisionParameter)]
-        if name in _CASTING and all(getattr(leaf, _UNIT).is_in_autocast for leaf in shown):
-            args, kwargs = tree_map(_replace_by_cast, (args, kwargs))
-            return func(*args, **kwargs)
+        if all(getattr(leaf, _UNIT).is_in_autocast for leaf in shown):
+            if name in _CASTING:
+                args, kwargs = tree_map(_replace_by_cast, (args, kwargs))
+                return func(*args, **kwargs)
+            rows = _read_rows(*args, **kwargs) if func is functional.embedding else None
+            if rows is not None:
+                return rows
         for leaf in shown:
             leaf.show_values()
         return func(*args, **kwargs)
@@ -92,6 +104,22 @@ def _property_name(func: Any) -> str:
 
 def _replace_by_cast(leaf: Any) -> Any:
     return getattr(leaf, _UNIT).cast_of(leaf) if isinstance(leaf, _LowPrecisionParameter) else leaf
+
+
+def _read_rows(
+    ids: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor | None:
+    """Return what ``functional.embedding`` does of a gathered cast; None where that can't be."""
+    if max_norm is not None or sparse or not isinstance(weight, _LowPrecisionParameter):
+        return None
+    rows: Tensor = getattr(weight, _UNIT).read_rows(weight, ids, padding_idx, scale_grad_by_freq)
+    return rows
 
 
 def is_autocast_to(dtype: torch.dtype, device: torch.device) -> bool:
@@ -157,6 +185,25 @@ class GatheredCast:
         with without_guards():
             result: Tensor = _Cast.apply(self._parameter, cast, on_read)  # type: ignore[no-untyped-call]
         return result
+
+    def read_rows(self, ids: Tensor, on_read: Callable[[], None], padding_idx: int | None, scaled: bool) -> Tensor:
+        """Return rows of the cast in the parameter's type, a function of the parameter where autograd records.
+
+        Args:
+            ids: numbers of rows.
+            on_read: as in ``read``.
+            padding_idx: a row that gets no gradient.
+            scaled: whether a row's gradient is divided by how often it is looked up.
+        """
+        with without_guards():
+            return read_rows(
+                self._parameter,
+                ids,
+                padding_idx=padding_idx,
+                scale_grad_by_freq=scaled,
+                on_weight_unused=on_read,
+                values=self._view(self._shape),
+            )
 
     def _view(self, shape: torch.Size) -> Tensor:
         """Return the first values in this shape, in a tensor of their own: they may be gathered in inference mode.

@@ -88,7 +88,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
         context: what all units of the engine share.
         is_recomputed: whether the unit lies in a block that is recomputed.
         label: the unit's name in errors.
-        compute_dtypes: by parameter, the type in which autocast's casts of it are gathered (``low_precision``).
+        compute_dtypes: by parameter, the type of the casts of it that are gathered under autocast (``low_precision``).
         not_read_in_backward: parameters that the traced backward does not read.
     """
 
@@ -147,7 +147,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
         if isinstance(stage, ForwardStage):
             stage.free_full_params = self._free_full_params
             stage.forward = self.forward
-            if self._weight_slice is not None and compute_dtypes:
+            if self._weight_slice is not None and compute_dtypes and not self._weight_slice.is_table:
                 self._weight_slice.read_weight = self._read_slice
         else:
             replace_method(stage, "_call_impl", partial(self._run, stage._call_impl))

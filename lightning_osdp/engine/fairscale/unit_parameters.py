@@ -265,10 +265,17 @@ class UnitParameters:
             self._casts_of_run[key] = self._casts[parameter].read(partial(self._on_cast_unread, parameter))
         return self._casts_of_run[key]
 
+    def read_rows(self, parameter: ShardedParameter, ids: Tensor, padding_idx: int | None, scaled: bool) -> Tensor:
+        """Return rows of the gathered cast in the parameter's type."""
+        return self._casts[parameter].read_rows(ids, partial(self._free_unread_cast, parameter), padding_idx, scaled)
+
     def _on_cast_unread(self, parameter: ShardedParameter) -> None:
         """Free a cast in the backward of its last run, before its gradient is cast."""
         self._unread_casts[parameter] = self._unread_casts.get(parameter, 0) - 1
-        if self._unread_casts[parameter] == 0:
+        self._free_unread_cast(parameter)
+
+    def _free_unread_cast(self, parameter: ShardedParameter) -> None:
+        if self._unread_casts.get(parameter, 0) == 0:
             with without_guards():
                 self._free_full_params([parameter])
 

@@ -75,6 +75,8 @@ class Footprint(NamedTuple, Generic[T]):
     """The largest single one of these."""
     replicated_casts: T
     """Autocast's casts of replicated parameters, which are a part of ``unsharded_between_passes``."""
+    table_casts: T
+    """Those of tables: the product that reads them is the first in the operator's backward, look-ups are the last."""
     eval_unsharded: T
     """Unsharded parameters while its forward runs without autograd, in every mode."""
     checkpoint_tensor: T
@@ -145,7 +147,8 @@ def _parameter_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, floa
     shards, gathered = layout.shards, layout.gathered
     zdp = [(unit, size) for unit, size in zip(shards.units, gathered, strict=True) if unit.mode == Mode.ZDP]
     in_backward = [size * unit.backward_bytes / unit.gathered_bytes for unit, size in zdp]
-    casts = sum(shard.gathered_bytes * shard.num_slices for shard in shards.replicated if shard.has_casts)
+    cast = [shard for shard in shards.replicated if shard.has_casts and shard.looked_up != "alone"]
+    casts = sum(shard.gathered_bytes * shard.num_slices for shard in cast)
     states = sum(_state_bytes(shard, 1, layout.cluster) for shard in shards.replicated)
     states += sum(_state_bytes(shard, layout.ranks, layout.cluster) for shard in shards.sharded)
     num_units = sum(unit.num_slices for unit in shards.units)
@@ -158,6 +161,7 @@ def _parameter_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, floa
         "unsharded_while_running": max((size for _, size in zdp), default=0) + prefetch.next_slice,
         "unsharded_in_backward": max(in_backward, default=0) + prefetch.next_slice,
         "replicated_casts": casts,
+        "table_casts": sum(shard.gathered_bytes * shard.num_slices for shard in cast if shard.looked_up),
         "prefetched_parameters": prefetch.next_unit,
         "eval_unsharded": max(gathered, default=0),
         "gathered_in_total": sum(size * unit.num_slices for unit, size in zip(shards.units, gathered, strict=True)),

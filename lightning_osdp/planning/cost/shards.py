@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from lightning_osdp.planning.cost.sharding_scopes import coalesce_max_bytes
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope, slice_sizes
 from lightning_osdp.planning.spec.cluster import Cluster
-from lightning_osdp.planning.spec.model import Operator, ParameterInfo
+from lightning_osdp.planning.spec.model import LookedUp, Operator, ParameterInfo
 
 
 class ParamShard(NamedTuple):
@@ -19,7 +19,7 @@ class ParamShard(NamedTuple):
     mode: Mode
     parameter_bytes: int
     gathered_bytes: int
-    """Its bytes in the type in which it is gathered, that of autocast's casts of it if there are any."""
+    """Its bytes in the type in which it is gathered, that of autocast where it is read so."""
     gradient_bytes: int
     """0 if it is frozen."""
     reduced_bytes: int
@@ -30,7 +30,9 @@ class ParamShard(NamedTuple):
     """``ParameterInfo.gradient_order``."""
     is_slice: bool = False
     has_casts: bool = False
-    """Whether autocast's casts are all that is read of it, which a replicated one keeps until its backward."""
+    """Whether casts of it are gathered, in autocast's type."""
+    looked_up: LookedUp = ""
+    """``ParameterInfo.looked_up``."""
     read_in_backward: bool = True
     """``ParameterInfo.read_in_backward``."""
     tensor_degree: int = 1
@@ -171,6 +173,7 @@ def _make_shard(parameter: ParameterInfo, mode: Mode, part_of: Callable[[int], i
         part_of(parameter.reduced_bytes),
         part_of(parameter.optimizer_bytes),
         has_casts=bool(parameter.cast_element_bytes),
+        looked_up=parameter.looked_up,
         read_in_backward=parameter.read_in_backward,
         **fields,
     )

@@ -31,6 +31,9 @@ Phase = Literal["forward", "backward"]
 ComputeDtype = Literal["", "bfloat16", "float16"]
 """A type that autocast computes in, by torch's name; empty for none."""
 
+LookedUp = Literal["", "alone", "beside products"]
+"""Whether a table is read for rows, which alone may be read of it, or products read casts of it as well."""
+
 ReduceDtype = Literal["", "float32", "bfloat16"]
 """A type in which gradients are reduced over the ranks; empty for their own."""
 
@@ -71,11 +74,13 @@ class ParameterInfo(FrozenModel):
     gradient_order: int = 0
     """Position of its gradient in the operator's backward; gradients with equal positions exist at the same time."""
     cast_element_bytes: Size = 0
-    """Bytes per element of autocast's casts of it if nothing else is read of it; 0 if it is read as it is."""
+    """Bytes per element in autocast's type if only casts to it, and rows, are read of it; 0 if it is read as it is."""
     reduce_element_bytes: Size = 0
     """Bytes per element in which its gradient is reduced over the ranks; 0 for its own."""
     read_in_backward: bool = True
     """Whether the operator's backward reads it, or its cast."""
+    looked_up: LookedUp = ""
+    """Whether rows are looked up in it under autocast, for which a replicated one needs no cast."""
 
     @property
     def num_elements(self) -> int:
@@ -94,7 +99,7 @@ class ParameterInfo(FrozenModel):
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the unsharded tensor in the type in which it is gathered: that of its casts, if it has them."""
+        """Bytes of the unsharded tensor in the type in which it is gathered: autocast's, if it is read so."""
         return self.num_elements * (self.cast_element_bytes or self.element_bytes)
 
     @property
@@ -139,7 +144,8 @@ class Operator(FrozenModel):
     output_per_sample: NonNegative = 0.0
     """Bytes per sample of its output; known if it can be split."""
     compute_dtype: ComputeDtype = ""
-    """Type in which it reads its large parameters, all of them by autocast's casts; empty if any is read as it is."""
+    """Autocast's type if all its large parameters are read by casts to it, or for rows; empty if any is read as it is.
+    """
     num_wrapped: Count = 1
     """Number of operators of one block that this operator stands for, because they share a unit (``wrapping``)."""
     tensor: TensorUse | None = None

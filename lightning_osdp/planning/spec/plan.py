@@ -94,7 +94,7 @@ class OperatorPlan(_Choice):
     """Whether it lies in a block that is recomputed (``ExecutionPlan.recomputed``)."""
     num_parameters: Size
     compute_dtype: ComputeDtype = ""
-    """Type in which autocast reads its parameters, so that they are gathered in it; empty for their own."""
+    """Autocast's type if its parameters are gathered in that (``Operator.compute_dtype``); empty for their own."""
     gathers_in_backward: bool = True
     """Whether its backward reads its parameters."""
     requested_mode: Mode | None = None

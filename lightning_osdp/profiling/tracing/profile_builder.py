@@ -13,7 +13,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_osdp.engine.splittable import matrix_input_dim, split_dims
-from lightning_osdp.planning.spec.model import UNATTRIBUTED, ComputeDtype, ModelProfile, Operator, ParameterInfo
+from lightning_osdp.planning.spec.model import (
+    UNATTRIBUTED,
+    ComputeDtype,
+    LookedUp,
+    ModelProfile,
+    Operator,
+    ParameterInfo,
+)
 from lightning_osdp.profiling.kernels.kernel import Kernel
 from lightning_osdp.profiling.kernels.sliced_kernels import MatmulKernels, find_matmul
 from lightning_osdp.profiling.tracing.moments import AttributedRecording, fit_moments
@@ -118,6 +125,8 @@ def _build_operators(
     looked_up = {p for op in step.ops if op.func in LOOKUPS for p in op.used_parameters}
     read = step.recording.read_in_backward | step.recording.casts_read_in_backward & set(dtypes)
     read |= {i for scope in scopes for i in scope.parameters} - looked_up - set(dtypes)
+    casts = set(step.recording.weight_casts.values())
+    rows: dict[int, LookedUp] = {i: "beside products" if i in casts else "alone" for i in looked_up & set(dtypes)}
     parameters = [
         ParameterInfo(
             name=parameter.names[0],
@@ -129,6 +138,7 @@ def _build_operators(
             gradient_order=orders.get(index, 0),
             cast_element_bytes=2 if index in dtypes else 0,
             read_in_backward=index in read,
+            looked_up=rows.get(index, ""),
         )
         for index, parameter in enumerate(named_parameters(module))
     ]

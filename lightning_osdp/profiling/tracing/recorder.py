@@ -26,6 +26,7 @@ from lightning_osdp.profiling.kernels.kernel import Spec, TensorSpec, spec_of
 from lightning_osdp.profiling.tracing import fake_kernels
 from lightning_osdp.profiling.tracing.aten_calls import count_flops, storage_key, storage_keys, written_keys
 from lightning_osdp.profiling.tracing.kept_state import find_changed_attribute, kept_state
+from lightning_osdp.profiling.tracing.look_ups import LookUps
 
 aten = torch.ops.aten
 
@@ -83,9 +84,9 @@ class Recording:
     weight_casts: dict[int, int] = field(default_factory=dict)
     """Parameters by the storages of autocast's casts of them."""
     cast_dtypes: dict[int, set[torch.dtype]] = field(default_factory=dict)
-    """Types of autocast's casts, by index of parameter."""
+    """Types of autocast's casts, and those that it computes in where rows are looked up, by index of parameter."""
     read_as_is: set[int] = field(default_factory=set)
-    """Indices of parameters whose memory anything but such a cast gets."""
+    """Indices of parameters whose memory anything but such a cast or look-up gets."""
     read_in_backward: set[int] = field(default_factory=set)
     """Indices of parameters whose own memory is read in backward."""
     casts_read_in_backward: set[int] = field(default_factory=set)
@@ -155,6 +156,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made_at: list[int] = []
         self._casts: dict[int, int] = {}
         self._read_storages: set[int] = set()
+        self._look_ups = LookUps()
         self._parameters = parameters
         self._parameter_storages = [parameter.untyped_storage() for parameter in parameters]
         self._parameter_of: dict[int, tuple[int, ...]] = {}
@@ -175,7 +177,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 handles.append(handle)
         try:
             # Nodes are numbered by thread, and on CUDA a backward has one of its own: it would belong to no module.
-            with torch.autograd.set_multithreading_enabled(False), self._record_calls(), self:
+            with torch.autograd.set_multithreading_enabled(False), self._record_calls(), self._look_ups.record(), self:
                 yield
         finally:
             for handle in handles:
@@ -331,14 +333,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.recording.casts_read_in_backward.update(casts)
         if not op.used_parameters:
             return None
-        # Autocast is off while it casts.
-        is_cast = func is aten._to_copy.default and not torch.is_autocast_enabled(args[0].device.type)
-        if is_cast and out.dtype in (torch.bfloat16, torch.float16):
+        is_cast = func is aten._to_copy.default
+        dtype = out.dtype if is_cast else self._look_ups.compute_dtype(func, args)
+        if dtype in (torch.bfloat16, torch.float16):
             for index in op.used_parameters:
                 if args[0] is self._parameters[index]:
-                    self.recording.cast_dtypes.setdefault(index, set()).add(out.dtype)
+                    self.recording.cast_dtypes.setdefault(index, set()).add(dtype)
                     self.recording.read_as_is.update(set(op.used_parameters) - {index})
-                    return index
+                    return index if is_cast else None
         self.recording.read_as_is.update(op.used_parameters)
         return None
 

@@ -1,7 +1,8 @@
-"""Which parameters a step reads through autocast's casts alone, so that they may be gathered in the casts' type.
+"""Which parameters a step reads by autocast's casts, or for rows, alone, so that they may be gathered in its type.
 
-That is proven by the recorded step: every aten call that gets a parameter's memory is such a cast of the whole of it.
-What is read in full precision anywhere, as by an embedding, a norm, or where autocast is switched off, stays as it is.
+That is proven by the recorded step: every aten call that gets a parameter's memory is such a cast of the whole of it,
+or looks rows up in it under autocast. What is read in another way anywhere, as by a norm, a bag of embeddings, or where
+autocast is switched off, stays as it is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def find_compute_dtypes(
     parameters: Sequence[NamedParameter],
     recordings: Collection[Recording],
 ) -> dict[int, ComputeDtype]:
-    """Return the type of the casts by index of parameter, for operators that read all large parameters in one type.
+    """Return autocast's type by index of parameter, for operators that read all large parameters so, in one type.
 
     Args:
         module: the module whose step was recorded.
@@ -49,7 +50,7 @@ def find_compute_dtypes(
 
 
 def _cast_dtype(parameter: int, recordings: Iterable[Recording]) -> torch.dtype | None:
-    """Return the type in which autocast reads a parameter; None if it is read in another way, or not at all."""
+    """Return the type of a parameter's casts and look-ups; None if it is read in another way, or not at all."""
     dtypes = {dtype for recording in recordings for dtype in recording.cast_dtypes.get(parameter, {None})}
     is_read_otherwise = any(
         parameter in recording.read_as_is or parameter in recording.changed_parameters for recording in recordings

@@ -62,6 +62,7 @@ class Case:
     recomputed: bool = False
     slices: int = 1
     prefetch: int = 0
+    autocast: bool = False
 
 
 CASES = {
@@ -80,6 +81,9 @@ CASES = {
     "zdp2 over nodes in two stages": Case("zdp2", TWO_NODES, hierarchical=True),
     "zdp inside nodes": Case(where=TWO_NODES, scope=ShardingScope.NODE),
     "zdp2 inside nodes per block": Case("zdp2", TWO_NODES, ShardingScope.NODE, joined=True),
+    "zdp in bf16-mixed": Case(autocast=True),
+    "zdp2 in bf16-mixed": Case("zdp2", autocast=True),
+    "zdp in slices in bf16-mixed": Case(slices=4, autocast=True),
     "zdp, nodes of five": Case(where=ODD),
     "zdp inside nodes of five": Case(where=ODD, scope=ShardingScope.NODE),
 }
@@ -129,6 +133,16 @@ def profile() -> ModelProfile:
     return pipeline.profile_model(TrialContext(Module(), batch(), BATCH_SIZE, CPU)).model_profile
 
 
+@pytest.fixture(scope="module")
+def autocast_profile() -> ModelProfile:
+    context = TrialContext(Module(), batch(), BATCH_SIZE, CPU, step_context=autocast)
+    return pipeline.profile_model(context).model_profile
+
+
+def autocast(enabled: bool = True) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+
 def batch() -> Tensor:
     return gpt_batches(1, BATCH_SIZE)[0]
 
@@ -149,10 +163,9 @@ def plan_of(case: Case, model: ModelProfile) -> ExecutionPlan:
                 unit=block if case.joined and is_sharded else "",
                 is_recomputed=case.recomputed and bool(block),
                 num_parameters=operator.num_parameters,
-                gathers_in_backward=any(parameter.read_in_backward for parameter in operator.parameters),
             )
         )
-    plan = plan_with(operators, model, case.where[1], BATCH_SIZE)
+    plan = plan_with(operators, model, case.where[1], BATCH_SIZE).with_types_of(model)
     return plan.model_copy(update={"recomputed": BLOCKS if case.recomputed else ()})
 
 
@@ -173,7 +186,7 @@ def predicted_s(model: ModelProfile, cluster: Cluster, plan: ExecutionPlan) -> f
     return predict_trial(model, compute, cluster.with_overlap(0.0), plan, BATCH_SIZE).predicted_s
 
 
-def emulated_step(plan: ExecutionPlan) -> list[tuple[str, int, int, float]]:
+def emulated_step(plan: ExecutionPlan, is_autocast: bool = False) -> list[tuple[str, int, int, float]]:
     """The collectives of the second step: the first makes buffers and learns the order."""
     module = Module()
     engine = FairScaleEngine(CPU, broadcast=False)
@@ -182,7 +195,9 @@ def emulated_step(plan: ExecutionPlan) -> list[tuple[str, int, int, float]]:
         for _ in range(2):
             found.clear()
             engine.before_forward()
-            module.training_step(batch(), 0).backward()
+            with autocast(is_autocast):
+                loss = module.training_step(batch(), 0)
+            loss.backward()
             engine.finish_backward()
             engine.after_optimizer_step()
             module.zero_grad()
@@ -201,13 +216,16 @@ def compare(own: list[tuple[str, int, int, float]], expected_s: float, cluster: 
 
 @pytest.mark.parametrize("counted", FREE)
 @pytest.mark.parametrize("name", CASES)
-def test_collectives_of_a_step_last_as_long_as_the_planner_says(name: str, counted: str, profile: ModelProfile) -> None:
+def test_collectives_of_a_step_last_as_long_as_the_planner_says(
+    name: str, counted: str, profile: ModelProfile, autocast_profile: ModelProfile
+) -> None:
     case = CASES[name]
+    profile = autocast_profile if case.autocast else profile
     plan = plan_of(case, profile)
     with emulated(case.where, counted) as cluster:
         cluster = cluster.model_copy(update={"prefetch_max_bytes": case.prefetch})
         plan = plan.model_copy(update={"cluster": cluster})
-        own = emulated_step(plan)
+        own = emulated_step(plan, case.autocast)
         # What a block runs last is not gathered again for its backward, if its forward was just repeated.
         is_repeated = case.recomputed and case.mode == "zdp" and not case.joined
         # A gather between nodes has half of the start of an all-reduce, of which alone the latency is known.

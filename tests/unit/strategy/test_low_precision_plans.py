@@ -34,7 +34,7 @@ def test_plan_says_which_operators_gather_casts_and_reads_it_back() -> None:
     made = plan("bf16-mixed", "zdp")
     types = {op.name.rpartition(".")[2]: (op.compute_dtype, op.gathers_in_backward) for op in made.operators}
     assert types["qkv"] == types["head"] == ("bfloat16", True)
-    assert types["embed"] == ("", False)
+    assert types["embed"] == ("bfloat16", False)
     assert {op.compute_dtype for op in plan("32-true", "zdp").operators} == {""}
     assert ExecutionPlan.from_json(made.to_json()) == made
 

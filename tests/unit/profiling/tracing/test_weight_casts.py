@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from lightning_osdp.planning.cost.footprint import footprint
 from lightning_osdp.planning.cost.memory_timeline import Timeline
-from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
+from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode, ShardingChoice
 from lightning_osdp.planning.spec.model import ModelProfile, Operator, ParameterInfo
 from tests.support.models import some_cluster
 from tests.support.traced_models import trace
@@ -103,12 +104,36 @@ class TwoWeights(nn.Module):
 class Looked(nn.Module):
     """Looks rows up."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.Module] = nn.Embedding, **options: Any) -> None:
         super().__init__()
-        self.table = nn.Embedding(ROWS * 16, WIDTH)
+        self.table = kind(ROWS * 16, WIDTH, **options)
 
     def forward(self, rows: Tensor) -> Tensor:
-        return rows + self.table(torch.zeros(len(rows), dtype=torch.long))
+        ids = torch.zeros(len(rows), dtype=torch.long)
+        return rows + self.table(ids[:, None] if isinstance(self.table, nn.EmbeddingBag) else ids)
+
+
+class LookedUpByKeyword(Looked):
+    """Looks rows up without its module."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        ids = torch.zeros(len(rows), dtype=torch.long)
+        return rows + functional.embedding(weight=self.table.weight, input=ids)
+
+
+class LookedInFloat32(Looked):
+    """Looks rows up where autocast is off."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(rows)
+
+
+class Indexed(nn.Embedding):
+    """Looks rows up by an index."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.weight[ids]
 
 
 class Tied(nn.Module):
@@ -161,16 +186,43 @@ def test_product_in_a_checkpoint_of_the_models_own_reads_casts() -> None:
         (Transposed(WIDTH, WIDTH), None),
         (Normed(WIDTH, WIDTH), None),
         (TwoWeights(), None),
-        (Looked(), None),
+        (LookedInFloat32(), None),
+        (Looked(Indexed), None),
+        (Looked(nn.EmbeddingBag), None),
+        (Looked(max_norm=1.0), None),
+        (Looked(), lambda x, rows: x(rows) + x.table.weight.square().sum()),
         (nn.LSTM(WIDTH, WIDTH), lambda x, rows: x(rows[None])[0]),
         (nn.Linear(WIDTH, WIDTH), lambda x, rows: x(rows) + x.weight.square().sum()),
     ],
-    ids=["autocast off", "view", "norm", "two weights", "embedding", "lstm", "read outside"],
+    ids=[
+        *("autocast off", "view", "norm", "two weights", "rows with autocast off", "index", "bag", "limited rows"),
+        *("table read outside", "lstm", "read outside"),
+    ],
 )
 def test_weight_that_is_read_as_it_is_anywhere_stays_so(made: nn.Module, read: Any) -> None:
     operator = operator_of(made, read)
     assert operator.compute_dtype == ""
     assert {p.cast_element_bytes for p in operator.parameters} == {0}
+    assert {p.looked_up for p in operator.parameters} == {""}
+
+
+@pytest.mark.parametrize(
+    ("made", "dtype"),
+    [(Looked(padding_idx=0), torch.bfloat16), (LookedUpByKeyword(), torch.bfloat16), (Looked(), torch.float16)],
+    ids=["padded", "by keyword", "float16"],
+)
+def test_table_is_gathered_in_the_type_of_autocast_and_has_no_cast_if_replicated(
+    made: nn.Module, dtype: torch.dtype
+) -> None:
+    operator = operator_of(made, dtype=dtype)
+    (table,) = operator.parameters
+    assert operator.compute_dtype == str(dtype).removeprefix("torch.")
+    assert (table.cast_element_bytes, table.looked_up, table.read_in_backward) == (2, "alone", False)
+    made = {mode: footprint(operator, ShardingChoice((mode,)), some_cluster(2)) for mode in WEIGHT_MODES}
+    half = table.parameter_bytes / 2
+    assert {mode: each.unsharded_between_passes for mode, each in made.items()} == {"dp": 0, "zdp2": half, "zdp": 0}
+    assert {mode: each.gathered_in_total for mode, each in made.items()} == {"dp": 0, "zdp2": half, "zdp": half}
+    assert {mode: each.replicated_casts for mode, each in made.items()} == dict.fromkeys(WEIGHT_MODES, 0)
 
 
 def test_without_autocast_nothing_is_a_cast() -> None:
@@ -187,21 +239,32 @@ def test_backward_reads_products_and_no_embedding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("head", "is_read", "dtype"),
+    ("head", "cast_bytes", "dtype"),
     [
-        (lambda tied, rows: tied.product(rows), False, torch.bfloat16),
-        (lambda tied, rows: tied.product(rows), True, None),
-        (lambda tied, rows: checkpoint(tied.product, rows, use_reentrant=False), True, torch.bfloat16),
-        (lambda tied, rows: tied.product(rows) * tied.table.weight.square().mean(), True, torch.bfloat16),
+        (lambda tied, rows: tied.product(rows), 2, torch.bfloat16),
+        (lambda tied, rows: tied.product(rows), 0, None),
+        (lambda tied, rows: checkpoint(tied.product, rows, use_reentrant=False), 2, torch.bfloat16),
+        (lambda tied, rows: tied.product(rows) * tied.table.weight.square().mean(), 0, torch.bfloat16),
     ],
     ids=["autocast", "float32", "checkpoint", "read as it is"],
 )
-def test_backward_reads_a_table_that_is_tied_to_a_product_only_where_autograd_has_no_cast(
-    head: Any, is_read: bool, dtype: torch.dtype | None
+def test_backward_reads_a_table_that_is_tied_to_a_product_or_its_cast(
+    head: Any, cast_bytes: int, dtype: torch.dtype | None
 ) -> None:
     (table,) = (p for p in operator_of(Tied(head), dtype=dtype).parameters if not p.is_small)
     assert table.aliases
-    assert (table.cast_element_bytes, table.read_in_backward) == (0, is_read)
+    assert (table.cast_element_bytes, table.read_in_backward) == (cast_bytes, True)
+    assert table.looked_up == ("beside products" if cast_bytes else "")  # autocast keeps a cast of a replicated one
+
+
+def test_backward_reads_no_table_of_which_autograd_has_a_cast_of_its_own() -> None:
+    """Something else of the operator is read as it is, so that nothing of it is gathered as a cast."""
+    tied = Tied(lambda tied, rows: tied.product(rows) * tied.other.sum())
+    tied.other = nn.Parameter(torch.ones(ROWS, WIDTH))
+    operator = operator_of(tied)
+    reads = {p.name.rpartition(".")[2]: (p.cast_element_bytes, p.read_in_backward) for p in operator.parameters}
+    assert operator.compute_dtype == ""
+    assert reads["weight"] == (0, False)
 
 
 def test_casts_count_where_the_plan_keeps_them() -> None:
