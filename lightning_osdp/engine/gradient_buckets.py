@@ -350,25 +350,31 @@ def _wait_and_unpack(bucket: _Bucket) -> None:
 
 
 def _make_buckets(parameters: Iterable[nn.Parameter]) -> list[_Bucket]:
-    """Return buckets in reverse order of use: large gradients alone, the others packed by data type.
+    """Return buckets: large gradients alone, the others packed by data type in reverse order of use.
 
+    They come in the order in which they are complete, or those that wait for a late gradient would hold up the others.
     The last bucket is always a packed one, which carries the presence flags.
     """
     buckets: list[_Bucket] = []
     open_buckets: dict[torch.dtype, tuple[_Bucket, int]] = {}
-    for parameter in reversed(list(parameters)):
-        if parameter.nbytes >= UNBUCKETED_BYTES.get(parameter.device.type, BUCKET_BYTES):
+    ends: dict[_Bucket, int] = {}
+    for position, parameter in enumerate(reversed(list(parameters))):
+        device = parameter.device.type if parameter.device.type in BUCKET_BYTES else "cuda"
+        if parameter.nbytes >= UNBUCKETED_BYTES[device]:
             buckets.append(_Bucket([parameter], unbucketed=True, missing={parameter}))
+            ends[buckets[-1]] = position
             continue
         bucket, filled_bytes = open_buckets.get(parameter.dtype, (None, 0))
-        if bucket is None or filled_bytes + parameter.nbytes > BUCKET_BYTES:
+        if bucket is None or filled_bytes + parameter.nbytes > BUCKET_BYTES[device]:
             bucket, filled_bytes = _Bucket([], unbucketed=False), 0
             buckets.append(bucket)
         bucket.parameters.append(parameter)
         bucket.missing.add(parameter)
         open_buckets[parameter.dtype] = (bucket, filled_bytes + parameter.nbytes)
+        ends[bucket] = position
     if not buckets:
         return []
+    buckets.sort(key=ends.__getitem__)
     last = next((bucket for bucket in reversed(buckets) if not bucket.unbucketed), buckets[-1])
     last.unbucketed = False
     return [*(bucket for bucket in buckets if bucket is not last), last]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_osdp.planning.cost.neighbours import neighbours_of
 from lightning_osdp.planning.cost.step_time import time_cost
 from lightning_osdp.planning.search.search_space import SearchSpace
 from lightning_osdp.planning.spec.problem import Problem
@@ -13,8 +14,9 @@ def assert_option_times_match_time_cost(problem: Problem, batch_size: int, accum
     """Compare all options of a problem, in blocks that are recomputed and that are not."""
     space = SearchSpace(problem)
     times = space.option_times(batch_size, accumulation)
-    operators = problem.model.operators
-    for operator, group_at, own in zip(operators, space.group_of, problem.compute.operators, strict=True):
+    neighbours = neighbours_of(problem.model, problem.compute)
+    operators = zip(problem.model.operators, space.group_of, problem.compute.operators, neighbours, strict=True)
+    for operator, group_at, own, beside in operators:
         group = space.option_groups[group_at]
         for row, choice in enumerate(group.choices, group.options.start):
             for recomputed in (False, True):
@@ -27,6 +29,7 @@ def assert_option_times_match_time_cost(problem: Problem, batch_size: int, accum
                     batch_size,
                     accumulation,
                     recomputed=recomputed,
+                    neighbours=beside,
                 )
                 assert times.communication[int(recomputed), row] == pytest.approx(expected.communication_s, abs=1e-12)
                 assert times.compute[int(recomputed), row] == pytest.approx(expected.compute_s, abs=1e-12)

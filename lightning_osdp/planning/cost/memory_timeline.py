@@ -46,7 +46,7 @@ from lightning_osdp.planning.cost.moments import (
 )
 from lightning_osdp.planning.cost.stream_memory import second_largest, stream_held
 from lightning_osdp.planning.spec.choices import ShardingChoice
-from lightning_osdp.planning.spec.cluster import BUCKET_BYTES, Cluster
+from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, UNATTRIBUTED, ModelProfile, NonTrainingWork
 
 
@@ -302,7 +302,7 @@ class Timeline:
         count, factor = self._num_moments, self.heap_growth_factor
         if count == 1:
             return np.zeros(count)
-        stop, bucket_bytes = self.backward.stop, BUCKET_BYTES * factor
+        stop, bucket_bytes = self.backward.stop, self._cluster.bucket_bytes * factor
         bucketed = np.cumsum(np.bincount(np.maximum(stop, 1) - 1, columns.bucketed, count)[:-1])
         gradients = np.cumsum(np.bincount(stop, columns.replicated_gradients, count)[:-1])
         gradients[-1] = columns.replicated_gradients.sum()

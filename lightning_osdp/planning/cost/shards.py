@@ -89,8 +89,9 @@ class ShardUnit(NamedTuple):
 
     @property
     def reduced_sizes(self) -> list[int]:
-        """Bytes in which each of its gradients is reduced."""
-        return [shard.reduced_bytes for shard in self.shards if shard.gradient_bytes]
+        """Bytes in which each of its gradients is reduced, in the order in which these come."""
+        shards = sorted(self.shards, key=lambda shard: shard.gradient_order)
+        return [shard.reduced_bytes for shard in shards if shard.gradient_bytes]
 
     def is_prefetched(self, cluster: Cluster) -> bool:
         """Return whether its collectives run while its neighbours compute."""

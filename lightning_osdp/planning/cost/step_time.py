@@ -23,16 +23,18 @@ every mode. The engine's own time for each unit and each replicated parameter is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lightning_osdp.planning.cost.activation_exchange import ExchangeTime, exchange_s
 from lightning_osdp.planning.cost.footprint import footprint
+from lightning_osdp.planning.cost.neighbours import Neighbours, neighbours_of_slices
 from lightning_osdp.planning.cost.sharding_scopes import ScopeLinks, scope_links
 from lightning_osdp.planning.cost.shards import OperatorShards, ShardUnit, shards_of
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
-from lightning_osdp.planning.spec.cluster import BUCKET_BYTES, Cluster, ComputeTimes, OperatorTime
+from lightning_osdp.planning.spec.cluster import Cluster, ComputeTimes, OperatorTime
 from lightning_osdp.planning.spec.model import LinearInBatch, Operator
 
 EXTRA_PARAM_OVERHEAD = 0.5
@@ -65,14 +67,18 @@ class PerStepTime(NamedTuple):
 
 
 class OverlappedTime(NamedTuple):
-    """Seconds of communication that compute can hide, by the pass beside which it goes on."""
+    """Seconds of communication that compute can hide, by what it goes on beside (see ``neighbours``)."""
 
     per_step_s: float
-    """Once in each optimizer step, beside its last backward pass."""
+    """Once in each optimizer step, beside the last backward of the operators before it."""
     forward_s: float
-    """In the forward of each micro-batch."""
-    backward_s: float
-    """In its backward, a recomputed forward included."""
+    """In each micro-batch, beside the forward of the operators before it."""
+    backward_gathers_s: float
+    """Beside the backward of the operators after it, a recomputed forward included."""
+    early_reductions_s: float
+    """Beside its own backward."""
+    last_reduction_s: float
+    """Beside the backward of the operators before it."""
     between_nodes_s: float
     """Once in each optimizer step over the link between nodes, beside the last backward and its communication."""
     whole_backward_s: float
@@ -81,7 +87,25 @@ class OverlappedTime(NamedTuple):
     @property
     def per_microbatch_s(self) -> float:
         """Seconds in each micro-batch."""
-        return self.forward_s + self.backward_s
+        return sum(self[1:5])
+
+
+class Passes(NamedTuple):
+    """Seconds of a micro-batch's passes, numbers or arrays."""
+
+    forward_s: Any
+    backward_s: Any
+    """Without a recomputed forward."""
+    again_s: Any
+    """The recomputed forward."""
+
+
+class Beside(NamedTuple):
+    """Seconds of the neighbours' passes (``Neighbours`` at a batch size), numbers or arrays."""
+
+    forward_s: Any
+    backward_before_s: Any
+    backward_after_s: Any
 
 
 def communication_time(
@@ -92,7 +116,7 @@ def communication_time(
     gathers_again = recomputed and operator.num_wrapped == 1
     return PerStepTime(
         _all_reduces_s(shards, cluster) + _tensor_all_reduces_s(shards, cluster) + _inter_node_s(shards, links),
-        sum(unit.num_slices * _unit_comm_s(unit, links, cluster, recomputed=gathers_again) for unit in shards.units),
+        sum(unit.num_slices * sum(_unit_comm(unit, links, cluster, recomputed=gathers_again)) for unit in shards.units),
     )
 
 
@@ -106,45 +130,53 @@ def overlapped_time(
     """
     whole = scope_links(cluster, choice.scope, choice.hierarchical)
     links = whole.overlapped_part()
-    shards, forward_s, backward_s, whole_backward_s = shards_of(operator, choice), 0.0, 0.0, 0.0
+    shards, whole_backward_s, hideable = shards_of(operator, choice), 0.0, _UnitCommunication(0.0, 0.0, 0.0, 0.0)
     gathers_again = recomputed and operator.num_wrapped == 1
     for unit in shards.units:
         if cluster.has_streams or unit.is_prefetched(cluster):
-            own = _unit_comm_by_pass_s(unit, links, cluster, recomputed=gathers_again)
-            forward_s += unit.num_slices * own[0]
-            backward_s += unit.num_slices * own[1]
+            own = _unit_comm(unit, links, cluster, recomputed=gathers_again)
+            hideable = _UnitCommunication(
+                *(so_far + unit.num_slices * one for so_far, one in zip(hideable, own, strict=True))
+            )
         if whole.inter_node is not None:
-            by_pass = _unit_comm_by_pass_s(unit, whole, cluster, recomputed=gathers_again)
-            whole_backward_s += unit.num_slices * by_pass[1]
+            by_pass = _unit_comm(unit, whole, cluster, recomputed=gathers_again)
+            whole_backward_s += unit.num_slices * by_pass.backward_s
     all_reduces_s = cluster.link.all_reduce.overlap_fraction * _all_reduces_s(shards, cluster)
-    return OverlappedTime(all_reduces_s, forward_s, backward_s, _inter_node_s(shards, links), whole_backward_s)
+    return OverlappedTime(all_reduces_s, *hideable, _inter_node_s(shards, links), whole_backward_s)
 
 
-def hidden_s(overlapped: Any, passes: tuple[Any, Any], again: Any, accumulation: int, cluster: Cluster) -> Any:
-    """Return the seconds of communication that an operator's compute hides in an optimizer step.
+def hidden_s(overlapped: Any, passes: Passes, beside: Beside, accumulation: int, cluster: Cluster) -> Any:
+    """Return the seconds of an operator's communication that compute hides in an optimizer step.
 
-    On CUDA, where gathers and reductions of all units go on beside compute, those of a pass share the link, and
-    together are hidden by no more than the pass takes. Averages between nodes share their link with the reductions of
-    replicated gradients, and go on beside what the last backward waits for inside nodes, too.
+    What goes on in a pass shares the link, so together it is hidden by no more than the pass takes. Averages between
+    nodes share their link with the reductions of replicated gradients, and go on beside what the last backward waits
+    for inside nodes, too.
 
     Args:
         overlapped: the fields of ``OverlappedTime``; numbers, or arrays of them.
-        passes: seconds of a micro-batch's forward, and of its backward without a recomputed forward.
-        again: seconds of that.
+        passes: of the operator.
+        beside: of its neighbours.
         accumulation: micro-batches.
         cluster: the ranks.
     """
-    (per_step, in_forward, in_backward, between_nodes, whole_backward), (forward, backward) = overlapped, passes
-    whole = accumulation * (forward + again + backward)
-    others = np.minimum(in_backward, again + backward)
-    if cluster.has_streams:
-        last = np.minimum(in_backward + per_step, again + backward)
-        hidden = accumulation * np.minimum(in_forward, forward) + (accumulation - 1) * others + last
-    else:
-        hidden = np.minimum(per_step, again + backward) + accumulation * (in_forward + in_backward)
+    per_step, in_forward, gathers, early, late, between_nodes, whole_backward = overlapped
+    in_forward = np.minimum(in_forward, beside.forward_s)
+    most = np.maximum(np.maximum(beside.backward_before_s, beside.backward_after_s), passes.backward_s)
+    reductions = np.minimum(early, passes.backward_s) + np.minimum(late, beside.backward_before_s)
+    waits = np.maximum(0.0, gathers - beside.backward_after_s)
+    gathers = np.minimum(gathers, beside.backward_after_s)
+    waits_last = waits + np.maximum(0.0, per_step - beside.backward_before_s)
+    all_reduces = np.minimum(per_step, beside.backward_before_s)
     # A forward that is run again hides no more than it takes, so that recomputing never saves time.
-    hidden = np.minimum(hidden, whole) + cluster.overlap * accumulation * (forward + backward)
-    waited, left = np.maximum(0.0, whole_backward - others), np.maximum(0.0, backward - per_step)
+    others, last = (
+        np.minimum(seconds, most) + np.minimum(passes.again_s, left + np.maximum(0.0, seconds - most))
+        for seconds, left in ((gathers + reductions, waits), (gathers + reductions + all_reduces, waits_last))
+    )
+    hidden = accumulation * in_forward + (accumulation - 1) * others + last
+    hidden = hidden + cluster.overlap * accumulation * (passes.forward_s + passes.backward_s)
+    whole = accumulation * (np.maximum(passes.forward_s, beside.forward_s) + most + passes.again_s)
+    waited = np.maximum(0.0, whole_backward - others)
+    left = np.maximum(0.0, passes.backward_s - per_step)
     return np.minimum(hidden, whole) + np.minimum(between_nodes, left + waited)
 
 
@@ -222,15 +254,23 @@ def calibration_kinds(operator: Operator, choice: ShardingChoice) -> list[str]:
     return [mode.value, *(kind for kind, does_apply in applies.items() if does_apply)]
 
 
-def _unit_comm_s(unit: ShardUnit, links: ScopeLinks, cluster: Cluster, *, recomputed: bool) -> float:
-    """Return the time of a unit's gathers and reduce-scatters in one micro-batch."""
-    return sum(_unit_comm_by_pass_s(unit, links, cluster, recomputed=recomputed))
+class _UnitCommunication(NamedTuple):
+    """Seconds of a unit's collectives in one micro-batch."""
+
+    forward_s: float
+    backward_gathers_s: float
+    early_reductions_s: float
+    """Of gradients that come before the unit's last one."""
+    last_reduction_s: float
+
+    @property
+    def backward_s(self) -> float:
+        """All of its backward."""
+        return self.backward_gathers_s + self.early_reductions_s + self.last_reduction_s
 
 
-def _unit_comm_by_pass_s(
-    unit: ShardUnit, links: ScopeLinks, cluster: Cluster, *, recomputed: bool
-) -> tuple[float, float]:
-    """Return the same for its forward and for its backward."""
+def _unit_comm(unit: ShardUnit, links: ScopeLinks, cluster: Cluster, *, recomputed: bool) -> _UnitCommunication:
+    """Return the times of a unit's gathers and reduce-scatters."""
     forward_s = links.all_gather_s(unit.gathered_bytes, len(unit.shards))
     gathers_s = forward_s if recomputed and unit.mode == Mode.ZDP else 0.0
     num_read = sum(shard.read_in_backward for shard in unit.shards)
@@ -238,10 +278,9 @@ def _unit_comm_by_pass_s(
         gathers_s += links.all_gather_s(unit.backward_bytes, num_read)
     sizes = unit.reduced_sizes
     if unit.coalesces_gradients(cluster):
-        reductions_s = links.reduce_scatter_s(sum(sizes), len(sizes))
-    else:
-        reductions_s = sum(map(links.reduce_scatter_s, sizes))
-    return forward_s, gathers_s + reductions_s
+        return _UnitCommunication(forward_s, gathers_s, 0.0, links.reduce_scatter_s(sum(sizes), len(sizes)))
+    *early_s, last_s = map(links.reduce_scatter_s, sizes or [0])
+    return _UnitCommunication(forward_s, gathers_s, sum(early_s), last_s)
 
 
 def _inter_node_s(shards: OperatorShards, links: ScopeLinks) -> float:
@@ -258,7 +297,7 @@ def _all_reduces_s(shards: OperatorShards, cluster: Cluster) -> float:
             continue
         own_s = fit.time_s(shard.reduced_bytes, ranks)
         if shard.gradient_bytes < cluster.unbucketed_bytes:
-            own_s = max(0.0, own_s - fit.time_s(0, ranks) * (1 - shard.gradient_bytes / BUCKET_BYTES))
+            own_s = max(0.0, own_s - fit.time_s(0, ranks) * (1 - shard.gradient_bytes / cluster.bucket_bytes))
         total_s += shard.num_slices * own_s
     return total_s
 
@@ -336,8 +375,12 @@ def time_cost(
     accumulation: int = 1,
     *,
     recomputed: bool = False,
+    neighbours: Sequence[Neighbours] = (),
 ) -> TimeCost:
-    """Return the seconds that ``operator`` adds to an optimizer step of ``accumulation`` micro-batches."""
+    """Return the seconds that ``operator`` adds to an optimizer step of ``accumulation`` micro-batches.
+
+    Without ``neighbours``, these take as long as the operator itself.
+    """
     forward_s, backward_s = (line.value_at(batch_size) for line in forward_backward_time(operator_time, choice))
     again_s = forward_s if recomputed else 0.0
     passes_s = accumulation * (forward_s + again_s + backward_s)
@@ -347,7 +390,11 @@ def time_cost(
     )
     overlapped = overlapped_time(operator, choice, cluster, recomputed=recomputed)
     exchange = exchange_time(operator, choice, cluster, recomputed=recomputed)
-    beside_s = float(hidden_s(overlapped, (forward_s, backward_s), again_s, accumulation, cluster))
+    passes, beside_s = Passes(forward_s, backward_s, again_s), 0.0
+    own_lines = forward_backward_time(operator_time, choice)
+    for share, *lines in neighbours_of_slices(neighbours, own_lines, len(choice.slices)):
+        beside = Beside(*(line.value_at(batch_size) for line in lines))
+        beside_s += share * float(hidden_s(overlapped, passes, beside, accumulation, cluster))
     exposed_s = max(0.0, communication.total_s(accumulation) - beside_s)
     update_s = compute.optimizer_s_per_byte * footprint(operator, choice, cluster).local_trainable
     # The larger of host and device: what does not grow with the batch may be as long as kernels take to launch.

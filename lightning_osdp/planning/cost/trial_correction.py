@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_osdp.planning.cost.memory_timeline import Timeline
+from lightning_osdp.planning.cost.neighbours import neighbours_of
 from lightning_osdp.planning.cost.step_time import (
     calibration_kinds,
     communication_time,
@@ -171,10 +172,11 @@ def predict_trial(
     is_recomputed = {i for i, op in zip(wrapped.wrapped_index, plan.operators, strict=True) if op.is_recomputed}
     times = wrapped.merge_times(compute).model_copy(update={"optimizer_s_per_byte": 0.0})
     total_s, added_s = times.unattributed.seconds_at(batch_size), Counter[str]()
+    neighbours = neighbours_of(wrapped.model, times)
     for index, (operator, choice) in enumerate(zip(wrapped.model.operators, choices, strict=True)):
         recomputed = index in is_recomputed
-        own_times = times.operators[index]
-        total_s += sum(time_cost(operator, choice, parts, times, own_times, batch_size, recomputed=recomputed))
+        own = (operator, choice, parts, times, times.operators[index], batch_size)
+        total_s += sum(time_cost(*own, recomputed=recomputed, neighbours=neighbours[index]))
         own_s = sum(
             sum(time(operator, choice, parts, recomputed=recomputed)) for time in (communication_time, engine_time)
         )
@@ -238,7 +240,10 @@ def fit_calibration(engine_overhead: EngineOverhead, trials: Sequence[Trial]) ->
         added_s = [trial.overhead_by_kind_s.get(kind, 0.0) for kind in kinds]
         common_s = sum(trial.overhead_by_kind_s.get(mode, 0.0) for mode in MODE_NAMES)
         error_s = trial.relative_error * trial.measured_s
-        if not all(0 <= value < MAX_VALUE for value in (trial.predicted_s, *added_s)) or not 0 < error_s < MAX_VALUE:
+        if (
+            not all(0 <= value < MAX_VALUE for value in (trial.predicted_s, *added_s))
+            or not 1 / MAX_VALUE < error_s < MAX_VALUE
+        ):
             continue
         rows.append(np.array([common_s, *added_s]) / error_s)
         values.append((trial.measured_s - trial.predicted_s) / error_s)

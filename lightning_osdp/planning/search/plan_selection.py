@@ -90,7 +90,10 @@ class Variant(NamedTuple):
         return problem.with_optimizer_in_backward() if self.optimizer_in_backward else problem
 
     def required_gain(self, other: Variant) -> float:
-        """Return the relative throughput gain that this variant must bring over another one."""
+        """Return the relative throughput gain that this variant must bring over another; below 0 if it may lose."""
+        return (1 + self._gain_over(other)) / (1 + other._gain_over(self)) - 1
+
+    def _gain_over(self, other: Variant) -> float:
         gains = (gain for name, gain in REQUIRED_GAINS.items() if getattr(self, name) and not getattr(other, name))
         return max(gains, default=0.0)
 
@@ -192,7 +195,9 @@ def select_plan(
     selection = _Selection(policy, trials, min_gain, deadline_reached)
     best: ExecutionPlan | None = None
     errors: list[InfeasibleError] = []
-    for variant in problem_variants(problem, policy):
+    promised = max(trials, key=lambda trial: trial.plan.predicted.samples_per_s, default=None)
+    first = None if promised is None else Variant.of_plan(promised.plan)  # time may be short
+    for variant in sorted(problem_variants(problem, policy), key=lambda each: Variant.of_problem(each) != first):
         if best is not None and deadline_reached():
             break
         try:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,11 @@ from lightning_osdp.planning.cost.cpu_effects import HeapModel
 from lightning_osdp.planning.cost.footprint import COLUMN, footprint
 from lightning_osdp.planning.cost.memory_timeline import Timeline
 from lightning_osdp.planning.cost.moments import Flags, Floats, Ints, LineArray
+from lightning_osdp.planning.cost.neighbours import Neighbours, neighbours_of, neighbours_of_slices, operator_key
 from lightning_osdp.planning.cost.step_time import (
+    Beside,
     OverlappedTime,
+    Passes,
     calibration_time,
     communication_time,
     engine_time,
@@ -71,6 +74,23 @@ class OptionTimes(NamedTuple):
         return self.compute + self.communication
 
 
+class _NeighbourRows(NamedTuple):
+    """The neighbours of each option: one row for each of them, several for an option."""
+
+    options: Ints
+    share: Floats
+    beside: tuple[LineArray, ...]
+    """The fields of ``step_time.Beside``."""
+
+    @classmethod
+    def of_options(cls, neighbours: Sequence[Sequence[Neighbours]]) -> _NeighbourRows:
+        """Return the rows, given the neighbours of each option."""
+        rows = [(option, *each) for option, own in enumerate(neighbours) for each in own]
+        options, share, *lines = zip(*rows, strict=True) if rows else ((),) * (1 + len(Neighbours._fields))
+        arrays = tuple(LineArray.from_lines(each) for each in lines)
+        return cls(np.array(options, dtype=np.int64), np.array(share, dtype=np.float64), arrays)
+
+
 class SearchSpace:
     """All options of a problem, prepared once for all batch sizes.
 
@@ -111,11 +131,12 @@ class SearchSpace:
         known: dict[tuple[object, ...], int] = {}
         self.option_groups: list[OptionGroup] = []
         self.group_of = np.zeros(len(problem.model.operators), dtype=np.int64)
-        columns: list[tuple[object, ...]] = []
+        columns: list[tuple[Any, ...]] = []
+        neighbours = neighbours_of(problem.model, problem.compute)
         for index, (operator, times) in enumerate(zip(problem.model.operators, problem.compute.operators, strict=True)):
             allowed_slices = constraints.allowed_slices(operator.name)
             forced_mode = self._forced_modes[index]
-            key = (operator.signature, times, allowed_slices, forced_mode)
+            key = (*operator_key(operator, times), allowed_slices, forced_mode)
             if key not in known:
                 known[key] = len(self.option_groups)
                 measured = [split.slices for split in times.splits if split.dim in operator.split_dims[:1]]
@@ -124,27 +145,30 @@ class SearchSpace:
                 limits = (allowed_slices, measured, scopes, modes, mixed_slices, forced_mode, degrees)
                 choices = tuple(enumerate_choices(operator, *limits))
                 self.option_groups.append(OptionGroup(choices, slice(len(columns), len(columns) + len(choices))))
-                columns += [self._option_columns(operator, choice, times) for choice in choices]
+                columns += [self._option_columns(operator, choice, times, neighbours[index]) for choice in choices]
             self.group_of[index] = known[key]
-        footprints, plain, recomputed, overlapped, exchange, forward, backward = (
-            zip(*columns, strict=True) if columns else ((),) * 7
+        footprints, plain, recomputed, overlapped, exchange, forward, backward, beside = (
+            zip(*columns, strict=True) if columns else ((),) * 8
         )
         self.footprints = np.array(footprints, dtype=np.float64).reshape(len(columns), len(COLUMN))
         terms = np.array([plain, recomputed], dtype=np.float64).reshape(2, len(columns), len(OVERHEAD_TERMS), 2)
         self._communication, self._host, self._engine, self._calibration = np.moveaxis(terms, 2, 0)
-        beside = np.array(overlapped, dtype=np.float64).reshape(len(columns), 2, len(OverlappedTime._fields))
-        self._overlapped = np.moveaxis(beside, (2, 1), (0, 1))
+        fields = np.array(overlapped, dtype=np.float64).reshape(len(columns), 2, len(OverlappedTime._fields))
+        self._overlapped = np.moveaxis(fields, (2, 1), (0, 1))
         self._exchange = np.array(exchange, dtype=np.float64).reshape(len(columns), 2, 2).swapaxes(0, 1)
         self._forward, self._backward = LineArray.from_lines(forward), LineArray.from_lines(backward)
         self.first_option = np.array([group.options.start for group in self.option_groups], dtype=np.int64)
+        self._neighbours = _NeighbourRows.of_options(beside)
 
     def _build_scopes(self) -> None:
         degrees = [choice.tensor_degree for group in self.option_groups for choice in group.choices]
         self.option_degrees = np.array(degrees, dtype=np.int64)
         self.scopes, self.scope_of = self.timeline.scopes, self.timeline.scope_of
 
-    def _option_columns(self, operator: Operator, choice: ShardingChoice, times: OperatorTime) -> tuple[object, ...]:
-        """Return the footprint, ``OVERHEAD_TERMS`` plain and recomputed, exchanges likewise, and compute."""
+    def _option_columns(
+        self, operator: Operator, choice: ShardingChoice, times: OperatorTime, places: Sequence[Neighbours]
+    ) -> tuple[Any, ...]:
+        """Return the footprint, ``OVERHEAD_TERMS`` plain and recomputed, exchanges likewise, compute, neighbours."""
         cluster = self.problem.cluster
         plain, recomputed = (
             [term(operator, choice, cluster, recomputed=is_recomputed) for term in OVERHEAD_TERMS]
@@ -155,7 +179,9 @@ class SearchSpace:
             exchange_time(operator, choice, cluster, recomputed=is_recomputed) for is_recomputed in (False, True)
         ]
         overlapped = [overlapped_time(operator, choice, cluster, recomputed=again) for again in (False, True)]
-        return self._heap.grow(memory), plain, recomputed, overlapped, exchanges, *forward_backward_time(times, choice)
+        own = forward_backward_time(times, choice)
+        beside = neighbours_of_slices(places, own, len(choice.slices))
+        return self._heap.grow(memory), plain, recomputed, overlapped, exchanges, *own, beside
 
     def option_times(self, batch_size: int, accumulation: int) -> OptionTimes:
         """Return the time of each option at one batch size (``step_time.time_cost``, for all options at once)."""
@@ -168,13 +194,22 @@ class SearchSpace:
             for term in (self._communication, self._host, self._engine, self._calibration)
         )
         exchange = accumulation * (self._exchange[..., 0] + batch_size * self._exchange[..., 1])
-        hidden = hidden_s(self._overlapped, (forward, backward), again, accumulation, self.problem.cluster)
+        hidden = self._hidden_s(Passes(forward, backward, again), batch_size, accumulation)
         fixed, fixed_backward = np.maximum(0.0, self._forward.fixed), np.maximum(0.0, self._backward.fixed)
         launched = accumulation * (fixed + np.outer([0.0, 1.0], fixed) + fixed_backward)
         exposed = np.maximum(0.0, communication - hidden)
         engine = engine - np.minimum(host, np.maximum(0.0, passes + exposed - launched))
         update = self.problem.compute.optimizer_s_per_byte * self.footprints[:, COLUMN["local_trainable"]]
         return OptionTimes(passes + update + engine, exposed + calibration + exchange)
+
+    def _hidden_s(self, passes: Passes, batch_size: int, accumulation: int) -> Floats:
+        """Return the seconds of communication that compute hides, (2, options): the mean over all neighbours."""
+        rows = self._neighbours.options
+        own = Passes(passes.forward_s[rows], passes.backward_s[rows], passes.again_s[:, rows])
+        beside = Beside(*(np.maximum(0.0, line.value_at(batch_size)) for line in self._neighbours.beside))
+        seconds = hidden_s(self._overlapped[..., rows], own, beside, accumulation, self.problem.cluster)
+        num_options = len(self.footprints)
+        return np.array([np.bincount(rows, self._neighbours.share * row, minlength=num_options) for row in seconds])
 
     def resident_bytes(self, batch_size: int, accumulation: int) -> Floats:
         """Return the bytes before, in and after an operator's backward, plain and recomputed, (phases, 2, options)."""

@@ -16,10 +16,11 @@ from lightning_osdp.planning.spec.plan_v1 import raise_negative_times, upgrade_c
 MAX_CORRECTION = 3.0
 """Trials change what was measured in parts by at most this factor."""
 
-BUCKET_BYTES = 25 << 20
-"""Replicated gradients are copied into buckets of up to this size (PyTorch DDP's default)."""
+BUCKET_BYTES = {"cpu": 2 << 20, "cuda": 25 << 20}
+"""By device type: replicated gradients are copied into buckets of up to this size, on CUDA that of PyTorch's DDP. The
+last one is reduced when nothing is left to compute. [M-cost-13]"""
 
-UNBUCKETED_BYTES = {"cpu": 1 << 20, "cuda": BUCKET_BYTES}
+UNBUCKETED_BYTES = {"cpu": 1 << 20, "cuda": BUCKET_BYTES["cuda"]}
 """By device type: larger replicated gradients are all-reduced in place, without a bucket. [M-cost-2]"""
 
 
@@ -244,7 +245,12 @@ class Cluster(FrozenModel):
     @property
     def unbucketed_bytes(self) -> int:
         """Size from which a replicated gradient is all-reduced in place."""
-        return UNBUCKETED_BYTES.get(self.device_type, BUCKET_BYTES)
+        return UNBUCKETED_BYTES.get(self.device_type, UNBUCKETED_BYTES["cuda"])
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Largest size of a bucket of replicated gradients."""
+        return BUCKET_BYTES.get(self.device_type, BUCKET_BYTES["cuda"])
 
     @property
     def allocates_on_write(self) -> bool:

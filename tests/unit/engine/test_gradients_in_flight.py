@@ -32,7 +32,7 @@ def world() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two gradients to a bucket."""
-    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 2 * ONE)
+    monkeypatch.setitem(gradient_buckets.BUCKET_BYTES, "cpu", 2 * ONE)
 
 
 class Stack(nn.Module):
@@ -111,6 +111,29 @@ def test_gradients_are_freed_once_packed_and_end_as_those_of_plain_pytorch(
         else:
             rough = torch.bfloat16 in (own, reduced)
             torch.testing.assert_close(parameter.grad, expected, rtol=2**-7 if rough else 1e-6, atol=0)
+
+
+def test_bucket_that_waits_for_a_late_gradient_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices are reduced alone, as soon as they come, though the small gradients between them share buckets."""
+    monkeypatch.setitem(gradient_buckets.UNBUCKETED_BYTES, "cpu", ONE)
+    monkeypatch.setitem(gradient_buckets.BUCKET_BYTES, "cpu", 2 * WIDTH * 4)  # of two biases
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    reducer, started = averaged(model), []
+    start = gradient_buckets.all_reduce_async
+
+    def noting_start(buffer: Tensor, group: Any) -> Any:
+        started.append(buffer.nbytes)
+        return start(buffer, group)
+
+    monkeypatch.setattr(gradient_buckets, "all_reduce_async", noting_start)
+    seen: list[int] = []
+    for layer in model:  # called when the gradients of the layer after it have come
+        layer.register_full_backward_pre_hook(lambda *_: seen.append(started.count(ONE)))
+    model(inputs().requires_grad_()).sum().backward()
+    reducer.finish()
+    assert seen == list(range(LAYERS))
+    assert len(started) == LAYERS + LAYERS // 2
 
 
 def test_hook_reads_the_gradient_of_its_own_rank() -> None:

@@ -122,6 +122,19 @@ def test_select_plan_releases_heap_where_retention_does_not_fit() -> None:
         assert all(op.slices == (Mode.DP,) for op in plan.operators)
 
 
+def test_select_plan_with_little_time_searches_first_what_promised_most() -> None:
+    retained = select_plan(problem(), ONE, [])
+    times = problem().compute_with_retained_heap
+    assert retained.retain_freed_memory
+    assert times is not None
+    tried = [trial_of(retained, times), trial_of(make_plan(problem(), ONE), problem().compute)]
+    smaller = problem(retained.predicted.peak_memory_bytes / MIB - 0.5)  # the plan that was tried does not fit
+    for trials, expected in ((tried, True), ([], False)):
+        plan = select_plan(smaller, ONE, trials, deadline_reached=lambda: True)
+        assert plan.retain_freed_memory == expected
+        assert plan.predicted.peak_memory_bytes < retained.predicted.peak_memory_bytes
+
+
 @pytest.mark.parametrize("gain", [0.5 * MIN_GAIN_RETAIN, 2 * MIN_GAIN_RETAIN])
 def test_select_plan_retains_heap_only_above_min_gain(gain: float) -> None:
     usual = make_plan(problem(), ONE).predicted

@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_osdp.planning.cost.neighbours import Neighbours
 from lightning_osdp.planning.cost.step_time import (
+    Beside,
     OverlappedTime,
+    Passes,
     TimeCost,
     communication_time,
     hidden_s,
@@ -16,7 +19,7 @@ from lightning_osdp.planning.cost.step_time import (
 )
 from lightning_osdp.planning.search.batch_size_search import Problem
 from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode, ShardingChoice, ShardingScope
-from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, ComputeTimes, Link, OperatorTime
+from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, ComputeTimes, Link, OperatorTime, SplitTime
 from lightning_osdp.planning.spec.model import LinearInBatch, Operator
 from tests.support.option_times import assert_option_times_match_time_cost
 from tests.support.small_models import MIB, blocks_of_one, blocks_of_two, cluster, compute, linear
@@ -48,25 +51,75 @@ def cost(
 
 
 @pytest.mark.parametrize(
-    ("mode", "recomputed", "all_s", "hidden_s"),
+    ("mode", "recomputed", "all_s", "in_forward_s", "in_backward_s"),
     [
-        (Mode.DP, False, 1.0, 0.8),
-        (Mode.DP, True, 1.0, 0.8),
-        (Mode.ZDP2, False, 0.5 + 0.5, 0.3 + 0.2),
-        (Mode.ZDP, False, 1.0 + 0.5, 0.6 + 0.2),
-        (Mode.ZDP, True, 1.5 + 0.5, 0.9 + 0.2),
+        (Mode.DP, False, 1.0, 0.0, 0.8),
+        (Mode.DP, True, 1.0, 0.0, 0.8),
+        (Mode.ZDP2, False, 0.5 + 0.5, 0.3, 0.2),
+        (Mode.ZDP, False, 1.0 + 0.5, 0.3, 0.3 + 0.2),
+        (Mode.ZDP, True, 1.5 + 0.5, 0.3, 0.6 + 0.2),
     ],
 )
-def test_time_cost_hides_communication_up_to_overlap_and_compute_time(
-    mode: Mode, recomputed: bool, all_s: float, hidden_s: float
+def test_time_cost_hides_communication_up_to_overlap_and_time_of_the_pass(
+    mode: Mode, recomputed: bool, all_s: float, in_forward_s: float, in_backward_s: float
 ) -> None:
-    """Replicated gradients: as the backward pass takes, in which a recomputed forward is made."""
-    again = 1.25 if recomputed else 1.0
-    beside = again - 0.25 if mode == Mode.DP else again
+    """Neighbours take as long as the operator; a recomputed forward is a part of the backward."""
     for passes_s in (0.0, 0.1, 0.5, 10.0):
         found = cost(ShardingChoice((mode,)), passes_s, recomputed=recomputed)
-        assert found.compute_s == pytest.approx(passes_s * again)
-        assert found.communication_s == pytest.approx(all_s - min(hidden_s, passes_s * beside))
+        forward_s, backward_s = passes_s / 4, passes_s * (1.0 if recomputed else 3 / 4)
+        hidden_s = min(in_forward_s, forward_s) + min(in_backward_s, backward_s)
+        assert found.compute_s == pytest.approx(forward_s + backward_s)
+        assert found.communication_s == pytest.approx(all_s - hidden_s)
+
+
+def seconds(forward_s: float, backward_s: float) -> OperatorTime:
+    return OperatorTime(forward=LinearInBatch(fixed=forward_s), backward=LinearInBatch(fixed=backward_s))
+
+
+@pytest.mark.parametrize(
+    ("mode", "before", "after", "expected"),
+    [
+        (Mode.ZDP2, (0.1, 0.15), (0.0, 0.0), 0.1 + 0.15),  # a gather of 0.3 in the forward, a reduction of 0.2
+        (Mode.ZDP2, (0.0, 0.0), (9.0, 9.0), 0.0),  # the first unit: its gather and its reduction wait
+        (Mode.ZDP, (9.0, 9.0), (0.0, 0.0), 0.3 + 0.2),  # the last one: the gather of its backward waits
+        (Mode.ZDP, (0.0, 0.0), (9.0, 0.1), 0.1),
+        (Mode.DP, (9.0, 0.5), (0.0, 0.0), 0.5),
+    ],
+)
+def test_time_cost_hides_communication_beside_compute_of_the_neighbours(
+    mode: Mode, before: tuple[float, float], after: tuple[float, float], expected: float
+) -> None:
+    own = seconds(1.0, 2.0)
+    times = ComputeTimes(operators=(own,), unattributed=OperatorTime(), optimizer_s_per_byte=0.0)
+    first, last = seconds(*before), seconds(*after)
+    places = (Neighbours(1.0, first.forward, first.backward, last.backward),)
+    arguments = (linear("one"), ShardingChoice((mode,)), two_ranks(), times, own, 1)
+    all_s = {Mode.DP: 1.0, Mode.ZDP2: 1.0, Mode.ZDP: 1.5}[mode]
+    assert time_cost(*arguments, neighbours=places).communication_s == pytest.approx(all_s - expected)
+    like_itself = Neighbours(1.0, own.forward, own.backward, own.backward)
+    half = tuple(each._replace(share=0.5) for each in (*places, like_itself))
+    alone_s = time_cost(*arguments).communication_s
+    assert time_cost(*arguments, neighbours=half).communication_s == pytest.approx((all_s - expected + alone_s) / 2)
+
+
+def test_early_gradients_are_reduced_beside_their_own_backward() -> None:
+    weight = linear("one").parameters[0]
+    first = weight.model_copy(update={"gradient_order": 1})  # of two alike, it comes last
+    both = linear("one").model_copy(update={"parameters": (first, weight), "num_wrapped": 2})
+    found = overlapped_time(both, ShardingChoice((Mode.ZDP2,)), two_ranks())
+    assert found == pytest.approx((0.0, 0.6, 0.0, 0.2, 0.2, 0.0, 0.0))
+
+
+def test_inner_slices_hide_their_communication_beside_other_slices() -> None:
+    """Of two slices, one is gathered and reduced beside the other, and one beside nothing at all."""
+    own, nothing = seconds(0.2, 10.0), LinearInBatch()
+    split = own.model_copy(update={"splits": (SplitTime(dim=1, slices=2, forward=nothing, backward=nothing),)})
+    times = ComputeTimes(operators=(split,), unattributed=OperatorTime(), optimizer_s_per_byte=0.0)
+    arguments = (linear("one"), ShardingChoice((Mode.ZDP,) * 2, 1), two_ranks(), times, split, 1)
+    places = (Neighbours(1.0, nothing, nothing, nothing),)
+    hidden_s = 0.5 * (0.2 + 0.5)  # of a gather of 0.3 as long as the forward takes; a gather and a reduction
+    assert time_cost(*arguments, neighbours=places).communication_s == pytest.approx(1.5 - hidden_s)
+    assert time_cost(*arguments).communication_s == pytest.approx(1.5 - 2 * hidden_s)
 
 
 def test_overlapped_time_needs_prefetch_except_for_replicated_gradients() -> None:
@@ -78,7 +131,7 @@ def test_overlapped_time_needs_prefetch_except_for_replicated_gradients() -> Non
     assert cost(ShardingChoice((Mode.DP,)), 10.0, prefetch_max_bytes=0).communication_s == pytest.approx(0.2)
 
 
-NOTHING = OverlappedTime(0.0, 0.0, 0.0, 0.0, 0.0)
+NOTHING = OverlappedTime(*[0.0] * 7)
 
 
 def two_nodes_of_two_ranks() -> Cluster:
@@ -120,14 +173,17 @@ def test_hidden_s_lets_averages_between_nodes_go_on_beside_compute_and_waiting_i
     per_pass = communication_time(linear("one"), choice, here).per_microbatch_s
     assert found.whole_backward_s == pytest.approx(per_pass * 2 / 3)  # a gather and a reduction; forward: a gather
     slow = found._replace(between_nodes_s=100.0)
+    beside = Beside(0.3, 0.6, 0.6)
     for again in (0.0, 0.3):
-        assert hidden_s(slow, (0.3, 0.6), again, 1, here) == pytest.approx(0.6 + found.whole_backward_s)
-        assert hidden_s(slow._replace(backward_s=0.2), (0.3, 0.6), again, 1, here) == pytest.approx(
+        passes = Passes(0.3, 0.6, again)
+        assert hidden_s(slow, passes, beside, 1, here) == pytest.approx(0.6 + found.whole_backward_s)
+        assert hidden_s(slow._replace(early_reductions_s=0.2), passes, beside, 1, here) == pytest.approx(
             0.6 + found.whole_backward_s
         )
     shared = slow._replace(per_step_s=0.4)  # on the same link
-    assert hidden_s(shared, (0.3, 0.6), 0.0, 1, here) == pytest.approx(0.6 + found.whole_backward_s)
-    assert hidden_s(found._replace(between_nodes_s=0.1), (0.3, 0.6), 0.0, 1, here) == pytest.approx(0.1)
+    passes = Passes(0.3, 0.6, 0.0)
+    assert hidden_s(shared, passes, beside, 1, here) == pytest.approx(0.6 + found.whole_backward_s)
+    assert hidden_s(found._replace(between_nodes_s=0.1), passes, beside, 1, here) == pytest.approx(0.1)
 
 
 def every_choice(operator: Operator) -> list[ShardingChoice]:
