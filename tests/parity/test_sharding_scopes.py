@@ -48,6 +48,7 @@ PLANS: dict[str, list[ShardingChoice]] = {
     "two-stage zdp2": [STAGES2],
     "split": [SPLIT_NODE, SPLIT_STAGES],
     "mixed": [ShardingChoice(), WORLD, NODE, STAGES, WORLD2, NODE2, STAGES2],
+    "mixed, prefetched in nodes": [ShardingChoice(), NODE, WORLD, NODE2, STAGES, SPLIT_NODE],
 }
 CASES = [(name, accumulation) for name in PLANS for accumulation in (1, 2)]
 
@@ -62,14 +63,16 @@ def operator_plan_fields(choice: ShardingChoice) -> dict[str, Any]:
     }
 
 
-def plan_of(module: nn.Module, choices: list[ShardingChoice], nodes: int = NODES) -> ExecutionPlan:
+def plan_of(
+    module: nn.Module, choices: list[ShardingChoice], nodes: int = NODES, prefetched: bool = False
+) -> ExecutionPlan:
     """A plan that takes ``choices`` in turn for the weighted modules."""
     names = weighted_modules(module)
     operators = tuple(
         OperatorPlan(name=name, **operator_plan_fields(c), num_parameters=0)
         for name, c in zip(names, choices * len(names), strict=False)
     )
-    cluster = some_cluster(RANKS // nodes, nodes=nodes)
+    cluster = some_cluster(RANKS // nodes, nodes=nodes, prefetch_max_bytes=(1 << 30) * prefetched)
     return hand_made_plan({}, RANKS).model_copy(update={"operators": operators, "cluster": cluster})
 
 
@@ -136,7 +139,7 @@ def reference(steps: int = STEPS) -> tuple[list[float], list[float], dict[str, T
 
 
 def train_under_plan(rank: int, name: str, accumulation: int) -> Any:
-    run = Run(rank, lambda module: plan_of(module, PLANS[name]))
+    run = Run(rank, lambda module: plan_of(module, PLANS[name], prefetched="prefetched" in name))
     losses, norms = run.train(gpt_batches(STEPS, BATCH), accumulation)
     return losses, norms, run.engine.model_state()
 

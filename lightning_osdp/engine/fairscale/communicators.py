@@ -132,6 +132,7 @@ class CommunicatorFactory:
                 FlatCommunicator(gather.intra_node),
                 FlatCommunicator(reduce.intra_node),
                 self.inter_node_all_reduce,
+                prefetch_max_bytes=0 if on_cuda else cluster.prefetch_max_bytes,
             ),
             (ShardingScope.WORLD, True): UnitCommunicators(
                 world, HierarchicalCommunicator(gather), HierarchicalCommunicator(reduce)

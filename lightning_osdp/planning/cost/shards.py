@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from lightning_osdp.planning.cost.sharding_scopes import coalesce_max_bytes
-from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, slice_sizes
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope, slice_sizes
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import Operator, ParameterInfo
 
@@ -56,6 +56,7 @@ class ShardUnit(NamedTuple):
     """Sharded parameters that are gathered by one collective: those of an unsplit operator, or a single slice."""
 
     shards: tuple[ParamShard, ...]
+    scope: ShardingScope = ShardingScope.WORLD
 
     @property
     def mode(self) -> Mode:
@@ -95,7 +96,9 @@ class ShardUnit(NamedTuple):
 
     def is_prefetched(self, cluster: Cluster) -> bool:
         """Return whether its collectives run while its neighbours compute."""
-        return cluster.supports_prefetch and self.parameter_bytes <= cluster.prefetch_max_bytes
+        in_nodes = self.scope == ShardingScope.NODE and cluster.is_hierarchical
+        is_possible = cluster.supports_prefetch_in_nodes if in_nodes else cluster.supports_prefetch
+        return is_possible and self.parameter_bytes <= cluster.prefetch_max_bytes
 
     def coalesces_gradients(self, cluster: Cluster) -> bool:
         """Return whether its gradients are reduced by one collective once all exist, and not one by one."""
@@ -130,9 +133,9 @@ def shards_of(operator: Operator, choice: ShardingChoice) -> OperatorShards:
         shards += _slice_shards(split, choice)
     sharded = [shard for shard in shards if shard.mode != Mode.DP]
     units = (
-        [ShardUnit((shard,)) for shard in sharded]
+        [ShardUnit((shard,), choice.scope) for shard in sharded]
         if split is not None
-        else [ShardUnit(tuple(sharded))]
+        else [ShardUnit(tuple(sharded), choice.scope)]
         if sharded
         else []
     )

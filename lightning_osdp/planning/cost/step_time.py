@@ -149,7 +149,7 @@ def hidden_s(overlapped: Any, passes: Passes, beside: Beside, accumulation: int,
     """Return the seconds of an operator's communication that compute hides in an optimizer step.
 
     What goes on in a pass shares the link, so together it is hidden by no more than the pass takes. Averages between
-    nodes share their link with the reductions of replicated gradients, and go on beside what the last backward waits
+    nodes share their link with the reductions of replicated gradients, and go on beside what the operators before wait
     for inside nodes, too.
 
     Args:
@@ -175,8 +175,9 @@ def hidden_s(overlapped: Any, passes: Passes, beside: Beside, accumulation: int,
     hidden = accumulation * in_forward + (accumulation - 1) * others + last
     hidden = hidden + cluster.overlap * accumulation * (passes.forward_s + passes.backward_s)
     whole = accumulation * (np.maximum(passes.forward_s, beside.forward_s) + most + passes.again_s)
-    waited = np.maximum(0.0, whole_backward - others)
-    left = np.maximum(0.0, passes.backward_s - per_step)
+    left = np.maximum(0.0, beside.backward_before_s - per_step)
+    # Neighbours wait as long as the operator does, if there are any.
+    waited = np.where(np.asarray(beside.backward_before_s) > 0, np.maximum(0.0, whole_backward - others), 0.0)
     return np.minimum(hidden, whole) + np.minimum(between_nodes, left + waited)
 
 

@@ -229,8 +229,13 @@ class Cluster(FrozenModel):
 
     @property
     def supports_prefetch(self) -> bool:
-        """Return whether collectives may run beside compute: not where ranks share their node's link [M-cost-3]."""
+        """Return whether those of all ranks may run beside compute: not where ranks share a node's link [M-cost-3]."""
         return self.ranks > 1 and not self.is_hierarchical and not self.devices_by_node
+
+    @property
+    def supports_prefetch_in_nodes(self) -> bool:
+        """Return whether collectives inside nodes may run beside compute, among several nodes."""
+        return self.is_hierarchical and self.devices_per_node > 1
 
     @property
     def has_streams(self) -> bool:

@@ -56,9 +56,11 @@ class Problem:
 
     def with_prefetch(self) -> Problem:
         """Return a copy in which units are prefetched, or the same problem if compute can't hide enough of that."""
-        cluster = self.cluster
-        can_prefetch = self.constraints.capabilities.prefetch and cluster.supports_prefetch
-        if not can_prefetch or cluster.link.all_gather.overlap_fraction < MIN_OVERLAP:
+        cluster, links = self.cluster, self.cluster.hierarchical_links
+        gather = cluster.link.all_gather if cluster.supports_prefetch else None
+        if cluster.supports_prefetch_in_nodes and links is not None:
+            gather = links.intra_node.all_gather
+        if not self.constraints.capabilities.prefetch or gather is None or gather.overlap_fraction < MIN_OVERLAP:
             return self
         bits = int(PREFETCH_FRACTION * self.memory_limit_bytes).bit_length() - 1
         return replace(self, cluster=cluster.model_copy(update={"prefetch_max_bytes": 1 << max(20, bits)}))

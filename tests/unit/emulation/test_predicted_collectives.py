@@ -192,7 +192,7 @@ def emulated_step(plan: ExecutionPlan) -> list[tuple[str, int, int, float]]:
 
 
 def compare(own: list[tuple[str, int, int, float]], expected_s: float, cluster: Cluster, rel: float = 0.02) -> None:
-    """The last bucket has a latency that the planner spreads over as many bytes as go into a bucket: it counts a part."""
+    """The last bucket has a latency that the planner spreads over as many bytes as go into a bucket: it counts some."""
     bucket_s = cluster.link.all_reduce.time_s(0, cluster.ranks)
     found_s = sum(seconds for *_, seconds in own)
     missing_s = min(bucket_s, max(0.0, found_s - expected_s))

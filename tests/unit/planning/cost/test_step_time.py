@@ -141,11 +141,15 @@ def two_nodes_of_two_ranks() -> Cluster:
     return Cluster.model_validate(two_ranks().model_dump() | {"nodes": 2, "hierarchical_links": nodes})
 
 
-def test_overlapped_time_per_microbatch_is_zero_where_ranks_share_node_link() -> None:
+def test_overlapped_time_per_microbatch_is_zero_where_ranks_share_the_link_that_is_used() -> None:
     everywhere, inside = ShardingChoice((Mode.ZDP,)), ShardingChoice((Mode.ZDP,), scope=ShardingScope.NODE)
     for choice in (everywhere, ShardingChoice((Mode.ZDP,), hierarchical=True)):
         assert overlapped_time(linear("one"), choice, two_nodes_of_two_ranks()) == NOTHING
-    assert overlapped_time(linear("one"), inside, two_nodes_of_two_ranks()).per_microbatch_s == 0.0
+    in_nodes = overlapped_time(linear("one"), inside, two_nodes_of_two_ranks())
+    assert in_nodes[:5] == overlapped_time(linear("one"), everywhere, two_ranks())[:5]
+    assert in_nodes.per_microbatch_s > 0
+    without = two_nodes_of_two_ranks().model_copy(update={"prefetch_max_bytes": 0})
+    assert overlapped_time(linear("one"), inside, without).per_microbatch_s == 0.0
     uneven = two_ranks().model_copy(update={"devices_per_node": 3, "devices_by_node": (2, 1)})
     assert overlapped_time(linear("one"), everywhere, uneven) == NOTHING
     one_each = two_ranks().model_copy(update={"nodes": 2, "devices_per_node": 1})
@@ -168,7 +172,8 @@ def test_overlapped_time_includes_inter_node_all_reduce_of_node_scope(slices: tu
 
 
 def test_hidden_s_lets_averages_between_nodes_go_on_beside_compute_and_waiting_inside_nodes() -> None:
-    here, choice = two_nodes_of_two_ranks(), ShardingChoice((Mode.ZDP,), scope=ShardingScope.NODE)
+    choice = ShardingChoice((Mode.ZDP,), scope=ShardingScope.NODE)
+    here = two_nodes_of_two_ranks().model_copy(update={"prefetch_max_bytes": 0})
     found = overlapped_time(linear("one"), choice, here)
     per_pass = communication_time(linear("one"), choice, here).per_microbatch_s
     assert found.whole_backward_s == pytest.approx(per_pass * 2 / 3)  # a gather and a reduction; forward: a gather
@@ -180,6 +185,7 @@ def test_hidden_s_lets_averages_between_nodes_go_on_beside_compute_and_waiting_i
         assert hidden_s(slow._replace(early_reductions_s=0.2), passes, beside, 1, here) == pytest.approx(
             0.6 + found.whole_backward_s
         )
+    assert hidden_s(slow, Passes(0.3, 0.6, 0.0), Beside(0.0, 0.0, 0.6), 1, here) == 0.0  # nothing comes after the first
     shared = slow._replace(per_step_s=0.4)  # on the same link
     passes = Passes(0.3, 0.6, 0.0)
     assert hidden_s(shared, passes, beside, 1, here) == pytest.approx(0.6 + found.whole_backward_s)
