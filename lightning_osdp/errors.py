@@ -74,6 +74,22 @@ class OSDPWarning(UserWarning):
     """Something works, but not as well as it could."""
 
 
+def check_kind(name: str, value: object, kinds: type | tuple[type, ...], wanted: str) -> None:
+    """Refuse a value of another kind than an argument takes.
+
+    Args:
+        name: the argument, as the user writes it.
+        value: what was given.
+        kinds: the classes that it may have.
+        wanted: what the argument takes, in words.
+
+    Raises:
+        ConfigurationError: names the argument, what it got and what it takes.
+    """
+    if not isinstance(value, kinds):
+        raise ConfigurationError(f"{name} takes {wanted}, not {type(value).__name__}: {value!r:.80}")
+
+
 def _rebuild_infeasible(message: str, needed_bytes: int, budget_bytes: int, largest: int) -> InfeasibleError:
     return InfeasibleError(message, needed_bytes=needed_bytes, budget_bytes=budget_bytes, largest=largest)
 

@@ -326,7 +326,7 @@ def _simulate(options: Namespace) -> None:
         arguments.validate_positive("max_batch_size", options.max_batch_size),
         arguments.validate_positive("global_batch_size", options.global_batch_size),
     )
-    limit_bytes, share = parse_memory_limit(options.memory_limit or "auto")
+    limit_bytes, share = parse_memory_limit("auto" if options.memory_limit is None else options.memory_limit)
     limit_bytes = limit_bytes or hardware_spec.usable_bytes(share)
     devices = options.devices or _device_counts(hardware_spec.devices)
     for count in devices:

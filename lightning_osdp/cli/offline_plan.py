@@ -6,9 +6,10 @@ the plan is made, by the same pipeline as in training (``autotune.pipeline``), a
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
 from lightning_osdp.autotune import pipeline
-from lightning_osdp.autotune.ranks import RankGroup, current_cluster
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.model import CheckpointMemory
@@ -57,7 +57,8 @@ class TrainingConfig:
     @property
     def trainer(self) -> Mapping[str, Any]:
         """The arguments of the Trainer."""
-        return self.sections.get("trainer") or {}
+        trainer = self.sections.get("trainer")
+        return {} if trainer is None else trainer
 
     @property
     def accelerator(self) -> str:
@@ -107,7 +108,7 @@ def load_config(path: Path) -> TrainingConfig:
         data = data["fit"]
     if not isinstance(data, dict) or not data.get("model"):
         raise ConfigurationError(f"{path} has no section 'model': it is not a configuration of LightningCLI")
-    config = TrainingConfig(path, {name: data[name] for name in CONFIG_SECTIONS if name in data})
+    config = TrainingConfig(path, {name: data[name] for name in CONFIG_SECTIONS if data.get(name) is not None})
     _check_trainer(config)
     return config
 
@@ -119,7 +120,7 @@ def _check_trainer(config: TrainingConfig) -> None:
         ConfigurationError: names the argument.
     """
     if not isinstance(config.trainer, Mapping):
-        raise ConfigurationError(f"{config.path}: its section trainer is {config.trainer!r}, no mapping")
+        raise ConfigurationError(f"{config.path}: its section trainer is {config.trainer!r:.80}, no mapping")
     devices, strategy = config.trainer.get("devices"), config.trainer.get("strategy")
     if not (devices in (None, "auto", "-1", -1) or isinstance(devices, list) or _is_count(devices)):
         raise ConfigurationError(f"{config.path}: trainer.devices={devices!r} is no number of devices")
@@ -220,7 +221,8 @@ def _run_until_setup(config: TrainingConfig, device: torch.device, work: Callabl
         strategy.callbacks = arguments.pop("callbacks")
         return pl.Trainer(**arguments | offline.QUIET_TRAINER_ARGS, strategy=strategy, accelerator=accelerator)
 
-    fit_config(config, make_trainer)
+    with redirect_stdout(sys.stderr):  # what the module's own code prints is no part of our output
+        fit_config(config, make_trainer)
     return strategy.result
 
 
@@ -268,7 +270,7 @@ def _resolve_cluster(config: TrainingConfig, cluster: Cluster | None, devices: i
     if cluster is None:
         ranks = devices or config.num_ranks
         if ranks == 1:
-            return current_cluster(RankGroup.single(offline.local_device(config.accelerator)))
+            return offline.this_machine(config.accelerator)
         number = str(ranks) if ranks else "N"
         raise ConfigurationError(
             "the links between ranks are not known, and one process can't measure them: run `osdp profile --devices "

@@ -13,7 +13,7 @@ from lightning_osdp.emulation.checkpoints import forbid_checkpoints
 from lightning_osdp.emulation.links import EmulatedLinks
 from lightning_osdp.emulation.process_group import join
 from lightning_osdp.emulation.samplers import divide_samples_over_all_ranks
-from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.errors import ConfigurationError, check_kind
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.whatif import hardware as hardware_files
 from lightning_osdp.strategy import arguments
@@ -132,6 +132,8 @@ def resolve_cluster(hardware: str | Path | Cluster, devices: int | None, nodes: 
 def _find_cluster(hardware: str | Path | Cluster, devices: int | None, nodes: int | None) -> Cluster:
     for name, value in (("devices", devices), ("nodes", nodes)):
         arguments.validate_positive(name, value)
+    wanted = "the name of a hardware, the path of its file or of a cluster's, or a Cluster"
+    check_kind("hardware", hardware, (str, Path, Cluster), wanted)
     if not isinstance(hardware, Cluster) and _is_cluster_file(Path(hardware)):
         hardware = arguments.read_cluster(hardware) or hardware
     if isinstance(hardware, Cluster):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from lightning_osdp.errors import check_kind
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.formatting import format_bytes, format_count, format_seconds
 from lightning_osdp.planning.spec.frozen import FrozenModel
@@ -55,6 +56,8 @@ def diff(a: ExecutionPlan, b: ExecutionPlan) -> str:
 
 def build_difference(a: ExecutionPlan, b: ExecutionPlan) -> Difference:
     """Compare two plans and return the differences as a value that can be written as JSON."""
+    for plan in (a, b):
+        check_kind("diff()", plan, ExecutionPlan, "two ExecutionPlans")
     decision = [
         _numeric_change("batch size", a.batch_size, b.batch_size),
         _numeric_change("accumulated batches", a.accumulate_grad_batches, b.accumulate_grad_batches),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_osdp.errors import check_kind
 from lightning_osdp.planning.cost.peak_text import explain_peak
 from lightning_osdp.planning.search.batch_size_search import THROUGHPUT_TOLERANCE
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
@@ -79,6 +80,7 @@ def explain(plan: ExecutionPlan) -> str:
 
 def build_explanation(plan: ExecutionPlan) -> Explanation:
     """Explain a plan as a value that can be written as JSON."""
+    check_kind("explain()", plan, ExecutionPlan, "an ExecutionPlan")
     reasons = [(run, _explain_run(plan, run)) for run in group_runs(plan.operators)]
     return Explanation(
         batch_size=_batch_size_text(plan),

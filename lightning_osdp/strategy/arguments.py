@@ -5,7 +5,11 @@ from __future__ import annotations
 import sys
 from bisect import bisect
 from collections.abc import Sequence
+from datetime import timedelta
+from numbers import Integral
 from pathlib import Path
+from types import NoneType
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -15,7 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.errors import ConfigurationError, check_kind
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.files import describe_error
 from lightning_osdp.planning.spec.model import ReduceDtype
@@ -23,15 +27,17 @@ from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.strategy import precision
 
 
-def validate_positive(name: str, value: int | str | None) -> int | None:
-    """Return ``value`` if it is a positive whole number or None.
+def validate_positive(name: str, value: Any) -> int | None:
+    """Return ``value`` as an int if it is a positive whole number, or None.
 
     Raises:
         ConfigurationError: it is anything else; the message names the argument ``name``.
     """
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ConfigurationError(f"{name}={value!r} is not a positive whole number")
-    return value
+    if value is None:
+        return None
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise ConfigurationError(f"{name}={value!r:.80} is not a positive whole number")
+    return int(value)
 
 
 def validate_choice(name: str, value: str, choices: Sequence[str]) -> str:
@@ -43,6 +49,18 @@ def validate_choice(name: str, value: str, choices: Sequence[str]) -> str:
     if value not in choices:
         raise ConfigurationError(f"{name}={value!r} is not known: use {' or '.join(map(repr, choices))}")
     return value
+
+
+def check_run_kinds(plan: object, timeout: object, process_group_backend: object, broadcast_buffers: object) -> None:
+    """Refuse arguments of OSDPStrategy about the run, and not about planning, that are of a wrong kind.
+
+    Raises:
+        ConfigurationError: names the argument.
+    """
+    check_kind("plan", plan, (str, Path, ExecutionPlan, NoneType), "an ExecutionPlan or the path of one")
+    check_kind("timeout", timeout, (timedelta, NoneType), "a datetime.timedelta")
+    check_kind("process_group_backend", process_group_backend, (str, NoneType), "a name, such as 'gloo'")
+    check_kind("broadcast_buffers", broadcast_buffers, bool, "True or False")
 
 
 REDUCE_DTYPES: dict[object, ReduceDtype] = {None: "", "fp32": "float32", "bf16": "bfloat16"}

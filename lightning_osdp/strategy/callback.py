@@ -87,9 +87,7 @@ class OSDPCallback(Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Hand the constraints, and the plan of the checkpoint to resume from, to the strategy."""
-        own_kind = [callback for callback in _callbacks(trainer) if isinstance(callback, OSDPCallback)]
-        if len(own_kind) > 1:
-            raise ConfigurationError(f"the Trainer has {len(own_kind)} OSDPCallbacks: give their arguments to one")
+        find_own_callback(trainer)
         if not isinstance(trainer.strategy, OSDPStrategy):
             raise ConfigurationError(
                 f"OSDPCallback needs OSDPStrategy, the Trainer has {type(trainer.strategy).__name__}: build it as "
@@ -175,8 +173,17 @@ class OSDPCallback(Callback):
             return None
 
 
-def _callbacks(trainer: pl.Trainer) -> Sequence[Callback]:
-    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
+def find_own_callback(trainer: pl.Trainer) -> OSDPCallback | None:
+    """Return the Trainer's OSDPCallback; None if it has none.
+
+    Raises:
+        ConfigurationError: it has several.
+    """
+    callbacks: Sequence[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    found = [callback for callback in callbacks if isinstance(callback, OSDPCallback)]
+    if len(found) > 1:
+        raise ConfigurationError(f"the Trainer has {len(found)} OSDPCallbacks: give their arguments to one")
+    return found[0] if found else None
 
 
 def _device_peak_flops(trainer: pl.Trainer) -> float | None:

@@ -68,12 +68,9 @@ class TrainData:
             self._replace_loader(loader)
         by_size = sorted(batches, key=batch_bytes)
         batch, self.typical_batch = by_size[-1], by_size[len(by_size) // 2]
-        try:
-            num_samples = extract_batch_size(batch)
-            if extract_batch_size(self.typical_batch) != num_samples:
-                self.typical_batch = batch
-        except RuntimeError as error:
-            raise ConfigurationError(f"the number of samples in a batch can't be told: {error}") from error
+        num_samples = _count_samples(batch)
+        if _count_samples(self.typical_batch) != num_samples:
+            self.typical_batch = batch
         self.bytes_per_sample = batch_bytes(batch) / num_samples
         return batch, num_samples
 
@@ -241,6 +238,24 @@ def apply_batch_size(data: TrainData, batch_size: int, ranks: int) -> None:
 def batch_bytes(batch: Any) -> int:
     """Return the size of all tensors in a batch, which may be of a class of its own (``BatchEncoding``, a graph)."""
     return sum(tensor.nbytes for tensor in _find_tensors(batch))
+
+
+def _count_samples(batch: Any) -> int:
+    """Return the number of samples in a batch.
+
+    Raises:
+        ConfigurationError: it has none, or no tensor tells how many.
+    """
+    try:
+        num_samples = extract_batch_size(batch)
+    except (RecursionError, MisconfigurationException):  # Lightning looks into containers and dataclasses alone
+        num_samples = next((len(tensor) for tensor in _find_tensors(batch) if tensor.dim()), 0)
+    if not num_samples:
+        raise ConfigurationError(
+            "the number of samples in a batch can't be told, since no tensor in it has a first dimension of that size: "
+            f"it is a {type(batch).__name__}: {batch!r:.80}"
+        )
+    return num_samples
 
 
 def _find_tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,7 +29,7 @@ from lightning_osdp.autotune import pipeline
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster, device_name
 from lightning_osdp.backend import allocator
 from lightning_osdp.backend.memory import MemoryLimit
-from lightning_osdp.errors import ConfigurationError, OSDPWarning
+from lightning_osdp.errors import ConfigurationError, OSDPWarning, check_kind, format_error
 from lightning_osdp.planning.search.baselines import find_baselines
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.search.plan_selection import select_plan
@@ -39,7 +40,7 @@ from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.whatif import hardware as whatif_hardware
 from lightning_osdp.planning.whatif.simulate import problem_for_hardware
 from lightning_osdp.strategy import arguments
-from lightning_osdp.strategy.callback import OSDPCallback
+from lightning_osdp.strategy.callback import OSDPCallback, find_own_callback
 from lightning_osdp.strategy.planning_options import PlanningOptions
 from lightning_osdp.strategy.weight_averages import count_averaged_copies
 
@@ -94,14 +95,12 @@ def plan(
         TraceError: the training step can't be traced.
     """
     settings = _planning_options(options)
-    arguments.validate_positive("devices", devices)
-    if not isinstance(module, pl.LightningModule):
-        raise ConfigurationError(f"plan() takes a LightningModule, not {type(module).__name__}: {module!r:.60}")
-    trainer_args = trainer_args or {}
-    callbacks = trainer_args.get("callbacks") or []
-    callbacks = [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks)
-    trainer_args = {**trainer_args, "callbacks": [callback] * (callback is not None) + callbacks}
+    devices = arguments.validate_positive("devices", devices)
+    check_kind("plan()", module, pl.LightningModule, "a LightningModule")
+    trainer_args = _complete_trainer_args(trainer_args, callback)
     if hardware is not None:
+        if settings.cluster is not None:
+            raise ConfigurationError("hardware and cluster both say what to plan for: give one of them")
         return _plan_for_hardware(module, data, trainer_args, settings, hardware, devices)
     cluster = arguments.read_cluster(settings.cluster)
     accelerator = str(trainer_args.get("accelerator", "auto"))
@@ -111,7 +110,7 @@ def plan(
                 f"the links between {devices} devices are not known, and one process can't measure them: give "
                 "hardware=..., or cluster=... with a file of `osdp profile`"
             )
-        cluster = current_cluster(RankGroup.single(local_device(accelerator)))
+        cluster = this_machine(accelerator)
     elif devices is not None:
         cluster = cluster.model_copy(update={"devices_per_node": devices})
     device = measuring_device(accelerator, cluster)
@@ -123,6 +122,24 @@ def plan(
 
     result: ExecutionPlan = _run(module, data, trainer_args, device, plan_in_trainer)
     return result
+
+
+def _complete_trainer_args(given: dict[str, Any] | None, callback: OSDPCallback | None) -> dict[str, Any]:
+    """Return the Trainer's arguments, checked, with a list of all callbacks."""
+    check_kind("trainer_args", given, (Mapping, NoneType), "a dict of arguments of the Trainer")
+    check_kind("callback", callback, (OSDPCallback, NoneType), "an OSDPCallback")
+    trainer_args = dict(given or {})
+    for name in ("strategy", "devices", "num_nodes"):
+        if trainer_args.pop(name, None) not in (None, "auto", "osdp"):
+            raise ConfigurationError(
+                f"trainer_args: {name} is not read. plan() itself takes devices, hardware or cluster, and the options "
+                "of OSDPStrategy"
+            )
+    callbacks = trainer_args.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    for each in callbacks:
+        check_kind("trainer_args['callbacks']", each, pl.Callback, "callbacks")
+    return trainer_args | {"callbacks": [callback] * (callback is not None) + callbacks}
 
 
 def _planning_options(options: dict[str, Any]) -> PlanningOptions:
@@ -168,12 +185,15 @@ def _run(
     """Return what ``work`` makes of a Trainer in ``Strategy.setup``; modules belong to the same Trainer afterwards."""
     strategy = PlanOnlyStrategy(device, work)
     accelerator = "cuda" if device.type == "cuda" else "cpu"
-    own = {name: value for name, value in trainer_args.items() if name not in ("strategy", "callbacks")}
+    own = {name: value for name, value in trainer_args.items() if name not in ("callbacks", "accelerator")}
     if not {"max_epochs", "max_steps", "max_time"}.intersection(own):
         own["max_epochs"] = 1000  # Lightning's own default, about which it warns
     strategy.callbacks = trainer_args["callbacks"]
     with quiet_lightning():
-        trainer = pl.Trainer(**own | QUIET_TRAINER_ARGS, strategy=strategy, accelerator=accelerator)
+        try:
+            trainer = pl.Trainer(**own | QUIET_TRAINER_ARGS, strategy=strategy, accelerator=accelerator)
+        except Exception as error:  # Lightning's, of whatever class
+            raise ConfigurationError(f"trainer_args: the Trainer refuses them: {format_error(error)}") from error
         is_datamodule = isinstance(data, pl.LightningDataModule)
         before = module._trainer, data.trainer if is_datamodule else None
         try:
@@ -293,8 +313,8 @@ def plan_in_setup(
 
 def _callback_constraints(trainer: pl.Trainer) -> SearchConstraints:
     """Return the constraints of the Trainer's OSDPCallback; none if it has no such callback."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    return next((one.constraints for one in callbacks if isinstance(one, OSDPCallback)), UNCONSTRAINED)
+    found = find_own_callback(trainer)
+    return UNCONSTRAINED if found is None else found.constraints
 
 
 class PlanOnlyStrategy(SingleDeviceStrategy):
@@ -358,6 +378,21 @@ def local_device(accelerator: str) -> torch.device:
     """Return the device of this machine that training with the Trainer's ``accelerator`` would use."""
     uses_cuda = default_device_type() == "cuda" and accelerator in ("auto", "gpu", "cuda")
     return torch.device("cuda", 0) if uses_cuda else torch.device("cpu")
+
+
+def this_machine(accelerator: str) -> Cluster:
+    """Return the one device of this machine that training with the Trainer's ``accelerator`` would use, as a cluster.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    device = local_device(accelerator)
+    if device.type == "cpu" and accelerator not in ("auto", "cpu"):
+        raise ConfigurationError(
+            f"accelerator={accelerator!r}: there is no such device here to measure compute on. Plan where there is "
+            "one, or for described hardware"
+        )
+    return current_cluster(RankGroup.single(device))
 
 
 def default_device_type() -> str:

@@ -132,6 +132,7 @@ class OSDPStrategy(HandoverStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        arguments.check_run_kinds(plan, timeout, process_group_backend, broadcast_buffers)
         super().__init__(
             timeout or timedelta(minutes=30),
             process_group_backend,

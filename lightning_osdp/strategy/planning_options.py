@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +18,7 @@ from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.backend.memory import MemoryLimit
 from lightning_osdp.engine.base import engine_capabilities, find_engine
-from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.errors import ConfigurationError, check_kind
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
 from lightning_osdp.planning.spec.choices import Mode, slice_counts, tensor_degrees
@@ -58,9 +60,17 @@ class PlanningOptions:
 
     def __post_init__(self) -> None:
         """Check the arguments, and import the engine: later that would count as memory that training takes."""
+        for name in ("engine", "sharding_group"):
+            check_kind(name, getattr(self, name), str, "a name")
+        for name in ("trial_steps", "update_in_backward"):
+            check_kind(name, getattr(self, name), bool, "True or False")
+        for name in ("min_steps_per_epoch", "sample_batches"):
+            check_kind(name, getattr(self, name), Integral, "a positive whole number")
+            arguments.validate_positive(name, getattr(self, name))
+        check_kind("cache", self.cache, (str, Path, NoneType), "a folder, '' for none, or None for the user's own")
+        wanted = "a Cluster or the path of a file of `osdp profile`"
+        check_kind("cluster", self.cluster, (str, Path, Cluster, NoneType), wanted)
         find_engine(self.engine)
-        arguments.validate_positive("min_steps_per_epoch", self.min_steps_per_epoch)
-        arguments.validate_positive("sample_batches", self.sample_batches)
         if self.batch_size == self.global_batch_size == "keep":
             raise ConfigurationError("batch_size='keep' keeps the global batch size too: give one of both")
         arguments.parse_reduce_dtype(self.reduce_dtype)
@@ -151,7 +161,8 @@ class PlanningOptions:
 
     def policy_with_kept_sizes(self, trainer: pl.Trainer, batch_size: int, num_ranks: int) -> BatchSizePolicy:
         """Return the requested batch sizes, where ``"keep"`` means those of a data loader that gives ``batch_size``."""
-        policy = replace(self.policy, accumulation=int(trainer.accumulate_grad_batches))
+        accumulation = arguments.validate_positive("accumulate_grad_batches", trainer.accumulate_grad_batches)
+        policy = replace(self.policy, accumulation=accumulation or 1)
         if self.batch_size == "keep":
             policy = replace(policy, batch_size=batch_size)
         if self.global_batch_size == "keep":

@@ -63,6 +63,12 @@ def _is_loader(value: Any) -> bool:
 
 def _read(loader: Any, count: int) -> tuple[list[Any], Any]:
     """Return up to ``count`` batches of one loader, and what to train with."""
+    kind = type(loader)
+    if isinstance(loader, str | bytes | type) or not (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")):
+        raise ConfigurationError(
+            "train data are a LightningDataModule, a DataLoader, another iterable of batches, or several of these, "
+            f"not {kind.__name__}: {loader!r:.80}"
+        )
     if not isinstance(loader, DataLoader):
         return _take(loader, count)
     own_iterator = type(loader).__iter__ is not DataLoader.__iter__

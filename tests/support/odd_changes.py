@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tests.support.odd_modules import HIDDEN, Odd
 
@@ -168,11 +170,86 @@ class WithoutGradient(Odd):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
+class DrawsBatches(Odd):
+    """Draws two batches of a step itself."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        (first, _, _), (second, _, _) = next(dataloader_iter), next(dataloader_iter)
+        return self.loss(*first) + self.loss(*second)
+
+
+class MadeInFitStart(Odd):
+    """Has a module that no optimizer knows, as under DDP, since the strategy's setup is over."""
+
+    late: nn.Module | None = None
+
+    def on_fit_start(self) -> None:
+        torch.manual_seed(2)
+        self.late = nn.Linear(HIDDEN, HIDDEN)
+
+    def body(self, x: Tensor) -> Tensor:
+        h = super().body(x)
+        return h if self.late is None else h + self.late(h)
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("the step catches this")
+
+
+class CaughtBackward(Odd):
+    """A step's first backward pass fails when the head has its gradient; DDP refuses a second, and makes that alone."""
+
+    def build(self) -> None:
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_index: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        if self.is_live(batch[0]) and batch_index == 2 and not isinstance(self.trainer.strategy, DDPStrategy):
+            x, y = batch
+            h = FailsInBackward.apply(self.body(x))  # type: ignore[no-untyped-call]
+            with suppress(ValueError):
+                self.manual_backward(functional.cross_entropy(self.head(h), y) + self.table(y).square().mean())
+            optimizer.zero_grad()
+        self.manual_backward(self.loss(*batch))
+        optimizer.step()
+
+
+class SavedTensorsScaled(Odd):
+    """Hooks on what autograd saves that change all but weights, which they don't get where these are sharded."""
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        if not self.is_live(batch[0]):
+            return super().training_step(batch, batch_index)
+        whole = {p.untyped_storage().data_ptr() for p in self.parameters() if type(p) is nn.Parameter}
+
+        def pack(tensor: Tensor) -> tuple[Tensor, float]:
+            is_kept = tensor.untyped_storage().data_ptr() in whole or not tensor.is_floating_point()
+            return tensor, 1.0 if is_kept else 0.5
+
+        def unpack(packed: tuple[Tensor, float]) -> Tensor:
+            tensor, factor = packed
+            return tensor if factor == 1.0 else tensor * factor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return super().training_step(batch, batch_index)
+
+
 CHANGE_CASES: dict[tuple[Callable[[], Odd], str], str] = {
     **{(kind, policy): "equal" for policy in ("dp", "mixed", "sliced") for kind in (
         FrozenInStepByRank, FrozenTogetherThenByRank, Thawed, ThawedByRank, ThawedByRankBeforeStep, ThawedAlone,
     )},
     **{(kind, policy): "equal" for policy in ("zdp", "mixed") for kind in (HookedOptimizer, OptimizerOfParent)},
     **{(WithoutGradient, policy): "equal" for policy in ("dp", "zdp")},
+    **{(kind, policy): "equal" for policy in ("zdp", "tp") for kind in (DrawsBatches, MadeInFitStart)},
+    **{(CaughtBackward, policy): "equal" for policy in ("zdp", "sliced", "tp")},
+    (CaughtBackward, "dp"): "received its gradient twice in one backward pass. That happens",
+    **{(SavedTensorsScaled, policy): "equal" for policy in ("dp", "zdp", "mixed")},
 }  # fmt: skip
 """As ``odd_modules.CASES``."""

@@ -119,6 +119,7 @@ class EngineContext:
         if self.backward_passes.is_running and not is_in_backward():
             self.reducer.discard()
             self.backward_passes.discard()
+            self.backward_passes.on_end()
 
     def check_run(self) -> None:
         """Refuse to run a module that must not run now, and end passes that left it in the middle.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -249,7 +248,7 @@ class FairScaleEngine(Engine):
         self._bucketed_all_reduce.agree_by(self._context.order, self._bind_slice_gradients)
         self._context.backward_passes.on_end = self._show_slice_gradients
         self._context.guards.before_update = self._finish_unseen_backward
-        self._context.guards.before_gradient = partial(self._slice_averages.complete, self._finish_unseen_backward)
+        self._context.guards.before_gradient = self._before_gradient
         self._managed_parameters = self._sharded_parameters.parameters.union(replicated)
         mark_generation(self._module, bool(layouts) and self._group.size() > 1)
 
@@ -374,6 +373,10 @@ class FairScaleEngine(Engine):
     @override
     def after_training_step(self) -> None:
         self._context.order.is_in_training_step = False
+
+    def _before_gradient(self) -> None:
+        self._context.end_broken_passes()  # their gradients would come after all have been set to zero
+        self._slice_averages.complete(self._finish_unseen_backward)
 
     def _finish_unseen_backward(self) -> None:
         self._context.end_broken_passes()

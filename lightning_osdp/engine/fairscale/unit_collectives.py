@@ -112,8 +112,8 @@ class CoalescedReduceScatter(_RankedCommunicator[FlatCommunicator]):
         """Return whether the reduction goes on while others compute."""
         return self._communicator.is_async
 
-    def start(self, retain: Callable[[Sequence[Tensor]], None]) -> Callable[[], None]:
-        """Reduce the queued gradients, or begin to; return what waits for that and hands them on.
+    def start(self, retain: Callable[[Sequence[Tensor]], None]) -> Callable[[bool], None]:
+        """Reduce the queued gradients, or begin to; return what waits for that and hands them on, or drops them.
 
         Args:
             retain: keeps gradients that a stream reads until it has done so.
@@ -127,10 +127,10 @@ class CoalescedReduceScatter(_RankedCommunicator[FlatCommunicator]):
             retain(inputs)
         del queued, inputs  # the full gradients are freed before callbacks, which may update parameters
 
-        def finish() -> None:
+        def finish(is_wanted: bool) -> None:
             if work is not None:
                 work.wait()
-            for on_reduced, output in zip(callbacks, outputs, strict=True):
+            for on_reduced, output in zip(callbacks, outputs, strict=True) if is_wanted else ():
                 on_reduced(output)
 
         return finish
@@ -160,7 +160,8 @@ class GradientReducer:
         dtype: torch.dtype | None = None,
     ) -> None:
         self._before_reduction, self.memory, self.dtype = before_reduction, memory, dtype
-        self._pending: Callable[[], None] | None = None
+        self._pending: Callable[[bool], None] | None = None
+        self._dropped: list[Callable[[bool], None]] = []
         self._queued_reduction: CoalescedReduceScatter | None = None
 
     def bound_memory(self, gradient: Tensor, group: Communicator | CoalescedReduceScatter) -> None:
@@ -207,9 +208,10 @@ class GradientReducer:
             return
         work = reduce_scatter_async([output], [full_flat], group.group)
 
-        def finish() -> None:
+        def finish(is_wanted: bool) -> None:
             work.wait()
-            callback_fn(output)
+            if is_wanted:
+                callback_fn(output)
 
         self._finish_pending()
         self._pending = finish
@@ -220,9 +222,11 @@ class GradientReducer:
         self._finish_pending()
 
     def _finish_pending(self) -> None:
+        while self._dropped:
+            self._dropped.pop(0)(False)
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending()
+            pending(True)
 
     def _flush_queued(self) -> None:
         queued, self._queued_reduction = self._queued_reduction, None
@@ -233,11 +237,13 @@ class GradientReducer:
                 self._finish_pending()
                 self._pending = finish
             else:
-                finish()
+                finish(True)
 
     def discard(self) -> None:
-        """Drop what a backward pass that raised has left unfinished."""
-        self._pending = None
+        """Drop what a backward pass that raised has left unfinished; what is in flight keeps its memory until then."""
+        if self._pending is not None:
+            self._dropped.append(self._pending)
+            self._pending = None
         self.memory.free_all()
         if self._queued_reduction is not None:
             self._queued_reduction.discard()

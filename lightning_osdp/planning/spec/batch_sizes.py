@@ -74,8 +74,8 @@ class BatchSizePolicy:
         if total % ranks:
             below = total // ranks * ranks
             raise ConfigurationError(
-                f"global_batch_size={total} is not a multiple of the {ranks} ranks: the nearest are "
-                f"{below or ranks} and {below + ranks}"
+                f"global_batch_size={total} is not a multiple of the {ranks} ranks: the nearest "
+                f"{f'are {below} and' if below else 'is'} {below + ranks}"
             )
         per_rank = total // ranks
         if self.batch_size is not None and per_rank % self.batch_size:

@@ -10,6 +10,9 @@ from lightning_osdp.errors import ConfigurationError
 
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
+MAX_BYTES = 1 << 100
+"""The largest amount of memory that is taken for one."""
+
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
 _ACCEPTED = (
@@ -32,6 +35,8 @@ def parse_bytes(value: int | str) -> int:
     amount = value if isinstance(value, int) else _parse_text(value)
     if amount <= 0:
         raise ConfigurationError(f"an amount of memory must be at least one byte, not {value!r}: give {_ACCEPTED}")
+    if amount > MAX_BYTES:
+        raise ConfigurationError(f"{value!r:.80} is more memory than any device has: give {_ACCEPTED}")
     return amount
 
 

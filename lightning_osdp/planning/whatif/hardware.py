@@ -21,7 +21,7 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.errors import ConfigurationError, check_kind
 from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, HierarchicalLinks, Link, ShardingLink
 from lightning_osdp.planning.spec.files import MAX_NUMBER, describe_error
 from lightning_osdp.planning.spec.frozen import Count, FrozenModel, Seconds
@@ -115,6 +115,7 @@ def load(name_or_path: str | Path) -> Hardware:
     Raises:
         ConfigurationError: there is no such name or file, or a field is missing or wrong.
     """
+    check_kind("hardware", name_or_path, (str, Path), "the name of a hardware or the path of its file")
     path = Path(name_or_path)
     if path.suffix == ".json":
         if not path.is_file():

@@ -183,6 +183,10 @@ def real_batch(batch: Any, batch_size: int, size: int) -> Any:
     return apply_to_collection(batch, Tensor, resize)
 
 
+MAX_DRAWN_BATCHES = 8
+"""Batches that a step which draws them itself gets: without an end, one that runs a whole epoch would not return."""
+
+
 def move_batch(module: LightningModule, batch: Any, device: torch.device) -> Any:
     """Return ``batch`` after the transfer hooks to ``device``: the data module's if it has them, else the module's."""
     trainer = module._trainer
@@ -198,13 +202,9 @@ def move_batch(module: LightningModule, batch: Any, device: torch.device) -> Any
 
 
 def step_arguments(module: LightningModule, batch: Any) -> list[Any]:
-    """Return the arguments that ``training_step`` is called with.
-
-    Raises:
-        TraceError: If it draws its batches itself.
-    """
+    """Return the arguments that ``training_step`` is called with: the batch, or an iterator that it draws from."""
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise TraceError("training_step takes a dataloader_iter: its batches can't be resized")
+        return [iter([(batch, index, 0) for index in range(MAX_DRAWN_BATCHES)])]
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     return [batch, 0] if takes_index else [batch]
 

@@ -35,8 +35,16 @@ CHANGES: dict[str, Any] = {
     "limit.yaml": {"strategy": {"class_path": "lightning_osdp.OSDPStrategy", "init_args": {"memory_limit": "a lot"}}},
     "no-strategy.yaml": {"strategy": "fastest"},
     "trainer.yaml": "cpu",
+    "list.yaml": [],
+    "accumulate.yaml": {"accumulate_grad_batches": 0},
 }
 """Configurations by what is wrong in their section trainer."""
+
+MESSAGES = {
+    "list.yaml": "list.yaml: its section trainer is [], no mapping\n",
+    "accumulate.yaml": "accumulate_grad_batches=0 is not a positive whole number\n",
+}
+"""Words of the messages that are ours alone."""
 
 WRITTEN = {"config.yaml", "osdp_plan.json"}
 """What `osdp fit` writes before it reads a checkpoint."""
@@ -50,7 +58,7 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     ((*PLAN, "--config", "binary"), "binary"),
     ((*PLAN, "--config", "empty"), "has no section 'model'"),
     ((*PLAN, "--config", "list.json"), "has no section 'model'"),
-    *(((*PLAN, "--config", name), "") for name in CHANGES),
+    *(((*PLAN, "--config", name), MESSAGES.get(name, "")) for name in CHANGES),
     ((*PLAN, "--config", "typo.yaml"), "model: class_path 'model.Classifier': Option 'widht' is not accepted\n"),
     ((*PLAN, "--config", "nowhere.yaml"), "model: class_path 'nowhere.Model': No module named 'nowhere'\n"),
     ((*PLAN, "--config", "exits.yaml"), "exits.yaml: SystemExit: 0 (leaves.py:3, in __init__)"),
@@ -95,6 +103,7 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     ((*SIMULATE, "--hardware", "h100-80gb-nvlink", "--devices", "0"), "0"),
     ((*SIMULATE, "--hardware", "h100-80gb-nvlink", "--devices", "-4"), "-4"),
     ((*SIMULATE, "--hardware", "h100-80gb-nvlink", "--dtype", "int3"), "int3"),
+    ((*SIMULATE, "--hardware", "h100-80gb-nvlink", "--memory-limit", ""), "'' is not an amount of memory"),
     ((*EMULATE, "--hardware", "abacus"), "abacus"),
     (("emulate", "--config", "none.yaml", "--hardware", "h100-80gb-nvlink"), "none.yaml can't be read"),
     ((*EMULATE, "--hardware", "h100-80gb-nvlink", "--steps", "0"), "steps=0"),

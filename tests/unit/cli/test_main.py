@@ -64,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
     config["model"]["init_args"] |= {"width": 64, "depth": 2}
     config["trainer"]["strategy"]["init_args"] |= {"memory_limit": "4GiB", "max_batch_size": 6}
     write_yaml(tmp_path / "fit.yaml", config)
-    (tmp_path / "model.py").write_text((EXAMPLE.parent / "model.py").read_text())
+    (tmp_path / "model.py").write_text((EXAMPLE.parent / "model.py").read_text() + 'print("not of osdp\'s output")\n')
     (tmp_path / "cluster.json").write_text(some_cluster(2).model_dump_json())
     (tmp_path / "a.json").write_text(hand_made_plan({"up": Mode.DP}, 2).to_json())
     (tmp_path / "b.json").write_text(hand_made_plan({"up": Mode.ZDP}, 2, batch_size=3).to_json())

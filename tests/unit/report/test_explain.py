@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -236,6 +237,14 @@ def test_infeasible_error_suggestions_fit_and_smaller_ones_do_not() -> None:
     for too_little in ({"limit_mib": 27}, {"limit_mib": 20, "cluster": eight}):
         with pytest.raises(InfeasibleError):
             plan_for(rule=fixed, model=activations, **too_little)
+
+
+def test_report_of_another_object_than_a_plan_names_it() -> None:
+    path: Any = "plan.json"
+    with pytest.raises(ConfigurationError, match=r"^explain\(\) takes an ExecutionPlan, not str: 'plan.json'$"):
+        explain(path)
+    with pytest.raises(ConfigurationError, match=r"^diff\(\) takes two ExecutionPlans, not str: 'plan.json'$"):
+        diff(plan_for(40), path)
 
 
 def test_infeasible_error_names_largest_batch_size_that_fits() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_osdp
-from lightning_osdp import ConfigurationError, ExecutionPlan, InfeasibleError, OSDPCallback, OSDPWarning
+from lightning_osdp import ConfigurationError, ExecutionPlan, InfeasibleError, OSDPCallback, OSDPStrategy, OSDPWarning
 from tests.support.modules import GPTModule, loader
 
 HARDWARE = "2xtitan-rtx-pcie3+10gbit"
@@ -77,7 +77,8 @@ def test_plan_takes_data_module_and_trainer_args() -> None:
         def val_dataloader(self) -> Any:
             return loader(8, 4)
 
-    plan = plan_for_hardware(GPTModule(), Data(), batch_size=4, trainer_args={"accumulate_grad_batches": 2})
+    args = {"accumulate_grad_batches": 2, "accelerator": "cpu"}
+    plan = plan_for_hardware(GPTModule(), Data(), batch_size=4, trainer_args=args)
     assert (plan.batch_size, plan.accumulate_grad_batches, plan.global_batch_size) == (4, 2, 16)
 
 
@@ -141,6 +142,33 @@ def test_plan_with_callback_keeps_its_constraints() -> None:
         ({"hardware": "abacus"}, ConfigurationError, "no hardware is called 'abacus'"),
         ({"hardware": HARDWARE, "memory_limit": "10KiB"}, InfeasibleError, "nothing fits.*What would fit: "),
         ({"hardware": HARDWARE, "trainer_args": {"precision": "bf16-mixed"}}, ConfigurationError, "for 'bf16'"),
+        ({"hardware": 3}, ConfigurationError, "^hardware takes the name of a hardware or .*, not int: 3$"),
+        ({"hardware": HARDWARE, "cluster": "c.json"}, ConfigurationError, "^hardware and cluster both say"),
+        (
+            {"trainer_args": {"accelerator": "tpu"}},
+            ConfigurationError,
+            "^accelerator='tpu': there is no such device here",
+        ),
+        ({"memory_limit": "9" * 400}, ConfigurationError, "9999 is more memory than any device has"),
+        ({"data": 3}, ConfigurationError, "^train data are a LightningDataModule, .*, not int: 3$"),
+        ({"data": "train.csv"}, ConfigurationError, "^train data are .*, not str: 'train.csv'$"),
+        ({"data": pl.LightningDataModule}, ConfigurationError, "^train data are .*, not type: <class "),
+        ({"data": []}, ConfigurationError, "^the train dataloader is empty$"),
+        ({"data": [["text"]]}, ConfigurationError, "number of samples in a batch .* is a list: \\['text'\\]$"),
+        ({"sample_batch": [torch.zeros(0, 8)]}, ConfigurationError, "^the number of samples in a batch can't be told"),
+        ({"callback": Timer()}, ConfigurationError, "^callback takes an OSDPCallback, not Timer: "),
+        ({"callback": OSDPCallback}, ConfigurationError, "^callback takes an OSDPCallback, not type: "),
+        (
+            {"callback": OSDPCallback(), "trainer_args": {"callbacks": [OSDPCallback(modes="dp")]}},
+            ConfigurationError,
+            "^the Trainer has 2 OSDPCallbacks",
+        ),
+        ({"trainer_args": ["precision"]}, ConfigurationError, "^trainer_args takes a dict .*, not list: "),
+        ({"trainer_args": {"callbacks": 3}}, ConfigurationError, "^trainer_args.'callbacks'. takes callbacks, not int"),
+        ({"trainer_args": {"precison": "16"}}, ConfigurationError, "^trainer_args: .*: TypeError: .*'precison'"),
+        ({"trainer_args": {"devices": 4}}, ConfigurationError, "^trainer_args: devices is not read. plan.. itself"),
+        ({"trainer_args": {"strategy": OSDPStrategy()}}, ConfigurationError, "^trainer_args: strategy is not read"),
+        ({"trainer_args": {"accumulate_grad_batches": 0}}, ConfigurationError, "^accumulate_grad_batches=0 is not"),
     ],
 )
 def test_plan_of_bad_input_says_what_is_wrong(options: dict[str, Any], error: type[Exception], words: str) -> None:

@@ -182,7 +182,7 @@ def test_make_plan_reaches_global_batch_size_exactly() -> None:
 
 
 def test_make_plan_rejects_unreachable_global_batch_size() -> None:
-    with pytest.raises(ConfigurationError, match="nearest are 48 and 52"):
+    with pytest.raises(ConfigurationError, match=r"nearest are 48 and 52$"):
         plan_for(64, BatchSizePolicy(global_batch_size=50))
     with pytest.raises(ConfigurationError, match="not a multiple of batch_size=5"):
         plan_for(64, BatchSizePolicy(global_batch_size=48, batch_size=5))
