@@ -11,6 +11,7 @@ import json
 import linecache
 import os
 import re
+import signal
 import sys
 import tempfile
 import threading
@@ -44,6 +45,12 @@ _DISTRIBUTED_MODULES = {
 _COLLECTIVE_MODULES = {f"lightning_osdp.backend.{name}" for name in ("collectives", "hierarchical", "cpu.ring", "work")}
 """Modules whose functions wait for other ranks."""
 
+_SIGNAL = getattr(signal, "SIGURG", None)
+"""What asks the main thread for its calls: hardly anything uses it, and without a handler it is ignored."""
+
+ANSWER_S = 0.2
+"""Seconds in which it answers."""
+
 _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 """A call in what ``faulthandler`` writes."""
 
@@ -71,18 +78,33 @@ class _Call(NamedTuple):
 
 
 def _main_thread_calls() -> list[_Call]:
-    """Return the calls of the main thread, the innermost first; nothing where no file can be written.
+    """Return the calls of the main thread, the innermost first; nothing where it can't be asked.
 
-    ``faulthandler`` reads them while no other thread can run. To follow ``f_back`` from another thread is not safe
-    while the main one runs: in CPython 3.11 a process has crashed in it (segmentation fault).
+    A signal has ``faulthandler`` write them from that thread itself. To read frames or states of running threads from
+    another one is not safe: in CPython 3.11 processes have crashed in ``f_back`` and in dumps of all threads.
     """
-    with suppress(OSError), tempfile.TemporaryFile("w+", errors="replace") as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        # It begins "Thread 0x..." or, if the main thread asks, "Current thread 0x...".
-        _, _, text = file.read().partition(f"hread 0x{threading.main_thread().ident:016x} ")
-        return [_Call(name, int(line), function) for name, line, function in _CALL.findall(text.partition("\n\n")[0])]
-    return []
+    main, file = threading.main_thread().ident, _file_of_calls(os.getpid())
+    if _SIGNAL is None or main is None or file is None or signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
+        return []
+    os.ftruncate(file.fileno(), 0)
+    os.lseek(file.fileno(), 0, os.SEEK_SET)
+    faulthandler.unregister(_SIGNAL)
+    faulthandler.register(_SIGNAL, file, all_threads=False)  # each time: Lightning resets handlers after a run
+    signal.pthread_kill(main, _SIGNAL)
+    text, before, end_s = b"", b"", time.perf_counter() + ANSWER_S
+    while (not text or text != before) and time.perf_counter() < end_s:
+        time.sleep(ANSWER_S / 100)
+        before, text = text, os.pread(file.fileno(), 1 << 20, 0)
+    calls = _CALL.findall(text.decode(errors="replace"))
+    return [_Call(name, int(line), function) for name, line, function in calls]
+
+
+@cache
+def _file_of_calls(process: int) -> Any:
+    """Return the file into which the main thread of a process writes its calls; it stays open, for a late answer."""
+    with suppress(OSError):
+        return tempfile.TemporaryFile()
+    return None
 
 
 @cache
@@ -109,6 +131,7 @@ class BlockedWatch:
     """Tells how long the main thread has been blocked. One thread looks every now and then."""
 
     def __init__(self) -> None:
+        self._counts: tuple[int, int] | None = None
         self._progress: tuple[object, ...] = ()
         self._since_s = self._window_s = self._transport_s = 0.0
 
@@ -118,11 +141,13 @@ class BlockedWatch:
         Args:
             progress: counts what this rank has done; while it grows, nothing is blocked.
         """
-        operation, now_s = find_blocking_operation(), time.monotonic()
+        before, self._counts = self._counts, (progress, _num_collectives())
+        # The main thread is not disturbed while it gets on.
+        operation = find_blocking_operation() if self._counts == before else ""
         if not operation:
             self._progress = ()
             return Wait()
-        current = operation, progress, _num_collectives()
+        current, now_s = (operation, *self._counts), time.monotonic()
         is_moving = current != self._progress
         if is_moving or now_s - self._window_s > TRANSFER_WINDOW_S:
             transport_s = _transport_seconds()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import signal
 import threading
 import time
 from typing import Any
@@ -100,7 +101,13 @@ def test_ranks_of_which_some_may_go_on_are_left_alone(clock: Clock, waits: Any) 
     assert find_mutual_wait(clock, *waits) == ""
 
 
-def test_operation_of_the_main_thread_is_read_from_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("after_reset", [False, True])
+def test_operation_of_the_main_thread_is_read_from_another_one(
+    monkeypatch: pytest.MonkeyPatch, after_reset: bool
+) -> None:
+    """Also after a Trainer has reset all handlers of signals."""
+    if after_reset:
+        signal.signal(signal.SIGURG, signal.SIG_DFL)
     monkeypatch.setattr(blocked_thread, "_DISTRIBUTED_MODULES", {"threading"})
     barrier, found = threading.Barrier(2), list[str]()
 
