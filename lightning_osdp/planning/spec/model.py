@@ -183,15 +183,16 @@ class Operator(FrozenModel):
         These have the same class, and the same parameters except for their names.
         """
         shapes = tuple(
-            (p.shape, p.trainable, p.optimizer_bytes, p.gradient_order, p.read_in_backward, *_element_bytes(p))
+            (p.shape, p.trainable, p.optimizer_bytes, p.gradient_order, *_reading(p))
             for p in self.parameters
         )
         sharding = (self.calls, bool(self.replicated_reason), self.tied, self.split_dims, self.num_wrapped)
         return (self.kind, shapes, sharding, self.flops_per_sample)
 
 
-def _element_bytes(parameter: ParameterInfo) -> tuple[int, int, int]:
-    return parameter.element_bytes, parameter.cast_element_bytes, parameter.reduce_element_bytes
+def _reading(parameter: ParameterInfo) -> tuple[object, ...]:
+    own, cast, reduced = parameter.element_bytes, parameter.cast_element_bytes, parameter.reduce_element_bytes
+    return own, cast, reduced, parameter.read_in_backward, parameter.looked_up
 
 
 class Moment(FrozenModel):
