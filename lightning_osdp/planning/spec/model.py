@@ -183,8 +183,7 @@ class Operator(FrozenModel):
         These have the same class, and the same parameters except for their names.
         """
         shapes = tuple(
-            (p.shape, p.trainable, p.optimizer_bytes, p.gradient_order, *_reading(p))
-            for p in self.parameters
+            (p.shape, p.trainable, p.optimizer_bytes, p.gradient_order, *_reading(p)) for p in self.parameters
         )
         sharding = (self.calls, bool(self.replicated_reason), self.tied, self.split_dims, self.num_wrapped)
         return (self.kind, shapes, sharding, self.flops_per_sample)
