@@ -27,6 +27,7 @@ def test_launcher_in_notebook_refuses_several_devices_and_says_what_works(proces
 def test_first_rank_that_fails_before_ranks_are_connected_ends_those_it_has_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)  # other tests may have left it, and then no process is started
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     started = Launcher(LightningEnvironment(), num_processes=2, num_nodes=1)
     ended: list[int] = []
