@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from lightning_osdp.backend.collectives import all_reduce_async
 from lightning_osdp.errors import ShardingError
-from lightning_osdp.planning.spec.cluster import BUCKET_BYTES, UNBUCKETED_BYTES
+from lightning_osdp.planning.spec.cluster import BUCKET_BYTES, UNBUCKETED_BYTES, size_on
 from lightning_osdp.planning.spec.model import NOT_USED
 from lightning_osdp.planning.spec.plan import OperatorPlan
 
@@ -357,24 +357,21 @@ def _make_buckets(parameters: Iterable[nn.Parameter]) -> list[_Bucket]:
     """
     buckets: list[_Bucket] = []
     open_buckets: dict[torch.dtype, tuple[_Bucket, int]] = {}
-    ends: dict[_Bucket, int] = {}
-    for position, parameter in enumerate(reversed(list(parameters))):
-        device = parameter.device.type if parameter.device.type in BUCKET_BYTES else "cuda"
-        if parameter.nbytes >= UNBUCKETED_BYTES[device]:
+    positions = {parameter: position for position, parameter in enumerate(reversed(list(parameters)))}
+    for parameter in positions:
+        if parameter.nbytes >= size_on(parameter.device.type, UNBUCKETED_BYTES):
             buckets.append(_Bucket([parameter], unbucketed=True, missing={parameter}))
-            ends[buckets[-1]] = position
             continue
         bucket, filled_bytes = open_buckets.get(parameter.dtype, (None, 0))
-        if bucket is None or filled_bytes + parameter.nbytes > BUCKET_BYTES[device]:
+        if bucket is None or filled_bytes + parameter.nbytes > size_on(parameter.device.type, BUCKET_BYTES):
             bucket, filled_bytes = _Bucket([], unbucketed=False), 0
             buckets.append(bucket)
         bucket.parameters.append(parameter)
         bucket.missing.add(parameter)
         open_buckets[parameter.dtype] = (bucket, filled_bytes + parameter.nbytes)
-        ends[bucket] = position
     if not buckets:
         return []
-    buckets.sort(key=ends.__getitem__)
+    buckets.sort(key=lambda bucket: positions[bucket.parameters[-1]])
     last = next((bucket for bucket in reversed(buckets) if not bucket.unbucketed), buckets[-1])
     last.unbucketed = False
     return [*(bucket for bucket in buckets if bucket is not last), last]

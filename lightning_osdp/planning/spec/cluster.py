@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
@@ -22,6 +22,11 @@ last one is reduced when nothing is left to compute. [M-cost-13]"""
 
 UNBUCKETED_BYTES = {"cpu": 1 << 20, "cuda": BUCKET_BYTES["cuda"]}
 """By device type: larger replicated gradients are all-reduced in place, without a bucket. [M-cost-2]"""
+
+
+def size_on(device_type: str, sizes: Mapping[str, int]) -> int:
+    """Return the size for a type of device: that of CUDA, unless the type has its own."""
+    return sizes.get(device_type, sizes["cuda"])
 
 
 class CollectiveFit(FrozenModel):
@@ -229,7 +234,7 @@ class Cluster(FrozenModel):
 
     @property
     def supports_prefetch(self) -> bool:
-        """Return whether those of all ranks may run beside compute: not where ranks share a node's link [M-cost-3]."""
+        """Return whether collectives of all ranks may run beside compute: not where some share a link [M-cost-3]."""
         return self.ranks > 1 and not self.is_hierarchical and not self.devices_by_node
 
     @property
@@ -250,12 +255,12 @@ class Cluster(FrozenModel):
     @property
     def unbucketed_bytes(self) -> int:
         """Size from which a replicated gradient is all-reduced in place."""
-        return UNBUCKETED_BYTES.get(self.device_type, UNBUCKETED_BYTES["cuda"])
+        return size_on(self.device_type, UNBUCKETED_BYTES)
 
     @property
     def bucket_bytes(self) -> int:
         """Largest size of a bucket of replicated gradients."""
-        return BUCKET_BYTES.get(self.device_type, BUCKET_BYTES["cuda"])
+        return size_on(self.device_type, BUCKET_BYTES)
 
     @property
     def allocates_on_write(self) -> bool:

@@ -1,4 +1,4 @@
-"""Which parameters a step reads by autocast's casts, or for rows, alone, so that they may be gathered in its type.
+"""Which parameters a step only casts by autocast or looks rows up in: they may be gathered in autocast's type.
 
 That is proven by the recorded step: every aten call that gets a parameter's memory is such a cast of the whole of it,
 or looks rows up in it under autocast. What is read in another way anywhere, as by a norm, a bag of embeddings, or where
