@@ -113,9 +113,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no cell that would end later")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="cells at the same time (default: all cores)")
     parser.add_argument("--precision", default=FULL, choices=(FULL, "bf16-mixed"))
-    parser.add_argument(
-        "--json", type=Path, help="default: in docs/benchmarks, by the precision"
-    )
+    parser.add_argument("--json", type=Path, help="default: in docs/benchmarks, by the precision")
     parser.add_argument("--fresh", action="store_true", help="run again what is kept there")
     parser.add_argument("--write", action="store_true", help="write the page of what is there")
     args = parser.parse_args()
