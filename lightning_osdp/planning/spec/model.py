@@ -203,6 +203,8 @@ class Moment(FrozenModel):
     live: LinearInBatch
     """Largest sum of live bytes in this stretch, over tensors that are neither parameters, parameter gradients,
     optimizer states nor buffers: activations kept for backward, temporaries, the batch itself."""
+    within: tuple[Size, ...] = ()
+    """Operators that enclose others, as indices, in the run of whose modules this lies."""
 
 
 class RepeatedBlock(FrozenModel):
@@ -301,7 +303,8 @@ class ModelProfile(FrozenModel):
     @model_validator(mode="after")
     def _check_indices(self) -> ModelProfile:
         count, last = len(self.operators), len(self.moments) - 1
-        if any(not UNATTRIBUTED <= moment.operator < count for moment in (*self.moments, *self.evaluation)):
+        moments = (*self.moments, *self.evaluation)
+        if any(not UNATTRIBUTED <= each < count for moment in moments for each in (moment.operator, *moment.within)):
             raise ValueError(f"a moment's operator is none of {count}")
         for block in self.blocks:
             if any(not 0 <= operator < count for operator in block.operators):
