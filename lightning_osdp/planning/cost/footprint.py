@@ -75,8 +75,8 @@ class Footprint(NamedTuple, Generic[T]):
     """The largest single one of these."""
     replicated_casts: T
     """Autocast's casts of replicated parameters, which are a part of ``unsharded_between_passes``."""
-    table_casts: T
-    """Those of tables: the product that reads them is the first in the operator's backward, look-ups are the last."""
+    casts_before_gradients: T
+    """What of these a backward frees before it makes the gradient: it never holds both."""
     eval_unsharded: T
     """Unsharded parameters while its forward runs without autograd, in every mode."""
     checkpoint_tensor: T
@@ -161,7 +161,7 @@ def _parameter_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, floa
         "unsharded_while_running": max((size for _, size in zdp), default=0) + prefetch.next_slice,
         "unsharded_in_backward": max(in_backward, default=0) + prefetch.next_slice,
         "replicated_casts": casts,
-        "table_casts": sum(shard.gathered_bytes * shard.num_slices for shard in cast if shard.looked_up),
+        "casts_before_gradients": sum(min(s.gathered_bytes, s.gradient_bytes) * s.num_slices for s in cast),
         "prefetched_parameters": prefetch.next_unit,
         "eval_unsharded": max(gathered, default=0),
         "gathered_in_total": sum(size * unit.num_slices for unit, size in zip(shards.units, gathered, strict=True)),

@@ -260,13 +260,11 @@ class Timeline:
             yield Held("activations", Intervals(runs.forward.start, runs.backward.stop), inputs * ~is_recomputed)
             yield Held("activations", runs.forward, inputs * is_recomputed)
             yield Held("activations", Intervals(runs.recompute.start, runs.backward.stop), inputs * is_recomputed)
-        yield Held("gathered", runs.backward, own.unsharded_in_backward * runs.has_backward)
+        yield Held("gathered", runs.unsharded_backward, own.unsharded_in_backward * runs.has_backward)
         # A block that is recomputed makes its casts anew.
         released = Intervals(runs.forward.stop, np.maximum(runs.forward.stop, runs.recompute.start))
         yield Held("gathered", released, -own.replicated_casts * is_recomputed)
-        # The head reads the cast of a tied table first, and is done with it when the look-up's gradient comes.
-        looked_up = Intervals(np.minimum(runs.backward.start + 1, runs.backward.stop), runs.backward.stop)
-        yield Held("gathered", looked_up, -own.table_casts * runs.has_backward)
+        yield Held("gathered", runs.backward, -own.casts_before_gradients * runs.has_backward)
         transient = own.transient + own.backward_per_sample * batch_size
         yield Held("transient", runs.backward, transient * runs.has_backward)
         if accumulation > 1:  # the new gradient exists beside the accumulated one until it is added

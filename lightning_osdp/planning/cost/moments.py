@@ -99,9 +99,10 @@ class OperatorRuns:
     """When each operator runs. Operators that were never traced count as running all the time.
 
     Attributes:
-        forward: First forward.
+        forward: First forward; all of its module's run if that encloses other operators.
         recompute: Forward in the recomputation of its block; empty if that can't be recomputed.
         backward: Backward; the last moment if it has none, so that what it holds stays until the end.
+        unsharded_backward: The same, from where the backward of its module begins.
         has_backward: Whether it has a backward.
         block: Index of its block; ``NOT_RECOMPUTED`` if it has none.
     """
@@ -109,6 +110,7 @@ class OperatorRuns:
     forward: Intervals
     recompute: Intervals
     backward: Intervals
+    unsharded_backward: Intervals
     has_backward: Flags
     block: Ints
 
@@ -121,11 +123,15 @@ class OperatorRuns:
     def from_model(cls, model: ModelProfile, moments: StepMoments) -> OperatorRuns:
         """Return the runs of each operator of ``model``."""
         traced: dict[tuple[int, str], list[int]] = {}
+        enclosed: dict[tuple[int, str], list[int]] = {}
         for index, moment in enumerate(model.moments):
             traced.setdefault((moment.operator, moment.phase), []).append(index)
+            for operator in {moment.operator, *moment.within}:
+                enclosed.setdefault((operator, moment.phase), []).append(index)
         count, last = len(model.operators), len(model.moments) - 1
-        forward_moments = [traced.get((operator, "forward"), [0, last]) for operator in range(count)]
+        forward_moments = [enclosed.get((operator, "forward"), [0, last]) for operator in range(count)]
         backward_moments = [traced.get((operator, "backward"), [last, last]) for operator in range(count)]
+        begins = [enclosed.get((operator, "backward"), [last])[0] for operator in range(count)]
         forward = moments.to_intervals([(indices[0], indices[-1]) for indices in forward_moments])
         block_of = np.full(count, NOT_RECOMPUTED, dtype=np.int64)
         for index, block in enumerate(model.blocks):
@@ -139,16 +145,19 @@ class OperatorRuns:
             forward,
             Intervals(np.where(is_recomputable, start, 0), np.where(is_recomputable, stop, 0)),
             moments.to_intervals([(indices[0], indices[-1]) for indices in backward_moments]),
+            moments.to_intervals([(min(b, m[0]), m[-1]) for b, m in zip(begins, backward_moments, strict=True)]),
             np.array([(operator, "backward") in traced for operator in range(count)], dtype=bool),
             block_of,
         )
 
     def select(self, operators: Ints | slice) -> OperatorRuns:
         """Return the runs of some operators."""
-        forward, recompute, backward = (
-            intervals.select(operators) for intervals in (self.forward, self.recompute, self.backward)
+        forward, recompute, backward, unsharded_backward = (
+            intervals.select(operators)
+            for intervals in (self.forward, self.recompute, self.backward, self.unsharded_backward)
         )
-        return OperatorRuns(forward, recompute, backward, self.has_backward[operators], self.block[operators])
+        flags, block = self.has_backward[operators], self.block[operators]
+        return OperatorRuns(forward, recompute, backward, unsharded_backward, flags, block)
 
 
 class Held(NamedTuple):

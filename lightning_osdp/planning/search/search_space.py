@@ -221,9 +221,10 @@ class SearchSpace:
         accumulated = gradients if accumulation > 1 else 0.0
         inputs = column["gathered_per_sample"] * batch_size
         before = column["states"] + column["unsharded_between_passes"] + accumulated
-        running = before + inputs + replicated + self._backward_bytes(batch_size)
+        running = before + inputs + replicated + self._backward_bytes(batch_size) - column["casts_before_gradients"]
         after = column["states"] + gradients
-        return np.array([[before + inputs, before], [running, running], [after, after]], dtype=np.float64)
+        released = before - column["replicated_casts"]
+        return np.array([[before + inputs, released], [running, running], [after, after]], dtype=np.float64)
 
     def between_passes_bytes(self, batch_size: int) -> Floats:
         """Return the bytes of each option that stay until its operator's own backward ends, (options,)."""

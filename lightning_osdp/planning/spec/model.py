@@ -203,6 +203,8 @@ class Moment(FrozenModel):
     live: LinearInBatch
     """Largest sum of live bytes in this stretch, over tensors that are neither parameters, parameter gradients,
     optimizer states nor buffers: activations kept for backward, temporaries, the batch itself."""
+    within: tuple[Size, ...] = ()
+    """Operators that enclose others, as indices, in the run of whose modules this lies."""
 
 
 class RepeatedBlock(FrozenModel):
@@ -301,7 +303,8 @@ class ModelProfile(FrozenModel):
     @model_validator(mode="after")
     def _check_indices(self) -> ModelProfile:
         count, last = len(self.operators), len(self.moments) - 1
-        if any(not UNATTRIBUTED <= moment.operator < count for moment in (*self.moments, *self.evaluation)):
+        moments = (*self.moments, *self.evaluation)
+        if any(not UNATTRIBUTED <= each < count for moment in moments for each in (moment.operator, *moment.within)):
             raise ValueError(f"a moment's operator is none of {count}")
         for block in self.blocks:
             if any(not 0 <= operator < count for operator in block.operators):
@@ -362,6 +365,12 @@ class ModelProfile(FrozenModel):
             return [*places, *(each.name for each in profile.operators), *(each.name for each in profile.blocks)]
 
         return order(self) == order(other)
+
+    @property
+    def low_precision_shapes(self) -> set[tuple[int, ...]]:
+        """Return the different shapes of weights that products in 16 bits read."""
+        weights = (p for operator in self.operators for p in operator.parameters if len(p.shape) > 1)
+        return {p.shape for p in weights if (p.cast_element_bytes or p.element_bytes) == 2 and p.looked_up != "alone"}
 
     @property
     def num_parameters(self) -> int:

@@ -86,7 +86,15 @@ class WrappedModel:
             for olds in members.values()
         )
         moments, evaluation = (
-            tuple(m.model_copy(update={"operator": new_index.get(m.operator, UNATTRIBUTED)}) for m in sequence)
+            tuple(
+                m.model_copy(
+                    update={
+                        "operator": new_index.get(m.operator, UNATTRIBUTED),
+                        "within": tuple(new_index[operator] for operator in m.within),
+                    }
+                )
+                for m in sequence
+            )
             for sequence in (model.moments, model.evaluation)
         )
         blocks = tuple(

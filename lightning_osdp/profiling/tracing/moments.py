@@ -13,12 +13,14 @@ from lightning_osdp.profiling.tracing.recorder import Op, Recording
 
 
 class OpRun(NamedTuple):
-    """A maximal run of ops of one operator, block and phase."""
+    """A maximal run of ops of one operator, block and phase, within the same operators."""
 
     phase: Phase
     operator: int
     block: int
     """Index of the repeated block that the ops lie in, or ``UNATTRIBUTED``."""
+    within: tuple[int, ...]
+    """Operators that enclose others, in the run of whose modules the ops lie."""
     live_bytes: int
     """Peak of live bytes during the run."""
 
@@ -30,6 +32,7 @@ class AttributedRecording:
         recording: The recording.
         ops: Its ops.
         owners: Index of the operator that each op belongs to, or ``UNATTRIBUTED``.
+        within: Operators that may be sharded and enclose others, in the run of whose modules each op lies.
         blocks: Index of the repeated block that each op lies in, or ``UNATTRIBUTED``.
     """
 
@@ -37,6 +40,8 @@ class AttributedRecording:
         self.recording = recording
         self.ops = recording.ops
         self.owners = _owners_of_ops(recording.ops, scopes)
+        tied = [(index, scope.name) for index, scope in enumerate(scopes) if scope.tied_names]
+        self.within = [tuple(index for index, name in tied if name in op.site) for op in recording.ops]
         self.blocks = [UNATTRIBUTED] * len(recording.ops)
 
     def assign_blocks(self, names: Sequence[str]) -> None:
@@ -48,10 +53,12 @@ class AttributedRecording:
         """Return the step as runs of ops, in the order of time."""
         runs: list[OpRun] = []
         live_bytes = self.recording.live_bytes()
-        for op, owner, block, live in zip(self.ops, self.owners, self.blocks, live_bytes, strict=True):
-            if runs and runs[-1][:3] == (op.phase, owner, block):
-                live = max(live, runs.pop().live_bytes)
-            runs.append(OpRun(op.phase, owner, block, live))
+        places = zip(self.owners, self.blocks, self.within, strict=True)
+        for op, (owner, block, within), live in zip(self.ops, places, live_bytes, strict=True):
+            run = OpRun(op.phase, owner, block, within, live)
+            if runs and runs[-1][:-1] == run[:-1]:
+                run = run._replace(live_bytes=max(live, runs.pop().live_bytes))
+            runs.append(run)
         return runs
 
     def kernels(self, profile_blocks: Sequence[int] = ()) -> tuple[Kernel, ...]:
@@ -108,13 +115,14 @@ def fit_moments(op_runs: Mapping[int, Sequence[OpRun]]) -> tuple[Moment, ...]:
     """Return the runs of a step as moments, whose live bytes are lines through one or two traced batch sizes."""
     smallest, largest = min(op_runs), max(op_runs)
     runs = op_runs[largest]
-    if [run[:3] for run in op_runs[smallest]] == [run[:3] for run in runs]:
+    if [run[:-1] for run in op_runs[smallest]] == [run[:-1] for run in runs]:
         pairs = zip(op_runs[smallest], runs, strict=True)
         lines = [fit_line({smallest: low.live_bytes, largest: high.live_bytes}) for low, high in pairs]
     else:  # The control flow depends on the batch size.
         lines = [LinearInBatch(per_sample=run.live_bytes / largest) for run in runs]
     return tuple(
-        Moment(phase=run.phase, operator=run.operator, live=line) for run, line in zip(runs, lines, strict=True)
+        Moment(phase=run.phase, operator=run.operator, live=line, within=run.within)
+        for run, line in zip(runs, lines, strict=True)
     )
 
 

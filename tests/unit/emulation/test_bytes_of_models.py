@@ -162,13 +162,21 @@ def allocated_peak(function: Callable[[], None]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("family", "mode"),
-    [(zoo.llama, "zdp2"), (zoo.gpt2, "zdp2"), (zoo.gpt2, "dp")],
-    ids=["untied", "tied", "tied and replicated"],
+    ("family", "mode", "tolerance"),
+    [
+        (zoo.llama, "zdp2", 0.01),
+        (zoo.llama, "dp", 0.03),
+        (zoo.gpt2, "zdp2", 0.01),
+        (zoo.gpt2, "zdp", 0.01),
+        (zoo.gpt2, "dp", 0.01),
+        (zoo.bert, "zdp", 0.01),
+        (zoo.t5, "zdp", 0.01),
+    ],
 )
 def test_step_of_a_model_with_a_large_table_allocates_what_is_predicted(
-    family: Callable[..., ZooModule], mode: str
+    family: Callable[..., ZooModule], mode: str, tolerance: float
 ) -> None:
+    """The tables of all but LLaMA are tied to the head, and there while the module that has both computes its loss."""
     module = family(width=256, layers=2, vocabulary=8192, length=64)
     profile = profile_of(module)
     plan = plan_of(profile, mode, joined=False)
@@ -188,4 +196,4 @@ def test_step_of_a_model_with_a_large_table_allocates_what_is_predicted(
     choices = [ShardingChoice(operator.slices) for operator in plan.operators]
     curves = Timeline(profile, cluster, 0).curves(choices, BATCH)
     predicted = sum(curve for name, curve in curves.items() if name != "states").max()
-    assert measured == pytest.approx(predicted, rel=0.01)
+    assert measured == pytest.approx(predicted, rel=tolerance)
