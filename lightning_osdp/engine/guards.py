@@ -2,23 +2,64 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.backend.fused_adam import EnableFusedHook
+from lightning_osdp.errors import ShardingError
 from lightning_osdp.state.autograd_state import is_in_backward
 from lightning_osdp.state.guarded_parameter import ShardGuard, guard_of, is_guarded
 from lightning_osdp.state.guarded_states import GuardedStates, guard_states, release_states, show_plain_dicts
 from lightning_osdp.state.state_dict import gather_guarded_entries
 from lightning_osdp.state.undispatched_functions import ask_guarded_classes
 
-_opened_by: dict[int, tuple[Optimizer, list[ShardGuard]]] = {}
-"""The guards that an optimizer's step has opened, by the optimizer's id."""
+REDUCTIONS = ["sum", "mean", "amax", "amin", "max", "min", "_foreach_max", "std", "var", "var_mean"]
+NORMS = ["norm", "linalg_vector_norm", "linalg_matrix_norm", "_foreach_norm"]
+PRODUCTS_AND_FACTORS = ["dot", "mm", "addmm", "bmm", "baddbmm", "linalg_qr", "_linalg_svd", "_linalg_eigh"]
+ELEMENT_MIXING_OPS = frozenset([*REDUCTIONS, *NORMS, *PRODUCTS_AND_FACTORS, "cumsum", "sort", "topk"])
+"""Aten ops that mix the elements of a tensor. An optimizer that runs one (Adafactor's row means, LAMB's norms, Muon's
+products) gives other results on a part of a parameter than on the whole."""
+
+PER_PARAMETER_OPTIMIZERS = frozenset([Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SGD])
+"""Optimizers whose step of one parameter neither reads nor changes anything of another."""
+
+
+class RefuseMixing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses ops that mix elements in the step of an optimizer whose parameters are parts: it began with them late."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._optimizer = optimizer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        mixes = name in ELEMENT_MIXING_OPS and any(isinstance(t, Tensor) and t.numel() > 1 for t in tree_leaves(args))
+        if mixes and self._is_stepping():
+            raise ShardingError(
+                f"{type(self._optimizer).__name__}.step() mixes elements of sharded weights or of their gradients "
+                f"({name}), which it did not when the plan was made: let it do so from its first step on, or keep "
+                "weights replicated by OSDPCallback(modes='dp')"
+            )
+        return func(*args, **(kwargs or {}))
+
+    def _is_stepping(self) -> bool:
+        """Whether the step is still going on: one that has failed leaves this open until the next."""
+        frame = sys._getframe(2)
+        while frame is not None and frame.f_locals.get("self") is not self._optimizer:
+            frame = frame.f_back  # type: ignore[assignment]
+        return frame is not None
+
+
+_opened_by: dict[int, tuple[Optimizer, list[ShardGuard], RefuseMixing | None]] = {}
+"""The guards that an optimizer's step has opened, by the optimizer's id, and what watches an unknown optimizer."""
 
 
 class OptimizerGuard:
@@ -73,7 +114,9 @@ def close_opened_guards() -> None:
 
 
 def _close(optimizer_id: int) -> None:
-    optimizer, guards = _opened_by.pop(optimizer_id, (None, []))
+    optimizer, guards, watch = _opened_by.pop(optimizer_id, (None, [], None))
+    if watch is not None:
+        watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     for guard in guards:
         guard.close()
         guard.context.num_updates[False] += 1
@@ -103,7 +146,11 @@ def _open_for_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str
             guard.add_outside_gradient()
             guard.open()
         states.is_open = True
-        _opened_by[id(optimizer)] = optimizer, guards
+        if id(optimizer) not in _opened_by:  # else by the closure of the step that calls this one of its parent
+            watch = None if type(optimizer) in PER_PARAMETER_OPTIMIZERS else RefuseMixing(optimizer)
+            _opened_by[id(optimizer)] = optimizer, guards, watch
+            if watch is not None:
+                watch.__enter__()  # type: ignore[no-untyped-call]
 
     def run_closure() -> Any:
         _close(id(optimizer))

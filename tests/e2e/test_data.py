@@ -30,6 +30,23 @@ RANKS = 2
 ROWS = torch.linspace(-1, 1, 64 * 8).view(64, 8)
 
 
+class SharpnessAware(torch.optim.Optimizer):
+    """Calls its closure twice, and expects a gradient of each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        parameters = self.param_groups[0]["params"]
+        with torch.enable_grad():
+            loss = closure()
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        moves = [p.grad * (0.05 / norm) for p in parameters]
+        torch._foreach_add_(parameters, moves)
+        with torch.enable_grad():
+            closure()
+        torch._foreach_sub_(parameters, [move + 0.1 * p.grad for p, move in zip(parameters, moves, strict=True)])
+        return loss
+
+
 class Net(pl.LightningModule):
     """A classifier that collects, counts, logs and measures in ``act``."""
 
@@ -55,6 +72,8 @@ class Net(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         if self.optimizer == "lbfgs":
             return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4, history_size=3)
+        if self.optimizer == "sam":
+            return SharpnessAware(self.parameters(), {})
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
@@ -134,7 +153,7 @@ def run_cases(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     cases: list[tuple[str, dict[str, Any], Callable[[int], Any]]] = [
         *((name, {}, make) for name, make in DATA.items()),
         *((name, {"act": act}, DATA["shuffled"]) for name, act in ACTS.items()),
-        ("lbfgs", {"optimizer": "lbfgs"}, DATA["shuffled"]),
+        *((name, {"optimizer": name}, DATA["shuffled"]) for name in ("lbfgs", "sam")),
     ]
     for name, options, make in cases:
         for kind in ("ddp", "zdp", "auto"):
@@ -184,7 +203,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(run_cases, RANKS, str(tmp_path_factory.mktemp("data")))
 
 
-PLANNED = ("stream", "collected", "prioritised", "lbfgs")
+PLANNED = ("stream", "collected", "prioritised", "lbfgs", "sam")
 CASES = [*((name, "zdp") for name in (*DATA, *ACTS)), *((name, "auto") for name in PLANNED)]
 
 

@@ -128,6 +128,33 @@ class OptimizerOfParent(HookedOptimizer):
         return Limited(self.parameters(), lr=0.1, momentum=0.0)
 
 
+class Bare(torch.optim.Optimizer):
+    """Expects a gradient of each parameter; from the third step on it may scale them by norms of weights."""
+
+    def __init__(self, parameters: Any, scales: bool = False) -> None:
+        super().__init__(parameters, {})
+        self.scales, self.steps = scales, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        with torch.enable_grad():
+            closure()
+        self.steps += 1
+        for parameter in self.param_groups[0]["params"]:
+            gradient = parameter.grad.mul_(0.1)
+            parameter -= gradient * parameter.norm() if self.scales and self.steps > 2 else gradient
+
+
+class BareOptimizer(Odd):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Bare(self.parameters())
+
+
+class MixesLate(Odd):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Bare(self.parameters(), scales=True)
+
+
 class NoGradient(torch.autograd.Function):
     """x (n, in) times a weight (out, in), which gets no gradient at all where ``is_left_out``."""
 
@@ -245,7 +272,10 @@ CHANGE_CASES: dict[tuple[Callable[[], Odd], str], str] = {
     **{(kind, policy): "equal" for policy in ("dp", "mixed", "sliced") for kind in (
         FrozenInStepByRank, FrozenTogetherThenByRank, Thawed, ThawedByRank, ThawedByRankBeforeStep, ThawedAlone,
     )},
-    **{(kind, policy): "equal" for policy in ("zdp", "mixed") for kind in (HookedOptimizer, OptimizerOfParent)},
+    **{(kind, policy): "equal" for policy in ("zdp", "mixed") for kind in (
+        HookedOptimizer, OptimizerOfParent, BareOptimizer,
+    )},
+    (MixesLate, "zdp"): "Bare.step() mixes elements of sharded weights or of their gradients (linalg_vector_norm)",
     **{(WithoutGradient, policy): "equal" for policy in ("dp", "zdp")},
     **{(kind, policy): "equal" for policy in ("zdp", "tp") for kind in (DrawsBatches, MadeInFitStart)},
     **{(CaughtBackward, policy): "equal" for policy in ("zdp", "sliced", "tp")},

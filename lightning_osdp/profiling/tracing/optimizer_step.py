@@ -13,24 +13,11 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer, _configure_optimizers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.optim import (
-    LBFGS,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-    SparseAdam,
-)
+from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.backend.fused_adam import can_fuse
+from lightning_osdp.engine.guards import ELEMENT_MIXING_OPS, PER_PARAMETER_OPTIMIZERS
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.model import UNATTRIBUTED, OptimizerStep
 from lightning_osdp.profiling.kernels.kernel import Kernel, Spec, list_length, select_from_lists, spec_of
@@ -41,16 +28,6 @@ aten = torch.ops.aten
 
 ASSUMED_STEP_COUNT = 5
 """Value of a state that the host reads (a step count): any small number, so that the usual branch runs."""
-
-REDUCTIONS = ["sum", "mean", "amax", "amin", "max", "min", "_foreach_max", "std", "var", "var_mean"]
-NORMS = ["norm", "linalg_vector_norm", "linalg_matrix_norm", "_foreach_norm"]
-PRODUCTS_AND_FACTORS = ["dot", "mm", "addmm", "bmm", "baddbmm", "linalg_qr", "_linalg_svd", "_linalg_eigh"]
-ELEMENT_MIXING_OPS = frozenset([*REDUCTIONS, *NORMS, *PRODUCTS_AND_FACTORS, "cumsum", "sort", "topk"])
-"""Aten ops that mix the elements of a tensor. An optimizer that runs one (Adafactor's row means, LAMB's norms, Muon's
-products) gives other results on a part of a parameter than on the whole."""
-
-PER_PARAMETER_OPTIMIZERS = frozenset([Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SGD])
-"""Optimizers whose step of one parameter neither reads nor changes anything of another."""
 
 NEGLIGIBLE_TEMPORARIES = 0.01
 """Bytes of temporaries per byte of parameter up to which parameters may be updated one by one."""
@@ -69,7 +46,7 @@ class OptimizerTrace:
     kernels: tuple[Kernel, ...]
     """Kernels of one step of all optimizers."""
     needs_unsharded: tuple[str, ...]
-    """For each parameter the class of its optimizer, if that one mixes a tensor's elements; else empty."""
+    """For each parameter the class of its optimizer, if that one needs whole tensors; else empty."""
 
 
 class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
@@ -168,7 +145,7 @@ def trace_optimizers(
     mixing = {
         id(p): type(optimizer).__name__
         for optimizer, ops in zip(optimizers, stepped.ops_by_optimizer, strict=True)
-        if any(op.func.overloadpacket.__name__ in ELEMENT_MIXING_OPS for op in ops)
+        if _holds_copies(optimizer) or any(op.func.overloadpacket.__name__ in ELEMENT_MIXING_OPS for op in ops)
         for p in _trainable_parameters([optimizer])
     }
     peak_bytes = max(stepped.peak_bytes, _peak_bytes(clipped))
@@ -199,6 +176,15 @@ def _select_implementations(optimizers: Sequence[Optimizer]) -> None:
 def _trainable_parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     parameters = {id(p): p for each in optimizers for group in each.param_groups for p in group["params"]}
     return [p for p in parameters.values() if p.requires_grad]
+
+
+def _holds_copies(optimizer: Optimizer) -> bool:
+    """Return whether it keeps tensors like its parameters besides its states: they would not be sharded with them."""
+    parameters = {id(p): p for p in _trainable_parameters([optimizer])}
+    shapes = {p.shape for p in parameters.values() if p.numel() > 1}
+    others = [value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")]
+    tensors = [leaf for leaf in tree_leaves(others) if isinstance(leaf, Tensor)]
+    return any(tensor.shape in shapes and id(tensor) not in parameters for tensor in tensors)
 
 
 def _estimate_temporaries(
@@ -328,7 +314,20 @@ def _make_recorder(optimizers: Sequence[Optimizer], updated: Sequence[Tensor]) -
 
 
 def _step(optimizers: Sequence[Optimizer], updated: Sequence[Tensor]) -> tuple[Recording, list[Sequence[Op]]]:
-    """Record a step in which only ``updated`` have gradients; also return the ops of each optimizer."""
+    """Record a step in which only ``updated`` have gradients; also return the ops of each optimizer.
+
+    All have one where an optimizer of the user's own takes that for granted.
+    """
+    try:
+        return _record_step(optimizers, updated)
+    except (AttributeError, TypeError):  # of the None in a gradient's place
+        trainable = _trainable_parameters(optimizers)
+        if len(updated) == len(trainable):
+            raise
+        return _record_step(optimizers, trainable)
+
+
+def _record_step(optimizers: Sequence[Optimizer], updated: Sequence[Tensor]) -> tuple[Recording, list[Sequence[Op]]]:
     recorder = _make_recorder(optimizers, updated)
     ops = recorder.recording.ops
     ops_by_optimizer: list[Sequence[Op]] = []

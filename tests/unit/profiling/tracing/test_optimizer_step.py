@@ -106,6 +106,21 @@ def test_trace_optimizers_that_need_a_closure_are_stepped_with_one() -> None:
     assert sum(kernel.count for kernel in trace.kernels) == 2 * len(parameters())
 
 
+class Averaging(TwicePerStep):
+    """Keeps averages of weights besides its states, and a list of its parameters."""
+
+    def __init__(self, parameters: Any, keeps: bool) -> None:
+        super().__init__(parameters)
+        self.own = self.param_groups[0]["params"]
+        self.averages = [p.detach().clone() for p in self.own] if keeps else [torch.zeros(3)]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_trace_optimizers_that_keep_copies_of_weights_need_them_whole(keeps: bool) -> None:
+    trace = traced(lambda own: Averaging(own, keeps))
+    assert set(trace.needs_unsharded) == {"Averaging" if keeps else ""}
+
+
 def test_trace_optimizers_sparse_adam_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match=r"SparseAdam takes sparse gradients .* use Adam and sparse=False"):
         traced(torch.optim.SparseAdam)
