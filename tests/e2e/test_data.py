@@ -73,7 +73,7 @@ class Net(pl.LightningModule):
         if self.optimizer == "lbfgs":
             return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4, history_size=3)
         if self.optimizer == "sam":
-            return SharpnessAware(self.parameters(), {})
+            return SharpnessAware(self.net.parameters(), {})
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
