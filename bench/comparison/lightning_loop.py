@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,7 @@ class FSDPOnCpu(FSDPStrategy):
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         options: dict[str, Any] = {"sharding_strategy": self.sharding_strategy, **self.kwargs}
+        options |= {"mixed_precision": self.mixed_precision} if self.mixed_precision is not None else {}
         wrapped = FullyShardedDataParallel(model, device_id=self.root_device, **options)
         _setup_activation_checkpointing(wrapped, self._activation_checkpointing_kwargs)
         return wrapped
@@ -147,16 +149,20 @@ class ShardedTask(Task):
     """The model of a user of ModelParallelStrategy: ``fully_shard`` on every block and on the rest."""
 
     reshard_after_forward = True
+    weights_dtype: torch.dtype | None = None
+    """In which weights are gathered, while gradients are reduced in fp32; None for their own."""
 
     def configure_model(self) -> None:
-        from torch.distributed.fsdp import FSDPModule, fully_shard
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         if isinstance(self, FSDPModule):
             return
+        policy = MixedPrecisionPolicy(param_dtype=self.weights_dtype, reduce_dtype=self.weights_dtype and torch.float32)
+        shard = partial(fully_shard, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
         mesh, classes = self.device_mesh["data_parallel"], tuple(block_classes(self))
         for block in [module for module in self.modules() if isinstance(module, classes)]:
-            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
-        fully_shard(self, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
+            shard(block, mesh=mesh)
+        shard(self, mesh=mesh)
 
 
 def recompute(task: Task, classes: set[type[nn.Module]]) -> None:

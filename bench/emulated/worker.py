@@ -18,6 +18,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import FSDPStrategy
+from torch.distributed.fsdp import MixedPrecision
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from bench.comparison import fairscale_loop, lightning_loop
@@ -25,6 +27,7 @@ from bench.comparison.jobs import Job, Setting
 from bench.comparison.models import Task, adamw, next_byte_loss
 from bench.comparison.worker import expand_segments, fix_allocator
 from bench.emulated.climb import LARGEST, Climb
+from bench.emulated.document import FULL
 from bench.emulated.links import NETWORK, scaled_cluster
 from bench.emulated.models import net_of, tokens_of, vocabulary_of
 from bench.emulated.queue import Cell
@@ -224,10 +227,16 @@ def train_peer(
     if job.how.base.startswith("fairscale"):
         train_fairscale(task, job, device, meter, cell)
         return
+    strategy: Any = lightning_loop.strategy(job, task, folder)
+    precision: Any = cell.precision
+    if precision == "bf16-mixed" and isinstance(task, lightning_loop.ShardedTask):
+        task.weights_dtype, precision = torch.bfloat16, FULL  # all that is in groups computes in bf16, without autocast
+    elif precision == "bf16-mixed" and isinstance(strategy, FSDPStrategy):
+        strategy.mixed_precision = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
     trainer = pl.Trainer(
         accelerator=cell.device,
-        precision=cell.precision,  # type: ignore[arg-type]
-        strategy=lightning_loop.strategy(job, task, folder),
+        precision=precision,
+        strategy=strategy,
         plugins=[environment],
         callbacks=[Steps(meter)],
         **QUIET,

@@ -131,11 +131,11 @@ class PlanningCoordinator:
     def memory_budget(self, progress: Progress) -> MemoryBudget:
         """Return the memory that there is now; ``progress``: how far the start is."""
         limit, device = self.request.memory_limit, self.ranks.device
-        evaluates = self.request.non_training.has_own_evaluation_batch_size
-        used = process_overhead(device, self.request.model_bytes, progress, evaluates) + self._fragmentation_margin()
+        reserved = self._reserved_bytes(progress)
+        used = process_overhead(device, self.request.model_bytes, reserved) + self._fragmentation_margin()
         coming = limit.expected_file_pages(progress)
         minimum, used, file_pages = self._min_and_max(limit.current() + coming, [used, limit.file_pages() + coming])
-        return MemoryBudget(minimum, used, min(used, self._reserved_bytes(progress)), file_pages)
+        return MemoryBudget(minimum, used, min(used, reserved), file_pages)
 
     def cached_memory_budget(self, cached_plan: CachedPlan) -> MemoryBudget | None:
         """Return the budget of the start that chose ``cached_plan``; None if this process has taken more already.
@@ -280,7 +280,7 @@ class PlanningCoordinator:
 
     def _reserved_bytes(self, progress: Progress) -> int:
         evaluates = self.request.non_training.has_own_evaluation_batch_size
-        return growth_reserve(self.ranks.device, progress, evaluates)
+        return growth_reserve(self.ranks.device, progress, evaluates, len(self.model.low_precision_shapes))
 
     def _fragmentation_margin(self) -> int:
         """Return what the caching allocator can't use of its segments on CUDA."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_osdp.autotune.profile import ClusterProfile, MeasuredCluster, Profile, max_ratio
 from lightning_osdp.autotune.profile_cache import ProfileCache
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster, described_links
+from lightning_osdp.backend.allocator import run_and_free_kernels
 from lightning_osdp.backend.emulated import without_link_time
 from lightning_osdp.backend.hierarchical import NodeGroups
 from lightning_osdp.planning.spec.capabilities import ALL_CAPABILITIES, EngineCapabilities
@@ -198,28 +201,13 @@ def measure_compute_times(
     sizes = range(1 if ranks.is_emulated else min(MAX_TIMING_RANKS, ranks.world_size), 0, -1)
     num_partitions = next(size for size in sizes if ranks.world_size % size == 0)
     index, budget_s = ranks.rank % num_partitions, compute.KERNEL_TIMING_BUDGET_S / num_partitions
-    own = ranks.raise_on_all_ranks(
-        lambda: compute.measure_partition(
-            traced,
-            ranks.device,
-            index,
-            num_partitions,
-            time_budget_s=budget_s,
-            constraints=constraints,
-            available_bytes=available_bytes,
-        )
-    )
+    limits: dict[str, Any] = {"time_budget_s": budget_s, "constraints": constraints, "available_bytes": available_bytes}
+    run = partial(run_and_free_kernels, ranks.device, traced.kernel_dtypes)
+    time_part = partial(compute.measure_partition, traced, ranks.device, index, num_partitions, **limits)
+    own = ranks.raise_on_all_ranks(partial(run, time_part))
     partitions = ranks.all_gather_object(own)[ranks.rank - index :][:num_partitions]
-    times = ranks.raise_on_all_ranks(
-        lambda: compute.measure_compute(
-            traced,
-            ranks.device,
-            time_budget_s=budget_s,
-            constraints=constraints,
-            available_bytes=available_bytes,
-            partitions=partitions,
-        )
-    )
+    time_rest = partial(compute.measure_compute, traced, ranks.device, partitions=partitions, **limits)
+    times: ComputeTimes = ranks.raise_on_all_ranks(partial(run, time_rest))
     return max(ranks.all_gather_object(times), key=_total_s)
 
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from lightning_osdp.backend.cpu.compiled_kernels import run_and_free_kernels as run_and_free_kernels
 from lightning_osdp.backend.cpu.heap_controller import HeapController as HeapController
 from lightning_osdp.backend.cpu.malloc import HEAP, configure_cpu_allocator
 from lightning_osdp.backend.memory import can_reset_peak, clear_linecache

@@ -29,6 +29,10 @@ step to step, and the size of the pages that large ones fill: fields of ``Cluste
 EVALUATION_GROWTH_BYTES = {"cpu": 10 << 20}
 """What kernels leave behind in libraries if evaluation runs them with more rows than training does [M-backend-7]."""
 
+COMPILED_KERNEL_BYTES = {"cpu": 3 * (700 << 10)}
+"""What products with a weight in 16 bits leave behind in libraries, forward and backward, for each shape of one
+[M-backend-19]."""
+
 CAPPED_USABLE_FRACTION, SINGLE_RANK_USABLE_FRACTION = 0.88, 0.97
 """Fraction of what the caching allocator may take that tensors can use, the rest lies between them; and the same for a
 rank that has no others to gather from [M-backend-8]."""
@@ -166,24 +170,27 @@ def peak_reserved(device: torch.device) -> int:
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_memory(device)
 
 
-def process_overhead(
-    device: torch.device, model_bytes: int, progress: Progress = "measured", evaluates: bool = False
-) -> int:
+def process_overhead(device: torch.device, model_bytes: int, reserved_bytes: int = 0) -> int:
     """Return the bytes that do not belong to the model: libraries, interpreter, buffers of the process group.
-
-    ``growth_reserve`` is added for what is not there yet.
 
     Args:
         device: the rank's device.
         model_bytes: size of parameters and buffers that are on the device now.
-        progress: how far the start is.
-        evaluates: whether it will evaluate batches of another size than it trains in.
+        reserved_bytes: what is not there yet (see ``growth_reserve``).
     """
     trim(device)
-    return max(0, memory_in_use(device) - model_bytes) + growth_reserve(device, progress, evaluates)
+    return max(0, memory_in_use(device) - model_bytes) + reserved_bytes
 
 
-def growth_reserve(device: torch.device, progress: Progress, evaluates: bool = False) -> int:
-    """Return the bytes that training will take besides tensors; arguments as in ``process_overhead``."""
+def growth_reserve(device: torch.device, progress: Progress, evaluates: bool = False, low_precision: int = 0) -> int:
+    """Return the bytes that training will take besides tensors, and that are not there yet.
+
+    Args:
+        device: the rank's device.
+        progress: how far the start is.
+        evaluates: whether it will evaluate batches of another size than it trains in.
+        low_precision: number of different shapes of weights that products in 16 bits read.
+    """
     steps = GROWTH_BYTES[device.type][progress] if device.type in GROWTH_BYTES else 0
-    return steps + (EVALUATION_GROWTH_BYTES.get(device.type, 0) if evaluates else 0)
+    evaluation = EVALUATION_GROWTH_BYTES.get(device.type, 0) if evaluates else 0
+    return steps + evaluation + low_precision * COMPILED_KERNEL_BYTES.get(device.type, 0)

@@ -367,6 +367,12 @@ class ModelProfile(FrozenModel):
         return order(self) == order(other)
 
     @property
+    def low_precision_shapes(self) -> set[tuple[int, ...]]:
+        """Return the different shapes of weights that products in 16 bits read."""
+        weights = (p for operator in self.operators for p in operator.parameters if len(p.shape) > 1)
+        return {p.shape for p in weights if (p.cast_element_bytes or p.element_bytes) == 2 and p.looked_up != "alone"}
+
+    @property
     def num_parameters(self) -> int:
         """Number of elements of all parameters, tied ones once."""
         return sum(op.num_parameters for op in self.operators)

@@ -23,7 +23,7 @@ from lightning_osdp.backend.memory import allowed_bytes
 from lightning_osdp.engine.splittable import matrix_input_dim
 from lightning_osdp.errors import ConfigurationError, OSDPError, OSDPWarning, TraceError, message_of
 from lightning_osdp.planning.spec.model import ModelProfile
-from lightning_osdp.profiling.kernels.kernel import Kernel
+from lightning_osdp.profiling.kernels.kernel import Kernel, TensorSpec
 from lightning_osdp.profiling.tensor_operators import explain_unknown_dataflow
 from lightning_osdp.profiling.tensor_scopes import TracedModule, find_tensor_candidates
 from lightning_osdp.profiling.tracing import host_syncs, stand_ins
@@ -104,6 +104,12 @@ class TracedStep:
     """Traces the whole step, where the profile was stored and ``kernels`` are incomplete; else None."""
     key: str = ""
     """Key under which the profile was stored; empty if it was not."""
+
+    @property
+    def kernel_dtypes(self) -> set[torch.dtype]:
+        """Return the data types of all tensors that kernels get."""
+        kernels = (kernel for own in self.kernels.values() for kernel in own)
+        return {spec.dtype for kernel in kernels for spec in tree_leaves(kernel.args) if isinstance(spec, TensorSpec)}
 
     def with_all_kernels(self) -> TracedStep:
         """Return the step with the kernels of all batch sizes."""

@@ -14,12 +14,12 @@ from lightning_osdp.autotune.profile import Profile
 from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.autotune.startup_budget import StartupBudget
 from lightning_osdp.backend import memory
-from lightning_osdp.backend.memory import EVALUATION_GROWTH_BYTES, GROWTH_BYTES
+from lightning_osdp.backend.memory import COMPILED_KERNEL_BYTES, EVALUATION_GROWTH_BYTES, GROWTH_BYTES
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
 from lightning_osdp.planning.cost.trial_correction import Trial, plan_key
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, make_plan, min_memory_bytes
 from lightning_osdp.planning.search.plan_selection import CachedPlan
-from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, NonTrainingWork
+from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, NonTrainingWork, ParameterInfo
 from tests.support.small_models import MIB, blocks_of_one, cluster, compute
 
 MODEL = blocks_of_one(3, 2)
@@ -79,7 +79,7 @@ class Counted:
 def test_cached_memory_budget_is_used_unless_process_uses_more_than_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(ROOMY, RULE)
     monkeypatch.setattr(coordinator_module, "memory_in_use", lambda device: 50)
-    monkeypatch.setattr(coordinator_module, "growth_reserve", lambda device, progress, evaluates: 7)
+    monkeypatch.setattr(coordinator_module, "growth_reserve", lambda *_: 7)
     team = make_coordinator(Counted())
     # 30 bytes are not the model's, and 7 more are kept for first steps
     assert team.cached_memory_budget(
@@ -106,7 +106,7 @@ def test_memory_budget_adds_file_pages_that_first_steps_will_read(
     progress: Any, room: MemoryBudget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator_module, "process_overhead", lambda *_: 57)
-    monkeypatch.setattr(coordinator_module, "growth_reserve", lambda device, progress, evaluates: 7)
+    monkeypatch.setattr(coordinator_module, "growth_reserve", lambda *_: 7)
     assert make_coordinator(Counted()).memory_budget(progress) == room
 
 
@@ -120,6 +120,20 @@ def test_memory_budget_with_evaluation_reserves_memory_for_its_kernels(
     room = make_coordinator(Counted(), between).memory_budget("measured")
     assert room.estimated == GROWTH_BYTES["cpu"]["measured"] + more
     assert room.non_model == 30 + room.estimated
+
+
+def test_memory_budget_reserves_memory_for_kernels_of_each_shape_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&S under bf16-mixed took 14 MiB more than its limit."""
+    monkeypatch.setattr(memory, "memory_in_use", lambda device: 50)
+    shapes = [((8, 8), 2, ""), ((8, 8), 2, ""), ((8, 16), 2, "beside products"), ((9, 8), 2, "alone"), ((8,), 2, "")]
+    parameters = [
+        ParameterInfo(name=str(index), shape=shape, cast_element_bytes=cast, looked_up=looked_up)  # type: ignore[arg-type]
+        for index, (shape, cast, looked_up) in enumerate([*shapes, ((7, 7), 0, "")])
+    ]
+    operator = MODEL.operators[0].model_copy(update={"parameters": tuple(parameters)})
+    own = replace(make_coordinator(Counted()), model=MODEL.model_copy(update={"operators": (operator,)}))
+    reserved = GROWTH_BYTES["cpu"]["measured"] + 2 * COMPILED_KERNEL_BYTES["cpu"]
+    assert own.memory_budget("measured").estimated == reserved
 
 
 def test_choose_tried_plan_returns_tried_plan_only_within_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:

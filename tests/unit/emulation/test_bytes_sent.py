@@ -147,8 +147,9 @@ READS: dict[str, tuple[int, Callable[[], nn.Module], Callable[[nn.Module, Tensor
     "sum": (8, square, lambda x, rows: rows + x.weight.sum(0)),
     "bag": (4, partial(casts.Looked, nn.EmbeddingBag), lambda x, rows: x(rows)),
 }
-"""Bytes gathered for an element in both passes, a layer, and how it is read. The backward of a cell without a state reads
-one of its two weights, that of a table none."""
+"""Bytes gathered for an element in both passes, a layer, and how it is read.
+
+Without a state, the backward of a cell reads one of its two weights; that of a table reads none."""
 
 
 @pytest.mark.parametrize("name", READS)
