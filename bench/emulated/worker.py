@@ -38,8 +38,8 @@ from lightning_osdp.emulation.environment import resolve_cluster
 from lightning_osdp.emulation.links import EmulatedLinks
 from lightning_osdp.planning.spec.cluster import Cluster
 
-WARM_UP, TIMED = 3, 5
-"""Steps of OSDP, which chooses its batch size itself."""
+WARM_UP, TIMED = 3, 14
+"""Steps of OSDP, which chooses its batch size itself. A heap that is retained grows for about eight of them."""
 
 QUIET: dict[str, Any] = {
     "devices": 1,
