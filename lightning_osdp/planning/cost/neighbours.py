@@ -87,7 +87,7 @@ def _with_work_between(model: ModelProfile, compute: ComputeTimes) -> list[Opera
     times, rest = list(compute.operators), compute.unattributed
     in_all_s = rest.forward.value_at(TYPICAL_BATCH_SIZE)
     for block, forward in zip(model.blocks, compute.blocks, strict=False):  # no times if they were not measured
-        share = forward.value_at(TYPICAL_BATCH_SIZE) / in_all_s if in_all_s else 0.0
+        share = min(1.0, forward.value_at(TYPICAL_BATCH_SIZE) / in_all_s) if in_all_s else 0.0
         for index in block.operators:
             own, part = times[index], 1 / len(block.operators)
             times[index] = OperatorTime(
