@@ -70,7 +70,13 @@ def collect(module: Net, logits: Tensor, labels: Tensor) -> None:
     random.random()
 
 
-ACTS: dict[str, Any] = {"metric": measure, "collected": collect}
+def prioritise(module: Net, logits: Tensor, labels: Tensor) -> None:
+    dataset = module.trainer.train_dataloader.dataset
+    vars(dataset).setdefault("priorities", []).append(logits.detach().mean().item())
+    module.correct = len(dataset.priorities)
+
+
+ACTS: dict[str, Any] = {"metric": measure, "collected": collect, "prioritised": prioritise}
 
 
 class Stream(IterableDataset[Tensor]):
@@ -178,7 +184,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(run_cases, RANKS, str(tmp_path_factory.mktemp("data")))
 
 
-CASES = [*((name, "zdp") for name in (*DATA, *ACTS)), *((name, "auto") for name in ("stream", "collected", "lbfgs"))]
+PLANNED = ("stream", "collected", "prioritised", "lbfgs")
+CASES = [*((name, "zdp") for name in (*DATA, *ACTS)), *((name, "auto") for name in PLANNED)]
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)

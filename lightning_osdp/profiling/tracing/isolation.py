@@ -54,7 +54,7 @@ def isolated(*roots: Any) -> Iterator[None]:
     """Undo at the end of the block what it did to objects that can be reached from ``roots``, and let it write nothing.
 
     What is found: attributes, containers, small tensors, random generators and counters, through modules, the Trainer's
-    callbacks, functions, their closures and the globals that they name.
+    callbacks and data loaders, functions, their closures and the globals that they name.
     """
     with restored(*roots, stands_in=True), without_output():
         yield
@@ -222,7 +222,9 @@ class Snapshot:
                 set_(name, deep_copy(value, {}))
 
     def _save_trainer(self, trainer: Any) -> None:
-        self._queue += [*trainer.callbacks, trainer.datamodule]
+        fit = trainer.fit_loop
+        sources = (fit._data_source, fit.epoch_loop.val_loop._data_source)
+        self._queue += [*trainer.callbacks, trainer.datamodule, *(source.instance for source in sources)]
         for value in vars(trainer._logger_connector).values():
             if isinstance(value, dict):
                 self._save_container(value)
