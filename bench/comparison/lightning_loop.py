@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.strategies.fsdp import _setup_activation_checkpointing
 from torch import nn
@@ -143,6 +145,13 @@ class FSDPOnCpu(FSDPStrategy):
         wrapped = FullyShardedDataParallel(model, device_id=self.root_device, **options)
         _setup_activation_checkpointing(wrapped, self._activation_checkpointing_kwargs)
         return wrapped
+
+
+class FSDPPrecisionOnCpu(FSDPPrecision):
+    """Its autocast is that of CUDA, whatever the device."""
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", torch.bfloat16)
 
 
 class ShardedTask(Task):

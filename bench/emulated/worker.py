@@ -27,7 +27,6 @@ from bench.comparison.jobs import Job, Setting
 from bench.comparison.models import Task, adamw, next_byte_loss
 from bench.comparison.worker import expand_segments, fix_allocator
 from bench.emulated.climb import LARGEST, Climb
-from bench.emulated.document import FULL
 from bench.emulated.links import NETWORK, scaled_cluster
 from bench.emulated.models import net_of, tokens_of, vocabulary_of
 from bench.emulated.queue import Cell
@@ -38,8 +37,8 @@ from lightning_osdp.emulation.environment import resolve_cluster
 from lightning_osdp.emulation.links import EmulatedLinks
 from lightning_osdp.planning.spec.cluster import Cluster
 
-WARM_UP, TIMED = 3, 5
-"""Steps of OSDP, which chooses its batch size itself."""
+WARM_UP, TIMED = 3, 14
+"""Steps of OSDP, which chooses its batch size itself. A heap that is retained grows for about eight of them."""
 
 QUIET: dict[str, Any] = {
     "devices": 1,
@@ -228,16 +227,20 @@ def train_peer(
         train_fairscale(task, job, device, meter, cell)
         return
     strategy: Any = lightning_loop.strategy(job, task, folder)
+    plugins: list[Any] = [environment]
     precision: Any = cell.precision
     if precision == "bf16-mixed" and isinstance(task, lightning_loop.ShardedTask):
-        task.weights_dtype, precision = torch.bfloat16, FULL  # all that is in groups computes in bf16, without autocast
+        task.weights_dtype = torch.bfloat16
     elif precision == "bf16-mixed" and isinstance(strategy, FSDPStrategy):
         strategy.mixed_precision = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+        if cell.device == "cpu":
+            plugins.append(lightning_loop.FSDPPrecisionOnCpu(precision))
+            precision = None
     trainer = pl.Trainer(
         accelerator=cell.device,
         precision=precision,
         strategy=strategy,
-        plugins=[environment],
+        plugins=plugins,
         callbacks=[Steps(meter)],
         **QUIET,
     )

@@ -108,9 +108,16 @@ def load_config(path: Path) -> TrainingConfig:
         data = data["fit"]
     if not isinstance(data, dict) or not data.get("model"):
         raise ConfigurationError(f"{path} has no section 'model': it is not a configuration of LightningCLI")
-    config = TrainingConfig(path, {name: data[name] for name in CONFIG_SECTIONS if data.get(name) is not None})
+    sections = {name: _read_section(path, data[name]) for name in CONFIG_SECTIONS if data.get(name) is not None}
+    config = TrainingConfig(path, sections)
     _check_trainer(config)
     return config
+
+
+def _read_section(path: Path, section: Any) -> Any:
+    """Return a section, which may be the name of a file of its own beside the configuration."""
+    is_file = isinstance(section, str) and (path.parent / section).is_file()
+    return read_yaml(path.parent / section) if is_file else section
 
 
 def _check_trainer(config: TrainingConfig) -> None:

@@ -19,6 +19,13 @@ every slice of a cut along the input would write the full output."""
 UNIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Data types that the parameters of a unit may have."""
 
+CASTING_FUNCTIONS = frozenset(
+    ["linear", "matmul", "__matmul__", "__rmatmul__", "linalg_matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm"]
+    + [f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3)]
+    + ["multi_head_attention_forward", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"]
+)
+"""Names of functions of torch that are given gathered casts of weights, which autocast would cast for them."""
+
 SHARED_MEMORY = "lies in memory that is shared with other processes, from which sharding would part it"
 MEMORY_ADVICE = "give it memory of its own (parameter.data = parameter.data.clone()), or keep it replicated (modes=...)"
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 from lightning_osdp import OSDPStrategy
+from tests.parity.test_low_precision import with_casts
 from tests.support.lightning_contract import (
     FEATURES,
     HIDDEN,
@@ -29,18 +30,20 @@ from tests.support.modules import trainer
 from tests.support.ranks import run_ranks
 
 DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+HALVES = [(precision, reduced) for precision in DTYPES for reduced in (None, "fp32")]
 
 
 def mixed(folder: str) -> dict[str, Any]:
-    """(losses, dtype of the weights, final state) with autocast and without."""
+    """(losses, dtype of the weights, final state) with autocast and without; with it, casts are gathered."""
     found = {}
-    for precision in ("32-true", "bf16-mixed", "16-mixed"):
+    for precision, dtype in (("32-true", ""), ("bf16-mixed", "bfloat16"), ("16-mixed", "float16")):
         module, data = build_seeded(Net), batches(6, 4)
+        plan = with_casts(mixed_plan(build_seeded(Net), next(iter(data)), 4), build_seeded(Net), dtype)
         # Trainer(precision="16-mixed") is turned into bf16-mixed on a CPU, by Lightning; the plugin is not.
         plugin = (
             {"plugins": [MixedPrecision("16-mixed", "cpu")]} if precision == "16-mixed" else {"precision": precision}
         )
-        made = make_planned_trainer(folder, build_seeded(Net), data, **plugin)
+        made = trainer(folder, OSDPStrategy(plan=plan), max_steps=6, **plugin)
         made.fit(module, data)
         found[precision] = (module.losses, str(module.first.weight.dtype), made.strategy.lightning_module_state_dict())
     return found
@@ -49,15 +52,16 @@ def mixed(folder: str) -> dict[str, Any]:
 def half(folder: str) -> dict[str, Any]:
     """(losses, dtypes of weights and momenta, final state) with 16-bit weights, in both kinds of gathered units."""
     found = {}
-    for precision, dtype in DTYPES.items():
-        module, data = build_seeded(Net), batches(6, 4)
+    for precision, reduced in HALVES:
+        module, data, dtype = build_seeded(Net), batches(6, 4), DTYPES[precision]
         points, labels = next(iter(data))
         plan = mixed_plan(build_seeded(Net).to(dtype), [points.to(dtype), labels], 4)
-        made = trainer(folder, OSDPStrategy(plan=plan), max_steps=6, precision=precision)
+        plan = plan.model_copy(update={"reduce_dtype": "float32" if reduced else ""})
+        made = trainer(folder, OSDPStrategy(plan=plan, reduce_dtype=reduced), max_steps=6, precision=precision)
         made.fit(module, data)
         dtypes = {str(p.dtype) for p in module.parameters()}
         dtypes |= {str(state["momentum_buffer"].dtype) for state in made.optimizers[0].state.values()}
-        found[precision] = (module.losses, dtypes, made.strategy.lightning_module_state_dict())
+        found[precision, reduced] = (module.losses, dtypes, made.strategy.lightning_module_state_dict())
     return found
 
 
@@ -92,6 +96,7 @@ def overflow(folder: str) -> Any:
         op.model_copy(update={"slices": ("zdp",), "unit": ""}) if op.name == "extra" else op for op in plan.operators
     )
     plan = type(plan).model_validate(plan.model_copy(update={"operators": operators}).model_dump())
+    plan = with_casts(plan, module, "float16")
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
     made = trainer(folder, OSDPStrategy(plan=plan), max_steps=4, plugins=[plugin])
@@ -196,14 +201,16 @@ def test_mixed_precision_keeps_weights_in_float32(results: list[dict[str, Any]],
         assert all(value.dtype == torch.float32 for value in state.values())
 
 
-@pytest.mark.parametrize("precision", list(DTYPES))
-def test_true_half_precision_matches_plain_pytorch(results: list[dict[str, Any]], precision: str) -> None:
-    dtype = DTYPES[precision]
-    mean = torch.tensor([result["half"][precision][0] for result in results]).mean(0)
+@pytest.mark.parametrize(("precision", "reduced"), HALVES, ids=str)
+def test_true_half_precision_matches_plain_pytorch(
+    results: list[dict[str, Any]], precision: str, reduced: str | None
+) -> None:
+    dtype, case = DTYPES[precision], (precision, reduced)
+    mean = torch.tensor([result["half"][case][0] for result in results]).mean(0)
     torch.testing.assert_close(mean, torch.tensor(plain_half(dtype)), rtol=2e-2, atol=1e-2)
     for result in results:
-        assert result["half"][precision][1] == {str(dtype)}
-    assert {value.dtype for value in results[0]["half"][precision][2].values()} == {dtype}
+        assert result["half"][case][1] == {str(dtype)}
+    assert {value.dtype for value in results[0]["half"][case][2].values()} == {dtype}
 
 
 def test_grad_scaler_with_inf_on_one_rank_skips_step_on_all_ranks(results: list[dict[str, Any]]) -> None:

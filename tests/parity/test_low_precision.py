@@ -36,7 +36,7 @@ def with_casts(plan: ExecutionPlan, model: nn.Module, dtype: str = "bfloat16") -
     """The same, in which products and tables are gathered as casts, and no backward reads a table."""
 
     def types_of(module: nn.Module) -> dict[str, Any]:
-        is_product = isinstance(module, nn.Linear)
+        is_product = isinstance(module, nn.Linear | nn.RNNCellBase)
         is_read = is_product or isinstance(module, nn.Embedding)
         return {"compute_dtype": dtype if is_read else "", "gathers_in_backward": is_product}
 

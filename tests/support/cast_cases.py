@@ -104,6 +104,18 @@ class Converted(Layer):
         return functional.linear(x.bfloat16(), self.weight.to(torch.bfloat16), self.bias.bfloat16()).float()
 
 
+class GivenTwice(Layer):
+    """Gives its weight twice to a function that is given no casts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.multi_dot([x.float(), self.weight, self.weight])
+
+
+class Cell(nn.GRUCell):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+
 class Frozen(Layer):
     def __init__(self) -> None:
         super().__init__()
@@ -214,6 +226,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
         Viewed,
         ByKeyword,
         Converted,
+        GivenTwice,
+        Cell,
         Frozen,
         Twice,
         SavedUnread,

@@ -25,6 +25,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_osdp.engine.sliced_matmul import read_rows
+from lightning_osdp.engine.splittable import CASTING_FUNCTIONS
 from lightning_osdp.state.guarded_parameter import ValuesOnDemand, without_guards
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,12 +36,6 @@ _UNIT = "_low_precision_unit"
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
-
-_CASTING = _names(
-    "linear matmul __matmul__ __rmatmul__ mm bmm addmm addbmm baddbmm conv1d conv2d conv3d conv_transpose1d "
-    "conv_transpose2d conv_transpose3d multi_head_attention_forward"
-)
-"""Functions for which autocast casts matrices."""
 
 _PLAIN = _names("size dim numel nelement ndimension __len__ __hash__ is_floating_point is_complex element_size")
 """Functions that ask for no values."""
@@ -83,14 +78,15 @@ class _LowPrecisionParameter(ValuesOnDemand):
                 return func(*args, **kwargs)
         shown = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _LowPrecisionParameter)]
         if all(getattr(leaf, _UNIT).is_in_autocast for leaf in shown):
-            if name in _CASTING:
+            if name in CASTING_FUNCTIONS:
                 args, kwargs = tree_map(_replace_by_cast, (args, kwargs))
                 return func(*args, **kwargs)
             rows = _read_rows(*args, **kwargs) if func is functional.embedding else None
             if rows is not None:
                 return rows
         for leaf in shown:
-            leaf.show_values()
+            if isinstance(leaf, _LowPrecisionParameter):  # it may be given twice
+                leaf.show_values()
         return func(*args, **kwargs)
 
     def show_values(self) -> None:

@@ -4,6 +4,9 @@ A unit's parameters are gathered while the operators before it compute, and in t
 do; its last gradient is reduced while those before it do. Slices are units, too. So the first unit's gather and the
 last reduction wait for their link, however much the units themselves compute.
 
+What a block computes between its operators, such as attention, is beside collectives as well. It is known as one sum,
+of which each operator of the block is taken to have an equal part.
+
 Operators of equal cost are one kind for the search, wherever they are: each counts the average over the places of all.
 """
 
@@ -16,6 +19,9 @@ from typing import NamedTuple
 
 from lightning_osdp.planning.spec.cluster import ComputeTimes, OperatorTime
 from lightning_osdp.planning.spec.model import LinearInBatch, ModelProfile, Operator
+
+TYPICAL_BATCH_SIZE = 8
+"""At which a block's part of the forward tells its part of the backward."""
 
 
 class Neighbours(NamedTuple):
@@ -54,9 +60,9 @@ def operator_key(operator: Operator, time: OperatorTime) -> tuple[object, ...]:
 
 def neighbours_of(model: ModelProfile, compute: ComputeTimes) -> list[tuple[Neighbours, ...]]:
     """Return for each operator the neighbours of all that are of equal cost."""
-    order, zero = _forward_order(model), OperatorTime()
-    before = _compute_since_unit(model, compute, order)
-    after = _compute_since_unit(model, compute, order[::-1])
+    order, zero, times = _forward_order(model), OperatorTime(), _with_work_between(model, compute)
+    before = _compute_since_unit(model, times, order)
+    after = _compute_since_unit(model, times, order[::-1])
     keys = [operator_key(*pair) for pair in zip(model.operators, compute.operators, strict=True)]
     places: dict[tuple[object, ...], Counter[tuple[LinearInBatch, ...]]] = {}
     for index, key in enumerate(keys):
@@ -76,11 +82,28 @@ def _forward_order(model: ModelProfile) -> list[int]:
     return [index for index in ran if index in indices] if ran else list(indices)
 
 
-def _compute_since_unit(model: ModelProfile, compute: ComputeTimes, order: Sequence[int]) -> dict[int, OperatorTime]:
+def _with_work_between(model: ModelProfile, compute: ComputeTimes) -> list[OperatorTime]:
+    """Return each operator's time and its part of what its block computes between operators."""
+    times, rest = list(compute.operators), compute.unattributed
+    in_all_s = rest.forward.value_at(TYPICAL_BATCH_SIZE)
+    for block, forward in zip(model.blocks, compute.blocks, strict=False):  # no times if they were not measured
+        share = min(1.0, forward.value_at(TYPICAL_BATCH_SIZE) / in_all_s) if in_all_s else 0.0
+        for index in block.operators:
+            own, part = times[index], 1 / len(block.operators)
+            times[index] = OperatorTime(
+                forward=own.forward.plus(forward.scale(part)),
+                backward=own.backward.plus(rest.backward.scale(share * part)),
+            )
+    return times
+
+
+def _compute_since_unit(
+    model: ModelProfile, operator_times: Sequence[OperatorTime], order: Sequence[int]
+) -> dict[int, OperatorTime]:
     """Return for each operator the time of those before it in ``order``, from the last one that may be sharded on."""
     times, since = {index: OperatorTime() for index in order[:1]}, OperatorTime()
     for last, index in pairwise(order):
-        own = compute.operators[last]
+        own = operator_times[last]
         start = OperatorTime() if model.operators[last].is_shardable else since
         since = OperatorTime(forward=start.forward.plus(own.forward), backward=start.backward.plus(own.backward))
         times[index] = since

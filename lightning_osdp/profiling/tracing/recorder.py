@@ -26,7 +26,7 @@ from lightning_osdp.profiling.kernels.kernel import Spec, TensorSpec, spec_of
 from lightning_osdp.profiling.tracing import fake_kernels
 from lightning_osdp.profiling.tracing.aten_calls import count_flops, storage_key, storage_keys, written_keys
 from lightning_osdp.profiling.tracing.kept_state import find_changed_attribute, kept_state
-from lightning_osdp.profiling.tracing.look_ups import LookUps
+from lightning_osdp.profiling.tracing.running_function import RunningFunction
 
 aten = torch.ops.aten
 
@@ -156,7 +156,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made_at: list[int] = []
         self._casts: dict[int, int] = {}
         self._read_storages: set[int] = set()
-        self._look_ups = LookUps()
+        self._running = RunningFunction()
         self._parameters = parameters
         self._parameter_storages = [parameter.untyped_storage() for parameter in parameters]
         self._parameter_of: dict[int, tuple[int, ...]] = {}
@@ -177,7 +177,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 handles.append(handle)
         try:
             # Nodes are numbered by thread, and on CUDA a backward has one of its own: it would belong to no module.
-            with torch.autograd.set_multithreading_enabled(False), self._record_calls(), self._look_ups.record(), self:
+            with torch.autograd.set_multithreading_enabled(False), self._record_calls(), self._running, self:
                 yield
         finally:
             for handle in handles:
@@ -207,7 +207,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.recording.differentiated_parameters.update(
                 index for index, parameter in enumerate(self._parameters) if id(parameter) in wanted
             )
-            return run_backward(outputs, *args, **kwargs)
+            with self._running:  # within ``Tensor.backward``, as in any function, it is off
+                return run_backward(outputs, *args, **kwargs)
 
         nn.Module._call_impl = recorded_call  # type: ignore[method-assign, assignment]
         autograd["_engine_run_backward"] = recorded_backward
@@ -333,14 +334,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.recording.casts_read_in_backward.update(casts)
         if not op.used_parameters:
             return None
-        is_cast = func is aten._to_copy.default
-        dtype = out.dtype if is_cast else self._look_ups.compute_dtype(func, args)
+        dtype = self._running.compute_dtype(func, args, out)
         if dtype in (torch.bfloat16, torch.float16):
             for index in op.used_parameters:
                 if args[0] is self._parameters[index]:
                     self.recording.cast_dtypes.setdefault(index, set()).add(dtype)
                     self.recording.read_as_is.update(set(op.used_parameters) - {index})
-                    return index if is_cast else None
+                    return index if func is aten._to_copy.default else None
         self.recording.read_as_is.update(op.used_parameters)
         return None
 

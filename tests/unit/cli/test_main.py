@@ -294,6 +294,13 @@ def test_training_config_rank_count_follows_trainer_section(trainer: dict[str, A
     assert offline_plan.TrainingConfig(Path("fit.yaml"), {"model": {}, "trainer": trainer}).num_ranks == ranks
 
 
+def test_load_config_reads_sections_from_files_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_text("class_path: net.Net\ninit_args: {width: 8}")
+    (tmp_path / "fit.yaml").write_text("model: model.yaml\ndata: net.Data")
+    sections = offline_plan.load_config(tmp_path / "fit.yaml").sections
+    assert sections == {"model": {"class_path": "net.Net", "init_args": {"width": 8}}, "data": "net.Data"}
+
+
 def test_load_config_of_invalid_yaml_raises_configuration_error(tmp_path: Path) -> None:
     (tmp_path / "fit.yaml").write_text("model: [")
     with pytest.raises(ConfigurationError, match=r"fit\.yaml can't be read"):

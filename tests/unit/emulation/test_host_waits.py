@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_osdp.emulation import EmulatedCluster
@@ -106,6 +108,35 @@ def test_step_on_cuda_has_the_host_wait_for_nothing(
     engine.close()
     assert found == []
     assert stream.num_waits > 0 or name == "dp"
+
+
+class Counting(TorchDispatchMode):
+    """Counts aten calls by name: on CUDA each of them is a kernel, or a few for a list of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.__name__.partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["dp", "zdp", "mixed"])
+def test_norm_of_gradients_takes_one_call_for_those_that_are_sharded_and_one_for_the_others(
+    world: None, name: str
+) -> None:
+    model, engine = TinyGPT(), FairScaleEngine(CPU, broadcast=False)
+    engine.apply(model, PLANS[name](model))
+    engine.before_forward()
+    gpt_loss(model, gpt_batches(1, BATCH)[0]).backward()
+    engine.finish_backward()
+    with Counting() as counting:
+        engine.clip_grad_norm(model.parameters(), 0.5)
+    engine.close()
+    norms = {call: count for call, count in counting.counts.items() if "norm" in call}
+    assert norms == {"_foreach_norm": 1 if name == "dp" else 2}
+    assert counting.counts["_foreach_mul_"] == 1
 
 
 def test_tensor_parallel_step_on_cuda_has_the_host_wait_for_other_hosts_and_what_has_no_rows(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_osdp.backend.streams import GatherMemory
+from lightning_osdp.backend.streams import GatherMemory, create_streams
 from lightning_osdp.engine.fairscale.context import EngineContext
 from lightning_osdp.engine.fairscale.engine import FairScaleEngine
 from lightning_osdp.engine.fairscale.unit import FairScaleUnit
@@ -103,6 +103,12 @@ def test_gather_memory_on_a_cpu_frees_at_once() -> None:
     (unit,) = storages(1)
     GatherMemory().free(unit)
     assert unit.nbytes() == 0
+
+
+def test_streams_on_cuda_come_before_that_of_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: (device, priority))
+    device = torch.device("cuda", 1)
+    assert create_streams(device, ["gather", "reduce"], None) == dict.fromkeys(["gather", "reduce"], (device, -1))
 
 
 @pytest.mark.parametrize(("device_type", "is_capturing"), [("cuda", True), ("cuda", False), ("cpu", True)])

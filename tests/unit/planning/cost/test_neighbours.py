@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from lightning_osdp.planning.cost.neighbours import Neighbours, neighbours_of, neighbours_of_slices
 from lightning_osdp.planning.spec.cluster import ComputeTimes, OperatorTime
-from lightning_osdp.planning.spec.model import LinearInBatch, ModelProfile, Moment
+from lightning_osdp.planning.spec.model import LinearInBatch, ModelProfile, Moment, RepeatedBlock
 from tests.support.small_models import blocks_of_one, linear
+
+BLOCKS = {"b.0": (2, 3, 4, 5), "b.1": (6, 7)}
+"""Operators of ``model_and_times`` in each block."""
 
 
 def time_of(seconds: float) -> OperatorTime:
@@ -44,6 +47,23 @@ def test_neighbours_of_counts_compute_up_to_the_nearest_operator_that_may_be_sha
     assert head == (place(1.0, 1.0, 0.0),)
     assert one == two == (place(1 / 3, 0.5, 1.5), place(1 / 3, 1.5, 1.5), place(1 / 3, 1.5, 4.0))
     assert norm == (place(1 / 3, 0.0, 1.0), place(2 / 3, 1.0, 1.0))
+
+
+def test_neighbours_of_count_equal_parts_of_what_a_block_computes_between_operators() -> None:
+    model, times = model_and_times()
+    blocks = tuple(
+        RepeatedBlock(
+            name=name, kind="B", operators=operators, forward=(0, 0), backward=(0, 0), recompute_saves=line(0.0)
+        )
+        for name, operators in BLOCKS.items()
+    )
+    model = model.model_copy(update={"blocks": blocks})
+    unattributed = OperatorTime(forward=line(8.0), backward=line(4.0))
+    times = times.model_copy(update={"unattributed": unattributed, "blocks": (line(4.0), line(2.0))})
+    head = neighbours_of(model, times)[-1]
+    assert head == (Neighbours(1.0, line(1.0 + 1.0), line(2.0 + 0.5), line(0.0)),)
+    places = neighbours_of(model, times)[3]  # one, two and three cost the same
+    assert [place.forward for place in places] == [line(0.5 + 1.0), line(1.5 + 2.0), line(1.5 + 2.0)]
 
 
 def test_neighbours_of_an_operator_that_never_runs_take_no_time() -> None:

@@ -166,7 +166,8 @@ def frozen(layer: nn.Module) -> nn.Module:
 
 
 def test_products_under_autocast_read_casts_alone() -> None:
-    for made in (nn.Linear(WIDTH, WIDTH), frozen(nn.Linear(WIDTH, WIDTH)), Attention()):
+    cell = nn.GRUCell(WIDTH, WIDTH)
+    for made in (nn.Linear(WIDTH, WIDTH), frozen(nn.Linear(WIDTH, WIDTH)), Attention(), cell):
         assert operator_of(made).compute_dtype == "bfloat16", made
     assert operator_of(nn.Linear(WIDTH, WIDTH), dtype=torch.float16).compute_dtype == "float16"
     conv = operator_of(nn.Conv1d(4, 4 * WIDTH, 7), lambda x, rows: x(rows[:, None].expand(-1, 4, -1)))
@@ -193,10 +194,12 @@ def test_product_in_a_checkpoint_of_the_models_own_reads_casts() -> None:
         (Looked(), lambda x, rows: x(rows) + x.table.weight.square().sum()),
         (nn.LSTM(WIDTH, WIDTH), lambda x, rows: x(rows[None])[0]),
         (nn.Linear(WIDTH, WIDTH), lambda x, rows: x(rows) + x.weight.square().sum()),
+        (nn.Linear(WIDTH, WIDTH), lambda x, rows: functional.linear(rows, x.weight.to(torch.bfloat16))),
+        (nn.Linear(WIDTH, WIDTH), lambda x, rows: rows + x.weight.bfloat16().sum()),
     ],
     ids=[
         *("autocast off", "view", "norm", "two weights", "rows with autocast off", "index", "bag", "limited rows"),
-        *("table read outside", "lstm", "read outside"),
+        *("table read outside", "lstm", "read outside", "cast by hand", "cast by hand and summed"),
     ],
 )
 def test_weight_that_is_read_as_it_is_anywhere_stays_so(made: nn.Module, read: Any) -> None:
