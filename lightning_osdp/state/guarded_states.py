@@ -30,6 +30,7 @@ class GuardedStates(defaultdict[Any, Any]):
     def __init__(self, states: Mapping[Any, Any]) -> None:
         super().__init__(dict)
         self.is_open = False
+        self.num_steps = 0
         self.update(states)
 
     def __missing__(self, key: Any) -> Any:

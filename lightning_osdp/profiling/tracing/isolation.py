@@ -11,6 +11,7 @@ import shutil
 import sys
 import threading
 import types
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.profiling.tracing.deep_copy import deep_copy
 
 MAX_OBJECTS = 20_000
@@ -146,8 +148,12 @@ class Snapshot:
             return
         self._undo.append(partial(_restore_gradient, tensor, tensor.grad if tensor.is_leaf else None))
         is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-        if not is_trained and tensor.layout == torch.strided and not tensor.is_meta and self._can_save(tensor.nbytes):
+        if is_trained or tensor.layout != torch.strided or tensor.is_meta:
+            return
+        if self._can_save(tensor.nbytes):
             self._undo.append(partial(_restore_values, tensor, tensor._version, tensor.detach().clone()))
+        else:
+            self._undo.append(partial(_warn_if_changed, tensor, tensor._version))
 
     def _can_save(self, num_bytes: int) -> bool:
         fits = num_bytes <= min(MAX_SAVED_BYTES, self._bytes_left)
@@ -280,6 +286,17 @@ def _restore_values(tensor: Tensor, version: int, values: Tensor) -> None:
     if tensor._version != version:
         with torch.no_grad():
             tensor.detach().copy_(values)
+
+
+def _warn_if_changed(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:
+        warnings.warn(
+            f"training_step writes into a tensor of shape {tuple(tensor.shape)} outside of the module. Planning has run "
+            f"the step, and restores tensors of up to {MAX_SAVED_BYTES >> 20} MiB: what it wrote there stays. Make the "
+            "tensor a buffer of the module, of which planning uses a copy",
+            OSDPWarning,
+            stacklevel=2,
+        )
 
 
 def _forget_new_results(cached: Any, misses: int) -> None:

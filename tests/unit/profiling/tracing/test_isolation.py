@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.autotune.trial_step import TrialContext, time_step
-from lightning_osdp.errors import TraceError
+from lightning_osdp.errors import OSDPWarning, TraceError
 from lightning_osdp.profiling.tracing.deep_copy import deep_copy
 from lightning_osdp.profiling.tracing.isolation import restored
 from tests.support.traced_models import Regression, trace, trace_by_running
@@ -496,3 +496,11 @@ def test_restored_block_that_raises_is_undone_too() -> None:
         next(fails())
     assert held == []
     assert io.open is open
+
+
+def test_write_into_a_tensor_too_large_to_restore_is_said() -> None:
+    table, other = torch.zeros(1 << 19), torch.zeros(1 << 19)
+    pattern = r"writes into a tensor of shape \(524288,\) outside"
+    with pytest.warns(OSDPWarning, match=pattern) as caught, restored([table, other]):
+        table[0] = 1.0
+    assert len(caught) == 1
