@@ -291,7 +291,7 @@ def _restore_values(tensor: Tensor, version: int, values: Tensor) -> None:
 def _warn_if_changed(tensor: Tensor, version: int) -> None:
     if tensor._version != version:
         warnings.warn(
-            f"training_step writes into a tensor of shape {tuple(tensor.shape)} outside of the module. Planning has run "
+            f"training_step writes into a tensor of shape {tuple(tensor.shape)} outside of the module. Planning ran "
             f"the step, and restores tensors of up to {MAX_SAVED_BYTES >> 20} MiB: what it wrote there stays. Make the "
             "tensor a buffer of the module, of which planning uses a copy",
             OSDPWarning,
