@@ -118,25 +118,38 @@ def unsharded_batch_sizes(setup: TrialSetup, compute: ComputeTimes, available_by
 def try_retained_heap(setup: TrialSetup, calibration: Calibration) -> Calibration:
     """Try the unsharded step with freed tensors retained in the heap, compared with releasing them (CPU). Collective.
 
-    Training with all operators replicated must leave memory for the heap to grow by as much as the copy takes, and the
-    tensors of the smallest batch must not be too large to stay in it.
+    The larger of the batches that were tried tells more, if there are memory and time for it: of few samples, more of
+    the time is that of new pages [M-autotune-10]. Where there is no time at all, the ratio is assumed.
     """
     if not calibration.unsharded or not _can_measure_heap_retention(setup.ranks):
         return calibration
-    model, cluster, size = setup.model, setup.cluster, setup.batch_sizes[0]
-    replicated = replicated_plan(model, cluster)
-    copy_bytes = trial_peak_bytes(model, cluster, replicated, size)
-    needed_bytes = copy_bytes + max(copy_bytes, training_peak_bytes(model, cluster, replicated, size))
-    if needed_bytes > setup.available_bytes() or max_retained_batch_size(model) < size:
+    replicated = replicated_plan(setup.model, setup.cluster)
+    sizes = [size for size in sorted(calibration.unsharded) if _can_retain(setup, replicated, size)]
+    if not sizes:
         return calibration
-    known, ratio = calibration.unsharded[size], ASSUMED_RETAIN_TIME_RATIO
-    if setup.budget.allows(release_and_retain_duration_s(known), seconds.HEAP_TRIAL_RESERVE_S):
-        heap_bytes = setup.heap_bytes(replicated, size)
-        step = partial(time_release_and_retain, setup.context, size, setup.ranks, heap_bytes, known)
-        released, retained = setup.ranks.raise_on_all_ranks(step)
-        ratio = min(1.0, max(1 / MAX_CORRECTION, retained.step_s / released.step_s))
+    ratio = ASSUMED_RETAIN_TIME_RATIO
+    for size in reversed(sizes):
+        known = calibration.unsharded[size]
+        takes_s = release_and_retain_duration_s(known)
+        is_short = takes_s <= seconds.MAX_HEAP_TRIAL_S or size == sizes[0]
+        if is_short and setup.budget.allows(takes_s, seconds.HEAP_TRIAL_RESERVE_S):
+            heap_bytes = setup.heap_bytes(replicated, size)
+            step = partial(time_release_and_retain, setup.context, size, setup.ranks, heap_bytes, known)
+            released, retained = setup.ranks.raise_on_all_ranks(step)
+            ratio = min(1.0, max(1 / MAX_CORRECTION, retained.step_s / released.step_s))
+            break
     scaled = calibration.compute.map_lines(lambda line: line.scale(ratio))
     return replace(calibration, compute_with_retained_heap=scaled)
+
+
+def _can_retain(setup: TrialSetup, replicated: ExecutionPlan, size: int) -> bool:
+    """Return whether tensors of the batch stay in the heap, and training leaves memory for it. Collective.
+
+    Training with all operators replicated must leave memory for the heap to grow by as much as the copy takes.
+    """
+    copy_bytes = trial_peak_bytes(setup.model, setup.cluster, replicated, size)
+    needed_bytes = copy_bytes + max(copy_bytes, training_peak_bytes(setup.model, setup.cluster, replicated, size))
+    return needed_bytes <= setup.available_bytes() and max_retained_batch_size(setup.model) >= size
 
 
 def assume_retained_heap(

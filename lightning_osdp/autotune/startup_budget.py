@@ -46,6 +46,9 @@ MAX_TRIAL_S = 10.0
 MAX_LARGE_BATCH_S = MAX_TRIAL_S / 3
 """Maximum time of the unsharded step at the larger of two batch sizes."""
 
+MAX_HEAP_TRIAL_S = 5.0
+"""Maximum time of the heap trial at the larger of two batch sizes."""
+
 SATURATED_STEP_S = 0.4
 """Maximum predicted time of an unsharded step on CUDA, which is to be large enough to hide kernel launches.
 [M-autotune-3]"""

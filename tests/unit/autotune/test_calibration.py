@@ -221,6 +221,29 @@ def test_calibration_trials_alone_scale_compute_to_unsharded_step(monkeypatch: p
     assert run_calibration_trials(crowded, parts) == Calibration(parts)
 
 
+@pytest.mark.parametrize(("longest_s", "size"), [(5.0, 8), (0.5, 2)])
+def test_heap_trial_takes_larger_batch_unless_it_takes_too_long(
+    longest_s: float, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few samples, more of the time is that of new pages: 0.54 at 2 samples and 0.67 at 8 and 41 in one model."""
+    module, ratios = Module(), {2: 0.5, 8: 0.75}
+    traced = trace(module, BATCH, 4, device=CPU)
+    parts = compute.measure_compute(traced, CPU, time_budget_s=0.0)
+    unsharded = {size: StepTiming(0.1 * size, 0.0, 0.0) for size in (2, 8)}
+
+    def time_both(_: Any, size: int, *__: Any) -> tuple[StepTiming, StepTiming]:
+        return StepTiming(1.0, 0.0, 0.0), StepTiming(ratios[size], 0.0, 0.0)
+
+    monkeypatch.setattr(calibration, "time_release_and_retain", time_both)
+    monkeypatch.setattr(calibration, "can_measure_retention", lambda device: True)
+    monkeypatch.setattr(startup_budget, "MAX_HEAP_TRIAL_S", longest_s)
+    found = calibration.try_retained_heap(
+        make_trial_setup(module, traced, some_cluster(1)), Calibration(parts, unsharded=unsharded)
+    )
+    assert found.compute_with_retained_heap is not None
+    assert compute_s(found.compute_with_retained_heap, 8) == pytest.approx(ratios[size] * compute_s(parts, 8))
+
+
 def test_calibration_trials_free_copy_whose_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     twins: list[pl.LightningModule] = []
 
