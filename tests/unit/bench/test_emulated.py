@@ -116,6 +116,18 @@ def test_page_shows_leads_and_what_was_not_run(tmp_path: Path, ran: list[Cell]) 
     assert len(page.splitlines()) < 200
 
 
+def test_page_under_bf16_mixed_compares_what_runs_under_autocast(tmp_path: Path, ran: list[Cell]) -> None:
+    every = list(chain(*groups([8], ["nd-small"], precision="bf16-mixed")))
+    assert {cell.precision for cell in every} == {"bf16-mixed"}
+    assert not [cell.system for cell in every if cell.system.startswith(("fairscale", "osdp-"))]
+    results = Results(tmp_path / "results.json")
+    run_all(every, results, {}, 60.0, lambda _: None)
+    page = document.page(every, results)
+    assert page.startswith("# Under bf16-mixed")
+    assert "2 places: geometric mean 3.00" in page
+    assert "FairScale per operator" not in page
+
+
 def test_cell_is_known_by_all_that_it_is() -> None:
     one = Cell("compare", "nd-small", 8)
     assert all(str(value) in one.name for value in asdict(one).values())
