@@ -148,7 +148,7 @@ class FSDPOnCpu(FSDPStrategy):
 
 
 class FSDPPrecisionOnCpu(FSDPPrecision):
-    """Its autocast is that of CUDA, whatever the device."""
+    """FSDP's mixed precision with autocast for the CPU; Lightning's has that of CUDA, whatever the device."""
 
     def forward_context(self) -> AbstractContextManager[Any]:
         return torch.autocast("cpu", torch.bfloat16)

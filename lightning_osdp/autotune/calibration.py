@@ -124,7 +124,8 @@ def try_retained_heap(setup: TrialSetup, calibration: Calibration) -> Calibratio
     if not calibration.unsharded or not _can_measure_heap_retention(setup.ranks):
         return calibration
     replicated = replicated_plan(setup.model, setup.cluster)
-    sizes = [size for size in sorted(calibration.unsharded) if _can_retain(setup, replicated, size)]
+    available_bytes = setup.available_bytes()
+    sizes = [size for size in sorted(calibration.unsharded) if _can_retain(setup, replicated, size, available_bytes)]
     if not sizes:
         return calibration
     ratio = ASSUMED_RETAIN_TIME_RATIO
@@ -142,14 +143,14 @@ def try_retained_heap(setup: TrialSetup, calibration: Calibration) -> Calibratio
     return replace(calibration, compute_with_retained_heap=scaled)
 
 
-def _can_retain(setup: TrialSetup, replicated: ExecutionPlan, size: int) -> bool:
-    """Return whether tensors of the batch stay in the heap, and training leaves memory for it. Collective.
+def _can_retain(setup: TrialSetup, replicated: ExecutionPlan, size: int, available_bytes: int) -> bool:
+    """Return whether tensors of a batch of this size stay in the heap, and training leaves memory for it.
 
     Training with all operators replicated must leave memory for the heap to grow by as much as the copy takes.
     """
     copy_bytes = trial_peak_bytes(setup.model, setup.cluster, replicated, size)
     needed_bytes = copy_bytes + max(copy_bytes, training_peak_bytes(setup.model, setup.cluster, replicated, size))
-    return needed_bytes <= setup.available_bytes() and max_retained_batch_size(setup.model) >= size
+    return needed_bytes <= available_bytes and max_retained_batch_size(setup.model) >= size
 
 
 def assume_retained_heap(

@@ -31,14 +31,13 @@ products) gives other results on a part of a parameter than on the whole."""
 PER_PARAMETER_OPTIMIZERS = frozenset([Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SGD])
 """Optimizers whose step of one parameter neither reads nor changes anything of another."""
 
-
 WATCHED_STEPS, WATCHED_EVERY = 100, 97
 """First steps in which ops of a user's own optimizer are watched, and which of the later ones are: each op takes 5 us
 longer [M-engine-32]."""
 
 
 class RefuseMixing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses ops that mix elements in the step of an optimizer whose parameters are parts: it began with them late."""
+    """Refuses ops that mix elements, in the step of an optimizer of sharded parameters that ran none when traced."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -56,7 +55,7 @@ class RefuseMixing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _is_stepping(self) -> bool:
-        """Whether the step is still going on: one that has failed leaves this open until the next."""
+        """Return whether the step is still going on: after one that has failed, this mode stays on until the next."""
         frame = sys._getframe(2)
         while frame is not None and frame.f_locals.get("self") is not self._optimizer:
             frame = frame.f_back  # type: ignore[assignment]

@@ -24,7 +24,6 @@ _DEFAULT_CAPACITY = 1024
 _FILLING_BYTES = 28 << 20
 """What small entries in the whole cache take."""
 
-
 _LOW_PRECISION = {torch.bfloat16, torch.float16}
 
 
@@ -33,7 +32,7 @@ def run_and_free_kernels(device: torch.device, dtypes: Collection[torch.dtype], 
 
     Args:
         device: where they run. Nothing is compiled for each shape but on a CPU.
-        dtypes: data types of their arguments. Nothing that matters is compiled in full precision.
+        dtypes: data types of their arguments. Products in full precision are compiled for no shape.
         function: runs in a thread of its own, unless nothing is compiled.
     """
     if device.type != "cpu" or _LOW_PRECISION.isdisjoint(dtypes):
@@ -53,6 +52,7 @@ def _resident_bytes() -> int:
 
 def _fill_cache() -> None:
     """Drive all entries out of oneDNN's cache, by as many small ones as it holds."""
-    capacity = next((int(os.environ[name]) for name in _CAPACITY_ENV_VARS if name in os.environ), _DEFAULT_CAPACITY)
+    settings = (os.environ.get(name, "") for name in _CAPACITY_ENV_VARS)
+    capacity = next((int(text) for text in settings if text.isdecimal()), _DEFAULT_CAPACITY)
     for size in range(1, capacity + 1):
         torch.ones(size).to_mkldnn().relu()
