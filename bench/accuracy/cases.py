@@ -22,7 +22,7 @@ from bench.processes import become_rank, write_log
 from lightning_osdp import OSDPCallback, OSDPStrategy, plan
 from lightning_osdp.autotune import coordinator, finalists, pipeline, profile_cache
 from lightning_osdp.autotune.calibration import Calibration
-from lightning_osdp.backend import agree, collectives, memory
+from lightning_osdp.backend import agree, collectives
 from lightning_osdp.backend.memory import memory_in_use
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.search import search_space
@@ -249,14 +249,14 @@ def nothing(*_: Any) -> None:
 
 
 def note_allowances() -> None:
-    """Keeps what ``memory.growth_reserve`` says."""
-    allowance = memory.growth_reserve
+    """Keeps what the planner reserves for what grows after it (``growth_reserve``)."""
+    allowance = coordinator.growth_reserve
 
     def noted(*args: Any) -> int:
         ALLOWANCES.append(allowance(*args))
         return ALLOWANCES[-1]
 
-    instead(memory, "growth_reserve", noted)
+    instead(coordinator, "growth_reserve", noted)
 
 
 def tell(strategy: OSDPStrategy, order: Order, paces_s: tuple[float, float]) -> None:

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import DataLoader
 
 from bench.accuracy.accuracy import HEAD, row, summary
-from bench.accuracy.cases import NUM_MODELS, SEED, SHARES, SUBJECTS, Case, draw
+from bench.accuracy.cases import ALLOWANCES, NUM_MODELS, SEED, SHARES, SUBJECTS, Case, draw, guessed, note_allowances
+from lightning_osdp import plan
 from tests.support.zoo import ZOO
+
+
+@pytest.fixture
+def _undo_patches() -> Iterator[None]:
+    yield
+    patch.stopall()
+    ALLOWANCES.clear()
 
 
 def make_case(predicted_s: float = 1.0, predicted_bytes: int = 1000, pace: float = 1.0, runs: int = 1) -> Case:
@@ -38,3 +52,11 @@ def test_summary_counts_peaks_above_their_prediction_and_runs_at_changing_pace()
 
 def test_row_has_a_cell_for_each_column() -> None:
     assert len(row(make_case())) == len(HEAD)
+
+
+@pytest.mark.usefixtures("_undo_patches")
+def test_what_the_planner_reserves_is_noted() -> None:
+    note_allowances()
+    data = DataLoader(BoringModel().train_dataloader().dataset, batch_size=4)
+    found = plan(BoringModel(), data, cluster=guessed(2), batch_size=4, trial_steps=False, cache="")
+    assert 0 < ALLOWANCES[-1] <= found.predicted.overhead_bytes
