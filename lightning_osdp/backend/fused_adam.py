@@ -77,9 +77,14 @@ class EnableFusedHook:
         return args[:1], {**kwargs, "closure": closure_then_enable}
 
 
+OWN_HOOK = -1
+"""The number of the engine's hooks among those of an optimizer, which are there while it steps: torch counts from 0."""
+
+
 def has_foreign_hooks(optimizer: Optimizer) -> bool:
     """Return whether hooks other than ours are called before ``optimizer`` steps."""
-    return any(not isinstance(hook, EnableFusedHook) for hook in optimizer._optimizer_step_pre_hooks.values())
+    hooks = optimizer._optimizer_step_pre_hooks.items()
+    return any(key != OWN_HOOK and not isinstance(hook, EnableFusedHook) for key, hook in hooks)
 
 
 def _states_are_dense(optimizer: Optimizer, group: dict[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_osdp.backend.fused_adam import EnableFusedHook
+from lightning_osdp.backend.fused_adam import OWN_HOOK, EnableFusedHook
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.state.autograd_state import is_in_backward
 from lightning_osdp.state.guarded_parameter import ShardGuard, guard_of, is_guarded
@@ -186,10 +186,6 @@ def _refuse_within_backward(optimizer: Optimizer) -> None:
         )
 
 
-_HOOK = -1
-"""The number of our hooks among those of an optimizer, which torch counts from 0."""
-
-
 def _order_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Have guards opened after the user's hooks of an optimizer's step, and closed before them: they see full tensors.
 
@@ -200,15 +196,15 @@ def _order_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         return
     before: Any = optimizer._optimizer_step_pre_hooks
     after: Any = optimizer._optimizer_step_post_hooks
-    before[_HOOK], after[_HOOK] = _open_for_step, _close_after_step
-    for key in [_HOOK, *(key for key, hook in before.items() if isinstance(hook, EnableFusedHook))]:
+    before[OWN_HOOK], after[OWN_HOOK] = _open_for_step, _close_after_step
+    for key in [OWN_HOOK, *(key for key, hook in before.items() if isinstance(hook, EnableFusedHook))]:
         before.move_to_end(key)
-    after.move_to_end(_HOOK, last=False)
+    after.move_to_end(OWN_HOOK, last=False)
 
 
 def _remove_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    optimizer._optimizer_step_pre_hooks.pop(_HOOK, None)
-    optimizer._optimizer_step_post_hooks.pop(_HOOK, None)
+    optimizer._optimizer_step_pre_hooks.pop(OWN_HOOK, None)
+    optimizer._optimizer_step_post_hooks.pop(OWN_HOOK, None)
 
 
 def _complete_gradients(guards: Iterable[ShardGuard]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -82,19 +81,31 @@ def train(rank: int, ranks: int, policy: str, name: str, accumulation: int) -> d
     for step, batch in enumerate(gpt_batches(STEPS, BATCH)):
         if step == HALF:
             engine.apply_plan_change(plan_of(model, policy, False), [optimizer])
-        total = 0.0
-        parts = batch[rank::ranks].chunk(accumulation)
-        for index, part in enumerate(parts):
+        *firsts, last = batch[rank::ranks].chunk(accumulation)
+
+        def run_pass(part: torch.Tensor) -> float:
             engine.before_forward()
-            with nullcontext() if index + 1 == len(parts) else engine.no_sync():
-                loss = gpt_loss(model, part) / accumulation
-                loss.backward()
-                engine.finish_backward()
-            total += float(loss.detach())
-        kept.append(sum(parameter.grad is not None for parameter in large))
-        engine.before_optimizer_step(optimizer)
+            loss = gpt_loss(model, part) / accumulation
+            loss.backward()
+            engine.finish_backward()
+            return float(loss.detach())
+
+        def run_last_pass(part: torch.Tensor = last) -> float:
+            loss = run_pass(part)
+            kept.append(sum(parameter.grad is not None for parameter in large))
+            engine.before_optimizer_step(optimizer)
+            return loss
+
+        total = 0.0
+        with engine.no_sync():
+            for part in firsts:
+                total += run_pass(part)
         with fused_step(optimizer):
-            optimizer.step()
+            if step % 2:  # as Lightning's loops do in automatic optimization
+                total += optimizer.step(run_last_pass)
+            else:
+                total += run_last_pass()
+                optimizer.step()
         engine.after_optimizer_step()
         optimizer.zero_grad()
         schedule.step()
