@@ -20,13 +20,14 @@ from lightning_osdp.autotune.trial_step import (
     time_release_and_retain,
     time_step,
 )
-from lightning_osdp.autotune.trials import TrialSetup, warn_of_failure
+from lightning_osdp.autotune.trials import MEMORY_MARGIN, TrialSetup, warn_of_failure
 from lightning_osdp.backend.allocator import can_measure_retention
 from lightning_osdp.backend.memory import growth_reserve
 from lightning_osdp.planning.cost.cpu_effects import max_retained_batch_size
 from lightning_osdp.planning.cost.trial_correction import (
     PassTimes,
     pass_times,
+    passes_peak_bytes,
     scale_to_trial,
     training_peak_bytes,
     trial_peak_bytes,
@@ -82,16 +83,26 @@ def run_calibration_trials(setup: TrialSetup, compute: ComputeTimes) -> Calibrat
 
 
 def try_unsharded_step(setup: TrialSetup, calibration: Calibration) -> Calibration:
-    """Try the unsharded step at one or two batch sizes, and scale all compute times to it. Collective."""
-    sizes = unsharded_batch_sizes(setup, calibration.compute, setup.available_bytes())
+    """Try the unsharded step at one or two batch sizes, and scale all compute times to it. Collective.
+
+    Where larger batches fit then, each gradient is freed as soon as it is made.
+    """
+    available_bytes = setup.available_bytes()
+    sizes = unsharded_batch_sizes(setup, calibration.compute, available_bytes)
+    larger = unsharded_batch_sizes(setup, calibration.compute, available_bytes, frees_gradients=True)
+    frees_gradients = larger[-1:] > sizes[-1:]
+    sizes = larger if frees_gradients else sizes
     if not sizes:
         return calibration
-    timings = setup.ranks.raise_on_all_ranks(partial(time_step, setup.context, sizes, setup.ranks, None))
+    step = partial(time_step, setup.context, sizes, setup.ranks, None, frees_gradients=frees_gradients)
+    timings = setup.ranks.raise_on_all_ranks(step)
     passes = {size: PassTimes(one.forward_s, one.step_s - one.forward_s) for size, one in timings.items()}
     return replace(calibration, compute=scale_to_trial(calibration.compute, passes), unsharded=timings)
 
 
-def unsharded_batch_sizes(setup: TrialSetup, compute: ComputeTimes, available_bytes: int) -> list[int]:
+def unsharded_batch_sizes(
+    setup: TrialSetup, compute: ComputeTimes, available_bytes: int, *, frees_gradients: bool = False
+) -> list[int]:
     """Return the smallest traced batch size and the largest one, or the largest in between that fits memory and time.
 
     On CUDA these are sizes that fill the device. Empty if even the smallest does not fit.
@@ -100,10 +111,15 @@ def unsharded_batch_sizes(setup: TrialSetup, compute: ComputeTimes, available_by
     is_saturating = setup.is_cuda and len(setup.batch_sizes) > 1
     max_step_s = seconds.SATURATED_STEP_S if is_saturating else seconds.MAX_LARGE_BATCH_S
 
-    def fits(size: int) -> bool:
-        return setup.fits_memory(replicated, size, available_bytes) and sum(pass_times(compute, size)) <= max_step_s
+    def fits_memory(size: int) -> bool:
+        if frees_gradients:
+            return MEMORY_MARGIN * passes_peak_bytes(setup.model, setup.cluster, size) <= available_bytes
+        return setup.fits_memory(replicated, size, available_bytes)
 
-    if not setup.fits_memory(replicated, smallest, available_bytes):
+    def fits(size: int) -> bool:
+        return fits_memory(size) and sum(pass_times(compute, size)) <= max_step_s
+
+    if not fits_memory(smallest):
         return []
     if not is_saturating:
         larger = range(setup.batch_sizes[-1], MIN_SIZE_RATIO * smallest - 1, -1)

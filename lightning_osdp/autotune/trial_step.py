@@ -133,6 +133,8 @@ def time_step(
     plan: ExecutionPlan | None,
     duration_s: float = TRIAL_S,
     heap_bytes: int | None = None,
+    *,
+    frees_gradients: bool = False,
 ) -> dict[int, StepTiming]:
     """Time forward and backward, by batch size. Collective: every rank must call it.
 
@@ -143,12 +145,14 @@ def time_step(
         plan: the plan to run; None for the unsharded module.
         duration_s: approximate time for all batch sizes together.
         heap_bytes: maximum bytes of freed tensors retained in the heap; None to release them.
+        frees_gradients: whether each gradient of the unsharded module is freed as soon as it is made.
 
     Raises:
         TrialError: the user's step fails, or the module can't be copied.
     """
     heap = nullcontext() if heap_bytes is None else retain_freed_memory(heap_bytes)
-    with fork_rng(trial_context.device), _copied_steps(trial_context, sizes, ranks, plan) as steps, heap:
+    copied = _copied_steps(trial_context, sizes, ranks, plan, frees_gradients=frees_gradients)
+    with fork_rng(trial_context.device), copied as steps, heap:
         return dict(zip(sizes, _time_repeats(steps, ranks, trial_context.device, duration_s=duration_s), strict=True))
 
 
@@ -220,7 +224,12 @@ class _NoOpOptimizer(Optimizer):
 
 @contextmanager
 def _copied_steps(
-    trial_context: TrialContext, sizes: Sequence[int], ranks: RankGroup, plan: ExecutionPlan | None
+    trial_context: TrialContext,
+    sizes: Sequence[int],
+    ranks: RankGroup,
+    plan: ExecutionPlan | None,
+    *,
+    frees_gradients: bool = False,
 ) -> Iterator[list[StepFunction]]:
     """Yield a step for each batch size on a copy of the module, and free all of the copy afterwards."""
     device = trial_context.device
@@ -233,6 +242,8 @@ def _copied_steps(
     try:
         with isolated(trial_context.module), _raise_trial_error(_ENGINE_ERRORS):
             ranks.raise_on_all_ranks(partial(_put_on_device, module_copy, device, engine, plan))
+            for parameter in filter(lambda one: one.requires_grad and frees_gradients, module_copy.parameters()):
+                parameter.register_post_accumulate_grad_hook(_free_gradient)  # type: ignore[no-untyped-call]
             with detached_from_trainer(module_copy, optimizers, schedulers), torch.compiler.set_stance("force_eager"):
                 optimizers[:], schedulers[:] = ranks.raise_on_all_ranks(partial(_build_optimizers, module_copy, engine))
                 moved = ranks.raise_on_all_ranks(partial(_move_batches, trial_context, module_copy, sizes))
@@ -247,6 +258,10 @@ def _copied_steps(
             parameter.data = parameter.data.new_empty(0)
         del module_copy, engine
         trim(device, GC_GENERATION)
+
+
+def _free_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
 
 
 def _build_optimizers(module_copy: LightningModule, engine: Engine | None) -> tuple[list[Any], list[Any]]:

@@ -15,7 +15,16 @@ from typing import NamedTuple
 
 from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.autotune.startup_budget import MAX_TRIAL_S, MAX_TURNS_S, TURN_S, StartupBudget
-from lightning_osdp.autotune.trial_step import MIN_STEPS, WARMUP_STEPS, StepTiming, TrialContext, TrialError, time_step
+from lightning_osdp.autotune.trial_step import (
+    GC_GENERATION,
+    MIN_STEPS,
+    WARMUP_STEPS,
+    StepTiming,
+    TrialContext,
+    TrialError,
+    time_step,
+)
+from lightning_osdp.backend.memory import trim
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.cpu_effects import HEAP_GROWTH
 from lightning_osdp.planning.cost.trial_correction import (
@@ -65,6 +74,7 @@ class TrialSetup:
 
     def available_bytes(self) -> int:
         """Return what a trial may take now: each copy leaves a little behind. Collective: every rank must call it."""
+        trim(self.context.device, GC_GENERATION)  # tracing, too, has left freed memory in the heap
         return self.context.available_bytes(self.free_bytes(), self.ranks)
 
     def fits_memory(self, plan: ExecutionPlan, size: int, available_bytes: float | None = None) -> bool:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_osdp.planning.cost.footprint import COLUMN, Footprint, footprint
 from lightning_osdp.planning.cost.memory_timeline import Timeline
 from lightning_osdp.planning.cost.neighbours import neighbours_of
 from lightning_osdp.planning.cost.step_time import (
@@ -209,6 +210,31 @@ def trial_peak_bytes(model: ModelProfile, cluster: Cluster, plan: ExecutionPlan,
     pairs = zip(operators, plan.operators, strict=True)
     shared = sum(p.parameter_bytes for own, op in pairs if op.slices == (Mode.DP,) for p in own.parameters)
     return max(0, _step_peak_bytes(model, cluster, plan, batch_size) - shared - model.buffer_bytes)
+
+
+def passes_peak_bytes(model: ModelProfile, cluster: Cluster, batch_size: int) -> int:
+    """Return the peak of an unsharded copy of the module whose gradients are freed as soon as they are made.
+
+    The copy has no optimizer, and shares parameters with the module.
+    """
+    footprints = [footprint(operator, ShardingChoice(), cluster) for operator in model.operators]
+    nothing = Footprint(*(0.0 for _ in COLUMN))
+    rows = [
+        nothing._replace(
+            transient=own.replicated_gradients,
+            unsharded_between_passes=own.unsharded_between_passes,
+            replicated_casts=own.replicated_casts,
+            casts_before_gradients=own.casts_before_gradients,
+        )
+        for own in footprints
+    ]
+    timeline, nothing_recomputed = Timeline(model, cluster, 0), np.zeros(len(model.blocks), dtype=bool)
+    peak = timeline.peak_of_footprints(_as_array(rows), batch_size, 1, nothing_recomputed)
+    return max(0, peak.total_bytes - model.buffer_bytes)
+
+
+def _as_array(rows: Sequence[Footprint[float]]) -> NDArray[np.float64]:
+    return np.array(rows, dtype=np.float64).reshape(len(rows), len(COLUMN))
 
 
 def training_peak_bytes(model: ModelProfile, cluster: Cluster, plan: ExecutionPlan, batch_size: int) -> int:

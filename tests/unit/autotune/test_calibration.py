@@ -19,7 +19,7 @@ from lightning_osdp.autotune.trial_step import StepTiming
 from lightning_osdp.backend.cpu.malloc import HEAP, configure_cpu_allocator
 from lightning_osdp.backend.memory import GROWTH_BYTES, growth_reserve
 from lightning_osdp.errors import OSDPWarning
-from lightning_osdp.planning.cost.trial_correction import training_peak_bytes, trial_peak_bytes
+from lightning_osdp.planning.cost.trial_correction import passes_peak_bytes, training_peak_bytes, trial_peak_bytes
 from lightning_osdp.planning.spec.cluster import ComputeTimes
 from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.tracing.stand_ins import lazy_clone, lazy_clone_bytes
@@ -146,22 +146,31 @@ def test_calibration_trials_of_real_steps_measure_nonzero_times() -> None:
         assert compute_s(times, 8) > 0
 
 
-def trial_memory_bytes(size: int) -> int:
+def trial_memory_bytes(size: int, *, frees_gradients: bool = False) -> int:
     """Memory of a trial of the unsharded step."""
-    module = Module()
+    module, cluster = Module(), some_cluster(2)
     model = trace(module, BATCH, 4, device=CPU).model_profile
-    step = trials.MEMORY_MARGIN * trial_peak_bytes(
-        model, some_cluster(2), replicated_plan(model, some_cluster(2)), size
-    )
-    return math.ceil(step) + lazy_clone_bytes(module, CPU) + GROWTH_BYTES["cpu"]["measured"]
+    kept = trial_peak_bytes(model, cluster, replicated_plan(model, cluster), size)
+    peak = passes_peak_bytes(model, cluster, size) if frees_gradients else kept
+    margin = lazy_clone_bytes(module, CPU) + GROWTH_BYTES["cpu"]["measured"]
+    return math.ceil(trials.MEMORY_MARGIN * peak) + margin
 
 
 def test_calibration_trials_skip_sizes_that_exceed_memory() -> None:
-    room = trial_memory_bytes(2)  # the copy shares parameters that stay whole
-    assert room < trial_memory_bytes(8)
+    room = trial_memory_bytes(2, frees_gradients=True)  # the copy shares parameters that stay whole
+    assert room < trial_memory_bytes(4, frees_gradients=True)
     for same, parts, times, _ in run_ranks(run_trials, 2, {1: 1.0}, room, False):
         assert same
         assert compute_s(times, 2) == pytest.approx(min(1.0, 3 * compute_s(parts, 2)))
+
+
+def test_calibration_trials_free_gradients_where_memory_is_short() -> None:
+    room = trial_memory_bytes(2)
+    assert trial_memory_bytes(8, frees_gradients=True) <= room < trial_memory_bytes(4)
+    for same, parts, times, _ in run_ranks(run_trials, 2, {2: 1.0}, room, False):
+        assert same
+        for size in (2, 8):
+            assert compute_s(times, size) == pytest.approx(min(1.0, 3 * compute_s(parts, size)), rel=0.3)
 
 
 def test_unsharded_batch_sizes_take_largest_size_within_memory_and_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,26 @@ def test_error_in_methods_of_the_module_is_a_trial_error(kind: type[Module], tex
         trial_step.time_step(make_trial_context(kind()), [2], ALONE, None, 0.0)
 
 
+class OneGradient(Module):
+    """Fails as soon as there are gradients of two parameters."""
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self.count)
+        super().backward(loss, *args, **kwargs)
+
+    def count(self, _: torch.Tensor) -> None:
+        if sum(one.grad is not None for one in self.parameters()) > 1:
+            raise ValueError("two gradients")
+
+
+def test_time_step_frees_each_gradient_as_soon_as_it_is_made_if_asked() -> None:
+    with pytest.raises(trial_step.TrialError, match="two gradients"):
+        trial_step.time_step(make_trial_context(OneGradient()), [2], ALONE, None, 0.0)
+    found = trial_step.time_step(make_trial_context(OneGradient()), [2], ALONE, None, 0.0, frees_gradients=True)
+    assert found[2].step_s > 0
+
+
 def test_own_faults_in_a_trial_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise AttributeError("a fault of the library")

@@ -24,6 +24,7 @@ from lightning_osdp.planning.cost.trial_correction import (
     fit_calibration,
     fit_nonnegative_line,
     pass_times,
+    passes_peak_bytes,
     plan_key,
     predict_trial,
     scale_to_trial,
@@ -205,6 +206,15 @@ def test_trial_peak_bytes_excludes_gradients_freed_by_optimizer_in_backward() ->
     gradients = [p.gradient_bytes / RANKS for operator in model.operators for p in operator.parameters]
     usual, less = (trial_peak_bytes(model, plan.cluster, each, 0) for each in (plan, at_once))  # activations aside
     assert usual - less == sum(gradients) - max(gradients)
+
+
+def test_passes_peak_bytes_counts_one_gradient_at_a_time() -> None:
+    model = blocks_of_one(8, 2)
+    replicated = hand_made_plan({operator.name: Mode.DP for operator in model.operators}, RANKS)
+    gradients = [p.gradient_bytes for operator in model.operators for p in operator.parameters]
+    usual = trial_peak_bytes(model, cluster().model_copy(update={"bucket_bytes": 1}), replicated, 0)
+    assert passes_peak_bytes(model, cluster(), 0) == max(gradients) < sum(gradients) <= usual
+    assert passes_peak_bytes(model, cluster(), 3) > passes_peak_bytes(model, cluster(), 1)
 
 
 def trial_with_overheads(plan: ExecutionPlan, shares: Mapping[str, float], error: float) -> Trial:
