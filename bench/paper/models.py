@@ -151,7 +151,7 @@ def in_batches_of(model: ModelProfile, sequences: int) -> ModelProfile:
     def block(one: RepeatedBlock) -> RepeatedBlock:
         lines = {
             name: line(getattr(one, name))
-            for name in ("recompute_saves", "live_before_forward", "live_before_backward")
+            for name in ("recompute_saves", "kept_inputs", "live_before_forward", "live_before_backward")
         }
         return one.model_copy(
             update=lines | {"unattributed_flops_per_sample": one.unattributed_flops_per_sample * sequences}

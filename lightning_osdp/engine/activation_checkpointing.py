@@ -34,7 +34,9 @@ def checkpoint_block(block: nn.Module) -> Callable[[], None]:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # Keyword arguments become a positional one: there checkpoint looks for the device whose random state it keeps.
-        return checkpoint(run_forward, *args, kwargs, use_reentrant=False, context_fn=_keep_random_numbers)
+        outputs = checkpoint(run_forward, *args, kwargs, use_reentrant=False, context_fn=_keep_random_numbers)
+        torch.clear_autocast_cache()  # which would hold casts of the block's weights until the whole forward ends
+        return outputs
 
     def undo() -> None:
         if own_forward is None:

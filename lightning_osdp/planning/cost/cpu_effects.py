@@ -189,7 +189,7 @@ def prefetch_held(
     recomputed = runs.are_recomputed(recomputed_blocks)
     # A shared unit is gathered once for its recomputed forward and its backward.
     backward = is_gathered_again & runs.has_backward & ~(recomputed & wrapped)
-    second_pass = ((runs.recompute, is_freed & recomputed), (runs.backward, backward))
+    second_pass = ((runs.recompute, is_freed & recomputed), (runs.unsharded_backward, backward))
     for passes in (((runs.forward, is_sharded),), second_pass):
         starts = np.concatenate([intervals.start[which] for intervals, which in passes])
         amounts = np.concatenate([footprints.prefetched_parameters[which] for _, which in passes])

@@ -255,8 +255,11 @@ def _reduction_bytes(
     # A gradient is freed once it is cast to the type of its reduction, where no stream still has to do so.
     work = work + (gradient if cast else 0) if cluster.has_streams else max(work, gradient + cast)
     freed = freed_bytes(shards, cluster)
-    # A cast is freed before its gradient is cast to the parameter's type.
-    freed_before_gradient = freed_before_gradient or all(shard.has_casts for shard in shards)
+    if all(shard.has_casts for shard in shards):
+        # A cast is freed before its gradient is cast to the parameter's type. What is cast counts among the activations
+        # and is freed before the reduction.
+        from_product = 0 if cluster.has_streams else sum(s.gathered_bytes for s in shards if s.looked_up != "alone")
+        return max(0.0, gradient - freed, work + own_parts - reduced - from_product - freed)
     peak = max(0.0, work - freed) if freed_before_gradient else gradient + max(0.0, work - gradient - freed)
     return peak + own_parts - reduced
 

@@ -126,13 +126,14 @@ class Timeline:
 
     def _prepare_activations(self) -> None:
         moments, blocks = self._moments, self._model.blocks
-        live, before_forward, before_backward, saves = (
+        live, before_forward, before_backward, saves, kept = (
             np.array(LineArray.from_lines(lines)) * self.heap_growth_factor
             for lines in (
                 [moment.live for moment in self._model.moments],
                 [block.live_before_forward for block in blocks],
                 [block.live_before_backward for block in blocks],
                 [block.recompute_saves for block in blocks],
+                [block.kept_inputs for block in blocks],
             )
         )
         self._recompute_moments = np.flatnonzero(moments.recomputed_block != NOT_RECOMPUTED)
@@ -141,11 +142,12 @@ class Timeline:
         usual = live[:, moments.source]
         usual[:, self._recompute_moments] = before_backward[:, block]
         recomputed = before_backward[:, block] - saves[:, block] + live[:, source] - before_forward[:, block]
-        self.live, self._recomputed_live, self.recompute_saves = (
-            LineArray(*lines) for lines in (usual, recomputed, saves)
+        self.live, self._recomputed_live, self.recompute_saves, self._kept_inputs = (
+            LineArray(*lines) for lines in (usual, recomputed, saves, kept)
         )
         ends = np.array([moments.position[block.forward[1]] + 1 for block in blocks], dtype=np.int64)
         self.released_intervals = Intervals(ends, moments.recompute_start)
+        self._block_backwards = moments.to_intervals([block.backward for block in blocks])
 
     # -- peaks and curves ----------------------------------------------------------------------------------------------
 
@@ -320,6 +322,8 @@ class Timeline:
             live[changed] = self._recomputed_live.value_at(batch_size)[is_recomputed]
             freed = np.maximum(0.0, self.recompute_saves.value_at(batch_size)[recomputed_blocks])
             live -= np.cumsum(self.released_intervals.select(recomputed_blocks).changes(freed, len(live)))
+            kept = np.maximum(0.0, self._kept_inputs.value_at(batch_size)[recomputed_blocks])
+            live += np.cumsum(self._block_backwards.select(recomputed_blocks).changes(kept, len(live)))
         return np.maximum(0.0, live)
 
     # -- between steps -------------------------------------------------------------------------------------------------

@@ -220,7 +220,10 @@ class RepeatedBlock(FrozenModel):
     backward: tuple[int, int]
     """First and last moment of its backward."""
     recompute_saves: LinearInBatch
-    """Bytes that recomputing frees between forward and backward: what the forward keeps beyond the block's output."""
+    """Bytes that recomputing frees between forward and backward: what the forward keeps beyond the block's output, less
+    ``kept_inputs``."""
+    kept_inputs: LinearInBatch = LinearInBatch()
+    """Bytes of inputs that recomputing keeps until the backward ends, and that are freed before it otherwise."""
     live_before_forward: LinearInBatch = LinearInBatch()
     live_before_backward: LinearInBatch = LinearInBatch()
     unattributed_flops_per_sample: NonNegative = 0.0

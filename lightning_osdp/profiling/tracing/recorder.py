@@ -65,6 +65,8 @@ class ModuleCall:
     """Index of its first op."""
     stop: int
     """Index after its last op."""
+    inputs: frozenset[int]
+    """Storages of what it is given, but for parameters and buffers."""
     outputs: frozenset[int]
     """Storages of its results."""
 
@@ -146,6 +148,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names = _visible_names(module)
         self._stack: list[str] = []
         self._starts: list[int] = []
+        self._inputs: list[frozenset[int]] = []
         self._site_changes: list[tuple[int, tuple[str, ...]]] = [(0, ())]
         self._in_backward = False
         self._last_site: tuple[str, ...] = ()
@@ -193,7 +196,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         run_backward = autograd["_engine_run_backward"]
 
         def recorded_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            self._push(module)
+            self._push(module, (args, kwargs))
             output, before = None, kept_state(module) if id(module) in self._names else {}
             try:
                 output = call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
@@ -231,12 +234,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record that the host reads values of a tensor."""
         self.recording.host_syncs.append((len(self.recording.ops), self._current_site()))
 
-    def _push(self, module: nn.Module) -> None:
+    def _push(self, module: nn.Module, inputs: object) -> None:
         name = self._names.get(id(module))
         if name is None:
             return
         self._stack.append(name)
         self._starts.append(len(self.recording.ops))
+        self._inputs.append(self._serials(inputs))
         self._record_site()
         if self._phase() == "forward":
             self.recording.calls[name] += 1
@@ -247,12 +251,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = self._names.get(id(module))
         if name is not None and self._stack and self._stack[-1] == name:
             self._stack.pop()
-            start = self._starts.pop()
+            start, inputs = self._starts.pop(), self._inputs.pop()
             self._record_site()
             if self._phase() == "forward":
-                keys = storage_keys(output)
-                outputs = frozenset(self._live_storages[key][0] for key in keys if key in self._live_storages)
-                self.recording.module_calls.append(ModuleCall(name, start, len(self.recording.ops), outputs))
+                stop, outputs = len(self.recording.ops), self._serials(output)
+                self.recording.module_calls.append(ModuleCall(name, start, stop, inputs, outputs))
+
+    def _serials(self, values: object) -> frozenset[int]:
+        """Return the followed storages of all tensors in a nested structure."""
+        return frozenset(self._live_storages[key][0] for key in storage_keys(values) if key in self._live_storages)
 
     def _record_state_changes(self, module: nn.Module, before: Mapping[str, Any]) -> None:
         if before and self._phase() == "forward":

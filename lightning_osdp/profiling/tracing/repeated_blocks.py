@@ -130,14 +130,14 @@ def describe_blocks(
     described = []
     for index, block in enumerate(blocks):
         forward, backward = (_moment_span(op_runs[largest], index, phase) for phase in ("forward", "backward"))
-        sizes = {size: each.saved_and_live_bytes(block.name) for size, each in lifetimes.items()}
+        sizes = {size: each.block_bytes(block.name) for size, each in lifetimes.items()}
         known = {size: values for size, values in sizes.items() if values is not None}
         if forward is None or backward is None or len(known) < len(sizes):
             continue
-        saved, live_before_forward, live_before_backward = (
-            fit_line({size: values[field] for size, values in known.items()}) for field in range(3)
+        saves, kept_inputs, live_before_forward, live_before_backward = (
+            fit_line({size: values[field] for size, values in known.items()}) for field in range(4)
         )
-        if saved.value_at(largest) > 0 or block.recompute_blocker:
+        if saves.value_at(largest) > 0 or block.recompute_blocker:
             described.append(
                 RepeatedBlock(
                     name=block.name,
@@ -145,7 +145,8 @@ def describe_blocks(
                     operators=block.operators,
                     forward=forward,
                     backward=backward,
-                    recompute_saves=saved,
+                    recompute_saves=saves,
+                    kept_inputs=kept_inputs,
                     live_before_forward=live_before_forward,
                     live_before_backward=live_before_backward,
                     unattributed_flops_per_sample=flops[index] / largest,
@@ -173,21 +174,27 @@ class StorageLifetimes:
                     self._first_backward_op.setdefault(name, position)
         self._storage_bytes = np.array(recording.storage_bytes, dtype=float)
         self._storage_bytes[list(recording.gradient_storages | recording.planned_storages)] = 0.0
+        self._kept_by_earlier: set[int] = set()
         self._made_at, self._freed_at = (np.full(len(self._storage_bytes), len(recording.ops)) for _ in range(2))
         for position, storage, sign in recording.events:
             (self._made_at if sign > 0 else self._freed_at)[storage] = position
 
-    def saved_and_live_bytes(self, name: str) -> tuple[float, float, float] | None:
-        """Return bytes that a block's forward saves for its backward and live ones before forward and backward.
+    def block_bytes(self, name: str) -> tuple[float, float, float, float] | None:
+        """Return what recomputing a block frees and what inputs it keeps, and live bytes before forward and backward.
 
-        The result is None for a block without a backward.
+        Blocks have to be asked for in the order in which they run: what several are given is kept once. The result is
+        None for a block without a backward.
         """
         call, backward = self._calls[name], self._first_backward_op.get(name)
         if backward is None:
             return None
         saved = (self._made_at >= call.start) & (self._made_at < call.stop) & (self._freed_at >= backward)
         saved[list(call.outputs)] = False
-        return float(self._storage_bytes[saved].sum()), self._live_bytes(call.start), self._live_bytes(backward)
+        inputs = {storage for storage in call.inputs - self._kept_by_earlier if self._freed_at[storage] < backward}
+        self._kept_by_earlier |= inputs
+        kept = float(self._storage_bytes[list(inputs)].sum())
+        saves = float(self._storage_bytes[saved].sum()) - kept
+        return saves, kept, self._live_bytes(call.start), self._live_bytes(backward)
 
     def _live_bytes(self, op: int) -> float:
         return float(self._storage_bytes[self._made_at < op].sum() - self._storage_bytes[self._freed_at < op].sum())

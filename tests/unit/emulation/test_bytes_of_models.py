@@ -161,6 +161,32 @@ def allocated_peak(function: Callable[[], None]) -> int:
     return int(max(accumulate(each.nbytes() for each in sorted(events, key=lambda each: each.start_ns()))))
 
 
+def predicted_and_allocated(
+    module: ZooModule, mode: str, recomputed: bool = False, prefetch_max_bytes: int = 0
+) -> tuple[float, int]:
+    """Largest bytes of a step beyond parameters and states; of its tensors alone, without workspaces of kernels."""
+    profile = profile_of(module)
+    plan = plan_of(profile, mode, joined=False)
+    names = tuple(block.name for block in profile.blocks) if recomputed else ()
+    changes = {
+        "reduce_scatter_copy_factor": 0.0,  # of what an emulated group makes no copies
+        "reduce_scatter_buffer_bytes": 0,
+        "prefetch_max_bytes": prefetch_max_bytes,
+    }
+    cluster = some_cluster(RANKS, backend="emulated").model_copy(update=changes)
+    engine = FairScaleEngine(CPU, broadcast=False)
+    engine.apply(module, plan.model_copy(update={"recomputed": names, "cluster": cluster}))
+    try:
+        run(module, engine)
+        module.zero_grad()
+        allocated = allocated_peak(lambda: run(module, engine))
+    finally:
+        engine.close()
+    choices = [ShardingChoice(operator.slices) for operator in plan.operators]
+    curves = Timeline(profile, cluster, 0).curves(choices, BATCH, recomputed=names)
+    return sum(curve for name, curve in curves.items() if name != "states").max(), allocated
+
+
 @pytest.mark.parametrize(
     ("family", "mode", "tolerance"),
     [
@@ -177,23 +203,27 @@ def test_step_of_a_model_with_a_large_table_allocates_what_is_predicted(
     family: Callable[..., ZooModule], mode: str, tolerance: float
 ) -> None:
     """The tables of all but LLaMA are tied to the head, and there while the module that has both computes its loss."""
-    module = family(width=256, layers=2, vocabulary=8192, length=64)
-    profile = profile_of(module)
-    plan = plan_of(profile, mode, joined=False)
-    engine = FairScaleEngine(CPU, broadcast=False)
-    engine.apply(module, plan)
-    try:
-        run(module, engine)
-        module.zero_grad()
-        measured = allocated_peak(lambda: run(module, engine))
-    finally:
-        engine.close()
-    copies = {
-        "reduce_scatter_copy_factor": 0.0,
-        "reduce_scatter_buffer_bytes": 0,
-    }  # of what an emulated group makes none
-    cluster = some_cluster(RANKS, backend="emulated").model_copy(update=copies)
-    choices = [ShardingChoice(operator.slices) for operator in plan.operators]
-    curves = Timeline(profile, cluster, 0).curves(choices, BATCH)
-    predicted = sum(curve for name, curve in curves.items() if name != "states").max()
-    assert measured == pytest.approx(predicted, rel=tolerance)
+    predicted, allocated = predicted_and_allocated(family(width=256, layers=2, vocabulary=8192, length=64), mode)
+    assert allocated == pytest.approx(predicted, rel=tolerance)
+
+
+@pytest.mark.parametrize(("family", "mode"), [(zoo.llama, "zdp"), (zoo.llama, "zdp2"), (zoo.gpt2, "zdp")])
+def test_gradient_in_autocasts_type_is_gone_when_its_cast_is_reduced(
+    family: Callable[..., ZooModule], mode: str
+) -> None:
+    predicted, allocated = predicted_and_allocated(family(width=256, layers=1, vocabulary=8192, length=8), mode)
+    assert allocated <= predicted <= 1.04 * allocated
+
+
+@pytest.mark.parametrize(("family", "mode"), [(zoo.bert, "zdp2"), (zoo.t5, "zdp2"), (zoo.t5, "dp"), (zoo.llama, "dp")])
+def test_step_of_recomputed_blocks_allocates_what_is_predicted(family: Callable[..., ZooModule], mode: str) -> None:
+    """Blocks that read nothing but casts of their input keep it for the recomputation alone."""
+    sizes = {"width": 128, "layers": 4, "vocabulary": 512, "length": 128}
+    predicted, allocated = predicted_and_allocated(family(**sizes), mode, recomputed=True)
+    assert allocated == pytest.approx(predicted, rel=0.02)
+
+
+def test_block_is_prefetched_while_the_module_that_has_a_tied_table_computes_its_loss() -> None:
+    module = zoo.gpt2(width=256, layers=2, vocabulary=4096, length=64)
+    predicted, allocated = predicted_and_allocated(module, "zdp", prefetch_max_bytes=1 << 20)
+    assert allocated == pytest.approx(predicted, rel=0.02)

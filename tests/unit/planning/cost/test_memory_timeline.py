@@ -20,6 +20,7 @@ from lightning_osdp.planning.spec.model import (
     ParameterInfo,
 )
 from tests.support.models import some_cluster
+from tests.support.small_models import blocks_of_one
 
 MIB = 1 << 20
 N = 2
@@ -318,6 +319,26 @@ def test_timeline_counts_replicated_gradients_in_the_type_of_their_reduction(
     timeline = Timeline(described, some_cluster(N, reduce_scatter_copy_factor=0.0), overhead_bytes=0)
     found = timeline.curves(unsliced_choices([Mode.DP, Mode.DP]), 1)["transient"] / MIB
     assert found.tolist() == transient
+
+
+def test_timeline_keeps_inputs_of_a_recomputed_block_until_its_backward_ends() -> None:
+    plain = blocks_of_one(3, saved_mib=2)
+    kept = LinearInBatch(per_sample=MIB)
+    blocks = tuple(
+        block.model_copy(update={"kept_inputs": kept, "recompute_saves": LinearInBatch(per_sample=MIB)})
+        for block in plain.blocks
+    )
+    choices = [ShardingChoice((Mode.DP,))] * 3
+    names = ["blocks.0", "blocks.2"]
+    without = Timeline(plain, some_cluster(N), 0)
+    before, after = (
+        timeline.curves(choices, 1, recomputed=names)["activations"]
+        for timeline in (without, Timeline(plain.model_copy(update={"blocks": blocks}), some_cluster(N), 0))
+    )
+    # forward of three blocks; recomputation and backward of the third; backward of the second; then of the first
+    assert without.phases(names)[6:10] == ["recompute", "recompute", "backward", "backward"]
+    expected = [0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 0]
+    assert [round(float(size) / MIB) for size in after - before] == expected
 
 
 def test_peak_saving_bytes_count_one_tensor_streamed_or_all_gathered() -> None:

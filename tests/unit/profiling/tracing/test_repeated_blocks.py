@@ -84,6 +84,34 @@ def test_describe_blocks_lists_container_members_with_recompute_savings() -> Non
     assert second.live_before_forward.per_sample - first.live_before_forward.per_sample == (2 * 4 + 1) * WIDTH * 4
 
 
+class ReadsNoInput(nn.Module):
+    """Its backward needs three results of the size of its input, but not the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return self.linear((x + shift).sigmoid()).tanh().sigmoid() + 1
+
+
+def test_describe_blocks_counts_inputs_that_only_recomputing_keeps_in_the_first_block_that_gets_them() -> None:
+    class Shifted(Stack):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            x, shift = self.first(batch), 2 * batch
+            for block in self.blocks.children():
+                x = block(x, shift=shift)
+            return x.square().sum()
+
+    module = Shifted(nn.ModuleList(ReadsNoInput() for _ in range(3)))
+    found = trace(module, torch.randn(4, WIDTH), 4, device=CPU).model_profile
+    row = WIDTH * 4
+    assert [block.kept_inputs.per_sample for block in found.blocks] == [2 * row, row, row]
+    assert [block.recompute_saves.per_sample for block in found.blocks] == [row, 2 * row, 2 * row]
+    residual = describe_stack(nn.ModuleList(Residual() for _ in range(2)))  # keeps its input anyway
+    assert [block.kept_inputs.per_sample for block in residual.blocks] == [0, 0]
+
+
 def test_describe_blocks_lists_numbered_siblings_and_no_others() -> None:
     class Named(nn.Module):
         def __init__(self, *names: str) -> None:
