@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_osdp.engine.tensor_parallel.scope import unknown_argument
 from lightning_osdp.profiling.tracing.dataflow import Call, Dataflow, Event
 from lightning_osdp.profiling.tracing.host_syncs import UnknownNumber
 
@@ -73,6 +74,8 @@ def _scope_leak(found: _Followed, row: Call, scope: Call) -> str:
         return "an argument without a row for each sample is each rank's own"
     if any(isinstance(leaf, UnknownNumber) for leaf in leaves):
         return "an argument is a number that .item() reads from a tensor"
+    if kind := unknown_argument((scope.args, scope.kwargs)):
+        return f"an argument is a {kind}, which may hold anything"
     if not arguments.isdisjoint(scope.outputs):
         return "it returns its argument"
     if any(not arguments.isdisjoint(event.read_storages) for event in flow.events[row.stop : scope.stop]):

@@ -16,10 +16,18 @@ from lightning_osdp.planning.spec.tensor import TensorRole
 from lightning_osdp.profiling.tracing.dataflow import Call
 
 
-def refusal(operator: Operator, module: nn.Module) -> str:
-    """Say to the user why the operator can't be tensor parallel, whatever its size; empty if it can."""
+def refusal(operator: Operator, module: nn.Module, differentiated_twice: Container[str] = ()) -> str:
+    """Say to the user why the operator can't be tensor parallel, whatever its size; empty if it can.
+
+    Args:
+        operator: the operator.
+        module: its module.
+        differentiated_twice: names of parameters that gradients depend on which are differentiated again.
+    """
     if operator.replicated_reason:
         return operator.replicated_reason
+    if any(parameter.name in differentiated_twice for parameter in operator.parameters):
+        return "a gradient that depends on it is differentiated again"
     if reason := tensor_refusal(module, role_of(module)):
         return reason
     if has_hooks(module):
@@ -116,7 +124,7 @@ def describe_refused_groups(refused: Mapping[tuple[str, ...], str], accepted: Co
         for path, name in zip(paths, names, strict=True):
             others = [".".join(other[min(depth, len(other) - 1) :]) for other in paths if other is not path]
             text = f"together with {', '.join(others)}: {reason}"
-            found[name] = max(found.get(name, (0, "")), (depth, text), key=lambda each: each[0])
+            found[name] = max(found.get(name, (-1, "")), (depth, text), key=lambda each: each[0])
     return {name: text for name, (_, text) in found.items()}
 
 

@@ -48,6 +48,7 @@ from lightning_osdp.profiling.tensor_stage import NOT_COMPILED, Refusal, Scene, 
 from lightning_osdp.profiling.tracing import stand_ins
 from lightning_osdp.profiling.tracing.dataflow import MANY_SOURCES, Call, Dataflow
 from lightning_osdp.profiling.tracing.optimizer_step import build_optimizers
+from lightning_osdp.profiling.tracing.parameter_owners import is_compiled
 
 MAX_SECONDS = 2.0
 """Processor time that all proofs of a model may take."""
@@ -92,6 +93,7 @@ class TracedModule:
         flow: what it did.
         batch_size: number of samples that it ran with.
         batch: that many rows of the user's batch, real.
+        differentiated_twice: names of parameters that gradients depend on which are differentiated again.
     """
 
     module: LightningModule
@@ -99,6 +101,7 @@ class TracedModule:
     flow: Dataflow
     batch_size: int
     batch: Any
+    differentiated_twice: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -146,11 +149,11 @@ class _Finder:
         self._degrees = sorted(degrees)
         self._modules = dict(traced.module.named_modules())
         self._names = {id(each): name for name, each in traced.fake.named_modules()}
-        self._refusals = {each.name: refusal(each, self._modules[each.name]) for each in operators}
-        self._refusals = {name: reason for name, reason in self._refusals.items() if reason}
-        self._usable = {each.name for each in operators} - self._refusals.keys()
+        twice = traced.differentiated_twice
+        reasons = {each.name: refusal(each, self._modules[each.name], twice) for each in operators}
+        self._usable = {name for name, reason in reasons.items() if not reason}
         self._refusals = {
-            name: reason for name, reason in self._refusals.items() if has_tensor_kind(self._modules[name])
+            name: reason for name, reason in reasons.items() if reason and has_tensor_kind(self._modules[name])
         }
         self._operators = operators
         self._calls: dict[str, list[int]] = defaultdict(list)
@@ -223,8 +226,7 @@ class _Finder:
 
     def _prove(self, group: _Group, with_scope: bool) -> TensorCandidate | str:
         """Return the group as a candidate if all its calls may be cut in the same way, or why it is none."""
-        proofs = set()
-        scope_names = set()
+        proofs, scope_names = set(), set()
         for columns, row in zip(group.column_calls, group.row_calls, strict=True):
             scope = self._scope_of(columns) if with_scope else None
             if with_scope and (scope is None or self._name(scope) in ("", group.row)):
@@ -282,6 +284,8 @@ class _Finder:
         for name, module in self._modules_between(columns, row, scope).items():
             if has_hooks(module):
                 return f"{name} has hooks, which would see a slice"
+            if is_compiled(module):
+                return f"{name} is compiled by torch.compile"
         key = self._kind(columns, row, scope, home)
         known = self._proofs.get(key)
         if isinstance(known, _Proven) and scope is not None:

@@ -266,7 +266,7 @@ def _is_fake(tensor: Tensor) -> bool:
 def _holds_tensors(value: Any, depth: int = 3) -> bool:
     if isinstance(value, Tensor):
         return True
-    if isinstance(value, nn.Module | ATOMS) or depth == 0:
+    if isinstance(value, (nn.Module, *ATOMS)) or depth == 0:
         return False
     inner = list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, list | tuple) else []
     inner += list(getattr(value, "__dict__", {}).values())

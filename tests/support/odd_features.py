@@ -158,6 +158,41 @@ class BothByHand(Between):
         return self.down(h) if self.global_step > 2 else nn.Linear.forward(self.down, h)
 
 
+class ActivationReplaced(Between):
+    """Another module, which needs all features, takes the place of the one between the operators."""
+
+    def build(self) -> None:
+        super().build()
+        self.act: nn.Module = nn.GELU()
+
+    def activate(self, h: Tensor) -> Tensor:
+        return self.act(h)  # type: ignore[no-any-return]
+
+    def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
+        if batch_index == 2:
+            self.act = nn.Softmax(-1)
+
+
+class CalledTwice(Between):
+    """An MLP runs three times in a step, once without gradients, and a table is looked up twice."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.body(x.flip(0))
+        difference = self.body(2 * x) - target
+        return super().loss(x, y) + difference.square().mean() + self.table(y[:2]).mean()
+
+
+class GradientPenalized(Between):
+    """The gradient of an input is part of the loss."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        loss = super().loss(x, y)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.square().sum()
+
+
 class OwnFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor) -> Tensor:
@@ -362,7 +397,8 @@ SEES = "{} sees what is between the operators of {}, where each rank has a slice
 FEATURE_CASES: dict[tuple[Callable[[], Odd], str], str] = {
     **{(kind, "tp"): "equal" for kind in (
         Between, HalvedLate, BothByHand, OwnActivation, CompiledActivation, LastReturned, Attended,
-        ChangedInPlace, HookedGlobally, MaskedByRank, RowRecomputed, BlockRecomputed,
+        ChangedInPlace, HookedGlobally, MaskedByRank, RowRecomputed, BlockRecomputed, ActivationReplaced, CalledTwice,
+        GradientPenalized,
     )},
     **{(RecomputedByRank, policy): "equal" for policy in ("zdp", "sliced", "tp")},
     **{(kind, "tp"): SEES.format(name, "down") for kind, name in (

@@ -33,14 +33,14 @@ class GatedMLP(nn.Module):
 
 
 class Conv1DMLP(nn.Module):
-    """A pair of transformers' Conv1D, whose weights are stored the other way round."""
+    """A pair of transformers' Conv1D, whose weights are stored the other way round, and whose input is named."""
 
     def __init__(self) -> None:
         super().__init__()
         self.c_fc, self.c_proj = Conv1D(48, FEATURES), Conv1D(FEATURES, 48)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(functional.gelu(self.c_fc(x)))
+        return self.c_proj(x=functional.gelu(self.c_fc(x=x)))
 
 
 class Wide(nn.Module):

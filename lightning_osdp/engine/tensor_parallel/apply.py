@@ -60,8 +60,8 @@ def make_unit(
         return SingleUnit(name, operators, groups, context)
     # What its user has replaced before was there when the plan was made.
     inner = [module for name in needs.inner_modules if not shows_slices(module := root.get_submodule(name))]
-    owned = [(operator.module, operator.name.rpartition(".")) for operator in operators]
-    places = [(root.get_submodule(owner), name, module) for module, (owner, _, name) in owned]
+    owned = [name.rpartition(".") for name in (*(operator.name for operator in operators), *needs.inner_modules)]
+    places = [(parent := root.get_submodule(owner), name, parent._modules[name]) for owner, _, name in owned]
     if not needs.needs_agreement:
         pair = PairUnit(name, operators, groups, context)
         pair.inner_modules, pair.places, pair.functions = inner, places, needs.functions

@@ -142,4 +142,6 @@ class Bags:
             offsets = torch.arange(0, ids.numel(), max(1, ids.shape[1]), device=ids.device, dtype=ids.dtype)
             if not ids.numel():
                 offsets = ids.new_zeros(len(ids))
-        return cls(ids.reshape(-1), offsets.to(ids.dtype), None if weights is None else weights.reshape(-1))
+        num_ids = ids.numel() if len(offsets) else 0  # without a bag they would be in the last one of another rank
+        flat = None if weights is None else weights.reshape(-1)[:num_ids]
+        return cls(ids.reshape(-1)[:num_ids], offsets.to(ids.dtype), flat)

@@ -38,8 +38,8 @@ class PairUnit(TensorUnit):
 
     inner_modules: Sequence[nn.Module] = ()
     """Modules that may run between the operators, which nobody saw when the plan was made."""
-    places: Sequence[tuple[nn.Module, str, nn.Module]] = ()
-    """Where its operators were when the plan was made: parent, name and module."""
+    places: Sequence[tuple[nn.Module, str, nn.Module | None]] = ()
+    """Where its operators, and what runs between them, were when the plan was made: parent, name and module."""
     functions: Sequence[str] | None = None
     """Functions that may see what is between its operators; None if that is not known."""
     _run: OperatorRun | None = None

@@ -145,6 +145,14 @@ def _describe(value: Any, samples: int) -> Iterator[object]:
         yield repr(value) if isinstance(value, _ATOMS) else None
 
 
+def unknown_argument(value: Any) -> str:
+    """Return the class of an object in nested arguments that may hold anything; empty if there is none."""
+    if isinstance(value, list | tuple) or type(value) is dict:
+        each = value.values() if isinstance(value, dict) else value
+        return next(filter(None, map(unknown_argument, each)), "")
+    return "" if isinstance(value, (Tensor, *_ATOMS)) else type(value).__name__
+
+
 def _checksum(tensor: Tensor) -> int:
     """Return a number that is another one where values are: a tensor without rows has to be the same on all ranks."""
     version = version_of(tensor)

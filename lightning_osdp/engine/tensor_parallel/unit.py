@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from lightning_osdp.backend.row_collectives import exchange_numbers
 from lightning_osdp.engine.replaced_method import replace_method
 from lightning_osdp.engine.sliced_operator import OWN_FUNCTIONS_LACK, refuse_transforms
-from lightning_osdp.engine.splittable import has_parameter_hooks
+from lightning_osdp.engine.splittable import has_parameter_hooks, matrix_input_dim
 from lightning_osdp.engine.tensor_parallel.exchange import Phase, read_whole
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
 from lightning_osdp.engine.tensor_parallel.operator_run import OperatorRun, SlicedRun, WholeRun
@@ -122,6 +122,8 @@ class TensorUnit:
             if not all(operator.has_own_weights for operator in self.operators):
                 return own(*args, **kwargs)  # others have been put in their place, as ``functional_call`` does
             refuse_transforms("an operator is tensor parallel", OWN_FUNCTIONS_LACK)
+            if kwargs and matrix_input_dim(module) is not None:
+                return forward(own, *args, *kwargs.values())  # their classes name the input differently
             return forward(own, *args, **kwargs)
 
         replace_method(module, "forward", run)

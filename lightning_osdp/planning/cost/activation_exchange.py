@@ -78,7 +78,7 @@ NO_ACTIVATIONS = ActivationBytes(0.0, 0.0, 0.0)
 
 
 def exchange_s(operator: Operator, degree: int, cluster: Cluster, *, recomputed: bool) -> ExchangeTime:
-    """Return the seconds of all exchanges of ``operator``; nothing hides them, since each result is needed at once."""
+    """Return the seconds of all exchanges of ``operator``, in each of its calls; nothing hides them."""
     use = operator.tensor
     if use is None:
         return ExchangeTime(0.0, 0.0)
@@ -86,7 +86,7 @@ def exchange_s(operator: Operator, degree: int, cluster: Cluster, *, recomputed:
     exchanges = [*_BACKWARD[use.role], *forwards * _FORWARD[use.role]]
     exchanged = _sum_times(exchanges, use, degree, links, cluster.engine.tp.s_per_byte)
     start_s = forwards * links.all_gather.time_s(0, degree) / use.num_operators
-    return exchanged._replace(fixed_s=exchanged.fixed_s + start_s)
+    return exchanged._replace(fixed_s=operator.calls * (exchanged.fixed_s + start_s))
 
 
 def _group_links(cluster: Cluster) -> Link | ShardingLink:
@@ -133,14 +133,14 @@ def activation_bytes(operator: Operator, degree: int) -> ActivationBytes:
     use = operator.tensor
     if use is None or degree == 1:
         return NO_ACTIVATIONS
-    between_passes = (degree - 1) * use.input_bytes
+    between_passes = (degree - 1) * use.input_bytes  # of all calls; the rest is of the one that runs
+    inputs, outputs = use.input_bytes / operator.calls, use.output_bytes / operator.calls
     if use.role in (TensorRole.ROW, TensorRole.TABLE_ROWS):  # its partial output, and the gathered gradient of that
         between_passes = 0.0 if use.role == TensorRole.ROW else between_passes
-        return ActivationBytes(between_passes, degree * use.output_bytes, degree * use.output_bytes)
+        return ActivationBytes(between_passes, degree * outputs, degree * outputs)
     if use.role == TensorRole.ATTENTION:  # the same, and then the partial gradient of its inputs
-        largest = degree * max(use.input_bytes, use.output_bytes)
-        return ActivationBytes(between_passes, degree * use.output_bytes, largest)
+        return ActivationBytes(between_passes, degree * outputs, degree * max(inputs, outputs))
     # The partial gradient of a shared input is whole for each operator that reads it.
-    partial = 0.0 if use.role == TensorRole.EMBEDDING else degree * use.input_bytes / use.share
-    swapped = use.output_bytes if use.role != TensorRole.COLUMN else 0.0
+    partial = 0.0 if use.role == TensorRole.EMBEDDING else degree * inputs / use.share
+    swapped = outputs if use.role != TensorRole.COLUMN else 0.0
     return ActivationBytes(between_passes, swapped, max(partial, swapped))

@@ -331,7 +331,7 @@ def _tensor_engine_s(operator: Operator, choice: ShardingChoice, cluster: Cluste
     if choice.tensor_degree == 1:
         return 0.0
     num_operators = operator.tensor.num_operators if operator.tensor is not None else 1
-    return cluster.engine.tp.fixed_s / num_operators * (RECOMPUTE_OVERHEAD if recomputed else 1.0)
+    return operator.calls * cluster.engine.tp.fixed_s / num_operators * (RECOMPUTE_OVERHEAD if recomputed else 1.0)
 
 
 def forward_backward_time(operator_time: OperatorTime, choice: ShardingChoice) -> tuple[LinearInBatch, LinearInBatch]:

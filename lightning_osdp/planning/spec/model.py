@@ -134,7 +134,7 @@ class Operator(FrozenModel):
     flops_per_sample: NonNegative = 0.0
     """Forward and backward together."""
     split_dims: tuple[Size, ...] = ()
-    """Dimensions of its weight that slices may divide, the best first; empty if it can't be split."""
+    """Dimensions along which its weight may be cut, the best first: over ranks, and into slices if it can be split."""
     unsplittable_reason: str = ""
     """Why it can't be split, in words for the user; empty if it can, or if that was not looked at."""
     output_dims: tuple[Size, ...] = ()

@@ -166,12 +166,17 @@ def find_bag(kernels: Sequence[Kernel]) -> BagKernels | None:
     return BagKernels(forward[0], tuple(kernel for kernel in found if kernel.phase == "backward"))
 
 
-def find_matmul(kernels: Sequence[Kernel]) -> MatmulKernels | None:
-    """Return the product among an operator's kernels at one batch size; None if it has not exactly one."""
+def find_matmul(kernels: Sequence[Kernel], calls: int = 1) -> MatmulKernels | None:
+    """Return the product among an operator's kernels at one batch size; None if it has not exactly one.
+
+    Args:
+        kernels: those of the operator.
+        calls: how often it runs; the first one's product is returned if it has one in each of them.
+    """
     for funcs in (MATMUL_FUNCTIONS, EMBEDDING_FUNCTIONS):
         forward = [kernel for kernel in kernels if kernel.func in funcs and kernel.phase == "forward"]
         backward = [kernel for kernel in kernels if kernel.func in funcs and kernel.phase == "backward"]
-        if len(forward) == 1 and forward[0].count == 1:
+        if forward and sum(kernel.count for kernel in forward) == calls:
             return MatmulKernels(forward[0], tuple(backward))
     return None
 

@@ -221,3 +221,15 @@ def record_dataflow(run_step: Callable[[], Any], products: Iterable[nn.Module], 
     with recorder.record():
         run_step()
     return recorder.flow
+
+
+def leaves_of_graph(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors for which a backward pass from others would make gradients."""
+    nodes, seen, leaves = [getattr(tensor, "grad_fn", None) for tensor in tensors], set[Any](), list[Tensor]()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            leaves += [node.variable] if hasattr(node, "variable") else []
+    return leaves

@@ -136,9 +136,14 @@ def _replication_reason(
         module = modules[".".join(path[: depth + 1])]
         if isinstance(module, torch.jit.ScriptModule):
             return "scripted by TorchScript"
-        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+        if is_compiled(module):
             return "compiled by torch.compile"
     return ""
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``torch.compile`` has made what runs when a module is called."""
+    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
 
 
 def _format_ties(parameters: Iterable[NamedParameter]) -> str:

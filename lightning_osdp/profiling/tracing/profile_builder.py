@@ -22,7 +22,7 @@ from lightning_osdp.planning.spec.model import (
     ParameterInfo,
 )
 from lightning_osdp.profiling.kernels.kernel import Kernel
-from lightning_osdp.profiling.kernels.sliced_kernels import MatmulKernels, find_matmul
+from lightning_osdp.profiling.kernels.sliced_kernels import find_matmul
 from lightning_osdp.profiling.tracing.moments import AttributedRecording, fit_moments
 from lightning_osdp.profiling.tracing.optimizer_step import OptimizerTrace
 from lightning_osdp.profiling.tracing.parameter_owners import OwnerScope, find_scopes, named_parameters
@@ -157,7 +157,7 @@ def _build_operators(
             tied=bool(scope.tied_names),
             compute_dtype=next((dtypes[p] for p in scope.parameters if p in dtypes), ""),
             flops_per_sample=flops_per_sample[index],
-            **_split_fields(scope, modules[scope.name], find_matmul(kernels[index]), step.recording, uses, batch_size),
+            **_split_fields(scope, modules[scope.name], kernels[index], step.recording, uses, batch_size),
         )
         for index, scope in enumerate(scopes)
     )
@@ -166,7 +166,7 @@ def _build_operators(
 def _split_fields(
     scope: OwnerScope,
     module: nn.Module,
-    matmul: MatmulKernels | None,
+    kernels: Sequence[Kernel],
     recording: Recording,
     uses: Counter[int],
     batch_size: int,
@@ -175,14 +175,18 @@ def _split_fields(
     if scope.tied_names:
         return {"unsplittable_reason": f"it holds what operators inside have in common: {scope.tied_names}"}
     dims, reason = split_dims(module)
+    calls = max(1, recording.calls[scope.name])
+    matmul = find_matmul(kernels, calls)
     if dims and matmul is None:
         dims, reason = (), "its forward does not run exactly one product"
     elif dims and not recording.differentiated_parameters.isdisjoint(scope.parameters):
         dims, reason = (), "its gradient is asked for by itself"
-    elif dims and max((uses[p] for p in scope.parameters), default=0) > recording.calls[scope.name]:
+    elif dims and max((uses[p] for p in scope.parameters), default=0) > calls:
         dims, reason = (), "its weight is read beside the product, by a hook perhaps"
     if not dims or matmul is None:
         return {"unsplittable_reason": reason}
+    if calls > 1:
+        return {"split_dims": dims, "unsplittable_reason": f"it runs {calls} times in a step"}
     input_dim = matrix_input_dim(module)
     return {
         "split_dims": dims,

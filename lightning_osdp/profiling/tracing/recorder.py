@@ -25,6 +25,7 @@ from lightning_osdp.planning.spec.model import Phase
 from lightning_osdp.profiling.kernels.kernel import Spec, TensorSpec, spec_of
 from lightning_osdp.profiling.tracing import fake_kernels
 from lightning_osdp.profiling.tracing.aten_calls import count_flops, storage_key, storage_keys, written_keys
+from lightning_osdp.profiling.tracing.dataflow import leaves_of_graph
 from lightning_osdp.profiling.tracing.kept_state import find_changed_attribute, kept_state
 from lightning_osdp.profiling.tracing.running_function import RunningFunction
 
@@ -111,6 +112,8 @@ class Recording:
     """Indices of parameters that a forward, or a hook of a module, changes."""
     differentiated_parameters: set[int] = field(default_factory=set)
     """Indices of parameters whose gradients are asked for by themselves, as by ``torch.autograd.grad``."""
+    twice_differentiated_parameters: set[int] = field(default_factory=set)
+    """Indices of parameters that gradients depend on which may be differentiated again (``create_graph``)."""
     transformed_modules: set[str] = field(default_factory=set)
     """Modules that run, at least in part, where hooks on saved tensors are forbidden, as by ``torch.func.grad``."""
     host_syncs: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
@@ -210,6 +213,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.recording.differentiated_parameters.update(
                 index for index, parameter in enumerate(self._parameters) if id(parameter) in wanted
             )
+            if args[2]:  # create_graph; frozen parameters are not part of a graph
+                leaves = {id(leaf) for leaf in leaves_of_graph(outputs)}
+                again = (i for i, p in enumerate(self._parameters) if id(p) in leaves or not p.requires_grad)
+                self.recording.twice_differentiated_parameters.update(again)
             with self._running:  # within ``Tensor.backward``, as in any function, it is off
                 return run_backward(outputs, *args, **kwargs)
 

@@ -218,7 +218,9 @@ class FakeTrace:
             return _without_dataflow(traced, self._step)
         size, step = self.sizes[0], self._step
         batch = stand_ins.real_batch(step.batch, step.batch_size, size)
-        played = TracedModule(step.module, self._module, self._dataflow, size, batch)
+        again, names = self._recordings[size].twice_differentiated_parameters, named_parameters(self._module)
+        twice = frozenset(parameter.names[0] for index, parameter in enumerate(names) if index in again)
+        played = TracedModule(step.module, self._module, self._dataflow, size, batch, twice)
         found = find_tensor_candidates(played, traced.model_profile.operators, step.tensor_degrees)
         profile = traced.model_profile.with_tensor_candidates(found.candidates, found.refusals, found.group_refusals)
         return replace(traced, model_profile=profile)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_osdp.engine.tensor_parallel.operator import Bags
 from lightning_osdp.engine.tensor_parallel.single import _check_bags
 
 IDS = torch.tensor([1, 2, 3, 4])
@@ -39,3 +40,12 @@ def test_wrong_bags_raise_the_error_of_torch(case: str) -> None:
 @pytest.mark.parametrize("args", [(IDS, torch.tensor([0, 4])), (IDS.view(2, 2),), (IDS, torch.tensor([0]))])
 def test_right_bags_pass(args: tuple[Any, ...]) -> None:
     _check_bags(nn.EmbeddingBag(6, 4, mode="sum"), *args, *(None,) * (3 - len(args)))
+
+
+@pytest.mark.parametrize("weights", [None, torch.ones(4)])
+def test_indices_without_a_bag_are_left_out_which_would_be_in_the_last_bag_of_another_rank(weights: Any) -> None:
+    bags = Bags.create(IDS, IDS[:0], weights)
+    assert not len(bags.starts)
+    assert not len(bags.ids)
+    assert bags.weights is None or not len(bags.weights)
+    assert torch.equal(Bags.create(IDS, torch.tensor([0]), None).ids, IDS)

@@ -335,6 +335,51 @@ class RowRecomputed(nn.Module):
         return checkpoint(lambda h: self.down(torch.tanh(h)), F.gelu(self.up(x)), use_reentrant=True)
 
 
+class Kept:
+    """An object that tensors are kept in."""
+
+    def __init__(self) -> None:
+        self.kept = [torch.zeros(())]
+
+
+class WithKept(nn.Module):
+    """An attention that gets an object, in a block that gets it as well and has an MLP of its own."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.up, self.down = attention, nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def forward(self, x: Tensor, kept: Kept) -> Tensor:
+        x = x + self.attention(F.layer_norm(x, x.shape[-1:]), kept)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class KeepingAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attention()
+
+    def forward(self, x: Tensor, kept: Kept) -> Any:
+        kept.kept.append(self.inner.qkv(x))
+        return self.inner.out((kept.kept[-1][..., :WIDTH] * x.mean(-1, keepdim=True)).softmax(1))
+
+
+class Keeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = WithKept(KeepingAttention())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x, Kept())  # type: ignore[no-any-return]
+
+
+def test_object_that_may_hold_tensors_hinders_what_gets_it_and_no_pair_beside() -> None:
+    profile = profile_of_net(Keeping())
+    assert list(groups(profile)) == ["net.block.up net.block.down"]
+    reason = profile.tensor_group_refusals["net.block.attention.inner.qkv"]
+    assert reason == "together with out: an argument is a Kept, which may hold anything"
+
+
 class AttentionBlock(nn.Module):
     def __init__(self, flaw: str = "", heads: int = 4) -> None:
         super().__init__()
@@ -414,6 +459,85 @@ def test_reason_why_operators_do_not_run_together_is_kept_for_each(case: str) ->
     profile = profile_of_net(make(), degrees=degrees)
     assert profile.tensor_group_refusals[operator] == reason
     assert not profile_of_net(Between("gelu")).tensor_group_refusals
+
+
+def test_reason_is_kept_for_operators_of_the_module_itself() -> None:
+    class Direct(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.down(F.softmax(self.up(batch), -1)).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    reasons = profile_of(Direct(), torch.randn(4, 3, WIDTH)).tensor_group_refusals
+    assert reasons["up"] == "together with down: _softmax in between computes with several features of a row"
+
+
+class Twice(nn.Module):
+    """An MLP and a head run twice; with a flaw, the MLP's features are mixed in a third run."""
+
+    def __init__(self, flaw: bool = False) -> None:
+        super().__init__()
+        self.mlp, self.head, self.flaw = Between("gelu"), nn.Linear(WIDTH, WIDTH), flaw
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.mlp(x), self.mlp(x.flip(1))
+        if self.flaw:
+            second = self.mlp.down(self.mlp.up(x).softmax(-1))
+        return self.head(first.softmax(-1)) * self.head(second.softmax(-1))
+
+
+def test_operators_that_run_twice_are_candidates_with_the_bytes_of_both_runs() -> None:
+    once, twice = profile_of_net(nn.Sequential(Between("gelu"))), profile_of_net(Twice())
+    assert list(groups(twice)) == ["net.mlp.up net.mlp.down"]
+    (pair,), (expected,) = groups(twice).values(), groups(once).values()
+    assert pair.input_bytes == 2 * expected.input_bytes
+    (head,) = (each for each in twice.tensor_candidates if each.operators == ("net.head",))
+    assert head.input_bytes == pair.input_bytes
+    operator = next(each for each in twice.operators if each.name == "net.head")
+    assert (operator.calls, operator.unsplittable_reason) == (2, "it runs 2 times in a step")
+    assert not groups(profile_of_net(Twice(flaw=True)))
+
+
+class Penalized(nn.Module):
+    """The gradient of what goes into a frozen and a trained operator is part of the result, that of a third is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.frozen, self.other = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        y = self.frozen(self.trained(x)).tanh().sum()
+        (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+        return self.other(x) + gradient
+
+
+def test_operators_whose_gradients_are_differentiated_again_are_refused() -> None:
+    profile = profile_of_net(Penalized())
+    assert [each.operators for each in profile.tensor_candidates] == [("net.other",)]
+    reason = "a gradient that depends on it is differentiated again"
+    assert profile.tensor_refusals == {"net.trained": reason, "net.frozen": reason}
+
+
+def compiled_in_place() -> nn.Module:
+    module = nn.GELU()
+    module.compile(backend="eager")
+    return module
+
+
+@pytest.mark.parametrize("make", [lambda: torch.compile(nn.GELU(), backend="eager"), compiled_in_place])
+def test_pair_with_a_compiled_module_in_between_is_not_found_though_others_alike_are(make: Any) -> None:
+    net = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH)))
+    net.append(nn.Sequential(nn.Linear(WIDTH, 24), make(), nn.Linear(24, WIDTH)))
+    profile = profile_of_net(net)
+    assert list(groups(profile)) == ["net.0.0 net.0.2"]
+    assert profile.tensor_group_refusals["net.1.0"] == "together with 2: net.1.1 is compiled by torch.compile"
 
 
 def test_heads_that_the_smallest_degree_does_not_divide_are_cut_by_another_one() -> None:

@@ -115,6 +115,18 @@ def test_exchange_time_counts_the_latency_of_shared_collectives_once() -> None:
     assert exchange_time(operators(PAIR)[0], ShardingChoice((Mode.ZDP,)), cluster(latency_s=1.0)) == (0.0, 0.0)
 
 
+def test_each_run_of_an_operator_that_runs_twice_has_latencies_and_all_inputs_are_held() -> None:
+    (once,), slow = operators((TensorRole.LINEAR,)), cluster(latency_s=1.0)
+    slow = slow.model_copy(update={"engine": EngineOverhead(tp=ModeOverhead(fixed_s=3.0))})
+    twice = once.model_copy(update={"calls": 2})
+    time, expected = exchange_time(twice, cut(2), slow), exchange_time(once, cut(2), slow)
+    assert (time.fixed_s, time.per_sample_s) == (2 * expected.fixed_s, expected.per_sample_s)
+    assert engine_time(twice, cut(2), slow).per_microbatch_s == pytest.approx(2 * 3.0)
+    own = footprint(twice, cut(4), cluster())
+    held = (own.gathered_per_sample, own.forward_per_sample, own.backward_per_sample)
+    assert held == (3 * MIB, 1.5 * MIB, 2 * MIB)
+
+
 def test_exchange_time_inside_nodes_takes_their_links() -> None:
     flat, inside = cluster(), ShardingLink(all_gather=fit(0.25), reduce_scatter=fit(0.5))
     links = HierarchicalLinks(intra_node=inside, inter_node=fit(2.0), hierarchical=inside)
