@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_osdp.emulation.checkpoints import forbid_checkpoints
 from lightning_osdp.emulation.links import EmulatedLinks
 from lightning_osdp.emulation.process_group import join
+from lightning_osdp.emulation.refused_strategies import refuse_other_strategies
 from lightning_osdp.emulation.samplers import divide_samples_over_all_ranks
 from lightning_osdp.errors import ConfigurationError, check_kind
 from lightning_osdp.planning.spec.cluster import Cluster
@@ -43,6 +44,7 @@ class EmulatedCluster(ClusterEnvironment):
         join(EmulatedLinks(self.cluster))
         forbid_checkpoints()
         divide_samples_over_all_ranks()
+        refuse_other_strategies()
         rank_zero_info(describe_cluster(self.cluster))
 
     @property

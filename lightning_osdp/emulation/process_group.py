@@ -349,7 +349,10 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> dist.Work:
         """Receive from the next rank."""
-        return self.recv(tensors, (self._rank + 1) % self.size(), tag)
+        source = (self._rank + 1) % self.size()
+        work: Any = self.recv(tensors, source, tag)
+        work._source_rank = lambda: source
+        return work  # type: ignore[no-any-return]
 
     # torch 2.13 calls some of them by other names.
     all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base

@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightning_osdp
 from lightning_osdp.cli import emulate
 from lightning_osdp.cli.main import main
 from lightning_osdp.emulation import EmulatedCluster
@@ -193,6 +194,24 @@ def test_search_for_any_number_of_ranks_predicts_and_trains_their_shards(hardwar
         assert plan.peak is not None
         assert plan.peak.states == pytest.approx(3 * (shards + biases) + objects, rel=0.02)
         assert trainer.global_step == STEPS
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ("auto", "^SingleDeviceStrategy trains one device without the others, but this process stands for 16 ranks"),
+        ("ddp_spawn", "^DDPStrategy starts processes, which are not in the emulated cluster, but"),
+        ("ddp_fork", "^DDPStrategy starts processes, which are not in the emulated cluster, but"),
+    ],
+)
+def test_strategy_that_would_not_train_as_rank_of_the_cluster_is_refused(strategy: str, words: str) -> None:
+    with emulated("2xa100-80gb-nvlink+200gbit", 16) as environment, pytest.raises(ConfigurationError, match=words):
+        fit(strategy, environment)
+
+
+def test_plan_without_training_is_made_in_the_process_of_an_emulated_cluster() -> None:
+    with emulated("a100-80gb-nvlink", 8):
+        assert lightning_osdp.plan(Net(), loader(), hardware="a100-80gb-nvlink", devices=4).cluster.ranks == 4
 
 
 class CallsBack(Net):

@@ -95,6 +95,12 @@ def received_into_a_parameter() -> list[float]:
     return weight.tolist()
 
 
+def received_from_whoever_sends() -> Any:
+    received = torch.zeros(2)
+    dist.send(numbers(2), 3)
+    return dist.recv(received), received.tolist()
+
+
 def gathered_rows(*shape: int) -> list[Any]:
     output = torch.zeros(*shape)
     dist.all_gather_into_tensor(output, numbers(2))
@@ -195,6 +201,7 @@ RIGHT: dict[str, tuple[Callable[[], Any], Any]] = {
     "a barrier of a device": (lambda: dist.barrier(device_ids=[0]), None),
     "messages of a group of two, with tags": (messages_in_a_group, [1.0, 2.0, 3.0]),
     "a message into a parameter": (received_into_a_parameter, [1.0, 2.0]),
+    "a message from whoever sends one": (received_from_whoever_sends, (1, [1.0, 2.0])),
     "rows gathered into a matrix": (lambda: gathered_rows(RANKS, 2), [1.0, 2.0] * RANKS),
     "rows gathered into blocks": (lambda: gathered_rows(2, RANKS), [1.0, 2.0] * RANKS),
     "an uneven exchange": (uneven_exchange, [1.0, 2.0] + [0.0] * (RANKS - 1)),
