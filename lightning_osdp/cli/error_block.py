@@ -11,7 +11,7 @@ import traceback
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.strategy.error_text import describe_error, describe_place
 from lightning_osdp.strategy.failure_detector import detector_that_reported
 
@@ -34,6 +34,17 @@ and srun end them before they print it again."""
 def is_verbose(words: list[str]) -> bool:
     """Return whether tracebacks are asked for, by an option or by the environment."""
     return os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0") or any(word in VERBOSE_OPTIONS for word in words)
+
+
+def find_output_fault(error: BaseException) -> ConfigurationError | None:
+    """Return what is wrong if ``error`` comes of a full disk under the standard output, which is lost from then on."""
+    try:
+        if isinstance(error, OSError):
+            sys.stdout.flush()
+    except OSError as fault:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ConfigurationError(f"the standard output can't be written: {fault.strerror}")
+    return None
 
 
 def print_error(error: BaseException, has_traceback: bool, is_expected: bool) -> None:

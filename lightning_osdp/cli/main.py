@@ -75,18 +75,20 @@ def main(args: list[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.filterwarnings("always", category=OSDPWarning)
             warnings.showwarning = _make_warning_printer(warnings.showwarning)
-            return _run([word for word in words if word not in error_block.VERBOSE_OPTIONS])
+            status = _run([word for word in words if word not in error_block.VERBOSE_OPTIONS])
+            sys.stdout.flush()
+            return status
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has seen enough, as in `osdp explain PLAN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
-    except (OSDPError, ArgumentError) as error:
-        error_block.print_error(error, has_traceback, is_expected=True)
+    except SystemExit:
+        raise
+    except BaseException as error:  # a fault of the input, or our own, of any class: status 1 means that nothing fits
+        error = error_block.find_output_fault(error) or error
+        error_block.print_error(error, has_traceback, is_expected=isinstance(error, OSDPError | ArgumentError))
         return INFEASIBLE if isinstance(error, InfeasibleError) else BAD_INPUT
-    except Exception as error:  # a fault of the input that we don't know, or our own: status 1 means that nothing fits
-        error_block.print_error(error, has_traceback, is_expected=False)
-        return BAD_INPUT
 
 
 def _run(words: list[str]) -> int:

@@ -189,7 +189,8 @@ def _run(
     if not {"max_epochs", "max_steps", "max_time"}.intersection(own):
         own["max_epochs"] = 1000  # Lightning's own default, about which it warns
     strategy.callbacks = trainer_args["callbacks"]
-    with quiet_lightning():
+    # The caller's code may run where gradients are off.
+    with quiet_lightning(), torch.inference_mode(False), torch.enable_grad():
         try:
             trainer = pl.Trainer(**own | QUIET_TRAINER_ARGS, strategy=strategy, accelerator=accelerator)
         except Exception as error:  # Lightning's, of whatever class

@@ -366,3 +366,34 @@ def test_cli_as_program_returns_exit_status(folder: Path) -> None:
     environment = os.environ | {"PYTHONWARNINGS": "ignore"}
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
+
+
+@pytest.mark.parametrize("args", [("explain", "a.json"), ("diff", "a.json", "b.json"), ("explain", "a.json", "--json")])
+def test_full_disk_under_standard_output_is_one_line_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], args: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(folder)
+    own = os.dup(1)
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    try:
+        with open(1, "w", closefd=False) as output, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", output)
+            assert main.main([*args]) == main.BAD_INPUT
+    finally:
+        os.dup2(own, 1)
+    assert capfd.readouterr().err == "osdp: error: the standard output can't be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("kind", [GeneratorExit, BaseException, KeyError])
+def test_error_of_any_class_returns_status_2_and_is_described(
+    osdp: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    def fail(_: Any) -> None:
+        raise kind("no more rows")
+
+    command = main.COMMANDS["explain"]
+    monkeypatch.setitem(main.COMMANDS, "explain", main.Command(command.help, command.add_arguments, fail))
+    status, _, error = osdp("explain", folder / "a.json")
+    assert status == main.BAD_INPUT
+    assert error.startswith(f"osdp: error: {kind.__name__}: ")
+    assert "Traceback" not in error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,16 @@ def test_plan_counts_weights_in_the_precision_of_training_and_leaves_the_module(
     for name, value in module.state_dict().items():
         assert value.dtype == before[name].dtype
         assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("no_gradients", [torch.no_grad, torch.inference_mode])
+def test_plan_where_gradients_are_off_is_that_of_training(no_gradients: Callable[[], Any]) -> None:
+    expected = plan_for_hardware(GPTModule())
+    with no_gradients():
+        found = plan_for_hardware(GPTModule())
+        assert not torch.is_grad_enabled()
+    assert found.operators == expected.operators
+    assert found.predicted == expected.predicted
 
 
 def test_plan_with_callback_keeps_its_constraints() -> None:
