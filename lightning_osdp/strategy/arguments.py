@@ -27,16 +27,19 @@ from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.strategy import precision
 
 
-def validate_positive(name: str, value: Any) -> int | None:
-    """Return ``value`` as an int if it is a positive whole number, or None.
+def validate_positive(name: str, value: Any, words: Sequence[str] = ()) -> int | None:
+    """Return ``value`` as an int if it is a positive whole number; None if it is None or one of ``words``.
 
     Raises:
         ConfigurationError: it is anything else; the message names the argument ``name``.
     """
+    if isinstance(value, str) and value in words:
+        return None
     if value is None:
         return None
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise ConfigurationError(f"{name}={value!r:.80} is not a positive whole number")
+        others = f", {' or '.join(map(repr, words))}" if words else ""
+        raise ConfigurationError(f"{name}={value!r:.80} is not a positive whole number{others}")
     return int(value)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
 from rich.text import Text
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.plan import ExecutionPlan
@@ -39,10 +39,14 @@ class Epoch:
         is_counted = isinstance(interval, int) and not isinstance(interval, bool)
         is_checked = is_counted and trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
         num_samples = None
-        if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-            num_samples = sized_len(loader.sampler)
+        if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+            num_samples = sized_len(loader.dataset)
+        elif isinstance(loader, DataLoader):
             is_split = trainer._accelerator_connector.use_distributed_sampler
-            if num_samples is not None and is_split and not isinstance(loader.sampler, DistributedSampler):
+            is_split = is_split and not isinstance(loader.sampler, DistributedSampler)
+            is_replaced = is_split and isinstance(loader.sampler, SequentialSampler | RandomSampler)
+            num_samples = sized_len(loader.dataset if is_replaced else loader.sampler)
+            if num_samples is not None and is_split:
                 num_samples = -(-num_samples // ranks)
         drop_last = bool(getattr(loader, "drop_last", False))
         return cls(num_samples, drop_last, trainer.limit_train_batches, interval if is_checked else 1)
@@ -86,13 +90,16 @@ class Epoch:
             ConfigurationError: the epoch has too few batches.
         """
         largest = self.largest_valid(present)
-        if largest is not None and (self.num_batches(batch_size) or 0) < self.validation_interval:
-            raise ConfigurationError(
-                f"a batch size of {batch_size} per device (the loader's is {present}) leaves "
-                f"{self.num_batches(batch_size)} batches per epoch, fewer than val_check_interval="
-                f"{self.validation_interval} needs: use a batch size up to {largest}, a smaller val_check_interval, or "
-                "check_val_every_n_epoch=None"
-            )
+        if largest is None or (self.num_batches(batch_size) or 0) >= self.validation_interval:
+            return
+        text = f"a batch size of {batch_size} per device (the loader's is {present}) leaves "
+        if self.validation_interval == 1:
+            raise ConfigurationError(f"{text}no whole batch in an epoch: use a batch size up to {largest}")
+        raise ConfigurationError(
+            f"{text}{self.num_batches(batch_size)} batches per epoch, fewer than val_check_interval="
+            f"{self.validation_interval} needs: use a batch size up to {largest}, a smaller val_check_interval, or "
+            "check_val_every_n_epoch=None"
+        )
 
     def _largest(self, is_enough: Callable[[int], bool]) -> int:
         low, high = 1, max(1, self.num_samples or 1)
@@ -120,10 +127,11 @@ def describe_change(epoch: Epoch, present: int, accumulation: int, plan: Executi
     accumulated = ""
     if plan.accumulate_grad_batches != accumulation:
         accumulated = f", accumulate_grad_batches {accumulation} -> {plan.accumulate_grad_batches}"
-    total = f"{present * ranks * accumulation} -> {plan.batch_size * ranks * plan.accumulate_grad_batches}"
+    total, new_total = present * ranks * accumulation, plan.batch_size * ranks * plan.accumulate_grad_batches
+    advice = "" if new_total == total else " the learning rate is yours to adapt;"
     return (
-        f"batch size per device {present} -> {plan.batch_size} (global {total}){accumulated}{steps}; the learning rate "
-        "is yours to adapt; batch_size='keep' keeps yours"
+        f"batch size per device {present} -> {plan.batch_size} (global {total} -> {new_total}){accumulated}{steps};"
+        f"{advice} batch_size='keep' keeps yours"
     )
 
 

@@ -94,11 +94,9 @@ class PlanningOptions:
     def policy(self) -> BatchSizePolicy:
         """The requested batch sizes, without what the data and the Trainer say."""
         return BatchSizePolicy(
-            arguments.validate_positive("batch_size", None if self.batch_size in ("auto", "keep") else self.batch_size),
+            arguments.validate_positive("batch_size", self.batch_size, ("auto", "keep")),
             arguments.validate_positive("max_batch_size", self.max_batch_size),
-            arguments.validate_positive(
-                "global_batch_size", None if self.global_batch_size == "keep" else self.global_batch_size
-            ),
+            arguments.validate_positive("global_batch_size", self.global_batch_size, ("keep",)),
         )
 
     @property

@@ -70,6 +70,12 @@ def test_check_batch_size_beyond_val_check_interval_names_both() -> None:
         epoch.check(25, 4)
 
 
+def test_check_batch_size_beyond_the_length_of_the_data_says_how_large_it_may_be() -> None:
+    text = r"^a batch size of 8 per device \(the loader's is 4\) leaves no whole batch in an epoch: use .* up to 6$"
+    with pytest.raises(ConfigurationError, match=text):
+        Epoch(6, drop_last=True).check(8, 4)
+
+
 def test_describe_change_says_sizes_steps_and_what_to_do() -> None:
     plan = hand_made_plan({}, 2, batch_size=96)
     said = describe_change(Epoch(3072), 32, 1, plan, 2)
@@ -79,6 +85,10 @@ def test_describe_change_says_sizes_steps_and_what_to_do() -> None:
     )
     assert describe_change(Epoch(3072), 96, 1, plan, 2) == ""
     assert "accumulate_grad_batches 2 -> 1" in describe_change(Epoch(None), 96, 2, plan, 2)
+    assert describe_change(Epoch(3072), 48, 2, plan, 2) == (
+        "batch size per device 48 -> 96 (global 192 -> 192), accumulate_grad_batches 2 -> 1, 32 -> 32 optimizer steps "
+        "per epoch; batch_size='keep' keeps yours"
+    )
 
 
 def test_candidates_end_with_the_largest_allowed() -> None:

@@ -13,7 +13,15 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from lightning_osdp import ConfigurationError
 from lightning_osdp.errors import OSDPWarning
@@ -140,6 +148,33 @@ def test_bounded_policy_leaves_an_epoch_its_steps_and_says_what_bounds_it(
     data = train_data(DataLoader(TensorDataset(torch.zeros(num_rows)), batch_size=loader_batch_size))
     policy = data.bounded_policy(loader_batch_size, BatchSizePolicy(max_batch_size=given), 2, min_steps)
     assert (policy.max_batch_size, policy.bounding_setting) == (largest, setting)
+
+
+class KnownLength(Stream):
+    def __len__(self) -> int:
+        return 10
+
+
+@pytest.mark.parametrize(
+    ("loader", "is_split", "samples"),
+    [
+        # Under several ranks Lightning puts a sampler of all rows in the place of torch's random one.
+        (lambda: DataLoader(ROWS, 3, sampler=RandomSampler(ROWS, num_samples=500)), True, 6),
+        (lambda: DataLoader(ROWS, 3, sampler=RandomSampler(ROWS, num_samples=4)), True, 6),
+        (lambda: DataLoader(ROWS, 3, sampler=RandomSampler(ROWS, num_samples=4)), False, 4),
+        (lambda: DataLoader(ROWS, 3, sampler=WeightedRandomSampler([1.0] * 12, 4)), True, 2),
+        (lambda: DataLoader(ROWS, 3, sampler=DistributedSampler(ROWS, 4, 0)), True, 3),
+        (lambda: DataLoader(KnownLength(), 3), True, 10),
+        (lambda: DataLoader(Stream(), 3), True, None),
+    ],
+    ids=["random, more", "random, fewer", "random, kept", "weighted", "own", "stream of known length", "stream"],
+)
+def test_epoch_has_the_samples_that_training_will_see(
+    loader: Callable[[], Any], is_split: bool, samples: int | None
+) -> None:
+    data = train_data(loader())
+    data._trainer._accelerator_connector.use_distributed_sampler = is_split
+    assert data.epoch(2).num_samples == samples
 
 
 class Collate:
