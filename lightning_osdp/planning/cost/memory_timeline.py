@@ -87,7 +87,7 @@ class Timeline:
     """The moments of one model, prepared once for the footprints of many plans.
 
     Attributes:
-        backward: When each operator runs backward.
+        backward: When each operator runs backward and has gradients.
         block_of: Index of each operator's block.
         scopes: The operators of each scope, which are tensor parallel together.
         scope_of: Index of each operator's scope, -1 if it has none, (operators,).
@@ -111,7 +111,7 @@ class Timeline:
         self._moments = StepMoments.from_model(model)
         self._num_moments = len(self._moments.source) + 1  # the optimizer's step is the last
         self._runs = OperatorRuns.from_model(model, self._moments)
-        self.backward, self.block_of = self._runs.backward, self._runs.block
+        self.backward, self.block_of = self._runs.with_gradients, self._runs.block
         self._tied = np.array([operator.tied for operator in model.operators], dtype=bool)
         self._wrapped = np.array([operator.num_wrapped > 1 for operator in model.operators], dtype=bool)
         self.scopes = _find_scopes(model)
@@ -266,18 +266,21 @@ class Timeline:
         # A block that is recomputed makes its casts anew.
         released = Intervals(runs.forward.stop, np.maximum(runs.forward.stop, runs.recompute.start))
         yield Held("gathered", released, -own.replicated_casts * is_recomputed)
-        yield Held("gathered", runs.backward, -own.casts_before_gradients * runs.has_backward)
-        transient = own.transient + own.backward_per_sample * batch_size
-        yield Held("transient", runs.backward, transient * runs.has_backward)
+        # Slices have their gradients one after the other, as products are made of them.
+        is_whole = own.backward_per_sample == 0
+        graded = Intervals(np.where(is_whole, runs.with_gradients.start, runs.backward.start), runs.backward.stop)
+        yield Held("gathered", graded, -own.casts_before_gradients * runs.has_backward)
+        yield Held("transient", graded, own.transient * runs.has_backward)
+        yield Held("transient", runs.backward, own.backward_per_sample * batch_size * runs.has_backward)
         if accumulation > 1:  # the new gradient exists beside the accumulated one until it is added
             yield Held("gradients", Intervals(start, end), own.replicated_gradients + own.sharded_gradients)
-            yield Held("transient", runs.backward, own.replicated_gradients)
+            yield Held("transient", graded, own.replicated_gradients)
         else:
-            yield Held("gradients", Intervals(runs.backward.start, end), own.replicated_gradients)
+            yield Held("gradients", Intervals(graded.start, end), own.replicated_gradients)
             yield Held("gradients", Intervals(runs.backward.stop, end), own.sharded_gradients)
         if count > 1 and own.reduction_growth.any():
             yield Held("transient", Intervals(runs.backward.start, end - 1), own.reduction_growth)
-        yield Held("transient", runs.backward, own.reduced_copy)
+        yield Held("transient", graded, own.reduced_copy)
         step = self._model.optimizer_step
         if step.temporaries_of == "total":
             updated = step.temporary_factor * own.local_trainable * self.heap_growth_factor

@@ -103,6 +103,7 @@ class OperatorRuns:
         recompute: Forward in the recomputation of its block; empty if that can't be recomputed.
         backward: Backward; the last moment if it has none, so that what it holds stays until the end.
         unsharded_backward: The same, from where the backward of its module begins.
+        with_gradients: The same, from where there are gradients in the parameters' own type.
         has_backward: Whether it has a backward.
         block: Index of its block; ``NOT_RECOMPUTED`` if it has none.
     """
@@ -111,6 +112,7 @@ class OperatorRuns:
     recompute: Intervals
     backward: Intervals
     unsharded_backward: Intervals
+    with_gradients: Intervals
     has_backward: Flags
     block: Ints
 
@@ -124,8 +126,11 @@ class OperatorRuns:
         """Return the runs of each operator of ``model``."""
         traced: dict[tuple[int, str], list[int]] = {}
         enclosed: dict[tuple[int, str], list[int]] = {}
+        graded: dict[int, int] = {}
         for index, moment in enumerate(model.moments):
             traced.setdefault((moment.operator, moment.phase), []).append(index)
+            if moment.phase == "backward" and not moment.before_gradients:
+                graded.setdefault(moment.operator, index)
             for operator in {moment.operator, *moment.within}:
                 enclosed.setdefault((operator, moment.phase), []).append(index)
         count, last = len(model.operators), len(model.moments) - 1
@@ -146,18 +151,19 @@ class OperatorRuns:
             Intervals(np.where(is_recomputable, start, 0), np.where(is_recomputable, stop, 0)),
             moments.to_intervals([(indices[0], indices[-1]) for indices in backward_moments]),
             moments.to_intervals([(min(b, m[0]), m[-1]) for b, m in zip(begins, backward_moments, strict=True)]),
+            moments.to_intervals([(graded.get(i, m[0]), m[-1]) for i, m in enumerate(backward_moments)]),
             np.array([(operator, "backward") in traced for operator in range(count)], dtype=bool),
             block_of,
         )
 
     def select(self, operators: Ints | slice) -> OperatorRuns:
         """Return the runs of some operators."""
-        forward, recompute, backward, unsharded_backward = (
-            intervals.select(operators)
-            for intervals in (self.forward, self.recompute, self.backward, self.unsharded_backward)
+        intervals = (self.forward, self.recompute, self.backward, self.unsharded_backward, self.with_gradients)
+        forward, recompute, backward, unsharded_backward, with_gradients = (
+            each.select(operators) for each in intervals
         )
         flags, block = self.has_backward[operators], self.block[operators]
-        return OperatorRuns(forward, recompute, backward, unsharded_backward, flags, block)
+        return OperatorRuns(forward, recompute, backward, unsharded_backward, with_gradients, flags, block)
 
 
 class Held(NamedTuple):

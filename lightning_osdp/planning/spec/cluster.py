@@ -376,8 +376,11 @@ class ComputeTimes(FrozenModel):
         if not self.workspace:
             return model
 
+        makes_products = {moment.operator for moment in model.moments if moment.before_gradients}
+
         def add_workspace(moment: Moment) -> Moment:
-            if moment.operator == UNATTRIBUTED:
+            is_past = moment.phase == "backward" and not moment.before_gradients and moment.operator in makes_products
+            if moment.operator == UNATTRIBUTED or is_past:
                 return moment
             own: LinearInBatch = getattr(self.workspace[moment.operator], moment.phase)
             return moment.model_copy(update={"live": moment.live.plus(own)})

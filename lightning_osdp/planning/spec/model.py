@@ -205,6 +205,9 @@ class Moment(FrozenModel):
     optimizer states nor buffers: activations kept for backward, temporaries, the batch itself."""
     within: tuple[Size, ...] = ()
     """Operators that enclose others, as indices, in the run of whose modules this lies."""
+    before_gradients: bool = False
+    """Whether it is the part of an operator's backward before its large parameters have gradients of their own type:
+    products under autocast make them in its type."""
 
 
 class RepeatedBlock(FrozenModel):

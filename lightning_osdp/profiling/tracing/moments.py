@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 from lightning_osdp.planning.spec.model import UNATTRIBUTED, LinearInBatch, Moment, Phase
@@ -21,6 +21,8 @@ class OpRun(NamedTuple):
     """Index of the repeated block that the ops lie in, or ``UNATTRIBUTED``."""
     within: tuple[int, ...]
     """Operators that enclose others, in the run of whose modules the ops lie."""
+    before_gradients: bool
+    """``Moment.before_gradients``."""
     live_bytes: int
     """Peak of live bytes during the run."""
 
@@ -33,16 +35,24 @@ class AttributedRecording:
         ops: Its ops.
         owners: Index of the operator that each op belongs to, or ``UNATTRIBUTED``.
         within: Operators that may be sharded and enclose others, in the run of whose modules each op lies.
+        first_casts: For operators whose gradients are casts, the op that makes the first of them.
         blocks: Index of the repeated block that each op lies in, or ``UNATTRIBUTED``.
     """
 
-    def __init__(self, recording: Recording, scopes: Sequence[OwnerScope]) -> None:
+    def __init__(
+        self, recording: Recording, scopes: Sequence[OwnerScope], cast_parameters: Set[int] = frozenset()
+    ) -> None:
         self.recording = recording
         self.ops = recording.ops
         self.owners = _owners_of_ops(recording.ops, scopes)
         tied = [(index, scope.name) for index, scope in enumerate(scopes) if scope.tied_names]
         self.within = [tuple(index for index, name in tied if name in op.site) for op in recording.ops]
         self.blocks = [UNATTRIBUTED] * len(recording.ops)
+        self.first_casts: dict[int, int] = {}
+        for index, scope in enumerate(scopes):
+            cast = cast_parameters & set(scope.parameters) & recording.gradients.keys()
+            if cast:
+                self.first_casts[index] = min(recording.gradients[parameter][0] for parameter in cast)
 
     def assign_blocks(self, names: Sequence[str]) -> None:
         """Assign each op to the outermost block that was running, given the names of all blocks."""
@@ -53,9 +63,10 @@ class AttributedRecording:
         """Return the step as runs of ops, in the order of time."""
         runs: list[OpRun] = []
         live_bytes = self.recording.live_bytes()
-        places = zip(self.owners, self.blocks, self.within, strict=True)
-        for op, (owner, block, within), live in zip(self.ops, places, live_bytes, strict=True):
-            run = OpRun(op.phase, owner, block, within, live)
+        places = enumerate(zip(self.owners, self.blocks, self.within, strict=True))
+        for op, (index, (owner, block, within)), live in zip(self.ops, places, live_bytes, strict=True):
+            is_before = op.phase == "backward" and index < self.first_casts.get(owner, 0)
+            run = OpRun(op.phase, owner, block, within, is_before, live)
             if runs and runs[-1][:-1] == run[:-1]:
                 run = run._replace(live_bytes=max(live, runs.pop().live_bytes))
             runs.append(run)
@@ -121,7 +132,9 @@ def fit_moments(op_runs: Mapping[int, Sequence[OpRun]]) -> tuple[Moment, ...]:
     else:  # The control flow depends on the batch size.
         lines = [LinearInBatch(per_sample=run.live_bytes / largest) for run in runs]
     return tuple(
-        Moment(phase=run.phase, operator=run.operator, live=line, within=run.within)
+        Moment(
+            phase=run.phase, operator=run.operator, live=line, within=run.within, before_gradients=run.before_gradients
+        )
         for run, line in zip(runs, lines, strict=True)
     )
 

@@ -58,7 +58,7 @@ def build_profile(
     scopes = find_scopes(module, named_parameters(module), recordings[largest], device)
     dtypes = find_compute_dtypes(module, scopes, named_parameters(module), recordings.values())
     leave_out_casts([*recordings.values(), *evaluation_recordings.values()], dtypes)
-    steps = {size: AttributedRecording(recording, scopes) for size, recording in recordings.items()}
+    steps = {size: AttributedRecording(recording, scopes, dtypes.keys()) for size, recording in recordings.items()}
     evaluations = {size: AttributedRecording(each, scopes) for size, each in evaluation_recordings.items()}
     flops = [0.0] * (len(scopes) + 1)
     for op, owner in zip(steps[largest].ops, steps[largest].owners, strict=True):

@@ -208,17 +208,17 @@ def test_step_of_a_model_with_a_large_table_allocates_what_is_predicted(
 
 
 @pytest.mark.parametrize(("family", "mode"), [(zoo.llama, "zdp"), (zoo.llama, "zdp2"), (zoo.gpt2, "zdp")])
-def test_gradient_in_autocasts_type_is_gone_when_its_cast_is_reduced(
+def test_gradient_is_made_when_its_product_is_over_and_reduced_when_that_is_freed(
     family: Callable[..., ZooModule], mode: str
 ) -> None:
     predicted, allocated = predicted_and_allocated(family(width=256, layers=1, vocabulary=8192, length=8), mode)
-    assert allocated <= predicted <= 1.04 * allocated
+    assert allocated == pytest.approx(predicted, rel=0.01)
 
 
-@pytest.mark.parametrize(("family", "mode"), [(zoo.bert, "zdp2"), (zoo.t5, "zdp2"), (zoo.t5, "dp"), (zoo.llama, "dp")])
+@pytest.mark.parametrize(("family", "mode"), [(zoo.bert, "zdp2"), (zoo.t5, "zdp2"), (zoo.t5, "dp")])
 def test_step_of_recomputed_blocks_allocates_what_is_predicted(family: Callable[..., ZooModule], mode: str) -> None:
     """Blocks that read nothing but casts of their input keep it for the recomputation alone."""
-    sizes = {"width": 128, "layers": 4, "vocabulary": 512, "length": 128}
+    sizes = {"width": 128, "layers": 6, "vocabulary": 2048, "length": 128}
     predicted, allocated = predicted_and_allocated(family(**sizes), mode, recomputed=True)
     assert allocated == pytest.approx(predicted, rel=0.02)
 

@@ -308,6 +308,16 @@ def test_kernel_workspace_adds_to_moments_of_its_operator() -> None:
         assert more == (0 if before.operator != 1 else 5 if before.phase == "forward" else 21)
 
 
+def test_kernel_workspace_is_gone_when_gradients_are_cast() -> None:
+    model = blocks_of_one(1, 1)
+    product = model.moments[-1].model_copy(update={"before_gradients": True})
+    model = model.model_copy(update={"moments": (*model.moments[:-1], product, model.moments[-1])})
+    workspace = (KernelWorkspace(backward=LinearInBatch(fixed=7.0)),)
+    found = times_of(model).model_copy(update={"workspace": workspace}).with_workspace(model)
+    more = [after.live.fixed - before.live.fixed for before, after in zip(model.moments, found.moments, strict=True)]
+    assert more == [0, 0, 0, 7, 0]
+
+
 def test_sample_cuts_long_foreach_lists_and_no_other_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only an optimizer's lists may be cut: one index less would make another kernel."""
     monkeypatch.setattr(benchmark, "MAX_LIST_BYTES", 1000)
