@@ -24,6 +24,7 @@ from lightning_osdp.strategy.batch_agreement import agree_on_batches
 from lightning_osdp.strategy.dataloader import TrainData
 from lightning_osdp.strategy.failure_detector import assert_equal_on_ranks
 from lightning_osdp.strategy.planning_options import PlanningOptions, check_given_plan
+from lightning_osdp.strategy.run_warnings import warn_if_device_has_less
 from lightning_osdp.strategy.weight_averages import count_averaged_copies
 
 
@@ -97,7 +98,10 @@ def resolve_plan(
     if resumed is not None and not (resumed.update_in_backward and blocker):
         return PlanningResult(resumed.with_types_of(traced.model_profile))
     step = context if options.trial_steps else None
-    return pipeline.autotune(traced, request, ranks, budget, cache=options.cache_folder, trial_context=step)
+    result = pipeline.autotune(traced, request, ranks, budget, cache=options.cache_folder, trial_context=step)
+    if not ranks.is_emulated:
+        warn_if_device_has_less(result.plan, limit)
+    return result
 
 
 def _agree_on_batch_sizes(request: PlanRequest, ranks: RankGroup) -> PlanRequest:

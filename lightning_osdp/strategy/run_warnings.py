@@ -1,10 +1,14 @@
-"""Warnings in training: a batch larger than the plan was made for, a measured peak above the memory limit."""
+"""Warnings of memory: a plan for more than there is, a batch larger than planned for, a peak above the memory limit."""
 
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_osdp.backend.memory import MemoryLimit
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.spec.formatting import format_bytes
 from lightning_osdp.planning.spec.plan import ExecutionPlan
@@ -14,6 +18,23 @@ WARNING_MARGIN = 1.02
 """Ratio to the batch that was planned for, or to what the last warning told of, from which on there is a warning."""
 
 REMEDIES = "a sample_batch as large as any, more sample_batches, a smaller max_batch_size, or replan='on_drift'"
+
+
+def warn_if_device_has_less(plan: ExecutionPlan, limit: MemoryLimit) -> None:
+    """Warn on the first rank if a plan takes more than a rank can have here: a limit that the user gives is believed.
+
+    Args:
+        plan: the plan.
+        limit: the memory limit that it was made for.
+    """
+    available, needed = replace(limit, user_limit=None).current(), plan.predicted.max_memory_bytes
+    if limit.user_limit and needed > available:
+        rank_zero_warn(
+            f"the plan takes up to {format_bytes(needed)} under memory_limit={format_bytes(limit.user_limit)!r}, and "
+            f"a rank can have {format_bytes(available)} here now: training may run out of memory. Give a lower "
+            "memory_limit, or 'auto'",
+            category=OSDPWarning,
+        )
 
 
 class RunWarnings:
