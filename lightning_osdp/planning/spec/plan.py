@@ -415,4 +415,4 @@ def planned_types(operator: Operator) -> dict[str, Any]:
 
 
 def _list_first(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names)[:5])
+    return ", ".join(name or "the module itself" for name in sorted(names)[:5])

@@ -53,6 +53,7 @@ def test_plan_check_accepts_operators_in_an_order_of_the_data_but_not_of_other_s
         (description(), 4, "for 2 ranks, this run has 4"),
         (description((8, 9)), 2, "64 parameters, this one has 72"),
         (description(name="down"), 2, "only one of them has: down, up"),
+        (description(name=""), 2, "only one of them has: the module itself, up"),
         (description((4, 16), fingerprint="xyz"), 2, "shapes, dtypes or trainability differ"),
     ],
 )
