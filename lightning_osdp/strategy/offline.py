@@ -56,7 +56,7 @@ QUIET_TRAINER_ARGS: dict[str, Any] = {
 }
 """Arguments of a Trainer that neither writes files nor starts processes."""
 
-DTYPES = {"bf16": "bf16", "16": "fp16", "transformer-engine": "bf16"}
+DTYPES = {"bf16": "bf16", "16": "fp16"}
 """The type of matrix products by the beginning of a Trainer's ``precision``; that of the parameters for all others."""
 
 PARAMETER_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -256,7 +256,8 @@ class ProfiledRun:
 
 
 def profile_in_setup(trainer: pl.Trainer, options: PlanningOptions) -> ProfiledRun:
-    """Trace the Trainer's module on fake tensors."""
+    """Trace the Trainer's module on fake tensors, unless it is one that training would refuse."""
+    arguments.reject_unsupported(trainer, trainer.precision_plugin)
     data, context = options.read_step(trainer, torch.device("cpu"))
     own_constraints = _callback_constraints(trainer)
     traced = pipeline.profile_model(options.with_tensor_degrees(context, own_constraints))

@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import ModelPruning, Timer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -185,6 +185,25 @@ def test_plan_with_callback_keeps_its_constraints() -> None:
 def test_plan_of_bad_input_says_what_is_wrong(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         lightning_osdp.plan(GPTModule(), **options)
+
+
+@pytest.mark.parametrize(
+    ("inner", "trainer_args", "words"),
+    [
+        (lambda: nn.LazyLinear(8), {}, "^model.0.weight .LazyLinear. has no shape before a first batch"),
+        (lambda: nn.Embedding(8, 8, sparse=True), {}, "^model.0 .Embedding. has sparse=True"),
+        (lambda: nn.Linear(8, 8), {"callbacks": ModelPruning("l1_unstructured")}, "^ModelPruning puts masked copies"),
+        (lambda: nn.Linear(8, 8), {"precision": "64-true"}, "^precision='64-true' is not supported"),
+    ],
+    ids=["lazy", "sparse", "pruning", "double"],
+)
+def test_plan_for_hardware_refuses_what_training_refuses(
+    inner: Callable[[], nn.Module], trainer_args: dict[str, Any], words: str
+) -> None:
+    module = GPTModule()
+    module.model = nn.Sequential(inner())  # type: ignore[assignment]
+    with pytest.raises(ConfigurationError, match=words):
+        plan_for_hardware(module, trainer_args=trainer_args)
 
 
 class LargeInConfigureModel(pl.LightningModule):
