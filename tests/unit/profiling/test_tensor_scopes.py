@@ -586,6 +586,43 @@ def test_blocks_that_do_the_same_are_proven_once(played_groups: list[int]) -> No
     assert len(played_groups) == 2
 
 
+def test_forty_eight_blocks_alike_are_found_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_scopes, "MAX_SECONDS", 1.0)  # of processor time, after which none is played
+    model = zoo.llama(width=64, layers=48, num_attention_heads=4)
+    profile = profile_of(model, model.batch(4), (2, 4))
+    assert len(groups(profile)) == 2 * 48
+    assert not profile.tensor_group_refusals
+
+
+class GatedByOne(nn.Module):
+    """Another linear layer gives a number for each row, which none of the ranks has whole features for."""
+
+    def __init__(self, plan: dict[str, str] | None) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(WIDTH, 24), nn.Linear(WIDTH, 1), nn.Linear(24, WIDTH)
+        self._tp_plan = plan
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)) * self.gate(x))
+
+
+@pytest.mark.parametrize(
+    ("steps", "plan", "is_found"),
+    [
+        ((), None, False),
+        ((), {"up": "colwise", "down": "rowwise"}, True),
+        ((), {"gate": "colwise", "down": "rowwise"}, False),
+        (("layer norm",), {"up": "colwise", "down": "rowwise"}, False),
+    ],
+)
+def test_plans_of_transformers_are_tried_and_not_trusted(
+    steps: tuple[str, ...], plan: dict[str, str] | None, is_found: bool
+) -> None:
+    net: nn.Module = Between(*steps) if steps else GatedByOne(plan)
+    net.__dict__["_tp_plan"] = plan
+    assert list(groups(profile_of_net(nn.Sequential(net)))) == ["net.0.up net.0.down"] * is_found
+
+
 def test_pair_with_a_hook_in_between_is_not_found_though_others_alike_are() -> None:
     layers = [nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH)) for _ in range(3)]
     _hooked(layers[1][1])
