@@ -63,14 +63,15 @@ class Manual(TwoGroups):
 
 
 def with_tensor_parallelism(plan: ExecutionPlan) -> ExecutionPlan:
-    """The same with embeddings, projections and MLPs tensor parallel."""
+    """The same with embeddings, projections and MLPs tensor parallel over all ranks."""
+    degree = torch.distributed.get_world_size()
 
     def cut(operator: OperatorPlan) -> OperatorPlan:
         role = ROLES.get(operator.name.rpartition(".")[2])
         if role is None:
             return operator
         scope = f"{operator.name.rpartition('.')[0]}.down" if role.has_scope else None
-        split = TensorSplit(degree=RANKS, role=role, scope=scope)
+        split = TensorSplit(degree=degree, role=role, scope=scope)
         return operator.model_copy(update={"slices": (Mode.TP,), "tensor": split})
 
     operators = tuple(cut(operator) for operator in plan.operators)
@@ -145,11 +146,11 @@ def run_all(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def load_all(rank: int, ranks: int, folder: str) -> dict[str, Any]:
+def load_all(rank: int, ranks: int, folder: str, policy: str) -> dict[str, Any]:
     """What ranks that hold other parts read from checkpoints of tensor parallel runs; nothing is left to train."""
     found = {}
     for name in ("full", "sharded"):
-        module, fitted = fit(folder, "zdp", resume=f"{name}/epoch=0.ckpt", max_epochs=1, devices=ranks)
+        module, fitted = fit(folder, policy, resume=f"{name}/epoch=0.ckpt", max_epochs=1, devices=ranks)
         found[name] = module.state_dict(), fitted.strategy.optimizer_state(fitted.optimizers[0])
     return found
 
@@ -217,9 +218,12 @@ def test_each_rank_holds_half_of_what_is_tensor_parallel(runs: list[dict[str, An
     assert [found["tp"]["local"] for found in runs] == [128 * 32 // RANKS] * RANKS
 
 
-def test_checkpoints_are_read_by_another_number_of_ranks(runs: list[dict[str, Any]], folder: str) -> None:
+@pytest.mark.parametrize(("ranks", "policy"), [(3, "zdp"), (4, "tp")])
+def test_checkpoints_are_read_by_another_number_of_ranks(
+    runs: list[dict[str, Any]], folder: str, ranks: int, policy: str
+) -> None:
     expected = torch.load(f"{folder}/ddp/epoch=0.ckpt", weights_only=True)
-    loaded = run_ranks(load_all, 3, folder)[0]
+    loaded = run_ranks(load_all, ranks, folder, policy)[0]
     for name, (state, optimizer) in loaded.items():
         for key, weight in expected["state_dict"].items():
             torch.testing.assert_close(state[key], weight, rtol=1e-5, atol=1e-6, msg=f"{name}: {key}")

@@ -89,6 +89,7 @@ CASES = {
     "attentions, other lengths": Case(dict.fromkeys((*ATTENTIONS, "head"), 0), ragged=True, attention=True),
     "attentions recomputed": Case(dict.fromkeys(ATTENTIONS, 2), recomputed=("attention", "fused"), attention=True),
     "attentions that a rank skips": Case(dict.fromkeys(ATTENTIONS, 2), skipped=ATTENTIONS, attention=True),
+    "attentions of frozen inputs": Case(dict.fromkeys(ATTENTIONS, 0), frozen=("embed", "norm"), attention=True),
     "steady, then batches that differ": Case(dict.fromkeys(EVERYTHING, 0), ragged=True, steady=2),
     "steady, then skipped": Case(dict.fromkeys(EVERYTHING, 2), {}, skipped=("mlp", "tags", "embed"), steady=3),
     "steady attentions, then skipped": Case(dict.fromkeys(ATTENTIONS, 2), skipped=ATTENTIONS, attention=True, steady=3),

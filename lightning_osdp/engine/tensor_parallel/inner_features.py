@@ -80,14 +80,19 @@ class InnerRun:
                 self.guard(each)
         return value
 
-    def take(self, features: Tensor) -> Tensor:
-        """Return what has come to the row operator as an ordinary tensor."""
+    def take(self, features: Tensor, is_result: bool = True) -> Tensor:
+        """Return what has come to an operator as an ordinary tensor.
+
+        Args:
+            features: its input.
+            is_result: whether column operators have made it, whose gradients go through it if there are any.
+        """
         if not isinstance(features, InnerFeatures):
             return features  # a function that asks no class has made it
         if features.run is not self:
             raise features.run.refusal("an operator of another run")
         with without_guards():
-            if self.needs_grad and torch.is_grad_enabled() and not features.requires_grad:
+            if is_result and self.needs_grad and torch.is_grad_enabled() and not features.requires_grad:
                 raise self.refusal("a function without gradients")
             return features.view_as(features)
 

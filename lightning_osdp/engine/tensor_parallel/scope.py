@@ -102,7 +102,7 @@ class ScopeUnit(PairUnit):
         if self._run is None:
             raise self._incomplete_run(operator)
         self._called.add(operator)
-        x = cast_for_autocast(input if self._inner is None else self._inner.take(input))
+        x = cast_for_autocast(input if self._inner is None else self._inner.take(input, is_result=False))
         return self._guard(operator.multiply(x, self._run.weight_of(operator), self._run.bias_of(operator)))
 
     @contextmanager
