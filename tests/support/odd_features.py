@@ -370,6 +370,33 @@ class MaskedByRank(Attended):
         return (h + self.attention(h, mask > 0)).mean(1)
 
 
+class Crossing(Attention):
+    """Attends to other tokens, with a number for each of these."""
+
+    def forward(self, x: Tensor, others: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
+        each = ((self.q, x), (self.k, others), (self.v, others))
+        heads = (product(t).view(len(t), -1, self.heads, self.width).transpose(1, 2) for product, t in each)
+        q, k, v = heads
+        weights = (q @ k.transpose(2, 3) / self.width**0.5 + bias).softmax(-1)
+        return self.o((weights @ v).transpose(1, 2).reshape(len(x), -1, self.heads * self.width))
+
+
+class AsManySamplesAsTokens(Odd):
+    """Batches get as small as the number of other tokens, late; what an attention is given needs no gradient."""
+
+    def build(self) -> None:
+        self.attention = Crossing()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.is_live(x) and self.global_step > 1:
+            x, y = x[:2], y[:2]
+        tokens = torch.stack(
+            [x.sum(1, keepdim=True).expand(-1, HIDDEN) * (i + torch.arange(HIDDEN)) for i in range(3)], 1
+        )
+        h = self.attention(0.01 * tokens, 0.02 * tokens[:, :2], torch.linspace(0, 1, 2)).mean(1)
+        return functional.cross_entropy(self.head(self.body(x) + h), y) + 0.1 * self.table(y).square().mean()
+
+
 class RecomputedByRank(Between):
     """Ranks recompute in turn, each by itself."""
 
@@ -398,7 +425,7 @@ FEATURE_CASES: dict[tuple[Callable[[], Odd], str], str] = {
     **{(kind, "tp"): "equal" for kind in (
         Between, HalvedLate, BothByHand, OwnActivation, CompiledActivation, LastReturned, Attended,
         ChangedInPlace, HookedGlobally, MaskedByRank, RowRecomputed, BlockRecomputed, ActivationReplaced, CalledTwice,
-        GradientPenalized,
+        GradientPenalized, AsManySamplesAsTokens,
     )},
     **{(RecomputedByRank, policy): "equal" for policy in ("zdp", "sliced", "tp")},
     **{(kind, "tp"): SEES.format(name, "down") for kind, name in (

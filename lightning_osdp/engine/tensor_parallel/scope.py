@@ -6,7 +6,7 @@ differ, or can't be told apart, each rank runs the module for itself with whole 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
@@ -53,6 +53,7 @@ class ScopeUnit(PairUnit):
         attributes: Sequence[tuple[nn.Module, str]],
     ) -> None:
         self._module, self._attributes = module, attributes
+        self._known_rows: dict[tuple[int, ...], list[bool]] = {}
         super().__init__(name, operators, groups, context)
 
     def _replaced_modules(self) -> list[nn.Module]:
@@ -66,11 +67,11 @@ class ScopeUnit(PairUnit):
         self._begin_run()
         tensors = list(tensors_in((args, kwargs)))
         first = next((t for t in tensors if t.dim() > 1 and t.is_floating_point()), None)
-        samples = 0 if first is None else len(first)
-        gathered = list({id(t): t for t in tensors if _has_rows(t, samples)}.values())
+        found = None if first is None else self._find_rows(tensors, first)
+        gathered = found or []
         needed = sum(1 << index for index, tensor in enumerate(gathered) if tensor.requires_grad)
-        alike, rows = self._describe_call(first, gathered, (args, kwargs)), gathered[0] if gathered else None
-        run, _ = self.start([samples], alike, needed, rows)
+        alike = "" if found is None or self._shows_slices else _describe_call((args, kwargs), gathered)
+        run, _ = self.start([0 if first is None else len(first)], alike, needed, gathered[0] if gathered else None)
         self._run, self._input = run, first
         if not isinstance(run, SlicedRun):
             return own(*args, **kwargs)
@@ -86,16 +87,22 @@ class ScopeUnit(PairUnit):
             )
         return result
 
-    def _describe_call(self, first: Tensor | None, gathered: Sequence[Tensor], value: Any) -> str:
-        """Return what has to be equal on all ranks, or nothing if arguments can't be told apart."""
-        if first is None or self._shows_slices:
-            return ""
-        samples = len(first)
-        is_ambiguous = samples == 1 or samples in first.shape[1:]
-        if is_ambiguous and any(tensor is not first for tensor in gathered):
-            return ""  # a dimension of this size may be another one
-        parts = list(_describe(value, samples))
-        return "" if None in parts else " ".join(map(str, parts))
+    def _find_rows(self, tensors: Sequence[Tensor], first: Tensor) -> list[Tensor] | None:
+        """Return the tensors with one entry for each sample, of which ``first`` is one; None if that can't be told.
+
+        Where another dimension is as large as there are samples, it is told by what was found in an earlier call.
+        """
+        samples, kinds = len(first), tuple(tensor.dim() for tensor in tensors)
+        found = [_has_rows(tensor, samples) for tensor in tensors]
+        has_others = any(has and tensor is not first for has, tensor in zip(found, tensors, strict=True))
+        if has_others and (samples == 1 or any(samples in tensor.shape[1:] for tensor in tensors)):
+            if kinds in self._known_rows:
+                found = [has and known for has, known in zip(found, self._known_rows[kinds], strict=True)]
+            elif samples == 1 or samples in first.shape[1:]:
+                return None
+        else:
+            self._known_rows[kinds] = found
+        return list({id(tensor): tensor for has, tensor in zip(found, tensors, strict=True) if has}.values())
 
     def _run_column(self, operator: TensorOperator, own: Any, input: Tensor) -> Tensor:
         """Return the output features of this rank for the samples of all ranks."""
@@ -127,20 +134,26 @@ def _has_rows(tensor: Tensor, samples: int) -> bool:
     return tensor.dim() > 0 and len(tensor) == samples and not isinstance(tensor, nn.Parameter)
 
 
-def _describe(value: Any, samples: int) -> Iterator[object]:
+def _describe_call(arguments: Any, gathered: Sequence[Tensor]) -> str:
+    """Return what has to be equal on all ranks, or nothing if there is an object that may hold anything."""
+    parts = list(_describe(arguments, {id(tensor) for tensor in gathered}))
+    return "" if None in parts else " ".join(map(str, parts))
+
+
+def _describe(value: Any, gathered: Container[int]) -> Iterator[object]:
     """Yield what describes arguments; None for an object that may hold anything."""
     if isinstance(value, Tensor):
-        has_rows = _has_rows(value, samples)
+        has_rows = id(value) in gathered
         yield (value.dtype, value.shape[1:] if has_rows else value.shape, value.dim())
         yield 0 if has_rows or isinstance(value, nn.Parameter) else _checksum(value)
     elif isinstance(value, list | tuple):
         yield type(value).__name__
         for each in value:
-            yield from _describe(each, samples)
+            yield from _describe(each, gathered)
     elif type(value) is dict:
         for key, each in value.items():
             yield key
-            yield from _describe(each, samples)
+            yield from _describe(each, gathered)
     else:
         yield repr(value) if isinstance(value, _ATOMS) else None
 
