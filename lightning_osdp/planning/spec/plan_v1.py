@@ -77,7 +77,8 @@ def raise_negative_times(cluster: Any) -> Any:
             return part
         return {key: max(least, value) if isinstance(value, int | float) else value for key, value in part.items()}
 
-    engine = {name: clamp(part, _LEAST_CHANGE * (name == "calibration")) for name, part in cluster["engine"].items()}
+    least = {"calibration": _LEAST_CHANGE}
+    engine = {name: clamp(part, least.get(name, 0.0)) for name, part in cluster["engine"].items()}
     return {**cluster, "engine": engine}
 
 
