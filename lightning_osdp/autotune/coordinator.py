@@ -11,11 +11,12 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_osdp.autotune.profile import Profile
-from lightning_osdp.autotune.ranks import RankGroup, resolve_cluster
+from lightning_osdp.autotune.ranks import RankGroup, Result, resolve_cluster
 from lightning_osdp.autotune.startup_budget import StartupBudget
 from lightning_osdp.backend.allocator import retain_freed_memory
 from lightning_osdp.backend.memory import MemoryLimit, Progress, growth_reserve, memory_in_use, process_overhead
@@ -62,14 +63,6 @@ class PlanRequest:
     cluster: Cluster | None = None
     constraints: SearchConstraints = UNCONSTRAINED
     non_training: NonTrainingWork = NO_NON_TRAINING_WORK
-
-    def at_batch_size(self, only: int) -> PlanRequest:
-        """Return the request for a step that works at one batch size alone; 0 if it works at any.
-
-        Raises:
-            ConfigurationError: another batch size is asked for.
-        """
-        return replace(self, policy=self.policy.restricted_to(only))
 
 
 @dataclass(frozen=True)
@@ -181,7 +174,6 @@ class PlanningCoordinator:
                 return plan_or_fallback(problem, policy, trials, estimated_bytes, required_gain, deadline_reached)
 
         plan = self._on_rank_zero(find_plan, profile, memory_budget)
-        assert plan is not None
         text = f"batch size {plan.batch_size}, predicted {format_seconds(plan.predicted.step_time_s)}"
         searched_s = format_seconds(time.monotonic() - began_s)
         log_info("searched %d batch sizes in %s: %s", len(plan.frontier), searched_s, text)
@@ -205,7 +197,7 @@ class PlanningCoordinator:
         def find(problem: Problem) -> list[ExecutionPlan]:
             return find_finalists(problem, self.request.policy, found)
 
-        return self._plans_of_rank_zero(find, profile, memory_budget)
+        return self._on_rank_zero(find, profile, memory_budget)
 
     def choose_tried_plan(
         self, profile: Profile, memory_budget: MemoryBudget, plans: Sequence[ExecutionPlan]
@@ -224,14 +216,10 @@ class PlanningCoordinator:
     def with_baselines(self, profile: Profile, memory_budget: MemoryBudget, plan: ExecutionPlan) -> ExecutionPlan:
         """Return a plan with what DDP, ZeRO-2 and FSDP would do in its place (see ``search.baselines``)."""
 
-        def find() -> tuple[Baseline, ...]:
-            if not self.ranks.is_rank_zero:
-                return ()
-            problem = self.build_problem(profile, memory_budget)
+        def find(problem: Problem) -> tuple[Baseline, ...]:
             return find_baselines(plan, problem, self.request.policy, profile.trials)
 
-        found = self.ranks.broadcast_object(self.ranks.raise_on_all_ranks(find))
-        return plan.model_copy(update={"baselines": found})
+        return plan.model_copy(update={"baselines": self._on_rank_zero(find, profile, memory_budget)})
 
     def build_problem(self, profile: Profile, memory_budget: MemoryBudget) -> Problem:
         """Return the problem to solve, with all that was measured and all that trials and runs have shown."""
@@ -252,26 +240,14 @@ class PlanningCoordinator:
             max_retained_batch_size=None if math.isinf(retained_batch_size) else int(retained_batch_size),
         )
 
-    def _on_rank_zero(
-        self, work: Callable[[Problem], ExecutionPlan | None], profile: Profile, memory_budget: MemoryBudget
-    ) -> ExecutionPlan | None:
+    def _on_rank_zero(self, work: Callable[[Problem], Result], profile: Profile, memory_budget: MemoryBudget) -> Result:
         """Return on every rank what ``work`` makes of the problem on the first one."""
 
-        def to_list(problem: Problem) -> list[ExecutionPlan]:
-            plan = work(problem)
-            return [] if plan is None else [plan]
+        def run() -> Any:
+            return work(self.build_problem(profile, memory_budget)) if self.ranks.is_rank_zero else None
 
-        return next(iter(self._plans_of_rank_zero(to_list, profile, memory_budget)), None)
-
-    def _plans_of_rank_zero(
-        self, work: Callable[[Problem], list[ExecutionPlan]], profile: Profile, memory_budget: MemoryBudget
-    ) -> list[ExecutionPlan]:
-        def run_to_json() -> list[str]:
-            plans = work(self.build_problem(profile, memory_budget)) if self.ranks.is_rank_zero else []
-            return [plan.to_json() for plan in plans]
-
-        texts = self.ranks.broadcast_object(self.ranks.raise_on_all_ranks(run_to_json))
-        return [ExecutionPlan.from_json(text) for text in texts]
+        found: Result = self.ranks.broadcast_object(self.ranks.raise_on_all_ranks(run))
+        return found
 
     def _min_and_max(self, minimum: int, maxima: Sequence[int]) -> list[int]:
         """Return the smallest value of one number over the ranks, and the largest ones of others."""

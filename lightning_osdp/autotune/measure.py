@@ -99,7 +99,8 @@ def load_or_measure_cluster(
         return stored.median
 
     def measure() -> ClusterProfile:
-        return _measure_plausible_cluster(ranks, available_bytes, capabilities)
+        measured = _measure_cluster(ranks, available_bytes, capabilities)
+        return measured if is_plausible(measured) else _measure_cluster(ranks, available_bytes, capabilities)
 
     known = add_start(stored, measure, ranks)
     if all(map(is_plausible, known.starts)):
@@ -150,14 +151,6 @@ def is_plausible(measured: ClusterProfile) -> bool:
     """Return whether the times of no collective contradict each other."""
     link = measured.link
     return max(fit.residual for fit in (link.all_reduce, link.all_gather, link.reduce_scatter)) <= MAX_RESIDUAL
-
-
-def _measure_plausible_cluster(
-    ranks: RankGroup, available_bytes: int, capabilities: EngineCapabilities
-) -> ClusterProfile:
-    """Measure links and engine; once more if the times of a collective contradict each other."""
-    measured = _measure_cluster(ranks, available_bytes, capabilities)
-    return measured if is_plausible(measured) else _measure_cluster(ranks, available_bytes, capabilities)
 
 
 def _measure_cluster(ranks: RankGroup, available_bytes: int, capabilities: EngineCapabilities) -> ClusterProfile:

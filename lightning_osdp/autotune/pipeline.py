@@ -9,8 +9,9 @@
 7. Search again with what the trials have shown; try what is new.
 8. Cache the plan.
 
-``autotune`` does steps 2 to 8 for ranks that train together, ``plan_offline`` for a single process that plans for a
-known cluster: it measures no links and can't try a plan. All functions are collective: every rank must call them.
+``autotune`` does steps 2 to 8 for ranks that train together, or for a single process without a process group, which
+plans for a known cluster without a deadline: kernels are measured there, measurements that such ranks have made
+together on this machine are preferred, no links are measured, and no plan is tried. All functions are collective.
 """
 
 from __future__ import annotations
@@ -279,34 +280,6 @@ def _fit_beside_leftovers(
     log_info("planning has left %s behind: searching a plan that fits beside it", format_bytes(left_bytes))
     found, _, now = search_or_take(coordinator, profile, now, plan)
     return coordinator.with_baselines(profile, now, found), now
-
-
-def plan_offline(
-    traced: TracedStep,
-    request: PlanRequest,
-    device: torch.device,
-    *,
-    cache: Path | None = None,
-    trial_context: TrialContext | None = None,
-) -> PlanningResult:
-    """Plan for a known cluster in this one process, without a process group and without a deadline.
-
-    Kernels are measured here, on a device that no other rank uses. Measurements that such ranks have made together on
-    this machine are preferred if they are cached.
-
-    Args:
-        traced: the step of the model.
-        request: what the plan is asked for, with a cluster.
-        device: a device like the cluster's.
-        cache: folder of measurements; None to cache nothing.
-        trial_context: the user's step, which is tried unsharded; None to plan from measurements alone.
-
-    Raises:
-        InfeasibleError: nothing fits.
-        ConfigurationError: a pattern matches nothing, or the batch sizes contradict each other.
-    """
-    ranks = RankGroup.single(device)
-    return autotune(traced, request, ranks, StartupBudget.unlimited(ranks), cache=cache, trial_context=trial_context)
 
 
 def _prepare_ranks(request: PlanRequest, ranks: RankGroup) -> None:

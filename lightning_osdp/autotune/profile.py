@@ -37,8 +37,6 @@ class ClusterProfile(FrozenModel):
     hierarchical_links: HierarchicalLinks | None = None
     """The links inside and between nodes, if there are several nodes of several ranks."""
     engine: EngineOverhead = NO_ENGINE_OVERHEAD
-    checksum: str = Field(default="", exclude=True, repr=False)
-    """Checksum of the file that it was read from. ``profile_cache.read`` checks and removes it before."""
 
     def figures_s(self, ranks: int) -> tuple[float, ...]:
         """Return the times that tell measurements apart: of each collective, and of each mode with its engine."""

@@ -327,39 +327,21 @@ def _run_passes(trial_context: TrialContext, module_copy: LightningModule, batch
 def _time_repeats(
     steps: Sequence[StepFunction], ranks: RankGroup, device: torch.device, duration_s: float
 ) -> list[StepTiming]:
-    """Time each step several times, within about ``duration_s`` for all; the slowest rank counts."""
-    if device.type == "cuda":
-        return _time_on_cuda(steps, ranks, device, duration_s)
-    warmup = _max_over_ranks(_time_each_once(steps, ranks, device), ranks)
-    if len(steps) > 1 and _total_s(warmup) > duration_s:
-        return _time_slow_on_cpu(steps, ranks, device, warmup)
-    return _time_fast_on_cpu(steps, ranks, device, _num_repeats(_total_s(warmup), duration_s))
+    """Time each step several times, within about ``duration_s`` for all; the slowest rank counts.
 
-
-def _time_on_cuda(
-    steps: Sequence[StepFunction], ranks: RankGroup, device: torch.device, duration_s: float
-) -> list[StepTiming]:
-    """Return medians: the allocator may still take memory in the first of the repeats."""
-    for _ in range(CUDA_WARMUP_STEPS):
+    On CUDA medians are taken, since the allocator may still take memory in the first of the repeats; on the CPU means,
+    which for few repeats are closer to training [M-autotune-5].
+    """
+    is_cuda = device.type == "cuda"
+    for _ in range(CUDA_WARMUP_STEPS if is_cuda else WARMUP_STEPS):
         warmup = _max_over_ranks(_time_each_once(steps, ranks, device), ranks)
-    num_repeats = _num_repeats(_total_s(warmup), duration_s)
-    repeats = [_time_each_once(steps, ranks, device) for _ in range(num_repeats)]
-    return _max_over_ranks([_average(statistics.median, timings) for timings in zip(*repeats, strict=True)], ranks)
-
-
-def _time_fast_on_cpu(
-    steps: Sequence[StepFunction], ranks: RankGroup, device: torch.device, num_repeats: int
-) -> list[StepTiming]:
-    """Return means, which for few repeats are closer to training than medians [M-autotune-5]."""
-    repeats = [_time_each_once(steps, ranks, device) for _ in range(num_repeats)]
-    return _max_over_ranks([_average(statistics.mean, timings) for timings in zip(*repeats, strict=True)], ranks)
-
-
-def _time_slow_on_cpu(
-    steps: Sequence[StepFunction], ranks: RankGroup, device: torch.device, warmup: Sequence[StepTiming]
-) -> list[StepTiming]:
-    """Time only the first step again: it has warmed up the process for the others [M-autotune-6]."""
-    return [*_max_over_ranks(_time_each_once(steps[:1], ranks, device), ranks), *warmup[1:]]
+    total_s = sum(timing.step_s for timing in warmup)
+    if not is_cuda and len(steps) > 1 and total_s > duration_s:
+        # Only the first step again: it has warmed up the process for the others [M-autotune-6].
+        return [*_max_over_ranks(_time_each_once(steps[:1], ranks, device), ranks), *warmup[1:]]
+    repeats = [_time_each_once(steps, ranks, device) for _ in range(_num_repeats(total_s, duration_s))]
+    average = statistics.median if is_cuda else statistics.mean
+    return _max_over_ranks([_average(average, timings) for timings in zip(*repeats, strict=True)], ranks)
 
 
 def _time_each_once(steps: Sequence[StepFunction], ranks: RankGroup, device: torch.device) -> list[StepTiming]:
@@ -388,10 +370,6 @@ def _max_over_ranks(timings: Sequence[StepTiming], ranks: RankGroup) -> list[Ste
 
 def _average(average: Callable[[Sequence[float]], float], timings: Sequence[StepTiming]) -> StepTiming:
     return StepTiming(*map(average, zip(*timings, strict=True)))
-
-
-def _total_s(timings: Sequence[StepTiming]) -> float:
-    return sum(timing.step_s for timing in timings)
 
 
 def _num_repeats(step_s: float, duration_s: float) -> int:

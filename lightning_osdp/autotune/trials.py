@@ -86,10 +86,6 @@ class TrialSetup:
         factor = MEMORY_MARGIN * (1 + HEAP_GROWTH * plan.retain_freed_memory)
         return factor * trial_peak_bytes(self.model, self.cluster, plan, size) <= available
 
-    def predict(self, plan: ExecutionPlan, size: int, compute: ComputeTimes) -> Trial:
-        """Return the trial of ``plan`` as it is predicted from the measurements."""
-        return predict_trial(self.model, compute, self.cluster, plan, size)
-
     def heap_bytes(self, plan: ExecutionPlan, size: int) -> int:
         """Return the heap that a trial with freed tensors retained may fill."""
         return int((1 + HEAP_GROWTH) * trial_peak_bytes(self.model, self.cluster, plan, size))
@@ -109,20 +105,6 @@ class PlanTrial(NamedTuple):
     batch_size: int
     duration_s: float
     predicted: Trial
-
-
-class PlanTrialOption(NamedTuple):
-    """A way to try a plan.
-
-    Attributes:
-        batch_size: the batch size of the trial.
-        max_s: the time that it may take.
-        num_steps: timed steps that must fit in that time; with 1 the step is timed once.
-    """
-
-    batch_size: int
-    max_s: float
-    num_steps: int
 
 
 def run_plan_trials(
@@ -213,20 +195,20 @@ def _prepare(
     setup: TrialSetup, compute: ComputeTimes, plan: ExecutionPlan, available_bytes: int, max_s: float
 ) -> PlanTrial | None:
     for size, limit_s, num_steps in _plan_trial_options(plan.batch_size, setup, max_s):
-        predicted = setup.predict(plan, size, compute)
+        predicted = predict_trial(setup.model, compute, setup.cluster, plan, size)
         takes_s = predicted.predicted_s * (WARMUP_STEPS + num_steps)
         if takes_s < limit_s and setup.fits_memory(plan, size, available_bytes):
             return PlanTrial(plan, size, TURN_S if num_steps > 1 else 0.0, predicted)
     return None
 
 
-def _plan_trial_options(batch_size: int, setup: TrialSetup, max_s: float) -> Iterator[PlanTrialOption]:
-    """Yield the ways to try a plan, the most informative first."""
+def _plan_trial_options(batch_size: int, setup: TrialSetup, max_s: float) -> Iterator[tuple[int, float, int]]:
+    """Yield the ways to try a plan, the most informative first: batch size, most seconds, steps to time in these."""
     for size in plan_trial_batch_sizes(batch_size, setup.batch_sizes, setup.is_cuda):
-        yield PlanTrialOption(size, min(max_s / 2, MAX_TRIAL_S), MIN_STEPS)
+        yield size, min(max_s / 2, MAX_TRIAL_S), MIN_STEPS
     smallest = setup.batch_sizes[0]
-    yield PlanTrialOption(smallest, min(max_s, MAX_TRIAL_S), MIN_STEPS)
-    yield PlanTrialOption(smallest, min(0.75 * max_s, MAX_TRIAL_S), 1)
+    yield smallest, min(max_s, MAX_TRIAL_S), MIN_STEPS
+    yield smallest, min(0.75 * max_s, MAX_TRIAL_S), 1
 
 
 def plan_trial_batch_sizes(batch_size: int, traced_sizes: Sequence[int], is_cuda: bool) -> Sequence[int]:

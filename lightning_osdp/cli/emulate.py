@@ -31,7 +31,6 @@ from lightning_osdp.planning.spec.formatting import format_bytes
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.spec.search_record import Baseline
 from lightning_osdp.report import tables
-from lightning_osdp.report.emulation import emulation_table
 from lightning_osdp.strategy import arguments, offline
 from lightning_osdp.strategy.planning_options import PlanningOptions
 
@@ -74,7 +73,7 @@ class Request:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.add_argument("--config", type=str, required=True, help="the YAML that LightningCLI trains from")
+    offline_plan.add_arguments(parser, "config", "memory_limit", "global_batch_size", "cache", "html")
     parser.add_argument(
         "--hardware",
         type=str,
@@ -93,12 +92,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--compare", action="store_true", help="all strategies in turn, each at its own best batch size"
     )
     parser.add_argument("--plan-only", action="store_true", help="print OSDP's plan and train nothing")
-    parser.add_argument("--memory-limit", type=str, help="per device: 16GiB or 90% (default: what it has)")
     parser.add_argument("--batch-size", type=int, help="per device, for all strategies (default: the best of each)")
     parser.add_argument("--max-batch-size", type=int, help="the largest batch size that OSDP considers")
-    parser.add_argument("--global-batch-size", type=int, help="over all devices, made exactly")
-    parser.add_argument("--cache", type=str, help="folder of measurements (default: the user's; '': none)")
-    parser.add_argument("--html", type=str, help="file for a page with the plan's pictures")
 
 
 def run(options: Namespace, write_page: WritePage) -> None:
@@ -128,7 +123,7 @@ def run(options: Namespace, write_page: WritePage) -> None:
     if options.html is not None and plan_or_none is not None:
         write_page(options.html, plan_or_none)
     rows = [_to_row(result, request.cluster.ranks) for result in results]
-    print(json.dumps(rows, indent=2)) if options.json else Console().print(emulation_table(rows, plan_or_none))
+    print(json.dumps(rows, indent=2)) if options.json else Console().print(tables.emulation_table(rows, plan_or_none))
 
 
 def _read_request(options: Namespace) -> Request:

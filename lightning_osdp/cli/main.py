@@ -28,9 +28,7 @@ from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPError
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem
 from lightning_osdp.planning.search.plan_selection import variant_of_plan
 from lightning_osdp.planning.spec.cluster import Cluster
-from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.formatting import format_bytes, format_seconds, parse_memory_limit
-from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.whatif import hardware
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint, problem_for_hardware, simulate, sweep_memory_limits
@@ -204,9 +202,7 @@ def _add_profile_arguments(parser: ArgumentParser) -> None:
 def _profile(options: Namespace) -> None:
     arguments.validate_positive("devices", options.devices)
     _check_output(options.out, _is_cluster)
-    kind = options.accelerator
-    if kind == "auto":
-        kind = offline.default_device_type()
+    kind = offline.default_device_type() if options.accelerator == "auto" else options.accelerator
     cluster = measure_links.measure_cluster(options.devices, kind, options.timeout)
     _write(options.out, cluster.model_dump_json(indent=2), _is_cluster)
     if options.json:
@@ -227,19 +223,14 @@ def _links_text(cluster: Cluster) -> str:
 
 
 def _add_plan_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--config", type=str, required=True, help="the YAML that LightningCLI trains from")
+    offline_plan.add_arguments(parser, "config", "memory_limit", "batch_size", "max_batch_size", "global_batch_size")
+    offline_plan.add_arguments(parser, "cache", "html")
     parser.add_argument("--cluster", type=str, help="the hardware, as `osdp profile` wrote it")
     parser.add_argument("--devices", type=int, help="per node, instead of the cluster's")
-    parser.add_argument("--memory-limit", type=str, help="per device: 16GiB or 90% (default: what it has)")
-    parser.add_argument("--batch-size", type=int, help="per device, fixed (default: searched)")
-    parser.add_argument("--max-batch-size", type=int, help="the largest that is considered")
-    parser.add_argument("--global-batch-size", type=int, help="over all devices, made exactly")
     parser.add_argument(
         "--sharding-group", choices=["auto", "world", "node"], help="ranks that operators are sharded over"
     )
-    parser.add_argument("--cache", type=str, help="folder of measurements (default: the user's; '': none)")
     parser.add_argument("--out", type=str, help="file for the plan, to train with")
-    parser.add_argument("--html", type=str, help="file for a page with the plan's pictures")
 
 
 def _plan(options: Namespace) -> None:
@@ -275,7 +266,7 @@ def _load_config(options: Namespace) -> offline_plan.TrainingConfig:
 
 def _add_explain_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("plan", type=str, help="the plan's JSON file")
-    parser.add_argument("--html", type=str, help="file for a page with the plan's pictures")
+    offline_plan.add_arguments(parser, "html")
 
 
 def _explain(options: Namespace) -> None:
@@ -307,13 +298,9 @@ def _read_plan(path: str) -> ExecutionPlan:
 
 
 def _add_simulate_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--config", type=str, required=True, help="the YAML that LightningCLI trains from")
+    offline_plan.add_arguments(parser, "config", "memory_limit", "batch_size", "max_batch_size", "global_batch_size")
     parser.add_argument("--hardware", type=str, required=True, help="a name, such as h100-80gb-nvlink, or a JSON file")
     parser.add_argument("--devices", type=int, nargs="+", help="numbers of devices (default: 1, 2, 4, ... all)")
-    parser.add_argument("--memory-limit", type=str, help="per device: 16GiB or 90% (default: what it has)")
-    parser.add_argument("--batch-size", type=int, help="per device, fixed (default: searched)")
-    parser.add_argument("--max-batch-size", type=int, help="the largest that is considered")
-    parser.add_argument("--global-batch-size", type=int, help="over all devices, made exactly")
     parser.add_argument(
         "--dtype", type=str, help="of matrix products, such as bf16 (default: that of the file's precision)"
     )
@@ -330,7 +317,8 @@ def _simulate(options: Namespace) -> None:
     )
     limit_bytes, share = parse_memory_limit("auto" if options.memory_limit is None else options.memory_limit)
     limit_bytes = limit_bytes or hardware_spec.usable_bytes(share)
-    devices = options.devices or _device_counts(hardware_spec.devices)
+    powers = (1 << exponent for exponent in range(hardware_spec.devices.bit_length()))
+    devices = options.devices or sorted({*powers, hardware_spec.devices})
     for count in devices:
         hardware.build_cluster(hardware_spec, count)  # refused here, before the step is traced
     if options.dtype is not None:
@@ -358,13 +346,9 @@ def _simulate(options: Namespace) -> None:
         raise _nothing_fits(points)
     if options.html is not None:
         largest = max(fitting, key=lambda point: point.devices)
-        _write_simulated_page(options.html, model, hardware_spec, dtype, constraints, points, largest)
-
-
-def _device_counts(devices: int) -> list[int]:
-    """Return the powers of two up to the number of devices, and that number."""
-    powers = [1 << exponent for exponent in range(devices.bit_length())]
-    return sorted({*powers, devices})
+        assert largest.plan is not None
+        problem = problem_for_hardware(model, hardware_spec, largest.devices, limit_bytes, dtype, constraints)
+        _write_page(options.html, largest.plan, variant_of_plan(largest.plan, problem), points)
 
 
 def _nothing_fits(points: Sequence[SimulatedPoint]) -> InfeasibleError:
@@ -378,30 +362,14 @@ def _nothing_fits(points: Sequence[SimulatedPoint]) -> InfeasibleError:
     )
 
 
-def _write_simulated_page(
-    path: str,
-    model: ModelProfile,
-    hardware_spec: hardware.Hardware,
-    dtype: str,
-    constraints: SearchConstraints,
-    points: Sequence[SimulatedPoint],
-    shown: SimulatedPoint,
-) -> None:
-    assert shown.plan is not None
-    problem = problem_for_hardware(model, hardware_spec, shown.devices, shown.memory_limit_bytes, dtype, constraints)
-    _write_page(path, shown.plan, variant_of_plan(shown.plan, problem), points)
-
-
 def _write_page(path: str, plan: ExecutionPlan, problem: Problem | None, points: Sequence[SimulatedPoint] = ()) -> None:
     from lightning_osdp.report.html import render_page  # needs matplotlib, which is an extra
 
-    model = problem.model if problem is not None else None
-    tradeoff = (
-        sweep_memory_limits(problem, plan.batch_size, plan.accumulate_grad_batches, NUM_TRADEOFF_LIMITS)
-        if problem
-        else ()
-    )
-    _write(path, render_page(plan, model=model, tradeoff=tradeoff, points=points), _is_page)
+    shown: dict[str, Any] = {}
+    if problem is not None:
+        size = (plan.batch_size, plan.accumulate_grad_batches)
+        shown = {"model": problem.model, "tradeoff": sweep_memory_limits(problem, *size, NUM_TRADEOFF_LIMITS)}
+    _write(path, render_page(plan, points=points, **shown), _is_page)
 
 
 # -- emulate -----------------------------------------------------------------------------------------------------------

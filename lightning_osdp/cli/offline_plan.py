@@ -16,7 +16,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from jsonargparse import get_loader
+from jsonargparse import ArgumentParser, get_loader
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
@@ -35,6 +35,17 @@ CONFIG_SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "
 
 PLANNING_ARGS = tuple(option.name for option in fields(PlanningOptions))
 """Arguments of ``OSDPStrategy`` that say what to plan."""
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "config": {"type": str, "required": True, "help": "the YAML that LightningCLI trains from"},
+    "memory_limit": {"type": str, "help": "per device: 16GiB or 90% (default: what it has)"},
+    "batch_size": {"type": int, "help": "per device, fixed (default: searched)"},
+    "max_batch_size": {"type": int, "help": "the largest that is considered"},
+    "global_batch_size": {"type": int, "help": "over all devices, made exactly"},
+    "cache": {"type": str, "help": "folder of measurements (default: the user's; '': none)"},
+    "html": {"type": str, "help": "file for a page with the plan's pictures"},
+}
+"""Arguments that several commands have."""
 
 MakeTrainer = Callable[[pl.LightningModule, dict[str, Any]], pl.Trainer]
 """Makes a Trainer for a module from the file's arguments, but for ``strategy`` and ``accelerator``."""
@@ -95,6 +106,12 @@ class TrainingConfig:
         if isinstance(devices, bool) or not str(devices).isdecimal() or int(str(devices)) < 1:
             return None
         return int(str(devices)) * int(self.trainer.get("num_nodes") or 1)
+
+
+def add_arguments(parser: ArgumentParser, *names: str) -> None:
+    """Declare some of ``ARGUMENTS``."""
+    for name in names:
+        parser.add_argument(f"--{name.replace('_', '-')}", **ARGUMENTS[name])
 
 
 def load_config(path: Path) -> TrainingConfig:

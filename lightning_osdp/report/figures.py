@@ -288,13 +288,6 @@ def format_rate(samples_per_s: float) -> str:
     return f"{samples_per_s:,.0f} samples/s" if samples_per_s >= 100 else f"{samples_per_s:.3g} samples/s"
 
 
-def to_png(figure: Figure, dpi: int = 150) -> bytes:
-    """Render a figure as the content of a PNG file."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi)
-    return buffer.getvalue()
-
-
 def to_svg(figure: Figure) -> str:
     """Render a figure as SVG with its text as text; equal figures give equal files."""
     buffer = io.StringIO()

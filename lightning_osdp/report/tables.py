@@ -6,7 +6,8 @@ import re
 import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -43,6 +44,9 @@ _OPTIONAL_COLUMNS = {
     "recomputed_blocks": "recomputed",
 }
 """Titles of the optional columns of the simulation table, by field of ``SimulatedResult``."""
+
+_STRATEGIES = {"osdp": "OSDP", "ddp": "DDP", "fsdp": "FSDP", "fsdp2": "fully_shard"}
+"""Names of the strategies of ``osdp emulate``."""
 
 
 def plan_table(plan: ExecutionPlan, profiling_s: float | None = None, collectives: int | None = None) -> Group:
@@ -138,6 +142,28 @@ def simulation_table(points: Sequence[SimulatedPoint]) -> Table:
                 format_bytes(one.peak_memory_bytes),
                 *(f"{value:.0%}" if isinstance(value := getattr(one, name), float) else str(value) for name in more),
             )
+    return table
+
+
+def emulation_table(rows: Sequence[Mapping[str, Any]], plan: ExecutionPlan | None) -> Table:
+    """Show what was predicted for OSDP's plan, if there is one, and what each strategy took under ``osdp emulate``.
+
+    Args:
+        rows: for each strategy its name, and either an error or the measured figures.
+        plan: OSDP's plan.
+    """
+    table = Table(box=None, pad_edge=False)
+    for title in ("strategy", "batch size", "step time", "samples/s", "peak memory"):
+        table.add_column(title, justify="left" if title == "strategy" else "right")
+    named = [(_STRATEGIES[row["strategy"]], row) for row in rows]
+    if plan is not None:
+        named.insert(0, ("OSDP, predicted", {"batch_size": plan.batch_size, **plan.predicted.model_dump()}))
+    for name, row in named:
+        if "error" in row:
+            table.add_row(name, "", row["error"])
+            continue
+        step_time, rate = format_seconds(row["step_time_s"]), f"{row['samples_per_s']:,.1f}"
+        table.add_row(name, str(row["batch_size"]), step_time, rate, format_bytes(row["peak_memory_bytes"]))
     return table
 
 

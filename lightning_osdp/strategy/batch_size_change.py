@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -102,11 +103,8 @@ class Epoch:
         )
 
     def _largest(self, is_enough: Callable[[int], bool]) -> int:
-        low, high = 1, max(1, self.num_samples or 1)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if is_enough(middle) else (low, middle - 1)
-        return low
+        sizes = range(1, max(1, self.num_samples or 1) + 1)
+        return max(1, bisect(sizes, False, key=lambda size: not is_enough(size)))
 
 
 def describe_change(epoch: Epoch, present: int, accumulation: int, plan: ExecutionPlan, ranks: int) -> str:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary
 
-UnshardedShapes = Callable[[], AbstractContextManager[None]]
 
-
-def count_unsharded_parameters(trainer: pl.Trainer, unsharded_shapes: UnshardedShapes) -> None:
+def count_unsharded_parameters(trainer: pl.Trainer, unsharded_shapes: Callable[[], Any]) -> None:
     """Run the trainer's ModelSummary callbacks while parameters show their unsharded shapes.
 
     Nothing is done where the summary runs the model on an example input, which needs the values.
@@ -25,12 +22,4 @@ def count_unsharded_parameters(trainer: pl.Trainer, unsharded_shapes: UnshardedS
         return
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelSummary):
-            callback.on_fit_start = _wrap_in_context(unsharded_shapes, callback.on_fit_start)  # type: ignore[method-assign]
-
-
-def _wrap_in_context(context: UnshardedShapes, function: Callable[..., None]) -> Callable[..., None]:
-    def run(*args: Any, **kwargs: Any) -> None:
-        with context():
-            function(*args, **kwargs)
-
-    return run
+            callback.on_fit_start = unsharded_shapes()(callback.on_fit_start)  # type: ignore[method-assign]

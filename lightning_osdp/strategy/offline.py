@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from lightning_osdp.autotune import pipeline
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster, device_name
+from lightning_osdp.autotune.startup_budget import StartupBudget
 from lightning_osdp.backend import allocator
 from lightning_osdp.backend.memory import MemoryLimit
 from lightning_osdp.errors import ConfigurationError, OSDPWarning, check_kind, format_error
@@ -303,14 +304,15 @@ def plan_in_setup(
     non_training = count_averaged_copies(trainer, device, non_training)
     cache, own_constraints = options.cache_folder, _callback_constraints(trainer)
     context = options.with_tensor_degrees(context, own_constraints, cluster)
-    traced = pipeline.profile_model_on_ranks(RankGroup.single(device), context, non_training, cache)
+    ranks = RankGroup.single(device)
+    traced = pipeline.profile_model_on_ranks(ranks, context, non_training, cache)
     traced = options.with_reduce_dtype(traced)
     blocker = options.in_backward_blocker(trainer, traced)
     constraints = options.constraints(own_constraints, blocker, device)
-    request = options.request(trainer, data, context.batch_size, cluster.ranks, limit, constraints, non_training)
-    request = request.at_batch_size(traced.model_profile.only_batch_size)
-    trial_context = context if options.trial_steps else None
-    return pipeline.plan_offline(traced, request, device, cache=cache, trial_context=trial_context)
+    facts = (trainer, data, context.batch_size, cluster.ranks, limit, constraints, non_training)
+    request = options.request(*facts, traced.model_profile.only_batch_size)
+    budget, step = StartupBudget.unlimited(ranks), context if options.trial_steps else None
+    return pipeline.autotune(traced, request, ranks, budget, cache=cache, trial_context=step)
 
 
 def _callback_constraints(trainer: pl.Trainer) -> SearchConstraints:

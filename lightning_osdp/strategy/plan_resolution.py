@@ -9,7 +9,6 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_osdp.autotune import pipeline
-from lightning_osdp.autotune.coordinator import PlanRequest
 from lightning_osdp.autotune.pipeline import PlanningResult
 from lightning_osdp.autotune.ranks import RankGroup, current_cluster, ranks_sharing_memory_limit
 from lightning_osdp.autotune.startup_budget import StartupBudget
@@ -92,8 +91,8 @@ def resolve_plan(
     limit = options.limit_on(context.device, run.ranks_per_node, ranks_sharing_memory_limit(ranks))
     facts = (trainer, data, context.batch_size, ranks.world_size, limit, constraints, non_training)
     only = traced.model_profile.only_batch_size
-    request = ranks.raise_on_all_ranks(lambda: options.request(*facts).at_batch_size(only))
-    request = _agree_on_batch_sizes(request, ranks)
+    request = ranks.raise_on_all_ranks(lambda: options.request(*facts, only))
+    request = replace(request, policy=_agree_on_batch_sizes(request.policy, ranks))
     resumed = pipeline.reuse_if_valid(run.resumed_plan, traced, ranks, request.policy, limit.current())
     if resumed is not None and not (resumed.update_in_backward and blocker):
         return PlanningResult(resumed.with_types_of(traced.model_profile))
@@ -104,14 +103,13 @@ def resolve_plan(
     return result
 
 
-def _agree_on_batch_sizes(request: PlanRequest, ranks: RankGroup) -> PlanRequest:
-    """Return a request for a batch size that the data of every rank allow: a loader of one alone may be fixed."""
-    policies = ranks.all_gather_object(request.policy)
+def _agree_on_batch_sizes(policy: BatchSizePolicy, ranks: RankGroup) -> BatchSizePolicy:
+    """Return the batch sizes that the data of every rank allow: a loader of one alone may be fixed."""
+    policies = ranks.all_gather_object(policy)
     fixed = [policy.batch_size for policy in policies if policy.batch_size is not None]
     bounds = [(each.max_batch_size, each.bounding_setting) for each in policies if each.max_batch_size is not None]
     bound, setting = min(bounds, key=lambda each: each[0], default=(None, ""))
-    agreed = replace(policies[0], batch_size=next(iter(fixed), None), max_batch_size=bound, bounding_setting=setting)
-    return replace(request, policy=agreed)
+    return replace(policies[0], batch_size=next(iter(fixed), None), max_batch_size=bound, bounding_setting=setting)
 
 
 def replan(

@@ -176,6 +176,7 @@ class PlanningOptions:
         memory_limit: MemoryLimit,
         constraints: SearchConstraints,
         non_training: NonTrainingWork,
+        only_batch_size: int,
     ) -> PlanRequest:
         """Return what a plan is asked for.
 
@@ -187,6 +188,7 @@ class PlanningOptions:
             memory_limit: memory limit of a device.
             constraints: what is not left to the search.
             non_training: what the run does between steps.
+            only_batch_size: the batch size at which alone the step works; 0 for any.
 
         Raises:
             ConfigurationError: a batch size can't be set, or the cluster can't be read.
@@ -194,11 +196,12 @@ class PlanningOptions:
         module, device = trainer.lightning_module, memory_limit.device
         present = data.loader_batch_size or batch_size
         policy = self.policy_with_kept_sizes(trainer, present, num_ranks)
+        policy = data.batch_size_policy(
+            present, policy, num_ranks, not trainer.is_global_zero, self.min_steps_per_epoch
+        )
         tensors = (*module.parameters(), *module.buffers())
         return PlanRequest(
-            policy=data.batch_size_policy(
-                present, policy, num_ranks, not trainer.is_global_zero, self.min_steps_per_epoch
-            ),
+            policy=policy.restricted_to(only_batch_size),
             memory_limit=memory_limit,
             model_bytes=sum(tensor.nbytes for tensor in tensors if tensor.device == device),
             cluster=arguments.read_cluster(self.cluster),

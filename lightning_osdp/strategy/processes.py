@@ -36,27 +36,19 @@ class ProcessGroupStrategy(CheckpointingStrategy):
         **parts: arguments that the Trainer sets.
     """
 
+    num_nodes = 1
+    """Number of machines, set by the Trainer."""
     _setup_signal: SetupSignal | None = None
 
     def __init__(self, timeout: timedelta, process_group_backend: str | None, **parts: Any) -> None:
         super().__init__(**parts)
         self._timeout = timeout
         self._process_group_backend = process_group_backend
-        self._num_nodes = 1
 
     @property
     def is_distributed(self) -> bool:
         """Always True: Lightning gives each rank its part of the data."""
         return True
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of machines, set by the Trainer."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
 
     @property
     def num_processes(self) -> int:

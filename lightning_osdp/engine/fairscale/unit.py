@@ -41,8 +41,8 @@ ranks must gather the same.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -53,7 +53,6 @@ from fairscale.nn.data_parallel import fully_sharded_data_parallel as fairscale_
 from torch import Tensor, nn
 from torch._C._functorch import TransformType
 
-from lightning_osdp.engine.fairscale.body import find_places, reinterpret_as_float16
 from lightning_osdp.engine.fairscale.communicators import UnitCommunicators
 from lightning_osdp.engine.fairscale.context import EngineContext
 from lightning_osdp.engine.fairscale.joinable_unit import JoinableUnit, set_gradient_aside, show_gradient
@@ -109,7 +108,7 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
         dtype = parameters[0].dtype
         self._coalesced_gather = CoalescedAllGather(communicators.gather)
         self._is_prefetched = communicators.is_prefetched(parameters)
-        with reinterpret_as_float16(parameters):
+        with _reinterpret_as_float16(parameters):
             super().__init__(
                 nn.ParameterList(parameters),
                 process_group=self._coalesced_gather,
@@ -139,7 +138,12 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
         self._is_recomputed = is_recomputed
         self._weight_slice = stage if isinstance(stage, WeightSlice) else None
         self._hooked_modules = [] if isinstance(stage, ForwardStage) else list(stage.modules())
-        self._places = find_places(self._hooked_modules, parameters)
+        self._places = [
+            (module._parameters, name, parameter)
+            for module in self._hooked_modules
+            for name, parameter in module._parameters.items()
+            if parameter in self.param_indices
+        ]
         self._num_running, self._in_graph = 0, False
         self._joined_pass = self._begun_pass = NO_PASS
         self._finished: set[nn.Parameter] = set()
@@ -381,3 +385,17 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
         show_gradient(param)  # FairScale would do this when the backward pass is over
         if self._weight_slice is None or self._weight_slice.on_gradient_reduced():
             optimizer.step_parameter(parameter)
+
+
+@contextmanager
+def _reinterpret_as_float16(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Show bfloat16 parameters as float16, bit by bit, within a context: FairScale knows no other 16-bit type.
+
+    FairScale only shards them there and computes nothing; what it gathers later has the unit's ``compute_dtype``.
+    """
+    bfloat16 = [parameter for parameter in parameters if parameter.dtype == torch.bfloat16]
+    for parameter in bfloat16:
+        parameter.data = parameter.data.view(torch.float16)
+    yield
+    for parameter in bfloat16:
+        parameter.data = parameter.data.view(torch.bfloat16)

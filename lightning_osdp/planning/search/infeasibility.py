@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -120,14 +121,11 @@ def _largest_batch_size(
     problem: Problem, max_batch_size: int, accumulation: int, min_memory_bytes: MinMemoryBytesFn
 ) -> int:
     """Return the largest batch size up to ``max_batch_size`` at which something fits, by bisection; 0 if none."""
-    low, high = 0, max_batch_size
-    while low < high:
-        middle = (low + high + 1) // 2
-        if min_memory_bytes(problem, middle, accumulation) <= problem.memory_limit_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+
+    def needed_bytes(size: int) -> int:
+        return min_memory_bytes(problem, size, accumulation)
+
+    return bisect(range(1, max_batch_size + 1), problem.memory_limit_bytes, key=needed_bytes)
 
 
 def _with_more_ranks(cluster: Cluster, factor: int) -> Cluster:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -60,7 +59,7 @@ class Solution:
         time_s: sum of their times.
         peak_bytes: sum of their resident bytes plus the largest of their transients.
         lower_bound_s: no solution takes less (to a relative 1e-12); at most ``time_s``.
-        optimal: whether the search finished instead of stopping at the time limit or at lists too long to hold.
+        optimal: whether the search finished instead of stopping at lists too long to hold.
             ``lower_bound_s`` equals ``time_s`` then; only where lists of millions would have been needed to prove
             that may it be lower, by a relative 1e-8 at most.
         memory_shadow_price: seconds that one more byte of budget would save, by the linear relaxation; 0 where every
@@ -75,43 +74,27 @@ class Solution:
     memory_shadow_price: float = 0.0
 
 
-def solve(
-    menus: Sequence[Sequence[Option]],
-    budget_bytes: int,
-    *,
-    counts: Sequence[int] | None = None,
-    time_limit_s: float | None = None,
-) -> Solution:
+def solve(menus: Sequence[Sequence[Option]], budget_bytes: int, *, counts: Sequence[int] | None = None) -> Solution:
     """Return the options of least total time whose peak is within the budget.
 
-    The same arguments give the same choices (unless a time limit is reached). Of solutions that take the same time,
-    one of the smaller peak is preferred where both come up; among identical operators the lower options go to the
-    earlier ones.
+    The same arguments give the same choices. Of solutions that take the same time, one of the smaller peak is preferred
+    where both come up; among identical operators the lower options go to the earlier ones.
 
     Args:
         menus: the options of each operator.
         budget_bytes: for resident and transient bytes together.
         counts: number of operators with each menu, at least 1 each; None for one each. The operators of one menu
             are consecutive in ``Solution.choices``.
-        time_limit_s: seconds after which the best solution so far is returned with its bound; None for no limit.
 
     Raises:
         InfeasibleError: no choice fits.
         ValueError: a menu is empty, or a time or a number of bytes is negative, not finite or too large.
     """
-    deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
     if not menus:
         if budget_bytes < 0:
             raise InfeasibleError("the budget is negative", needed_bytes=0, budget_bytes=budget_bytes)
         return Solution((), 0.0, 0, 0.0, True)
-    return _solve(build_table(menus, counts), budget_bytes, deadline)
-
-
-class _OutOfTimeError(Exception):
-    """The time limit has passed."""
-
-
-def _solve(table: OptionTable, budget_bytes: int, deadline: float) -> Solution:
+    table = build_table(menus, counts)
     caps = table.transient_caps
     needed_bytes = table.min_peak_bytes(caps)
     if int(needed_bytes.min()) > budget_bytes:
@@ -122,7 +105,7 @@ def _solve(table: OptionTable, budget_bytes: int, deadline: float) -> Solution:
     caps = caps[needed_bytes <= budget_bytes]
     initial = _initial_incumbent(table, caps, budget_bytes)
     while initial.cost > max(RELATIVE_TOLERANCE * table.min_time_s, MIN_DISTINCT_S):
-        search = _BranchAndBound(table, caps, budget_bytes, initial, deadline)
+        search = _BranchAndBound(table, caps, budget_bytes, initial)
         finished = search.run()
         cost_s = _extra_time_s(table, search.incumbent)
         if not finished or cost_s > MIN_INCUMBENT_RATIO * initial.cost:
@@ -187,13 +170,10 @@ def _initial_incumbent(table: OptionTable, transient_caps: Ints, budget_bytes: i
 class _BranchAndBound:
     """Best-first search over the caps; costs are integer units above the sum of the operators' fastest."""
 
-    def __init__(
-        self, table: OptionTable, transient_caps: Ints, budget_bytes: int, initial: Incumbent, deadline: float
-    ) -> None:
+    def __init__(self, table: OptionTable, transient_caps: Ints, budget_bytes: int, initial: Incumbent) -> None:
         self.table = table
         self.transient_caps = transient_caps
         self.capacity = budget_bytes - table.min_resident_bytes - transient_caps
-        self.deadline = deadline
         self.cost_unit_s = math.ldexp(initial.cost, -COST_UNITS_LOG2)
         # An option that alone adds more time than the first solution does in all is in no better solution.
         self.useful = table.time_s <= initial.cost
@@ -223,28 +203,19 @@ class _BranchAndBound:
 
     def run(self) -> bool:
         """Search, and return whether the search finished."""
-        try:
-            while self.lower_bounds[index := int(self.lower_bounds.argmin())] < self.cutoff:
-                self.check_deadline()
-                node = self.nodes.get(index)
-                if node is None:
-                    self._relax_cap(index)
-                elif node.max_entries > INITIAL_MAX_ENTRIES and self.gap <= OPTIMALITY_TOLERANCE:
-                    return True
-                elif node.max_entries > MAX_FRONT_ENTRIES or (
-                    node.max_entries == MAX_FRONT_ENTRIES and self.gap <= EARLY_STOP_TOLERANCE
-                ):
-                    return False
-                else:
-                    self._expand(index, node)
-        except _OutOfTimeError:
-            return False
+        while self.lower_bounds[index := int(self.lower_bounds.argmin())] < self.cutoff:
+            node = self.nodes.get(index)
+            if node is None:
+                self._relax_cap(index)
+            elif node.max_entries > INITIAL_MAX_ENTRIES and self.gap <= OPTIMALITY_TOLERANCE:
+                return True
+            elif node.max_entries > MAX_FRONT_ENTRIES or (
+                node.max_entries == MAX_FRONT_ENTRIES and self.gap <= EARLY_STOP_TOLERANCE
+            ):
+                return False
+            else:
+                self._expand(index, node)
         return True
-
-    def check_deadline(self) -> None:
-        """Raise _OutOfTimeError after the deadline."""
-        if time.monotonic() > self.deadline:
-            raise _OutOfTimeError
 
     def _update_incumbent(self, incumbent: Incumbent) -> None:
         if incumbent.cost < self.incumbent.cost:
@@ -298,7 +269,7 @@ class _BranchAndBound:
             self.lower_bounds[index] = math.inf
             return
         limit = node.reduced_cost_limit(self.table.count, gap)
-        limits = MergeLimits(limit, node.is_branched, node.max_entries, self.check_deadline)
+        limits = MergeLimits(limit, node.is_branched, node.max_entries)
         left, right = merge_fronts(node.build_fronts(self.table.count, limits), limits)
         pair = best_pair(left, right, node.remaining_bytes)
         cost = math.inf

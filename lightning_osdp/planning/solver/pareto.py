@@ -17,7 +17,6 @@ among these, of least weight, no part can be replaced. Only between entries equa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -110,13 +109,11 @@ class MergeLimits:
         max_reduced_cost: entries above it are left out.
         is_branched: whether reduced costs include the price of steps.
         max_entries: entries that a front may keep; of more, those of least reduced cost stay and it is not complete.
-        check_deadline: called before each sum; raises to stop the search.
     """
 
     max_reduced_cost: float
     is_branched: bool
     max_entries: int
-    check_deadline: Callable[[], None]
 
 
 def pareto_entries(weight: Ints, cost: Ints, reduced_cost: Floats | None = None) -> Ints:
@@ -158,7 +155,6 @@ def empty_front() -> Front:
 
 def add(left: Front, right: Front, limits: MergeLimits) -> Front:
     """Return the front of all sums of an entry of each whose reduced cost is within the limit."""
-    limits.check_deadline()
     i, j, is_complete = _pairs_within_limit(left, right, limits)
     weight, cost = left.weight[i] + right.weight[j], left.cost[i] + right.cost[j]
     reduced_cost = left.reduced_cost[i] + right.reduced_cost[j]

@@ -303,8 +303,6 @@ class ModelProfile(FrozenModel):
     tensor_group_refusals: dict[str, str] = Field(default_factory=dict)
     """Why operators can't be tensor parallel with those that they feed or that feed them, by name: the others, and why
     not with them."""
-    checksum: str = Field(default="", exclude=True, repr=False)
-    """Checksum of the file that it was read from; the cache checks and removes it before."""
 
     @model_validator(mode="after")
     def _check_indices(self) -> ModelProfile:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_osdp.autotune import finalists, pipeline, startup_budget
+from lightning_osdp.autotune import finalists, pipeline, profile_cache, startup_budget
 from lightning_osdp.autotune.coordinator import UNTRIED_PLAN_MARGIN, MemoryBudget, PlanningCoordinator, PlanRequest
 from lightning_osdp.autotune.profile import Profile
 from lightning_osdp.autotune.profile_cache import ProfileCache
@@ -356,10 +356,14 @@ def test_autotune_marks_memory_as_observed_only_after_trial_of_searched_plan(
     request = PlanRequest(RULE, memory.MemoryLimit(CPU, 1), 0)
     short: Any = StartupBudget(ranks, startup_budget.time.monotonic(), 5.0)
     pipeline.autotune(traced, request, ranks, short, trial_context="a step")  # type: ignore[arg-type]
-    assert not Profile.model_validate_json(file.read_text()).cached_plans, "the next start has time to try one"
+    stored = profile_cache.read(file, Profile)
+    assert stored is not None
+    assert not stored.cached_plans, "the next start has time to try one"
     asked_for.clear()
     file.unlink()
     pipeline.autotune(traced, request, ranks, StartupBudget.unlimited(ranks), trial_context=nothing)
     assert asked_for == ["measured"]
-    (one,) = Profile.model_validate_json(file.read_text()).cached_plans
+    stored = profile_cache.read(file, Profile)
+    assert stored is not None
+    (one,) = stored.cached_plans
     assert (one.non_model_bytes, one.estimated_bytes, one.file_page_bytes) == (60, 0 if found_plan else 12, 5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import re
-import struct
 from xml.etree import ElementTree
 
 import pytest
@@ -164,12 +163,6 @@ def test_figure_of_empty_input_raises_configuration_error() -> None:
         figures.tradeoff_figure([])
     with pytest.raises(ConfigurationError, match="at least one of them"):
         figures.devices_figure([])
-
-
-def test_png_has_requested_size(plan: ExecutionPlan) -> None:
-    data = figures.to_png(figures.throughput_figure(plan), dpi=50)
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    assert struct.unpack(">II", data[16:24]) == (400, 250)
 
 
 def test_svg_of_equal_figures_is_equal(plan: ExecutionPlan) -> None:

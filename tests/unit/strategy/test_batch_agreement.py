@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_osdp.autotune.coordinator import PlanRequest
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.strategy import plan_resolution
@@ -97,6 +96,4 @@ def test_search_is_bounded_by_the_data_that_allow_least_and_says_by_which_argume
         BatchSizePolicy(max_batch_size=size, bounding_setting=name) for size, name in ((40, "one"), (12, "two"))
     ]
     ranks: Any = SimpleNamespace(all_gather_object=lambda _: policies)
-    limit: Any = None
-    agreed = plan_resolution._agree_on_batch_sizes(PlanRequest(policies[rank], limit, 0), ranks)
-    assert agreed.policy == policies[1]
+    assert plan_resolution._agree_on_batch_sizes(policies[rank], ranks) == policies[1]

@@ -317,19 +317,6 @@ def test_solve_prefers_smaller_peak_among_equal_times() -> None:
     )
 
 
-def test_solve_with_time_limit_returns_feasible_plan_and_lower_bound() -> None:
-    menus = random_menus(random.Random(1), 300, 8)
-    least, most = needed_bytes(menus), solve(menus, EVERYTHING).peak_bytes
-    budget = (least + most) // 2
-    proven = solve(menus, budget)
-    stopped = solve(menus, budget, time_limit_s=0.0)
-    assert not stopped.optimal
-    assert stopped.peak_bytes == peak_bytes(menus, stopped.choices) <= budget
-    assert stopped.lower_bound_s <= proven.time_s <= stopped.time_s
-    assert proven.optimal
-    assert proven.lower_bound_s == proven.time_s
-
-
 def test_solve_memory_shadow_price_matches_time_gained_per_byte() -> None:
     """Between two budgets time falls by about their difference times the price at either."""
     menus = random_menus(random.Random(2), 400, 6)
